@@ -1,0 +1,68 @@
+# Two commands on a fresh machine with Python and make: `make demo` and `make test`.
+
+PYTHON ?= python3
+JOBS ?= 2
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --quiet --disable-pip-version-check
+PYTEST := $(RUN) -m pytest
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help install demo test format lint types tests doctests codegen wheel bench clean
+
+help:
+	@echo "make demo     train on real data with and without clipping"
+	@echo "make test     demo, then every check"
+	@echo "make format lint types tests doctests codegen wheel bench clean: see CONTRIBUTING.md"
+
+install: $(INSTALLED)
+
+# Touched last: an install that was cut off is done again.
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV); the first time takes a few minutes."
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install -c constraints.txt setuptools
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: $(INSTALLED)
+	$(RUN) examples/train_rnn.py
+
+test: demo lint types tests doctests codegen wheel
+	@echo "All checks passed."
+
+format: $(INSTALLED)
+	$(RUN) -m ruff format
+	$(RUN) -m ruff check --fix
+
+lint: $(INSTALLED)
+	$(RUN) -m ruff format --check
+	$(RUN) -m ruff check
+
+types: $(INSTALLED)
+	$(RUN) -m mypy
+
+# Once on the torch backend (and on the GPU, where there is one), once through the real kernels on
+# CPU tensors. Triton reads TRITON_INTERPRET when it is imported: hence two processes.
+tests: $(INSTALLED)
+	$(PYTEST) -n $(JOBS) -m "not codegen and not wheel"
+	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) -m "not codegen and not wheel"
+
+doctests: $(INSTALLED)
+	$(PYTEST) --doctest-modules tritonclip
+
+codegen: $(INSTALLED)
+	$(PYTEST) -n $(JOBS) -m codegen
+
+wheel: $(INSTALLED)
+	$(PYTEST) -m wheel
+
+bench: $(INSTALLED)
+	$(RUN) bench/cpu_table.py
+
+clean:
+	rm -rf build dist *.egg-info .nox .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

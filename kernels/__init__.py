@@ -1,0 +1,1 @@
+"""The Triton backend: the only code that imports triton. Installed as `tritonclip.kernels`."""

@@ -1,0 +1,159 @@
+"""Virtual flattening: many gradients seen as one buffer, through a table of pointers and a table of chunks on the device.
+
+The chunk table depends on sizes alone: it is built without a loop over chunks, once. The pointers are compared on every call
+and uploaded only where one moved; no table is ever changed after its upload, so kernels that still run keep reading what they
+were given.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tritonclip.kernels.launch import wave
+from tritonclip.kernels.walk import CHUNK, Occupancy
+
+# Gradient lists remembered, oldest dropped first. A training loop has one or two; a table costs 4 bytes per 16,384 elements.
+CACHED_LISTS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTable:
+    """Gradients of one device and dtype, as kernels see them.
+
+    Attributes:
+        device: of gradients and tables.
+        dtype: of the gradients.
+        n_tensors: gradients, empty ones included.
+        n_chunks: chunks; an empty gradient has one, of length 0.
+        arguments: addresses int64[n_tensors], sizes int64[n_tensors], first chunks int64[n_tensors], owners int32[n_chunks].
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    n_tensors: int
+    n_chunks: int
+    arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+    def programs(self, occupancy: Occupancy) -> int:
+        """Programs that walk the chunks: one wave at most."""
+        return min(self.n_chunks, wave(self.device, occupancy))
+
+
+class _Cache:
+    """Tables of the last gradient lists, by device, stream, dtype and sizes, with the addresses that they hold."""
+
+    def __init__(self) -> None:
+        self._tables: OrderedDict[tuple[object, ...], tuple[list[int], ChunkTable]] = OrderedDict()
+        # What a CUDA graph reads at every replay lives as long as the process: nobody knows when the graph is dropped.
+        self._captured: list[object] = []
+        # Pinned memory cannot be allocated during capture: the last eager call leaves a spare behind.
+        self._spare: dict[int, torch.Tensor] = {}
+
+    def table(self, tensors: Sequence[torch.Tensor]) -> ChunkTable:
+        device, dtype = tensors[0].device, tensors[0].dtype
+        sizes = tuple([t.numel() for t in tensors])
+        addresses = [t.data_ptr() for t in tensors]
+        key = (device, _stream(device), dtype, sizes)
+        capturing = _is_capturing(device)
+
+        known = self._tables.get(key)
+        if known is not None and known[0] == addresses:
+            self._tables.move_to_end(key)
+            if capturing:
+                self._captured.append(known)
+            return known[1]
+
+        if known is None:
+            table = self._lay_out(device, dtype, sizes, addresses, capturing)
+        else:
+            pointers = self._upload(torch.tensor(addresses, dtype=torch.int64), device, capturing)
+            table = replace(known[1], arguments=(pointers, *known[1].arguments[1:]))
+        if capturing:
+            # Tables uploaded by a graph hold nothing until it is replayed: no eager call may find them.
+            self._captured.append((known, table))
+            return table
+        self._tables[key] = (addresses, table)
+        self._tables.move_to_end(key)
+        while len(self._tables) > CACHED_LISTS:
+            self._tables.popitem(last=False)
+        return table
+
+    def _lay_out(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        sizes: tuple[int, ...],
+        addresses: list[int],
+        capturing: bool,
+    ) -> ChunkTable:
+        """All tables of a new gradient list, in one upload."""
+        size = torch.tensor(sizes, dtype=torch.int64)
+        n_own = ((size + CHUNK - 1) // CHUNK).clamp_min(1)
+        first = torch.cumsum(n_own, 0) - n_own
+        owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), n_own)
+        n, n_chunks = len(sizes), len(owners)
+
+        packed = torch.cat([torch.tensor(addresses, dtype=torch.int64), size, first])
+        tables = self._upload(packed, device, capturing)
+        return ChunkTable(
+            device=device,
+            dtype=dtype,
+            n_tensors=n,
+            n_chunks=n_chunks,
+            arguments=(
+                tables[:n],
+                tables[n : 2 * n],
+                tables[2 * n :],
+                self._upload(owners, device, capturing),
+            ),
+        )
+
+    def _upload(self, table: torch.Tensor, device: torch.device, capturing: bool) -> torch.Tensor:
+        """The table on the device, by an asynchronous copy from pinned memory that nobody overwrites."""
+        if device.type == "cpu":
+            return table
+        n_bytes = table.numel() * table.element_size()
+        if capturing:
+            pinned = self._spare.pop(_size_class(n_bytes), None)
+            if pinned is None:
+                raise RuntimeError(
+                    "tritonclip cannot allocate pinned memory while a CUDA graph is captured: expected a call on these "
+                    "parameters before the capture; call the same clip function once, eagerly, before capturing"
+                )
+            self._captured.append(pinned)
+        else:
+            pinned = torch.empty(_size_class(n_bytes), dtype=torch.uint8, pin_memory=True)
+            self._spare.setdefault(
+                len(pinned), torch.empty(len(pinned), dtype=torch.uint8, pin_memory=True)
+            )
+        staged = pinned[:n_bytes].view(table.dtype)
+        staged.copy_(table)
+        return staged.to(device, non_blocking=True)
+
+
+def _size_class(n_bytes: int) -> int:
+    """The power of two, 64 or more, that holds so many bytes."""
+    return max(64, 1 << (n_bytes - 1).bit_length()) if n_bytes else 64
+
+
+def _stream(device: torch.device) -> int:
+    """The current stream: a table made on one stream is not yet there for another."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+_cache = _Cache()
+
+
+def chunk_table(tensors: Sequence[torch.Tensor]) -> ChunkTable:
+    """The table of gradients that kernels walk, remembered between calls.
+
+    Args:
+        tensors: gradients of one device and one dtype, each a contiguous piece of memory; at least one.
+    """
+    return _cache.table(tensors)

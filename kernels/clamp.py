@@ -1,0 +1,149 @@
+"""Clamp: one launch brings every element within bounds.
+
+A chunk is read once and compared; only where an element lies outside is it read again, from cache, and written. Comparisons
+rather than tl.clamp keep NaN on every version of Triton.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonclip.kernels.chunks import ChunkTable
+from tritonclip.kernels.launch import TL_DTYPES, float_bits, launch
+from tritonclip.kernels.scale import as_float64, divide, load_grad_scale
+from tritonclip.kernels.walk import (
+    CHUNK,
+    TWO,
+    aligned_pointer,
+    any_pointer,
+    find_chunk,
+    is_aligned,
+    whole_vectors,
+)
+
+# Elements that one program loads at a time: with 4,096 the two loops together spill on sm_100 and gfx942.
+BLOCK = 2048
+
+
+@triton.jit
+def _outside_full(x_ptr, low, high, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Whether an element of a whole chunk lies outside: no mask, so that the loads of several tiles are in flight at once."""
+    offsets = tl.arange(0, BLOCK)
+    outside = tl.zeros([BLOCK], tl.int32)
+    for tile in range(0, CHUNK, BLOCK):
+        x = tl.load(x_ptr + tile + offsets).to(low.dtype)
+        outside |= ((x < low) | (x > high)).to(tl.int32)
+    return tl.max(outside, axis=0)
+
+
+@triton.jit
+def _outside_masked(x_ptr, n, low, high, BLOCK: tl.constexpr):
+    """Whether an element of x_ptr[0:n] lies outside."""
+    offsets = tl.arange(0, BLOCK)
+    outside = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, n, BLOCK):
+        inside = start + offsets < n
+        x = tl.load(x_ptr + start + offsets, mask=inside, other=0.0).to(low.dtype)
+        outside |= (inside & ((x < low) | (x > high))).to(tl.int32)
+    return tl.max(outside, axis=0)
+
+
+@triton.jit
+def _clamp_values(x, low, high, factor):
+    """x * factor within [low, high], rounded once to x's dtype; NaN stays."""
+    y = x.to(low.dtype) * factor
+    y = tl.where(y < low, low, y)
+    y = tl.where(y > high, high, y)
+    return y.to(x.dtype)
+
+
+@triton.jit
+def _clamp_full(x_ptr, low, high, factor, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Clamps a whole chunk in place."""
+    offsets = tl.arange(0, BLOCK)
+    for tile in range(0, CHUNK, BLOCK):
+        x = tl.load(x_ptr + tile + offsets)
+        tl.store(x_ptr + tile + offsets, _clamp_values(x, low, high, factor))
+
+
+@triton.jit
+def _clamp_masked(x_ptr, n, low, high, factor, BLOCK: tl.constexpr):
+    """Clamps x_ptr[0:n] in place."""
+    offsets = tl.arange(0, BLOCK)
+    for start in range(0, n, BLOCK):
+        inside = start + offsets < n
+        x = tl.load(x_ptr + start + offsets, mask=inside, other=0.0)
+        tl.store(x_ptr + start + offsets, _clamp_values(x, low, high, factor), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n_chunks", "low_bits", "high_bits", "grad_scale_bits"])
+def _clamp_kernel(
+    pointers_ptr,
+    sizes_ptr,
+    first_chunks_ptr,
+    owners_ptr,
+    grad_scale_ptr,
+    n_chunks,
+    low_bits: "i64",
+    high_bits: "i64",
+    grad_scale_bits: "i64",
+    DTYPE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program clamps the chunks program_id, program_id + grid, ...
+
+    pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; owners_ptr: int32[n_chunks];
+    grad_scale_ptr: any float [1], or None.
+    """
+    LANE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
+    low = as_float64(low_bits).to(LANE)
+    high = as_float64(high_bits).to(LANE)
+    grad_scale = load_grad_scale(grad_scale_ptr, grad_scale_bits).to(LANE)
+    factor = divide(tl.full([], 1.0, LANE), grad_scale)
+
+    for chunk in range(tl.program_id(0), n_chunks, tl.num_programs(0)):
+        owner, address, start, n = find_chunk(
+            pointers_ptr, sizes_ptr, first_chunks_ptr, owners_ptr, chunk, CHUNK
+        )
+        if is_aligned(address):
+            x_ptr = aligned_pointer(address, start, DTYPE)
+            if n == CHUNK:
+                if (factor != 1) | (_outside_full(x_ptr, low, high, CHUNK, BLOCK) != 0):
+                    _clamp_full(x_ptr, low, high, factor, CHUNK, BLOCK)
+            else:
+                n_whole = whole_vectors(n)
+                outside = _outside_masked(x_ptr, n_whole, low, high, BLOCK)
+                outside |= _outside_masked(x_ptr + n_whole, n - n_whole, low, high, 16)
+                if (factor != 1) | (outside != 0):
+                    _clamp_masked(x_ptr, n_whole, low, high, factor, BLOCK)
+                    _clamp_masked(x_ptr + n_whole, n - n_whole, low, high, factor, 16)
+        else:
+            any_ptr = any_pointer(address, start, DTYPE)
+            if (factor != 1) | (_outside_masked(any_ptr, n, low, high, BLOCK) != 0):
+                _clamp_masked(any_ptr, n, low, high, factor, BLOCK)
+
+
+def clamp_(
+    table: ChunkTable, low: float, high: float, grad_scale: float | torch.Tensor = 1.0
+) -> None:
+    """Clamps the table's gradients to [low, high] after division by the loss scale, in one launch.
+
+    Args:
+        table: the gradients, of one device and dtype.
+        low: least value, representable in the dtype.
+        high: largest value, representable in the dtype.
+        grad_scale: the loss scale that the gradients still carry: a number, or a one-element tensor.
+    """
+    is_tensor = isinstance(grad_scale, torch.Tensor)
+    launch(
+        _clamp_kernel,
+        table.device,
+        table.programs(TWO),
+        TWO,
+        (*table.arguments, grad_scale.to(table.device) if is_tensor else None, table.n_chunks)
+        + (float_bits(low), float_bits(high), float_bits(1.0 if is_tensor else grad_scale)),
+        DTYPE=TL_DTYPES[table.dtype],
+        CHUNK=CHUNK,
+        BLOCK=BLOCK,
+    )

@@ -1,0 +1,34 @@
+"""What Triton's interpreter does otherwise than a device, set right while one of our kernels runs in it.
+
+Only imported under TRITON_INTERPRET=1, where kernels run on CPU tensors, one program after another, in NumPy.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+_cast = InterpreterBuilder.cast_impl
+
+
+def _cast_to_nearest(builder: Any, source: Any, dtype: Any) -> Any:
+    """A cast that rounds float32 to the nearest bfloat16, as every device does; the interpreter (to 3.9) cuts bits off."""
+    if source.dtype.scalar == tl.float32 and dtype.scalar == tl.bfloat16:
+        rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.bfloat16)
+        return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), dtype.scalar)
+    return _cast(builder, source, dtype)
+
+
+@contextmanager
+def as_device() -> Iterator[None]:
+    """Rounds as a device rounds, and computes inf and NaN in silence."""
+    InterpreterBuilder.cast_impl = _cast_to_nearest
+    try:
+        with np.errstate(all="ignore"):
+            yield
+    finally:
+        InterpreterBuilder.cast_impl = _cast

@@ -1,0 +1,322 @@
+"""Norm: one launch measures a group of gradients, whatever their number.
+
+**Right.** A chunk's powers are summed in float32 lanes (float64 for float64 gradients) and added up in float64. A chunk whose
+sum is not finite, or so small that squares may have underflowed, is measured again in float64, scaled by its largest magnitude,
+while it is still in cache; so is every chunk of a norm type other than 0, 1, 2, inf and -inf.
+
+**Deterministic.** Chunks are fixed by sizes alone, each program owns a fixed set of them, every partial has its own place.
+
+A partial is itself a norm (of what one program saw, or of one chunk), in float64: the norm of the partials is the norm.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonclip.kernels.chunks import ChunkTable
+from tritonclip.kernels.launch import TL_DTYPES, launch
+from tritonclip.kernels.walk import (
+    CHUNK,
+    THREE,
+    aligned_pointer,
+    any_pointer,
+    block_of,
+    find_chunk,
+    is_aligned,
+    key_magnitude,
+    magnitude_key,
+    whole_vectors,
+)
+
+# Sums below these are measured again. Elements lost to underflow add less than 2^-149 (2^-126 where denormals are flushed) each,
+# 16,384 of them less than 2^-112: under 2^-52 of a sum of 2^-60. float64 likewise, with room to spare.
+TRUSTED_FLOAT32 = tl.constexpr(2.0**-60)
+TRUSTED_FLOAT64 = tl.constexpr(2.0**-900)
+INF = tl.constexpr(float("inf"))
+# Elements at a time in the rare float64 path, and partials at a time in `combine`: small, for few registers.
+SLOW_BLOCK = tl.constexpr(512)
+
+
+@triton.jit
+def _power(ratio, P: tl.constexpr):
+    """ratio^P for a float64 ratio >= 0."""
+    if P == 1.0:
+        power = ratio
+    elif P == 2.0:
+        power = ratio * ratio
+    else:
+        power = tl.exp2(P * tl.log2(ratio))
+    return power
+
+
+@triton.jit
+def _root(total, P: tl.constexpr):
+    """total^(1/P) for a float64 total >= 0."""
+    if P == 1.0:
+        root = total
+    elif P == 2.0:
+        root = tl.sqrt(total)
+    else:
+        root = tl.exp2(tl.log2(total) / P)
+    return root
+
+
+@triton.jit
+def _zero_lanes(BLOCK: tl.constexpr, LANE: tl.constexpr, P: tl.constexpr):
+    """Accumulators that hold nothing yet: LANE[BLOCK], or the integer keys or counts of as many bits."""
+    if P == 0.0:
+        lanes = tl.zeros([BLOCK], tl.int32)
+    elif P == 1.0 or P == 2.0:
+        lanes = tl.zeros([BLOCK], LANE)
+    elif P == INF:
+        lanes = magnitude_key(tl.zeros([BLOCK], LANE))
+    else:
+        lanes = magnitude_key(tl.full([BLOCK], INF, LANE))
+    return lanes
+
+
+@triton.jit
+def _add(lanes, x, P: tl.constexpr):
+    """Accumulators after the elements x, of the lanes' width."""
+    if P == 0.0:
+        lanes += (x != 0).to(tl.int32)
+    elif P == 1.0:
+        lanes += tl.abs(x)
+    elif P == 2.0:
+        lanes += x * x
+    elif P == INF:
+        lanes = tl.maximum(lanes, magnitude_key(x))
+    else:
+        lanes = tl.minimum(lanes, tl.where(x == x, magnitude_key(x), -1))
+    return lanes
+
+
+@triton.jit
+def _total(lanes, P: tl.constexpr):
+    """One float64 from all lanes: a sum of powers, a count, a maximum or a minimum."""
+    if P == INF:
+        total = key_magnitude(tl.max(lanes, axis=0))
+    elif P == -INF:
+        total = key_magnitude(tl.min(lanes, axis=0))
+    else:
+        total = tl.sum(lanes, axis=0).to(tl.float64)
+    return total
+
+
+@triton.jit
+def _join(a, b, P: tl.constexpr):
+    """The total of two float64 totals; NaN wins."""
+    if P == INF:
+        total = tl.where((a > b) | (a != a), a, b)
+    elif P == -INF:
+        total = tl.where((a < b) | (a != a), a, b)
+    else:
+        total = a + b
+    return total
+
+
+@triton.jit
+def _masked_total(x_ptr, n, LANE: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr):
+    """Total of x_ptr[0:n]."""
+    offsets = tl.arange(0, BLOCK)
+    neutral: tl.constexpr = INF if P == -INF else 0.0
+    lanes = _zero_lanes(BLOCK, LANE, P)
+    for start in range(0, n, BLOCK):
+        x = tl.load(x_ptr + start + offsets, mask=start + offsets < n, other=neutral)
+        lanes = _add(lanes, x.to(LANE), P)
+    return _total(lanes, P)
+
+
+@triton.jit
+def _full_total(
+    x_ptr, LANE: tl.constexpr, P: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Total of a whole chunk: no mask, so that the loads of several tiles are in flight at once."""
+    offsets = tl.arange(0, BLOCK)
+    lanes = _zero_lanes(BLOCK, LANE, P)
+    for tile in range(0, CHUNK, BLOCK):
+        x = tl.load(x_ptr + tile + offsets)
+        lanes = _add(lanes, x.to(LANE), P)
+    return _total(lanes, P)
+
+
+@triton.jit
+def _chunk_total(
+    address,
+    start,
+    n,
+    DTYPE: tl.constexpr,
+    P: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Total of one chunk, by the widest accesses that its address and length allow."""
+    LANE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
+    if is_aligned(address):
+        x_ptr = aligned_pointer(address, start, DTYPE)
+        if n == CHUNK:
+            total = _full_total(x_ptr, LANE, P, CHUNK, BLOCK)
+        else:
+            n_whole = whole_vectors(n)
+            body = _masked_total(x_ptr, n_whole, LANE, P, BLOCK)
+            tail = _masked_total(x_ptr + n_whole, n - n_whole, LANE, P, 16)
+            total = _join(body, tail, P)
+    else:
+        total = _masked_total(any_pointer(address, start, DTYPE), n, LANE, P, BLOCK)
+    return total
+
+
+@triton.jit
+def _scaled_sum(x_ptr, n, P: tl.constexpr):
+    """Returns (scale, total) in float64 with sum |x|^P = scale^P * total, for elements of any magnitude.
+
+    scale is the largest magnitude: total lies between 1 and n, and nothing overflows. NaN goes into the total.
+    """
+    largest = _masked_total(x_ptr, n, tl.float64, INF, SLOW_BLOCK)
+    offsets = tl.arange(0, SLOW_BLOCK)
+    lanes = tl.zeros([SLOW_BLOCK], tl.float64)
+    for start in range(0, n, SLOW_BLOCK):
+        x = tl.load(x_ptr + start + offsets, mask=start + offsets < n, other=0.0).to(tl.float64)
+        ratio = tl.where(x == 0, 0.0, tl.abs(x) / largest)
+        lanes += tl.where(x == 0, 0.0, _power(ratio, P))
+    total = tl.sum(lanes, axis=0)
+
+    is_nan = largest != largest
+    total = tl.where(is_nan, float("nan"), tl.where(largest == INF, 1.0, total))
+    return tl.where(is_nan, 1.0, largest), total
+
+
+@triton.jit
+def _add_scaled(scale_a, total_a, scale_b, total_b, P: tl.constexpr):
+    """The sum of two (scale, total) pairs."""
+    scale = tl.where(scale_a > scale_b, scale_a, scale_b)
+    share_a = tl.where(scale_a == scale, 1.0, _power(scale_a / scale, P))
+    share_b = tl.where(scale_b == scale, 1.0, _power(scale_b / scale, P))
+    return scale, total_a * share_a + total_b * share_b
+
+
+@triton.jit
+def _chunk_norm(
+    address,
+    start,
+    n,
+    DTYPE: tl.constexpr,
+    P: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One chunk as (scale, total): norm = scale * total^(1/P); for P 0, inf and -inf total alone counts."""
+    scale = tl.full([], 1.0, tl.float64)
+    if P == 1.0 or P == 2.0:
+        total = _chunk_total(address, start, n, DTYPE, P, CHUNK, BLOCK)
+        trusted: tl.constexpr = TRUSTED_FLOAT64 if DTYPE == tl.float64 else TRUSTED_FLOAT32
+        if (total < trusted) | (total == INF) | (total != total):
+            scale, total = _scaled_sum(any_pointer(address, start, DTYPE), n, P)
+            if DTYPE != tl.float64:
+                # Sums of squares of any float32 fit float64: only float64 needs the scale further on.
+                total *= _power(scale, P)
+                scale = tl.full([], 1.0, tl.float64)
+    elif P == 0.0 or P == INF or P == -INF:
+        total = _chunk_total(address, start, n, DTYPE, P, CHUNK, BLOCK)
+    else:
+        scale, total = _scaled_sum(any_pointer(address, start, DTYPE), n, P)
+    return scale, total
+
+
+@triton.jit
+def _norm_of(scale, total, P: tl.constexpr):
+    """The norm that a (scale, total) pair stands for."""
+    if P == 0.0 or P == INF or P == -INF:
+        norm = total
+    else:
+        norm = scale * tl.where(total == 0, 0.0, _root(total, P))
+    return norm
+
+
+@triton.jit
+def combine(norms_ptr, start, stop, P: tl.constexpr):
+    """The norm of norms_ptr[start:stop], float64, in fixed order; scaled by the largest, so that nothing overflows."""
+    n = stop - start
+    if P == 0.0 or P == INF or P == -INF:
+        offsets = tl.arange(0, SLOW_BLOCK)
+        if P == 0.0:
+            count = tl.zeros([SLOW_BLOCK], tl.float64)
+            for i in range(0, n, SLOW_BLOCK):
+                count += tl.load(norms_ptr + start + i + offsets, mask=i + offsets < n, other=0.0)
+            norm = tl.sum(count, axis=0)
+        else:
+            norm = _masked_total(norms_ptr + start, n, tl.float64, P, SLOW_BLOCK)
+    else:
+        scale, total = _scaled_sum(norms_ptr + start, n, P)
+        norm = _norm_of(scale, total, P)
+    return norm
+
+
+@triton.jit(do_not_specialize=["n_chunks"])
+def _norm_kernel(
+    pointers_ptr,
+    sizes_ptr,
+    first_chunks_ptr,
+    owners_ptr,
+    norms_ptr,
+    n_chunks,
+    DTYPE: tl.constexpr,
+    P: tl.constexpr,
+    EACH: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program measures the chunks program_id, program_id + grid, ...
+
+    pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; owners_ptr: int32[n_chunks];
+    norms_ptr: float64[grid], one norm a program, or with EACH float64[n_chunks], one norm a chunk.
+    """
+    pid = tl.program_id(0)
+    UNSCALED: tl.constexpr = (
+        P == 0.0 or P == INF or P == -INF or (DTYPE != tl.float64 and (P == 1.0 or P == 2.0))
+    )
+    scale = tl.full([], 1.0 if UNSCALED else 0.0, tl.float64)
+    total = tl.full([], INF if P == -INF else 0.0, tl.float64)
+
+    for chunk in range(pid, n_chunks, tl.num_programs(0)):
+        owner, address, start, n = find_chunk(
+            pointers_ptr, sizes_ptr, first_chunks_ptr, owners_ptr, chunk, CHUNK
+        )
+        chunk_scale, chunk_total = _chunk_norm(address, start, n, DTYPE, P, CHUNK, BLOCK)
+        if EACH:
+            tl.store(norms_ptr + chunk, _norm_of(chunk_scale, chunk_total, P))
+        elif UNSCALED:
+            total = _join(total, chunk_total, P)
+        else:
+            scale, total = _add_scaled(scale, total, chunk_scale, chunk_total, P)
+
+    if not EACH:
+        tl.store(norms_ptr + pid, _norm_of(scale, total, P))
+
+
+def count_norms(table: ChunkTable, each: bool) -> int:
+    """How many partials `norm` writes for a table."""
+    return table.n_chunks if each else table.programs(THREE)
+
+
+def norm(table: ChunkTable, norm_type: float, out: torch.Tensor, *, each: bool = False) -> None:
+    """Measures the table's gradients in one launch.
+
+    Args:
+        table: the gradients, of one device and dtype.
+        norm_type: p of the p-norm.
+        out: float64[count_norms(table, each)] on the table's device, contiguous: filled with norms whose norm is the norm.
+        each: a partial a chunk, so that norms by gradient can be told apart, rather than one a program.
+    """
+    launch(
+        _norm_kernel,
+        table.device,
+        table.programs(THREE),
+        THREE,
+        (*table.arguments, out, table.n_chunks),
+        DTYPE=TL_DTYPES[table.dtype],
+        P=float(norm_type),
+        EACH=each,
+        CHUNK=CHUNK,
+        BLOCK=block_of(table.dtype.itemsize),
+    )

@@ -1,0 +1,121 @@
+"""What the tests run on: dtypes, sizes, rules, and the few lines that every test file needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+# The kernels run through Triton's interpreter, at up to 0.1 s for every 16,384 elements.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+CHUNK = 16_384
+# 0, 1, odd, and one below, at and above every kernel block (2,048 to 8,192 elements by dtype) and
+# the chunk.
+SIZES = (0, 1, 7, 2047, 2048, 2049, 4095, 4096, 4097, 8191, 8192, 8193, 16383, 16384, 16385)
+LARGE = 2 * CHUNK + 5 if INTERPRETED else 1_000_003
+MANY = 200 if INTERPRETED else 10_000
+
+
+def named(dtypes: Iterable[torch.dtype]) -> list[object]:
+    """Parameters for pytest, each with the dtype's short name for an id."""
+    return [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in dtypes]
+
+
+FLOATS = named((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+HALVES = named((torch.float16, torch.bfloat16))
+
+NORM_TYPES = [
+    pytest.param(p, id=f"p={p}") for p in (0.0, 0.5, 1.0, 2.0, 3.0, 20.0, torch.inf, -torch.inf)
+]
+
+
+def normal(
+    shape: int | Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Tensor:
+    """Random normal values, the same on every machine and for every device."""
+    size = (shape,) if isinstance(shape, int) else tuple(shape)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    values = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=wide)
+    return values.to(dtype).to(device)
+
+
+def of_sizes(
+    sizes: Iterable[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> list[Tensor]:
+    """One random gradient a size."""
+    return [normal(size, dtype, device, seed) for seed, size in enumerate(sizes)]
+
+
+def parameter(grad: Tensor | None, device: torch.device | str = "cpu") -> Tensor:
+    """A parameter whose ``.grad`` is this very tensor (or None)."""
+    if grad is None:
+        return torch.nn.Parameter(torch.zeros(2, device=device))
+    made = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
+    if grad.is_floating_point() or grad.is_complex():
+        made = torch.nn.Parameter(made)
+    made.grad = grad
+    return made
+
+
+def parameters(grads: Iterable[Tensor | None]) -> list[Tensor]:
+    """A parameter for each gradient."""
+    return [parameter(grad) for grad in grads]
+
+
+def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Copies on the CPU, for a comparison after the originals were written to."""
+    return [tensor.detach().clone().cpu() for tensor in tensors]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers, so that -0.0 differs from 0.0 and NaN equals itself."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return plain.view(ints[plain.element_size()])
+
+
+def assert_bits(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    """Every tensor equals its counterpart to the last bit; any NaN equals any other NaN."""
+    for index, (ours, truth) in enumerate(zip(actual, expected, strict=True)):
+        assert ours.dtype == truth.dtype
+        assert ours.shape == truth.shape
+        left, right = ours.detach().cpu(), truth.detach().cpu()
+        if left.is_complex():
+            left, right = torch.view_as_real(left.resolve_conj()), torch.view_as_real(right)
+        wrong = (bits(left) != bits(right)) & ~(left.isnan() & right.isnan())
+        if wrong.any():
+            at = tuple(wrong.nonzero()[0].tolist())
+            pytest.fail(
+                f"gradient {index}: {int(wrong.sum())} of {wrong.numel()} elements differ, the "
+                f"first at {at}: {left[at].item()!r} instead of {right[at].item()!r}"
+            )
+
+
+# The contract, by the dtype of the result. float32: storing it costs 2**-24 = 6.0e-8; where a
+# chunk is added up in float32 lanes, k additions cost at most k * 2**-24 of the sum and half of it
+# in the root, so 1e-6 leaves room for k = 31 in the worst case (4 blocks a lane and a tree of 12
+# levels are 16), and all above the chunk is float64. float64: a sum by trees of at most 40 levels
+# is right to 40 * 2**-53 = 4.4e-15, and the power and the root of a norm cost some 2**-53 * p.
+RELATIVE = {torch.float32: 1e-6, torch.float64: 1e-12}
+# A norm below the smallest normal number is right to one unit in the last place.
+SMALLEST = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
+
+
+def assert_norm(actual: Tensor, expected: float | Sequence[float]) -> None:
+    """A norm, or one norm a gradient, is right to the tolerance of its dtype."""
+    torch.testing.assert_close(
+        actual.detach().cpu().double(),
+        torch.tensor(expected, dtype=torch.float64),
+        rtol=RELATIVE[actual.dtype],
+        atol=SMALLEST[actual.dtype],
+        equal_nan=True,
+    )

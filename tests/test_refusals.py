@@ -1,0 +1,147 @@
+"""What a call refuses, with an error that says what came, and with nothing written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_bits, bits, copies, normal, parameter
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+
+RULES = [
+    pytest.param(ClipByGlobalNorm(1.0), id="global"),
+    pytest.param(ClipByNorm(1.0), id="by-norm"),
+    pytest.param(ClipByValue(0.5), id="by-value"),
+]
+
+
+class Labelled(torch.Tensor):
+    """A subclass that the library knows nothing about."""
+
+
+# The gradient that is refused, and the error with a word that its message says.
+REFUSED = {
+    "int64": (lambda: torch.ones(3, dtype=torch.int64), TypeError, "int64"),
+    "uint8": (lambda: torch.ones(3, dtype=torch.uint8), TypeError, "uint8"),
+    "bool": (lambda: torch.ones(3, dtype=torch.bool), TypeError, "bool"),
+    "expanded": (lambda: torch.ones(1).expand(3), ValueError, "expanded|overlap"),
+    "expanded-rows": (lambda: torch.ones(4).expand(3, 4), ValueError, "expanded|overlap"),
+    "overlapping": (
+        lambda: torch.ones(9).as_strided((3, 3), (1, 1)),
+        ValueError,
+        "expanded|overlap",
+    ),
+    "subclass": (lambda: torch.ones(3).as_subclass(Labelled), TypeError, "Labelled"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", REFUSED)
+def test_clip_refuses_before_anything_is_written(device, case, rule):
+    make, error, word = REFUSED[case]
+    grads = [normal(5, device=device), make().to(device), normal(7, device=device)]
+    if case == "expanded":
+        grads[1] = torch.ones(1, device=device).expand(3)
+    elif case == "expanded-rows":
+        grads[1] = torch.ones(4, device=device).expand(3, 4)
+    elif case == "overlapping":
+        grads[1] = torch.ones(9, device=device).as_strided((3, 3), (1, 1))
+    before = [bits(grad) for grad in (grads[0], grads[2])]
+    versions = [grad._version for grad in grads]
+    with pytest.raises(error, match=word):
+        tritonclip.clip_([parameter(grad) for grad in grads], rule)
+    after = [bits(grad) for grad in (grads[0], grads[2])]
+    assert all(torch.equal(*pair) for pair in zip(after, before, strict=True))
+    assert [grad._version for grad in grads] == versions
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_clip_names_what_it_refuses(device, rule):
+    pairs = [
+        ("body.weight", parameter(normal(5, device=device))),
+        ("head.steps", parameter(torch.ones(3, dtype=torch.int64, device=device))),
+    ]
+    with pytest.raises(TypeError, match=r"head\.steps"):
+        tritonclip.clip_(pairs, rule)
+    with pytest.raises(TypeError, match=r"parameters\[1\]"):
+        tritonclip.clip_([one for _, one in pairs], rule)
+
+
+def test_clip_accepts_an_expansion_without_overlap(device):
+    """Stride 0 over a dimension of one element repeats nothing."""
+    grad = torch.tensor([3.0, 4.0], device=device).expand(1, 2)
+    tritonclip.clip_([parameter(grad)], 1.0)
+    torch.testing.assert_close(grad.cpu(), torch.tensor([[0.6, 0.8]]))
+
+
+NO_PARAMETERS = [
+    pytest.param(None, id="None"),
+    pytest.param(3.0, id="number"),
+    pytest.param([1.0, 2.0], id="numbers"),
+    pytest.param([None], id="list-of-None"),
+    pytest.param("weights", id="string"),
+    pytest.param([(1, torch.ones(2))], id="name-not-a-string"),
+    pytest.param([("w", 1.0)], id="named-number"),
+    pytest.param([("w", torch.ones(2), 3)], id="triple"),
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("given", NO_PARAMETERS)
+def test_clip_refuses_what_is_no_parameter(backend, given, rule):
+    with pytest.raises(TypeError, match="parameter"):
+        tritonclip.clip_(given, rule)
+
+
+def test_clip_refuses_a_bad_element_after_good_ones(device):
+    grad = torch.full((3,), 8.0, device=device)
+    given: Any = [parameter(grad), 1.0]
+    with pytest.raises(TypeError):
+        tritonclip.clip_(given, 1.0)
+    assert grad.tolist() == [8.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("clip", "error"),
+    [
+        (-1.0, ValueError),
+        (torch.nan, ValueError),
+        (True, TypeError),
+        ("1.0", TypeError),
+        (None, TypeError),
+        (ClipByGlobalNorm, TypeError),
+        ((0.1, 0.2), TypeError),
+    ],
+    ids=repr,
+)
+def test_clip_refuses_what_is_no_rule(device, clip, error):
+    grad = torch.full((3,), 8.0, device=device)
+    with pytest.raises(error):
+        tritonclip.clip_([parameter(grad)], clip)
+    assert grad.tolist() == [8.0] * 3
+
+
+def test_clip_refuses_a_distributed_tensor():
+    """It would take the norm of the local shard for that of the whole."""
+    distributed: Any = torch.distributed
+    if not distributed.is_available():
+        pytest.skip("this torch is built without torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        weight = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        weight.grad = distribute_tensor(torch.full((4,), 8.0), mesh, [Shard(0)])
+        plain = normal(3)
+        before = copies([plain])
+        with pytest.raises(TypeError, match="DTensor"):
+            tritonclip.clip_([parameter(plain), weight], 1.0)
+        assert_bits([plain], before)
+        assert weight.grad.to_local().tolist() == [8.0] * 4
+    finally:
+        distributed.destroy_process_group()

@@ -1,0 +1,148 @@
+"""The three rules check their arguments on construction, and are plain frozen values."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pickle
+
+import numpy as np
+import pytest
+
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+
+BY_NORM = pytest.mark.parametrize("kind", [ClipByGlobalNorm, ClipByNorm])
+
+
+@BY_NORM
+def test_rule_by_norm_has_torchs_defaults(kind):
+    rule = kind(2.5)
+    assert (rule.max_norm, rule.norm_type, rule.eps) == (2.5, 2.0, 1e-6)
+
+
+@BY_NORM
+@pytest.mark.parametrize("max_norm", [0, 0.0, 3, 1e-30, math.inf, np.float64(2), np.float32(2)])
+def test_rule_by_norm_takes_limits_from_zero_to_infinity(kind, max_norm):
+    rule = kind(max_norm)
+    assert rule.max_norm == float(max_norm)
+    assert type(rule.max_norm) is float
+
+
+@BY_NORM
+@pytest.mark.parametrize("norm_type", [0, 0.5, 1, 2, 3.5, 20, math.inf, -math.inf])
+def test_rule_by_norm_takes_every_norm_type(kind, norm_type):
+    assert kind(1.0, norm_type=norm_type).norm_type == norm_type
+
+
+@BY_NORM
+@pytest.mark.parametrize("argument", ["max_norm", "norm_type", "eps"])
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        (-1.0, ValueError),
+        (-1e-30, ValueError),
+        (math.nan, ValueError),
+        (True, TypeError),
+        ("big", TypeError),
+        (None, TypeError),
+        ([1.0], TypeError),
+        (1j, TypeError),
+    ],
+    ids=repr,
+)
+def test_rule_by_norm_refuses(kind, argument, value, error):
+    arguments = {"max_norm": 1.0, argument: value}
+    with pytest.raises(error, match=argument):
+        kind(**arguments)
+
+
+@BY_NORM
+def test_rule_by_norm_says_what_came(kind):
+    with pytest.raises(ValueError, match=r"max_norm.*-3\.5"):
+        kind(-3.5)
+
+
+@pytest.mark.parametrize("limit", [0, 0.5, 2, math.inf])
+def test_rule_by_value_of_one_bound_is_symmetric(limit):
+    rule = ClipByValue(limit)
+    assert (rule.min, rule.max) == (-limit, limit)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(-1.0, 2.0), (0.1, 0.1), (-2, -1), (-math.inf, 0.0), (0, math.inf), (0.0, -0.0)],
+)
+def test_rule_by_value_takes_any_bounds_in_order(low, high):
+    for rule in (ClipByValue(low, high), ClipByValue(min=low, max=high)):
+        assert (rule.min, rule.max) == (low, high)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "error"),
+    [
+        ((-0.5,), ValueError),
+        ((math.nan,), ValueError),
+        ((1.0, -1.0), ValueError),
+        ((math.nan, 1.0), ValueError),
+        ((0.0, math.nan), ValueError),
+        ((True,), TypeError),
+        ((False, 1.0), TypeError),
+        ((0.0, True), TypeError),
+        (("1",), TypeError),
+        ((0.0, "1"), TypeError),
+        ((None, 1.0), TypeError),
+        (([1.0], [2.0]), TypeError),
+        ((1j,), TypeError),
+    ],
+    ids=repr,
+)
+def test_rule_by_value_refuses(bounds, error):
+    with pytest.raises(error, match=r"ClipByValue|min|max"):
+        ClipByValue(*bounds)
+
+
+def test_rule_by_value_says_what_came():
+    with pytest.raises(ValueError, match=r"2\.5.*-1\.5"):
+        ClipByValue(2.5, -1.5)
+
+
+RULES = [ClipByGlobalNorm(1.0), ClipByNorm(2.0, 1.0, 0.0), ClipByValue(-1.0, 2.0), ClipByValue(3)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_rule_is_frozen(rule):
+    field = dataclasses.fields(rule)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(rule, field, 9.0)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize(
+    "again",
+    [copy.copy, copy.deepcopy, dataclasses.replace, lambda rule: pickle.loads(pickle.dumps(rule))],
+    ids=["copy", "deepcopy", "replace", "pickle"],
+)
+def test_rule_equals_its_copy(rule, again):
+    assert again(rule) == rule
+    assert hash(again(rule)) == hash(rule)
+
+
+def test_rules_with_different_arguments_differ():
+    assert ClipByGlobalNorm(1) == ClipByGlobalNorm(1.0)
+    assert ClipByGlobalNorm(1.0) != ClipByGlobalNorm(1.0, eps=0.0)
+    assert ClipByGlobalNorm(1.0) != ClipByNorm(1.0)  # type: ignore[comparison-overlap]
+    assert ClipByValue(1.0) == ClipByValue(-1.0, 1.0)
+    assert len({*RULES, *RULES}) == len(RULES)
+
+
+def test_rule_shows_its_arguments():
+    assert repr(ClipByGlobalNorm(1)) == "ClipByGlobalNorm(max_norm=1.0, norm_type=2.0, eps=1e-06)"
+    assert repr(ClipByValue(0.5)) == "ClipByValue(min=-0.5, max=0.5)"
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+def test_rule_is_checked_again_when_replaced(rule):
+    field = dataclasses.fields(rule)[0].name
+    with pytest.raises(ValueError, match=field):
+        dataclasses.replace(rule, **{field: math.nan})

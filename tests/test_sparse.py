@@ -1,0 +1,165 @@
+"""Sparse COO gradients: coalesced, then clipped by their values; the dense gradient is truth."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from cases import FLOATS, assert_bits, assert_norm, copies, normal, parameter, parameters
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+
+BOTH = pytest.mark.parametrize("coalesced", [True, False], ids=["coalesced", "duplicates"])
+
+
+def rows(device, coalesced, dtype=torch.float32):
+    """As an embedding makes it: whole rows, one of them twice. Sums are exact in every dtype."""
+    values = torch.tensor([[3.0, 0.5], [1.0, 0.0], [-2.0, 4.0]], dtype=dtype, device=device)
+    index = torch.tensor([[4, 1, 4]], device=device)
+    grad = torch.sparse_coo_tensor(index, values, (6, 2), check_invariants=True)
+    return grad.coalesce() if coalesced else grad
+
+
+def dense_of(one):
+    return one.grad.to_dense().cpu().clone()
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("p", [0.0, 1.0, 2.0, 3.0, torch.inf], ids="p={}".format)
+def test_sparse_norm_is_that_of_the_dense_gradient(device, coalesced, dtype, p):
+    grad = rows(device, coalesced, dtype)
+    expected = reference.norm(grad, p)
+    norm = tritonclip.clip_([parameter(grad)], ClipByGlobalNorm(torch.inf, norm_type=p))
+    assert_norm(norm, expected)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.5), ClipByNorm(0.5)], ids=repr)
+def test_sparse_gradient_is_scaled_as_the_dense_one(device, coalesced, dtype, rule):
+    one = parameter(rows(device, coalesced, dtype))
+    before = dense_of(one)
+    norm = tritonclip.clip_([one], rule)
+    by = reference.coefficient(norm.reshape(()), 0.5)
+    assert one.grad.layout == torch.sparse_coo
+    assert_bits([dense_of(one)], [reference.scaled(before, by)])
+
+
+@BOTH
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 0.75), (0.0, 1.0), (-torch.inf, 0.0)])
+def test_sparse_gradient_is_clamped_as_the_dense_one(device, coalesced, low, high):
+    one = parameter(rows(device, coalesced))
+    before = dense_of(one)
+    tritonclip.clip_([one], ClipByValue(low, high))
+    assert_bits([dense_of(one)], [reference.clamped(before, low, high)])
+
+
+@BOTH
+@pytest.mark.parametrize("rule", [100.0, ClipByNorm(100.0), ClipByValue(100.0)], ids=repr)
+def test_sparse_gradient_below_the_limit_is_the_same(device, coalesced, rule):
+    one = parameter(rows(device, coalesced))
+    before = dense_of(one)
+    tritonclip.clip_([one], rule)
+    assert_bits([dense_of(one)], [before])
+
+
+@BOTH
+def test_sparse_and_dense_gradients_share_one_coefficient(device, coalesced):
+    params = parameters([normal(9, device=device), rows(device, coalesced), normal(3).to(device)])
+    before = [dense_of(one) for one in params]
+    norm = tritonclip.clip_(params, 0.5)
+    assert_norm(norm, reference.total_norm(before))
+    by = reference.coefficient(norm, 0.5)
+    assert_bits([dense_of(one) for one in params], [reference.scaled(g, by) for g in before])
+
+
+def test_sparse_gradient_of_an_embedding(device):
+    layer = torch.nn.Embedding(10, 4, sparse=True).to(device)
+    layer(torch.tensor([1, 3, 3, 9], device=device)).square().sum().backward()
+    before = dense_of(layer.weight)
+    norm = tritonclip.clip_(layer, 0.1)
+    assert_norm(norm, reference.norm(before))
+    assert reference.norm(layer.weight.grad) == pytest.approx(0.1, rel=2e-5)
+
+
+@BOTH
+def test_sparse_gradient_of_two_parameters_counts_once(device, coalesced):
+    grad = rows(device, coalesced)
+    expected = reference.norm(grad)
+    first, second = parameter(grad), parameter(grad)
+    assert_norm(tritonclip.clip_([first, second], 1.0), expected)
+    for one in (first, second):
+        assert reference.norm(one.grad) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_sparse_gradient_without_values(device):
+    empty = torch.zeros(5, 2, device=device).to_sparse()
+    params = parameters([empty, torch.tensor([3.0, 4.0], device=device)])
+    assert_norm(tritonclip.clip_(params, 1.0), 5.0)
+    assert not dense_of(params[0]).any()
+    tritonclip.clip_(params, ClipByValue(0.1))
+    assert params[1].grad.tolist() == [torch.tensor(0.1).item()] * 2
+
+
+@BOTH
+@pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0), ClipByValue(1.0)], ids=repr)
+def test_sparse_gradient_with_nan_is_zeroed(device, coalesced, rule):
+    grad = rows(device, coalesced)
+    grad._values()[1, 0] = torch.nan
+    params = parameters([grad, normal(3, device=device)])
+    tritonclip.clip_(params, rule, nonfinite="zero")
+    assert all(torch.equal(dense_of(one), torch.zeros(one.shape)) for one in params)
+
+
+@BOTH
+@pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0), ClipByValue(1.0)], ids=repr)
+def test_sparse_gradient_with_nan_is_named(device, coalesced, rule):
+    grad = rows(device, coalesced)
+    grad._values()[1, 0] = torch.nan
+    params = parameters([normal(3, device=device), grad])
+    before = [dense_of(one) for one in params]
+    with pytest.raises(RuntimeError, match=r"parameters\[1\]"):
+        tritonclip.clip_(params, rule, nonfinite="error")
+    assert_bits([dense_of(one) for one in params], before)
+
+
+@BOTH
+def test_sparse_gradient_carries_a_loss_scale(device, coalesced):
+    one = parameter(rows(device, coalesced))
+    before = dense_of(one)
+    norm = tritonclip.clip_([one], 100.0, grad_scale=2.0)
+    assert_norm(norm, reference.norm(before) / 2)
+    assert_bits([dense_of(one)], [before / 2])
+
+
+REFUSED = [
+    pytest.param(ClipByValue(0.1, 1.0), id="bounds-above-0"),
+    pytest.param(ClipByValue(-2.0, -1.0), id="bounds-below-0"),
+    pytest.param(ClipByGlobalNorm(1.0, norm_type=-torch.inf), id="smallest-element"),
+    pytest.param(ClipByNorm(1.0, norm_type=-torch.inf), id="smallest-element-by-norm"),
+]
+
+
+@BOTH
+@pytest.mark.parametrize("rule", REFUSED)
+def test_sparse_gradient_whose_zeros_matter_is_refused(device, coalesced, rule):
+    params = parameters([torch.full((3,), 8.0, device=device), rows(device, coalesced)])
+    before, version = copies([params[0].grad])[0], params[0].grad._version
+    sparse = dense_of(params[1])
+    with pytest.raises(ValueError, match="sparse"):
+        tritonclip.clip_(params, rule)
+    assert_bits([params[0].grad, dense_of(params[1])], [before, sparse])
+    assert params[0].grad._version == version
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0), ClipByValue(1.0)], ids=repr)
+def test_other_sparse_layouts_are_refused(device, rule):
+    dense = torch.full((3,), 8.0, device=device)
+    compressed = torch.eye(2, device=device).to_sparse_csr().requires_grad_()
+    compressed.grad = torch.eye(2, device=device).to_sparse_csr()
+    with pytest.raises(TypeError, match=r"(?i)csr|layout"):
+        tritonclip.clip_([parameter(dense), compressed], rule)
+    assert dense.tolist() == [8.0] * 3

@@ -1,0 +1,237 @@
+"""The four functions with torch's signatures, against torch.nn.utils on the same inputs."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+
+import pytest
+import torch
+from cases import assert_bits, copies, named, normal, parameter, parameters
+from torch.nn import utils
+
+import tritonclip
+
+FUNCTIONS = ["clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_"]
+# Where torch's own result is right: moderate sizes, of these dtypes.
+RIGHT = pytest.mark.parametrize("dtype", named((torch.float32, torch.float64)))
+TYPES = pytest.mark.parametrize("p", [0.5, 1, 2.0, 3.0, torch.inf, "inf", "2"], ids=repr)
+FOREACH = pytest.mark.parametrize("foreach", [None, True, False], ids="foreach={}".format)
+
+
+def two_lists(device, dtype=torch.float32):
+    """The same gradients twice, one of a kind for torch."""
+    grads = [normal(shape, dtype, device) for shape in ((3, 5), (70,), ())]
+    return parameters(grads), parameters([grad.clone() for grad in grads])
+
+
+def assert_close(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_signature_is_torchs(name):
+    ours = inspect.signature(getattr(tritonclip, name)).parameters.values()
+    theirs = inspect.signature(getattr(utils, name)).parameters.values()
+    assert [(one.name, one.kind, one.default) for one in ours] == [
+        (one.name, one.kind, one.default) for one in theirs
+    ]
+
+
+@pytest.mark.parametrize("max_norm", [0, 0.5, 1000, torch.tensor(0.5)], ids=repr)
+@RIGHT
+@TYPES
+@FOREACH
+def test_clip_grad_norm_gives_torchs_result(device, dtype, p, max_norm, foreach):
+    ours, theirs = two_lists(device, dtype)
+    norm = tritonclip.clip_grad_norm_(ours, max_norm, p, foreach=foreach)
+    expected = utils.clip_grad_norm_(theirs, max_norm, p, foreach=foreach)
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+    assert_close(ours, theirs)
+
+
+@RIGHT
+@FOREACH
+@pytest.mark.parametrize("clip_value", [0, 0.5, 9, torch.tensor(0.5), torch.inf], ids=repr)
+def test_clip_grad_value_gives_torchs_result(device, dtype, clip_value, foreach):
+    ours, theirs = two_lists(device, dtype)
+    tritonclip.clip_grad_value_(ours, clip_value, foreach)
+    utils.clip_grad_value_(theirs, clip_value, foreach)
+    assert_close(ours, theirs)
+
+
+@RIGHT
+@TYPES
+@FOREACH
+def test_get_total_norm_gives_torchs_result(device, dtype, p, foreach):
+    grads = [one.grad for one in two_lists(device, dtype)[0]]
+    norm = tritonclip.get_total_norm(grads, p, False, foreach)
+    expected = utils.get_total_norm(grads, p, False, foreach)
+    torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+
+
+@RIGHT
+@FOREACH
+@pytest.mark.parametrize("total", [0.0, 0.3, 40.0, torch.inf, torch.nan])
+def test_clip_grads_with_norm_gives_torchs_result(device, dtype, total, foreach):
+    ours, theirs = two_lists(device, dtype)
+    total_norm = torch.tensor(total, dtype=dtype, device=device)
+    tritonclip.clip_grads_with_norm_(ours, 0.5, total_norm, foreach)
+    utils.clip_grads_with_norm_(theirs, 0.5, total_norm, foreach)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_total_norm_then_clip_is_clip_grad_norm(device):
+    """The split of one call in two, as pipelines do it between ranks."""
+    ours, again = two_lists(device)
+    norm = tritonclip.get_total_norm([one.grad for one in ours])
+    tritonclip.clip_grads_with_norm_(ours, 0.5, norm)
+    assert torch.equal(tritonclip.clip_grad_norm_(again, 0.5), norm)
+    assert_bits([one.grad for one in ours], [one.grad for one in again])
+
+
+@pytest.mark.parametrize("as_given", [iter, tuple, lambda ps: (p for p in ps), lambda ps: ps[0]])
+def test_functions_take_torchs_forms_of_parameters(device, as_given):
+    for call, args in ((0, (0.5,)), (1, (0.5,)), (3, (0.5, torch.tensor(9.0, device=device)))):
+        ours, theirs = two_lists(device)
+        getattr(tritonclip, FUNCTIONS[call])(as_given(ours), *args)
+        if call == 3:
+            theirs_given = theirs[:1] if as_given(theirs) is theirs[0] else theirs
+        else:
+            theirs_given = as_given(theirs)
+        getattr(utils, FUNCTIONS[call])(theirs_given, *args)
+        assert_close(ours, theirs)
+
+
+def test_get_total_norm_takes_one_tensor_and_a_generator(device):
+    grad = torch.tensor([3.0, 4.0], device=device)
+    assert tritonclip.get_total_norm(grad).item() == 5.0
+    assert tritonclip.get_total_norm(one for one in [grad]).item() == 5.0
+
+
+def test_get_total_norm_measures_parameters_themselves(device):
+    """What it is given are the tensors to measure, and not owners of gradients."""
+    weight = torch.nn.Parameter(torch.tensor([3.0, 4.0], device=device))
+    weight.grad = torch.ones(2, device=device)
+    assert tritonclip.get_total_norm([weight]).item() == 5.0
+    assert not tritonclip.get_total_norm([weight]).requires_grad
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_clip_grad_norm_propagates_as_torch(device, bad):
+    ours, theirs = two_lists(device)
+    for one in (ours[1], theirs[1]):
+        one.grad[3] = bad
+    norm = tritonclip.clip_grad_norm_(ours, 0.5)
+    torch.testing.assert_close(norm, utils.clip_grad_norm_(theirs, 0.5), equal_nan=True)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, equal_nan=True)
+
+
+def test_clip_grad_value_keeps_nan_and_bounds_inf_as_torch(device):
+    values = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.1], device=device)
+    ours, theirs = parameter(values.clone()), parameter(values.clone())
+    tritonclip.clip_grad_value_(ours, 0.5)
+    utils.clip_grad_value_(theirs, 0.5)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=0, equal_nan=True)
+
+
+def raised(call):
+    """The type and the message of what a call raises."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        call()
+    return type(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("p", [2.0, 3, "inf"], ids=repr)
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "get_total_norm"])
+def test_error_if_nonfinite_raises_torchs_message(device, name, p):
+    grad = torch.tensor([1.0, torch.inf], device=device)
+    given = [parameter(grad)] if name == "clip_grad_norm_" else [grad]
+    limit = (1.0,) if name == "clip_grad_norm_" else ()
+    kind, message = raised(lambda: getattr(tritonclip, name)(given, *limit, p, True))
+    expected, theirs = raised(lambda: getattr(utils, name)(given, *limit, p, True))
+    assert kind is expected
+    assert message.startswith(theirs)
+    assert grad.tolist() == [1.0, torch.inf]
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_error_if_nonfinite_does_not_raise_for_finite_gradients(device, foreach):
+    ours, theirs = two_lists(device)
+    tritonclip.clip_grad_norm_(ours, 0.5, error_if_nonfinite=True, foreach=foreach)
+    utils.clip_grad_norm_(theirs, 0.5, error_if_nonfinite=True, foreach=foreach)
+    assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("clip_grad_norm_", ("abc",)),
+        ("clip_grad_norm_", (None,)),
+        ("clip_grad_norm_", (1.0, "fro")),
+        ("clip_grad_norm_", (1.0, None)),
+        ("clip_grad_value_", ("abc",)),
+        ("clip_grad_value_", (None,)),
+    ],
+    ids=str,
+)
+def test_arguments_that_are_no_numbers_raise_as_in_torch(device, name, arguments):
+    ours, theirs = two_lists(device)
+    before = copies(one.grad for one in ours)
+    assert raised(lambda: getattr(tritonclip, name)(ours, *arguments)) == raised(
+        lambda: getattr(utils, name)(theirs, *arguments)
+    )
+    assert_bits([one.grad for one in ours], before)
+
+
+def test_foreach_on_a_device_without_it_raises_torchs_message(backend):
+    one = parameter(torch.ones(3, device="meta"))
+    ours = raised(lambda: tritonclip.clip_grad_norm_([one], 1.0, foreach=True))
+    assert ours == raised(lambda: utils.clip_grad_norm_([one], 1.0, foreach=True))
+
+
+def test_clip_grad_norm_warns_of_an_exhausted_generator_as_torch(backend):
+    def nothing():
+        yield from ()
+
+    def caught(function):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            norm = function(nothing(), 1.0)
+        return norm.item(), [(w.category, str(w.message), w.filename) for w in seen]
+
+    ours = caught(tritonclip.clip_grad_norm_)
+    assert ours == caught(utils.clip_grad_norm_)
+    assert ours[1][0][2] == __file__
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_nothing(backend, name):
+    function = getattr(tritonclip, name)
+    arguments = {"get_total_norm": (), "clip_grads_with_norm_": (1.0, torch.tensor(2.0))}
+    result = function([], *arguments.get(name, (1.0,)))
+    if name in ("clip_grad_norm_", "get_total_norm"):
+        expected = getattr(utils, name)([], *arguments.get(name, (1.0,)))
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+    else:
+        assert result is None
+
+
+def test_functions_take_every_argument_by_name(device):
+    ours, theirs = two_lists(device)
+    for given, of in ((ours, tritonclip), (theirs, utils)):
+        of.clip_grad_norm_(
+            parameters=given, max_norm=0.5, norm_type=1.0, error_if_nonfinite=True, foreach=None
+        )
+        of.clip_grad_value_(parameters=given, clip_value=0.01, foreach=None)
+        grads = [one.grad for one in given]
+        total = of.get_total_norm(
+            tensors=grads, norm_type=1.0, error_if_nonfinite=True, foreach=None
+        )
+        of.clip_grads_with_norm_(parameters=given, max_norm=0.1, total_norm=total, foreach=None)
+    assert_close(ours, theirs)
+    left = tritonclip.get_total_norm([one.grad for one in ours], 1.0)
+    assert left.item() == pytest.approx(0.1, rel=1e-5)

@@ -1,0 +1,154 @@
+"""Every deliberate difference from torch.nn.utils: what torch does, what we do, and why.
+
+Each test first shows torch's behaviour where it can, so that a torch that changes is noticed.
+"""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from cases import MANY, assert_norm, normal, parameter, parameters
+from torch.nn import utils
+
+import tritonclip
+
+
+def pair(values, device, dtype=torch.float32):
+    """The same gradient for us and for torch."""
+    return [parameter(torch.tensor(values, dtype=dtype, device=device)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_norm_of_half_gradients_is_float32(device, dtype):
+    """torch rounds every norm to the dtype of its gradient, and is off by up to 4e-3."""
+    grads = [normal(999, dtype, device, seed) for seed in range(3)]
+    assert utils.get_total_norm(grads).dtype == dtype
+    norm = tritonclip.get_total_norm(grads)
+    assert norm.dtype == torch.float32
+    assert_norm(norm, reference.total_norm(grads))
+
+
+def test_norm_over_the_maximum_of_float16_still_clips(device):
+    """torch's norm is inf, its coefficient 0, and the step is lost without a word."""
+    ours, theirs = pair([6e4, 6e4], device, torch.float16)
+    utils.clip_grad_norm_(theirs, 1.0)
+    assert theirs.grad.tolist() == [0.0, 0.0]
+    assert_norm(tritonclip.clip_grad_norm_(ours, 1.0), 6e4 * 2**0.5)
+    assert ours.grad.tolist() == pytest.approx([0.5**0.5] * 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("magnitude", [1e30, 1e-30])
+def test_norm_of_extreme_values_is_right(device, magnitude):
+    """torch squares in float32: inf for 1e30, and 0 for 1e-30."""
+    ours, theirs = pair([3 * magnitude, 4 * magnitude], device)
+    assert utils.clip_grad_norm_(theirs, 1.0).item() in (torch.inf, 0.0)
+    expected = reference.norm(ours.grad)
+    assert_norm(tritonclip.clip_grad_norm_(ours, torch.inf), expected)
+
+
+def test_coefficient_of_float16_gradients_is_float32(device):
+    """torch's coefficient of 1e-4 / 6e4 is 0 in float16."""
+    ours, theirs = pair([6e4, 0.0], device, torch.float16)
+    utils.clip_grad_norm_(theirs, 1e-4)
+    assert theirs.grad.tolist() == [0.0, 0.0]
+    tritonclip.clip_grad_norm_(ours, 1e-4)
+    assert ours.grad[0].item() == pytest.approx(1e-4, rel=1e-3)
+
+
+def test_norm_type_zero_counts_nonzero_elements(device):
+    """torch takes the 0-norm of the norms, and so counts tensors that have any."""
+    grads = [torch.tensor([3.0, 0.0, 4.0], device=device), torch.ones(5, device=device)]
+    assert utils.get_total_norm(grads, 0.0).item() == 2.0
+    assert tritonclip.get_total_norm(grads, 0.0).item() == 7.0
+
+
+def test_infinity_norm_ignores_empty_gradients(device):
+    """torch cannot take the largest element of an empty tensor; the list has others."""
+    grads = [torch.zeros(0, device=device), torch.tensor([3.0, -4.0], device=device)]
+    assert tritonclip.get_total_norm(grads, torch.inf).item() == 4.0
+    assert tritonclip.clip_grad_norm_(parameters(grads), 1.0, torch.inf).item() == 4.0
+
+
+def test_parameter_listed_twice_counts_once(device):
+    """torch counts it twice, and scales it twice."""
+    ours, theirs = pair([3.0, 4.0], device)
+    assert utils.clip_grad_norm_([theirs, theirs], 1.0).item() > 7.0
+    assert reference.norm(theirs.grad) < 0.2
+    assert tritonclip.clip_grad_norm_([ours, ours], 1.0).item() == 5.0
+    assert reference.norm(ours.grad) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_sparse_gradients_are_clipped(device):
+    """torch raises NotImplementedError since 2.0."""
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[0, 2, 0]]), torch.tensor([1.0, 4.0, 2.0]), (4,), check_invariants=True
+    ).to(device)
+    one = parameter(sparse)
+    assert tritonclip.clip_grad_norm_(one, 1.0).item() == 5.0
+    torch.testing.assert_close(one.grad.to_dense().cpu(), torch.tensor([0.6, 0.0, 0.8, 0.0]))
+    tritonclip.clip_grad_value_(one, 0.7)
+    torch.testing.assert_close(one.grad.to_dense().cpu(), torch.tensor([0.6, 0.0, 0.7, 0.0]))
+    assert_norm(tritonclip.get_total_norm(one.grad), reference.norm(one.grad))
+
+
+NEGATIVE = [
+    pytest.param("clip_grad_norm_", (-1.0,), id="max_norm"),
+    pytest.param("clip_grad_norm_", (torch.nan,), id="max_norm-nan"),
+    pytest.param("clip_grad_norm_", (1.0, -2.0), id="norm_type"),
+    pytest.param("clip_grad_norm_", (1.0, torch.nan), id="norm_type-nan"),
+    pytest.param("clip_grad_value_", (-1.0,), id="clip_value"),
+    pytest.param("clip_grad_value_", (torch.nan,), id="clip_value-nan"),
+    pytest.param("clip_grads_with_norm_", (-1.0, torch.tensor(9.0)), id="with_norm"),
+    pytest.param("clip_grads_with_norm_", (torch.nan, torch.tensor(9.0)), id="with_norm-nan"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments"), NEGATIVE)
+def test_negative_and_nan_limits_are_refused(device, name, arguments):
+    """torch turns the signs, sets every element to one value or makes them all NaN, in silence."""
+    ours, theirs = pair([3.0, -4.0], device)
+    getattr(utils, name)([theirs], *arguments)
+    with pytest.raises(ValueError, match=r"max_norm|clip_value|norm_type|bound"):
+        getattr(tritonclip, name)([ours], *arguments)
+    assert ours.grad.tolist() == [3.0, -4.0]
+
+
+def test_clip_grad_value_of_nothing_does_nothing(backend):
+    """torch raises an error about nested tensor lists."""
+    with pytest.raises(RuntimeError):
+        utils.clip_grad_value_([], 1.0)
+    tritonclip.clip_grad_value_([], 1.0)
+    tritonclip.clip_grad_value_([parameter(None, backend.device)], 1.0)
+
+
+def test_clip_grad_norm_without_gradients_is_zero_on_the_device_of_the_parameters(device):
+    """torch's zero is on the CPU, where the next all-reduce fails."""
+    norm = tritonclip.clip_grad_norm_([parameter(None, device)], 1.0)
+    assert norm.item() == 0.0
+    assert norm.device.type == device.type
+
+
+def test_infinite_limit_keeps_infinite_gradients(device):
+    """torch computes inf / inf and makes every gradient NaN; no limit means no change."""
+    ours, theirs = pair([3.0, torch.inf], device)
+    utils.clip_grad_norm_(theirs, torch.inf)
+    assert theirs.grad.isnan().all()
+    assert tritonclip.clip_grad_norm_(ours, torch.inf).item() == torch.inf
+    assert ours.grad.tolist() == [3.0, torch.inf]
+
+
+def test_excluded_parameters_are_left_out(device):
+    """torch knows no ``need_clip``; the attribute is Paddle's."""
+    ours, left_out = pair([3.0, 4.0], device)
+    left_out.need_clip = False
+    assert tritonclip.clip_grad_norm_([ours, left_out], 1.0).item() == 5.0
+    tritonclip.clip_grad_value_([ours, left_out], 0.1)
+    assert left_out.grad.tolist() == [3.0, 4.0]
+
+
+def test_norm_of_many_elements_is_right(device):
+    """torch adds a whole tensor up in float32: 0.8% off at 124M elements on a CPU."""
+    size = MANY * 100
+    grad = torch.full((size,), 0.1, device=device)
+    assert_norm(tritonclip.get_total_norm(grad), grad[0].double().item() * size**0.5)

@@ -1,0 +1,84 @@
+"""`python -m tritonclip`: versions, devices, the backend that each would use, and the verdict of a short self-test on each."""
+
+import platform
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+import tritonclip
+from tritonclip import dispatch, gradients
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_RULES = (
+    tritonclip.ClipByGlobalNorm(1.0),
+    tritonclip.ClipByNorm(1.0),
+    tritonclip.ClipByValue(0.5),
+)
+
+
+def main() -> int:
+    """Prints the report; 1 where a self-test failed."""
+    for name, what in (
+        ("tritonclip", tritonclip.__version__),
+        ("python", platform.python_version()),
+        ("torch", torch.__version__),
+        ("triton", _version("triton")),
+        ("backend", dispatch.asked_backend()),
+        ("verify", "on" if dispatch.verification_asked() else "off"),
+    ):
+        print(f"{name:<12}{what}")
+    failed = False
+    for device in _devices():
+        backend, verdict = _report(device)
+        failed |= verdict != "ok"
+        print(f"{device!s:<12}{_device_name(device)}: {backend} backend, self-test {verdict}")
+    return int(failed)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> list[torch.device]:
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return [torch.device("cpu"), *gpus]
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def _report(device: torch.device) -> tuple[str, str]:
+    """The backend of a device, and what became of every dtype under every rule there."""
+    try:
+        backend = dispatch.backend_name(
+            gradients.of_tensors(torch.ones(1, device=device)).groups[0]
+        )
+        with tritonclip.verify():
+            for dtype in _DTYPES:
+                for rule in _RULES:
+                    _clip_sample(device, dtype, rule)
+    except Exception as error:
+        return "no", f"failed: {type(error).__name__}: {error}"
+    return backend, "ok"
+
+
+def _clip_sample(device: torch.device, dtype: torch.dtype, rule: tritonclip.rules.Rule) -> None:
+    """Clips gradients of awkward sizes; verification raises where something is wrong."""
+    random: Callable[..., torch.Tensor] = torch.randn
+    generator = torch.Generator().manual_seed(0)
+    parameters = []
+    for size in (1, 15, 4097, 20001):
+        parameter = torch.zeros(size, dtype=dtype, device=device, requires_grad=True)
+        parameter.grad = random(size, generator=generator).to(device, dtype)
+        parameters.append(parameter)
+    tritonclip.clip_(parameters, rule)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,307 @@
+"""From what a user hands over to a gradient list: checked, each gradient once, grouped by device and dtype.
+
+Everything that can be refused is refused here, before anything is written.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from types import GeneratorType
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+_PLAIN = {Tensor, Parameter}
+_get_dtype = attrgetter("dtype")
+_get_device = attrgetter("device")
+
+
+@dataclass(slots=True)
+class Group:
+    """Gradients of one device and dtype.
+
+    Attributes:
+        tensors: to measure and to write: real, each without overlap; complex gradients appear as pairs of reals.
+        places: where each stands in the gradient list.
+        flat: whether each is contiguous, so that a pointer and a size say it all.
+        pairs: whether these are complex gradients.
+    """
+
+    tensors: list[Tensor]
+    places: Sequence[int]
+    flat: bool
+    pairs: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
+
+    def magnitudes(self) -> "Group":
+        """The group with each complex gradient replaced by a new tensor of its moduli; itself where none is complex."""
+        if not self.pairs:
+            return self
+        # torch has no modulus of half-precision complex numbers on every device.
+        wide = [t.float() if t.dtype == torch.float16 else t for t in self.tensors]
+        moduli = [torch.view_as_complex(t.reshape(-1, 2)).abs() for t in wide]
+        return Group(moduli, self.places, flat=True)
+
+
+@dataclass(slots=True)
+class GradientList:
+    """The gradients that one call clips.
+
+    Attributes:
+        device: where results go: of the first gradient, else of the first parameter.
+        grads: the gradients as users see them, each once, in order.
+        groups: what backends read and write.
+        names: for messages, one a gradient; None where only positions are known.
+        positions: the place of each gradient among what the user handed over.
+        noun: what the user handed over, for messages.
+        came_from_empty_generator: nothing was handed over, by a generator that was already exhausted.
+    """
+
+    device: torch.device
+    grads: list[Tensor]
+    names: list[str] | None = None
+    positions: Sequence[int] = ()
+    noun: str = "parameters"
+    came_from_empty_generator: bool = False
+    groups: list[Group] = field(default_factory=list)
+    # Sparse gradients that had to be coalesced into a new tensor, and that tensor.
+    _coalesced: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _sparse: list[Tensor] = field(default_factory=list)
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """float64 where any gradient is, else float32."""
+        return (
+            torch.float64 if any(g.dtype == torch.float64 for g in self.groups) else torch.float32
+        )
+
+    def label(self, place: int) -> str:
+        """How messages call the gradient at a place of the list."""
+        if self.names is not None:
+            return self.names[place]
+        return f"{self.noun}[{self.positions[place]}]"
+
+    def labels(self, places: Iterable[int]) -> str:
+        """Some gradients for a message, at most eight by name."""
+        labels = [self.label(place) for place in places]
+        more = f" and {len(labels) - 8} more" if len(labels) > 8 else ""
+        return ", ".join(labels[:8]) + more
+
+    def places_where(self, condition: Callable[[Tensor], bool]) -> list[int]:
+        """The places of gradients of a kind."""
+        return [place for place, grad in enumerate(self.grads) if condition(grad)]
+
+    def finish_writing(self) -> None:
+        """Makes writes through the groups' tensors arrive in the gradients, and visible to autograd."""
+        for sparse, coalesced in self._coalesced:
+            sparse.copy_(coalesced)
+        if self._sparse:
+            torch.autograd.graph.increment_version(self._sparse)
+
+
+def of_parameters(parameters: object) -> GradientList:
+    """The gradients of what `clip_` accepts: an iterable of tensors, a tensor, a module, or named parameters.
+
+    Raises:
+        TypeError: what is none of these; gradients that are no plain floating-point or complex tensors.
+        ValueError: gradients whose elements overlap in memory.
+    """
+    items = _items(parameters)
+    names: list[str] | None = None
+    if items and isinstance(items[0], tuple):
+        names, items = _unzip(items)
+    _check_tensors(items, "parameters")
+
+    grads = [g for p in items if (g := p.grad) is not None and getattr(p, "need_clip", True)]
+    positions: Sequence[int] = range(len(items))
+    if len(grads) < len(items):
+        positions = [
+            i for i, p in enumerate(items) if p.grad is not None and getattr(p, "need_clip", True)
+        ]
+    device = items[0].device if items else torch.device("cpu")
+    result = _gradient_list(grads, positions, device, "parameters", names)
+    result.came_from_empty_generator = isinstance(parameters, GeneratorType) and not items
+    return result
+
+
+def of_tensors(tensors: object) -> GradientList:
+    """The gradient list whose gradients are the tensors themselves."""
+    items = _items(tensors)
+    _check_tensors(items, "tensors")
+    device = items[0].device if items else torch.device("cpu")
+    return _gradient_list(items, range(len(items)), device, "tensors", None)
+
+
+def _check_tensors(items: Sequence[object], noun: str) -> None:
+    if set(map(type, items)) <= _PLAIN:
+        return
+    for position, item in enumerate(items):
+        if not isinstance(item, Tensor):
+            raise TypeError(
+                f"{noun}[{position}] must be a tensor, got {type(item).__name__}; "
+                "expected tensors, a module, or (name, parameter) pairs"
+            )
+
+
+def _items(parameters: object) -> list[Tensor]:
+    """What was handed over, read once."""
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    if isinstance(parameters, Module):
+        return list(parameters.named_parameters())  # type: ignore[arg-type]  # unzipped by the caller
+    if isinstance(parameters, Iterable) and not isinstance(parameters, str | bytes):
+        return list(parameters)
+    raise TypeError(
+        "expected an iterable of tensors, a tensor, a module or (name, parameter) pairs, "
+        f"got {type(parameters).__name__}"
+    )
+
+
+def _unzip(pairs: Sequence[object]) -> tuple[list[str], list[Tensor]]:
+    """Names and parameters of (name, parameter) pairs."""
+    for position, pair in enumerate(pairs):
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(
+                f"parameters[{position}] must be a (name, parameter) pair as the first one is, got {pair!r:.80}; "
+                "pass either pairs or tensors"
+            )
+    names, parameters = zip(*pairs, strict=True)  # type: ignore[call-overload]
+    return list(names), list(parameters)
+
+
+def _gradient_list(
+    grads: list[Tensor],
+    positions: Sequence[int],
+    device: torch.device,
+    noun: str,
+    names: list[str] | None,
+) -> GradientList:
+    """Drops repeated gradients, checks the others, and groups them."""
+    once = _distinct(grads)
+    if once is not None:
+        grads = [grads[i] for i in once]
+        positions = [positions[i] for i in once]
+    result = GradientList(
+        device=grads[0].device if grads else device,
+        grads=grads,
+        names=None if names is None else [names[i] for i in positions],
+        positions=positions,
+        noun=noun,
+    )
+    if grads:
+        _fill_groups(result)
+    return result
+
+
+def _distinct(grads: list[Tensor]) -> list[int] | None:
+    """Places of gradients that are not the very memory of an earlier one; None where all are distinct."""
+    try:
+        addresses = list(map(Tensor.data_ptr, grads))
+    except (RuntimeError, NotImplementedError):
+        # Sparse tensors and others without memory of their own.
+        addresses = [id(g) if g.layout != torch.strided else g.data_ptr() for g in grads]
+    if len(set(addresses)) == len(addresses):
+        return None
+    first: dict[object, int] = {}
+    for place, (grad, address) in enumerate(zip(grads, addresses, strict=True)):
+        if grad.layout != torch.strided or grad.numel() == 0:
+            key: object = id(grad)
+        elif _flattened(grad) is not None:
+            key = (address, grad.dtype, grad.numel())
+        else:
+            key = (address, grad.dtype, grad.shape, grad.stride())
+        first.setdefault(key, place)
+    return list(first.values()) if len(first) < len(grads) else None
+
+
+def _fill_groups(result: GradientList) -> None:
+    """Sorts gradients into groups; the usual list, all alike and contiguous, in one go."""
+    grads = result.grads
+    if set(map(type, grads)) <= _PLAIN:
+        dtypes = set(map(_get_dtype, grads))
+        if (
+            len(dtypes) == 1
+            and next(iter(dtypes)).is_floating_point
+            and len(set(map(_get_device, grads))) == 1
+        ):
+            try:
+                if all(map(Tensor.is_contiguous, grads)):
+                    result.groups.append(Group(grads, range(len(grads)), flat=True))
+                    return
+            except (RuntimeError, NotImplementedError):
+                # Sparse tensors have no strides.
+                pass
+
+    groups: dict[object, Group] = {}
+    for place, grad in enumerate(grads):
+        tensor, flat = _readable(grad, result, place)
+        key = (tensor.device, tensor.dtype, flat, grad.is_complex(), tensor.is_neg())
+        group = groups.setdefault(key, Group([], [], flat, grad.is_complex()))
+        group.tensors.append(tensor)
+        group.places.append(place)  # type: ignore[attr-defined]  # a list, two lines above
+    result.groups.extend(groups.values())
+
+
+def _readable(grad: Tensor, result: GradientList, place: int) -> tuple[Tensor, bool]:
+    """A real dense tensor that shares the gradient's memory, and whether it is flat; refuses what cannot be clipped."""
+    if type(grad) not in _PLAIN:
+        raise TypeError(
+            f"the gradient of {result.label(place)} is a {type(grad).__name__}, a tensor subclass that tritonclip cannot read; "
+            "expected a plain tensor: pass local or full tensors (for DTensor: grad.to_local() or grad.full_tensor())"
+        )
+    if not (grad.is_floating_point() or grad.is_complex()):
+        raise TypeError(
+            f"the gradient of {result.label(place)} has dtype {grad.dtype}; expected a floating-point or complex dtype"
+        )
+    if grad.layout == torch.sparse_coo:
+        coalesced = grad if grad.is_coalesced() else grad.coalesce()
+        if coalesced is not grad:
+            result._coalesced.append((grad, coalesced))
+        result._sparse.append(grad)
+        grad = coalesced._values()
+    elif grad.layout != torch.strided:
+        raise TypeError(
+            f"the gradient of {result.label(place)} has layout {grad.layout}; expected strided or sparse_coo: "
+            "convert it with grad.to_dense() or grad.to_sparse_coo()"
+        )
+    if grad.is_complex():
+        grad = torch.view_as_real(grad.conj() if grad.is_conj() else grad)
+    if grad.is_contiguous() and not grad.is_neg():
+        return grad, True
+    flat = _flattened(grad)
+    if flat is not None:
+        return flat, True
+    if _overlaps(grad):
+        raise ValueError(
+            f"elements of the gradient of {result.label(place)} share memory (shape {tuple(grad.shape)}, strides {grad.stride()}), "
+            "so it cannot be scaled in place; expected a gradient without overlap: replace it by grad.clone()"
+        )
+    return grad, False
+
+
+def _flattened(grad: Tensor) -> Tensor | None:
+    """A flat view of a gradient that is dense in another order of its dimensions, as channels_last is."""
+    if grad.is_neg():
+        return None
+    order = sorted(range(grad.dim()), key=grad.stride, reverse=True)
+    permuted = grad.permute(order)
+    return permuted.view(-1) if permuted.is_contiguous() else None
+
+
+def _overlaps(grad: Tensor) -> bool:
+    """Whether two elements of a strided tensor may share memory: a stride within the span of the smaller ones."""
+    span = 0
+    for stride, size in sorted(zip(grad.stride(), grad.shape, strict=True)):
+        if size > 1:
+            if stride <= span:
+                return True
+            span += stride * (size - 1)
+    return False

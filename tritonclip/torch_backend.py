@@ -1,0 +1,221 @@
+"""The torch backend: the same verbs as `tritonclip.kernels`, in PyTorch.
+
+On a CPU no sync is needed, so it branches: what lies within the limit is not written. On other devices it decides nothing on
+the host. It is held to the same accuracy everywhere; the fast path for the 2-norm on CPU is in `cpu_norm`.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from tritonclip import cpu_norm
+from tritonclip.limit import Limit
+from tritonclip.pieces import PIECE, flat_pieces
+
+Handle = Sequence[Tensor]
+# Dtypes that torch can multiply and clamp in place; float8 it cannot.
+_ARITHMETIC = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def prepare(tensors: Sequence[Tensor]) -> Handle:
+    """What the other verbs take: the tensors themselves."""
+    return tensors
+
+
+def count_norms(tensors: Handle, each: bool) -> int:
+    """How many norms `norm` writes: one, or one a gradient."""
+    return len(tensors) if each else 1
+
+
+def norm(tensors: Handle, norm_type: float, out: Tensor, *, each: bool = False) -> None:
+    """Measures gradients of one device and dtype.
+
+    Args:
+        tensors: real, any strides.
+        norm_type: p of the p-norm.
+        out: float64[count_norms(tensors, each)] on the tensors' device (float32 where a device has no float64).
+        each: one norm a gradient instead of one norm of all.
+    """
+    on_cpu = tensors[0].device.type == "cpu"
+    measure = cpu_norm.two_norms if on_cpu and norm_type == 2.0 else _exact_norms
+    if each:
+        for i, tensor in enumerate(tensors):
+            out[i] = combine(torch.stack(list(measure([tensor], norm_type, out.dtype))), norm_type)
+    else:
+        out[0] = combine(torch.stack(list(measure(tensors, norm_type, out.dtype))), norm_type)
+
+
+def _exact_norms(
+    tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """0-d norms of small pieces, for any device, norm type and magnitude; at least one."""
+    yield torch.tensor(
+        math.inf if norm_type == -math.inf else 0.0, dtype=dtype, device=tensors[0].device
+    )
+    for tensor in tensors:
+        for piece in flat_pieces(tensor, PIECE):
+            yield exact_norm(piece, norm_type, dtype)
+
+
+def exact_norm(x: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
+    """The 0-d norm of a small 1-d tensor, computed in `dtype` after division by the largest magnitude."""
+    if norm_type == 0:
+        return torch.count_nonzero(x).to(dtype)
+    magnitudes = x.to(dtype, copy=True).abs_()
+    if norm_type == -math.inf:
+        return magnitudes.min()
+    largest = magnitudes.max()
+    if norm_type == math.inf:
+        return largest
+    # Dividing by 1 instead of 0, inf and NaN gives just these.
+    scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
+    return scale * magnitudes.div_(scale).pow_(norm_type).sum().pow(1 / norm_type)
+
+
+def combine(norms: Tensor, norm_type: float) -> Tensor:
+    """The 0-d norm whose parts have these norms."""
+    return norms.sum() if norm_type == 0 else exact_norm(norms, norm_type, norms.dtype)
+
+
+def coefficient(norm: Tensor, limit: Limit) -> Tensor:
+    """min(1, max_norm / (norm + eps)) in the dtype of norm; 1 for nothing to clip and for an infinite limit; NaN stays."""
+    bound = norm + limit.eps
+    ratio = torch.full_like(bound, limit.max_norm) / bound
+    keep = (ratio > 1) | (bound == 0)
+    if limit.max_norm == math.inf:
+        keep = keep | (norm == norm)
+    return torch.where(keep, 1.0, ratio)
+
+
+def _results(norms: Tensor, limit: Limit) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Norms and coefficients as users get them, multipliers, and where to write zeros, from raw float64 norms."""
+    grad_scale = torch.as_tensor(limit.grad_scale, dtype=norms.dtype, device=norms.device)
+    measured = (norms / grad_scale).to(limit.dtype)
+    coefficients = coefficient(measured, limit)
+    multipliers = coefficients / grad_scale.to(limit.dtype)
+    erase = (
+        ~torch.isfinite(measured)
+        if limit.erase_nonfinite
+        else torch.zeros_like(measured, dtype=torch.bool)
+    )
+    return measured, coefficients, multipliers, erase
+
+
+def scale_(
+    tensors: Handle, norms: Tensor, limit: Limit, *, write: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Multiplies all gradients by one coefficient; on a CPU, not at all where it is 1.
+
+    Args:
+        tensors: of one device and dtype.
+        norms: float64[any] on their device: norms whose norm is the global norm, still loss-scaled.
+        limit: what to scale to.
+        write: false to compute norm and coefficient only.
+
+    Returns:
+        Norm before clipping and coefficient, 0-d, of `limit.dtype`, on the tensors' device.
+    """
+    measured, coefficients, multiplier, erase = _results(combine(norms, limit.norm_type), limit)
+    if write:
+        _multiply_(tensors, multiplier, erase)
+    return measured, torch.where(erase, 0.0, coefficients)
+
+
+def scale_each_(
+    tensors: Handle, norms: Tensor, first: int, limit: Limit, *, write: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Multiplies each gradient by a coefficient of its own.
+
+    Args:
+        tensors: of one device and dtype.
+        norms: float64[any] on their device: norms by gradient, those of these tensors from `first` on.
+        first: place of the first of them.
+        limit: what to scale to.
+        write: false to compute norms and coefficients only.
+
+    Returns:
+        Norms before clipping and coefficients, 1-d, of `limit.dtype`, on the tensors' device.
+    """
+    measured, coefficients, multipliers, erase = _results(
+        norms[first : first + len(tensors)], limit
+    )
+    if limit.erase_nonfinite:
+        erase = erase | ~torch.isfinite(norms).all()
+    if write:
+        for i, tensor in enumerate(tensors):
+            _multiply_([tensor], multipliers[i], erase[i])
+    return measured, torch.where(erase, 0.0, coefficients)
+
+
+def _multiply_(tensors: Sequence[Tensor], multiplier: Tensor, erase: Tensor) -> None:
+    """Multiplies in place, or writes zeros; a 0-d multiplier is taken at its own precision by half types too."""
+    if tensors[0].dtype != torch.float64:
+        multiplier = multiplier.to(torch.float32)
+    if multiplier.device.type == "cpu" and (erase or multiplier == 1):
+        if erase:
+            for tensor in tensors:
+                tensor.zero_()
+        return
+    if tensors[0].dtype in _ARITHMETIC and not tensors[0].is_neg():
+        torch._foreach_mul_(tensors, multiplier)
+    else:
+        for piece in _writable_pieces(tensors):
+            piece.copy_(piece.to(multiplier.dtype, copy=True).mul_(multiplier))
+    if multiplier.device.type != "cpu":
+        for tensor in tensors:
+            tensor.masked_fill_(erase, 0.0)
+
+
+def _writable_pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    for tensor in tensors:
+        yield from flat_pieces(tensor, PIECE, writable=True)
+
+
+def clamp_(tensors: Handle, low: float, high: float, grad_scale: float | Tensor = 1.0) -> None:
+    """Clamps gradients to [low, high] after division by the loss scale.
+
+    On a CPU, nothing is written up to the first stretch of a million elements that may have one outside; from there on, and in
+    gradients too small to be worth a look, elements within bounds are written back as they were.
+
+    Args:
+        tensors: of one device and dtype.
+        low: least value, representable in the dtype.
+        high: largest value, representable in the dtype.
+        grad_scale: the loss scale that the gradients still carry: a number, or a one-element tensor.
+    """
+    plain = tensors[0].dtype in _ARITHMETIC and not tensors[0].is_neg()
+    if isinstance(grad_scale, Tensor) or grad_scale != 1 or not plain:
+        _unscale_and_clamp_(tensors, low, high, grad_scale)
+    elif tensors[0].device.type == "cpu":
+        _clamp_where_outside_(tensors, low, high)
+    else:
+        torch._foreach_clamp_min_(tensors, low)
+        torch._foreach_clamp_max_(tensors, high)
+
+
+def _unscale_and_clamp_(
+    tensors: Sequence[Tensor], low: float, high: float, grad_scale: float | Tensor
+) -> None:
+    """Divides by the loss scale and clamps, both in float32 or wider, rounding once."""
+    wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    scale = torch.as_tensor(grad_scale, dtype=wide, device=tensors[0].device)
+    factor = torch.ones_like(scale) / scale
+    for piece in _writable_pieces(tensors):
+        piece.copy_(piece.to(wide, copy=True).mul_(factor).clamp_(low, high))
+
+
+def _clamp_where_outside_(tensors: Sequence[Tensor], low: float, high: float) -> None:
+    """Clamps on a CPU from the first stretch on that may hold an element outside."""
+    small = [t for t in tensors if t.numel() <= cpu_norm.SMALL]
+    if small:
+        torch._foreach_clamp_min_(small, low)
+        torch._foreach_clamp_max_(small, high)
+    inside = True
+    for tensor in tensors:
+        if tensor.numel() > cpu_norm.SMALL:
+            for stretch in flat_pieces(tensor, cpu_norm.STRETCH, writable=True):
+                inside = inside and cpu_norm.within(stretch, low, high)
+                if not inside:
+                    stretch.clamp_(low, high)
