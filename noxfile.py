@@ -13,7 +13,9 @@ INTERPRET = {"TRITON_INTERPRET": "1"}
 def tests(session: nox.Session) -> None:
     """Run every test on each supported Python, with the pinned versions."""
     install(session)
-    session.run("pytest", "-n2", "-m", "not codegen and not wheel", *session.posargs)
+    session.run(
+        "python", "-m", "pytest", "-n2", "-m", "not codegen and not wheel", *session.posargs
+    )
     check_kernels(session)
 
 
@@ -39,5 +41,5 @@ def install(session: nox.Session) -> None:
 def check_kernels(session: nox.Session) -> None:
     """Run the behaviour tests through the interpreter, then compile for every target."""
     marks = "not codegen and not wheel"
-    session.run("pytest", "-n2", "-m", marks, *session.posargs, env=INTERPRET)
-    session.run("pytest", "-n2", "-m", "codegen", *session.posargs)
+    session.run("python", "-m", "pytest", "-n2", "-m", marks, *session.posargs, env=INTERPRET)
+    session.run("python", "-m", "pytest", "-n2", "-m", "codegen", *session.posargs)

@@ -20,6 +20,10 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 # How every kernel is compiled. Contraction to fused multiply-add is asked for by name, because its default depends on the
 # version of Triton.
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": True}
+# ROCm: a program's 8 waves of 64 threads lie on 4 SIMDs, and 4 waves leave each other 128 registers. With 3 programs some
+# kernels spill, and with no limit one of them takes 142.
+HIP_PROGRAMS = 2
+HIP_OPTIONS = {"waves_per_eu": HIP_PROGRAMS * WARPS // 4}
 # One wave of the interpreter, which runs programs one after another: more than one, so that partials are really combined.
 INTERPRETED_WAVE = 3
 
@@ -28,7 +32,8 @@ def wave(device: torch.device, occupancy: Occupancy) -> int:
     """Programs that are resident at once: a launch never starts more."""
     if INTERPRETED:
         return INTERPRETED_WAVE
-    return occupancy.programs * torch.cuda.get_device_properties(device).multi_processor_count
+    programs = HIP_PROGRAMS if torch.version.hip else occupancy.programs
+    return programs * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -49,10 +54,10 @@ def launch(
     **constants: Any,
 ) -> None:
     """Runs a kernel once, on the current stream of the device."""
-    # ROCm's compiler has no such option, and spills nothing without.
-    registers = {} if INTERPRETED or torch.version.hip else {"maxnreg": occupancy.registers}
+    registers = HIP_OPTIONS if torch.version.hip else {"maxnreg": occupancy.registers}
+    options = OPTIONS if INTERPRETED else OPTIONS | registers
     with _on_device(device):
-        kernel[(programs,)](*arguments, **constants, **OPTIONS, **registers)
+        kernel[(programs,)](*arguments, **constants, **options)
 
 
 def float_bits(x: float) -> int:

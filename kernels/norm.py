@@ -294,6 +294,11 @@ def _norm_kernel(
         tl.store(norms_ptr + pid, _norm_of(scale, total, P))
 
 
+def _block_of(itemsize: int, norm_type: float) -> int:
+    """Elements that one program loads at a time: a maximum of float32 spills with as many as a sum."""
+    return 2048 if itemsize == 4 and abs(norm_type) == float("inf") else block_of(itemsize)
+
+
 def count_norms(table: ChunkTable, each: bool) -> int:
     """How many partials `norm` writes for a table."""
     return table.n_chunks if each else table.programs(THREE)
@@ -318,5 +323,5 @@ def norm(table: ChunkTable, norm_type: float, out: torch.Tensor, *, each: bool =
         P=float(norm_type),
         EACH=each,
         CHUNK=CHUNK,
-        BLOCK=block_of(table.dtype.itemsize),
+        BLOCK=_block_of(table.dtype.itemsize, norm_type),
     )

@@ -193,15 +193,14 @@ def _scale_each_kernel(
     norm_ptr,
     coefficient_ptr,
     grad_scale_ptr,
+    erase_ptr,
     n_chunks,
-    n_norms,
     first_norm,
     max_norm_bits: "i64",
     eps_bits: "i64",
     grad_scale_bits: "i64",
     DTYPE: tl.constexpr,
     P: tl.constexpr,
-    ERASE: tl.constexpr,
     WRITE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -212,7 +211,8 @@ def _scale_each_kernel(
 
     pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; owners_ptr: int32[n_chunks]; norms_ptr: float64[n_norms], of
     which norms_ptr[first_norm + chunk] belongs to this table; norm_ptr, coefficient_ptr: float32 or float64 [n_tensors],
-    written by the program that holds the gradient's first chunk; grad_scale_ptr: any float [1], or None.
+    written by the program that holds the gradient's first chunk; grad_scale_ptr: any float [1], or None;
+    erase_ptr: uint8 [1], whether to write zeros, or None.
     """
     pid = tl.program_id(0)
     RESULT: tl.constexpr = norm_ptr.dtype.element_ty
@@ -221,16 +221,15 @@ def _scale_each_kernel(
     grad_scale = load_grad_scale(grad_scale_ptr, grad_scale_bits)
     max_norm = as_float64(max_norm_bits).to(RESULT)
     eps = as_float64(eps_bits).to(RESULT)
-    if ERASE:
-        erase_all = _is_finite(combine(norms_ptr, 0, n_norms, INF)) == 0
+    if erase_ptr is not None:
+        erase = tl.load(erase_ptr) != 0
     else:
-        erase_all = pid < 0
+        erase = pid < 0
 
     known_owner = tl.full([], -1, tl.int32)
     norm = grad_scale.to(RESULT)
     coefficient = norm
     multiplier = norm
-    erase = erase_all
     run = tl.cdiv(n_chunks, tl.num_programs(0))
     for i in range(pid * run, tl.minimum(pid * run + run, n_chunks)):
         owner, address, start, n = find_chunk(
@@ -243,7 +242,6 @@ def _scale_each_kernel(
             norm = (combine(norms_ptr, first, first + n_own, P) / grad_scale).to(RESULT)
             coefficient = _coefficient(norm, max_norm, eps)
             multiplier = divide(coefficient, grad_scale.to(RESULT))
-            erase = erase_all | (ERASE & (_is_finite(norm) == 0))
         if start == 0:
             tl.store(norm_ptr + owner, norm)
             tl.store(coefficient_ptr + owner, tl.where(erase, 0.0, coefficient))
@@ -287,7 +285,6 @@ def scale_(
         + (table.n_chunks if write else 0, norms.numel(), max_norm, eps, scale_bits),
         DTYPE=TL_DTYPES[table.dtype],
         P=float(limit.norm_type),
-        ERASE=limit.erase_nonfinite,
         CHUNK=CHUNK,
         BLOCK=block_of(table.dtype.itemsize),
     )
@@ -295,7 +292,13 @@ def scale_(
 
 
 def scale_each_(
-    table: ChunkTable, norms: torch.Tensor, first: int, limit: Limit, *, write: bool = True
+    table: ChunkTable,
+    norms: torch.Tensor,
+    first: int,
+    limit: Limit,
+    *,
+    erase: torch.Tensor | None = None,
+    write: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Multiplies each gradient of the table by a coefficient of its own, in one launch.
 
@@ -304,6 +307,7 @@ def scale_each_(
         norms: float64[any], contiguous, on the table's device: norms by chunk, those of this table from `first` on.
         first: place of the table's first partial.
         limit: what to scale to.
+        erase: 0-d bool on the table's device: whether to write zeros.
         write: false to compute norms and coefficients only.
 
     Returns:
@@ -316,8 +320,15 @@ def scale_each_(
         table.device,
         table.programs(TWO),
         TWO,
-        (*table.arguments, norms, result[0], result[1], grad_scale)
-        + (table.n_chunks, norms.numel(), first, max_norm, eps, scale_bits),
+        (
+            *table.arguments,
+            norms,
+            result[0],
+            result[1],
+            grad_scale,
+            None if erase is None else erase.view(torch.uint8),
+        )
+        + (table.n_chunks, first, max_norm, eps, scale_bits),
         DTYPE=TL_DTYPES[table.dtype],
         P=float(limit.norm_type),
         ERASE=limit.erase_nonfinite,

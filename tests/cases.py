@@ -75,8 +75,9 @@ def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers, so that -0.0 differs from 0.0 and NaN equals itself."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    """A copy of the same bits as integers, so that -0.0 differs from 0.0 and NaN equals itself."""
+    plain = tensor.detach().clone(memory_format=torch.contiguous_format).cpu()
+    plain = plain.resolve_conj().resolve_neg()
     if plain.is_complex():
         plain = torch.view_as_real(plain)
     ints = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

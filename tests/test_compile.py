@@ -118,6 +118,38 @@ def test_compiled_clip_writes_the_gradients(device, rule):
         assert not torch.equal(one.grad.cpu(), old)
 
 
+@pytest.mark.parametrize(
+    "form",
+    [lambda m: m, lambda m: m.parameters(), lambda m: m.named_parameters()],
+    ids=["module", "generator", "pairs"],
+)
+def test_compiled_clip_takes_every_form_of_parameters(device, form):
+    module = torch.nn.Linear(5, 3).to(device)
+    again = torch.nn.Linear(5, 3).to(device)
+    for model in (module, again):
+        for seed, one in enumerate(model.parameters()):
+            one.grad = normal(one.shape, device=device, seed=seed)
+    measured = compiled(lambda: tritonclip.clip_(form(module), 0.5))()
+    assert torch.equal(measured, tritonclip.clip_(again, 0.5))
+    assert_bits([one.grad for one in module.parameters()], [one.grad for one in again.parameters()])
+
+
+def test_compiled_clip_counts_a_parameter_listed_twice_once(device):
+    one = parameters([torch.tensor([3.0, 4.0], device=device)])[0]
+    assert compiled(lambda: tritonclip.clip_([one, one], 1.0))().item() == 5.0
+    torch.testing.assert_close(one.grad.cpu(), torch.tensor([0.6, 0.8]))
+
+
+@pytest.mark.parametrize("rule", RULES[1:])
+def test_compiled_clip_with_error_policy_raises(device, rule):
+    params = make(device)
+    params[1].grad[0, 0] = torch.nan
+    before = copies(one.grad for one in params)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        compiled(lambda given: tritonclip.clip_(given, rule, nonfinite="error"))(params)
+    assert_bits([one.grad for one in params], before)
+
+
 def test_compiled_clip_with_zero_policy_zeroes(device):
     params = make(device)
     params[1].grad[0, 0] = torch.nan

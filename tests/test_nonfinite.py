@@ -109,6 +109,21 @@ def test_zero_holds_at_any_limit(device, kind, limit):
     assert all(not grad.any() for grad in grads)
 
 
+def test_zero_is_not_clamped_to_bounds_that_exclude_it(device):
+    grads = spoiled(device, torch.nan)
+    tritonclip.clip_(parameters(grads), ClipByValue(0.25, 0.75), nonfinite="zero")
+    assert all(not grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("rule", RULES[:2])
+def test_zero_of_a_norm_that_overflows_while_every_element_is_finite(device, rule):
+    """The norm of 6e38 does not fit float32, and every gradient of the call becomes 0."""
+    grads = [torch.ones(2, device=device), torch.full((4,), 3e38, device=device)]
+    measured = tritonclip.clip_(parameters(grads), rule, nonfinite="zero")
+    assert measured.flatten()[-1].item() == torch.inf
+    assert all(not grad.any() for grad in grads)
+
+
 def test_zero_returns_the_norm_as_it_was(device):
     assert tritonclip.clip_(parameters(spoiled(device, torch.inf)), 1.0, nonfinite="zero").isinf()
     norms = tritonclip.clip_(

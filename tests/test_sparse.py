@@ -94,6 +94,15 @@ def test_sparse_gradient_of_two_parameters_counts_once(device, coalesced):
         assert reference.norm(one.grad) == pytest.approx(1.0, rel=1e-5)
 
 
+def test_sparse_gradient_and_its_alias_count_once(device):
+    """What is detached shares the values."""
+    grad = rows(device, coalesced=True)
+    expected = reference.norm(grad)
+    first, second = parameter(grad), parameter(grad.detach())
+    assert_norm(tritonclip.clip_([first, second], 1.0), expected)
+    assert reference.norm(first.grad) == pytest.approx(1.0, rel=1e-5)
+
+
 def test_sparse_gradient_without_values(device):
     empty = torch.zeros(5, 2, device=device).to_sparse()
     params = parameters([empty, torch.tensor([3.0, 4.0], device=device)])

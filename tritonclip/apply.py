@@ -131,17 +131,19 @@ def _clamp(
     found: GradientList, rule: ClipByValue, nonfinite: str, grad_scale: float | Tensor, remedy: str
 ) -> None:
     """Clamps every element; with a policy, after a look at the largest magnitude."""
-    if nonfinite != "propagate":
-        measured = dispatch.measure(found.groups, math.inf)
-        limit = Limit(
-            math.inf, math.inf, 0.0, found.result_dtype, 1.0, erase_nonfinite=nonfinite == "zero"
-        )
-        if nonfinite == "error":
-            norm = _first_norm(found, measured.scale_(limit, write=False))
-            _raise_if_nonfinite(found, math.inf, norm, remedy)
-        else:
-            measured.scale_(limit)
+    if nonfinite == "propagate":
+        dispatch.clamp_(found.groups, rule.min, rule.max, grad_scale)
+        return
+    erase = nonfinite == "zero"
+    limit = Limit(math.inf, math.inf, 0.0, found.result_dtype, erase_nonfinite=erase)
+    measured = dispatch.measure(found.groups, math.inf)
+    if not erase:
+        norm = _first_norm(found, measured.scale_(limit, write=False))
+        _raise_if_nonfinite(found, math.inf, norm, remedy)
     dispatch.clamp_(found.groups, rule.min, rule.max, grad_scale)
+    if erase:
+        # Last, for bounds that exclude 0.
+        measured.scale_(limit)
 
 
 def _limit(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Literal, cast
+from typing import Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -28,6 +28,22 @@ _POLICIES = ("propagate", "error", "zero")
 _FOREACH_DEVICES = ("cpu", "cuda", "xpu", "mtia", "privateuseone")
 
 
+@overload
+def clip_(
+    parameters: Parameters,
+    clip: float | ClipByGlobalNorm | ClipByNorm,
+    *,
+    nonfinite: Nonfinite = ...,
+    grad_scale: float | Tensor | None = ...,
+) -> Tensor: ...
+@overload
+def clip_(
+    parameters: Parameters,
+    clip: ClipByValue,
+    *,
+    nonfinite: Nonfinite = ...,
+    grad_scale: float | Tensor | None = ...,
+) -> None: ...
 def clip_(
     parameters: Parameters,
     clip: float | Rule,
@@ -90,8 +106,9 @@ def _as_grad_scale(grad_scale: object) -> float | Tensor:
         if grad_scale.device.type != "cpu" or torch.compiler.is_compiling():
             return grad_scale.detach()
     number = as_number("grad_scale", grad_scale)
-    if not 0 < number < math.inf:
-        raise ValueError(f"grad_scale must be positive and finite, got {number}")
+    info = torch.finfo(torch.float32)
+    if not info.tiny <= number <= info.max:
+        raise ValueError(f"grad_scale must be positive and fit float32, got {number}")
     return number
 
 

@@ -37,7 +37,15 @@ class Backend(Protocol):
         self, handle: Any, norms: Tensor, limit: Limit, /, *, write: bool = True
     ) -> tuple[Tensor, Tensor]: ...
     def scale_each_(
-        self, handle: Any, norms: Tensor, first: int, limit: Limit, /, *, write: bool = True
+        self,
+        handle: Any,
+        norms: Tensor,
+        first: int,
+        limit: Limit,
+        /,
+        *,
+        erase: Tensor | None = None,
+        write: bool = True,
     ) -> tuple[Tensor, Tensor]: ...
     def clamp_(
         self, handle: Any, low: float, high: float, grad_scale: float | Tensor, /
@@ -125,10 +133,11 @@ def backend_name(group: Group) -> str:
             f"tritonclip's kernels do not read {group.dtype}: these gradients take the slower torch backend"
         )
         return "torch"
-    if not group.flat:
+    if not group.flat or any(map(Tensor.is_neg, group.tensors)):
         _warn_once(
-            "tritonclip's kernels read contiguous gradients only: gradients with gaps in memory take the slower torch "
-            "backend; make them contiguous (grad.contiguous()) where speed matters"
+            "tritonclip's kernels read gradients that are dense in memory: those with gaps or lazily "
+            "negated take the slower torch backend; replace them by grad.contiguous() or "
+            "grad.resolve_neg() where speed matters"
         )
         return "torch"
     return "triton"
@@ -169,6 +178,8 @@ class _Part:
     measured: Any
     first: int = 0
     count: int = 0
+    # Temporaries that a backend knows by their addresses only.
+    kept: Sequence[Tensor] = ()
 
 
 @dataclass(slots=True)
@@ -185,18 +196,29 @@ class Measured:
 
     def scale_(self, limit: Limit, *, write: bool = True) -> list[tuple[Tensor, Tensor]]:
         """Scales every group; returns norms and coefficients by group."""
+        erase: dict[torch.device, Tensor] = {}
+        if self.each and write and limit.erase_nonfinite:
+            # One gradient's norm decides for all: every norm has to be known before the first write.
+            erase = self._any_nonfinite([norms for norms, _ in self.scale_(limit, write=False)])
         results = []
         for part in self._parts:
-            norms = self._norms[part.group.device]
+            device = part.group.device
+            norms = self._norms[device]
             if self.each:
-                results.append(
-                    part.backend.scale_each_(part.written, norms, part.first, limit, write=write)
+                result = part.backend.scale_each_(
+                    part.written, norms, part.first, limit, erase=erase.get(device), write=write
                 )
             else:
-                results.append(part.backend.scale_(part.written, norms, limit, write=write))
+                result = part.backend.scale_(part.written, norms, limit, write=write)
+            results.append(result)
             if write:
                 torch.autograd.graph.increment_version(part.group.tensors)
         return results
+
+    def _any_nonfinite(self, norms: Sequence[Tensor]) -> dict[torch.device, Tensor]:
+        """Whether any norm is not finite, 0-d bool, on every device that has gradients."""
+        flags = [~torch.isfinite(n).all() for n in norms]
+        return {d: torch.stack([f.to(d) for f in flags]).any() for d in self._norms}
 
 
 def measure(groups: Sequence[Group], norm_type: float, *, each: bool = False) -> Measured:
@@ -208,7 +230,8 @@ def measure(groups: Sequence[Group], norm_type: float, *, each: bool = False) ->
                 # Kernels tell gradients apart by the chunks that they write to, and moduli have others.
                 if each:
                     part.backend, part.written = cast(Backend, torch_backend), part.group.tensors
-                part.measured = part.backend.prepare(part.group.magnitudes().tensors)
+                part.kept = part.group.magnitudes().tensors
+                part.measured = part.backend.prepare(part.kept)
     sizes: dict[torch.device, int] = {}
     for part in parts:
         device = part.group.device

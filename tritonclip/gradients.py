@@ -15,6 +15,7 @@ from torch.nn import Module, Parameter
 _PLAIN = {Tensor, Parameter}
 _get_dtype = attrgetter("dtype")
 _get_device = attrgetter("device")
+_get_is_cpu = attrgetter("is_cpu")
 
 
 @dataclass(slots=True)
@@ -204,22 +205,27 @@ def _gradient_list(
 def _distinct(grads: list[Tensor]) -> list[int] | None:
     """Places of gradients that are not the very memory of an earlier one; None where all are distinct."""
     try:
-        addresses = list(map(Tensor.data_ptr, grads))
+        addresses = set(map(Tensor.data_ptr, grads))
     except (RuntimeError, NotImplementedError):
-        # Sparse tensors and others without memory of their own.
-        addresses = [id(g) if g.layout != torch.strided else g.data_ptr() for g in grads]
-    if len(set(addresses)) == len(addresses):
+        # Sparse tensors have no memory of their own.
+        addresses = set()
+    if len(addresses) == len(grads):
         return None
     first: dict[object, int] = {}
-    for place, (grad, address) in enumerate(zip(grads, addresses, strict=True)):
-        if grad.layout != torch.strided or grad.numel() == 0:
-            key: object = id(grad)
-        elif _flattened(grad) is not None:
-            key = (address, grad.dtype, grad.numel())
-        else:
-            key = (address, grad.dtype, grad.shape, grad.stride())
-        first.setdefault(key, place)
+    for place, grad in enumerate(grads):
+        first.setdefault(_memory(grad), place)
     return list(first.values()) if len(first) < len(grads) else None
+
+
+def _memory(grad: Tensor) -> object:
+    """What tells the memory of a gradient from that of another."""
+    if grad.layout == torch.sparse_coo and grad.is_coalesced():
+        grad = grad._values()
+    if grad.layout != torch.strided or grad.numel() == 0:
+        return id(grad)
+    if _flattened(grad) is not None:
+        return grad.data_ptr(), grad.dtype, grad.numel()
+    return grad.data_ptr(), grad.dtype, grad.shape, grad.stride()
 
 
 def _fill_groups(result: GradientList) -> None:
@@ -227,11 +233,7 @@ def _fill_groups(result: GradientList) -> None:
     grads = result.grads
     if set(map(type, grads)) <= _PLAIN:
         dtypes = set(map(_get_dtype, grads))
-        if (
-            len(dtypes) == 1
-            and next(iter(dtypes)).is_floating_point
-            and len(set(map(_get_device, grads))) == 1
-        ):
+        if len(dtypes) == 1 and next(iter(dtypes)).is_floating_point and _on_one_device(grads):
             try:
                 if all(map(Tensor.is_contiguous, grads)):
                     result.groups.append(Group(grads, range(len(grads)), flat=True))
@@ -243,11 +245,16 @@ def _fill_groups(result: GradientList) -> None:
     groups: dict[object, Group] = {}
     for place, grad in enumerate(grads):
         tensor, flat = _readable(grad, result, place)
-        key = (tensor.device, tensor.dtype, flat, grad.is_complex(), tensor.is_neg())
+        key = (tensor.device, tensor.dtype, flat, grad.is_complex())
         group = groups.setdefault(key, Group([], [], flat, grad.is_complex()))
         group.tensors.append(tensor)
         group.places.append(place)  # type: ignore[attr-defined]  # a list, two lines above
     result.groups.extend(groups.values())
+
+
+def _on_one_device(grads: Sequence[Tensor]) -> bool:
+    # Asking for a device by name takes twice as long.
+    return all(map(_get_is_cpu, grads)) or len(set(map(_get_device, grads))) == 1
 
 
 def _readable(grad: Tensor, result: GradientList, place: int) -> tuple[Tensor, bool]:
@@ -274,7 +281,7 @@ def _readable(grad: Tensor, result: GradientList, place: int) -> tuple[Tensor, b
         )
     if grad.is_complex():
         grad = torch.view_as_real(grad.conj() if grad.is_conj() else grad)
-    if grad.is_contiguous() and not grad.is_neg():
+    if grad.is_contiguous():
         return grad, True
     flat = _flattened(grad)
     if flat is not None:
@@ -289,8 +296,6 @@ def _readable(grad: Tensor, result: GradientList, place: int) -> tuple[Tensor, b
 
 def _flattened(grad: Tensor) -> Tensor | None:
     """A flat view of a gradient that is dense in another order of its dimensions, as channels_last is."""
-    if grad.is_neg():
-        return None
     order = sorted(range(grad.dim()), key=grad.stride, reverse=True)
     permuted = grad.permute(order)
     return permuted.view(-1) if permuted.is_contiguous() else None

@@ -6,6 +6,7 @@ the host. It is held to the same accuracy everywhere; the fast path for the 2-no
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from tritonclip.limit import Limit
 from tritonclip.pieces import PIECE, flat_pieces
 
 Handle = Sequence[Tensor]
+# Elements compared with bounds at once: 4 MiB of float32 are still in cache when they are clamped.
+STRETCH = 2**20
 # Dtypes that torch can multiply and clamp in place; float8 it cannot.
 _ARITHMETIC = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -38,13 +41,15 @@ def norm(tensors: Handle, norm_type: float, out: Tensor, *, each: bool = False) 
         out: float64[count_norms(tensors, each)] on the tensors' device (float32 where a device has no float64).
         each: one norm a gradient instead of one norm of all.
     """
-    on_cpu = tensors[0].device.type == "cpu"
-    measure = cpu_norm.two_norms if on_cpu and norm_type == 2.0 else _exact_norms
-    if each:
-        for i, tensor in enumerate(tensors):
-            out[i] = combine(torch.stack(list(measure([tensor], norm_type, out.dtype))), norm_type)
-    else:
-        out[0] = combine(torch.stack(list(measure(tensors, norm_type, out.dtype))), norm_type)
+    for i, part in enumerate([tensor] for tensor in tensors) if each else [(0, tensors)]:
+        out[i] = combine(torch.stack(list(_norms(part, norm_type, out.dtype))), norm_type)
+
+
+def _norms(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Iterator[Tensor]:
+    """0-d norms of pieces; at least one."""
+    if norm_type == 2.0 and tensors[0].device.type == "cpu":
+        return cpu_norm.two_norms(tensors, dtype)
+    return _exact_norms(tensors, norm_type, dtype)
 
 
 def _exact_norms(
@@ -76,6 +81,8 @@ def exact_norm(x: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
 
 def combine(norms: Tensor, norm_type: float) -> Tensor:
     """The 0-d norm whose parts have these norms."""
+    if norms.numel() == 1:
+        return norms.reshape(())
     return norms.sum() if norm_type == 0 else exact_norm(norms, norm_type, norms.dtype)
 
 
@@ -95,11 +102,10 @@ def _results(norms: Tensor, limit: Limit) -> tuple[Tensor, Tensor, Tensor, Tenso
     measured = (norms / grad_scale).to(limit.dtype)
     coefficients = coefficient(measured, limit)
     multipliers = coefficients / grad_scale.to(limit.dtype)
-    erase = (
-        ~torch.isfinite(measured)
-        if limit.erase_nonfinite
-        else torch.zeros_like(measured, dtype=torch.bool)
-    )
+    if limit.erase_nonfinite:
+        erase = ~torch.isfinite(measured)
+    else:
+        erase = torch.zeros_like(measured, dtype=torch.bool)
     return measured, coefficients, multipliers, erase
 
 
@@ -124,7 +130,13 @@ def scale_(
 
 
 def scale_each_(
-    tensors: Handle, norms: Tensor, first: int, limit: Limit, *, write: bool = True
+    tensors: Handle,
+    norms: Tensor,
+    first: int,
+    limit: Limit,
+    *,
+    erase: Tensor | None = None,
+    write: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Multiplies each gradient by a coefficient of its own.
 
@@ -133,19 +145,18 @@ def scale_each_(
         norms: float64[any] on their device: norms by gradient, those of these tensors from `first` on.
         first: place of the first of them.
         limit: what to scale to.
+        erase: 0-d bool on their device: whether to write zeros.
         write: false to compute norms and coefficients only.
 
     Returns:
         Norms before clipping and coefficients, 1-d, of `limit.dtype`, on the tensors' device.
     """
-    measured, coefficients, multipliers, erase = _results(
-        norms[first : first + len(tensors)], limit
-    )
-    if limit.erase_nonfinite:
-        erase = erase | ~torch.isfinite(norms).all()
+    limit = replace(limit, erase_nonfinite=False)
+    measured, coefficients, multipliers, kept = _results(norms[first : first + len(tensors)], limit)
+    erase = kept[0] if erase is None else erase
     if write:
         for i, tensor in enumerate(tensors):
-            _multiply_([tensor], multipliers[i], erase[i])
+            _multiply_([tensor], multipliers[i], erase)
     return measured, torch.where(erase, 0.0, coefficients)
 
 
@@ -158,7 +169,7 @@ def _multiply_(tensors: Sequence[Tensor], multiplier: Tensor, erase: Tensor) -> 
             for tensor in tensors:
                 tensor.zero_()
         return
-    if tensors[0].dtype in _ARITHMETIC and not tensors[0].is_neg():
+    if _has_foreach(tensors):
         torch._foreach_mul_(tensors, multiplier)
     else:
         for piece in _writable_pieces(tensors):
@@ -166,6 +177,11 @@ def _multiply_(tensors: Sequence[Tensor], multiplier: Tensor, erase: Tensor) -> 
     if multiplier.device.type != "cpu":
         for tensor in tensors:
             tensor.masked_fill_(erase, 0.0)
+
+
+def _has_foreach(tensors: Sequence[Tensor]) -> bool:
+    """Whether torch's in-place arithmetic on lists takes these tensors."""
+    return tensors[0].dtype in _ARITHMETIC and not any(map(Tensor.is_neg, tensors))
 
 
 def _writable_pieces(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -185,8 +201,7 @@ def clamp_(tensors: Handle, low: float, high: float, grad_scale: float | Tensor 
         high: largest value, representable in the dtype.
         grad_scale: the loss scale that the gradients still carry: a number, or a one-element tensor.
     """
-    plain = tensors[0].dtype in _ARITHMETIC and not tensors[0].is_neg()
-    if isinstance(grad_scale, Tensor) or grad_scale != 1 or not plain:
+    if isinstance(grad_scale, Tensor) or grad_scale != 1 or not _has_foreach(tensors):
         _unscale_and_clamp_(tensors, low, high, grad_scale)
     elif tensors[0].device.type == "cpu":
         _clamp_where_outside_(tensors, low, high)
@@ -215,7 +230,7 @@ def _clamp_where_outside_(tensors: Sequence[Tensor], low: float, high: float) ->
     inside = True
     for tensor in tensors:
         if tensor.numel() > cpu_norm.SMALL:
-            for stretch in flat_pieces(tensor, cpu_norm.STRETCH, writable=True):
+            for stretch in flat_pieces(tensor, STRETCH, writable=True):
                 inside = inside and cpu_norm.within(stretch, low, high)
                 if not inside:
                     stretch.clamp_(low, high)

@@ -1,0 +1,350 @@
+"""Every kernel, compiled ahead of time for machines that are not here, as its launcher asks for it.
+
+The launchers run with a recorder in the kernel's place, so constants, argument types and compile
+options are theirs. What counts is read from PTX, AMDGCN and the binary: 128-bit accesses in the
+main loops, nothing spilled, and registers for as many programs as the grid starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from cases import INTERPRETED
+
+from tritonclip.limit import Limit
+
+triton = pytest.importorskip("triton", reason="kernels are compiled with Triton")
+
+pytestmark = [
+    pytest.mark.codegen,
+    pytest.mark.skipif(INTERPRETED, reason="interpreted kernels have no machine code"),
+]
+
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+POINTERS = {
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+}
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"tritonclip.kernels.{name}")
+
+
+def _norm(table: Any, p: float, variant: str) -> None:
+    out = torch.empty(1, dtype=torch.float64)
+    _module("norm").norm(table, p, out, each=variant == "each")
+
+
+def _limit(dtype: torch.dtype, p: float, variant: str) -> Limit:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if variant == "zero":
+        return Limit(1.0, p, 1e-6, wide, torch.ones(1), erase_nonfinite=True)
+    return Limit(1.0, p, 1e-6, wide)
+
+
+def _scale(table: Any, p: float, variant: str) -> None:
+    norms = torch.empty(1, dtype=torch.float64)
+    _module("scale").scale_(table, norms, _limit(table.dtype, p, variant))
+
+
+def _scale_each(table: Any, p: float, variant: str) -> None:
+    norms = torch.empty(1, dtype=torch.float64)
+    _module("scale").scale_each_(table, norms, 0, _limit(table.dtype, p, variant))
+
+
+def _clamp(table: Any, p: float, variant: str) -> None:
+    _module("clamp").clamp_(table, -1.0, 1.0, torch.ones(1) if variant == "zero" else 1.0)
+
+
+@dataclass(frozen=True)
+class Verb:
+    """How a kernel is launched, and the tile loops that it has for whole chunks (and as many more
+    for the aligned part of shorter ones)."""
+
+    module: str
+    kernel: str
+    launch: Callable[[Any, float, str], None]
+    reading_loops: int
+    writing_loops: int
+
+
+VERBS = {
+    "norm": Verb("norm", "_norm_kernel", _norm, 1, 0),
+    "scale": Verb("scale", "_scale_kernel", _scale, 1, 1),
+    "scale_each": Verb("scale", "_scale_each_kernel", _scale_each, 1, 1),
+    "clamp": Verb("clamp", "_clamp_kernel", _clamp, 2, 1),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to compile; variant "each" is a norm by chunk, "zero" the policy that writes zeros and
+    a loss scale in a tensor."""
+
+    verb: str
+    target: str
+    dtype: torch.dtype
+    p: float = 2.0
+    variant: str = ""
+
+    def __str__(self) -> str:
+        short = str(self.dtype).removeprefix("torch.")
+        p = "" if self.verb == "clamp" else f"p={self.p:g}"
+        return "-".join(filter(None, (self.verb, self.target, short, p, self.variant)))
+
+
+def _cases() -> list[Case]:
+    made = [
+        Case(verb, target, dtype, variant=variant)
+        for target in TARGETS
+        for dtype in DTYPES
+        for verb in VERBS
+        for variant in (("", "each") if verb == "norm" else ("",))
+    ]
+    # Registers hardly depend on the norm type: one target and dtype stand for the others.
+    others = (1.0, torch.inf, -torch.inf, 0.0, 3.0)
+    made += [Case("norm", "sm_90", torch.float32, p, v) for p in others for v in ("", "each")]
+    made += [Case(v, "sm_90", torch.float32, p) for p in others for v in ("scale", "scale_each")]
+    made += [
+        Case(verb, target, torch.float32, variant="zero")
+        for target in ("sm_90", "gfx942")
+        for verb in ("scale", "scale_each", "clamp")
+    ]
+    return made
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled kernel and what its launcher assumed of it."""
+
+    case: Case
+    # PTX or AMDGCN.
+    assembly: str
+    # What cuobjdump prints; nothing for AMD.
+    sass: str
+    resources: str
+    # Programs that the grid starts on each multiprocessor, and threads of a program.
+    programs: int
+    threads: int
+    # Accesses of 16 bytes that a thread needs for one tile.
+    per_tile: int
+
+    def counts(self) -> dict[str, int]:
+        """AMD: the counts in the kernel's metadata."""
+        return {k: int(n) for k, n in re.findall(r"\.(\w+_count|\w+_size): +(\d+)", self.assembly)}
+
+    def usage(self) -> dict[str, int]:
+        """CUDA: registers a thread, and bytes of stack and local memory."""
+        (line,) = re.findall(r"REG:.*", self.resources)
+        return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", line)}
+
+
+class _Recorder:
+    """Stands in for a kernel and keeps what its launcher calls it with."""
+
+    def __init__(self) -> None:
+        self.arguments: tuple[Any, ...] = ()
+        self.keywords: dict[str, Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        (self.programs,) = grid
+
+        def call(*arguments: Any, **keywords: Any) -> None:
+            self.arguments, self.keywords = arguments, keywords
+
+        return call
+
+
+def _record(case: Case, hip: bool) -> _Recorder:
+    """The launch of a verb on a device with one multiprocessor and more chunks than programs."""
+    verb, recorder = VERBS[case.verb], _Recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.version, "hip", "6.4" if hip else None)
+        patch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda device: SimpleNamespace(multi_processor_count=1),
+        )
+        patch.setattr(_module("launch"), "_on_device", lambda device: contextlib.nullcontext())
+        patch.setattr(_module(verb.module), verb.kernel, recorder)
+        grad = torch.zeros(16 * _module("walk").CHUNK, dtype=case.dtype)
+        verb.launch(_module("chunks")._Cache().table([grad]), case.p, case.variant)
+    return recorder
+
+
+def _source(kernel: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """What Triton specialises a kernel to; it looks at none of the numbers."""
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    values = dict(zip(names, arguments, strict=False)) | keywords
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for place, name in enumerate(names):
+        value = values[name]
+        if isinstance(value, torch.Tensor):
+            signature[name] = POINTERS[value.dtype]
+            if value.data_ptr() % 16 == 0:
+                attributes[(place,)] = [["tt.divisibility", 16]]
+        elif name in keywords or value is None:
+            signature[name] = "constexpr"
+            constants[(place,)] = value
+        else:
+            signature[name] = kernel.params[place].annotation_type or "i32"
+    return ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+
+
+@pytest.fixture(scope="module")
+def no_linker(tmp_path_factory):
+    """For Triton 3.4, which looks for ROCm's linker although only the assembly is read here."""
+    script = tmp_path_factory.mktemp("linker") / "ld.lld"
+    script.write_text(
+        '#!/bin/sh\nif test "$1" = --version; then echo none; else cp "$4" "$6"; fi\n'
+    )
+    script.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_HIP_LLD_PATH", str(script))
+        yield
+
+
+def _dump(cubin: Path, what: str) -> str:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    command = [str(tool), what, str(cubin)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture(scope="module")
+def binary(request, no_linker, tmp_path_factory):
+    """The case's kernel, compiled."""
+    from triton.backends.compiler import GPUTarget
+
+    case = request.param
+    verb, target = VERBS[case.verb], GPUTarget(*TARGETS[case.target])
+    launch = _record(case, hip=target.backend == "hip")
+    kernel = getattr(_module(verb.module), verb.kernel)
+    constants = {k: v for k, v in launch.keywords.items() if k in kernel.arg_names}
+    options = {k: v for k, v in launch.keywords.items() if k not in kernel.arg_names}
+    source = _source(kernel, launch.arguments, constants)
+    compiled = triton.compile(source, target=target, options=options)
+
+    sass = resources = ""
+    if target.backend == "cuda":
+        cubin = tmp_path_factory.mktemp("binary") / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        sass, resources = _dump(cubin, "--dump-sass"), _dump(cubin, "--dump-resource-usage")
+    threads = options["num_warps"] * target.warp_size
+    return Binary(
+        case=case,
+        assembly=compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"],
+        sass=sass,
+        resources=resources,
+        programs=launch.programs,
+        threads=threads,
+        per_tile=constants["BLOCK"] * case.dtype.itemsize // (16 * threads),
+    )
+
+
+ALL = _cases()
+CUDA = [case for case in ALL if case.target != "gfx942"]
+AMD = [case for case in ALL if case.target == "gfx942"]
+
+
+def over(cases: list[Case], *, fast: bool = False) -> pytest.MarkDecorator:
+    """Runs a test for each binary; `fast` leaves out the norm types whose norm has no fast loop."""
+    kept = [case for case in cases if not (fast and case.verb == "norm" and case.p == 3.0)]
+    return pytest.mark.parametrize("binary", kept, ids=str, indirect=True, scope="module")
+
+
+def assert_at_least(found: int, needed: int) -> None:
+    assert found >= needed > 0, f"{found} of {needed} accesses are 128 bits wide"
+
+
+# v8.b32 and v4.b64 are 256 bits, which sm_100 has.
+WIDE_PTX = r"\.global[.\w:]*\.(?:v4\.b32|v2\.b64|v8\.b32|v4\.b64)"
+
+
+@over(CUDA, fast=True)
+def test_main_loops_are_wide_in_ptx(binary):
+    """Whole chunks without a predicate, and the aligned part of shorter ones with one."""
+    verb = VERBS[binary.case.verb]
+    for access, loops in (("ld", verb.reading_loops), ("st", verb.writing_loops)):
+        for predicate in (r"^\s*", r"^\s*@!?%p\d+ "):
+            found = re.findall(predicate + access + WIDE_PTX, binary.assembly, re.MULTILINE)
+            if loops:
+                assert_at_least(len(found), loops * binary.per_tile)
+
+
+@over(CUDA, fast=True)
+def test_main_loops_are_wide_in_sass(binary):
+    verb = VERBS[binary.case.verb]
+    for access, loops in (("LDG", verb.reading_loops), ("STG", verb.writing_loops)):
+        found = re.findall(rf"\b{access}\.E\S*\.(?:128|256)\b", binary.sass)
+        if loops:
+            assert_at_least(len(found), 2 * loops * binary.per_tile)
+
+
+@over(AMD, fast=True)
+def test_main_loops_are_wide_in_amdgcn(binary):
+    """Masked or not: AMD masks an access by an offset that is out of bounds."""
+    verb = VERBS[binary.case.verb]
+    for access, loops in (("load", verb.reading_loops), ("store", verb.writing_loops)):
+        found = re.findall(rf"\b(?:buffer|global)_{access}_dwordx4\b", binary.assembly)
+        if loops:
+            assert_at_least(len(found), 2 * loops * binary.per_tile)
+
+
+@over(CUDA)
+def test_kernel_spills_nothing_on_cuda(binary):
+    usage = binary.usage()
+    assert usage["STACK"] == 0
+    assert usage["LOCAL"] == 0
+    assert not re.findall(r"\b(?:LDL|STL)\b.*", binary.sass)
+
+
+@over(AMD)
+def test_kernel_spills_nothing_on_amd(binary):
+    counts = binary.counts()
+    assert counts["vgpr_spill_count"] == 0
+    assert counts["sgpr_spill_count"] == 0
+    assert counts["private_segment_fixed_size"] == 0
+
+
+@over(CUDA)
+def test_registers_leave_room_for_the_grid_on_cuda(binary):
+    """65,536 registers a multiprocessor; a warp takes them in units of 256, so 8 a thread."""
+    registers = -(-binary.usage()["REG"] // 8) * 8
+    assert binary.programs >= 2
+    assert binary.programs * binary.threads * registers <= 65536
+
+
+@over(AMD)
+def test_registers_leave_room_for_the_grid_on_amd(binary):
+    """A compute unit has 4 SIMDs, each with 512 vector registers a lane for all of its waves.
+
+    A program of 8 waves puts 2 on each SIMD, so n programs leave 512 / 2n registers a lane, taken
+    in units of 8: 128 for the two that the grid starts.
+    """
+    waves_a_simd = binary.programs * binary.threads // 64 // 4
+    registers = -(-binary.counts()["vgpr_count"] // 8) * 8
+    assert binary.programs >= 2
+    assert waves_a_simd * registers <= 512

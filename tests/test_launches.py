@@ -1,0 +1,279 @@
+"""How many kernels a call launches, and what the tables say that reach them.
+
+Every launch goes through one function: here it is wrapped in one that remembers. Tables depend on
+sizes and addresses alone, so those of gradients too large for this machine are checked too.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from cases import CHUNK, of_sizes, parameters
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+
+pytest.importorskip("triton", reason="tritonclip.kernels needs triton")
+
+
+def kernels(name: str) -> Any:
+    return importlib.import_module(f"tritonclip.kernels.{name}")
+
+
+@dataclass
+class Launch:
+    """One launch: the kernel's name, its grid and the tables among its arguments."""
+
+    kernel: str
+    programs: int
+    tables: tuple[torch.Tensor, ...]
+    n_chunks: int
+
+
+@pytest.fixture
+def launches(backend, monkeypatch):
+    """Every launch of the test, in order; the kernels run as usual."""
+    if backend.name != "triton":
+        pytest.skip("the torch backend launches no kernels of ours")
+    real = kernels("launch").launch
+    seen = []
+
+    def launch(kernel, device, programs, occupancy, arguments, **constants):
+        name = kernel.fn.__name__
+        numbers = [a for a in arguments if isinstance(a, int)]
+        seen.append(Launch(name, programs, tuple(arguments[:4]), numbers[0]))
+        real(kernel, device, programs, occupancy, arguments, **constants)
+
+    for module in ("norm", "scale", "clamp"):
+        monkeypatch.setattr(kernels(module), "launch", launch)
+    return seen
+
+
+def names(launches: Sequence[Launch]) -> list[str]:
+    return [launch.kernel for launch in launches]
+
+
+GLOBAL = ["_norm_kernel", "_scale_kernel"]
+EACH = ["_norm_kernel", "_scale_each_kernel"]
+VALUE = ["_clamp_kernel"]
+# Limits that the gradients are far beyond, and limits that they are far within.
+RULES = [
+    pytest.param(ClipByGlobalNorm(0.1), GLOBAL, id="global-clipped"),
+    pytest.param(ClipByGlobalNorm(1e9), GLOBAL, id="global-within"),
+    pytest.param(ClipByGlobalNorm(0.1, norm_type=3.0), GLOBAL, id="global-p3"),
+    pytest.param(ClipByNorm(0.1), EACH, id="by-norm-clipped"),
+    pytest.param(ClipByNorm(1e9), EACH, id="by-norm-within"),
+    pytest.param(ClipByValue(0.1), VALUE, id="by-value-clipped"),
+    pytest.param(ClipByValue(1e9), VALUE, id="by-value-within"),
+]
+
+
+@pytest.mark.parametrize("count", [1, 2, 300])
+@pytest.mark.parametrize(("rule", "expected"), RULES)
+def test_clip_launches_do_not_grow_with_the_list(device, launches, rule, expected, count):
+    grads = of_sizes((index % 7 for index in range(count)), torch.float32, device)
+    tritonclip.clip_(parameters(grads), rule)
+    assert names(launches) == expected
+
+
+@pytest.mark.parametrize(("rule", "expected"), RULES)
+def test_clip_launches_once_more_for_every_dtype(device, launches, rule, expected):
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16) * 5
+    grads = [of_sizes((9,), dtype, device)[0] for dtype in dtypes]
+    tritonclip.clip_(parameters(grads), rule)
+    assert names(launches) == [kernel for kernel in expected for _ in range(4)]
+
+
+@pytest.mark.parametrize(("rule", "expected"), RULES[:3])
+def test_clip_launches_no_more_to_write_zeros(device, launches, rule, expected):
+    grads = [torch.full((9,), torch.nan, device=device)]
+    tritonclip.clip_(parameters(grads), rule, nonfinite="zero")
+    assert names(launches) == expected
+    assert not grads[0].any()
+
+
+def test_clip_by_norm_launches_once_more_to_write_zeros(device, launches):
+    """Every norm is known before the first gradient is written."""
+    grads = [torch.full((9,), torch.nan, device=device), torch.ones(3, device=device)]
+    tritonclip.clip_(parameters(grads), ClipByNorm(0.1), nonfinite="zero")
+    assert names(launches) == [*EACH, "_scale_each_kernel"]
+    assert not any(grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize(("rule", "expected"), RULES)
+def test_clip_launches_no_more_to_unscale(device, launches, rule, expected):
+    grads = of_sizes((9, 5), torch.float32, device)
+    tritonclip.clip_(parameters(grads), rule, grad_scale=torch.tensor(8.0, device=device))
+    assert names(launches) == expected
+
+
+def test_get_total_norm_launches_two_kernels(device, launches):
+    tritonclip.get_total_norm(of_sizes(range(50), torch.float32, device))
+    assert names(launches) == GLOBAL
+
+
+def test_clip_grads_with_norm_launches_one_kernel(device, launches):
+    grads = of_sizes(range(50), torch.float32, device)
+    tritonclip.clip_grads_with_norm_(parameters(grads), 1.0, torch.tensor(7.0, device=device))
+    assert names(launches) == ["_scale_kernel"]
+
+
+@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.1), ClipByNorm(0.1), ClipByValue(0.1)])
+def test_tables_say_where_the_gradients_are(device, launches, rule):
+    sizes = (3, 0, CHUNK, CHUNK + 1, 1)
+    grads = of_sizes(sizes, torch.float32, device)
+    tritonclip.clip_(parameters(grads), rule)
+    for launch in launches:
+        addresses, lengths, first_chunks, owners = (t.cpu().tolist() for t in launch.tables)
+        assert addresses == [grad.data_ptr() for grad in grads]
+        assert lengths == list(sizes)
+        assert first_chunks == [0, 1, 2, 3, 5]
+        assert owners == [0, 1, 2, 3, 3, 4]
+        assert launch.n_chunks == 6
+
+
+def test_tables_have_the_dtypes_that_kernels_read(device, launches):
+    tritonclip.clip_(parameters(of_sizes((3, 5), torch.float32, device)), 0.1)
+    dtypes = [torch.int64, torch.int64, torch.int64, torch.int32]
+    for launch in launches:
+        assert [table.dtype for table in launch.tables] == dtypes
+        assert all(
+            table.is_contiguous() and table.device.type == device.type for table in launch.tables
+        )
+
+
+def test_grid_is_one_wave_at_most(device, launches):
+    wave = kernels("launch").wave(device, kernels("walk").TWO)
+    for n_chunks in (1, wave, wave + 1):
+        launches.clear()
+        grads = [torch.ones(1, device=device) for _ in range(n_chunks)]
+        tritonclip.clip_(parameters(grads), ClipByValue(9.0))
+        assert launches[0].programs == min(n_chunks, wave)
+
+
+def test_kernels_of_a_call_share_their_tables(device, launches):
+    tritonclip.clip_(parameters(of_sizes((3, 5), torch.float32, device)), 0.1)
+    norm, scale = launches
+    assert all(a is b for a, b in zip(norm.tables, scale.tables, strict=True))
+
+
+def test_next_call_uses_the_same_tables(device, launches):
+    given = parameters(of_sizes((3, 5), torch.float32, device))
+    tritonclip.clip_(given, 0.1)
+    tritonclip.clip_(given, 0.1)
+    first, second = launches[0], launches[2]
+    assert all(a is b for a, b in zip(first.tables, second.tables, strict=True))
+
+
+def test_next_call_sees_a_new_gradient(device, launches):
+    """Between optimizer.zero_grad() and backward(), gradients move."""
+    given = parameters(of_sizes((3, 5), torch.float32, device))
+    old = [one.grad for one in given]
+    tritonclip.clip_(given, 0.1)
+    given[1].grad = torch.full((5,), 7.0, device=device)
+    tritonclip.clip_(given, 0.1)
+    assert launches[0].tables[0].tolist() == [grad.data_ptr() for grad in old]
+    assert launches[2].tables[0].tolist() == [one.grad.data_ptr() for one in given]
+    assert (given[1].grad < 7.0).all()
+
+
+LENGTHS = st.one_of(
+    st.sampled_from([0, 1, CHUNK - 1, CHUNK, CHUNK + 1]),
+    st.integers(0, 4 * CHUNK),
+    st.integers(2**31 - 1, 2**31 + 2),
+)
+
+
+@given(sizes=st.lists(LENGTHS, min_size=1, max_size=12))
+def test_chunk_table_covers_every_element_once(device, sizes):
+    """No such gradients exist here: sizes and addresses are all that the layout is made from."""
+    addresses = [16 * (index + 1) for index in range(len(sizes))]
+    cache = kernels("chunks")._Cache()
+    table = cache._lay_out(torch.device("cpu"), torch.float32, tuple(sizes), addresses, False)
+    pointers, lengths, first_chunks, owners = table.arguments
+
+    chunk = torch.arange(table.n_chunks)
+    start = (chunk - first_chunks[owners]) * CHUNK
+    length = (lengths[owners] - start).clamp_max(CHUNK)
+    assert pointers.tolist() == addresses
+    assert lengths.tolist() == sizes
+    assert table.n_chunks == len(owners)
+    for owner, size in enumerate(sizes):
+        own = owners == owner
+        stop = (start + length)[own]
+        assert int(start[own][0]) == 0
+        assert torch.equal(start[own][1:], stop[:-1])
+        assert int(stop[-1]) == size
+        assert size == 0 or int(length[own].min()) > 0
+
+
+@pytest.fixture
+def cache(device):
+    """An empty cache of tables."""
+    return kernels("chunks")._Cache()
+
+
+def test_cache_knows_a_list_again(device, cache):
+    grads = of_sizes((3, 5), torch.float32, device)
+    assert cache.table(grads) is cache.table(list(grads))
+
+
+def test_cache_keeps_the_layout_of_a_list_that_moved(device, cache):
+    grads = of_sizes((3, CHUNK + 1), torch.float32, device)
+    table = cache.table(grads)
+    moved = cache.table([grads[0], grads[1].clone()])
+    assert moved is not table
+    assert moved.arguments[0] is not table.arguments[0]
+    assert all(a is b for a, b in zip(moved.arguments[1:], table.arguments[1:], strict=True))
+    assert moved.n_chunks == table.n_chunks == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(lambda g: [g[0], g[1][:-1]], id="resized"),
+        pytest.param(lambda g: [g[0], g[1][:0]], id="emptied"),
+        pytest.param(lambda g: [one.double() for one in g], id="retyped"),
+        pytest.param(lambda g: g[:1], id="shortened"),
+        pytest.param(lambda g: g[::-1], id="reversed"),
+    ],
+)
+def test_cache_makes_a_new_layout_for_another_list(device, cache, other):
+    grads = of_sizes((3, 5), torch.float32, device)
+    changed = other(grads)
+    table, made = cache.table(grads), cache.table(changed)
+    assert made.arguments[1] is not table.arguments[1]
+    assert made.arguments[1].tolist() == [grad.numel() for grad in changed]
+    assert made.arguments[0].tolist() == [grad.data_ptr() for grad in changed]
+    assert made.dtype == changed[0].dtype
+    assert cache.table(grads) is table
+
+
+def test_cache_forgets_the_list_that_was_not_used_longest(device, cache):
+    kept = kernels("chunks").CACHED_LISTS
+    lists = [of_sizes((size,), torch.float32, device) for size in range(1, kept + 2)]
+    tables = [cache.table(one) for one in lists[:kept]]
+    assert cache.table(lists[0]) is tables[0]
+    cache.table(lists[kept])
+    assert len(cache._tables) == kept
+    assert cache.table(lists[0]) is tables[0]
+    assert cache.table(lists[1]) is not tables[1]
+
+
+def test_tables_never_change_after_their_upload(device, cache):
+    """A kernel that still runs reads the table of its own call, whatever was called since."""
+    grads = of_sizes((3, CHUNK + 1), torch.float32, device)
+    table = cache.table(grads)
+    before = [part.clone() for part in table.arguments]
+    moved = [[grad.clone() for grad in grads] for _ in range(5)]
+    for one in moved:
+        cache.table(one)
+    cache.table(of_sizes((3, 2 * CHUNK + 1), torch.float32, device))
+    assert all(torch.equal(*pair) for pair in zip(table.arguments, before, strict=True))
