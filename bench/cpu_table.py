@@ -1,11 +1,13 @@
-"""Prints the CPU table of the README: tritonclip against torch.nn.utils, interleaved in one process, as a ratio of medians.
+"""Prints the CPU table of the README: tritonclip against torch.nn.utils, as a ratio of medians.
 
-Before a list is timed, norms and gradients are compared with a float64 reference: a wrong result is never timed. Clipped and
-unclipped steps stand apart. Gradients are filled anew before every clipped repetition, outside the clock.
+Both sides are interleaved in one process. Before a list is timed, our norm and gradients are
+compared with a float64 reference: a wrong result is never timed. Clipped and unclipped steps stand
+apart. Gradients are filled anew before every clipped repetition, outside the clock.
 """
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -15,6 +17,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -96,37 +99,38 @@ class Gradients:
     def __init__(self, case: Case) -> None:
         dtype = getattr(torch, case.dtype)
         generator = torch.Generator().manual_seed(1)
-        self.parameters = []
-        self._fresh = []
+        self.parameters: list[torch.Tensor] = []
+        self._grads: list[torch.Tensor] = []
+        self._fresh: list[torch.Tensor] = []
         for shape in LISTS[case.gradients]():
             parameter = torch.zeros(shape, dtype=dtype, requires_grad=True)
             fresh = torch.empty(shape).normal_(0, 1e-3, generator=generator).to(dtype)
             parameter.grad = fresh.clone()
             self.parameters.append(parameter)
+            self._grads.append(parameter.grad)
             self._fresh.append(fresh)
 
     def refill(self) -> None:
         """Gives every parameter its first gradient again, in the same memory."""
-        for parameter, fresh in zip(self.parameters, self._fresh, strict=True):
-            parameter.grad.copy_(fresh)
+        for grad, fresh in zip(self._grads, self._fresh, strict=True):
+            grad.copy_(fresh)
 
     def reference_norm(self) -> float:
         """The 2-norm in float64, gradient by gradient."""
         squares = [float(g.double().square().sum()) for g in self._fresh]
-        return sum(squares) ** 0.5
+        return math.sqrt(sum(squares))
 
-    def check(self, multiplier: float | None, bound: float | None) -> None:
-        """Compares gradients with what they should be now; raises where they are not."""
-        for parameter, fresh in zip(self.parameters, self._fresh, strict=True):
-            wide = fresh.double()
-            expected = wide * multiplier if bound is None else wide.clamp(-bound, bound)
+    def check(self, clip: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Compares gradients with what a clip makes of float64; raises where they differ."""
+        for grad, fresh in zip(self._grads, self._fresh, strict=True):
+            expected = clip(fresh.double())
             tolerance = 2e-6 + torch.finfo(fresh.dtype).eps
-            worst = (parameter.grad.double() - expected).abs().max()
+            worst = (grad.double() - expected).abs().max()
             if not worst <= tolerance * expected.abs().max():
                 raise RuntimeError(f"wrong result, not timed: off by {float(worst):.3g}")
 
 
-def calls(case: Case) -> tuple[Callable[[Gradients], object], Callable[[Gradients], object], float]:
+def calls(case: Case) -> tuple[Callable[[Gradients], Any], Callable[[Gradients], Any], float]:
     """Our call, torch's, and the limit that both get."""
     if case.rule == "value":
         # 3 standard deviations: one element in 370 is outside. 0.1: none is.
@@ -148,18 +152,20 @@ def measure(case: Case, repetitions: int) -> Row:
     """Checks a case, then times both sides in turn."""
     gradients = Gradients(case)
     ours, theirs, limit = calls(case)
-    norm_errors: list[float | None] = [None, None]
+    norm_error: float | None = None
+    torch_norm_error: float | None = None
     if case.rule == "norm":
         true_norm = gradients.reference_norm()
-        norm_errors[0] = abs(float(ours(gradients)) / true_norm - 1)
-        gradients.check(min(1.0, limit / (true_norm + 1e-6)), None)
+        multiplier = min(1.0, limit / (true_norm + 1e-6))
+        norm_error = abs(float(ours(gradients)) / true_norm - 1)
+        gradients.check(lambda wide: wide * multiplier)
         gradients.refill()
-        norm_errors[1] = abs(float(theirs(gradients)) / true_norm - 1)
-        if norm_errors[0] > 1e-6:
-            raise RuntimeError(f"wrong norm, not timed: off by {norm_errors[0]:.2g}")
+        torch_norm_error = abs(float(theirs(gradients)) / true_norm - 1)
+        if norm_error > 1e-6:
+            raise RuntimeError(f"wrong norm, not timed: off by {norm_error:.2g}")
     else:
         ours(gradients)
-        gradients.check(None, limit)
+        gradients.check(lambda wide: wide.clamp(-limit, limit))
     gradients.refill()
 
     times: tuple[list[float], list[float]] = ([], [])
@@ -173,7 +179,8 @@ def measure(case: Case, repetitions: int) -> Row:
             if repetition > 0:
                 spent.append(elapsed * 1e3)
     ours_ms, torch_ms = quartiles(times[0]), quartiles(times[1])
-    return Row(case, ours_ms, torch_ms, torch_ms[0] / ours_ms[0], *norm_errors)
+    ratio = torch_ms[0] / ours_ms[0]
+    return Row(case, ours_ms, torch_ms, ratio, norm_error, torch_norm_error)
 
 
 def quartiles(times: list[float]) -> tuple[float, float, float]:
@@ -216,11 +223,9 @@ def provenance() -> dict[str, str | int]:
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        fields = dict(
-            (part.strip() for part in line.split(":", 1))
-            for line in cpuinfo.read_text().split("\n\n")[0].splitlines()
-            if ":" in line
-        )
+        lines = cpuinfo.read_text().split("\n\n")[0].splitlines()
+        parts = [line.partition(":") for line in lines]
+        fields = {name.strip(): value.strip() for name, _, value in parts}
         cpu = f"{fields.get('model name', cpu)} model {fields.get('model', '?')}"
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],

@@ -169,8 +169,8 @@ def draw(histories: Sequence[History], path: Path) -> None:
     loss_axes.axhline(math.log(10), color="0.5", linestyle=":")
     loss_axes.set(title="Training loss (dotted: guessing)", ylim=(0, None))
     norm_axes.set(title="Gradient norm before clipping", yscale="log")
-    norm_axes.legend(loc="upper right", frameon=False)
-    figure.supxlabel("step (each point: the mean of 25 steps)", fontsize="medium")
+    norm_axes.legend(loc="upper right", framealpha=0.9)
+    figure.supxlabel("step (each point: the mean of the last 25)", fontsize="medium")
     figure.savefig(path, dpi=110)
 
 

@@ -1,8 +1,9 @@
-"""Virtual flattening: many gradients seen as one buffer, through a table of pointers and a table of chunks on the device.
+"""Virtual flattening: many gradients seen as one buffer, through tables on the device.
 
-The chunk table depends on sizes alone: it is built without a loop over chunks, once. The pointers are compared on every call
-and uploaded only where one moved; no table is ever changed after its upload, so kernels that still run keep reading what they
-were given.
+One table holds pointers, one chunks. The chunk table depends on sizes alone: it is built without a
+loop over chunks, once. The pointers are compared on every call and uploaded only where one moved;
+no table is ever changed after its upload, so kernels that still run keep reading what they were
+given.
 """
 
 from collections import OrderedDict
@@ -14,7 +15,8 @@ import torch
 from tritonclip.kernels.launch import wave
 from tritonclip.kernels.walk import CHUNK, Occupancy
 
-# Gradient lists remembered, oldest dropped first. A training loop has one or two; a table costs 4 bytes per 16,384 elements.
+# Gradient lists remembered, oldest dropped first. A training loop has one or two; a table costs
+# 4 bytes per 16,384 elements.
 CACHED_LISTS = 32
 
 
@@ -27,7 +29,8 @@ class ChunkTable:
         dtype: of the gradients.
         n_tensors: gradients, empty ones included.
         n_chunks: chunks; an empty gradient has one, of length 0.
-        arguments: addresses int64[n_tensors], sizes int64[n_tensors], first chunks int64[n_tensors], owners int32[n_chunks].
+        arguments: addresses, sizes and first chunks, each int64[n_tensors], and owners
+            int32[n_chunks].
     """
 
     device: torch.device
@@ -42,13 +45,14 @@ class ChunkTable:
 
 
 class _Cache:
-    """Tables of the last gradient lists, by device, stream, dtype and sizes, with the addresses that they hold."""
+    """Tables of the last gradient lists and their addresses, by device, stream, dtype and sizes."""
 
     def __init__(self) -> None:
         self._tables: OrderedDict[tuple[object, ...], tuple[list[int], ChunkTable]] = OrderedDict()
-        # What a CUDA graph reads at every replay lives as long as the process: nobody knows when the graph is dropped.
+        # What a CUDA graph reads at every replay lives as long as the process: nobody knows when
+        # the graph is dropped.
         self._captured: list[object] = []
-        # Pinned memory cannot be allocated during capture: the last eager call leaves a spare behind.
+        # Pinned memory cannot be allocated during capture: eager calls leave a spare behind.
         self._spare: dict[int, torch.Tensor] = {}
 
     def table(self, tensors: Sequence[torch.Tensor]) -> ChunkTable:
@@ -71,7 +75,8 @@ class _Cache:
             pointers = self._upload(torch.tensor(addresses, dtype=torch.int64), device, capturing)
             table = replace(known[1], arguments=(pointers, *known[1].arguments[1:]))
         if capturing:
-            # Tables uploaded by a graph hold nothing until it is replayed: no eager call may find them.
+            # Tables uploaded by a graph hold nothing until it is replayed: no eager call may find
+            # them.
             self._captured.append((known, table))
             return table
         self._tables[key] = (addresses, table)
@@ -111,7 +116,7 @@ class _Cache:
         )
 
     def _upload(self, table: torch.Tensor, device: torch.device, capturing: bool) -> torch.Tensor:
-        """The table on the device, by an asynchronous copy from pinned memory that nobody overwrites."""
+        """The table on the device, by an asynchronous copy from pinned memory of its own."""
         if device.type == "cpu":
             return table
         n_bytes = table.numel() * table.element_size()
@@ -119,8 +124,9 @@ class _Cache:
             pinned = self._spare.pop(_size_class(n_bytes), None)
             if pinned is None:
                 raise RuntimeError(
-                    "tritonclip cannot allocate pinned memory while a CUDA graph is captured: expected a call on these "
-                    "parameters before the capture; call the same clip function once, eagerly, before capturing"
+                    "tritonclip cannot allocate pinned memory while a CUDA graph is captured: "
+                    "expected a call on these parameters before the capture; call the same clip "
+                    "function once, eagerly, before capturing"
                 )
             self._captured.append(pinned)
         else:
@@ -154,6 +160,7 @@ def chunk_table(tensors: Sequence[torch.Tensor]) -> ChunkTable:
     """The table of gradients that kernels walk, remembered between calls.
 
     Args:
-        tensors: gradients of one device and one dtype, each a contiguous piece of memory; at least one.
+        tensors: gradients of one device and one dtype, each a contiguous piece of memory; at least
+            one.
     """
     return _cache.table(tensors)

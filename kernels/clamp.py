@@ -1,7 +1,8 @@
 """Clamp: one launch brings every element within bounds.
 
-A chunk is read once and compared; only where an element lies outside is it read again, from cache, and written. Comparisons
-rather than tl.clamp keep NaN on every version of Triton.
+A chunk is read once and compared; only where an element lies outside, or a loss scale other than 1
+is divided out, is it read again, from cache, and written. Comparisons rather than tl.clamp keep NaN
+on every version of Triton.
 """
 
 import torch
@@ -10,7 +11,7 @@ import triton.language as tl
 
 from tritonclip.kernels.chunks import ChunkTable
 from tritonclip.kernels.launch import TL_DTYPES, float_bits, launch
-from tritonclip.kernels.scale import as_float64, divide, load_grad_scale
+from tritonclip.kernels.scale import as_float64, divide, grad_scale_arguments, load_grad_scale
 from tritonclip.kernels.walk import (
     CHUNK,
     TWO,
@@ -23,7 +24,7 @@ from tritonclip.kernels.walk import (
 
 
 def _block_of(itemsize: int) -> int:
-    """Elements that one program loads at a time; with more, the two loops together spill on sm_100 and gfx942.
+    """Elements loaded at a time; with more, the two loops together spill on sm_100 and gfx942.
 
     Half types need twice as many: 16 bytes for each of the 512 threads of a program on gfx942.
     """
@@ -32,7 +33,10 @@ def _block_of(itemsize: int) -> int:
 
 @triton.jit
 def _outside_full(x_ptr, low, high, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Whether an element of a whole chunk lies outside: no mask, so that the loads of several tiles are in flight at once."""
+    """Whether an element of a whole chunk lies outside.
+
+    No mask, so that the loads of several tiles are in flight at once.
+    """
     offsets = tl.arange(0, BLOCK)
     outside = tl.zeros([BLOCK], tl.int32)
     for tile in range(0, CHUNK, BLOCK):
@@ -55,7 +59,7 @@ def _outside_masked(x_ptr, n, low, high, BLOCK: tl.constexpr):
 
 @triton.jit
 def _clamp_values(x, low, high, factor):
-    """x * factor within [low, high], rounded once to x's dtype; NaN stays."""
+    """Returns x * factor within [low, high], rounded once to x's dtype; NaN stays."""
     y = x.to(low.dtype) * factor
     y = tl.where(y < low, low, y)
     y = tl.where(y > high, high, y)
@@ -89,9 +93,9 @@ def _clamp_kernel(
     owners_ptr,
     grad_scale_ptr,
     n_chunks,
-    low_bits: "i64",
-    high_bits: "i64",
-    grad_scale_bits: "i64",
+    low_bits: tl.int64,
+    high_bits: tl.int64,
+    grad_scale_bits: tl.int64,
     DTYPE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -108,7 +112,7 @@ def _clamp_kernel(
     factor = divide(tl.full([], 1.0, LANE), grad_scale)
 
     for chunk in range(tl.program_id(0), n_chunks, tl.num_programs(0)):
-        owner, address, start, n = find_chunk(
+        _, address, start, n = find_chunk(
             pointers_ptr, sizes_ptr, first_chunks_ptr, owners_ptr, chunk, CHUNK
         )
         if is_aligned(address):
@@ -138,16 +142,16 @@ def clamp_(
         table: the gradients, of one device and dtype.
         low: least value, representable in the dtype.
         high: largest value, representable in the dtype.
-        grad_scale: the loss scale that the gradients still carry: a number, or a one-element tensor.
+        grad_scale: the loss scale that the gradients still carry: a number, or a one-element
+            tensor.
     """
-    is_tensor = isinstance(grad_scale, torch.Tensor)
+    scale, scale_bits = grad_scale_arguments(grad_scale, table.device)
     launch(
         _clamp_kernel,
         table.device,
         table.programs(TWO),
         TWO,
-        (*table.arguments, grad_scale.to(table.device) if is_tensor else None, table.n_chunks)
-        + (float_bits(low), float_bits(high), float_bits(1.0 if is_tensor else grad_scale)),
+        (*table.arguments, scale, table.n_chunks, float_bits(low), float_bits(high), scale_bits),
         DTYPE=TL_DTYPES[table.dtype],
         CHUNK=CHUNK,
         BLOCK=_block_of(table.dtype.itemsize),

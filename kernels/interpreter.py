@@ -1,6 +1,7 @@
-"""What Triton's interpreter does otherwise than a device, set right while one of our kernels runs in it.
+"""What Triton's interpreter does otherwise than a device, set right while a kernel of ours runs.
 
-Only imported under TRITON_INTERPRET=1, where kernels run on CPU tensors, one program after another, in NumPy.
+Only imported under TRITON_INTERPRET=1, where kernels run on CPU tensors, one program after another,
+in NumPy.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ _cast = InterpreterBuilder.cast_impl
 
 
 def _cast_to_nearest(builder: Any, source: Any, dtype: Any) -> Any:
-    """A cast that rounds float32 to the nearest bfloat16, as every device does; the interpreter (to 3.9) cuts bits off."""
+    """Rounds float32 to the nearest bfloat16, as every device does; the interpreter cuts bits."""
     if source.dtype.scalar == tl.float32 and dtype.scalar == tl.bfloat16:
         rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.bfloat16)
         return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), dtype.scalar)

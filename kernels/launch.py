@@ -17,14 +17,15 @@ TL_DTYPES = {
     torch.float64: tl.float64,
 }
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-# How every kernel is compiled. Contraction to fused multiply-add is asked for by name, because its default depends on the
-# version of Triton.
+# How every kernel is compiled. Contraction to fused multiply-add is asked for by name, because its
+# default depends on the version of Triton.
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": True}
-# ROCm: a program's 8 waves of 64 threads lie on 4 SIMDs, and 4 waves leave each other 128 registers. With 3 programs some
-# kernels spill, and with no limit one of them takes 142.
+# ROCm: a program's 8 waves of 64 threads lie on 4 SIMDs, and 4 waves leave each other 128
+# registers. With 3 programs some kernels spill, and with no limit one of them takes 142.
 HIP_PROGRAMS = 2
 HIP_OPTIONS = {"waves_per_eu": HIP_PROGRAMS * WARPS // 4}
-# One wave of the interpreter, which runs programs one after another: more than one, so that partials are really combined.
+# One wave of the interpreter, which runs programs one after another: more than one, so that
+# partials are really combined.
 INTERPRETED_WAVE = 3
 
 

@@ -1,12 +1,15 @@
 """Norm: one launch measures a group of gradients, whatever their number.
 
-**Right.** A chunk's powers are summed in float32 lanes (float64 for float64 gradients) and added up in float64. A chunk whose
-sum is not finite, or so small that squares may have underflowed, is measured again in float64, scaled by its largest magnitude,
-while it is still in cache; so is every chunk of a norm type other than 0, 1, 2, inf and -inf.
+**Right.** A chunk's powers are summed in float32 lanes (float64 for float64 gradients) and added up
+in float64. A chunk whose sum is not finite, or so small that squares may have underflowed, is
+measured again in float64, scaled by its largest magnitude, while it is still in cache; every chunk
+of a norm type other than 0, 1, 2, inf and -inf is measured so at once.
 
-**Deterministic.** Chunks are fixed by sizes alone, each program owns a fixed set of them, every partial has its own place.
+**Deterministic.** Chunks are fixed by sizes alone, each program owns a fixed set of them, every
+partial has its own place.
 
-A partial is itself a norm (of what one program saw, or of one chunk), in float64: the norm of the partials is the norm.
+A partial is itself a norm (of what one program saw, or of one chunk), in float64: the norm of the
+partials is the norm.
 """
 
 import torch
@@ -28,12 +31,14 @@ from tritonclip.kernels.walk import (
     whole_vectors,
 )
 
-# Sums below these are measured again. Elements lost to underflow add less than 2^-149 (2^-126 where denormals are flushed) each,
-# 16,384 of them less than 2^-112: under 2^-52 of a sum of 2^-60. float64 likewise, with room to spare.
+# Sums below these are measured again. Elements lost to underflow add less than 2^-149 (2^-126 where
+# denormals are flushed) each, 16,384 of them less than 2^-112: under 2^-52 of a sum of 2^-60.
+# float64 likewise, with room to spare.
 TRUSTED_FLOAT32 = tl.constexpr(2.0**-60)
 TRUSTED_FLOAT64 = tl.constexpr(2.0**-900)
 INF = tl.constexpr(float("inf"))
-# Elements at a time in the rare float64 path, and partials at a time in `combine`: small, for few registers.
+# Elements at a time in the rare float64 path, and partials at a time in `combine`: small, for few
+# registers.
 SLOW_BLOCK = tl.constexpr(512)
 
 
@@ -63,7 +68,7 @@ def _root(total, P: tl.constexpr):
 
 @triton.jit
 def _zero_lanes(BLOCK: tl.constexpr, LANE: tl.constexpr, P: tl.constexpr):
-    """Accumulators that hold nothing yet: LANE[BLOCK], or the integer keys or counts of as many bits."""
+    """Accumulators that hold nothing yet: LANE[BLOCK], or keys of as many bits, or int32 counts."""
     if P == 0.0:
         lanes = tl.zeros([BLOCK], tl.int32)
     elif P == 1.0 or P == 2.0:
@@ -168,9 +173,10 @@ def _chunk_total(
 
 @triton.jit
 def _scaled_sum(x_ptr, n, P: tl.constexpr):
-    """Returns (scale, total) in float64 with sum |x|^P = scale^P * total, for elements of any magnitude.
+    """Returns (scale, total) in float64 with sum |x|^P = scale^P * total.
 
-    scale is the largest magnitude: total lies between 1 and n, and nothing overflows. NaN goes into the total.
+    scale is the largest magnitude, whatever it is: total lies between 1 and n, and nothing
+    overflows. NaN goes into the total.
     """
     largest = _masked_total(x_ptr, n, tl.float64, INF, SLOW_BLOCK)
     offsets = tl.arange(0, SLOW_BLOCK)
@@ -205,7 +211,7 @@ def _chunk_norm(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One chunk as (scale, total): norm = scale * total^(1/P); for P 0, inf and -inf total alone counts."""
+    """One chunk as (scale, total): norm = scale * total^(1/P); for P 0, inf and -inf, total."""
     scale = tl.full([], 1.0, tl.float64)
     if P == 1.0 or P == 2.0:
         total = _chunk_total(address, start, n, DTYPE, P, CHUNK, BLOCK)
@@ -213,7 +219,8 @@ def _chunk_norm(
         if (total < trusted) | (total == INF) | (total != total):
             scale, total = _scaled_sum(any_pointer(address, start, DTYPE), n, P)
             if DTYPE != tl.float64:
-                # Sums of squares of any float32 fit float64: only float64 needs the scale further on.
+                # Sums of squares of any float32 fit float64: only float64 needs the scale further
+                # on.
                 total *= _power(scale, P)
                 scale = tl.full([], 1.0, tl.float64)
     elif P == 0.0 or P == INF or P == -INF:
@@ -235,7 +242,10 @@ def _norm_of(scale, total, P: tl.constexpr):
 
 @triton.jit
 def combine(norms_ptr, start, stop, P: tl.constexpr):
-    """The norm of norms_ptr[start:stop], float64, in fixed order; scaled by the largest, so that nothing overflows."""
+    """The norm of norms_ptr[start:stop], float64, in fixed order.
+
+    Scaled by the largest, so that nothing overflows.
+    """
     n = stop - start
     if P == 0.0 or P == INF or P == -INF:
         offsets = tl.arange(0, SLOW_BLOCK)
@@ -279,7 +289,7 @@ def _norm_kernel(
     total = tl.full([], INF if P == -INF else 0.0, tl.float64)
 
     for chunk in range(pid, n_chunks, tl.num_programs(0)):
-        owner, address, start, n = find_chunk(
+        _, address, start, n = find_chunk(
             pointers_ptr, sizes_ptr, first_chunks_ptr, owners_ptr, chunk, CHUNK
         )
         chunk_scale, chunk_total = _chunk_norm(address, start, n, DTYPE, P, CHUNK, BLOCK)
@@ -295,7 +305,7 @@ def _norm_kernel(
 
 
 def _block_of(itemsize: int, norm_type: float) -> int:
-    """Elements that one program loads at a time: a maximum of float32 spills with as many as a sum."""
+    """Elements loaded at a time: a maximum of float32 spills with as many as a sum."""
     return 2048 if itemsize == 4 and abs(norm_type) == float("inf") else block_of(itemsize)
 
 
@@ -310,8 +320,10 @@ def norm(table: ChunkTable, norm_type: float, out: torch.Tensor, *, each: bool =
     Args:
         table: the gradients, of one device and dtype.
         norm_type: p of the p-norm.
-        out: float64[count_norms(table, each)] on the table's device, contiguous: filled with norms whose norm is the norm.
-        each: a partial a chunk, so that norms by gradient can be told apart, rather than one a program.
+        out: float64[count_norms(table, each)] on the table's device, contiguous: filled with norms
+            whose norm is the norm.
+        each: a partial a chunk, so that norms by gradient can be told apart, rather than one a
+            program.
     """
     launch(
         _norm_kernel,

@@ -1,7 +1,8 @@
-"""Scale: one launch turns partial norms into the norm and the coefficient, and multiplies the gradients by it.
+"""Scale: one launch turns partial norms into norm and coefficient, and multiplies the gradients.
 
-Every program sums the few partials again, so no launch and no barrier is spent on them. Where the multiplier is 1, the programs
-return without touching a gradient. Otherwise they walk the chunks in reverse: what the norm read last is still in L2.
+Every program sums the few partials again, so no launch and no barrier is spent on them. Where the
+multiplier is 1, the programs return without touching a gradient. Otherwise they walk the chunks in
+reverse: what the norm read last is still in L2.
 """
 
 import torch
@@ -33,7 +34,7 @@ def as_float64(bits):
 
 @triton.jit
 def divide(a, b):
-    """a / b, rounded as IEEE 754 asks, for two float32 or two float64."""
+    """Returns a / b, rounded as IEEE 754 asks, for two float32 or two float64."""
     if a.dtype == tl.float64:
         quotient = a / b
     else:
@@ -43,7 +44,10 @@ def divide(a, b):
 
 @triton.jit
 def _coefficient(norm, max_norm, eps):
-    """min(1, max_norm / (norm + eps)) in the dtype of norm; 1 for nothing to clip and for an infinite limit; NaN stays."""
+    """Returns min(1, max_norm / (norm + eps)) in the dtype of norm.
+
+    1 for nothing to clip and for an infinite limit; NaN stays.
+    """
     bound = norm + eps
     ratio = divide(max_norm, bound)
     keep = (ratio > 1) | (bound == 0) | ((max_norm == INF) & (norm == norm))
@@ -119,7 +123,6 @@ def load_grad_scale(grad_scale_ptr, grad_scale_bits):
     do_not_specialize=[
         "n_chunks",
         "n_norms",
-        "first_norm",
         "max_norm_bits",
         "eps_bits",
         "grad_scale_bits",
@@ -136,19 +139,22 @@ def _scale_kernel(
     grad_scale_ptr,
     n_chunks,
     n_norms,
-    max_norm_bits: "i64",
-    eps_bits: "i64",
-    grad_scale_bits: "i64",
+    max_norm_bits: tl.int64,
+    eps_bits: tl.int64,
+    grad_scale_bits: tl.int64,
     DTYPE: tl.constexpr,
     P: tl.constexpr,
     ERASE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program multiplies the chunks n_chunks - 1 - program_id, that - grid, ... by the coefficient of all gradients.
+    """One program multiplies the chunks n_chunks - 1 - program_id, that - grid, ...
 
-    pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; owners_ptr: int32[n_chunks]; norms_ptr: float64[n_norms];
-    norm_ptr, coefficient_ptr: float32 or float64 [1], written by program 0; grad_scale_ptr: any float [1], or None.
+    All by one coefficient; with ERASE, by zero where the norm is not finite.
+
+    pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; owners_ptr: int32[n_chunks];
+    norms_ptr: float64[n_norms]; norm_ptr, coefficient_ptr: float32 or float64 [1], written by
+    program 0; grad_scale_ptr: any float [1], or None.
     """
     pid = tl.program_id(0)
     RESULT: tl.constexpr = norm_ptr.dtype.element_ty
@@ -168,7 +174,7 @@ def _scale_kernel(
     if (multiplier != 1) | erase:
         LANE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
         for i in range(pid, n_chunks, tl.num_programs(0)):
-            owner, address, start, n = find_chunk(
+            _, address, start, n = find_chunk(
                 pointers_ptr, sizes_ptr, first_chunks_ptr, owners_ptr, n_chunks - 1 - i, CHUNK
             )
             _scale_chunk(address, start, n, multiplier.to(LANE), erase, DTYPE, CHUNK, BLOCK)
@@ -177,7 +183,6 @@ def _scale_kernel(
 @triton.jit(
     do_not_specialize=[
         "n_chunks",
-        "n_norms",
         "first_norm",
         "max_norm_bits",
         "eps_bits",
@@ -196,23 +201,25 @@ def _scale_each_kernel(
     erase_ptr,
     n_chunks,
     first_norm,
-    max_norm_bits: "i64",
-    eps_bits: "i64",
-    grad_scale_bits: "i64",
+    max_norm_bits: tl.int64,
+    eps_bits: tl.int64,
+    grad_scale_bits: tl.int64,
     DTYPE: tl.constexpr,
     P: tl.constexpr,
     WRITE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program multiplies a run of neighbouring chunks, each by the coefficient of its own gradient.
+    """One program multiplies neighbouring chunks, each by the coefficient of its own gradient.
 
-    A run rather than a stride, so that a program adds up the partials of a large gradient once and not once a chunk.
+    A run rather than a stride, so that a program adds up the partials of a large gradient once and
+    not once a chunk.
 
-    pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; owners_ptr: int32[n_chunks]; norms_ptr: float64[n_norms], of
-    which norms_ptr[first_norm + chunk] belongs to this table; norm_ptr, coefficient_ptr: float32 or float64 [n_tensors],
-    written by the program that holds the gradient's first chunk; grad_scale_ptr: any float [1], or None;
-    erase_ptr: uint8 [1], whether to write zeros, or None.
+    pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; owners_ptr: int32[n_chunks];
+    norms_ptr: float64[any], of which norms_ptr[first_norm + chunk] belongs to this table; norm_ptr,
+    coefficient_ptr: float32 or float64 [n_tensors], written by the program that holds the
+    gradient's first chunk; grad_scale_ptr: any float [1], or None; erase_ptr: uint8[1], whether to
+    write zeros, or None. Without WRITE no gradient is touched.
     """
     pid = tl.program_id(0)
     RESULT: tl.constexpr = norm_ptr.dtype.element_ty
@@ -250,24 +257,26 @@ def _scale_each_kernel(
                 _scale_chunk(address, start, n, multiplier.to(LANE), erase, DTYPE, CHUNK, BLOCK)
 
 
-def _limit_arguments(
-    limit: Limit, device: torch.device
-) -> tuple[torch.Tensor | None, int, int, int]:
-    """The limit as kernel arguments: the loss scale as a tensor or None, then max_norm, eps and loss scale as bits."""
-    scale = limit.grad_scale
-    if isinstance(scale, torch.Tensor):
-        return scale.to(device), float_bits(limit.max_norm), float_bits(limit.eps), float_bits(1.0)
-    return None, float_bits(limit.max_norm), float_bits(limit.eps), float_bits(scale)
+def grad_scale_arguments(
+    grad_scale: float | torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor | None, int]:
+    """The loss scale as kernel arguments: a tensor or None, and the bits that count without one."""
+    if isinstance(grad_scale, torch.Tensor):
+        return grad_scale.to(device), float_bits(1.0)
+    return None, float_bits(grad_scale)
 
 
 def scale_(
     table: ChunkTable, norms: torch.Tensor, limit: Limit, *, write: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multiplies all gradients of the table by one coefficient, in one launch that returns early where it is 1.
+    """Multiplies all gradients of the table by one coefficient, in one launch.
+
+    It returns early where there is nothing to multiply.
 
     Args:
         table: the gradients, of one device and dtype.
-        norms: float64[any], contiguous, on the table's device: norms whose norm is the global norm, still loss-scaled.
+        norms: float64[any], contiguous, on the table's device: norms whose norm is the global norm,
+            still loss-scaled.
         limit: what to scale to.
         write: false to compute norm and coefficient only.
 
@@ -275,16 +284,27 @@ def scale_(
         Norm before clipping and coefficient, 0-d, of `limit.dtype`, on the table's device.
     """
     result = torch.empty(2, dtype=limit.dtype, device=table.device)
-    grad_scale, max_norm, eps, scale_bits = _limit_arguments(limit, table.device)
+    grad_scale, scale_bits = grad_scale_arguments(limit.grad_scale, table.device)
     launch(
         _scale_kernel,
         table.device,
         table.programs(THREE) if write else 1,
         THREE,
-        (*table.arguments, norms, result, result[1:], grad_scale)
-        + (table.n_chunks if write else 0, norms.numel(), max_norm, eps, scale_bits),
+        (
+            *table.arguments,
+            norms,
+            result,
+            result[1:],
+            grad_scale,
+            table.n_chunks if write else 0,
+            norms.numel(),
+            float_bits(limit.max_norm),
+            float_bits(limit.eps),
+            scale_bits,
+        ),
         DTYPE=TL_DTYPES[table.dtype],
         P=float(limit.norm_type),
+        ERASE=limit.erase_nonfinite,
         CHUNK=CHUNK,
         BLOCK=block_of(table.dtype.itemsize),
     )
@@ -304,9 +324,10 @@ def scale_each_(
 
     Args:
         table: the gradients, of one device and dtype.
-        norms: float64[any], contiguous, on the table's device: norms by chunk, those of this table from `first` on.
+        norms: float64[any], contiguous, on the table's device: norms by chunk, those of this table
+            from `first` on, still loss-scaled.
         first: place of the table's first partial.
-        limit: what to scale to.
+        limit: what to scale to; of `erase_nonfinite`, `erase` is the outcome.
         erase: 0-d bool on the table's device: whether to write zeros.
         write: false to compute norms and coefficients only.
 
@@ -314,7 +335,7 @@ def scale_each_(
         Norms before clipping and coefficients, 1-d, of `limit.dtype`, on the table's device.
     """
     result = torch.empty(2, table.n_tensors, dtype=limit.dtype, device=table.device)
-    grad_scale, max_norm, eps, scale_bits = _limit_arguments(limit, table.device)
+    grad_scale, scale_bits = grad_scale_arguments(limit.grad_scale, table.device)
     launch(
         _scale_each_kernel,
         table.device,
@@ -327,11 +348,14 @@ def scale_each_(
             result[1],
             grad_scale,
             None if erase is None else erase.view(torch.uint8),
-        )
-        + (table.n_chunks, first, max_norm, eps, scale_bits),
+            table.n_chunks,
+            first,
+            float_bits(limit.max_norm),
+            float_bits(limit.eps),
+            scale_bits,
+        ),
         DTYPE=TL_DTYPES[table.dtype],
         P=float(limit.norm_type),
-        ERASE=limit.erase_nonfinite,
         WRITE=write,
         CHUNK=CHUNK,
         BLOCK=block_of(table.dtype.itemsize),

@@ -1,8 +1,9 @@
 """How a program finds its chunk and moves over it: the device code that every kernel shares.
 
-A chunk is addressed through a table of raw pointers, so the compiler cannot know that it is aligned. It emits 128-bit
-accesses only if the pointer is hinted *after* the cast from int64, the start of the chunk is a multiple of a constant, and the
-mask, if any, is compared with a bound that is hinted as well. `tests/test_codegen.py` asserts that it does.
+A chunk is addressed through a table of raw pointers, so the compiler cannot know that it is
+aligned. It emits 128-bit accesses only if the pointer is hinted *after* the cast from int64, the
+start of the chunk is a multiple of a constant, and the mask, if any, is compared with a bound that
+is hinted as well. `tests/test_codegen.py` asserts that it does.
 """
 
 from typing import NamedTuple
@@ -10,38 +11,45 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-# Elements in a chunk. Small enough that the last round of chunks leaves few programs idle (GPT-2 124M: 7,685 chunks for the 396
-# programs of an H100, 3% idle; with 65,536 elements 8%), large enough that 4 bytes of table a chunk do not show.
+# Elements in a chunk. Small enough that the last round of chunks leaves few programs idle (GPT-2
+# 124M: 7,685 chunks for the 396 programs of an H100, 3% idle; with 65,536 elements 8%), large
+# enough that 4 bytes of table a chunk do not show.
 CHUNK = 16384
 # Threads of a program, in warps.
 WARPS = 8
 
 
 class Occupancy(NamedTuple):
-    """What a kernel's grid assumes: `programs` on a multiprocessor at once, for which `registers` a thread are left.
+    """What a kernel's grid assumes: programs on a multiprocessor, and the registers left to each.
 
-    programs * 256 threads * registers fill the 65,536 registers of a multiprocessor. Left to itself, ptxas takes between 48
-    with spills and 128. Two programs keep 2 * 256 * 32 bytes = 16 KiB or more in flight, what an H100 needs (3.35 TB/s * 650 ns
-    / 132); by arithmetic, not yet measured on a GPU.
+    programs * 256 threads * registers fill the 65,536 registers of a multiprocessor. Left to
+    itself, ptxas takes between 48 with spills and 128. Two programs keep 2 * 256 * 32 bytes =
+    16 KiB or more in flight, what an H100 needs (3.35 TB/s * 650 ns / 132); by arithmetic, not yet
+    measured on a GPU.
+
+    Attributes:
+        programs: resident on a multiprocessor at once.
+        registers: a thread's.
     """
 
     programs: int
     registers: int
 
 
-# The least registers, a multiple of 8, at which no kernel of a kind spills on any target of tests/test_codegen.py.
+# The least registers, a multiple of 8, at which no kernel of a kind spills on any target of
+# tests/test_codegen.py.
 THREE = Occupancy(programs=3, registers=80)
 TWO = Occupancy(programs=2, registers=128)
 
 
 def block_of(itemsize: int) -> int:
-    """Elements that one program loads at a time: 4 loads of 16 bytes a thread for 4-byte elements, else 2."""
+    """Elements loaded at a time: 4 loads of 16 bytes a thread for 4-byte elements, else 2."""
     return 1024 if itemsize == 8 else 4096
 
 
 @triton.jit
 def find_chunk(pointers_ptr, sizes_ptr, first_chunks_ptr, owners_ptr, chunk, CHUNK: tl.constexpr):
-    """Returns a chunk's owner, the owner's address, and the chunk's start and number of elements in it.
+    """Returns a chunk's owner, the owner's address, and the chunk's start and length there.
 
     pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; owners_ptr: int32[n_chunks].
     """
@@ -63,7 +71,10 @@ def is_aligned(address):
 
 @triton.jit
 def aligned_pointer(address, start, DTYPE: tl.constexpr):
-    """A pointer to element `start`, hinted for 128-bit accesses; only where `is_aligned(address)` and CHUNK divides start."""
+    """A pointer to element `start`, hinted for 128-bit accesses.
+
+    Only where `is_aligned(address)` and CHUNK divides start.
+    """
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16) + start
 
 
@@ -75,13 +86,16 @@ def any_pointer(address, start, DTYPE: tl.constexpr):
 
 @triton.jit
 def whole_vectors(n):
-    """The largest multiple of 16 up to n, hinted: a mask against it keeps 128-bit accesses; at most 15 elements remain."""
+    """The largest multiple of 16 up to n, hinted: a mask against it keeps 128-bit accesses."""
     return tl.multiple_of(n // 16 * 16, 16)
 
 
 @triton.jit
 def magnitude_key(x):
-    """The bits of |x| as a signed integer: ordered as |x| is, with NaN above inf, so that a maximum of keys keeps NaN."""
+    """The bits of |x| as a signed integer: ordered as |x| is, with NaN above inf.
+
+    So a maximum of keys keeps NaN.
+    """
     if x.dtype == tl.float64:
         key = x.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
     else:

@@ -69,6 +69,12 @@ def parameters(grads: Iterable[Tensor | None]) -> list[Tensor]:
     return [parameter(grad) for grad in grads]
 
 
+def grad_of(one: Tensor) -> Tensor:
+    """The gradient of a parameter that has one."""
+    assert one.grad is not None
+    return one.grad
+
+
 def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Copies on the CPU, for a comparison after the originals were written to."""
     return [tensor.detach().clone().cpu() for tensor in tensors]

@@ -38,6 +38,8 @@ TARGETS = {
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 POINTERS = {
+    torch.bool: "*i1",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float32: "*fp32",
@@ -68,7 +70,9 @@ def _scale(table: Any, p: float, variant: str) -> None:
 
 def _scale_each(table: Any, p: float, variant: str) -> None:
     norms = torch.empty(1, dtype=torch.float64)
-    _module("scale").scale_each_(table, norms, 0, _limit(table.dtype, p, variant))
+    erase = torch.zeros((), dtype=torch.bool) if variant == "zero" else None
+    limit = _limit(table.dtype, p, variant)
+    _module("scale").scale_each_(table, norms, 0, limit, erase=erase)
 
 
 def _clamp(table: Any, p: float, variant: str) -> None:

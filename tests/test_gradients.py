@@ -13,6 +13,7 @@ from cases import (
     assert_norm,
     bits,
     copies,
+    grad_of,
     normal,
     of_sizes,
     parameter,
@@ -57,7 +58,7 @@ def test_clip_takes_every_form_of_parameters(device, form):
 def test_clip_takes_one_tensor(device):
     one = parameter(torch.tensor([3.0, 4.0], device=device))
     assert_norm(tritonclip.clip_(one, 1.0), 5.0)
-    torch.testing.assert_close(one.grad.cpu(), torch.tensor([0.6, 0.8]))
+    torch.testing.assert_close(grad_of(one).cpu(), torch.tensor([0.6, 0.8]))
 
 
 def test_clip_skips_parameters_without_gradient(device):
@@ -97,7 +98,7 @@ def test_clip_counts_a_parameter_listed_twice_once(device):
     first = parameter(torch.tensor([3.0, 0.0], device=device))
     second = parameter(torch.tensor([0.0, 4.0], device=device))
     assert_norm(tritonclip.clip_([first, second, first], 1.0), 5.0)
-    torch.testing.assert_close(first.grad.cpu(), torch.tensor([0.6, 0.0]))
+    torch.testing.assert_close(grad_of(first).cpu(), torch.tensor([0.6, 0.0]))
 
 
 @pytest.mark.parametrize("alias", ["same", "view_as", "detach"])
@@ -110,9 +111,9 @@ def test_clip_counts_a_gradient_of_two_parameters_once(device, alias):
 
 def test_clip_by_norm_measures_a_gradient_listed_twice_once(device):
     first, second = parameters(of_sizes((3, 9), torch.float32, device))
-    expected = reference.norms([first.grad, second.grad])
+    expected = reference.norms([grad_of(first), grad_of(second)])
     assert_norm(tritonclip.clip_([first, second, first], ClipByNorm(0.1)), expected)
-    assert reference.norm(first.grad) == pytest.approx(0.1, rel=1e-5)
+    assert reference.norm(grad_of(first)) == pytest.approx(0.1, rel=1e-5)
 
 
 def test_clip_counts_different_parts_of_one_buffer_each(device):
@@ -142,10 +143,10 @@ def test_clip_leaves_out_parameters_that_need_no_clip(device, rule):
     )
     left_out.need_clip = False  # type: ignore[attr-defined]
     kept.need_clip = True  # type: ignore[attr-defined]
-    before = bits(left_out.grad)
+    before = bits(grad_of(left_out))
     measured = tritonclip.clip_([left_out, kept], rule, nonfinite="error")
-    assert torch.equal(bits(left_out.grad), before)
-    assert kept.grad[1].item() < 4.0
+    assert torch.equal(bits(grad_of(left_out)), before)
+    assert grad_of(kept)[1].item() < 4.0
     if measured is not None:
         assert_norm(measured.reshape(()), 5.0)
 
@@ -203,11 +204,13 @@ def test_clip_follows_gradients_that_moved(device):
         for one in params:
             alive.append(one.grad)
             one.grad = normal(one.shape, device=device, seed=10 + seed)
-        before = copies(one.grad for one in params)
+        before = copies(grad_of(one) for one in params)
         norm = tritonclip.clip_(params, 0.5)
         assert_norm(norm, reference.total_norm(before))
         by = reference.coefficient(norm, 0.5)
-        assert_bits([one.grad for one in params], [reference.scaled(grad, by) for grad in before])
+        assert_bits(
+            [grad_of(one) for one in params], [reference.scaled(grad, by) for grad in before]
+        )
 
 
 def test_clip_follows_lists_that_change(device):
@@ -248,4 +251,4 @@ def test_clip_in_inference_mode(device, rule):
     with torch.inference_mode():
         params = parameters([grads[0], grads[1].clone()])
         tritonclip.clip_(params, rule)
-        assert_bits([one.grad for one in params], again)
+        assert_bits([grad_of(one) for one in params], again)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
-from cases import FLOATS, assert_bits, assert_norm, copies, normal, parameter, parameters
+from cases import (
+    FLOATS,
+    assert_bits,
+    assert_norm,
+    copies,
+    grad_of,
+    normal,
+    parameter,
+    parameters,
+)
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
@@ -22,7 +31,7 @@ def rows(device, coalesced, dtype=torch.float32):
 
 
 def dense_of(one):
-    return one.grad.to_dense().cpu().clone()
+    return grad_of(one).to_dense().cpu().clone()
 
 
 @BOTH
@@ -43,7 +52,7 @@ def test_sparse_gradient_is_scaled_as_the_dense_one(device, coalesced, dtype, ru
     before = dense_of(one)
     norm = tritonclip.clip_([one], rule)
     by = reference.coefficient(norm.reshape(()), 0.5)
-    assert one.grad.layout == torch.sparse_coo
+    assert grad_of(one).layout == torch.sparse_coo
     assert_bits([dense_of(one)], [reference.scaled(before, by)])
 
 
@@ -81,7 +90,7 @@ def test_sparse_gradient_of_an_embedding(device):
     before = dense_of(layer.weight)
     norm = tritonclip.clip_(layer, 0.1)
     assert_norm(norm, reference.norm(before))
-    assert reference.norm(layer.weight.grad) == pytest.approx(0.1, rel=2e-5)
+    assert reference.norm(grad_of(layer.weight)) == pytest.approx(0.1, rel=2e-5)
 
 
 @BOTH
@@ -91,7 +100,7 @@ def test_sparse_gradient_of_two_parameters_counts_once(device, coalesced):
     first, second = parameter(grad), parameter(grad)
     assert_norm(tritonclip.clip_([first, second], 1.0), expected)
     for one in (first, second):
-        assert reference.norm(one.grad) == pytest.approx(1.0, rel=1e-5)
+        assert reference.norm(grad_of(one)) == pytest.approx(1.0, rel=1e-5)
 
 
 def test_sparse_gradient_and_its_alias_count_once(device):
@@ -100,7 +109,7 @@ def test_sparse_gradient_and_its_alias_count_once(device):
     expected = reference.norm(grad)
     first, second = parameter(grad), parameter(grad.detach())
     assert_norm(tritonclip.clip_([first, second], 1.0), expected)
-    assert reference.norm(first.grad) == pytest.approx(1.0, rel=1e-5)
+    assert reference.norm(grad_of(first)) == pytest.approx(1.0, rel=1e-5)
 
 
 def test_sparse_gradient_without_values(device):
@@ -109,7 +118,7 @@ def test_sparse_gradient_without_values(device):
     assert_norm(tritonclip.clip_(params, 1.0), 5.0)
     assert not dense_of(params[0]).any()
     tritonclip.clip_(params, ClipByValue(0.1))
-    assert params[1].grad.tolist() == [torch.tensor(0.1).item()] * 2
+    assert grad_of(params[1]).tolist() == [torch.tensor(0.1).item()] * 2
 
 
 @BOTH
@@ -155,12 +164,12 @@ REFUSED = [
 @pytest.mark.parametrize("rule", REFUSED)
 def test_sparse_gradient_whose_zeros_matter_is_refused(device, coalesced, rule):
     params = parameters([torch.full((3,), 8.0, device=device), rows(device, coalesced)])
-    before, version = copies([params[0].grad])[0], params[0].grad._version
+    before, version = copies([grad_of(params[0])])[0], grad_of(params[0])._version
     sparse = dense_of(params[1])
     with pytest.raises(ValueError, match="sparse"):
         tritonclip.clip_(params, rule)
-    assert_bits([params[0].grad, dense_of(params[1])], [before, sparse])
-    assert params[0].grad._version == version
+    assert_bits([grad_of(params[0]), dense_of(params[1])], [before, sparse])
+    assert grad_of(params[0])._version == version
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")

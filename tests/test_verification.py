@@ -126,10 +126,12 @@ def test_verify_names_parameter_index_and_values(verbs, device, monkeypatch, rul
     break_scale(monkeypatch, verbs, lambda: grads[1][2, 256].mul_(1.0625), verb)
     with tritonclip.verify(), pytest.raises(VerificationError) as caught:
         tritonclip.clip_(named(grads), rule)
-    place, got, expected = re.search(
+    found = re.search(
         r"(w1\[2, 256\]): got (\S+), expected (\S+) \(1 of 1200 elements differ\)",
         str(caught.value),
-    ).groups()
+    )
+    assert found, caught.value
+    place, got, expected = found.groups()
     assert place == "w1[2, 256]"
     assert float(got) == grads[1][2, 256].item()
     # What is expected is not rounded yet.

@@ -1,4 +1,4 @@
-"""`python -m tritonclip`: versions, devices, the backend that each would use, and the verdict of a short self-test on each."""
+"""`python -m tritonclip`: versions, devices, and for each its backend and a short self-test."""
 
 import platform
 import sys
@@ -19,13 +19,18 @@ _RULES = (
 
 
 def main() -> int:
-    """Prints the report; 1 where a self-test failed."""
+    """Prints the report; 1 where a self-test failed or the environment asks for nonsense."""
+    try:
+        asked = dispatch.asked_backend()
+    except ValueError as error:
+        print(error)
+        return 1
     for name, what in (
         ("tritonclip", tritonclip.__version__),
         ("python", platform.python_version()),
         ("torch", torch.__version__),
         ("triton", _version("triton")),
-        ("backend", dispatch.asked_backend()),
+        ("backend", asked),
         ("verify", "on" if dispatch.verification_asked() else "off"),
     ):
         print(f"{name:<12}{what}")

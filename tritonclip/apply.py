@@ -1,4 +1,7 @@
-"""Rules applied to gradient lists: how the backends' verbs make up a call. Arguments are checked by now."""
+"""Rules applied to gradient lists: how the backends' verbs make up a call.
+
+Arguments are checked by now.
+"""
 
 import math
 import warnings
@@ -11,7 +14,10 @@ from tritonclip.gradients import GradientList
 from tritonclip.limit import Limit
 from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue, Rule
 
-TORCH_REMEDY = "To disable this error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+TORCH_REMEDY = (
+    "To disable this error and scale the gradients by the non-finite norm anyway, set "
+    "`error_if_nonfinite=False`"
+)
 
 
 @torch.no_grad()
@@ -60,8 +66,9 @@ def _refuse_for_rule(found: GradientList, rule: Rule) -> None:
         sparse = found.places_where(_is_sparse)
         if sparse and not rule.min <= 0 <= rule.max:
             raise ValueError(
-                f"ClipByValue({rule.min}, {rule.max}) would change the implicit zeros of sparse gradients "
-                f"({found.labels(sparse)}); expected bounds that include 0, or dense gradients"
+                f"ClipByValue({rule.min}, {rule.max}) would change the implicit zeros of sparse "
+                f"gradients ({found.labels(sparse)}); expected bounds that include 0, or dense "
+                "gradients"
             )
     elif rule.norm_type == -math.inf:
         _refuse_sparse_minimum(found)
@@ -71,8 +78,8 @@ def _refuse_sparse_minimum(found: GradientList) -> None:
     sparse = found.places_where(_is_sparse)
     if sparse:
         raise ValueError(
-            f"norm_type=-inf is not supported for sparse gradients ({found.labels(sparse)}), whose implicit zeros count; "
-            "expected another norm_type, or dense gradients"
+            f"norm_type=-inf is not supported for sparse gradients ({found.labels(sparse)}), whose "
+            "implicit zeros count; expected another norm_type, or dense gradients"
         )
 
 
@@ -112,7 +119,8 @@ def _scale_each(
         if not bool(torch.isfinite(norms).all()):
             places = (~torch.isfinite(norms)).nonzero().flatten().tolist()
             raise RuntimeError(
-                f"The norms of order {rule.norm_type} of {found.labels(places)} are non-finite, so they cannot be clipped. {remedy}"
+                f"The norms of order {rule.norm_type} of {found.labels(places)} are non-finite, "
+                f"so they cannot be clipped. {remedy}"
             )
     return _in_order(found, measured.scale_(limit))
 
@@ -173,8 +181,8 @@ def _raise_if_nonfinite(found: GradientList, norm_type: float, norm: Tensor, rem
         else f"Every gradient is finite, but their norm does not fit {norm.dtype}"
     )
     raise RuntimeError(
-        f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. "
-        f"{remedy}. {blame}"
+        f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
+        f"cannot be clipped. {remedy}. {blame}"
     )
 
 

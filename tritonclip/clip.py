@@ -1,6 +1,5 @@
 """What a training loop calls: contracts and composition, no device code."""
 
-import math
 from collections.abc import Iterable
 from typing import Literal, cast, overload
 
@@ -53,30 +52,42 @@ def clip_(
 ) -> Tensor | None:
     r"""Clips the gradients of parameters in place and returns what it measured *before* clipping.
 
-    Gradients within the limit are left bit for bit as they are. On a GPU nothing waits for the host.
+    Gradients within the limit are left bit for bit as they are. On a GPU nothing waits for the
+    device unless said so.
 
     Args:
-        parameters: an iterable of tensors, one tensor, a module, or (name, parameter) pairs as `named_parameters()` yields
-            them; names then stand in error messages. Read once. Parameters without `.grad`, and those with `need_clip = False`,
-            are left out; a gradient that is met twice counts once. Any floating-point or complex dtype, any device, strided or
-            sparse COO; dtypes and devices may mix.
-        clip: :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or :class:`ClipByValue`; a number means ClipByGlobalNorm(number).
-        nonfinite: what happens where the norm is NaN or inf (for ClipByValue: where any element is).
-            "propagate": as in torch, NaN spreads to all gradients, inf turns finite ones into 0.
-            "error": RuntimeError that names the gradients, none of which is changed; waits for the device once.
+        parameters: an iterable of tensors, one tensor, a module, or (name, parameter) pairs as
+            `named_parameters()` yields them. Names, also a module's, stand in error messages. Read
+            once. Parameters without `.grad`, and those with `need_clip = False`, are left out; a
+            gradient that is met twice counts once. Any floating-point or complex dtype, any device,
+            strided or sparse COO; dtypes and devices may mix.
+        clip: :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or :class:`ClipByValue`; a number means
+            ClipByGlobalNorm(number).
+        nonfinite: what happens where a norm is NaN or inf (for ClipByValue: where any element is).
+            "propagate": nothing special; as in torch, NaN spreads to all gradients that share the
+            norm, inf turns their finite ones into 0; ClipByValue brings inf to its bound and keeps
+            NaN.
+            "error": RuntimeError that names the gradients, none of which is changed; waits for the
+            device.
             "zero": every gradient becomes 0; decided on the device.
-        grad_scale: the loss scale that the gradients still carry: a positive number or a one-element floating-point tensor.
-            Gradients are divided by it in the same pass; limits and norms are of the divided gradients. A tensor on a GPU
-            cannot be checked without a sync: if it is not positive, the result is undefined.
+        grad_scale: the loss scale that the gradients still carry: a positive number or a
+            one-element floating-point tensor. Gradients are divided by it in the same pass; limits
+            and norms are of the divided gradients. A tensor on a GPU cannot be checked without a
+            sync: if it is not positive, the result is undefined.
 
     Returns:
-        ClipByGlobalNorm: the norm of all gradients, a 0-d tensor. ClipByNorm: the norm of each, a 1-d tensor in order.
-        ClipByValue: None. float64 where any gradient is, else float32, on the first gradient's device.
+        ClipByGlobalNorm: the norm of all gradients, a 0-d tensor. ClipByNorm: the norm of each, a
+        1-d tensor in order. ClipByValue: None. float64 where any gradient is, else float32, on the
+        first gradient's device.
 
     Raises:
-        TypeError: parameters or clip of another kind; integer gradients; tensor subclasses; ClipByValue on complex gradients.
-        ValueError: gradients whose elements overlap in memory; an unknown policy; a loss scale that is not positive.
-        RuntimeError: a norm that is not finite, with nonfinite="error"; a backend that was asked for and cannot serve.
+        TypeError: parameters or clip of another kind; integer gradients; tensor subclasses;
+            ClipByValue on complex gradients.
+        ValueError: gradients whose elements overlap in memory; sparse gradients whose implicit
+            zeros a rule would change or count; an unknown policy; a loss scale that is not
+            positive.
+        RuntimeError: a norm that is not finite, with nonfinite="error"; a backend that was asked
+            for and cannot serve.
 
     A call that raises has changed nothing.
 
@@ -121,7 +132,10 @@ def _check_one_float(name: str, tensor: Tensor) -> None:
 
 
 def _as_float(number: object) -> object:
-    """What torch makes of a number: text and one-element tensors count, errors are Python's. Rules refuse booleans."""
+    """What torch makes of a number: text and one-element tensors count, errors are Python's.
+
+    Booleans pass: rules refuse them.
+    """
     return number if isinstance(number, bool) else float(number)  # type: ignore[arg-type]
 
 
@@ -131,7 +145,8 @@ def _check_foreach(foreach: bool | None, found: GradientList) -> None:
         for group in found.groups:
             if group.device.type not in _FOREACH_DEVICES:
                 raise RuntimeError(
-                    f"foreach=True was passed, but can't use the foreach API on {group.device.type} tensors"
+                    "foreach=True was passed, but can't use the foreach API on "
+                    f"{group.device.type} tensors"
                 )
 
 
@@ -142,19 +157,22 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Scales gradients in place to a global norm of at most `max_norm`; returns the norm *before* clipping.
+    """Limits the global norm of gradients in place; returns the norm *before* clipping.
 
-    A drop-in replacement of `torch.nn.utils.clip_grad_norm_`; the README's table lists every difference.
+    A drop-in replacement of `torch.nn.utils.clip_grad_norm_`; the README's table lists every
+    difference.
 
     Args:
         parameters: as for :func:`clip_`.
         max_norm: largest norm, 0 or more.
         norm_type: p of the p-norm: positive, 0, inf or -inf, also as text.
-        error_if_nonfinite: raise RuntimeError where the norm is NaN or inf, gradients untouched; waits for the device once.
+        error_if_nonfinite: raise RuntimeError where the norm is NaN or inf, gradients untouched;
+            waits for the device.
         foreach: accepted for compatibility; there is one implementation.
 
     Returns:
-        The norm, a 0-d tensor: float64 where any gradient is, else float32; on the first gradient's device.
+        The norm, a 0-d tensor: float64 where any gradient is, else float32; on the first gradient's
+        device.
 
     Raises:
         As :func:`clip_`.
@@ -212,13 +230,14 @@ def get_total_norm(
     A drop-in replacement of `torch.nn.utils.get_total_norm`.
 
     Args:
-        tensors: floating-point or complex tensors, usually gradients: themselves, not their `.grad`.
+        tensors: floating-point or complex: gradients themselves, not what has a `.grad`.
         norm_type: p of the p-norm: positive, 0, inf or -inf, also as text.
-        error_if_nonfinite: raise RuntimeError where the norm is NaN or inf; waits for the device once.
+        error_if_nonfinite: raise RuntimeError where the norm is NaN or inf; waits for the device.
         foreach: accepted for compatibility; there is one implementation.
 
     Returns:
-        The norm, a 0-d tensor: float64 where any tensor is, else float32; on the first tensor's device.
+        The norm, a 0-d tensor: float64 where any tensor is, else float32; on the first tensor's
+        device.
 
     Raises:
         TypeError, ValueError: tensors that have no norm; see :func:`clip_`.
@@ -242,15 +261,17 @@ def clip_grads_with_norm_(
     total_norm: Tensor,
     foreach: bool | None = None,
 ) -> None:
-    """Scales gradients in place by `min(1, max_norm / (total_norm + 1e-6))`, for a norm *before* clipping that is known.
+    """Scales gradients in place by `min(1, max_norm / (total_norm + 1e-6))`.
 
-    A drop-in replacement of `torch.nn.utils.clip_grads_with_norm_`: reduce norms over processes between
-    :func:`get_total_norm` and this.
+    For a norm *before* clipping that is known: reduce norms over processes between
+    :func:`get_total_norm` and this. A drop-in replacement of
+    `torch.nn.utils.clip_grads_with_norm_`.
 
     Args:
         parameters: as for :func:`clip_`.
         max_norm: largest norm, 0 or more.
-        total_norm: the norm that the gradients count as having: a one-element floating-point tensor on any device, or a number.
+        total_norm: the norm that the gradients count as having: a one-element floating-point
+            tensor on any device, or a number.
         foreach: accepted for compatibility; there is one implementation.
 
     Raises:

@@ -1,7 +1,8 @@
 """How torch.compile sees a call: custom operators that mutate a list of gradients.
 
-Addresses and pointer tables cannot be traced, so a traced call only collects the gradients; the operator does the rest at run
-time, eagerly, with the same checks and the same code. Nothing of this is used outside a compiled region.
+Addresses and pointer tables cannot be traced, so a traced call only collects the gradients; the
+operator does the rest at run time, eagerly, with the same checks and the same code. Nothing of this
+is used outside a compiled region.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ _KINDS: dict[str, type[ClipByGlobalNorm] | type[ClipByNorm] | type[ClipByValue]]
 
 
 def _collect(parameters: object) -> tuple[list[Tensor], str]:
-    """Gradients, each once, and their names line by line (empty where there are none), in code that can be traced."""
+    """Gradients, each once, and their names line by line ("" without any), in traceable code."""
     if isinstance(parameters, Tensor):
         items = [("", parameters)]
     elif isinstance(parameters, Module):

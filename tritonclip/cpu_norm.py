@@ -9,29 +9,31 @@ cache. Small gradients are gathered first.
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, filterfalse
 
 import torch
 from torch import Tensor
 
 from tritonclip.pieces import PIECE, flat_pieces
 
-# Elements of a row. Over 124M float32 elements in memory, rows of 256, 512, 1,024 and 4,096 take 23.0,
-# 20.8, 20.2 and 19.4 ms (torch.sum 17.3); on constant tensors, the worst case, with every instruction
-# set, they are off by up to 3.1e-7, 5.3e-7, 9.9e-7 and 2.5e-6. (torch 2.13, Xeon, 2 threads.)
+# Elements of a row. Over 124M float32 elements in memory, rows of 256, 512, 1,024 and 4,096 take
+# 23.0, 20.8, 20.2 and 19.4 ms (torch.sum 17.3); on constant tensors, the worst case, with every
+# instruction set, they are off by up to 3.1e-7, 5.3e-7, 9.9e-7 and 2.5e-6. (torch 2.13, Xeon, 2
+# threads.)
 ROW = 512
 # Gradients up to this size are gathered, in batches that stay under 32,768 elements: up to there
 # torch.cat copies in one go, 0.15 us a tensor, beyond it dispatches every tensor, 0.9 us.
 SMALL = 8192
 BATCH = 32767
-# Elements of float32 scratch for half types: 1.5 MiB stay in cache. 131,072 elements take 27.1 ms for
-# 124M bfloat16 elements, 262,144 23.8, 393,216 22.7, 524,288 22.8.
+# Elements of float32 scratch for half types: 1.5 MiB stay in cache. 131,072 elements take 27.1 ms
+# for 124M bfloat16 elements, 262,144 23.8, 393,216 22.7, 524,288 22.8.
 SCRATCH = 393216
-# Elements measured at once, and rows kept until they are added up: 256 KiB each.
+# Elements measured at once, and those whose row norms are kept until they are added up: 256 KiB of
+# float32 norms each.
 SLAB = 2**25
 # A row with a smaller norm may have lost elements to underflow, one that is not finite may have
-# overflowed. Above it the sum of squares is 2^-60 or more, of which 512 lost elements of 2^-149 each
-# are 2^-80. float64 alike.
+# overflowed. Above it the sum of squares is 2^-60 or more, of which 512 lost elements of 2^-149
+# each are 2^-80. float64 alike.
 _TRUSTED = {torch.float32: 2.0**-30, torch.float64: 2.0**-450}
 _MEASURED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -39,50 +41,53 @@ _MEASURED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _Rows = tuple[Sequence[Tensor], Tensor]
 
 
-def two_norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
-    """0-d float64 2-norms of pieces that together make up CPU tensors of one dtype; at least one."""
-    yield torch.zeros((), dtype=dtype)
+def two_norms(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """0-d float64 2-norms of pieces that make up CPU tensors of one dtype; at least one."""
+    yield torch.zeros((), dtype=torch.float64)
     kept: list[_Rows] = []
     n_kept = 0
-    for rows in _rows(tensors):
+    for rows in _rows(list(filter(Tensor.is_contiguous, tensors))):
         kept.append(rows)
-        n_kept += len(rows[1])
+        n_kept += rows[1].numel()
         if n_kept > SLAB // ROW:
             yield from _norms(kept)
             kept, n_kept = [], 0
     yield from _norms(kept)
+    for tensor in filterfalse(Tensor.is_contiguous, tensors):
+        # One copy at a time.
+        for piece in flat_pieces(tensor, SCRATCH):
+            yield from _norms(list(_rows([piece.contiguous()])))
 
 
-def _rows(tensors: Sequence[Tensor]) -> Iterator[_Rows]:
-    """Every element in a row, small gradients and remainders gathered into rows of their own."""
+def _rows(tensors: list[Tensor]) -> Iterator[_Rows]:
+    """Every element of contiguous tensors in a row; small ones and remainders are gathered."""
+    if not tensors:
+        return
     if tensors[0].dtype not in _MEASURED:
         # One of the float8 formats: rare, and small enough when it comes.
         tensors = [tensor.float() for tensor in tensors]
     sizes = list(map(Tensor.numel, tensors))
     if max(sizes) <= SMALL:
-        yield from _gathered_rows(tensors, sizes)
+        yield from _gathered_rows(tensors)
         return
     scratch = _scratch(tensors[0].dtype, min(SCRATCH, max(sizes)))
     rest: list[Tensor] = []
     for tensor, n in zip(tensors, sizes, strict=True):
         if n <= SMALL:
             rest.append(tensor)
-        elif tensor.is_contiguous():
+        else:
             flat = tensor.view(-1)
             whole = n // ROW * ROW
             if whole < n:
                 rest.append(flat[whole:])
                 flat = flat[:whole]
             yield from _long_rows(flat, scratch)
-        else:
-            for piece in flat_pieces(tensor, SCRATCH):
-                yield from _rows([piece])
     if rest:
-        yield from _gathered_rows(rest, list(map(Tensor.numel, rest)))
+        yield from _gathered_rows(rest)
 
 
 def _scratch(dtype: torch.dtype, size: int) -> Tensor | None:
-    """Room for so many elements as float32, where a dtype needs it; made once a call, for fresh memory is slow."""
+    """Room for so many elements as float32, where a dtype needs it; fresh memory is slow."""
     return None if dtype in _TRUSTED else torch.empty(size, dtype=torch.float32)
 
 
@@ -100,25 +105,35 @@ def _long_rows(x: Tensor, scratch: Tensor | None) -> Iterator[_Rows]:
         yield [slab], norms
 
 
-def _gathered_rows(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[_Rows]:
-    """Rows of tensors of up to SMALL elements, one after another; zeros fill up the last of a batch."""
-    if set(map(Tensor.dim, tensors)) != {1}:
-        tensors = [tensor.reshape(-1) for tensor in tensors]
-    dtype = tensors[0].dtype
-    gathered = torch.empty(BATCH, dtype=dtype)
-    wide = _scratch(dtype, BATCH)
-    ends = list(accumulate(sizes, initial=0))
+def batches(tensors: list[Tensor]) -> Iterator[tuple[list[Tensor], int]]:
+    """Runs of tensors of up to SMALL elements that are worth gathering, and their elements."""
+    ends = list(accumulate(map(Tensor.numel, tensors), initial=0))
     start = 0
     while start < len(tensors):
         stop = bisect_right(ends, ends[start] + BATCH - ROW) - 1
-        n = ends[stop] - ends[start]
-        if n:
-            padded = n + -n % ROW
-            torch.cat(tensors[start:stop], out=gathered[:n])
-            gathered[n:padded] = 0
-            filled = gathered[:padded] if wide is None else wide[:padded].copy_(gathered[:padded])
-            yield tensors[start:stop], torch.linalg.vector_norm(filled.view(-1, ROW), dim=1)
+        if ends[stop] > ends[start]:
+            yield tensors[start:stop], ends[stop] - ends[start]
         start = stop
+
+
+def as_vectors(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors in one dimension; themselves where they have no other."""
+    if set(map(Tensor.dim, tensors)) == {1}:
+        return tensors
+    return [tensor.reshape(-1) for tensor in tensors]
+
+
+def _gathered_rows(tensors: list[Tensor]) -> Iterator[_Rows]:
+    """Rows of tensors of up to SMALL elements, end to end; zeros fill up the last of a batch."""
+    dtype = tensors[0].dtype
+    gathered = torch.empty(BATCH, dtype=dtype)
+    wide = _scratch(dtype, BATCH)
+    for batch, n in batches(as_vectors(tensors)):
+        padded = n + -n % ROW
+        torch.cat(batch, out=gathered[:n])
+        gathered[n:padded] = 0
+        filled = gathered[:padded] if wide is None else wide[:padded].copy_(gathered[:padded])
+        yield batch, torch.linalg.vector_norm(filled.view(-1, ROW), dim=1)
 
 
 def _norms(kept: Sequence[_Rows]) -> Iterator[Tensor]:
@@ -164,18 +179,16 @@ def _exact_norms(x: Tensor) -> Iterator[Tensor]:
 def within(x: Tensor, low: float, high: float) -> bool:
     """Whether all elements of a CPU tensor surely lie in [low, high]; NaN does not.
 
-    Where it can decide, the largest row norm does: it is read at the speed of memory, and no element
-    exceeds it.
+    Where it can decide, the largest row norm does: it is read at the speed of memory, and no
+    element exceeds it.
     """
     bound = min(-low, high)
-    if x.dtype == torch.float32 and x.is_contiguous() and bound > 1e-15:
-        whole = x.view(-1)[: x.numel() // ROW * ROW]
-        rest = x.view(-1)[len(whole) :]
+    if x.dtype == torch.float32 and x.is_contiguous() and x.numel() >= ROW and bound > 1e-15:
+        flat = x.view(-1)
+        whole = x.numel() // ROW * ROW
         # 1e-5 is more than a row norm's own error.
-        largest = bound * (1 - 1e-5)
-        return bool(
-            torch.linalg.vector_norm(whole.view(-1, ROW), dim=1).max() <= largest
-            and torch.linalg.vector_norm(rest) <= largest
-        )
-    least, largest_value = torch.aminmax(x)
-    return bool((least >= low) & (largest_value <= high))
+        limit = bound * (1 - 1e-5)
+        rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)
+        return bool(rows.max() <= limit and torch.linalg.vector_norm(flat[whole:]) <= limit)
+    least, largest = torch.aminmax(x)
+    return bool((least >= low) & (largest <= high))

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, cast
 
@@ -28,14 +28,20 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Backend(Protocol):
     """The verbs; see `tritonclip.torch_backend` for what each promises."""
 
-    def prepare(self, tensors: Sequence[Tensor], /) -> Any: ...
-    def count_norms(self, handle: Any, each: bool, /) -> int: ...
-    def norm(
-        self, handle: Any, norm_type: float, out: Tensor, /, *, each: bool = False
-    ) -> None: ...
+    def prepare(self, tensors: list[Tensor], /) -> Any:
+        """What the other verbs take in place of the tensors."""
+
+    def count_norms(self, handle: Any, each: bool, /) -> int:
+        """How many norms `norm` writes."""
+
+    def norm(self, handle: Any, norm_type: float, out: Tensor, /, *, each: bool = False) -> None:
+        """Measures gradients."""
+
     def scale_(
         self, handle: Any, norms: Tensor, limit: Limit, /, *, write: bool = True
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor]:
+        """Multiplies all gradients by one coefficient."""
+
     def scale_each_(
         self,
         handle: Any,
@@ -46,10 +52,11 @@ class Backend(Protocol):
         *,
         erase: Tensor | None = None,
         write: bool = True,
-    ) -> tuple[Tensor, Tensor]: ...
-    def clamp_(
-        self, handle: Any, low: float, high: float, grad_scale: float | Tensor, /
-    ) -> None: ...
+    ) -> tuple[Tensor, Tensor]:
+        """Multiplies each gradient by a coefficient of its own."""
+
+    def clamp_(self, handle: Any, low: float, high: float, grad_scale: float | Tensor, /) -> None:
+        """Clamps gradients."""
 
 
 _asked: ContextVar[str | None] = ContextVar("tritonclip_backend", default=None)
@@ -60,7 +67,8 @@ def use_backend(name: str) -> Iterator[None]:
     """Chooses the backend of every call in the block, before TRITONCLIP_BACKEND.
 
     Args:
-        name: "triton", "torch", or "auto": triton for CUDA and ROCm tensors where triton can be imported, else torch.
+        name: "triton", "torch", or "auto": triton for CUDA and ROCm tensors where triton can be
+            imported, else torch.
 
     Raises:
         ValueError: another name.
@@ -130,13 +138,14 @@ def backend_name(group: Group) -> str:
         return "torch"
     if group.dtype not in KERNEL_DTYPES:
         _warn_once(
-            f"tritonclip's kernels do not read {group.dtype}: these gradients take the slower torch backend"
+            f"tritonclip's kernels do not read {group.dtype}: these gradients take the slower "
+            "torch backend"
         )
         return "torch"
     if not group.flat or any(map(Tensor.is_neg, group.tensors)):
         _warn_once(
-            "tritonclip's kernels read gradients that are dense in memory: those with gaps or lazily "
-            "negated take the slower torch backend; replace them by grad.contiguous() or "
+            "tritonclip's kernels read gradients that are dense in memory: those with gaps or "
+            "lazily negated take the slower torch backend; replace them by grad.contiguous() or "
             "grad.resolve_neg() where speed matters"
         )
         return "torch"
@@ -154,7 +163,10 @@ def _why_not_triton(device: str) -> str | None:
             else f"TRITON_INTERPRET=1 runs kernels on CPU tensors, not on {device}: unset it"
         )
     if device != "cuda":
-        return f"triton does not run on {device} tensors: use backend 'auto', or set TRITON_INTERPRET=1 to interpret kernels"
+        return (
+            f"triton does not run on {device} tensors: use backend 'auto', or set "
+            "TRITON_INTERPRET=1 to interpret kernels"
+        )
     return None
 
 
@@ -192,13 +204,14 @@ class Measured:
 
     each: bool
     _parts: list[_Part]
-    _norms: dict[torch.device, Tensor] = field(default_factory=dict)
+    _norms: dict[torch.device, Tensor]
 
     def scale_(self, limit: Limit, *, write: bool = True) -> list[tuple[Tensor, Tensor]]:
         """Scales every group; returns norms and coefficients by group."""
         erase: dict[torch.device, Tensor] = {}
         if self.each and write and limit.erase_nonfinite:
-            # One gradient's norm decides for all: every norm has to be known before the first write.
+            # One gradient's norm decides for all: every norm has to be known before the first
+            # write.
             erase = self._any_nonfinite([norms for norms, _ in self.scale_(limit, write=False)])
         results = []
         for part in self._parts:
@@ -227,11 +240,12 @@ def measure(groups: Sequence[Group], norm_type: float, *, each: bool = False) ->
     if norm_type != 2.0:
         for part in parts:
             if part.group.pairs:
-                # Kernels tell gradients apart by the chunks that they write to, and moduli have others.
+                # Kernels tell gradients apart by the chunks that they write to, and moduli have
+                # others.
                 if each:
                     part.backend, part.written = cast(Backend, torch_backend), part.group.tensors
-                part.kept = part.group.magnitudes().tensors
-                part.measured = part.backend.prepare(part.kept)
+                moduli = part.group.moduli()
+                part.kept, part.measured = moduli, part.backend.prepare(moduli)
     sizes: dict[torch.device, int] = {}
     for part in parts:
         device = part.group.device

@@ -1,12 +1,13 @@
-"""From what a user hands over to a gradient list: checked, each gradient once, grouped by device and dtype.
+"""From what a user hands over to a gradient list: checked, each gradient once, grouped.
 
-Everything that can be refused is refused here, before anything is written.
+What no rule could clip is refused here, before anything is written.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import GeneratorType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ class Group:
     """Gradients of one device and dtype.
 
     Attributes:
-        tensors: to measure and to write: real, each without overlap; complex gradients appear as pairs of reals.
+        tensors: to measure and to write: real, each without overlap; complex gradients appear as
+            pairs of reals.
         places: where each stands in the gradient list.
         flat: whether each is contiguous, so that a pointer and a size say it all.
         pairs: whether these are complex gradients.
@@ -36,20 +38,19 @@ class Group:
 
     @property
     def device(self) -> torch.device:
+        """The device of all tensors."""
         return self.tensors[0].device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of all tensors: real, also for complex gradients."""
         return self.tensors[0].dtype
 
-    def magnitudes(self) -> "Group":
-        """The group with each complex gradient replaced by a new tensor of its moduli; itself where none is complex."""
-        if not self.pairs:
-            return self
+    def moduli(self) -> list[Tensor]:
+        """The moduli of complex gradients, 1-d, in new memory."""
         # torch has no modulus of half-precision complex numbers on every device.
         wide = [t.float() if t.dtype == torch.float16 else t for t in self.tensors]
-        moduli = [torch.view_as_complex(t.reshape(-1, 2)).abs() for t in wide]
-        return Group(moduli, self.places, flat=True)
+        return [torch.view_as_complex(t.reshape(-1, 2)).abs() for t in wide]
 
 
 @dataclass(slots=True)
@@ -63,7 +64,8 @@ class GradientList:
         names: for messages, one a gradient; None where only positions are known.
         positions: the place of each gradient among what the user handed over.
         noun: what the user handed over, for messages.
-        came_from_empty_generator: nothing was handed over, by a generator that was already exhausted.
+        came_from_empty_generator: nothing was handed over, by a generator that was already
+            exhausted.
     """
 
     device: torch.device
@@ -101,7 +103,7 @@ class GradientList:
         return [place for place, grad in enumerate(self.grads) if condition(grad)]
 
     def finish_writing(self) -> None:
-        """Makes writes through the groups' tensors arrive in the gradients, and visible to autograd."""
+        """Makes what was written to the groups arrive in sparse gradients, for autograd too."""
         for sparse, coalesced in self._coalesced:
             sparse.copy_(coalesced)
         if self._sparse:
@@ -109,10 +111,11 @@ class GradientList:
 
 
 def of_parameters(parameters: object) -> GradientList:
-    """The gradients of what `clip_` accepts: an iterable of tensors, a tensor, a module, or named parameters.
+    """The gradients of what `clip_` accepts: tensors, a module, or named parameters.
 
     Raises:
-        TypeError: what is none of these; gradients that are no plain floating-point or complex tensors.
+        TypeError: what is none of these; gradients that are no plain floating-point or complex
+            tensors.
         ValueError: gradients whose elements overlap in memory.
     """
     items = _items(parameters)
@@ -134,7 +137,7 @@ def of_parameters(parameters: object) -> GradientList:
 
 
 def of_tensors(tensors: object) -> GradientList:
-    """The gradient list whose gradients are the tensors themselves."""
+    """The gradient list whose gradients are the tensors themselves; raises as above."""
     items = _items(tensors)
     _check_tensors(items, "tensors")
     device = items[0].device if items else torch.device("cpu")
@@ -152,12 +155,12 @@ def _check_tensors(items: Sequence[object], noun: str) -> None:
             )
 
 
-def _items(parameters: object) -> list[Tensor]:
-    """What was handed over, read once."""
+def _items(parameters: object) -> list[Any]:
+    """What was handed over, read once: pairs for a module."""
     if isinstance(parameters, Tensor):
         return [parameters]
     if isinstance(parameters, Module):
-        return list(parameters.named_parameters())  # type: ignore[arg-type]  # unzipped by the caller
+        return list(parameters.named_parameters())
     if isinstance(parameters, Iterable) and not isinstance(parameters, str | bytes):
         return list(parameters)
     raise TypeError(
@@ -166,15 +169,15 @@ def _items(parameters: object) -> list[Tensor]:
     )
 
 
-def _unzip(pairs: Sequence[object]) -> tuple[list[str], list[Tensor]]:
+def _unzip(pairs: list[Any]) -> tuple[list[str], list[Tensor]]:
     """Names and parameters of (name, parameter) pairs."""
     for position, pair in enumerate(pairs):
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
             raise TypeError(
-                f"parameters[{position}] must be a (name, parameter) pair as the first one is, got {pair!r:.80}; "
-                "pass either pairs or tensors"
+                f"parameters[{position}] must be a (name, parameter) pair as the first one is, "
+                f"got {pair!r:.80}; pass either pairs or tensors"
             )
-    names, parameters = zip(*pairs, strict=True)  # type: ignore[call-overload]
+    names, parameters = zip(*pairs, strict=True)
     return list(names), list(parameters)
 
 
@@ -203,7 +206,7 @@ def _gradient_list(
 
 
 def _distinct(grads: list[Tensor]) -> list[int] | None:
-    """Places of gradients that are not the very memory of an earlier one; None where all are distinct."""
+    """Places of gradients that are not the very memory of an earlier one; None for all of them."""
     try:
         addresses = set(map(Tensor.data_ptr, grads))
     except (RuntimeError, NotImplementedError):
@@ -242,14 +245,15 @@ def _fill_groups(result: GradientList) -> None:
                 # Sparse tensors have no strides.
                 pass
 
-    groups: dict[object, Group] = {}
+    members: dict[tuple[torch.device, torch.dtype, bool, bool], tuple[list[Tensor], list[int]]] = {}
     for place, grad in enumerate(grads):
         tensor, flat = _readable(grad, result, place)
         key = (tensor.device, tensor.dtype, flat, grad.is_complex())
-        group = groups.setdefault(key, Group([], [], flat, grad.is_complex()))
-        group.tensors.append(tensor)
-        group.places.append(place)  # type: ignore[attr-defined]  # a list, two lines above
-    result.groups.extend(groups.values())
+        tensors, places = members.setdefault(key, ([], []))
+        tensors.append(tensor)
+        places.append(place)
+    for (_, _, flat, pairs), (tensors, places) in members.items():
+        result.groups.append(Group(tensors, places, flat, pairs))
 
 
 def _on_one_device(grads: Sequence[Tensor]) -> bool:
@@ -258,15 +262,20 @@ def _on_one_device(grads: Sequence[Tensor]) -> bool:
 
 
 def _readable(grad: Tensor, result: GradientList, place: int) -> tuple[Tensor, bool]:
-    """A real dense tensor that shares the gradient's memory, and whether it is flat; refuses what cannot be clipped."""
+    """A real dense tensor of the gradient's elements, and whether it is flat.
+
+    Shares the gradient's memory, or that of its coalesced copy. Refuses what cannot be clipped.
+    """
     if type(grad) not in _PLAIN:
         raise TypeError(
-            f"the gradient of {result.label(place)} is a {type(grad).__name__}, a tensor subclass that tritonclip cannot read; "
-            "expected a plain tensor: pass local or full tensors (for DTensor: grad.to_local() or grad.full_tensor())"
+            f"the gradient of {result.label(place)} is a {type(grad).__name__}, a tensor subclass "
+            "that tritonclip cannot read; expected a plain tensor: pass local or full tensors (for "
+            "DTensor: grad.to_local() or grad.full_tensor())"
         )
     if not (grad.is_floating_point() or grad.is_complex()):
         raise TypeError(
-            f"the gradient of {result.label(place)} has dtype {grad.dtype}; expected a floating-point or complex dtype"
+            f"the gradient of {result.label(place)} has dtype {grad.dtype}; expected a "
+            "floating-point or complex dtype"
         )
     if grad.layout == torch.sparse_coo:
         coalesced = grad if grad.is_coalesced() else grad.coalesce()
@@ -276,8 +285,8 @@ def _readable(grad: Tensor, result: GradientList, place: int) -> tuple[Tensor, b
         grad = coalesced._values()
     elif grad.layout != torch.strided:
         raise TypeError(
-            f"the gradient of {result.label(place)} has layout {grad.layout}; expected strided or sparse_coo: "
-            "convert it with grad.to_dense() or grad.to_sparse_coo()"
+            f"the gradient of {result.label(place)} has layout {grad.layout}; expected strided or "
+            "sparse_coo: convert it with grad.to_dense() or grad.to_sparse_coo()"
         )
     if grad.is_complex():
         grad = torch.view_as_real(grad.conj() if grad.is_conj() else grad)
@@ -288,21 +297,22 @@ def _readable(grad: Tensor, result: GradientList, place: int) -> tuple[Tensor, b
         return flat, True
     if _overlaps(grad):
         raise ValueError(
-            f"elements of the gradient of {result.label(place)} share memory (shape {tuple(grad.shape)}, strides {grad.stride()}), "
-            "so it cannot be scaled in place; expected a gradient without overlap: replace it by grad.clone()"
+            f"elements of the gradient of {result.label(place)} share memory (shape "
+            f"{tuple(grad.shape)}, strides {grad.stride()}), so it cannot be scaled in place; "
+            "expected a gradient without overlap: replace it by grad.clone()"
         )
     return grad, False
 
 
 def _flattened(grad: Tensor) -> Tensor | None:
-    """A flat view of a gradient that is dense in another order of its dimensions, as channels_last is."""
+    """A flat view of a gradient dense in another order of its dimensions, as channels_last is."""
     order = sorted(range(grad.dim()), key=grad.stride, reverse=True)
     permuted = grad.permute(order)
     return permuted.view(-1) if permuted.is_contiguous() else None
 
 
 def _overlaps(grad: Tensor) -> bool:
-    """Whether two elements of a strided tensor may share memory: a stride within the span of the smaller ones."""
+    """Whether elements may share memory: whether a stride lies within the span of smaller ones."""
     span = 0
     for stride, size in sorted(zip(grad.stride(), grad.shape, strict=True)):
         if size > 1:

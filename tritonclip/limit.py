@@ -1,4 +1,4 @@
-"""What both backends need to know to turn norms into coefficients: one value that is handed down to them."""
+"""What backends need to know to turn norms into coefficients: one value, handed down to them."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,8 @@ class Limit:
         norm_type: p of the p-norm, of partial norms and of gradients alike.
         eps: added to the norm before the division.
         dtype: of norms and coefficients, float32 or float64.
-        grad_scale: the loss scale that the gradients still carry: a number, or a one-element tensor on any device.
+        grad_scale: the loss scale that the gradients still carry: a number, or a one-element tensor
+            on any device.
         erase_nonfinite: write zeros where the norm is not finite.
     """
 

@@ -11,7 +11,8 @@ PIECE = 131072
 def flat_pieces(tensor: Tensor, size: int, *, writable: bool = False) -> Iterator[Tensor]:
     """Every element once, in pieces of at most `size` elements; none for an empty tensor.
 
-    Pieces are 1-d: views where strides allow it, else copies. Writable pieces are always views, of any shape.
+    Pieces are 1-d: views where strides allow it, else copies. Writable pieces are always views, of
+    any shape.
     """
     if tensor.numel() == 0:
         return

@@ -25,7 +25,7 @@ def as_limit(name: str, value: object) -> float:
 
 
 def as_norm_type(value: object) -> float:
-    """p of the p-norm as a float: positive, 0, inf or -inf; the text 'inf' counts, as in torch."""
+    """The order of a norm as a float: positive, 0, inf or -inf; the text 'inf' counts."""
     number = float(value) if value in ("inf", "-inf") else as_number("norm_type", value)
     if not (number >= 0 or number == -math.inf):
         raise ValueError(f"norm_type must be positive, 0, inf or -inf, got {number}")
@@ -48,15 +48,16 @@ class _ClipNorm:
 
 @dataclass(frozen=True, slots=True)
 class ClipByGlobalNorm(_ClipNorm):
-    r"""Scales all gradients by one coefficient, so that their norm before clipping, if larger, becomes `max_norm`.
+    r"""Scales all gradients by one coefficient if their norm before clipping exceeds `max_norm`.
 
-    .. math:: g \leftarrow g \cdot \min(1, \text{max\_norm} / (\|(g_1, \dots, g_n)\|_p + \text{eps}))
+    .. math::
+        g \leftarrow g \cdot \min(1, \text{max\_norm} / (\|(g_1, \dots, g_n)\|_p + \text{eps}))
 
     Args:
         max_norm: largest norm of all gradients together; 0 or more, inf clips nothing.
         norm_type: p of the p-norm: positive, inf, -inf, or 0 for the number of nonzero elements.
-        eps: added to the norm. 1e-6 is what `torch.nn.utils.clip_grad_norm_` adds; with 0, the exact form of Paddle and
-            TensorFlow, a norm equal to `max_norm` changes nothing.
+        eps: added to the norm. 1e-6 is what `torch.nn.utils.clip_grad_norm_` adds; with 0, the
+            exact form of Paddle and TensorFlow, a norm equal to `max_norm` changes nothing.
 
     Raises:
         ValueError: a limit that is negative or NaN, a `norm_type` that names no norm.
@@ -74,7 +75,7 @@ class ClipByGlobalNorm(_ClipNorm):
 
 @dataclass(frozen=True, slots=True)
 class ClipByNorm(_ClipNorm):
-    r"""Scales each gradient by a coefficient of its own, so that its norm before clipping, if larger, becomes `max_norm`.
+    r"""Scales each gradient whose norm before clipping exceeds `max_norm`, by its own coefficient.
 
     .. math:: g_i \leftarrow g_i \cdot \min(1, \text{max\_norm} / (\|g_i\|_p + \text{eps}))
 
@@ -125,7 +126,7 @@ class ClipByValue:
     min: float
     max: float
 
-    def __init__(self, min: float, max: float | None = None) -> None:  # noqa: A002 - the names of torch.clamp
+    def __init__(self, min: float, max: float | None = None) -> None:
         if max is None:
             high = as_limit("min, the bound of both sides where max is not given,", min)
             low = -high
@@ -138,18 +139,20 @@ class ClipByValue:
 
 
 Rule = ClipByGlobalNorm | ClipByNorm | ClipByValue
+# A tuple: torch.compile traces isinstance with a union from torch 2.9 on only.
+_RULES = (ClipByGlobalNorm, ClipByNorm, ClipByValue)
 
 
 def as_rule(clip: object) -> Rule:
     """The rule itself, or `ClipByGlobalNorm` of a number."""
-    if isinstance(clip, ClipByGlobalNorm | ClipByNorm | ClipByValue):
+    if isinstance(clip, _RULES):
         return clip
-    if isinstance(clip, type) and issubclass(clip, ClipByGlobalNorm | ClipByNorm | ClipByValue):
+    if isinstance(clip, type) and issubclass(clip, _RULES):
         raise TypeError(f"clip must be a rule, got the class; write {clip.__name__}(...)")
     try:
         return ClipByGlobalNorm(clip)  # type: ignore[arg-type]  # the rule checks
     except TypeError:
         raise TypeError(
-            f"clip must be a number (the largest global norm) or one of ClipByGlobalNorm, ClipByNorm and ClipByValue, "
-            f"got {clip!r} of type {type(clip).__name__}"
+            "clip must be a number (the largest global norm) or one of ClipByGlobalNorm, "
+            f"ClipByNorm and ClipByValue, got {clip!r} of type {type(clip).__name__}"
         ) from None

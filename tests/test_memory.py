@@ -1,0 +1,121 @@
+"""Beside the gradients, a call on a CPU takes 8 MiB at most, whatever the list.
+
+What it takes is summed up from every allocation and release that torch's CPU allocator reports to
+the profiler: also inside operators, which a dispatch mode would not see, and to the byte, which
+the resident size of a process is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import FLOATS, normal, of_sizes, parameters
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+
+LIMIT = 8 * 2**20
+# 16 MiB or more of every dtype: a copy would show, and a mask of one byte an element too.
+SIZE = 2**23 + 5
+
+
+def peak(call: Callable[[], object]) -> int:
+    """The most bytes that a call held at one time."""
+    with torch.autograd.profiler.profile(profile_memory=True) as profiled:
+        call()
+    events = [e for e in profiled.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def uniform(dtype: torch.dtype, size: int = SIZE) -> torch.Tensor:
+    """Numbers between -1 and 1, made in place."""
+    return torch.empty(size, dtype=dtype).uniform_(
+        -1, 1, generator=torch.Generator().manual_seed(0)
+    )
+
+
+def spread(dtype: torch.dtype) -> torch.Tensor:
+    """Every second column of a matrix: no view of it is flat."""
+    return uniform(dtype, 2 * 2048 * 4100).view(2048, -1)[:, ::2]
+
+
+GRADIENTS = {
+    "uniform": uniform,
+    # In another order of its dimensions, and with gaps.
+    "transposed": lambda dtype: uniform(dtype, 2048 * 4100).view(2048, 4100).t(),
+    "spread": spread,
+    # What has to be measured again: nothing but zeros, and squares that underflow or overflow.
+    "zeros": lambda dtype: torch.zeros(SIZE, dtype=dtype),
+    "tiny": lambda dtype: uniform(dtype).mul_(2.0**-20 if dtype == torch.float16 else 2.0**-100),
+    "huge": lambda dtype: uniform(dtype).mul_(2.0**15 if dtype == torch.float16 else 2.0**100),
+    "nan": lambda dtype: torch.full((SIZE,), torch.nan, dtype=dtype),
+}
+
+RULES: dict[str, Any] = {
+    "global": ClipByGlobalNorm(0.5),
+    "by-norm": ClipByNorm(0.5),
+    "by-value": ClipByValue(0.25),
+}
+
+
+def test_peak_counts_what_an_operator_takes():
+    """The measurement itself: a product is held until it is summed."""
+    x = torch.ones(2**20)
+    assert 2**22 <= peak(lambda: (x * x).sum()) < 2**22 + 2**16
+    assert peak(lambda: x.mul_(2.0)) < 2**16
+    assert peak(lambda: [x.clone().sum() for _ in range(4)]) < 2**22 + 2**16
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("grad_scale", [None, 2.0])
+def test_clip_takes_little_memory(dtype, rule, grad_scale):
+    given = parameters([uniform(dtype), normal(7, dtype)])
+    assert peak(lambda: tritonclip.clip_(given, RULES[rule], grad_scale=grad_scale)) <= LIMIT
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", list(GRADIENTS)[1:])
+@pytest.mark.parametrize("rule", ["global", "by-value"])
+def test_clip_of_unusual_gradients_takes_little_memory(dtype, kind, rule):
+    given = parameters([GRADIENTS[kind](dtype)])
+    assert peak(lambda: tritonclip.clip_(given, RULES[rule])) <= LIMIT
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("norm_type", [0.0, 1.0, 3.0, torch.inf, -torch.inf])
+def test_clip_by_another_norm_takes_little_memory(dtype, norm_type):
+    given = parameters([uniform(dtype)])
+    assert peak(lambda: tritonclip.clip_(given, ClipByGlobalNorm(0.5, norm_type))) <= LIMIT
+
+
+@pytest.mark.parametrize("policy", ["error", "zero"])
+@pytest.mark.parametrize("rule", RULES)
+def test_clip_with_a_policy_takes_little_memory(rule, policy):
+    given = parameters([uniform(torch.float32)])
+    assert peak(lambda: tritonclip.clip_(given, RULES[rule], nonfinite=policy)) <= LIMIT
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_clip_of_many_small_gradients_takes_little_memory(rule):
+    """2,000 gradients that are gathered, 16 MiB of them."""
+    given = parameters(of_sizes([2100] * 2000, torch.float32))
+    assert peak(lambda: tritonclip.clip_(given, RULES[rule])) <= LIMIT
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_clip_takes_no_more_for_a_gradient_four_times_as_large(rule):
+    given = parameters([uniform(torch.float32, 4 * SIZE)])
+    assert peak(lambda: tritonclip.clip_(given, RULES[rule])) <= LIMIT
+
+
+def test_get_total_norm_takes_little_memory():
+    grads = [uniform(torch.bfloat16)]
+    assert peak(lambda: tritonclip.get_total_norm(grads)) <= LIMIT
