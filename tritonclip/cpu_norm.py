@@ -105,35 +105,25 @@ def _long_rows(x: Tensor, scratch: Tensor | None) -> Iterator[_Rows]:
         yield [slab], norms
 
 
-def batches(tensors: list[Tensor]) -> Iterator[tuple[list[Tensor], int]]:
-    """Runs of tensors of up to SMALL elements that are worth gathering, and their elements."""
+def _gathered_rows(tensors: list[Tensor]) -> Iterator[_Rows]:
+    """Rows of tensors of up to SMALL elements, end to end; zeros fill up the last of a batch."""
+    if set(map(Tensor.dim, tensors)) != {1}:
+        tensors = [tensor.view(-1) for tensor in tensors]
+    dtype = tensors[0].dtype
+    gathered = torch.empty(BATCH, dtype=dtype)
+    wide = _scratch(dtype, BATCH)
     ends = list(accumulate(map(Tensor.numel, tensors), initial=0))
     start = 0
     while start < len(tensors):
         stop = bisect_right(ends, ends[start] + BATCH - ROW) - 1
-        if ends[stop] > ends[start]:
-            yield tensors[start:stop], ends[stop] - ends[start]
+        n = ends[stop] - ends[start]
+        if n:
+            padded = n + -n % ROW
+            torch.cat(tensors[start:stop], out=gathered[:n])
+            gathered[n:padded] = 0
+            filled = gathered[:padded] if wide is None else wide[:padded].copy_(gathered[:padded])
+            yield tensors[start:stop], torch.linalg.vector_norm(filled.view(-1, ROW), dim=1)
         start = stop
-
-
-def as_vectors(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors in one dimension; themselves where they have no other."""
-    if set(map(Tensor.dim, tensors)) == {1}:
-        return tensors
-    return [tensor.reshape(-1) for tensor in tensors]
-
-
-def _gathered_rows(tensors: list[Tensor]) -> Iterator[_Rows]:
-    """Rows of tensors of up to SMALL elements, end to end; zeros fill up the last of a batch."""
-    dtype = tensors[0].dtype
-    gathered = torch.empty(BATCH, dtype=dtype)
-    wide = _scratch(dtype, BATCH)
-    for batch, n in batches(as_vectors(tensors)):
-        padded = n + -n % ROW
-        torch.cat(batch, out=gathered[:n])
-        gathered[n:padded] = 0
-        filled = gathered[:padded] if wide is None else wide[:padded].copy_(gathered[:padded])
-        yield batch, torch.linalg.vector_norm(filled.view(-1, ROW), dim=1)
 
 
 def _norms(kept: Sequence[_Rows]) -> Iterator[Tensor]:

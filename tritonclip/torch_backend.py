@@ -8,8 +8,6 @@ for the 2-norm on CPU is in `cpu_norm`.
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import compress
-from operator import not_
 
 import torch
 from torch import Tensor
@@ -200,7 +198,8 @@ def clamp_(tensors: Handle, low: float, high: float, grad_scale: float | Tensor 
     """Clamps gradients to [low, high] after division by the loss scale.
 
     On a CPU, nothing is written up to the first stretch of 4 million elements that may have one
-    outside; from there on, elements within bounds are written back as they were.
+    outside. From there on, and in gradients of up to 8,192 elements, where a look costs more than
+    a write, elements within bounds are written back as they were.
 
     Args:
         tensors: of one device and dtype.
@@ -231,22 +230,20 @@ def _unscale_and_clamp_(
 def _clamp_where_outside_(tensors: Handle, low: float, high: float) -> None:
     """Clamps on a CPU from the first stretch on that may hold an element outside."""
     sizes = list(map(Tensor.numel, tensors))
-    gathered = [
-        n <= cpu_norm.SMALL and t.is_contiguous() for t, n in zip(tensors, sizes, strict=True)
-    ]
-    few = list(compress(tensors, gathered))
-    for batch, _ in cpu_norm.batches(cpu_norm.as_vectors(few)) if few else ():
-        least, largest = torch.aminmax(torch.cat(batch))
-        if not (least >= low and largest <= high):
-            _clamp_all_(batch, low, high)
+    small = [t for t, n in zip(tensors, sizes, strict=True) if n <= cpu_norm.SMALL]
+    if small:
+        _clamp_all_(small, low, high)
+    if len(small) == len(tensors):
+        return
     inside = True
-    for tensor in compress(tensors, map(not_, gathered)):
-        # A look at a stretch that is not contiguous copies it.
-        size = STRETCH if tensor.is_contiguous() else PIECE
-        for stretch in flat_pieces(tensor, size, writable=True):
-            inside = inside and cpu_norm.within(stretch, low, high)
-            if not inside:
-                stretch.clamp_(low, high)
+    for tensor, n in zip(tensors, sizes, strict=True):
+        if n > cpu_norm.SMALL:
+            # A look at a stretch that is not contiguous copies it.
+            size = STRETCH if tensor.is_contiguous() else PIECE
+            for stretch in flat_pieces(tensor, size, writable=True):
+                inside = inside and cpu_norm.within(stretch, low, high)
+                if not inside:
+                    stretch.clamp_(low, high)
 
 
 def _clamp_all_(tensors: Handle, low: float, high: float) -> None:
