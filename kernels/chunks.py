@@ -6,6 +6,7 @@ no table is ever changed after its upload, so kernels that still run keep readin
 given.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ import torch
 from tritonclip.kernels.launch import wave
 from tritonclip.kernels.walk import CHUNK, Occupancy
 
+# Spare pinned blocks kept of a size: what one call may upload while a graph is captured.
+SPARES = 16
 # Gradient lists remembered, oldest dropped first. A training loop has one or two; a table costs
 # 4 bytes per 16,384 elements.
 CACHED_LISTS = 32
@@ -52,8 +55,10 @@ class _Cache:
         # What a CUDA graph reads at every replay lives as long as the process: nobody knows when
         # the graph is dropped.
         self._captured: list[object] = []
-        # Pinned memory cannot be allocated during capture: eager calls leave a spare behind.
-        self._spare: dict[int, torch.Tensor] = {}
+        # Pinned memory cannot be allocated during capture: every eager upload leaves a spare
+        # behind, and the next eager call makes up for those that a capture took.
+        self._spare: dict[int, list[torch.Tensor]] = {}
+        self._taken: list[int] = []
 
     def table(self, tensors: Sequence[torch.Tensor]) -> ChunkTable:
         device, dtype = tensors[0].device, tensors[0].dtype
@@ -61,6 +66,9 @@ class _Cache:
         addresses = [t.data_ptr() for t in tensors]
         key = (device, _stream(device), dtype, sizes)
         capturing = _is_capturing(device)
+        while self._taken and not capturing:
+            taken = self._taken.pop()
+            self._spare[taken].append(_pinned(taken))
 
         known = self._tables.get(key)
         if known is not None and known[0] == addresses:
@@ -72,7 +80,7 @@ class _Cache:
         if known is None:
             table = self._lay_out(device, dtype, sizes, addresses, capturing)
         else:
-            pointers = self._upload(torch.tensor(addresses, dtype=torch.int64), device, capturing)
+            pointers = self._upload(_on_cpu(addresses), device, capturing)
             table = replace(known[1], arguments=(pointers, *known[1].arguments[1:]))
         if capturing:
             # Tables uploaded by a graph hold nothing until it is replayed: no eager call may find
@@ -94,13 +102,14 @@ class _Cache:
         capturing: bool,
     ) -> ChunkTable:
         """All tables of a new gradient list, in one upload."""
-        size = torch.tensor(sizes, dtype=torch.int64)
+        size = _on_cpu(sizes)
         n_own = ((size + CHUNK - 1) // CHUNK).clamp_min(1)
         first = torch.cumsum(n_own, 0) - n_own
-        owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), n_own)
+        places = torch.arange(len(sizes), dtype=torch.int32, device="cpu")
+        owners = torch.repeat_interleave(places, n_own)
         n, n_chunks = len(sizes), len(owners)
 
-        packed = torch.cat([torch.tensor(addresses, dtype=torch.int64), size, first])
+        packed = torch.cat([_on_cpu(addresses), size, first])
         tables = self._upload(packed, device, capturing)
         return ChunkTable(
             device=device,
@@ -120,23 +129,34 @@ class _Cache:
         if device.type == "cpu":
             return table
         n_bytes = table.numel() * table.element_size()
+        room = _size_class(n_bytes)
+        spare = self._spare.setdefault(room, [])
         if capturing:
-            pinned = self._spare.pop(_size_class(n_bytes), None)
-            if pinned is None:
+            if not spare:
                 raise RuntimeError(
                     "tritonclip cannot allocate pinned memory while a CUDA graph is captured: "
                     "expected a call on these parameters before the capture; call the same clip "
                     "function once, eagerly, before capturing"
                 )
+            pinned = spare.pop()
+            self._taken.append(room)
             self._captured.append(pinned)
         else:
-            pinned = torch.empty(_size_class(n_bytes), dtype=torch.uint8, pin_memory=True)
-            self._spare.setdefault(
-                len(pinned), torch.empty(len(pinned), dtype=torch.uint8, pin_memory=True)
-            )
+            pinned = _pinned(room)
+            if len(spare) < SPARES:
+                spare.append(_pinned(room))
         staged = pinned[:n_bytes].view(table.dtype)
         staged.copy_(table)
         return staged.to(device, non_blocking=True)
+
+
+def _on_cpu(numbers: Sequence[int]) -> torch.Tensor:
+    """The numbers as int64[n], whatever the default device is."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def _pinned(n_bytes: int) -> torch.Tensor:
+    return torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _size_class(n_bytes: int) -> int:
@@ -154,6 +174,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 _cache = _Cache()
+_lock = threading.Lock()
 
 
 def chunk_table(tensors: Sequence[torch.Tensor]) -> ChunkTable:
@@ -163,4 +184,5 @@ def chunk_table(tensors: Sequence[torch.Tensor]) -> ChunkTable:
         tensors: gradients of one device and one dtype, each a contiguous piece of memory; at least
             one.
     """
-    return _cache.table(tensors)
+    with _lock:
+        return _cache.table(tensors)

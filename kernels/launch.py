@@ -1,5 +1,6 @@
 """The one place where kernels are launched."""
 
+import struct
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -63,4 +64,4 @@ def launch(
 
 def float_bits(x: float) -> int:
     """The bits of a float64 as an integer: an argument that no launcher rounds to float32."""
-    return int(torch.tensor(x, dtype=torch.float64).view(torch.int64))
+    return int(struct.unpack("<q", struct.pack("<d", x))[0])

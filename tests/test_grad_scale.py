@@ -12,6 +12,7 @@ from cases import (
     assert_bits,
     assert_norm,
     copies,
+    grad_of,
     normal,
     of_sizes,
     parameter,
@@ -178,3 +179,14 @@ def test_grad_scale_from_a_grad_scaler_matches_unscaling_first(backend):
             tritonclip.clip_(model.parameters(), 0.5)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0), ClipByValue(0.5)], ids=repr)
+def test_calls_ignore_the_default_device(device, rule):
+    """Tables, scratch and scalars belong where the gradients are, not on the default device."""
+    one = parameter(torch.linspace(-3, 3, 9000, device=device))
+    other = parameter(grad_of(one).clone())
+    with torch.device("meta"):
+        tritonclip.clip_([one], rule, grad_scale=2.0)
+    tritonclip.clip_([other], rule, grad_scale=2.0)
+    assert torch.equal(grad_of(one), grad_of(other))

@@ -132,7 +132,9 @@ def _in_order(found: GradientList, results: list[tuple[Tensor, Tensor]]) -> Tens
     norms = torch.cat([norms.to(found.device) for norms, _ in results])
     places = [place for group in found.groups for place in group.places]
     order = sorted(range(len(places)), key=places.__getitem__)
-    return norms[torch.tensor(order, device="cpu").to(found.device, non_blocking=True)]
+    # By slices, not by an index tensor: that would be an upload, which no graph can capture.
+    pieces = norms.split(1)
+    return torch.cat([pieces[i] for i in order])
 
 
 def _clamp(
@@ -187,7 +189,9 @@ def _raise_if_nonfinite(found: GradientList, norm_type: float, norm: Tensor, rem
 
 
 def _dense_part(grad: Tensor) -> Tensor:
-    return grad.coalesce()._values() if _is_sparse(grad) else grad
+    """A gradient's elements, in a dtype that can be asked for NaN; float8 cannot."""
+    grad = grad.coalesce()._values() if _is_sparse(grad) else grad
+    return grad.float() if grad.dtype.itemsize == 1 else grad
 
 
 @torch.no_grad()

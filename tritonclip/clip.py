@@ -14,10 +14,11 @@ from tritonclip.rules import (
     ClipByNorm,
     ClipByValue,
     Rule,
+    as_grad_scale,
     as_limit,
     as_norm_type,
-    as_number,
     as_rule,
+    check_one_float,
 )
 
 Parameters = Tensor | Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
@@ -102,33 +103,10 @@ def clip_(
     rule = as_rule(clip)
     if nonfinite not in _POLICIES:
         raise ValueError(f"nonfinite must be 'propagate', 'error' or 'zero', got {nonfinite!r}")
-    scale = _as_grad_scale(grad_scale)
+    scale = as_grad_scale(grad_scale)
     if torch.compiler.is_compiling():
         return compiled.clip_(parameters, rule, nonfinite, scale)
     return apply.clip_(gradients.of_parameters(parameters), rule, nonfinite, scale)
-
-
-def _as_grad_scale(grad_scale: object) -> float | Tensor:
-    """The loss scale as a number, or as a one-element tensor on a device that is not waited for."""
-    if grad_scale is None:
-        return 1.0
-    if isinstance(grad_scale, Tensor):
-        _check_one_float("grad_scale", grad_scale)
-        if grad_scale.device.type != "cpu" or torch.compiler.is_compiling():
-            return grad_scale.detach()
-    number = as_number("grad_scale", grad_scale)
-    info = torch.finfo(torch.float32)
-    if not info.tiny <= number <= info.max:
-        raise ValueError(f"grad_scale must be positive and fit float32, got {number}")
-    return number
-
-
-def _check_one_float(name: str, tensor: Tensor) -> None:
-    expected = f"{name} must be a one-element floating-point tensor or a number"
-    if not tensor.is_floating_point():
-        raise TypeError(f"{expected}, got {tensor.dtype}")
-    if tensor.numel() != 1:
-        raise ValueError(f"{expected}, got shape {tuple(tensor.shape)}")
 
 
 def _as_float(number: object) -> object:
@@ -279,9 +257,11 @@ def clip_grads_with_norm_(
     """
     limit_to = as_limit("max_norm", _as_float(max_norm))
     if isinstance(total_norm, Tensor):
-        _check_one_float("total_norm", total_norm)
+        check_one_float("total_norm", total_norm)
     else:
-        total_norm = torch.tensor(as_number("total_norm", total_norm), dtype=torch.float64)
+        total_norm = torch.tensor(
+            as_limit("total_norm", total_norm), dtype=torch.float64, device="cpu"
+        )
     if torch.compiler.is_compiling():
         compiled.scale_to_norm_(parameters, limit_to, total_norm)
     else:

@@ -13,7 +13,13 @@ from torch.nn import Module
 
 from tritonclip import apply
 from tritonclip.gradients import GradientList, of_tensors
-from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue, Rule
+from tritonclip.rules import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByValue,
+    Rule,
+    as_grad_scale,
+)
 
 _KINDS: dict[str, type[ClipByGlobalNorm] | type[ClipByNorm] | type[ClipByValue]] = {
     "global_norm": ClipByGlobalNorm,
@@ -92,7 +98,7 @@ def _clip_op(
     names: str,
 ) -> Tensor:
     rule = _KINDS[kind](*numbers)
-    scale = grad_scale if grad_scale_tensor is None else grad_scale_tensor
+    scale = as_grad_scale(grad_scale if grad_scale_tensor is None else grad_scale_tensor)
     norm = apply.clip_(_found(grads, names), rule, nonfinite, scale)
     return grads[0].new_empty(0, dtype=_result_dtype(grads)) if norm is None else norm.clone()
 

@@ -43,7 +43,7 @@ _Rows = tuple[Sequence[Tensor], Tensor]
 
 def two_norms(tensors: list[Tensor]) -> Iterator[Tensor]:
     """0-d float64 2-norms of pieces that make up CPU tensors of one dtype; at least one."""
-    yield torch.zeros((), dtype=torch.float64)
+    yield torch.zeros((), dtype=torch.float64, device="cpu")
     kept: list[_Rows] = []
     n_kept = 0
     for rows in _rows(list(filter(Tensor.is_contiguous, tensors))):
@@ -88,7 +88,7 @@ def _rows(tensors: list[Tensor]) -> Iterator[_Rows]:
 
 def _scratch(dtype: torch.dtype, size: int) -> Tensor | None:
     """Room for so many elements as float32, where a dtype needs it; fresh memory is slow."""
-    return None if dtype in _TRUSTED else torch.empty(size, dtype=torch.float32)
+    return None if dtype in _TRUSTED else torch.empty(size, dtype=torch.float32, device="cpu")
 
 
 def _long_rows(x: Tensor, scratch: Tensor | None) -> Iterator[_Rows]:
@@ -97,7 +97,7 @@ def _long_rows(x: Tensor, scratch: Tensor | None) -> Iterator[_Rows]:
         if scratch is None:
             yield [slab], torch.linalg.vector_norm(slab.view(-1, ROW), dim=1)
             continue
-        norms = torch.empty(slab.numel() // ROW, dtype=torch.float32)
+        norms = torch.empty(slab.numel() // ROW, dtype=torch.float32, device="cpu")
         pieces = slab.split(SCRATCH)
         for piece, out in zip(pieces, norms.split(SCRATCH // ROW), strict=True):
             wide = scratch[: piece.numel()].copy_(piece)
@@ -110,7 +110,7 @@ def _gathered_rows(tensors: list[Tensor]) -> Iterator[_Rows]:
     if set(map(Tensor.dim, tensors)) != {1}:
         tensors = [tensor.view(-1) for tensor in tensors]
     dtype = tensors[0].dtype
-    gathered = torch.empty(BATCH, dtype=dtype)
+    gathered = torch.empty(BATCH, dtype=dtype, device="cpu")
     wide = _scratch(dtype, BATCH)
     ends = list(accumulate(map(Tensor.numel, tensors), initial=0))
     start = 0

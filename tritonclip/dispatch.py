@@ -98,7 +98,9 @@ def asked_backend() -> str:
     asked = _asked.get()
     if asked is not None:
         return asked
-    return _checked_name(os.environ.get("TRITONCLIP_BACKEND", "auto").lower(), "TRITONCLIP_BACKEND")
+    return _checked_name(
+        (os.environ.get("TRITONCLIP_BACKEND") or "auto").lower(), "TRITONCLIP_BACKEND"
+    )
 
 
 def verification_asked() -> bool:
@@ -263,9 +265,14 @@ def measure(groups: Sequence[Group], norm_type: float, *, each: bool = False) ->
 
 def given(groups: Sequence[Group], norm: Tensor) -> Measured:
     """A norm that somebody else measured, in place of a measurement."""
-    norms = norm.detach().reshape(1)
-    devices = {group.device for group in groups}
-    return Measured(False, _parts(groups), {d: norms.to(d).to(_wide(d)) for d in devices})
+    norms = norm.detach().abs().reshape(1)
+    # An upload need not be waited for; a download must be.
+    uploaded = norms.device.type == "cpu"
+    own = {
+        device: norms.to(device, non_blocking=uploaded).to(_wide(device))
+        for device in {group.device for group in groups}
+    }
+    return Measured(False, _parts(groups), own)
 
 
 def clamp_(groups: Sequence[Group], low: float, high: float, grad_scale: float | Tensor) -> None:
@@ -306,4 +313,4 @@ def _bound(bound: float, dtype: torch.dtype) -> float:
     largest = torch.finfo(dtype).max
     if abs(bound) != float("inf"):
         bound = min(max(bound, -largest), largest)
-    return float(torch.tensor(bound, dtype=torch.float64).to(dtype))
+    return float(torch.tensor(bound, dtype=torch.float64, device="cpu").to(dtype))

@@ -57,9 +57,8 @@ def _norms(tensors: Handle, norm_type: float, dtype: torch.dtype) -> Iterator[Te
 
 def _exact_norms(tensors: Handle, norm_type: float, dtype: torch.dtype) -> Iterator[Tensor]:
     """0-d norms of small pieces, for any device, norm type and magnitude; at least one."""
-    yield torch.tensor(
-        math.inf if norm_type == -math.inf else 0.0, dtype=dtype, device=tensors[0].device
-    )
+    nothing = math.inf if norm_type == -math.inf else 0.0
+    yield torch.full((), nothing, dtype=dtype, device=tensors[0].device)
     for tensor in tensors:
         for piece in flat_pieces(tensor, PIECE):
             yield _exact_norm(piece, norm_type, dtype)
@@ -67,9 +66,9 @@ def _exact_norms(tensors: Handle, norm_type: float, dtype: torch.dtype) -> Itera
 
 def _exact_norm(x: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
     """The 0-d norm of a small 1-d tensor, in `dtype`, after division by the largest magnitude."""
-    if norm_type == 0:
-        return torch.count_nonzero(x).to(dtype)
     magnitudes = x.to(dtype, copy=True).abs_()
+    if norm_type == 0:
+        return torch.count_nonzero(magnitudes).to(dtype)
     if norm_type == -math.inf:
         return magnitudes.min()
     largest = magnitudes.max()
@@ -100,9 +99,16 @@ def _coefficient(norm: Tensor, limit: Limit) -> Tensor:
     return torch.where(keep, 1.0, ratio)
 
 
+def _scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number as a 0-d tensor, filled in on the device: an upload would be a sync."""
+    if isinstance(value, Tensor):
+        return value.to(device, dtype).reshape(())
+    return torch.full((), value, dtype=dtype, device=device)
+
+
 def _results(norms: Tensor, limit: Limit) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """From raw norms: norms and coefficients for users, multipliers, and where to write zeros."""
-    grad_scale = torch.as_tensor(limit.grad_scale, dtype=norms.dtype, device=norms.device)
+    grad_scale = _scalar(limit.grad_scale, norms.dtype, norms.device)
     measured = (norms / grad_scale).to(limit.dtype)
     coefficients = _coefficient(measured, limit)
     multipliers = coefficients / grad_scale.to(limit.dtype)
@@ -174,14 +180,18 @@ def _multiply_(tensors: Handle, multiplier: Tensor, erase: Tensor) -> None:
             for tensor in tensors:
                 tensor.zero_()
         return
-    if _has_foreach(tensors):
+    on_cpu = multiplier.device.type == "cpu"
+    # Elsewhere foreach rounds the multiplier to the tensors' dtype first.
+    if _has_foreach(tensors) and (on_cpu or tensors[0].dtype == multiplier.dtype):
         torch._foreach_mul_(tensors, multiplier)
-    else:
-        for piece in _writable_pieces(tensors):
-            piece.copy_(piece.to(multiplier.dtype, copy=True).mul_(multiplier))
-    if multiplier.device.type != "cpu":
-        for tensor in tensors:
-            tensor.masked_fill_(erase, 0.0)
+        if not on_cpu:
+            for tensor in tensors:
+                tensor.masked_fill_(erase, 0.0)
+        return
+    # On a CPU, erase is false by now.
+    for piece in _writable_pieces(tensors):
+        wide = piece.to(multiplier.dtype, copy=True).mul_(multiplier)
+        piece.copy_(wide.masked_fill_(erase, 0.0))
 
 
 def _has_foreach(tensors: Handle) -> bool:
@@ -221,7 +231,7 @@ def _unscale_and_clamp_(
 ) -> None:
     """Divides by the loss scale and clamps, both in float32 or wider, rounding once."""
     wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
-    scale = torch.as_tensor(grad_scale, dtype=wide, device=tensors[0].device)
+    scale = _scalar(grad_scale, wide, tensors[0].device)
     factor = torch.ones_like(scale) / scale
     for piece in _writable_pieces(tensors):
         piece.copy_(piece.to(wide, copy=True).mul_(factor).clamp_(low, high))
