@@ -164,3 +164,11 @@ def test_compiled_clip_below_the_limit_changes_nothing(device):
     before = copies(one.grad for one in params)
     compiled(lambda given: tritonclip.clip_(given, 1e4))(params)
     assert_bits([one.grad for one in params], before)
+
+
+def test_compiled_clip_takes_a_one_element_grad_scale(device):
+    one, other = (parameters([torch.tensor([6.0, 8.0], device=device)])[0] for _ in range(2))
+    scale = torch.tensor([2.0])
+    compiled(lambda given: tritonclip.clip_(given, 1.0, grad_scale=scale))([one])
+    tritonclip.clip_([other], 1.0, grad_scale=scale)
+    assert torch.equal(grad_of(one), grad_of(other))

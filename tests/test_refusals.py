@@ -145,3 +145,12 @@ def test_clip_refuses_a_distributed_tensor():
         assert weight.grad.to_local().tolist() == [8.0] * 4
     finally:
         distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("total_norm", [-5.0, torch.nan])
+def test_clip_grads_with_norm_refuses_numbers_that_are_no_norm(device, total_norm):
+    one = torch.ones(3, requires_grad=True)
+    one.grad = torch.ones(3)
+    with pytest.raises(ValueError, match="total_norm"):
+        tritonclip.clip_grads_with_norm_([one], 1.0, total_norm)
+    assert one.grad.tolist() == [1.0, 1.0, 1.0]

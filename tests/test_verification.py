@@ -304,3 +304,17 @@ def test_verify_holds_in_its_own_thread_only(monkeypatch):
     with ThreadPoolExecutor(max_workers=1) as pool, tritonclip.verify():
         assert verification.is_on()
         assert not pool.submit(verification.is_on).result()
+
+
+def test_verify_accepts_a_norm_beyond_the_range_of_its_dtype(device):
+    grads = [torch.full((4,), 3e38, device=device)]
+    with tritonclip.verify():
+        norm = tritonclip.clip_(parameters(grads), 1.0)
+    assert norm == torch.inf
+
+
+def test_verify_accepts_float32_beside_float64(device):
+    grads = [torch.rand(300, dtype=torch.float64, device=device), torch.rand(300, device=device)]
+    with tritonclip.verify():
+        norm = tritonclip.clip_(parameters(grads), 1.0)
+    assert norm.dtype == torch.float64

@@ -63,6 +63,9 @@ class Expectation:
     def __init__(self, found: GradientList) -> None:
         self._found = found
         self._before = [_plain(g).clone() for g in found.grads]
+        # Norms of narrower gradients are no better for being returned as float64.
+        wide = all(g.dtype in (torch.float64, torch.complex128) for g in self._before)
+        self._norm_tolerance = _NORM_TOLERANCE[torch.float64 if wide else torch.float32]
 
     def check_clip(
         self, rule: Rule, nonfinite: str, grad_scale: float | Tensor, result: Tensor | None
@@ -112,9 +115,7 @@ class Expectation:
         _raise(mismatches)
 
     def _compare_norms(self, expected: list[float], result: Tensor) -> None:
-        # Norms of narrower gradients are no better for being returned as float64.
-        wide = all(g.dtype in (torch.float64, torch.complex128) for g in self._before)
-        tolerance = _NORM_TOLERANCE[torch.float64 if wide else torch.float32]
+        tolerance = self._norm_tolerance
         found = result.reshape(-1).tolist()
         mismatches = []
         for i, (ours, reference) in enumerate(zip(found, expected, strict=True)):
@@ -130,7 +131,7 @@ class Expectation:
         ours = _wide(_plain(self._found.grads[place]))
         dtype = self._before[place].dtype
         info = torch.finfo(dtype)
-        norm_tolerance = _NORM_TOLERANCE[torch.float64 if info.eps < 1e-10 else torch.float32]
+        norm_tolerance = self._norm_tolerance
         # Rounding to the gradient's dtype may also carry past its largest value, and loses what is
         # below its least.
         expected_here = expected.to(dtype).to(expected.dtype)
