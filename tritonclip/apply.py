@@ -5,6 +5,7 @@ Arguments are checked by now.
 
 import math
 import warnings
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from tritonclip import dispatch, verification
 from tritonclip.gradients import GradientList
 from tritonclip.limit import Limit
-from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue, Rule
+from tritonclip.rules import ClipByNorm, ClipByValue, Rule
 
 TORCH_REMEDY = (
     "To disable this error and scale the gradients by the non-finite norm anyway, set "
@@ -36,25 +37,105 @@ def clip_(
             UserWarning,
             stacklevel=4,
         )
-    _refuse_for_rule(found, rule)
+    refuse_for_rule(found, rule)
     if not found.groups:
         shape = 0 if isinstance(rule, ClipByNorm) else ()
         return None if isinstance(rule, ClipByValue) else torch.zeros(shape, device=found.device)
-    expected = verification.Expectation(found) if verification.is_on() else None
-    if isinstance(rule, ClipByValue):
-        result = None
-        _clamp(found, rule, nonfinite, grad_scale, remedy)
-    elif isinstance(rule, ClipByNorm):
-        result = _scale_each(found, rule, nonfinite, grad_scale, remedy)
-    else:
-        result = _scale(found, rule, nonfinite, grad_scale, remedy)
-    found.finish_writing()
-    if expected is not None:
-        expected.check_clip(rule, nonfinite, grad_scale, result)
-    return result
+    clipping = Clipping(found, rule, grad_scale, look=nonfinite != "propagate")
+    if nonfinite == "error":
+        clipping.raise_if_nonfinite(remedy)
+    return clipping.write_(nonfinite)
 
 
-def _refuse_for_rule(found: GradientList, rule: Rule) -> None:
+class Clipping:
+    """One rule on one gradient list that is not empty: measured on construction, written later.
+
+    Several can so be measured and judged before the first of them writes.
+
+    Args:
+        found: gradients that the rule has a meaning for.
+        rule: what to clip to.
+        grad_scale: the loss scale that the gradients still carry.
+        look: whether norms will be asked for; ClipByValue needs none to write.
+    """
+
+    def __init__(
+        self, found: GradientList, rule: Rule, grad_scale: float | Tensor, *, look: bool
+    ) -> None:
+        self.found, self.rule, self.grad_scale = found, rule, grad_scale
+        self._coefficients: list[Tensor] = []
+        self._measured: dispatch.Measured | None = None
+        if look or not isinstance(rule, ClipByValue):
+            each = isinstance(rule, ClipByNorm)
+            self._measured = dispatch.measure(found.groups, self._norm_type, each=each)
+
+    @property
+    def _norm_type(self) -> float:
+        return math.inf if isinstance(self.rule, ClipByValue) else self.rule.norm_type
+
+    def _limit(self, nonfinite: str) -> Limit:
+        erase = nonfinite == "zero"
+        dtype = self.found.result_dtype
+        if isinstance(self.rule, ClipByValue):
+            return Limit(math.inf, math.inf, 0.0, dtype, self.grad_scale, erase)
+        rule = self.rule
+        return Limit(rule.max_norm, rule.norm_type, rule.eps, dtype, self.grad_scale, erase)
+
+    def _joined(self, results: list[Tensor]) -> Tensor:
+        """One result for the list from those of its groups: the first, or all in order."""
+        if isinstance(self.rule, ClipByNorm):
+            return _in_order(self.found, results)
+        return results[0].to(self.found.device)
+
+    def norm(self) -> Tensor:
+        """The norm before clipping, in order for ClipByNorm; for ClipByValue of order inf."""
+        assert self._measured is not None, "made without look"
+        results = self._measured.scale_(self._limit("propagate"), write=False)
+        return self._joined([norm for norm, _ in results])
+
+    def raise_if_nonfinite(self, remedy: str) -> None:
+        """RuntimeError where a norm is not finite; waits for the device."""
+        norm = self.norm()
+        if not isinstance(self.rule, ClipByNorm):
+            _raise_if_nonfinite(self.found, self._norm_type, norm, remedy)
+        elif not bool(torch.isfinite(norm).all()):
+            places = (~torch.isfinite(norm)).nonzero().flatten().tolist()
+            raise RuntimeError(
+                f"The norms of order {self.rule.norm_type} of {self.found.labels(places)} are "
+                f"non-finite, so they cannot be clipped. {remedy}"
+            )
+
+    def write_(self, nonfinite: str) -> Tensor | None:
+        """Clips, once; returns the norm before clipping, None for ClipByValue."""
+        expected = verification.Expectation(self.found) if verification.is_on() else None
+        norm = None
+        if isinstance(self.rule, ClipByValue):
+            dispatch.clamp_(self.found.groups, self.rule.min, self.rule.max, self.grad_scale)
+            if nonfinite == "zero":
+                # Last, for bounds that exclude 0; by now the gradients carry no loss scale.
+                assert self._measured is not None, "made without look"
+                self._measured.scale_(replace(self._limit(nonfinite), grad_scale=1.0))
+        else:
+            assert self._measured is not None
+            results = self._measured.scale_(self._limit(nonfinite))
+            norm = self._joined([n for n, _ in results])
+            self._coefficients = [c for _, c in results]
+        self.found.finish_writing()
+        if expected is not None:
+            expected.check_clip(self.rule, nonfinite, self.grad_scale, norm)
+        return norm
+
+    def least_coefficient(self) -> Tensor | None:
+        """The least coefficient that was written, 0-d; None for ClipByValue."""
+        if not self._coefficients:
+            return None
+        if not isinstance(self.rule, ClipByNorm):
+            return self._coefficients[0].to(self.found.device)
+        least = [c.min().to(self.found.device) for c in self._coefficients]
+        return least[0] if len(least) == 1 else torch.stack(least).min()
+
+
+def refuse_for_rule(found: GradientList, rule: Rule) -> None:
     """Refuses gradients that a rule has no meaning for."""
     if isinstance(rule, ClipByValue):
         complex_places = found.places_where(Tensor.is_complex)
@@ -87,89 +168,16 @@ def _is_sparse(grad: Tensor) -> bool:
     return grad.layout == torch.sparse_coo
 
 
-def _scale(
-    found: GradientList,
-    rule: ClipByGlobalNorm,
-    nonfinite: str,
-    grad_scale: float | Tensor,
-    remedy: str,
-) -> Tensor:
-    """Scales all gradients by one coefficient; returns the global norm."""
-    limit = _limit(found, rule, nonfinite, grad_scale)
-    measured = dispatch.measure(found.groups, rule.norm_type)
-    if nonfinite == "error":
-        norm = _first_norm(found, measured.scale_(limit, write=False))
-        _raise_if_nonfinite(found, rule.norm_type, norm, remedy)
-    return _first_norm(found, measured.scale_(limit))
-
-
-def _first_norm(found: GradientList, results: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The norm as the first gradient's device has it."""
-    return results[0][0].to(found.device)
-
-
-def _scale_each(
-    found: GradientList, rule: ClipByNorm, nonfinite: str, grad_scale: float | Tensor, remedy: str
-) -> Tensor:
-    """Scales each gradient by a coefficient of its own; returns the norms in order."""
-    limit = _limit(found, rule, nonfinite, grad_scale)
-    measured = dispatch.measure(found.groups, rule.norm_type, each=True)
-    if nonfinite == "error":
-        norms = _in_order(found, measured.scale_(limit, write=False))
-        if not bool(torch.isfinite(norms).all()):
-            places = (~torch.isfinite(norms)).nonzero().flatten().tolist()
-            raise RuntimeError(
-                f"The norms of order {rule.norm_type} of {found.labels(places)} are non-finite, "
-                f"so they cannot be clipped. {remedy}"
-            )
-    return _in_order(found, measured.scale_(limit))
-
-
-def _in_order(found: GradientList, results: list[tuple[Tensor, Tensor]]) -> Tensor:
+def _in_order(found: GradientList, norms: list[Tensor]) -> Tensor:
     """Norms by group as one tensor in the order of the gradient list."""
-    if len(results) == 1:
-        return results[0][0]
-    norms = torch.cat([norms.to(found.device) for norms, _ in results])
+    if len(norms) == 1:
+        return norms[0]
+    joined = torch.cat([n.to(found.device) for n in norms])
     places = [place for group in found.groups for place in group.places]
     order = sorted(range(len(places)), key=places.__getitem__)
     # By slices, not by an index tensor: that would be an upload, which no graph can capture.
-    pieces = norms.split(1)
+    pieces = joined.split(1)
     return torch.cat([pieces[i] for i in order])
-
-
-def _clamp(
-    found: GradientList, rule: ClipByValue, nonfinite: str, grad_scale: float | Tensor, remedy: str
-) -> None:
-    """Clamps every element; with a policy, after a look at the largest magnitude."""
-    if nonfinite == "propagate":
-        dispatch.clamp_(found.groups, rule.min, rule.max, grad_scale)
-        return
-    erase = nonfinite == "zero"
-    limit = Limit(math.inf, math.inf, 0.0, found.result_dtype, erase_nonfinite=erase)
-    measured = dispatch.measure(found.groups, math.inf)
-    if not erase:
-        norm = _first_norm(found, measured.scale_(limit, write=False))
-        _raise_if_nonfinite(found, math.inf, norm, remedy)
-    dispatch.clamp_(found.groups, rule.min, rule.max, grad_scale)
-    if erase:
-        # Last, for bounds that exclude 0.
-        measured.scale_(limit)
-
-
-def _limit(
-    found: GradientList,
-    rule: ClipByGlobalNorm | ClipByNorm,
-    nonfinite: str,
-    grad_scale: float | Tensor,
-) -> Limit:
-    return Limit(
-        max_norm=rule.max_norm,
-        norm_type=rule.norm_type,
-        eps=rule.eps,
-        dtype=found.result_dtype,
-        grad_scale=grad_scale,
-        erase_nonfinite=nonfinite == "zero",
-    )
 
 
 def _raise_if_nonfinite(found: GradientList, norm_type: float, norm: Tensor, remedy: str) -> None:
@@ -202,7 +210,8 @@ def total_norm(found: GradientList, norm_type: float, error_if_nonfinite: bool =
     if norm_type == -math.inf:
         _refuse_sparse_minimum(found)
     limit = Limit(math.inf, norm_type, 0.0, found.result_dtype)
-    norm = _first_norm(found, dispatch.measure(found.groups, norm_type).scale_(limit, write=False))
+    norm, _ = dispatch.measure(found.groups, norm_type).scale_(limit, write=False)[0]
+    norm = norm.to(found.device)
     if error_if_nonfinite:
         _raise_if_nonfinite(found, norm_type, norm, TORCH_REMEDY)
     if verification.is_on():
