@@ -8,7 +8,10 @@ from tritonclip.clip import (
     get_total_norm,
 )
 from tritonclip.dispatch import use_backend
+from tritonclip.optimizer import ClippedOptimizer
 from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from tritonclip.scaler import GradScaler
+from tritonclip.stats import ClipStats
 from tritonclip.verification import VerificationError, verify
 
 __version__ = "0.1.0"
@@ -17,6 +20,9 @@ __all__ = [
     "ClipByGlobalNorm",
     "ClipByNorm",
     "ClipByValue",
+    "ClipStats",
+    "ClippedOptimizer",
+    "GradScaler",
     "VerificationError",
     "clip_",
     "clip_grad_norm_",

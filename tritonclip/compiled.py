@@ -139,8 +139,5 @@ def _(grads: Sequence[Tensor], max_norm: float, total_norm: Tensor, names: str) 
 
 def _found(grads: Sequence[Tensor], names: str) -> GradientList:
     """The gradient list inside an operator."""
-    found = of_tensors(list(grads))
-    found.noun = "gradients"
-    if names:
-        found.names = [names.split("\n")[i] for i in found.positions]
-    return found
+    label_of = names.split("\n").__getitem__ if names else "gradients[{}]".format
+    return of_tensors(list(grads), label_of)

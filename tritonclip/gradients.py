@@ -61,18 +61,16 @@ class GradientList:
         device: where results go: of the first gradient, else of the first parameter.
         grads: the gradients as users see them, each once, in order.
         groups: what backends read and write.
-        names: for messages, one a gradient; None where only positions are known.
+        label_of: what messages call the i-th of what the user handed over.
         positions: the place of each gradient among what the user handed over.
-        noun: what the user handed over, for messages.
         came_from_empty_generator: nothing was handed over, by a generator that was already
             exhausted.
     """
 
     device: torch.device
     grads: list[Tensor]
-    names: list[str] | None = None
+    label_of: Callable[[int], str]
     positions: Sequence[int] = ()
-    noun: str = "parameters"
     came_from_empty_generator: bool = False
     groups: list[Group] = field(default_factory=list)
     # Sparse gradients that had to be coalesced into a new tensor, and that tensor.
@@ -88,9 +86,7 @@ class GradientList:
 
     def label(self, place: int) -> str:
         """How messages call the gradient at a place of the list."""
-        if self.names is not None:
-            return self.names[place]
-        return f"{self.noun}[{self.positions[place]}]"
+        return self.label_of(self.positions[place])
 
     def labels(self, places: Iterable[int]) -> str:
         """Some gradients for a message, at most eight by name."""
@@ -110,8 +106,14 @@ class GradientList:
             torch.autograd.graph.increment_version(self._sparse)
 
 
-def of_parameters(parameters: object) -> GradientList:
+def of_parameters(
+    parameters: object, label_of: Callable[[int], str] = "parameters[{}]".format
+) -> GradientList:
     """The gradients of what `clip_` accepts: tensors, a module, or named parameters.
+
+    Args:
+        parameters: what was handed over.
+        label_of: what messages call the i-th parameter where it has no name.
 
     Raises:
         TypeError: what is none of these; gradients that are no plain floating-point or complex
@@ -119,9 +121,9 @@ def of_parameters(parameters: object) -> GradientList:
         ValueError: gradients whose elements overlap in memory.
     """
     items = _items(parameters)
-    names: list[str] | None = None
     if items and isinstance(items[0], tuple):
         names, items = _unzip(items)
+        label_of = names.__getitem__
     _check_tensors(items, "parameters")
 
     grads = [g for p in items if (g := p.grad) is not None and getattr(p, "need_clip", True)]
@@ -131,17 +133,19 @@ def of_parameters(parameters: object) -> GradientList:
             i for i, p in enumerate(items) if p.grad is not None and getattr(p, "need_clip", True)
         ]
     device = items[0].device if items else torch.device("cpu")
-    result = _gradient_list(grads, positions, device, "parameters", names)
+    result = _gradient_list(grads, positions, device, label_of)
     result.came_from_empty_generator = isinstance(parameters, GeneratorType) and not items
     return result
 
 
-def of_tensors(tensors: object) -> GradientList:
+def of_tensors(
+    tensors: object, label_of: Callable[[int], str] = "tensors[{}]".format
+) -> GradientList:
     """The gradient list whose gradients are the tensors themselves; raises as above."""
     items = _items(tensors)
     _check_tensors(items, "tensors")
     device = items[0].device if items else torch.device("cpu")
-    return _gradient_list(items, range(len(items)), device, "tensors", None)
+    return _gradient_list(items, range(len(items)), device, label_of)
 
 
 def _check_tensors(items: Sequence[object], noun: str) -> None:
@@ -185,8 +189,7 @@ def _gradient_list(
     grads: list[Tensor],
     positions: Sequence[int],
     device: torch.device,
-    noun: str,
-    names: list[str] | None,
+    label_of: Callable[[int], str],
 ) -> GradientList:
     """Drops repeated gradients, checks the others, and groups them."""
     once = _distinct(grads)
@@ -196,9 +199,8 @@ def _gradient_list(
     result = GradientList(
         device=grads[0].device if grads else device,
         grads=grads,
-        names=None if names is None else [names[i] for i in positions],
+        label_of=label_of,
         positions=positions,
-        noun=noun,
     )
     if grads:
         _fill_groups(result)

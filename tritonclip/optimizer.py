@@ -1,0 +1,424 @@
+"""An optimizer that clips where clipping belongs: in its own step, once, before the update."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, SGD, Optimizer
+
+from tritonclip.rules import Rule, as_rule
+from tritonclip.stats import ClipStats
+from tritonclip.step import StepClipping, rule_of
+
+Closure = Callable[[], Any]
+StepNonfinite = Literal["propagate", "error", "zero", "skip"]
+_POLICIES = ("propagate", "error", "zero", "skip")
+# Where the wrapper's statistics stand in a checkpoint.
+_STATS_KEY = "tritonclip"
+_wrappers: WeakKeyDictionary[Optimizer, "ref[ClippedOptimizer]"] = WeakKeyDictionary()
+
+
+class _NonfiniteEvaluationError(Exception):
+    """A closure that was evaluated again, within a step, gave gradients that are not finite."""
+
+
+class ClippedOptimizer(Optimizer):
+    """Wraps an optimizer so that every `step` clips first, and counts how often it did.
+
+    It is a `torch.optim.Optimizer` that shares parameter groups, state and defaults with the one it
+    wraps: schedulers, `GradScaler`, checkpoints and trainers take it in its place. Use the wrapper
+    only, and no other clipping beside it.
+
+    A parameter group may carry a rule of its own under the key `clip`: groups without the key share
+    the wrapper's rule, under one norm; a group with a rule has a norm of its own; None leaves the
+    group alone. A parameter with `need_clip = False` is left out.
+
+    With a closure, gradients are clipped after each of its evaluations. Under a `GradScaler`, they
+    are unscaled before they are clipped, whether `unscale_` was called or not; see
+    :class:`GradScaler` for the variant that reads them only once.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer`.
+        clip: :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or :class:`ClipByValue`; a number means
+            ClipByGlobalNorm(number).
+        nonfinite: what happens at a step whose gradients or norms are NaN or inf.
+            "propagate", "zero": as for :func:`clip_`, for those that share a rule.
+            "error": RuntimeError that names the parameters; nothing is changed; waits for the
+            device at every step.
+            "skip": parameters, optimizer state and step counts stay as they are. An inner optimizer
+            that takes `found_inf` (Adam, AdamW, SGD and Adagrad with `fused=True`) decides on the
+            device; with any other every step waits for the device.
+            "error" and "skip" look at all gradients, also at those that are not clipped. A step
+            that a GradScaler skips because of an overflow is neither an error nor counted.
+
+    Attributes:
+        optimizer: the wrapped optimizer.
+        stats: norms, coefficients and counts; see :class:`ClipStats`.
+
+    Raises:
+        TypeError: what is no optimizer, a rule of another kind.
+        ValueError: an optimizer that is wrapped already; an unknown policy.
+
+    Notes:
+        Rules are not part of a checkpoint: they are what the program says, as the class of the
+        optimizer is. `state_dict` adds the statistics to what the wrapped optimizer saves;
+        either one loads what the other has saved.
+
+        LBFGS with "skip" or "error" keeps a copy of parameters and state during a step, for an
+        evaluation within the step that is not finite.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> optimizer = ClippedOptimizer(torch.optim.SGD([weight], lr=1.0), 1.0)
+        >>> (weight * weight).sum().backward()
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([2.4000, 3.2000])
+        >>> optimizer.stats.last_norm
+        tensor(10.)
+
+    References:
+        Paddle, `Optimizer(grad_clip=)`; Keras, `Optimizer(global_clipnorm=)`.
+    """
+
+    optimizer: Optimizer
+    stats: ClipStats
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        clip: float | Rule,
+        *,
+        nonfinite: StepNonfinite = "propagate",
+    ) -> None:
+        _check_optimizer(optimizer)
+        self._attach(optimizer, as_rule(clip), nonfinite)
+        for number, group in enumerate(optimizer.param_groups):
+            if "clip" in group:
+                rule_of(number, group)
+        self.stats = ClipStats(_device_of(optimizer))
+
+    def _attach(self, optimizer: Optimizer, rule: Rule, nonfinite: str) -> None:
+        self.optimizer = optimizer
+        self.clip = rule
+        self.nonfinite = nonfinite
+        self._scaler_waits = False
+        self._clipping: StepClipping | None = None
+        # Makes the dictionaries of hooks.
+        super().__setstate__({})
+        if optimizer not in _wrappers:
+            optimizer.register_state_dict_post_hook(_without_rules)
+            optimizer.register_load_state_dict_pre_hook(_with_present_rules)
+        _wrappers[optimizer] = ref(self)
+
+    @property
+    def clip(self) -> Rule:
+        """The rule for all groups that carry none; may be replaced, by a number too."""
+        return self._rule
+
+    @clip.setter
+    def clip(self, clip: float | Rule) -> None:
+        self._rule = as_rule(clip)
+
+    @property
+    def nonfinite(self) -> str:
+        """What happens at a step that is not finite."""
+        return self._nonfinite
+
+    @nonfinite.setter
+    def nonfinite(self, nonfinite: str) -> None:
+        if nonfinite not in _POLICIES:
+            raise ValueError(
+                f"nonfinite must be 'propagate', 'error', 'zero' or 'skip', got {nonfinite!r}"
+            )
+        self._nonfinite = nonfinite
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The wrapped optimizer's."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a GradScaler hands scale and overflow to `step` instead of dealing with them."""
+        return self._scaler_waits or getattr(self.optimizer, "_step_supports_amp_scaling", False)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group, which may carry a rule under the key `clip`."""
+        if "clip" in param_group:
+            rule_of(len(self.param_groups), param_group)
+        self.optimizer.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets gradients, as the wrapped optimizer does."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Clips, then lets the wrapped optimizer update the parameters.
+
+        Args:
+            closure: evaluates the model, calls backward, and returns the loss. Gradients are
+                clipped after each evaluation.
+
+        Returns:
+            The loss of the first evaluation; None without a closure, or where the step is skipped.
+
+        Raises:
+            RuntimeError: gradients that are not finite, with nonfinite="error".
+            TypeError: a closure that returns None; gradients as for :func:`clip_`.
+        """
+        args: tuple[Any, ...] = (self,) if closure is None else (self, closure)
+        kwargs: dict[str, Any] = {}
+        for before in tuple(self._optimizer_step_pre_hooks.values()):
+            args, kwargs = before(self, args, kwargs) or (args, kwargs)
+        loss = self._step(*args[1:], **kwargs)
+        for after in tuple(self._optimizer_step_post_hooks.values()):
+            after(self, args, kwargs)
+        return loss
+
+    # Optimizer would wrap it once more: with global hooks, which the inner step runs.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step(self, closure: Closure | None = None) -> Any:
+        found_inf = getattr(self, "found_inf", None)
+        overflow = found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else None
+        loss = None if closure is None else _evaluate(closure)
+        clipping, self._clipping = self._clipping, None
+        if clipping is None:
+            clipping = self._measure(getattr(self, "grad_scale", None))
+        skip = clipping.nonfinite() if self.nonfinite == "skip" else None
+
+        stop = _any(overflow, skip)
+        on_device = stop is not None and closure is None and self._takes_found_inf()
+        if stop is not None and not on_device and bool(stop):
+            if overflow is None or not bool(overflow):
+                self.stats.record_skip_()
+            return loss
+        if self.nonfinite == "error" and (overflow is None or not bool(overflow)):
+            clipping.raise_if_nonfinite()
+        outcomes = clipping.write_("zero" if self.nonfinite == "zero" else "propagate")
+
+        if on_device:
+            assert stop is not None
+            self._step_inner_unless(stop)
+        elif closure is None:
+            self.optimizer.step()
+        elif not self._step_inner_with(closure, loss):
+            self.stats.record_skip_()
+            return loss
+        self.stats.record_(outcomes, overflow if on_device else None, skip if on_device else None)
+        return loss
+
+    def _measure(self, grad_scale: Tensor | float | None, *, judge: bool = False) -> StepClipping:
+        judge = judge or self.nonfinite in ("skip", "error")
+        return StepClipping(self.param_groups, self.clip, grad_scale, judge=judge)
+
+    def _measure_scaled(self, grad_scale: Tensor) -> Tensor:
+        """Measures for the step to come, and says whether it overflows: float32, 0-d, 0 or 1."""
+        self._clipping = self._measure(grad_scale, judge=True)
+        return self._clipping.nonfinite().to(torch.float32)
+
+    def _takes_found_inf(self) -> bool:
+        """Whether the wrapped optimizer can be told on the device not to update."""
+        inner = self.optimizer
+        if not getattr(inner, "_step_supports_amp_scaling", False):
+            return False
+        if not all(group.get("fused") for group in inner.param_groups):
+            return False
+        # torch fills momentum buffers at the first update only, but takes them for filled after a
+        # first one that did not happen.
+        return not isinstance(inner, SGD) or not any(map(self._lacks_momentum, inner.param_groups))
+
+    def _lacks_momentum(self, group: dict[str, Any]) -> bool:
+        return bool(group["momentum"]) and any(
+            p.grad is not None and self.state[p].get("momentum_buffer") is None
+            for p in group["params"]
+        )
+
+    def _step_inner_unless(self, stop: Tensor) -> None:
+        inner: Any = self.optimizer
+        inner.found_inf = stop.to(torch.float32)
+        try:
+            inner.step()
+        finally:
+            del inner.found_inf
+
+    def _step_inner_with(self, closure: Closure, first_loss: Any) -> bool:
+        """Hands the wrapped optimizer a closure whose first result is known and clipped.
+
+        False where it evaluated once more, that was not finite, and the policy is to skip: then all
+        is as before the step.
+        """
+        losses = [first_loss]
+
+        def evaluate() -> Any:
+            if losses:
+                return losses.pop()
+            loss = _evaluate(closure)
+            clipping = self._measure(None)
+            if self.nonfinite == "skip" and bool(clipping.nonfinite()):
+                raise _NonfiniteEvaluationError
+            if self.nonfinite == "error":
+                clipping.raise_if_nonfinite()
+            clipping.write_("zero" if self.nonfinite == "zero" else "propagate")
+            return loss
+
+        restore = None
+        if isinstance(self.optimizer, LBFGS) and self.nonfinite in ("skip", "error"):
+            restore = _snapshot(self.optimizer)
+        try:
+            self.optimizer.step(evaluate)
+        except _NonfiniteEvaluationError:
+            if restore is None:
+                raise RuntimeError(
+                    f"{type(self.optimizer).__name__} evaluated its closure more than once, and a "
+                    "later evaluation gave gradients that are not finite: the step cannot be "
+                    "undone, so nonfinite='skip' cannot be kept. Use nonfinite='zero' or 'error'"
+                ) from None
+            restore()
+            return False
+        except BaseException:
+            if restore is not None:
+                restore()
+            raise
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the wrapped optimizer saves, and the statistics under the key `tritonclip`."""
+        for before in tuple(self._optimizer_state_dict_pre_hooks.values()):
+            before(self)
+        state_dict = {**self.optimizer.state_dict(), _STATS_KEY: self.stats.state_dict()}
+        for after in tuple(self._optimizer_state_dict_post_hooks.values()):
+            state_dict = after(self, state_dict) or state_dict
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what a wrapper or a bare optimizer has saved.
+
+        Rules stay as they are; without statistics to load, they start anew.
+        """
+        state_dict = dict(state_dict)
+        for before in tuple(self._optimizer_load_state_dict_pre_hooks.values()):
+            state_dict = before(self, state_dict) or state_dict
+        stats = state_dict.pop(_STATS_KEY, {})
+        self.optimizer.load_state_dict(state_dict)
+        self.stats.load_state_dict(stats)
+        for after in tuple(self._optimizer_load_state_dict_post_hooks.values()):
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer,
+            "clip": self.clip,
+            "nonfinite": self.nonfinite,
+            "stats": self.stats,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._attach(state["optimizer"], state["clip"], state["nonfinite"])
+        self.stats = state["stats"]
+
+    def __repr__(self) -> str:
+        return (
+            f"ClippedOptimizer(clip={self.clip}, nonfinite={self.nonfinite!r}, "
+            f"optimizer={self.optimizer!r})"
+        )
+
+
+def _check_optimizer(optimizer: object) -> None:
+    expected = "optimizer must be a torch.optim.Optimizer"
+    if isinstance(optimizer, type):
+        raise TypeError(f"{expected}, got the class; write {optimizer.__name__}(parameters, ...)")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{expected}, got {type(optimizer).__name__}")
+    if isinstance(optimizer, ClippedOptimizer):
+        raise ValueError(
+            "optimizer is a ClippedOptimizer, which would clip twice; to change its rule, set its "
+            "attribute clip, or give a parameter group the key 'clip'"
+        )
+    wrapper = _wrappers.get(optimizer)
+    if wrapper is not None and wrapper() is not None:
+        raise ValueError(
+            f"this {type(optimizer).__name__} is wrapped already, and a second wrapper would keep "
+            "statistics of its own; use the first wrapper, or make a new optimizer"
+        )
+
+
+def _device_of(optimizer: Optimizer) -> torch.device:
+    """The device of the first parameter."""
+    parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+    return parameters[0].device if parameters else torch.device("cpu")
+
+
+def _evaluate(closure: Closure) -> Any:
+    with torch.enable_grad():
+        loss = closure()
+    if loss is None:
+        raise TypeError(
+            "the closure returned None; expected the loss: end it with `return loss`, after "
+            "loss.backward(). Nothing was clipped or updated"
+        )
+    return loss
+
+
+def _any(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a | b.to(a.device)
+
+
+def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
+    """Remembers parameters and state; the result brings them back."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    values = [p.detach().clone() for p in parameters]
+    state = {p: deepcopy(optimizer.state[p]) for p in parameters if p in optimizer.state}
+
+    @torch.no_grad()
+    def restore() -> None:
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+
+    return restore
+
+
+def _without_rules(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint without the rules of groups: the program has them, and torch would not load."""
+    groups = [{k: v for k, v in g.items() if k != "clip"} for g in state_dict["param_groups"]]
+    return {**state_dict, "param_groups": groups}
+
+
+def _with_present_rules(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint with the rules that the groups have now."""
+    saved = _without_rules(optimizer, state_dict)["param_groups"]
+    present = [{"clip": g["clip"]} if "clip" in g else {} for g in optimizer.param_groups]
+    groups = [{**g, **clip} for g, clip in zip(saved, present, strict=False)]
+    # Where the numbers differ, the optimizer has the message.
+    return {**state_dict, "param_groups": groups + saved[len(groups) :]}

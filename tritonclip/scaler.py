@@ -1,0 +1,50 @@
+"""A GradScaler that leaves looking at the gradients to the clipping, which reads them anyway."""
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from tritonclip.optimizer import ClippedOptimizer
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A `torch.amp.GradScaler` that reads the gradients of a :class:`ClippedOptimizer` once.
+
+    torch's own works with the wrapper too, but reads and writes all gradients to unscale and to
+    check them before the wrapper measures them. This one lets the wrapper measure them while they
+    are still scaled: the norm tells whether a step overflows, and where they have to be written,
+    one pass unscales and clips. With any other optimizer, and after `unscale_`, it does what
+    torch's does. Same arguments, same checkpoints.
+
+    Example:
+        >>> scaler = GradScaler("cpu")
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = ClippedOptimizer(torch.optim.SGD([weight], lr=1.0), 1.0)
+        >>> scaler.scale(weight.sum()).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> weight.data
+        tensor([0.2929, 0.2929])
+    """
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscales, clips and updates, unless a gradient is NaN or inf; see torch's."""
+        if not isinstance(optimizer, ClippedOptimizer):
+            return super().step(optimizer, *args, **kwargs)
+        optimizer._scaler_waits = True
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        finally:
+            optimizer._scaler_waits = False
+            optimizer._clipping = None
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
+        if not isinstance(optimizer, ClippedOptimizer):
+            return super()._check_inf_per_device(optimizer)
+        scale = self._get_scale_async()
+        assert scale is not None
+        found_inf = optimizer._measure_scaled(scale)
+        state = self._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = {found_inf.device: found_inf}
+        return state

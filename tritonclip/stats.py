@@ -1,0 +1,133 @@
+"""What clipping did over a training run, kept on the device."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# By parameter group; under None what the wrapper's own rule measured: norm and coefficient, 0-d.
+Outcomes = dict[int | None, tuple[Tensor, Tensor]]
+# In this order in one tensor, so that they move together.
+_COUNTERS = ("steps", "clipped_steps", "skipped_steps")
+_LAST = ("last_norm", "last_coefficient")
+
+
+class ClipStats:
+    """Norms, coefficients and counts of a :class:`ClippedOptimizer`; only `summary` waits for them.
+
+    All are tensors on the device of the optimizer's first parameter.
+
+    Attributes:
+        last_norm: the norm *before* clipping at the last step, under the wrapper's own rule; 0-d,
+            floating-point. The largest one for ClipByNorm. NaN for ClipByValue, which measures
+            none, and before the first step.
+        last_coefficient: what gradients were multiplied by at the last step, under the same rule;
+            0-d. The least one for ClipByNorm, 1 where nothing was clipped.
+        group_norms: `last_norm` of the parameter groups that have a rule of their own, by the
+            number of the group.
+        group_coefficients: `last_coefficient` of these.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._counters = torch.zeros(len(_COUNTERS), dtype=torch.int64, device=device)
+        self.last_norm = torch.full((), torch.nan, device=device)
+        self.last_coefficient = torch.full((), torch.nan, device=device)
+        self.group_norms: dict[int, Tensor] = {}
+        self.group_coefficients: dict[int, Tensor] = {}
+
+    @property
+    def steps(self) -> Tensor:
+        """Steps that updated the parameters; 0-d int64."""
+        return self._counters[0]
+
+    @property
+    def clipped_steps(self) -> Tensor:
+        """Steps at which any coefficient was below 1; 0-d int64. ClipByValue is not counted."""
+        return self._counters[1]
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """Steps that nonfinite="skip" left out; 0-d int64. A GradScaler's do not count."""
+        return self._counters[2]
+
+    def summary(self) -> dict[str, float | int]:
+        """Everything as plain numbers, for a logger; the one call that waits for the device.
+
+        Returns:
+            norm, coefficient, steps, clipped_steps, skipped_steps, clipped_share (of the steps that
+            were taken; NaN before the first); for every group that has a rule of its own also
+            group<i>_norm and group<i>_coefficient.
+
+        Example:
+            >>> ClipStats(torch.device("cpu")).summary()["steps"]
+            0
+        """
+        floats = {"norm": self.last_norm, "coefficient": self.last_coefficient}
+        for i, norm in self.group_norms.items():
+            floats[f"group{i}_norm"] = norm
+            floats[f"group{i}_coefficient"] = self.group_coefficients[i]
+        counters = self._counters.double()
+        # One transfer for all.
+        row = torch.cat([counters, torch.stack([f.to(counters) for f in floats.values()])]).tolist()
+        counts = {name: int(n) for name, n in zip(_COUNTERS, row, strict=False)}
+        share = counts["clipped_steps"] / counts["steps"] if counts["steps"] else torch.nan
+        measured = dict(zip(floats, row[len(_COUNTERS) :], strict=True))
+        return {**measured, **counts, "clipped_share": share}
+
+    def record_(
+        self, outcomes: Outcomes, overflow: Tensor | None = None, skip: Tensor | None = None
+    ) -> None:
+        """Keeps what a step measured and counts it; flags are 0-d bool, None for what cannot be.
+
+        A step that overflowed leaves everything as it was.
+        """
+        device = self._counters.device
+        overflow = None if overflow is None else overflow.to(device)
+        for owner, (norm, coefficient) in outcomes.items():
+            norm, coefficient = norm.to(device), coefficient.to(device)
+            if overflow is not None:
+                old = self._last(owner)
+                norm = torch.where(overflow, old[0].to(norm.dtype), norm)
+                coefficient = torch.where(overflow, old[1].to(norm.dtype), coefficient)
+            if owner is None:
+                self.last_norm, self.last_coefficient = norm, coefficient
+            else:
+                self.group_norms[owner], self.group_coefficients[owner] = norm, coefficient
+        flags = [coefficient.to(device) < 1 for _, coefficient in outcomes.values()]
+        clipped = flags[0] if len(flags) == 1 else torch.stack(flags).any() if flags else None
+        self._count_(clipped, overflow, None if skip is None else skip.to(device))
+
+    def record_skip_(self) -> None:
+        """Counts a step that was left out."""
+        self.skipped_steps.add_(1)
+
+    def _last(self, owner: int | None) -> tuple[Tensor, Tensor]:
+        if owner is None:
+            return self.last_norm, self.last_coefficient
+        nan = torch.full_like(self.last_norm, torch.nan)
+        return self.group_norms.get(owner, nan), self.group_coefficients.get(owner, nan)
+
+    def _count_(self, clipped: Tensor | None, overflow: Tensor | None, skip: Tensor | None) -> None:
+        if overflow is None and skip is None:
+            self.steps.add_(1)
+            if clipped is not None:
+                self.clipped_steps.add_(clipped)
+            return
+        no = torch.zeros((), dtype=torch.bool, device=self._counters.device)
+        overflow = no if overflow is None else overflow
+        skip = no if skip is None else skip & ~overflow
+        taken = ~(overflow | skip)
+        clipped = no if clipped is None else clipped & taken
+        self._counters.add_(torch.stack([taken, clipped, skip]))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of all but what belongs to single groups."""
+        return {name: getattr(self, name).clone() for name in (*_COUNTERS, *_LAST)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave; what is missing starts anew."""
+        for name in _COUNTERS:
+            getattr(self, name).fill_(state.get(name, 0))
+        for name in _LAST:
+            last = torch.as_tensor(state.get(name, torch.nan), device=self._counters.device)
+            setattr(self, name, last.clone())

@@ -1,0 +1,200 @@
+"""The clipping of one optimizer step: parameter groups, each with the rule that holds for it.
+
+All groups are measured before the first gradient is written, so that a step can still be refused.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonclip import gradients
+from tritonclip.apply import Clipping, refuse_for_rule
+from tritonclip.gradients import GradientList
+from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, Rule, as_rule
+from tritonclip.stats import Outcomes
+
+Groups = Sequence[Mapping[str, Any]]
+# Measures whether all is finite, and changes nothing but a loss scale.
+_LEAVE_ALONE = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
+_REMEDY = (
+    "Neither gradients nor parameters were changed. To go on, set nonfinite to 'propagate', 'zero' "
+    "or 'skip'"
+)
+
+
+def rule_of(number: int, group: Mapping[str, Any]) -> Rule | None:
+    """The rule that a parameter group carries under `clip`; None leaves the group alone.
+
+    Raises:
+        TypeError, ValueError: what is no rule, and in which group.
+    """
+    clip = group["clip"]
+    try:
+        return None if clip is None else as_rule(clip)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"param_groups[{number}]['clip']: {error}; None clips nothing") from None
+
+
+@dataclass(slots=True)
+class _Share:
+    """Gradients that share a rule; `owner` is the one parameter group that it belongs to.
+
+    `alone` marks those that no rule holds for.
+    """
+
+    found: GradientList
+    rule: Rule
+    owner: int | None
+    alone: bool = False
+    clipping: Clipping | None = None
+
+
+class StepClipping:
+    """What one step clips: measured on construction, written by `write_`.
+
+    Args:
+        groups: parameter groups of an optimizer.
+        rule: for the groups that have no key `clip`, under one norm.
+        grad_scale: the loss scale that all gradients still carry; None for none.
+        judge: whether `nonfinite` will be asked for. It looks at every gradient, also at those that
+            no rule holds for.
+
+    Raises:
+        TypeError, ValueError: a `clip` that is no rule, and what `clip_` refuses.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self, groups: Groups, rule: Rule, grad_scale: Tensor | float | None, *, judge: bool
+    ) -> None:
+        self._grad_scale = 1.0 if grad_scale is None else grad_scale
+        self._writes_all = grad_scale is not None
+        self._groups, self._judge = groups, judge
+        self._shares = self._divide(rule)
+        for share in self._shares:
+            refuse_for_rule(share.found, share.rule)
+        for share in self._shares:
+            if share.found.groups:
+                share.clipping = Clipping(share.found, share.rule, self._grad_scale, look=judge)
+
+    def _divide(self, rule: Rule) -> list[_Share]:
+        common: list[int] = []
+        alone: list[tuple[int, int]] = []
+        shares = []
+        for number, group in enumerate(self._groups):
+            if "clip" not in group:
+                common.append(number)
+                continue
+            own = rule_of(number, group)
+            if own is not None:
+                shares.append(_Share(self._found([number]), own, number))
+            else:
+                alone += [(number, i) for i in range(len(group["params"]))]
+        if common:
+            shares.insert(0, _Share(self._found(common), rule, None))
+        if self._judge or self._writes_all:
+            alone += [
+                (number, i)
+                for number, group in enumerate(self._groups)
+                if group.get("clip", rule) is not None
+                for i, p in enumerate(group["params"])
+                if not getattr(p, "need_clip", True)
+            ]
+            shares += self._left_alone(alone)
+        return shares
+
+    def _found(self, numbers: Sequence[int]) -> GradientList:
+        """The gradients of whole groups, less those that need no clipping."""
+        if len(numbers) == 1:
+            parameters = self._groups[numbers[0]]["params"]
+        else:
+            parameters = [p for number in numbers for p in self._groups[number]["params"]]
+
+        def label_of(position: int) -> str:
+            for number in numbers:
+                n = len(self._groups[number]["params"])
+                if position < n:
+                    break
+                position -= n
+            return self._label(number, position)
+
+        return gradients.of_parameters(parameters, label_of)
+
+    def _left_alone(self, members: Sequence[tuple[int, int]]) -> list[_Share]:
+        """The gradients that no rule holds for, as a share of their own, if there are any."""
+        grads = {(n, i): self._groups[n]["params"][i].grad for n, i in members}
+        there = [member for member, grad in grads.items() if grad is not None]
+        if not there:
+            return []
+        found = gradients.of_tensors([grads[m] for m in there], lambda i: self._label(*there[i]))
+        return [_Share(found, _LEAVE_ALONE, None, alone=True)]
+
+    def _label(self, number: int, position: int) -> str:
+        """What messages call a parameter."""
+        names = self._groups[number].get("param_names")
+        if names is not None:
+            return str(names[position])
+        return f"param_groups[{number}]['params'][{position}]"
+
+    @torch.no_grad()
+    def nonfinite(self) -> Tensor:
+        """Whether any gradient is NaN or inf, or any norm does not fit its dtype; 0-d bool.
+
+        It is on the device of the first gradient and does not wait for it.
+        """
+        flags = []
+        for share in self._shares:
+            if share.clipping is not None:
+                flags.append(~torch.isfinite(share.clipping.norm()).all())
+                if getattr(share.rule, "norm_type", 2.0) in (0.0, -math.inf):
+                    # These norms do not show what is not finite.
+                    look = Clipping(share.found, _LEAVE_ALONE, self._grad_scale, look=True)
+                    flags.append(~torch.isfinite(look.norm()))
+        if not flags:
+            return torch.zeros((), dtype=torch.bool)
+        device = flags[0].device
+        return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
+
+    @torch.no_grad()
+    def raise_if_nonfinite(self) -> None:
+        """RuntimeError that names the parameters with NaN or inf; waits for the device."""
+        if not bool(self.nonfinite()):
+            return
+        for share in self._shares:
+            if share.clipping is not None:
+                share.clipping.raise_if_nonfinite(_REMEDY)
+                Clipping(share.found, _LEAVE_ALONE, self._grad_scale, look=True).raise_if_nonfinite(
+                    _REMEDY
+                )
+
+    @torch.no_grad()
+    def write_(self, nonfinite: str) -> Outcomes:
+        """Clips all groups, once; returns norms before clipping and coefficients, 0-d.
+
+        For ClipByNorm the largest norm and the least coefficient, for ClipByValue NaN. Gradients
+        that no rule holds for are written only to divide them by the loss scale.
+        """
+        outcomes: Outcomes = {}
+        for share in self._shares:
+            if share.alone:
+                if self._writes_all and share.clipping is not None:
+                    share.clipping.write_("propagate")
+            else:
+                outcomes[share.owner] = _outcome(share, nonfinite)
+        return outcomes
+
+
+def _outcome(share: _Share, nonfinite: str) -> tuple[Tensor, Tensor]:
+    if share.clipping is None:
+        device = share.found.device
+        return torch.zeros((), device=device), torch.ones((), device=device)
+    norm = share.clipping.write_(nonfinite)
+    coefficient = share.clipping.least_coefficient()
+    if norm is None or coefficient is None:
+        nan = torch.full((), math.nan, device=share.found.device)
+        return nan, nan
+    return norm.max() if isinstance(share.rule, ClipByNorm) else norm, coefficient
