@@ -1,8 +1,5 @@
 """An optimizer that clips where clipping belongs: in its own step, once, before the update."""
 
-from collections import defaultdict
-from collections.abc import Callable
-from copy import deepcopy
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
@@ -10,11 +7,13 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
+from tritonclip.closures import Closure, evaluate_once, snapshot
+from tritonclip.group_rules import rule_of, with_present_rules, without_rules
 from tritonclip.rules import Rule, as_rule
+from tritonclip.shared import SharedOptimizer
 from tritonclip.stats import ClipStats
-from tritonclip.step import StepClipping, rule_of
+from tritonclip.step import StepClipping
 
-Closure = Callable[[], Any]
 StepNonfinite = Literal["propagate", "error", "zero", "skip"]
 _POLICIES = ("propagate", "error", "zero", "skip")
 # Where the wrapper's statistics stand in a checkpoint.
@@ -26,7 +25,7 @@ class _NonfiniteEvaluationError(Exception):
     """A closure that was evaluated again, within a step, gave gradients that are not finite."""
 
 
-class ClippedOptimizer(Optimizer):
+class ClippedOptimizer(SharedOptimizer):
     """Wraps an optimizer so that every `step` clips first, and counts how often it did.
 
     It is a `torch.optim.Optimizer` that shares parameter groups, state and defaults with the one it
@@ -85,7 +84,6 @@ class ClippedOptimizer(Optimizer):
         Paddle, `Optimizer(grad_clip=)`; Keras, `Optimizer(global_clipnorm=)`.
     """
 
-    optimizer: Optimizer
     stats: ClipStats
 
     def __init__(
@@ -96,23 +94,21 @@ class ClippedOptimizer(Optimizer):
         nonfinite: StepNonfinite = "propagate",
     ) -> None:
         _check_optimizer(optimizer)
-        self._attach(optimizer, as_rule(clip), nonfinite)
+        self.clip = as_rule(clip)
+        self.nonfinite = nonfinite
         for number, group in enumerate(optimizer.param_groups):
             if "clip" in group:
                 rule_of(number, group)
+        self._attach(optimizer)
         self.stats = ClipStats(_device_of(optimizer))
 
-    def _attach(self, optimizer: Optimizer, rule: Rule, nonfinite: str) -> None:
-        self.optimizer = optimizer
-        self.clip = rule
-        self.nonfinite = nonfinite
+    def _attach(self, optimizer: Optimizer) -> None:
+        self._share(optimizer)
         self._scaler_waits = False
         self._clipping: StepClipping | None = None
-        # Makes the dictionaries of hooks.
-        super().__setstate__({})
         if optimizer not in _wrappers:
-            optimizer.register_state_dict_post_hook(_without_rules)
-            optimizer.register_load_state_dict_pre_hook(_with_present_rules)
+            optimizer.register_state_dict_post_hook(without_rules)
+            optimizer.register_load_state_dict_pre_hook(with_present_rules)
         _wrappers[optimizer] = ref(self)
 
     @property
@@ -138,47 +134,17 @@ class ClippedOptimizer(Optimizer):
         self._nonfinite = nonfinite
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        """The wrapped optimizer's."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: defaultdict[Tensor, Any]) -> None:
-        self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
-
-    @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a GradScaler hands scale and overflow to `step` instead of dealing with them."""
-        return self._scaler_waits or getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        return self._scaler_waits or self._inner_takes_scaling()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, which may carry a rule under the key `clip`."""
         if "clip" in param_group:
             rule_of(len(self.param_groups), param_group)
-        self.optimizer.add_param_group(param_group)
+        super().add_param_group(param_group)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets gradients, as the wrapped optimizer does."""
-        self.optimizer.zero_grad(set_to_none)
-
+    @torch.compiler.disable(recursive=False)
     def step(self, closure: Closure | None = None) -> Any:
         """Clips, then lets the wrapped optimizer update the parameters.
 
@@ -193,22 +159,16 @@ class ClippedOptimizer(Optimizer):
             RuntimeError: gradients that are not finite, with nonfinite="error".
             TypeError: a closure that returns None; gradients as for :func:`clip_`.
         """
-        args: tuple[Any, ...] = (self,) if closure is None else (self, closure)
-        kwargs: dict[str, Any] = {}
-        for before in tuple(self._optimizer_step_pre_hooks.values()):
-            args, kwargs = before(self, args, kwargs) or (args, kwargs)
-        loss = self._step(*args[1:], **kwargs)
-        for after in tuple(self._optimizer_step_post_hooks.values()):
-            after(self, args, kwargs)
-        return loss
+        return super().step(closure)
 
-    # Optimizer would wrap it once more: with global hooks, which the inner step runs.
-    step.hooked = True  # type: ignore[attr-defined]
+    # Or Optimizer would wrap it once more, with global hooks, which the inner step runs.
+    step.hooked = True
 
+    @torch.compiler.disable(recursive=False)
     def _step(self, closure: Closure | None = None) -> Any:
         found_inf = getattr(self, "found_inf", None)
         overflow = found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else None
-        loss = None if closure is None else _evaluate(closure)
+        loss = None if closure is None else evaluate_once(closure)
         clipping, self._clipping = self._clipping, None
         if clipping is None:
             clipping = self._measure(getattr(self, "grad_scale", None))
@@ -222,7 +182,7 @@ class ClippedOptimizer(Optimizer):
             return loss
         if self.nonfinite == "error" and (overflow is None or not bool(overflow)):
             clipping.raise_if_nonfinite()
-        outcomes = clipping.write_("zero" if self.nonfinite == "zero" else "propagate")
+        outcomes = clipping.write_()
 
         if on_device:
             assert stop is not None
@@ -235,21 +195,25 @@ class ClippedOptimizer(Optimizer):
         self.stats.record_(outcomes, overflow if on_device else None, skip if on_device else None)
         return loss
 
+    @torch.compiler.disable
     def _measure(self, grad_scale: Tensor | float | None, *, judge: bool = False) -> StepClipping:
         judge = judge or self.nonfinite in ("skip", "error")
-        return StepClipping(self.param_groups, self.clip, grad_scale, judge=judge)
+        return StepClipping(self.param_groups, self.clip, self.nonfinite, grad_scale, judge=judge)
 
     def _measure_scaled(self, grad_scale: Tensor) -> Tensor:
         """Measures for the step to come, and says whether it overflows: float32, 0-d, 0 or 1."""
         self._clipping = self._measure(grad_scale, judge=True)
-        return self._clipping.nonfinite().to(torch.float32)
+        found_inf: Tensor = self._clipping.nonfinite()
+        return found_inf.to(torch.float32)
+
+    def _inner_takes_scaling(self) -> bool:
+        return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
 
     def _takes_found_inf(self) -> bool:
         """Whether the wrapped optimizer can be told on the device not to update."""
         inner = self.optimizer
-        if not getattr(inner, "_step_supports_amp_scaling", False):
-            return False
-        if not all(group.get("fused") for group in inner.param_groups):
+        fused = all(group.get("fused") for group in inner.param_groups)
+        if not (fused and self._inner_takes_scaling()):
             return False
         # torch fills momentum buffers at the first update only, but takes them for filled after a
         # first one that did not happen.
@@ -257,7 +221,7 @@ class ClippedOptimizer(Optimizer):
 
     def _lacks_momentum(self, group: dict[str, Any]) -> bool:
         return bool(group["momentum"]) and any(
-            p.grad is not None and self.state[p].get("momentum_buffer") is None
+            p.grad is not None and self.state.get(p, {}).get("momentum_buffer") is None
             for p in group["params"]
         )
 
@@ -280,18 +244,18 @@ class ClippedOptimizer(Optimizer):
         def evaluate() -> Any:
             if losses:
                 return losses.pop()
-            loss = _evaluate(closure)
+            loss = evaluate_once(closure)
             clipping = self._measure(None)
             if self.nonfinite == "skip" and bool(clipping.nonfinite()):
                 raise _NonfiniteEvaluationError
             if self.nonfinite == "error":
                 clipping.raise_if_nonfinite()
-            clipping.write_("zero" if self.nonfinite == "zero" else "propagate")
+            clipping.write_()
             return loss
 
         restore = None
         if isinstance(self.optimizer, LBFGS) and self.nonfinite in ("skip", "error"):
-            restore = _snapshot(self.optimizer)
+            restore = snapshot(self.optimizer)
         try:
             self.optimizer.step(evaluate)
         except _NonfiniteEvaluationError:
@@ -309,28 +273,14 @@ class ClippedOptimizer(Optimizer):
             raise
         return True
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the wrapped optimizer saves, and the statistics under the key `tritonclip`."""
-        for before in tuple(self._optimizer_state_dict_pre_hooks.values()):
-            before(self)
-        state_dict = {**self.optimizer.state_dict(), _STATS_KEY: self.stats.state_dict()}
-        for after in tuple(self._optimizer_state_dict_post_hooks.values()):
-            state_dict = after(self, state_dict) or state_dict
-        return state_dict
+    def _save(self) -> dict[str, Any]:
+        return {**super()._save(), _STATS_KEY: self.stats.state_dict()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what a wrapper or a bare optimizer has saved.
-
-        Rules stay as they are; without statistics to load, they start anew.
-        """
-        state_dict = dict(state_dict)
-        for before in tuple(self._optimizer_load_state_dict_pre_hooks.values()):
-            state_dict = before(self, state_dict) or state_dict
-        stats = state_dict.pop(_STATS_KEY, {})
-        self.optimizer.load_state_dict(state_dict)
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        rest = dict(state_dict)
+        stats = rest.pop(_STATS_KEY, {})
+        super()._load(rest)
         self.stats.load_state_dict(stats)
-        for after in tuple(self._optimizer_load_state_dict_post_hooks.values()):
-            after(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -341,8 +291,8 @@ class ClippedOptimizer(Optimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._attach(state["optimizer"], state["clip"], state["nonfinite"])
-        self.stats = state["stats"]
+        self.clip, self.nonfinite, self.stats = state["clip"], state["nonfinite"], state["stats"]
+        self._attach(state["optimizer"])
 
     def __repr__(self) -> str:
         return (
@@ -376,49 +326,7 @@ def _device_of(optimizer: Optimizer) -> torch.device:
     return parameters[0].device if parameters else torch.device("cpu")
 
 
-def _evaluate(closure: Closure) -> Any:
-    with torch.enable_grad():
-        loss = closure()
-    if loss is None:
-        raise TypeError(
-            "the closure returned None; expected the loss: end it with `return loss`, after "
-            "loss.backward(). Nothing was clipped or updated"
-        )
-    return loss
-
-
 def _any(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a is None or b is None:
         return b if a is None else a
     return a | b.to(a.device)
-
-
-def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
-    """Remembers parameters and state; the result brings them back."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    values = [p.detach().clone() for p in parameters]
-    state = {p: deepcopy(optimizer.state[p]) for p in parameters if p in optimizer.state}
-
-    @torch.no_grad()
-    def restore() -> None:
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.copy_(value)
-        optimizer.state.clear()
-        optimizer.state.update(state)
-
-    return restore
-
-
-def _without_rules(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint without the rules of groups: the program has them, and torch would not load."""
-    groups = [{k: v for k, v in g.items() if k != "clip"} for g in state_dict["param_groups"]]
-    return {**state_dict, "param_groups": groups}
-
-
-def _with_present_rules(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint with the rules that the groups have now."""
-    saved = _without_rules(optimizer, state_dict)["param_groups"]
-    present = [{"clip": g["clip"]} if "clip" in g else {} for g in optimizer.param_groups]
-    groups = [{**g, **clip} for g, clip in zip(saved, present, strict=False)]
-    # Where the numbers differ, the optimizer has the message.
-    return {**state_dict, "param_groups": groups + saved[len(groups) :]}

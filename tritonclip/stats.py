@@ -74,6 +74,7 @@ class ClipStats:
         measured = dict(zip(floats, row[len(_COUNTERS) :], strict=True))
         return {**measured, **counts, "clipped_share": share}
 
+    @torch.compiler.disable
     def record_(
         self, outcomes: Outcomes, overflow: Tensor | None = None, skip: Tensor | None = None
     ) -> None:
@@ -97,6 +98,7 @@ class ClipStats:
         clipped = flags[0] if len(flags) == 1 else torch.stack(flags).any() if flags else None
         self._count_(clipped, overflow, None if skip is None else skip.to(device))
 
+    @torch.compiler.disable
     def record_skip_(self) -> None:
         """Counts a step that was left out."""
         self.skipped_steps.add_(1)

@@ -14,7 +14,8 @@ from torch import Tensor
 from tritonclip import gradients
 from tritonclip.apply import Clipping, refuse_for_rule
 from tritonclip.gradients import GradientList
-from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, Rule, as_rule
+from tritonclip.group_rules import rule_of
+from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, Rule
 from tritonclip.stats import Outcomes
 
 Groups = Sequence[Mapping[str, Any]]
@@ -24,19 +25,6 @@ _REMEDY = (
     "Neither gradients nor parameters were changed. To go on, set nonfinite to 'propagate', 'zero' "
     "or 'skip'"
 )
-
-
-def rule_of(number: int, group: Mapping[str, Any]) -> Rule | None:
-    """The rule that a parameter group carries under `clip`; None leaves the group alone.
-
-    Raises:
-        TypeError, ValueError: what is no rule, and in which group.
-    """
-    clip = group["clip"]
-    try:
-        return None if clip is None else as_rule(clip)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"param_groups[{number}]['clip']: {error}; None clips nothing") from None
 
 
 @dataclass(slots=True)
@@ -59,6 +47,7 @@ class StepClipping:
     Args:
         groups: parameter groups of an optimizer.
         rule: for the groups that have no key `clip`, under one norm.
+        nonfinite: of the wrapper's policies; only "zero" concerns what is written.
         grad_scale: the loss scale that all gradients still carry; None for none.
         judge: whether `nonfinite` will be asked for. It looks at every gradient, also at those that
             no rule holds for.
@@ -69,17 +58,25 @@ class StepClipping:
 
     @torch.no_grad()
     def __init__(
-        self, groups: Groups, rule: Rule, grad_scale: Tensor | float | None, *, judge: bool
+        self,
+        groups: Groups,
+        rule: Rule,
+        nonfinite: str,
+        grad_scale: Tensor | float | None,
+        *,
+        judge: bool,
     ) -> None:
+        self._policy = "zero" if nonfinite == "zero" else "propagate"
         self._grad_scale = 1.0 if grad_scale is None else grad_scale
         self._writes_all = grad_scale is not None
         self._groups, self._judge = groups, judge
         self._shares = self._divide(rule)
         for share in self._shares:
             refuse_for_rule(share.found, share.rule)
+        look = judge or self._policy == "zero"
         for share in self._shares:
             if share.found.groups:
-                share.clipping = Clipping(share.found, share.rule, self._grad_scale, look=judge)
+                share.clipping = Clipping(share.found, share.rule, self._grad_scale, look=look)
 
     def _divide(self, rule: Rule) -> list[_Share]:
         common: list[int] = []
@@ -140,6 +137,7 @@ class StepClipping:
             return str(names[position])
         return f"param_groups[{number}]['params'][{position}]"
 
+    @torch.compiler.disable
     @torch.no_grad()
     def nonfinite(self) -> Tensor:
         """Whether any gradient is NaN or inf, or any norm does not fit its dtype; 0-d bool.
@@ -159,6 +157,7 @@ class StepClipping:
         device = flags[0].device
         return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
 
+    @torch.compiler.disable
     @torch.no_grad()
     def raise_if_nonfinite(self) -> None:
         """RuntimeError that names the parameters with NaN or inf; waits for the device."""
@@ -171,8 +170,9 @@ class StepClipping:
                     _REMEDY
                 )
 
+    @torch.compiler.disable
     @torch.no_grad()
-    def write_(self, nonfinite: str) -> Outcomes:
+    def write_(self) -> Outcomes:
         """Clips all groups, once; returns norms before clipping and coefficients, 0-d.
 
         For ClipByNorm the largest norm and the least coefficient, for ClipByValue NaN. Gradients
@@ -184,7 +184,7 @@ class StepClipping:
                 if self._writes_all and share.clipping is not None:
                     share.clipping.write_("propagate")
             else:
-                outcomes[share.owner] = _outcome(share, nonfinite)
+                outcomes[share.owner] = _outcome(share, self._policy)
         return outcomes
 
 
