@@ -62,6 +62,7 @@ wheel: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(RUN) bench/cpu_table.py
+	$(RUN) bench/wrapper_table.py
 
 clean:
 	rm -rf build dist *.egg-info .nox .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# By parameter group; under None what the wrapper's own rule measured: norm and coefficient, 0-d.
-Outcomes = dict[int | None, tuple[Tensor, Tensor]]
+# Norm and coefficient, 0-d, by parameter group, under None for the wrapper's own rule; None for a
+# rule that measures nothing.
+Outcomes = dict[int | None, tuple[Tensor, Tensor] | None]
 # In this order in one tensor, so that they move together.
 _COUNTERS = ("steps", "clipped_steps", "skipped_steps")
 _LAST = ("last_norm", "last_coefficient")
@@ -30,8 +31,10 @@ class ClipStats:
 
     def __init__(self, device: torch.device) -> None:
         self._counters = torch.zeros(len(_COUNTERS), dtype=torch.int64, device=device)
-        self.last_norm = torch.full((), torch.nan, device=device)
-        self.last_coefficient = torch.full((), torch.nan, device=device)
+        # Whether the rules of the last step say if they clipped.
+        self._counts_clipped = True
+        self.last_norm = self._nan()
+        self.last_coefficient = self._nan()
         self.group_norms: dict[int, Tensor] = {}
         self.group_coefficients: dict[int, Tensor] = {}
 
@@ -55,8 +58,8 @@ class ClipStats:
 
         Returns:
             norm, coefficient, steps, clipped_steps, skipped_steps, clipped_share (of the steps that
-            were taken; NaN before the first); for every group that has a rule of its own also
-            group<i>_norm and group<i>_coefficient.
+            were taken; NaN before the first, and for ClipByValue); for every group that has a rule
+            of its own also group<i>_norm and group<i>_coefficient.
 
         Example:
             >>> ClipStats(torch.device("cpu")).summary()["steps"]
@@ -70,7 +73,8 @@ class ClipStats:
         # One transfer for all.
         row = torch.cat([counters, torch.stack([f.to(counters) for f in floats.values()])]).tolist()
         counts = {name: int(n) for name, n in zip(_COUNTERS, row, strict=False)}
-        share = counts["clipped_steps"] / counts["steps"] if counts["steps"] else torch.nan
+        known = self._counts_clipped and counts["steps"] > 0
+        share = counts["clipped_steps"] / counts["steps"] if known else torch.nan
         measured = dict(zip(floats, row[len(_COUNTERS) :], strict=True))
         return {**measured, **counts, "clipped_share": share}
 
@@ -84,7 +88,10 @@ class ClipStats:
         """
         device = self._counters.device
         overflow = None if overflow is None else overflow.to(device)
-        for owner, (norm, coefficient) in outcomes.items():
+        measured = [outcome for outcome in outcomes.values() if outcome is not None]
+        self._counts_clipped = bool(measured)
+        for owner, outcome in outcomes.items():
+            norm, coefficient = outcome or (self._nan(), self._nan())
             norm, coefficient = norm.to(device), coefficient.to(device)
             if overflow is not None:
                 old = self._last(owner)
@@ -94,7 +101,7 @@ class ClipStats:
                 self.last_norm, self.last_coefficient = norm, coefficient
             else:
                 self.group_norms[owner], self.group_coefficients[owner] = norm, coefficient
-        flags = [coefficient.to(device) < 1 for _, coefficient in outcomes.values()]
+        flags = [coefficient.to(device) < 1 for _, coefficient in measured]
         clipped = flags[0] if len(flags) == 1 else torch.stack(flags).any() if flags else None
         self._count_(clipped, overflow, None if skip is None else skip.to(device))
 
@@ -106,8 +113,11 @@ class ClipStats:
     def _last(self, owner: int | None) -> tuple[Tensor, Tensor]:
         if owner is None:
             return self.last_norm, self.last_coefficient
-        nan = torch.full_like(self.last_norm, torch.nan)
+        nan = self._nan()
         return self.group_norms.get(owner, nan), self.group_coefficients.get(owner, nan)
+
+    def _nan(self) -> Tensor:
+        return torch.full((), torch.nan, device=self._counters.device)
 
     def _count_(self, clipped: Tensor | None, overflow: Tensor | None, skip: Tensor | None) -> None:
         if overflow is None and skip is None:

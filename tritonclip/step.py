@@ -175,7 +175,7 @@ class StepClipping:
     def write_(self) -> Outcomes:
         """Clips all groups, once; returns norms before clipping and coefficients, 0-d.
 
-        For ClipByNorm the largest norm and the least coefficient, for ClipByValue NaN. Gradients
+        For ClipByNorm the largest norm and the least coefficient, for ClipByValue None. Gradients
         that no rule holds for are written only to divide them by the loss scale.
         """
         outcomes: Outcomes = {}
@@ -188,13 +188,12 @@ class StepClipping:
         return outcomes
 
 
-def _outcome(share: _Share, nonfinite: str) -> tuple[Tensor, Tensor]:
+def _outcome(share: _Share, nonfinite: str) -> tuple[Tensor, Tensor] | None:
     if share.clipping is None:
         device = share.found.device
         return torch.zeros((), device=device), torch.ones((), device=device)
     norm = share.clipping.write_(nonfinite)
     coefficient = share.clipping.least_coefficient()
     if norm is None or coefficient is None:
-        nan = torch.full((), math.nan, device=share.found.device)
-        return nan, nan
+        return None
     return norm.max() if isinstance(share.rule, ClipByNorm) else norm, coefficient
