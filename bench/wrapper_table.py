@@ -1,7 +1,7 @@
 """Prints what ClippedOptimizer costs beside a call of `clip_` before the same optimizer's step.
 
-The wrapper also finds the rule of each parameter group, keeps norm and coefficient, and counts. Both
-sides are interleaved in one process, on the same gradients, and their norms are compared first.
+The wrapper also finds the rule of each parameter group, keeps norm and coefficient, and counts.
+Both sides are interleaved in one process, on the same gradients, and their norms are compared.
 """
 
 import json

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
-from tritonclip.closures import Closure, evaluate_once, snapshot
+from tritonclip.closures import Closure, evaluate, snapshot
 from tritonclip.group_rules import rule_of, with_present_rules, without_rules
 from tritonclip.rules import Rule, as_rule
 from tritonclip.shared import SharedOptimizer
@@ -157,18 +157,32 @@ class ClippedOptimizer(SharedOptimizer):
 
         Raises:
             RuntimeError: gradients that are not finite, with nonfinite="error".
-            TypeError: a closure that returns None; gradients as for :func:`clip_`.
+            TypeError: a closure that computes gradients and returns None; gradients as for
+                :func:`clip_`.
         """
-        return super().step(closure)
-
-    # Or Optimizer would wrap it once more, with global hooks, which the inner step runs.
-    step.hooked = True
+        try:
+            return super().step(closure)
+        except BaseException:
+            # A GradScaler takes these back only from a step that succeeded.
+            for name in ("grad_scale", "found_inf"):
+                self.__dict__.pop(name, None)
+            raise
 
     @torch.compiler.disable(recursive=False)
     def _step(self, closure: Closure | None = None) -> Any:
         found_inf = getattr(self, "found_inf", None)
         overflow = found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else None
-        loss = None if closure is None else evaluate_once(closure)
+        loss = None
+        if closure is not None:
+            loss = evaluate(closure, self.param_groups)
+            # Evaluated, and without a loss to hand on: from here on a step without closure.
+            closure = None if loss is None else closure
+        if closure is None and isinstance(self.optimizer, LBFGS):
+            raise TypeError(
+                "LBFGS needs a closure that evaluates the model, calls backward and returns the "
+                "loss; expected step(closure), got none, or one that returned None. Nothing was "
+                "clipped or updated"
+            )
         clipping, self._clipping = self._clipping, None
         if clipping is None:
             clipping = self._measure(getattr(self, "grad_scale", None))
@@ -240,16 +254,21 @@ class ClippedOptimizer(SharedOptimizer):
         is as before the step.
         """
         losses = [first_loss]
+        undone = isinstance(self.optimizer, LBFGS)
+        remedy = (
+            "This was a later evaluation of the closure within a step. Parameters and state are "
+            + ("those before the step" if undone else "what the step had made of them so far")
+        )
 
-        def evaluate() -> Any:
+        def evaluate_again() -> Any:
             if losses:
                 return losses.pop()
-            loss = evaluate_once(closure)
+            loss = evaluate(closure, self.param_groups)
             clipping = self._measure(None)
             if self.nonfinite == "skip" and bool(clipping.nonfinite()):
                 raise _NonfiniteEvaluationError
             if self.nonfinite == "error":
-                clipping.raise_if_nonfinite()
+                clipping.raise_if_nonfinite(remedy)
             clipping.write_()
             return loss
 
@@ -257,7 +276,7 @@ class ClippedOptimizer(SharedOptimizer):
         if isinstance(self.optimizer, LBFGS) and self.nonfinite in ("skip", "error"):
             restore = snapshot(self.optimizer)
         try:
-            self.optimizer.step(evaluate)
+            self.optimizer.step(evaluate_again)
         except _NonfiniteEvaluationError:
             if restore is None:
                 raise RuntimeError(

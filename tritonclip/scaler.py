@@ -40,7 +40,9 @@ class GradScaler(torch.amp.GradScaler):
             optimizer._clipping = None
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
-        if not isinstance(optimizer, ClippedOptimizer):
+        grads = (p.grad for group in optimizer.param_groups for p in group["params"])
+        # Without any, torch's records no check, for `update` to complain about.
+        if not isinstance(optimizer, ClippedOptimizer) or all(g is None for g in grads):
             return super()._check_inf_per_device(optimizer)
         scale = self._get_scale_async()
         assert scale is not None

@@ -1,6 +1,6 @@
 """An optimizer that shares everything with another one, whose step it may do something around."""
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch
@@ -8,6 +8,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonclip.closures import Closure
+
+# Where Optimizer keeps what its register methods are given.
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 
 
 class SharedOptimizer(Optimizer):
@@ -25,8 +35,8 @@ class SharedOptimizer(Optimizer):
     def _share(self, optimizer: Optimizer) -> None:
         """Takes the place of Optimizer.__init__, which would make groups of its own."""
         self.optimizer = optimizer
-        # Makes the dictionaries of hooks.
-        super().__setstate__({})
+        for name in _HOOKS:
+            setattr(self, name, OrderedDict())
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -90,20 +90,25 @@ class ClipStats:
         overflow = None if overflow is None else overflow.to(device)
         measured = [outcome for outcome in outcomes.values() if outcome is not None]
         self._counts_clipped = bool(measured)
+        skip = None if skip is None else skip.to(device)
+        left_out = overflow if skip is None else skip if overflow is None else overflow | skip
+        # Groups that no longer have a rule of their own drop out.
+        last = {owner: self._last(owner) for owner in outcomes}
+        self.group_norms, self.group_coefficients = {}, {}
         for owner, outcome in outcomes.items():
             norm, coefficient = outcome or (self._nan(), self._nan())
             norm, coefficient = norm.to(device), coefficient.to(device)
-            if overflow is not None:
-                old = self._last(owner)
-                norm = torch.where(overflow, old[0].to(norm.dtype), norm)
-                coefficient = torch.where(overflow, old[1].to(norm.dtype), coefficient)
+            if left_out is not None:
+                old_norm, old_coefficient = last[owner]
+                norm = torch.where(left_out, old_norm.to(norm.dtype), norm)
+                coefficient = torch.where(left_out, old_coefficient.to(norm.dtype), coefficient)
             if owner is None:
                 self.last_norm, self.last_coefficient = norm, coefficient
             else:
                 self.group_norms[owner], self.group_coefficients[owner] = norm, coefficient
         flags = [coefficient.to(device) < 1 for _, coefficient in measured]
         clipped = flags[0] if len(flags) == 1 else torch.stack(flags).any() if flags else None
-        self._count_(clipped, overflow, None if skip is None else skip.to(device))
+        self._count_(clipped, overflow, skip)
 
     @torch.compiler.disable
     def record_skip_(self) -> None:
@@ -138,6 +143,8 @@ class ClipStats:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave; what is missing starts anew."""
+        self.group_norms.clear()
+        self.group_coefficients.clear()
         for name in _COUNTERS:
             getattr(self, name).fill_(state.get(name, 0))
         for name in _LAST:

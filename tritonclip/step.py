@@ -4,21 +4,20 @@ All groups are measured before the first gradient is written, so that a step can
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonclip import gradients
 from tritonclip.apply import Clipping, refuse_for_rule
+from tritonclip.closures import Groups
 from tritonclip.gradients import GradientList
 from tritonclip.group_rules import rule_of
 from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, Rule
 from tritonclip.stats import Outcomes
 
-Groups = Sequence[Mapping[str, Any]]
 # Measures whether all is finite, and changes nothing but a loss scale.
 _LEAVE_ALONE = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
 _REMEDY = (
@@ -159,15 +158,15 @@ class StepClipping:
 
     @torch.compiler.disable
     @torch.no_grad()
-    def raise_if_nonfinite(self) -> None:
+    def raise_if_nonfinite(self, remedy: str = _REMEDY) -> None:
         """RuntimeError that names the parameters with NaN or inf; waits for the device."""
         if not bool(self.nonfinite()):
             return
         for share in self._shares:
             if share.clipping is not None:
-                share.clipping.raise_if_nonfinite(_REMEDY)
+                share.clipping.raise_if_nonfinite(remedy)
                 Clipping(share.found, _LEAVE_ALONE, self._grad_scale, look=True).raise_if_nonfinite(
-                    _REMEDY
+                    remedy
                 )
 
     @torch.compiler.disable
