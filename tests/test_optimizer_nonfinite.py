@@ -504,12 +504,13 @@ def on_meta() -> list[Tensor]:
     return params
 
 
+@pytest.mark.parametrize("args", [(), (lambda: 1.0,)], ids=["no closure", "closure"])
 @pytest.mark.parametrize("rule", RULES)
-def test_skip_reads_nothing_back_where_the_inner_optimizer_takes_found_inf(rule):
+def test_skip_reads_nothing_back_where_the_inner_optimizer_takes_found_inf(rule, args):
     """The wrapper's share of the step; what torch's fused kernels do is torch's promise."""
     optimizer = ClippedOptimizer(inner := Told(on_meta()), rule, nonfinite="skip")
     for _ in range(2):
-        optimizer.step()
+        optimizer.step(*args)
     (flag, _) = inner.told
     assert (flag.device.type, flag.dtype, flag.shape) == ("meta", torch.float32, ())
 

@@ -14,7 +14,7 @@ from cases import assert_bits, assert_norm, normal
 from torch import Tensor
 from torch.optim import SGD
 
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, ClipStats
 
 SHAPES = ((3,), (4, 5), (7,))
 COUNTS = {"steps", "clipped_steps", "skipped_steps"}
@@ -88,6 +88,19 @@ def test_last_values_of_earlier_steps_stay_what_they_were(backend):
         kept.append(optimizer.stats.last_norm)
     for norm, truth in zip(kept, expected, strict=True):
         assert_norm(norm, truth)
+
+
+def test_statistics_follow_a_model_that_was_moved():
+    """As trainers do it, after the optimizer was made; what stayed behind would be a transfer."""
+    params = new_params("meta")
+    for param in params:
+        param.grad = torch.empty_like(param)
+    optimizer = ClippedOptimizer(SGD(params), 1.0)
+    optimizer.stats = ClipStats(torch.device("cpu"))
+    optimizer.step()
+    stats = optimizer.stats
+    tensors = (stats.last_norm, stats.last_coefficient, stats.steps, stats.clipped_steps)
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
 def test_counts_are_on_the_device_of_the_parameters():

@@ -189,7 +189,8 @@ class ClippedOptimizer(SharedOptimizer):
         skip = clipping.nonfinite() if self.nonfinite == "skip" else None
 
         stop = _any(overflow, skip)
-        on_device = stop is not None and closure is None and self._takes_found_inf()
+        on_device = stop is not None and self._takes_found_inf()
+        self.stats.move_(_device_of(self.optimizer))
         if stop is not None and not on_device and bool(stop):
             if overflow is None or not bool(overflow):
                 self.stats.record_skip_()
@@ -310,6 +311,8 @@ class ClippedOptimizer(SharedOptimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # A shallow copy would be a second wrapper.
+        _check_optimizer(state["optimizer"])
         self.clip, self.nonfinite, self.stats = state["clip"], state["nonfinite"], state["stats"]
         self._attach(state["optimizer"])
 
@@ -341,8 +344,9 @@ def _check_optimizer(optimizer: object) -> None:
 
 def _device_of(optimizer: Optimizer) -> torch.device:
     """The device of the first parameter."""
-    parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    return parameters[0].device if parameters else torch.device("cpu")
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    first: Tensor | None = next(parameters, None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def _any(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -84,7 +84,7 @@ class ClipStats:
     ) -> None:
         """Keeps what a step measured and counts it; flags are 0-d bool, None for what cannot be.
 
-        A step that overflowed leaves everything as it was.
+        A step that overflowed leaves everything as it was, one that was skipped all but its count.
         """
         device = self._counters.device
         overflow = None if overflow is None else overflow.to(device)
@@ -114,6 +114,16 @@ class ClipStats:
     def record_skip_(self) -> None:
         """Counts a step that was left out."""
         self.skipped_steps.add_(1)
+
+    def move_(self, device: torch.device) -> None:
+        """Moves everything, where the model was moved after its optimizer was made."""
+        if device == self._counters.device:
+            return
+        self._counters = self._counters.to(device)
+        self.last_norm = self.last_norm.to(device)
+        self.last_coefficient = self.last_coefficient.to(device)
+        self.group_norms = {i: norm.to(device) for i, norm in self.group_norms.items()}
+        self.group_coefficients = {i: c.to(device) for i, c in self.group_coefficients.items()}
 
     def _last(self, owner: int | None) -> tuple[Tensor, Tensor]:
         if owner is None:
