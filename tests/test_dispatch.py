@@ -202,6 +202,14 @@ def test_import_leaves_triton_alone():
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
+def test_every_public_name_is_there_and_listed():
+    for name in tritonclip.__all__:
+        assert getattr(tritonclip, name).__name__ == name
+    assert set(tritonclip.__all__) <= set(dir(tritonclip))
+    with pytest.raises(AttributeError, match="module 'tritonclip' has no attribute 'clip_grad'"):
+        _ = tritonclip.clip_grad
+
+
 def test_interpreter_serves_cpu_tensors(backend):
     """What the second pass of this suite rests on."""
     expected = (

@@ -670,6 +670,11 @@ def test_unknown_rule_is_refused(clip, error, message, where):
         assert wrapper.clip == ClipByGlobalNorm(2.5, eps=0.0)
 
 
+def test_no_rule_at_all_is_refused_with_what_to_write():
+    with pytest.raises(TypeError, match=r"got None; .* of their own, write float\('inf'\)"):
+        ClippedOptimizer(SGD([one_weight()[0]]), None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("policy", ["ignore", None, True], ids=repr)
 @pytest.mark.parametrize("where", ["constructor", "attribute"])
 def test_unknown_policy_is_refused(policy, where):

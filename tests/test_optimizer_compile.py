@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.fx import GraphModule
 
 import tritonclip
@@ -90,7 +91,7 @@ def test_step_compiled_traces_update_and_not_clipping() -> None:
 
 
 def test_step_compiled_is_not_compiled_again() -> None:
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3)
     optimizer = tritonclip.ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 0.5)

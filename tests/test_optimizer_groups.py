@@ -410,6 +410,45 @@ def test_add_param_group_refuses_the_rule_of_a_group(clip, error):
     assert len(optimizer.param_groups) == 1
 
 
+LOOKALIKES = pytest.mark.parametrize(
+    ("key", "value"), [("need_clip", False), ("clips", None), ("max_norm", 1.0)]
+)
+NAMES_THE_KEY = r"param_groups\[1\] has the unknown key '{}'. A group's rule is its key 'clip'"
+
+
+@LOOKALIKES
+def test_constructor_refuses_a_key_that_may_have_meant_the_rule(key, value):
+    first, second = (parameter(torch.ones(2)) for _ in range(2))
+    inner = SGD([{"params": [first]}, {"params": [second], key: value}])
+    with pytest.raises(ValueError, match=NAMES_THE_KEY.format(key)):
+        ClippedOptimizer(inner, 1.0)
+
+
+@LOOKALIKES
+def test_add_param_group_refuses_a_key_that_may_have_meant_the_rule(key, value):
+    optimizer = wrapped(three_groups()[:1], [ABSENT])
+    with pytest.raises(ValueError, match=NAMES_THE_KEY.format(key)):
+        optimizer.add_param_group({"params": [parameter(torch.ones(2))], key: value})
+    assert len(optimizer.param_groups) == 1
+
+
+class _OwnClipping(SGD):
+    """An optimizer with an option of its own that is called like a rule elsewhere."""
+
+    def __init__(self, params, max_grad_norm):
+        super().__init__(params)
+        for options in (self.defaults, *self.param_groups):
+            options["max_grad_norm"] = max_grad_norm
+
+
+def test_option_of_the_wrapped_optimizer_is_no_mistaken_rule():
+    grad = torch.tensor([3.0, 4.0])
+    inner = _OwnClipping([parameter(grad)], max_grad_norm=0.25)
+    optimizer = ClippedOptimizer(inner, ClipByGlobalNorm(1.0, eps=0.0))
+    optimizer.step()
+    torch.testing.assert_close(grads_of(optimizer)[0], grad / 5)
+
+
 def assert_step_changes_nothing(optimizer, error, message):
     """The step raises, and parameters, gradients, state and statistics are as before."""
     optimizer.step()
@@ -473,6 +512,18 @@ def test_error_names_a_parameter_without_need_clip():
     values_of(optimizer)[3].need_clip = False
     with pytest.raises(RuntimeError, match=r"c\.bias$"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("own", [0.5, None], ids=["own", "None"])
+def test_error_says_why_a_norm_was_not_the_reason(own):
+    """Only gradients under a rule have a norm to speak of."""
+    groups = with_nan(True)
+    groups[1]["clip"] = own
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="error")
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    assert ("total norm" in str(caught.value)) == (own is not None)
+    assert "Non-finite gradients: c.bias" in str(caught.value)
 
 
 @pytest.mark.parametrize("own", [ABSENT, 0.5], ids=["absent", "own"])

@@ -414,6 +414,20 @@ def test_scaler_refuses_a_second_step_before_update(scaler_type, make):
     assert_bits(params, before)
 
 
+@pytest.mark.parametrize("method", ["unscale_", "step"])
+def test_scaler_refuses_an_optimizer_that_is_wrapped(method):
+    params = new_params()
+    inner = SGD(params, lr=1.0)
+    wrapper = ClippedOptimizer(inner, 1.0)
+    scaler = tritonclip.GradScaler("cpu")
+    backward(scaler, params, grads_at(1))
+    before = copies([*params, *map(grad_of, params)])
+    with pytest.raises(ValueError, match=r"this SGD is wrapped .*; pass the wrapper"):
+        getattr(scaler, method)(inner)
+    assert_bits([*params, *map(grad_of, params)], before)
+    getattr(scaler, method)(wrapper)
+
+
 @pytest.mark.parametrize("make", BOTH)
 @pytest.mark.parametrize("scaler_type", SCALERS)
 def test_scaler_refuses_to_unscale_twice(scaler_type, make):

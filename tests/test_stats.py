@@ -370,3 +370,22 @@ def test_load_forgets_the_group_entries_of_the_run_before():
     optimizer, other = trained(3), trained(1)
     optimizer.load_state_dict(other.state_dict())
     assert math.isnan(optimizer.stats.summary().get("group1_norm", math.nan))
+
+
+def test_share_is_of_the_steps_that_measured_a_norm():
+    params = new_params()
+    optimizer = wrapped(params, 1.0)
+    for rule in (1.0, 1e9, ClipByValue(0.1), ClipByValue(0.1)):
+        optimizer.clip = rule
+        give_grads(params, size=100.0)
+        optimizer.step()
+    loaded = wrapped(new_params(), ClipByValue(0.1))
+    loaded.load_state_dict(optimizer.state_dict())
+    for stats in (optimizer.stats, loaded.stats):
+        assert (int(stats.steps), int(stats.measured_steps), int(stats.clipped_steps)) == (4, 2, 1)
+        assert stats.summary()["clipped_share"] == 0.5
+
+
+def test_repr_does_not_read_the_device():
+    stats = ClipStats(torch.device("meta"))
+    assert repr(stats) == "<ClipStats on meta; summary() reads it>"

@@ -184,7 +184,7 @@ def _raise_if_nonfinite(found: GradientList, norm_type: float, norm: Tensor, rem
     """RuntimeError in torch's words, with the gradients that are to blame; waits for the device."""
     if bool(torch.isfinite(norm)):
         return
-    places = found.places_where(lambda g: not bool(torch.isfinite(_dense_part(g)).all()))
+    places = nonfinite_places(found)
     blame = (
         f"Non-finite gradients: {found.labels(places)}"
         if places
@@ -194,6 +194,11 @@ def _raise_if_nonfinite(found: GradientList, norm_type: float, norm: Tensor, rem
         f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
         f"cannot be clipped. {remedy}. {blame}"
     )
+
+
+def nonfinite_places(found: GradientList) -> list[int]:
+    """Which gradients have a NaN or inf; waits for the device."""
+    return found.places_where(lambda g: not bool(torch.isfinite(_dense_part(g)).all()))
 
 
 def _dense_part(grad: Tensor) -> Tensor:

@@ -102,7 +102,10 @@ def clip_(
     """
     rule = as_rule(clip)
     if nonfinite not in _POLICIES:
-        raise ValueError(f"nonfinite must be 'propagate', 'error' or 'zero', got {nonfinite!r}")
+        raise ValueError(
+            f"nonfinite must be 'propagate', 'error' or 'zero', got {nonfinite!r}; only a "
+            "ClippedOptimizer can skip a step"
+        )
     scale = as_grad_scale(grad_scale)
     if torch.compiler.is_compiling():
         return compiled.clip_(parameters, rule, nonfinite, scale)

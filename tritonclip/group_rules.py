@@ -7,6 +7,27 @@ from torch.optim import Optimizer
 
 from tritonclip.rules import Rule, as_rule
 
+# What users may write in its place, unless it is an option of the optimizer's own.
+_LOOKALIKES = frozenset({"clips", "clipping", "clip_grad", "clip_norm", "clip_value", "grad_clip"})
+_LOOKALIKES |= {"max_norm", "max_grad_norm", "need_clip"}
+
+
+def check_group(number: int, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Refuses a group whose `clip` is no rule, or that may have meant it by another key.
+
+    Raises:
+        TypeError, ValueError: what was found, and in which group.
+    """
+    strange = sorted(_LOOKALIKES.intersection(group) - set(options))
+    if strange:
+        raise ValueError(
+            f"param_groups[{number}] has the unknown key {strange[0]!r}. A group's rule is its key "
+            "'clip', where None leaves the group alone; need_clip = False is an attribute of a "
+            "parameter"
+        )
+    if "clip" in group:
+        rule_of(number, group)
+
 
 def rule_of(number: int, group: Mapping[str, Any]) -> Rule | None:
     """The rule that a parameter group carries under `clip`; None leaves the group alone.

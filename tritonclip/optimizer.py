@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
 from tritonclip.closures import Closure, evaluate, snapshot
-from tritonclip.group_rules import rule_of, with_present_rules, without_rules
+from tritonclip.group_rules import check_group, with_present_rules, without_rules
 from tritonclip.rules import Rule, as_rule
 from tritonclip.shared import SharedOptimizer
 from tritonclip.stats import ClipStats
@@ -94,11 +94,15 @@ class ClippedOptimizer(SharedOptimizer):
         nonfinite: StepNonfinite = "propagate",
     ) -> None:
         _check_optimizer(optimizer)
+        if clip is None:
+            raise TypeError(
+                "clip must be a number or a rule, got None; to clip only groups that have a rule "
+                "of their own, write float('inf')"
+            )
         self.clip = as_rule(clip)
         self.nonfinite = nonfinite
         for number, group in enumerate(optimizer.param_groups):
-            if "clip" in group:
-                rule_of(number, group)
+            check_group(number, group, optimizer.defaults)
         self._attach(optimizer)
         self.stats = ClipStats(_device_of(optimizer))
 
@@ -140,8 +144,8 @@ class ClippedOptimizer(SharedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, which may carry a rule under the key `clip`."""
-        if "clip" in param_group:
-            rule_of(len(self.param_groups), param_group)
+        if isinstance(param_group, dict):
+            check_group(len(self.param_groups), param_group, self.defaults)
         super().add_param_group(param_group)
 
     @torch.compiler.disable(recursive=False)
@@ -323,6 +327,12 @@ class ClippedOptimizer(SharedOptimizer):
         )
 
 
+def is_wrapped(optimizer: Optimizer) -> bool:
+    """Whether a ClippedOptimizer around this optimizer is alive."""
+    wrapper = _wrappers.get(optimizer)
+    return wrapper is not None and wrapper() is not None
+
+
 def _check_optimizer(optimizer: object) -> None:
     expected = "optimizer must be a torch.optim.Optimizer"
     if isinstance(optimizer, type):
@@ -334,8 +344,7 @@ def _check_optimizer(optimizer: object) -> None:
             "optimizer is a ClippedOptimizer, which would clip twice; to change its rule, set its "
             "attribute clip, or give a parameter group the key 'clip'"
         )
-    wrapper = _wrappers.get(optimizer)
-    if wrapper is not None and wrapper() is not None:
+    if is_wrapped(optimizer):
         raise ValueError(
             f"this {type(optimizer).__name__} is wrapped already, and a second wrapper would keep "
             "statistics of its own; use the first wrapper, or make a new optimizer"

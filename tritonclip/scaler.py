@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from tritonclip.optimizer import ClippedOptimizer
+from tritonclip.optimizer import ClippedOptimizer, is_wrapped
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -15,7 +15,7 @@ class GradScaler(torch.amp.GradScaler):
     check them before the wrapper measures them. This one lets the wrapper measure them while they
     are still scaled: the norm tells whether a step overflows, and where they have to be written,
     one pass unscales and clips. With any other optimizer, and after `unscale_`, it does what
-    torch's does. Same arguments, same checkpoints.
+    torch's does. Same arguments, same checkpoints. It refuses an optimizer that is wrapped.
 
     Example:
         >>> scaler = GradScaler("cpu")
@@ -28,8 +28,14 @@ class GradScaler(torch.amp.GradScaler):
         tensor([0.2929, 0.2929])
     """
 
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divides the gradients by the scale; see torch's."""
+        _refuse_inner(optimizer)
+        super().unscale_(optimizer)
+
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales, clips and updates, unless a gradient is NaN or inf; see torch's."""
+        _refuse_inner(optimizer)
         if not isinstance(optimizer, ClippedOptimizer):
             return super().step(optimizer, *args, **kwargs)
         optimizer._scaler_waits = True
@@ -50,3 +56,11 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {found_inf.device: found_inf}
         return state
+
+
+def _refuse_inner(optimizer: Optimizer) -> None:
+    if is_wrapped(optimizer):
+        raise ValueError(
+            f"this {type(optimizer).__name__} is wrapped in a ClippedOptimizer; pass the wrapper, "
+            "to unscale_ and to step, or gradients are unscaled twice or not clipped"
+        )

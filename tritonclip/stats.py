@@ -9,7 +9,7 @@ from torch import Tensor
 # rule that measures nothing.
 Outcomes = dict[int | None, tuple[Tensor, Tensor] | None]
 # In this order in one tensor, so that they move together.
-_COUNTERS = ("steps", "clipped_steps", "skipped_steps")
+_COUNTERS = ("steps", "measured_steps", "clipped_steps", "skipped_steps")
 _LAST = ("last_norm", "last_coefficient")
 
 
@@ -31,8 +31,6 @@ class ClipStats:
 
     def __init__(self, device: torch.device) -> None:
         self._counters = torch.zeros(len(_COUNTERS), dtype=torch.int64, device=device)
-        # Whether the rules of the last step say if they clipped.
-        self._counts_clipped = True
         self.last_norm = self._nan()
         self.last_coefficient = self._nan()
         self.group_norms: dict[int, Tensor] = {}
@@ -44,22 +42,27 @@ class ClipStats:
         return self._counters[0]
 
     @property
-    def clipped_steps(self) -> Tensor:
-        """Steps at which any coefficient was below 1; 0-d int64. ClipByValue is not counted."""
+    def measured_steps(self) -> Tensor:
+        """Steps at which any rule measured a norm: not with ClipByValue alone; 0-d int64."""
         return self._counters[1]
+
+    @property
+    def clipped_steps(self) -> Tensor:
+        """Steps at which the coefficient of any rule was below 1; 0-d int64."""
+        return self._counters[2]
 
     @property
     def skipped_steps(self) -> Tensor:
         """Steps that nonfinite="skip" left out; 0-d int64. A GradScaler's do not count."""
-        return self._counters[2]
+        return self._counters[3]
 
     def summary(self) -> dict[str, float | int]:
         """Everything as plain numbers, for a logger; the one call that waits for the device.
 
         Returns:
             norm, coefficient, steps, clipped_steps, skipped_steps, clipped_share (of the steps that
-            were taken; NaN before the first, and for ClipByValue); for every group that has a rule
-            of its own also group<i>_norm and group<i>_coefficient.
+            measured a norm; NaN without any); for every group that has a rule of its own also
+            group<i>_norm and group<i>_coefficient.
 
         Example:
             >>> ClipStats(torch.device("cpu")).summary()["steps"]
@@ -73,8 +76,8 @@ class ClipStats:
         # One transfer for all.
         row = torch.cat([counters, torch.stack([f.to(counters) for f in floats.values()])]).tolist()
         counts = {name: int(n) for name, n in zip(_COUNTERS, row, strict=False)}
-        known = self._counts_clipped and counts["steps"] > 0
-        share = counts["clipped_steps"] / counts["steps"] if known else torch.nan
+        n_measured = counts.pop("measured_steps")
+        share = counts["clipped_steps"] / n_measured if n_measured else torch.nan
         measured = dict(zip(floats, row[len(_COUNTERS) :], strict=True))
         return {**measured, **counts, "clipped_share": share}
 
@@ -89,7 +92,6 @@ class ClipStats:
         device = self._counters.device
         overflow = None if overflow is None else overflow.to(device)
         measured = [outcome for outcome in outcomes.values() if outcome is not None]
-        self._counts_clipped = bool(measured)
         skip = None if skip is None else skip.to(device)
         left_out = overflow if skip is None else skip if overflow is None else overflow | skip
         # Groups that no longer have a rule of their own drop out.
@@ -136,16 +138,22 @@ class ClipStats:
 
     def _count_(self, clipped: Tensor | None, overflow: Tensor | None, skip: Tensor | None) -> None:
         if overflow is None and skip is None:
-            self.steps.add_(1)
-            if clipped is not None:
+            if clipped is None:
+                self.steps.add_(1)
+            else:
+                # Also measured_steps, its neighbour.
+                self._counters[:2].add_(1)
                 self.clipped_steps.add_(clipped)
             return
         no = torch.zeros((), dtype=torch.bool, device=self._counters.device)
         overflow = no if overflow is None else overflow
         skip = no if skip is None else skip & ~overflow
         taken = ~(overflow | skip)
-        clipped = no if clipped is None else clipped & taken
-        self._counters.add_(torch.stack([taken, clipped, skip]))
+        measured, clipped = (no, no) if clipped is None else (taken, clipped & taken)
+        self._counters.add_(torch.stack([taken, measured, clipped, skip]))
+
+    def __repr__(self) -> str:
+        return f"<ClipStats on {self._counters.device}; summary() reads it>"
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of all but what belongs to single groups."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tritonclip import gradients
-from tritonclip.apply import Clipping, refuse_for_rule
+from tritonclip.apply import Clipping, nonfinite_places, refuse_for_rule
 from tritonclip.closures import Groups
 from tritonclip.gradients import GradientList
 from tritonclip.group_rules import rule_of
@@ -164,10 +164,9 @@ class StepClipping:
             return
         for share in self._shares:
             if share.clipping is not None:
-                share.clipping.raise_if_nonfinite(remedy)
-                Clipping(share.found, _LEAVE_ALONE, self._grad_scale, look=True).raise_if_nonfinite(
-                    remedy
-                )
+                if not share.alone:
+                    share.clipping.raise_if_nonfinite(remedy)
+                _raise_if_any_nonfinite(share.found, remedy)
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -185,6 +184,13 @@ class StepClipping:
             else:
                 outcomes[share.owner] = _outcome(share, self._policy)
         return outcomes
+
+
+def _raise_if_any_nonfinite(found: GradientList, remedy: str) -> None:
+    """For gradients whose own rule does not show it, or that no rule holds for."""
+    places = nonfinite_places(found)
+    if places:
+        raise RuntimeError(f"{remedy}. Non-finite gradients: {found.labels(places)}")
 
 
 def _outcome(share: _Share, nonfinite: str) -> tuple[Tensor, Tensor] | None:
