@@ -154,3 +154,8 @@ def test_clip_grads_with_norm_refuses_numbers_that_are_no_norm(device, total_nor
     with pytest.raises(ValueError, match="total_norm"):
         tritonclip.clip_grads_with_norm_([one], 1.0, total_norm)
     assert one.grad.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_total_norm_asks_for_gradients_in_place_of_a_module():
+    with pytest.raises(TypeError, match=r"got tuple; expected the gradients: \[p.grad for p in"):
+        tritonclip.get_total_norm(torch.nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -3,6 +3,8 @@
 The Trainer's own loop, with clipping by hand just before a bare optimizer's step, is the truth.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from cases import assert_bits
@@ -35,7 +37,15 @@ def _fresh_state(monkeypatch):
 
 
 class ClippingTrainer(Trainer):
-    """The recipe of the README."""
+    """The recipe of docs/recipes.md."""
+
+    optimizer: Any
+
+    def create_optimizer(self, *args, **kwargs):
+        if self.optimizer is None:
+            inner = super().create_optimizer(*args, **kwargs)
+            self.optimizer = tritonclip.ClippedOptimizer(inner, MAX_NORM)
+        return self.optimizer
 
     def log(self, logs, start_time=None):
         # Not for evaluation, which may come before Accelerate wraps the optimizer once more.
@@ -51,8 +61,10 @@ class ClipByHand(TrainerCallback):
     def __init__(self):
         self.norms = []
 
-    def on_pre_optimizer_step(self, args, state, control, model, **_):
-        self.norms.append(tritonclip.clip_(model.parameters(), MAX_NORM).item())
+    def on_pre_optimizer_step(self, args, state, control, optimizer, **_):
+        # In the wrapper's order, in which their squares are added up.
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.norms.append(tritonclip.clip_(params, MAX_NORM).item())
 
 
 class Report(TrainerCallback):
@@ -80,12 +92,11 @@ def language_model():
 
 def trainer_of(folder, kind=ClippingTrainer, accumulate=1, callbacks=(), **options):
     """A trainer with SGD, to which the length of a gradient matters."""
-    model = language_model()
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    if kind is ClippingTrainer:
-        optimizer = tritonclip.ClippedOptimizer(optimizer, MAX_NORM)
     arguments = {
         "output_dir": str(folder),
+        "optim": "sgd",
+        "learning_rate": 0.2,
+        "weight_decay": 0.01,
         "gradient_accumulation_steps": accumulate,
         "logging_steps": 1,
         "max_grad_norm": 0.0,
@@ -98,10 +109,9 @@ def trainer_of(folder, kind=ClippingTrainer, accumulate=1, callbacks=(), **optio
         **options,
     }
     return kind(
-        model=model,
+        model=language_model(),
         args=TrainingArguments(**arguments),
         train_dataset=sequences(accumulate),
-        optimizers=(optimizer, None),
         callbacks=[*callbacks],
     )
 
@@ -130,6 +140,19 @@ def test_trainer_clips_once_a_step(tmp_path, accumulate, bf16):
     assert stats_of(trainer)["steps"] == STEPS
     assert stats_of(trainer)["clipped_steps"] == sum(norm > MAX_NORM for norm in hand.norms)
     assert_bits(trainer.model.parameters(), by_hand.model.parameters())
+
+
+def test_options_of_the_arguments_reach_the_wrapped_optimizer(tmp_path):
+    trainer = trainer_of(tmp_path)
+
+    optimizer = trainer.create_optimizer()
+
+    assert isinstance(optimizer, tritonclip.ClippedOptimizer)
+    assert trainer.create_optimizer() is optimizer
+    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [
+        (0.2, 0.01),
+        (0.2, 0.0),
+    ]
 
 
 def test_log_writes_the_norm_before_clipping(tmp_path):

@@ -124,7 +124,7 @@ def of_parameters(
     if items and isinstance(items[0], tuple):
         names, items = _unzip(items)
         label_of = names.__getitem__
-    _check_tensors(items, "parameters")
+    _check_tensors(items, "parameters", "tensors, a module, or (name, parameter) pairs")
 
     grads = [g for p in items if (g := p.grad) is not None and getattr(p, "need_clip", True)]
     positions: Sequence[int] = range(len(items))
@@ -143,19 +143,19 @@ def of_tensors(
 ) -> GradientList:
     """The gradient list whose gradients are the tensors themselves; raises as above."""
     items = _items(tensors)
-    _check_tensors(items, "tensors")
+    _check_tensors(items, "tensors", "the gradients: [p.grad for p in ... if p.grad is not None]")
     device = items[0].device if items else torch.device("cpu")
     return _gradient_list(items, range(len(items)), device, label_of)
 
 
-def _check_tensors(items: Sequence[object], noun: str) -> None:
+def _check_tensors(items: Sequence[object], noun: str, expected: str) -> None:
     if set(map(type, items)) <= _PLAIN:
         return
     for position, item in enumerate(items):
         if not isinstance(item, Tensor):
             raise TypeError(
                 f"{noun}[{position}] must be a tensor, got {type(item).__name__}; "
-                "expected tensors, a module, or (name, parameter) pairs"
+                f"expected {expected}"
             )
 
 
