@@ -242,9 +242,21 @@ def test_step_clips_after_each_evaluation_of_a_closure():
     assert_bits(wrapper.optimizer.seen, expected)
 
 
-def test_step_returns_the_first_loss():
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero", "skip", "error"])
+def test_step_returns_what_the_wrapped_optimizer_returns(nonfinite):
     wrapper, closure = searched()
-    assert wrapper.step(closure) == 1.0
+    wrapper.nonfinite = nonfinite
+    assert wrapper.step(closure) == 0.25
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero", "skip", "error"])
+def test_step_counts_as_clipped_if_any_evaluation_was(nonfinite):
+    wrapper, closure = searched((0.25, 2.0, 0.25))
+    wrapper.nonfinite = nonfinite
+    wrapper.step(closure)
+    stats = wrapper.stats
+    assert (stats.last_norm, stats.last_coefficient) == (1.25, 0.25)
+    assert (stats.steps, stats.clipped_steps) == (1, 1)
 
 
 def test_step_takes_a_closure_by_name():
@@ -619,6 +631,28 @@ def test_constructor_refuses_what_is_no_optimizer(optimizer):
 def test_constructor_refuses_a_class():
     with pytest.raises(TypeError, match=r"got the class; write SGD\(parameters, \.\.\.\)"):
         ClippedOptimizer(SGD, 1.0)  # type: ignore[arg-type]
+
+
+class _Around(Optimizer):
+    """As wrappers write it that do not call Optimizer.__init__."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+
+def test_constructor_refuses_an_optimizer_without_its_own_init():
+    inner = _Around(SGD([one_weight()[0]]))
+    message = "that ran Optimizer.__init__, got _Around.*; wrap the optimizer inside it"
+    with pytest.raises(TypeError, match=message):
+        ClippedOptimizer(inner, 1.0)
+
+
+def test_step_pre_hook_with_another_result_is_refused():
+    _, wrapper = one_weight()
+    wrapper.register_step_pre_hook(lambda *_: 5)
+    with pytest.raises(RuntimeError, match=r"None or a tuple of \(new_args, new_kwargs\), got 5"):
+        wrapper.step()
 
 
 def test_constructor_refuses_a_wrapper():

@@ -12,7 +12,7 @@ import torch
 from cases import assert_bits, assert_norm, copies, grad_of, normal
 from torch.optim import SGD, SparseAdam
 
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, use_backend
 
 ABSENT = object()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -545,3 +545,78 @@ def test_tied_gradient_within_a_group_counts_once():
     optimizer.step()
     assert optimizer.stats.last_norm == 5.0
     assert one.tolist() == other.tolist() == [-1.5, -2.0]
+
+
+class _OwnClip(SGD):
+    def __init__(self, params):
+        super().__init__(params)
+        for options in (self.defaults, *self.param_groups):
+            options["clip"] = 1.0
+
+
+def test_optimizer_with_an_option_of_that_name_is_refused():
+    with pytest.raises(ValueError, match="has an option 'clip' of its own"):
+        ClippedOptimizer(_OwnClip([parameter(torch.ones(2))]), 1.0)
+
+
+class _NoHooks(SGD):
+    """Saves and loads without the hooks of torch's."""
+
+    def state_dict(self):
+        return {"state": {}, "param_groups": [dict(g) for g in self.param_groups]}
+
+    def load_state_dict(self, state_dict):
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            params = group["params"]
+            group.clear()
+            group.update(saved, params=params)
+
+
+def test_rules_stay_where_the_wrapped_optimizer_runs_no_hooks():
+    rule = ClipByValue(0.5)
+    groups = [{"params": [parameter(torch.ones(2))], "clip": rule}]
+    optimizer = ClippedOptimizer(_NoHooks(groups), 1.0)
+    saved = optimizer.state_dict()
+    assert "clip" not in saved["param_groups"][0]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["clip"] is rule
+
+
+@pytest.mark.parametrize("left_out", ["group", "parameter"])
+def test_gradient_under_two_rules_is_refused(left_out):
+    grad = torch.tensor([3.0, 4.0])
+    one, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    one.grad = other.grad = grad
+    groups: list[dict[str, Any]] = [{"params": [one]}, {"params": [other]}]
+    if left_out == "group":
+        groups[1]["clip"] = None
+    else:
+        other.need_clip = False  # type: ignore[attr-defined]
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="skip")
+    message = r"\[0\]\['params'\]\[0\] and .*\[1\]\['params'\]\[0\] share a gradient, but not"
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert grad.tolist() == [3.0, 4.0]
+
+
+def test_error_names_a_parameter_that_was_added_by_hand():
+    groups = with_nan(True)
+    added = parameter(torch.full((2,), math.nan))
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="error")
+    optimizer.param_groups[1]["params"].append(added)
+    with pytest.raises(RuntimeError, match=r"c\.bias, param_groups\[1\]\['params'\]\[2\]$"):
+        optimizer.step()
+
+
+def test_step_refuses_a_backend_before_any_group_is_written(backend):
+    if backend.name != "triton" or backend.device.type != "cpu":
+        pytest.skip("needs kernels that serve CPU tensors only")
+    grad = torch.tensor([3.0, 4.0])
+    elsewhere = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    elsewhere.grad = torch.zeros(2, device="meta")
+    groups: list[dict[str, Any]] = [{"params": [parameter(grad)]}, {"params": [elsewhere]}]
+    groups[1]["clip"] = ClipByValue(0.5)
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0)
+    with use_backend("triton"), pytest.raises(RuntimeError, match="not on meta"):
+        optimizer.step()
+    assert grads_of(optimizer)[0].tolist() == [3.0, 4.0]

@@ -653,3 +653,70 @@ def test_scaler_of_torch_reads_in_a_pass_of_its_own(monkeypatch, make):
     calls = Calls(monkeypatch)
     scaler.step(optimizer)
     assert (calls.measured, calls.torchs) == (1, 1)
+
+
+def two(scaler_type, **options):
+    """A weight with gradient [3, 4] under a scale of 1,024, its wrapper and the scaler."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = ClippedOptimizer(SGD([weight], lr=1.0, **options), ClipByGlobalNorm(1.0, eps=0.0))
+    scaler = scaler_type("cpu", init_scale=1024.0)
+    scaler.scale((weight * torch.tensor([3.0, 4.0])).sum()).backward()
+    return weight, optimizer, scaler
+
+
+def _shrink(optimizer, *_):
+    (weight,) = optimizer.param_groups[0]["params"]
+    weight.grad = weight.grad * 0.1
+
+
+def _shrink_in_place(optimizer, *_):
+    optimizer.param_groups[0]["params"][0].grad.mul_(0.1)
+
+
+def _allow_more(optimizer, *_):
+    optimizer.clip = ClipByGlobalNorm(2.0, eps=0.0)
+
+
+@pytest.mark.parametrize("scaler_type", SCALERS)
+@pytest.mark.parametrize(
+    ("hook", "expected"),
+    [(_shrink, [-0.3, -0.4]), (_shrink_in_place, [-0.3, -0.4]), (_allow_more, [-1.2, -1.6])],
+    ids=["replaced", "in-place", "rule"],
+)
+def test_scaler_heeds_what_a_step_hook_changes(scaler_type, hook, expected):
+    weight, optimizer, scaler = two(scaler_type)
+    optimizer.register_step_pre_hook(hook)
+    scaler.step(optimizer)
+    torch.testing.assert_close(weight.detach(), torch.tensor(expected))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaler_refuses_a_closure_by_position(fused):
+    weight, optimizer, scaler = two(tritonclip.GradScaler, fused=fused)
+    with pytest.raises(RuntimeError, match=r"closure computes gradients after .*: call backward"):
+        scaler.step(optimizer, lambda: torch.tensor(1.0))
+    assert weight.tolist() == [0.0, 0.0]
+    assert grad_of(weight).tolist() == [3072.0, 4096.0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaler_does_not_unscale_again_after_a_step_that_raised(fused):
+    weight, optimizer, scaler = two(tritonclip.GradScaler, fused=fused)
+
+    def fail(*_):
+        handle.remove()
+        raise KeyboardInterrupt
+
+    handle = optimizer.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+    scaler.step(optimizer)
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+
+
+@pytest.mark.parametrize("scaler_type", SCALERS)
+def test_scaler_multiplies_with_a_scale_that_was_set_before(scaler_type):
+    weight, optimizer, scaler = two(scaler_type, fused=True)
+    optimizer.grad_scale = torch.tensor(10.0)
+    scaler.step(optimizer)
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.3, -0.4]))

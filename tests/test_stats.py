@@ -389,3 +389,38 @@ def test_share_is_of_the_steps_that_measured_a_norm():
 def test_repr_does_not_read_the_device():
     stats = ClipStats(torch.device("meta"))
     assert repr(stats) == "<ClipStats on meta; summary() reads it>"
+
+
+def test_last_norm_is_unknown_without_a_group_under_the_wrappers_rule():
+    params = new_params()
+    optimizer = wrapped(params)
+    give_grads(params)
+    optimizer.step()
+    optimizer.param_groups[0]["clip"] = 2.0
+    give_grads(params)
+    optimizer.step()
+    summary = optimizer.stats.summary()
+    assert math.isnan(summary["norm"])
+    assert summary["group0_norm"] > 0
+
+
+def test_counts_that_were_read_stay_what_they_were():
+    params = new_params()
+    optimizer = wrapped(params)
+    counts = []
+    for _ in range(3):
+        give_grads(params)
+        optimizer.step()
+        counts.append(optimizer.stats.steps)
+    assert [int(count) for count in counts] == [1, 2, 3]
+
+
+def test_load_of_statistics_that_are_none_changes_nothing():
+    optimizer = trained(2)
+    before = optimizer.state_dict()
+    broken = wrapped(new_params()).state_dict()
+    broken["param_groups"][0]["lr"] = 7.0
+    broken["tritonclip"] = {"steps": torch.zeros(3)}
+    with pytest.raises(RuntimeError):
+        optimizer.load_state_dict(broken)
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)

@@ -68,6 +68,10 @@ class Clipping:
         if look or not isinstance(rule, ClipByValue):
             each = isinstance(rule, ClipByNorm)
             self._measured = dispatch.measure(found.groups, self._norm_type, each=each)
+        else:
+            for group in found.groups:
+                # Refuses now, while nothing is written anywhere.
+                dispatch.backend_of(group)
 
     @property
     def _norm_type(self) -> float:

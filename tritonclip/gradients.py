@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-_PLAIN = {Tensor, Parameter}
+# What the library can read; subclasses may hold anything.
+PLAIN = {Tensor, Parameter}
 _get_dtype = attrgetter("dtype")
 _get_device = attrgetter("device")
 _get_is_cpu = attrgetter("is_cpu")
@@ -29,12 +30,14 @@ class Group:
         places: where each stands in the gradient list.
         flat: whether each is contiguous, so that a pointer and a size say it all.
         pairs: whether these are complex gradients.
+        base: what all tensors are views of, where they never move.
     """
 
     tensors: list[Tensor]
     places: Sequence[int]
     flat: bool
     pairs: bool = False
+    base: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -68,7 +71,7 @@ class GradientList:
     """
 
     device: torch.device
-    grads: list[Tensor]
+    grads: Sequence[Tensor]
     label_of: Callable[[int], str]
     positions: Sequence[int] = ()
     came_from_empty_generator: bool = False
@@ -120,12 +123,7 @@ def of_parameters(
             tensors.
         ValueError: gradients whose elements overlap in memory.
     """
-    items = _items(parameters)
-    if items and isinstance(items[0], tuple):
-        names, items = _unzip(items)
-        label_of = names.__getitem__
-    _check_tensors(items, "parameters", "tensors, a module, or (name, parameter) pairs")
-
+    items, label_of = labelled(parameters, label_of)
     grads = [g for p in items if (g := p.grad) is not None and getattr(p, "need_clip", True)]
     positions: Sequence[int] = range(len(items))
     if len(grads) < len(items):
@@ -136,6 +134,18 @@ def of_parameters(
     result = _gradient_list(grads, positions, device, label_of)
     result.came_from_empty_generator = isinstance(parameters, GeneratorType) and not items
     return result
+
+
+def labelled(
+    parameters: object, label_of: Callable[[int], str] = "parameters[{}]".format
+) -> tuple[list[Tensor], Callable[[int], str]]:
+    """The parameters of what `clip_` accepts, and what messages call the i-th; raises as above."""
+    items = _items(parameters)
+    if items and isinstance(items[0], tuple):
+        names, items = _unzip(items)
+        label_of = names.__getitem__
+    _check_tensors(items, "parameters", "tensors, a module, or (name, parameter) pairs")
+    return items, label_of
 
 
 def of_tensors(
@@ -149,7 +159,7 @@ def of_tensors(
 
 
 def _check_tensors(items: Sequence[object], noun: str, expected: str) -> None:
-    if set(map(type, items)) <= _PLAIN:
+    if set(map(type, items)) <= PLAIN:
         return
     for position, item in enumerate(items):
         if not isinstance(item, Tensor):
@@ -228,15 +238,15 @@ def _memory(grad: Tensor) -> object:
         grad = grad._values()
     if grad.layout != torch.strided or grad.numel() == 0:
         return id(grad)
-    if _flattened(grad) is not None:
+    if flattened(grad) is not None:
         return grad.data_ptr(), grad.dtype, grad.numel()
     return grad.data_ptr(), grad.dtype, grad.shape, grad.stride()
 
 
 def _fill_groups(result: GradientList) -> None:
     """Sorts gradients into groups; the usual list, all alike and contiguous, in one go."""
-    grads = result.grads
-    if set(map(type, grads)) <= _PLAIN:
+    grads = list(result.grads)
+    if set(map(type, grads)) <= PLAIN:
         dtypes = set(map(_get_dtype, grads))
         if len(dtypes) == 1 and next(iter(dtypes)).is_floating_point and _on_one_device(grads):
             try:
@@ -268,7 +278,7 @@ def _readable(grad: Tensor, result: GradientList, place: int) -> tuple[Tensor, b
 
     Shares the gradient's memory, or that of its coalesced copy. Refuses what cannot be clipped.
     """
-    if type(grad) not in _PLAIN:
+    if type(grad) not in PLAIN:
         raise TypeError(
             f"the gradient of {result.label(place)} is a {type(grad).__name__}, a tensor subclass "
             "that tritonclip cannot read; expected a plain tensor: pass local or full tensors (for "
@@ -294,7 +304,7 @@ def _readable(grad: Tensor, result: GradientList, place: int) -> tuple[Tensor, b
         grad = torch.view_as_real(grad.conj() if grad.is_conj() else grad)
     if grad.is_contiguous():
         return grad, True
-    flat = _flattened(grad)
+    flat = flattened(grad)
     if flat is not None:
         return flat, True
     if _overlaps(grad):
@@ -306,7 +316,7 @@ def _readable(grad: Tensor, result: GradientList, place: int) -> tuple[Tensor, b
     return grad, False
 
 
-def _flattened(grad: Tensor) -> Tensor | None:
+def flattened(grad: Tensor) -> Tensor | None:
     """A flat view of a gradient dense in another order of its dimensions, as channels_last is."""
     order = sorted(range(grad.dim()), key=grad.stride, reverse=True)
     permuted = grad.permute(order)

@@ -1,11 +1,13 @@
 """Rules that parameter groups carry under the key `clip`: read, and kept out of checkpoints."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 
 from tritonclip.rules import Rule, as_rule
+
+Groups = Sequence[Mapping[str, Any]]
 
 # What users may write in its place, unless it is an option of the optimizer's own.
 _LOOKALIKES = frozenset({"clips", "clipping", "clip_grad", "clip_norm", "clip_value", "grad_clip"})
@@ -18,6 +20,11 @@ def check_group(number: int, group: Mapping[str, Any], options: Mapping[str, Any
     Raises:
         TypeError, ValueError: what was found, and in which group.
     """
+    if "clip" in options:
+        raise ValueError(
+            "the optimizer has an option 'clip' of its own, the key under which a group's rule is "
+            "looked for; expected an optimizer without: clip by clip_ before its step"
+        )
     strange = sorted(_LOOKALIKES.intersection(group) - set(options))
     if strange:
         raise ValueError(

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
-from tritonclip.closures import Closure, evaluate, snapshot
+from tritonclip.closures import (
+    NO_LOSS_FOR_LBFGS,
+    Closure,
+    evaluate,
+    step_evaluating,
+    step_judging,
+)
 from tritonclip.group_rules import check_group, with_present_rules, without_rules
 from tritonclip.rules import Rule, as_rule
 from tritonclip.shared import SharedOptimizer
@@ -21,10 +27,6 @@ _STATS_KEY = "tritonclip"
 _wrappers: WeakKeyDictionary[Optimizer, "ref[ClippedOptimizer]"] = WeakKeyDictionary()
 
 
-class _NonfiniteEvaluationError(Exception):
-    """A closure that was evaluated again, within a step, gave gradients that are not finite."""
-
-
 class ClippedOptimizer(SharedOptimizer):
     """Wraps an optimizer so that every `step` clips first, and counts how often it did.
 
@@ -36,9 +38,10 @@ class ClippedOptimizer(SharedOptimizer):
     the wrapper's rule, under one norm; a group with a rule has a norm of its own; None leaves the
     group alone. A parameter with `need_clip = False` is left out.
 
-    With a closure, gradients are clipped after each of its evaluations. Under a `GradScaler`, they
-    are unscaled before they are clipped, whether `unscale_` was called or not; see
-    :class:`GradScaler` for the variant that reads them only once.
+    With a closure, gradients are clipped after each of its evaluations; the statistics have the
+    norm of the first and the least coefficient of all. Under a `GradScaler`, they are unscaled
+    before they are clipped, whether `unscale_` was called or not; see :class:`GradScaler` for the
+    variant that reads them only once.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
@@ -67,8 +70,9 @@ class ClippedOptimizer(SharedOptimizer):
         optimizer is. `state_dict` adds the statistics to what the wrapped optimizer saves;
         either one loads what the other has saved.
 
-        LBFGS with "skip" or "error" keeps a copy of parameters and state during a step, for an
-        evaluation within the step that is not finite.
+        With a closure, "skip" and "error" evaluate it before the wrapped optimizer does, and refuse
+        one that changes anything before it evaluates. LBFGS then keeps a copy of parameters and
+        state during a step, for an evaluation within the step that is not finite.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
@@ -109,6 +113,8 @@ class ClippedOptimizer(SharedOptimizer):
     def _attach(self, optimizer: Optimizer) -> None:
         self._share(optimizer)
         self._scaler_waits = False
+        # Whether the last step began to divide gradients by a loss scale.
+        self._unscaled = False
         self._clipping: StepClipping | None = None
         if optimizer not in _wrappers:
             optimizer.register_state_dict_post_hook(without_rules)
@@ -157,10 +163,12 @@ class ClippedOptimizer(SharedOptimizer):
                 clipped after each evaluation.
 
         Returns:
-            The loss of the first evaluation; None without a closure, or where the step is skipped.
+            What the wrapped optimizer returns: the loss of the first evaluation, None without a
+            closure.
 
         Raises:
-            RuntimeError: gradients that are not finite, with nonfinite="error".
+            RuntimeError: gradients that are not finite, with nonfinite="error"; a closure that the
+                wrapped optimizer does not evaluate, or one under a GradScaler.
             TypeError: a closure that computes gradients and returns None; gradients as for
                 :func:`clip_`.
         """
@@ -174,48 +182,80 @@ class ClippedOptimizer(SharedOptimizer):
 
     @torch.compiler.disable(recursive=False)
     def _step(self, closure: Closure | None = None) -> Any:
+        self._unscaled = False
+        self.stats.move_(_device_of(self.optimizer))
+        if closure is None:
+            return self._step_with_gradients()
+        if self._scaler_waits or isinstance(getattr(self, "found_inf", None), Tensor):
+            raise RuntimeError(
+                "a closure computes gradients after the GradScaler looked at them; expected "
+                "scaler.step(optimizer) without one: call backward first"
+            )
+        if self.nonfinite in ("propagate", "zero"):
+            loss, outcomes = step_evaluating(self.optimizer, closure, self._measure)
+            self.stats.record_(outcomes)
+            return loss
+        return self._step_judging(closure)
+
+    def _step_with_gradients(self) -> Any:
+        """Clips the gradients that are there."""
+        if isinstance(self.optimizer, LBFGS):
+            raise TypeError(NO_LOSS_FOR_LBFGS)
+        clipping, self._clipping = self._clipping, None
+        grad_scale = getattr(self, "grad_scale", None)
+        if clipping is None or self._optimizer_step_pre_hooks:
+            # Hooks run after a GradScaler has measured, and may have changed anything.
+            clipping = self._measure(grad_scale)
         found_inf = getattr(self, "found_inf", None)
         overflow = found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else None
-        loss = None
-        if closure is not None:
-            loss = evaluate(closure, self.param_groups)
-            # Evaluated, and without a loss to hand on: from here on a step without closure.
-            closure = None if loss is None else closure
-        if closure is None and isinstance(self.optimizer, LBFGS):
-            raise TypeError(
-                "LBFGS needs a closure that evaluates the model, calls backward and returns the "
-                "loss; expected step(closure), got none, or one that returned None. Nothing was "
-                "clipped or updated"
-            )
-        clipping, self._clipping = self._clipping, None
-        if clipping is None:
-            clipping = self._measure(getattr(self, "grad_scale", None))
         skip = clipping.nonfinite() if self.nonfinite == "skip" else None
 
         stop = _any(overflow, skip)
         on_device = stop is not None and self._takes_found_inf()
-        self.stats.move_(_device_of(self.optimizer))
         if stop is not None and not on_device and bool(stop):
             if overflow is None or not bool(overflow):
                 self.stats.record_skip_()
-            return loss
+            return None
         if self.nonfinite == "error" and (overflow is None or not bool(overflow)):
             clipping.raise_if_nonfinite()
         outcomes = clipping.write_()
+        self._unscaled = grad_scale is not None
 
         if on_device:
             assert stop is not None
-            self._step_inner_unless(stop)
-        elif closure is None:
-            self.optimizer.step()
-        elif not self._step_inner_with(closure, loss):
+            result = self._step_inner_unless(stop)
+            self.stats.record_(outcomes, overflow, skip)
+        else:
+            result = self.optimizer.step()
+            self.stats.record_(outcomes)
+        return result
+
+    def _step_judging(self, closure: Closure) -> Any:
+        """Evaluates a closure before the wrapped optimizer does, while nothing has changed yet."""
+        loss = evaluate(closure, self.param_groups)
+        if loss is None or self._takes_found_inf():
+            # Nothing to hand on, or an optimizer that evaluates first and only once.
+            self._step_with_gradients()
+            return loss
+        clipping = self._measure()
+        skip = self.nonfinite == "skip"
+        if skip and bool(clipping.nonfinite()):
             self.stats.record_skip_()
             return loss
-        self.stats.record_(outcomes, overflow if on_device else None, skip if on_device else None)
-        return loss
+        clipping.raise_if_nonfinite()
+        result, outcomes = step_judging(
+            self.optimizer, closure, loss, clipping, self._measure, skip
+        )
+        if outcomes is None:
+            self.stats.record_skip_()
+        else:
+            self.stats.record_(outcomes)
+        return result
 
     @torch.compiler.disable
-    def _measure(self, grad_scale: Tensor | float | None, *, judge: bool = False) -> StepClipping:
+    def _measure(
+        self, grad_scale: Tensor | float | None = None, *, judge: bool = False
+    ) -> StepClipping:
         judge = judge or self.nonfinite in ("skip", "error")
         return StepClipping(self.param_groups, self.clip, self.nonfinite, grad_scale, judge=judge)
 
@@ -244,67 +284,25 @@ class ClippedOptimizer(SharedOptimizer):
             for p in group["params"]
         )
 
-    def _step_inner_unless(self, stop: Tensor) -> None:
+    def _step_inner_unless(self, stop: Tensor) -> Any:
         inner: Any = self.optimizer
         inner.found_inf = stop.to(torch.float32)
         try:
-            inner.step()
+            return inner.step()
         finally:
             del inner.found_inf
 
-    def _step_inner_with(self, closure: Closure, first_loss: Any) -> bool:
-        """Hands the wrapped optimizer a closure whose first result is known and clipped.
-
-        False where it evaluated once more, that was not finite, and the policy is to skip: then all
-        is as before the step.
-        """
-        losses = [first_loss]
-        undone = isinstance(self.optimizer, LBFGS)
-        remedy = (
-            "This was a later evaluation of the closure within a step. Parameters and state are "
-            + ("those before the step" if undone else "what the step had made of them so far")
-        )
-
-        def evaluate_again() -> Any:
-            if losses:
-                return losses.pop()
-            loss = evaluate(closure, self.param_groups)
-            clipping = self._measure(None)
-            if self.nonfinite == "skip" and bool(clipping.nonfinite()):
-                raise _NonfiniteEvaluationError
-            if self.nonfinite == "error":
-                clipping.raise_if_nonfinite(remedy)
-            clipping.write_()
-            return loss
-
-        restore = None
-        if isinstance(self.optimizer, LBFGS) and self.nonfinite in ("skip", "error"):
-            restore = snapshot(self.optimizer)
-        try:
-            self.optimizer.step(evaluate_again)
-        except _NonfiniteEvaluationError:
-            if restore is None:
-                raise RuntimeError(
-                    f"{type(self.optimizer).__name__} evaluated its closure more than once, and a "
-                    "later evaluation gave gradients that are not finite: the step cannot be "
-                    "undone, so nonfinite='skip' cannot be kept. Use nonfinite='zero' or 'error'"
-                ) from None
-            restore()
-            return False
-        except BaseException:
-            if restore is not None:
-                restore()
-            raise
-        return True
-
     def _save(self) -> dict[str, Any]:
-        return {**super()._save(), _STATS_KEY: self.stats.state_dict()}
+        # Also here, for optimizers that do not run their hooks.
+        saved = without_rules(self.optimizer, super()._save())
+        return {**saved, _STATS_KEY: self.stats.state_dict()}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         rest = dict(state_dict)
-        stats = rest.pop(_STATS_KEY, {})
-        super()._load(rest)
-        self.stats.load_state_dict(stats)
+        stats = ClipStats(_device_of(self.optimizer))
+        stats.load_state_dict(rest.pop(_STATS_KEY, {}))
+        super()._load(with_present_rules(self.optimizer, rest))
+        self.stats.load_state_dict(stats.state_dict())
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -339,6 +337,11 @@ def _check_optimizer(optimizer: object) -> None:
         raise TypeError(f"{expected}, got the class; write {optimizer.__name__}(parameters, ...)")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{expected}, got {type(optimizer).__name__}")
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+        raise TypeError(
+            f"{expected} that ran Optimizer.__init__, got {type(optimizer).__name__}, which did "
+            "not, as wrappers around other optimizers do; wrap the optimizer inside it"
+        )
     if isinstance(optimizer, ClippedOptimizer):
         raise ValueError(
             "optimizer is a ClippedOptimizer, which would clip twice; to change its rule, set its "

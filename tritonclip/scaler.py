@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from tritonclip.optimizer import ClippedOptimizer, is_wrapped
@@ -15,7 +16,8 @@ class GradScaler(torch.amp.GradScaler):
     check them before the wrapper measures them. This one lets the wrapper measure them while they
     are still scaled: the norm tells whether a step overflows, and where they have to be written,
     one pass unscales and clips. With any other optimizer, and after `unscale_`, it does what
-    torch's does. Same arguments, same checkpoints. It refuses an optimizer that is wrapped.
+    torch's does. Same arguments, same checkpoints. It refuses an optimizer that is wrapped. A norm
+    that does not fit its dtype counts as an overflow, too.
 
     Example:
         >>> scaler = GradScaler("cpu")
@@ -41,6 +43,11 @@ class GradScaler(torch.amp.GradScaler):
         optimizer._scaler_waits = True
         try:
             return super().step(optimizer, *args, **kwargs)
+        except BaseException:
+            if optimizer._unscaled:
+                # A second attempt must not divide again.
+                self._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+            raise
         finally:
             optimizer._scaler_waits = False
             optimizer._clipping = None
@@ -52,7 +59,8 @@ class GradScaler(torch.amp.GradScaler):
             return super()._check_inf_per_device(optimizer)
         scale = self._get_scale_async()
         assert scale is not None
-        found_inf = optimizer._measure_scaled(scale)
+        # As torch does, which then hands both to the step.
+        found_inf = optimizer._measure_scaled(scale * getattr(optimizer, "grad_scale", 1))
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {found_inf.device: found_inf}
         return state

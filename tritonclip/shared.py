@@ -79,7 +79,14 @@ class SharedOptimizer(Optimizer):
         args: tuple[Any, ...] = (self,) if closure is None else (self, closure)
         kwargs: dict[str, Any] = {}
         for before in tuple(self._optimizer_step_pre_hooks.values()):
-            args, kwargs = before(self, args, kwargs) or (args, kwargs)
+            result = before(self, args, kwargs)
+            if result is not None:
+                if not (isinstance(result, tuple) and len(result) == 2):
+                    raise RuntimeError(
+                        "a step pre-hook must return None or a tuple of (new_args, new_kwargs), "
+                        f"got {result!r:.80}"
+                    )
+                args, kwargs = result
         loss = self._step(*args[1:], **kwargs)
         for after in tuple(self._optimizer_step_post_hooks.values()):
             after(self, args, kwargs)

@@ -30,7 +30,9 @@ class ClipStats:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._counters = torch.zeros(len(_COUNTERS), dtype=torch.int64, device=device)
+        # Never an inference tensor, which no later step could add to.
+        with torch.inference_mode(False):
+            self._counters = torch.zeros(len(_COUNTERS), dtype=torch.int64, device=device)
         self.last_norm = self._nan()
         self.last_coefficient = self._nan()
         self.group_norms: dict[int, Tensor] = {}
@@ -39,22 +41,22 @@ class ClipStats:
     @property
     def steps(self) -> Tensor:
         """Steps that updated the parameters; 0-d int64."""
-        return self._counters[0]
+        return self._counters[0].clone()
 
     @property
     def measured_steps(self) -> Tensor:
         """Steps at which any rule measured a norm: not with ClipByValue alone; 0-d int64."""
-        return self._counters[1]
+        return self._counters[1].clone()
 
     @property
     def clipped_steps(self) -> Tensor:
         """Steps at which the coefficient of any rule was below 1; 0-d int64."""
-        return self._counters[2]
+        return self._counters[2].clone()
 
     @property
     def skipped_steps(self) -> Tensor:
         """Steps that nonfinite="skip" left out; 0-d int64. A GradScaler's do not count."""
-        return self._counters[3]
+        return self._counters[3].clone()
 
     def summary(self) -> dict[str, float | int]:
         """Everything as plain numbers, for a logger; the one call that waits for the device.
@@ -95,12 +97,13 @@ class ClipStats:
         skip = None if skip is None else skip.to(device)
         left_out = overflow if skip is None else skip if overflow is None else overflow | skip
         # Groups that no longer have a rule of their own drop out.
-        last = {owner: self._last(owner) for owner in outcomes}
+        last = {} if left_out is None else {owner: self._last(owner) for owner in outcomes}
         self.group_norms, self.group_coefficients = {}, {}
-        for owner, outcome in outcomes.items():
+        # Without groups that have the wrapper's rule, its norm is not known.
+        for owner, outcome in {None: None, **outcomes}.items():
             norm, coefficient = outcome or (self._nan(), self._nan())
             norm, coefficient = norm.to(device), coefficient.to(device)
-            if left_out is not None:
+            if left_out is not None and owner in last:
                 old_norm, old_coefficient = last[owner]
                 norm = torch.where(left_out, old_norm.to(norm.dtype), norm)
                 coefficient = torch.where(left_out, old_coefficient.to(norm.dtype), coefficient)
@@ -115,7 +118,7 @@ class ClipStats:
     @torch.compiler.disable
     def record_skip_(self) -> None:
         """Counts a step that was left out."""
-        self.skipped_steps.add_(1)
+        self._counters[3].add_(1)
 
     def move_(self, device: torch.device) -> None:
         """Moves everything, where the model was moved after its optimizer was made."""
@@ -139,11 +142,11 @@ class ClipStats:
     def _count_(self, clipped: Tensor | None, overflow: Tensor | None, skip: Tensor | None) -> None:
         if overflow is None and skip is None:
             if clipped is None:
-                self.steps.add_(1)
+                self._counters[0].add_(1)
             else:
                 # Also measured_steps, its neighbour.
                 self._counters[:2].add_(1)
-                self.clipped_steps.add_(clipped)
+                self._counters[2].add_(clipped)
             return
         no = torch.zeros((), dtype=torch.bool, device=self._counters.device)
         overflow = no if overflow is None else overflow
@@ -157,14 +160,15 @@ class ClipStats:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of all but what belongs to single groups."""
-        return {name: getattr(self, name).clone() for name in (*_COUNTERS, *_LAST)}
+        counters = dict(zip(_COUNTERS, self._counters.clone(), strict=True))
+        return counters | {name: getattr(self, name).clone() for name in _LAST}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave; what is missing starts anew."""
         self.group_norms.clear()
         self.group_coefficients.clear()
-        for name in _COUNTERS:
-            getattr(self, name).fill_(state.get(name, 0))
+        for counter, name in zip(self._counters, _COUNTERS, strict=True):
+            counter.fill_(state.get(name, 0))
         for name in _LAST:
             last = torch.as_tensor(state.get(name, torch.nan), device=self._counters.device)
             setattr(self, name, last.clone())

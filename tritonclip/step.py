@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tritonclip import gradients
 from tritonclip.apply import Clipping, nonfinite_places, refuse_for_rule
-from tritonclip.closures import Groups
 from tritonclip.gradients import GradientList
-from tritonclip.group_rules import rule_of
+from tritonclip.group_rules import Groups, rule_of
 from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, Rule
 from tritonclip.stats import Outcomes
 
@@ -72,6 +71,8 @@ class StepClipping:
         self._shares = self._divide(rule)
         for share in self._shares:
             refuse_for_rule(share.found, share.rule)
+        if len(self._shares) > 1:
+            _refuse_shared([share.found for share in self._shares])
         look = judge or self._policy == "zero"
         for share in self._shares:
             if share.found.groups:
@@ -131,8 +132,9 @@ class StepClipping:
 
     def _label(self, number: int, position: int) -> str:
         """What messages call a parameter."""
-        names = self._groups[number].get("param_names")
-        if names is not None:
+        names = self._groups[number].get("param_names", ())
+        # Parameters that were added to the group by hand have none.
+        if position < len(names):
             return str(names[position])
         return f"param_groups[{number}]['params'][{position}]"
 
@@ -184,6 +186,22 @@ class StepClipping:
             else:
                 outcomes[share.owner] = _outcome(share, self._policy)
         return outcomes
+
+
+def _refuse_shared(lists: Sequence[GradientList]) -> None:
+    """Refuses a gradient under two rules, which would be scaled twice."""
+    known: dict[int, tuple[GradientList, int]] = {}
+    for found in lists:
+        for place, grad in enumerate(found.grads):
+            address = grad.data_ptr() if grad.layout == torch.strided else 0
+            if address in known:
+                other, at = known[address]
+                raise ValueError(
+                    f"{other.label(at)} and {found.label(place)} share a gradient, but not a rule; "
+                    "expected the same for both: one parameter group, and the same need_clip"
+                )
+            if address:
+                known[address] = found, place
 
 
 def _raise_if_any_nonfinite(found: GradientList, remedy: str) -> None:

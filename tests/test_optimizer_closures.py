@@ -1,0 +1,129 @@
+"""Wrapped optimizers that do something before they evaluate a closure, or do not evaluate it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import assert_bits
+from torch.optim import SGD, Optimizer
+
+import tritonclip
+from tritonclip import ClippedOptimizer
+
+JUDGING = ["skip", "error"]
+
+
+class _ZeroFirst(Optimizer):
+    """Sets gradients to zero before it evaluates."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.base = SGD(params, lr=0.1)
+
+    def step(self, closure):  # type: ignore[override]
+        self.base.zero_grad()
+        loss = closure()
+        self.base.step()
+        return loss
+
+
+class _AscendFirst(Optimizer):
+    """Sharpness-aware minimization (Foret et al., 2021): climbs, evaluates there, steps from here.
+
+    Gradients of the point it starts from are there already.
+    """
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure):  # type: ignore[override]
+        (weight,) = self.param_groups[0]["params"]
+        start = weight.clone()
+        weight.add_(weight.grad, alpha=0.5)
+        weight.grad.zero_()
+        with torch.enable_grad():
+            loss = closure()
+        weight.copy_(start).add_(weight.grad, alpha=-0.1)
+        return loss
+
+
+class _Deaf(SGD):
+    """Never evaluates its closure."""
+
+    def step(self, closure=None):
+        return super().step()
+
+
+def quadratic():
+    """A weight with the gradient of half its square, and a closure that evaluates it again."""
+    weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    (0.5 * weight.square().sum()).backward()
+
+    def closure():
+        weight.grad = None
+        loss = 0.5 * weight.square().sum()
+        loss.backward()
+        return loss
+
+    return weight, closure
+
+
+def clipping(weight, closure):
+    """The closure that clips by itself, for a bare optimizer."""
+
+    def clipped():
+        loss = closure()
+        tritonclip.clip_(weight, 2.5)
+        return loss
+
+    return clipped
+
+
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
+@pytest.mark.parametrize("kind", [_ZeroFirst, _AscendFirst, SGD], ids=["zero", "ascend", "sgd"])
+def test_step_equals_that_of_a_bare_optimizer_whose_closure_clips(kind, nonfinite):
+    weight, closure = quadratic()
+    twin, twin_closure = quadratic()
+    wrapper = ClippedOptimizer(kind([weight]), 2.5, nonfinite=nonfinite)
+    bare = kind([twin])
+    for _ in range(3):
+        wrapper.step(closure)
+        bare.step(clipping(twin, twin_closure))
+    assert_bits([weight], [twin])
+    assert wrapper.stats.summary()["clipped_steps"] == 3
+
+
+@pytest.mark.parametrize("nonfinite", JUDGING)
+@pytest.mark.parametrize("kind", [_ZeroFirst, _AscendFirst], ids=["zero", "ascend"])
+def test_judging_refuses_an_optimizer_that_changes_something_first(kind, nonfinite):
+    weight, closure = quadratic()
+    wrapper = ClippedOptimizer(kind([weight]), 2.5, nonfinite=nonfinite)
+    with pytest.raises(RuntimeError, match=r"changes parameters or gradients before .* 'zero', or"):
+        wrapper.step(closure)
+    assert wrapper.stats.summary()["steps"] == 0
+
+
+def test_optimizer_that_ignores_its_closure_is_found_out():
+    weight, closure = quadratic()
+    wrapper = ClippedOptimizer(_Deaf([weight], lr=0.1), 2.5)
+    with pytest.raises(RuntimeError, match="_Deaf updated without evaluating the closure"):
+        wrapper.step(closure)
+
+
+def test_inference_tensors_go_with_a_closure():
+    with torch.inference_mode():
+        weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]), requires_grad=False)
+        wrapper = ClippedOptimizer(SGD([weight], lr=1.0), 2.5, nonfinite="skip")
+        weight.grad = torch.tensor([3.0, 4.0])
+        assert wrapper.step(lambda: 7.0) == 7.0
+    torch.testing.assert_close(weight.clone(), torch.tensor([1.5, 2.0]))
+
+
+def test_statistics_made_in_inference_mode_count_outside():
+    weight, _ = quadratic()
+    inner = SGD([weight], lr=1.0)
+    with torch.inference_mode():
+        wrapper = ClippedOptimizer(inner, 2.5)
+    wrapper.step()
+    assert wrapper.stats.summary()["clipped_steps"] == 1
