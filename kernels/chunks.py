@@ -60,16 +60,34 @@ class _Cache:
         self._spare: dict[int, list[torch.Tensor]] = {}
         self._taken: list[int] = []
 
-    def table(self, tensors: Sequence[torch.Tensor]) -> ChunkTable:
-        device, dtype = tensors[0].device, tensors[0].dtype
-        sizes = tuple([t.numel() for t in tensors])
-        addresses = [t.data_ptr() for t in tensors]
-        key = (device, _stream(device), dtype, sizes)
+    def table(
+        self, tensors: Sequence[torch.Tensor], memo: dict[int, ChunkTable] | None = None
+    ) -> ChunkTable:
+        device = tensors[0].device
+        stream = _stream(device)
         capturing = _is_capturing(device)
         while self._taken and not capturing:
             taken = self._taken.pop()
             self._spare[taken].append(_pinned(taken))
+        if memo is None:
+            return self._compared(tensors, stream, capturing)
+        table = memo.get(stream)
+        if table is None:
+            table = self._compared(tensors, stream, capturing)
+            if not capturing:
+                memo[stream] = table
+        elif capturing:
+            self._captured.append(table)
+        return table
 
+    def _compared(
+        self, tensors: Sequence[torch.Tensor], stream: int, capturing: bool
+    ) -> ChunkTable:
+        """The table of a list that may be another one at every call."""
+        device, dtype = tensors[0].device, tensors[0].dtype
+        sizes = tuple([t.numel() for t in tensors])
+        addresses = [t.data_ptr() for t in tensors]
+        key = (device, stream, dtype, sizes)
         known = self._tables.get(key)
         if known is not None and known[0] == addresses:
             self._tables.move_to_end(key)
@@ -177,12 +195,15 @@ _cache = _Cache()
 _lock = threading.Lock()
 
 
-def chunk_table(tensors: Sequence[torch.Tensor]) -> ChunkTable:
+def chunk_table(
+    tensors: Sequence[torch.Tensor], memo: dict[int, ChunkTable] | None = None
+) -> ChunkTable:
     """The table of gradients that kernels walk, remembered between calls.
 
     Args:
         tensors: gradients of one device and one dtype, each a contiguous piece of memory; at least
             one.
+        memo: of a list that never changes: its tables by stream, which are not compared again.
     """
     with _lock:
-        return _cache.table(tensors)
+        return _cache.table(tensors, memo)

@@ -13,6 +13,7 @@ from tritonclip.clip import (
     get_total_norm,
 )
 from tritonclip.dispatch import use_backend
+from tritonclip.flat import FlatGradients
 from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from tritonclip.verification import VerificationError, verify
 
@@ -29,6 +30,7 @@ __all__ = [
     "ClipByValue",
     "ClipStats",
     "ClippedOptimizer",
+    "FlatGradients",
     "GradScaler",
     "VerificationError",
     "clip_",

@@ -142,14 +142,14 @@ class Clipping:
 def refuse_for_rule(found: GradientList, rule: Rule) -> None:
     """Refuses gradients that a rule has no meaning for."""
     if isinstance(rule, ClipByValue):
-        complex_places = found.places_where(Tensor.is_complex)
-        if complex_places:
+        if any(group.pairs for group in found.groups):
+            complex_places = found.places_where(Tensor.is_complex)
             raise TypeError(
                 f"ClipByValue cannot order complex gradients ({found.labels(complex_places)}); "
                 "expected real ones: clip by norm instead"
             )
-        sparse = found.places_where(_is_sparse)
-        if sparse and not rule.min <= 0 <= rule.max:
+        if found.has_sparse and not rule.min <= 0 <= rule.max:
+            sparse = found.places_where(_is_sparse)
             raise ValueError(
                 f"ClipByValue({rule.min}, {rule.max}) would change the implicit zeros of sparse "
                 f"gradients ({found.labels(sparse)}); expected bounds that include 0, or dense "
@@ -160,8 +160,8 @@ def refuse_for_rule(found: GradientList, rule: Rule) -> None:
 
 
 def _refuse_sparse_minimum(found: GradientList) -> None:
-    sparse = found.places_where(_is_sparse)
-    if sparse:
+    if found.has_sparse:
+        sparse = found.places_where(_is_sparse)
         raise ValueError(
             f"norm_type=-inf is not supported for sparse gradients ({found.labels(sparse)}), whose "
             "implicit zeros count; expected another norm_type, or dense gradients"

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip import apply, compiled, gradients
+from tritonclip.flat import FlatGradients
 from tritonclip.gradients import GradientList
 from tritonclip.rules import (
     ClipByGlobalNorm,
@@ -21,7 +22,7 @@ from tritonclip.rules import (
     check_one_float,
 )
 
-Parameters = Tensor | Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+Parameters = Tensor | Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | FlatGradients
 Nonfinite = Literal["propagate", "error", "zero"]
 _POLICIES = ("propagate", "error", "zero")
 # Where torch has its foreach functions.
@@ -61,7 +62,8 @@ def clip_(
             `named_parameters()` yields them. Names, also a module's, stand in error messages. Read
             once. Parameters without `.grad`, and those with `need_clip = False`, are left out; a
             gradient that is met twice counts once. Any floating-point or complex dtype, any device,
-            strided or sparse COO; dtypes and devices may mix.
+            strided or sparse COO; dtypes and devices may mix. :class:`FlatGradients` spares the
+            look at every parameter.
         clip: :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or :class:`ClipByValue`; a number means
             ClipByGlobalNorm(number).
         nonfinite: what happens where a norm is NaN or inf (for ClipByValue: where any element is).
@@ -109,7 +111,15 @@ def clip_(
     scale = as_grad_scale(grad_scale)
     if torch.compiler.is_compiling():
         return compiled.clip_(parameters, rule, nonfinite, scale)
-    return apply.clip_(gradients.of_parameters(parameters), rule, nonfinite, scale)
+    each = isinstance(rule, ClipByNorm)
+    return apply.clip_(_found(parameters, each=each), rule, nonfinite, scale)
+
+
+def _found(parameters: object, *, each: bool = False) -> GradientList:
+    """The gradients; `each` if they have to be told apart."""
+    if isinstance(parameters, FlatGradients):
+        return parameters.gradient_list(each=each)
+    return gradients.of_parameters(parameters)
 
 
 def _as_float(number: object) -> object:
@@ -169,7 +179,7 @@ def clip_grad_norm_(
     if torch.compiler.is_compiling():
         norm = compiled.clip_(parameters, rule, policy, 1.0)
     else:
-        found = gradients.of_parameters(parameters)
+        found = _found(parameters)
         _check_foreach(foreach, found)
         norm = apply.clip_(found, rule, policy, remedy=apply.TORCH_REMEDY)
     return cast(Tensor, norm)
@@ -195,13 +205,13 @@ def clip_grad_value_(
     if torch.compiler.is_compiling():
         compiled.clip_(parameters, rule, "propagate", 1.0)
     else:
-        found = gradients.of_parameters(parameters)
+        found = _found(parameters)
         _check_foreach(foreach, found)
         apply.clip_(found, rule)
 
 
 def get_total_norm(
-    tensors: Tensor | Iterable[Tensor],
+    tensors: Tensor | Iterable[Tensor] | FlatGradients,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
@@ -211,7 +221,8 @@ def get_total_norm(
     A drop-in replacement of `torch.nn.utils.get_total_norm`.
 
     Args:
-        tensors: floating-point or complex: gradients themselves, not what has a `.grad`.
+        tensors: floating-point or complex: gradients themselves, not what has a `.grad`; or
+            :class:`FlatGradients`.
         norm_type: p of the p-norm: positive, 0, inf or -inf, also as text.
         error_if_nonfinite: raise RuntimeError where the norm is NaN or inf; waits for the device.
         foreach: accepted for compatibility; there is one implementation.
@@ -231,7 +242,10 @@ def get_total_norm(
     order = as_norm_type(_as_float(norm_type))
     if torch.compiler.is_compiling():
         return compiled.total_norm(tensors, order, error_if_nonfinite)
-    found = gradients.of_tensors(tensors)
+    if isinstance(tensors, FlatGradients):
+        found = tensors.gradient_list(each=False)
+    else:
+        found = gradients.of_tensors(tensors)
     _check_foreach(foreach, found)
     return apply.total_norm(found, order, error_if_nonfinite)
 
@@ -268,6 +282,6 @@ def clip_grads_with_norm_(
     if torch.compiler.is_compiling():
         compiled.scale_to_norm_(parameters, limit_to, total_norm)
     else:
-        found = gradients.of_parameters(parameters)
+        found = _found(parameters)
         _check_foreach(foreach, found)
         apply.scale_(found, limit_to, total_norm)

@@ -28,8 +28,11 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Backend(Protocol):
     """The verbs; see `tritonclip.torch_backend` for what each promises."""
 
-    def prepare(self, tensors: list[Tensor], /) -> Any:
-        """What the other verbs take in place of the tensors."""
+    def prepare(self, tensors: list[Tensor], memo: Any = None, /) -> Any:
+        """What the other verbs take in place of the tensors.
+
+        `memo`, a dict, remembers it for tensors that never change.
+        """
 
     def count_norms(self, handle: Any, each: bool, /) -> int:
         """How many norms `norm` writes."""
@@ -144,7 +147,7 @@ def backend_name(group: Group) -> str:
             "torch backend"
         )
         return "torch"
-    if not group.flat or any(map(Tensor.is_neg, group.tensors)):
+    if not group.flat or (group.memo is None and any(map(Tensor.is_neg, group.tensors))):
         _warn_once(
             "tritonclip's kernels read gradients that are dense in memory: those with gaps or "
             "lazily negated take the slower torch backend; replace them by grad.contiguous() or "
@@ -227,7 +230,7 @@ class Measured:
                 result = part.backend.scale_(part.written, norms, limit, write=write)
             results.append(result)
             if write:
-                torch.autograd.graph.increment_version(part.group.tensors)
+                torch.autograd.graph.increment_version(part.group.written)
         return results
 
     def _any_nonfinite(self, norms: Sequence[Tensor]) -> dict[torch.device, Tensor]:
@@ -280,13 +283,13 @@ def clamp_(groups: Sequence[Group], low: float, high: float, grad_scale: float |
     for part in _parts(groups):
         dtype = part.group.dtype
         part.backend.clamp_(part.written, _bound(low, dtype), _bound(high, dtype), grad_scale)
-        torch.autograd.graph.increment_version(part.group.tensors)
+        torch.autograd.graph.increment_version(part.group.written)
 
 
 def _parts(groups: Sequence[Group]) -> list[_Part]:
     """Every group with its backend; all are chosen, and refused, before anything is computed."""
     backends = [backend_of(group) for group in groups]
-    handles = [b.prepare(g.tensors) for b, g in zip(backends, groups, strict=True)]
+    handles = [b.prepare(g.tensors, g.memo) for b, g in zip(backends, groups, strict=True)]
     return [_Part(g, b, h, h) for g, b, h in zip(groups, backends, handles, strict=True)]
 
 

@@ -30,7 +30,8 @@ class Group:
         places: where each stands in the gradient list.
         flat: whether each is contiguous, so that a pointer and a size say it all.
         pairs: whether these are complex gradients.
-        base: what all tensors are views of, where they never move.
+        base: what all tensors are views of, in FlatGradients.
+        memo: what backends remember of tensors that never change.
     """
 
     tensors: list[Tensor]
@@ -38,6 +39,7 @@ class Group:
     flat: bool
     pairs: bool = False
     base: Tensor | None = None
+    memo: dict[Any, Any] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -48,6 +50,11 @@ class Group:
     def dtype(self) -> torch.dtype:
         """The dtype of all tensors: real, also for complex gradients."""
         return self.tensors[0].dtype
+
+    @property
+    def written(self) -> list[Tensor]:
+        """What an in-place write shows in: views count versions with their base."""
+        return self.tensors if self.base is None else [self.base]
 
     def moduli(self) -> list[Tensor]:
         """The moduli of complex gradients, 1-d, in new memory."""
@@ -86,6 +93,11 @@ class GradientList:
         return (
             torch.float64 if any(g.dtype == torch.float64 for g in self.groups) else torch.float32
         )
+
+    @property
+    def has_sparse(self) -> bool:
+        """Whether any gradient is sparse."""
+        return bool(self._sparse)
 
     def label(self, place: int) -> str:
         """How messages call the gradient at a place of the list."""

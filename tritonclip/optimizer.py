@@ -14,6 +14,7 @@ from tritonclip.closures import (
     step_evaluating,
     step_judging,
 )
+from tritonclip.flat import FlatGradients
 from tritonclip.group_rules import check_group, with_present_rules, without_rules
 from tritonclip.rules import Rule, as_rule
 from tritonclip.shared import SharedOptimizer
@@ -56,6 +57,9 @@ class ClippedOptimizer(SharedOptimizer):
             device; with any other every step waits for the device.
             "error" and "skip" look at all gradients, also at those that are not clipped. A step
             that a GradScaler skips because of an overflow is neither an error nor counted.
+        flat: the :class:`FlatGradients` of the optimizer's parameters; may be replaced. Steps then
+            do not look at every parameter (unless a group has a rule of its own), and `zero_grad`
+            sets gradients to 0, never to None.
 
     Attributes:
         optimizer: the wrapped optimizer.
@@ -63,7 +67,8 @@ class ClippedOptimizer(SharedOptimizer):
 
     Raises:
         TypeError: what is no optimizer, a rule of another kind.
-        ValueError: an optimizer that is wrapped already; an unknown policy.
+        ValueError: an optimizer that is wrapped already; an unknown policy; a `flat` of other
+            parameters.
 
     Notes:
         Rules are not part of a checkpoint: they are what the program says, as the class of the
@@ -96,6 +101,7 @@ class ClippedOptimizer(SharedOptimizer):
         clip: float | Rule,
         *,
         nonfinite: StepNonfinite = "propagate",
+        flat: FlatGradients | None = None,
     ) -> None:
         _check_optimizer(optimizer)
         if clip is None:
@@ -107,7 +113,9 @@ class ClippedOptimizer(SharedOptimizer):
         self.nonfinite = nonfinite
         for number, group in enumerate(optimizer.param_groups):
             check_group(number, group, optimizer.defaults)
+        outside = [] if flat is None else flat.outside(optimizer.param_groups)
         self._attach(optimizer)
+        self._flat, self._outside = flat, outside
         self.stats = ClipStats(_device_of(optimizer))
 
     def _attach(self, optimizer: Optimizer) -> None:
@@ -131,6 +139,16 @@ class ClippedOptimizer(SharedOptimizer):
         self._rule = as_rule(clip)
 
     @property
+    def flat(self) -> FlatGradients | None:
+        """The gradients as one buffer for each device and dtype, if there are any; replaceable."""
+        return self._flat
+
+    @flat.setter
+    def flat(self, flat: FlatGradients | None) -> None:
+        self._outside = [] if flat is None else flat.outside(self.param_groups)
+        self._flat = flat
+
+    @property
     def nonfinite(self) -> str:
         """What happens at a step that is not finite."""
         return self._nonfinite
@@ -152,7 +170,26 @@ class ClippedOptimizer(SharedOptimizer):
         """Adds a parameter group, which may carry a rule under the key `clip`."""
         if isinstance(param_group, dict):
             check_group(len(self.param_groups), param_group, self.defaults)
+        if self.flat is not None:
+            raise ValueError(
+                "a FlatGradients holds the gradients of the parameters that were there; expected "
+                "none while a group is added: set flat to None, add the group, and set flat to a "
+                "new FlatGradients"
+            )
         super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets gradients, as the wrapped optimizer does; those of `flat` become 0, never None."""
+        if self.flat is None:
+            super().zero_grad(set_to_none)
+            return
+        self.flat.zero_()
+        for number, position in self._outside:
+            parameter = self.param_groups[number]["params"][position]
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
 
     @torch.compiler.disable(recursive=False)
     def step(self, closure: Closure | None = None) -> Any:
@@ -257,7 +294,15 @@ class ClippedOptimizer(SharedOptimizer):
         self, grad_scale: Tensor | float | None = None, *, judge: bool = False
     ) -> StepClipping:
         judge = judge or self.nonfinite in ("skip", "error")
-        return StepClipping(self.param_groups, self.clip, self.nonfinite, grad_scale, judge=judge)
+        return StepClipping(
+            self.param_groups,
+            self.clip,
+            self.nonfinite,
+            grad_scale,
+            judge=judge,
+            flat=self.flat,
+            outside=self._outside,
+        )
 
     def _measure_scaled(self, grad_scale: Tensor) -> Tensor:
         """Measures for the step to come, and says whether it overflows: float32, 0-d, 0 or 1."""
@@ -310,6 +355,7 @@ class ClippedOptimizer(SharedOptimizer):
             "clip": self.clip,
             "nonfinite": self.nonfinite,
             "stats": self.stats,
+            "flat": self.flat,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -317,6 +363,7 @@ class ClippedOptimizer(SharedOptimizer):
         _check_optimizer(state["optimizer"])
         self.clip, self.nonfinite, self.stats = state["clip"], state["nonfinite"], state["stats"]
         self._attach(state["optimizer"])
+        self.flat = state["flat"]
 
     def __repr__(self) -> str:
         return (

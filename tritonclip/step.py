@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tritonclip import gradients
 from tritonclip.apply import Clipping, nonfinite_places, refuse_for_rule
+from tritonclip.flat import FlatGradients
 from tritonclip.gradients import GradientList
 from tritonclip.group_rules import Groups, rule_of
 from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, Rule
@@ -49,6 +50,8 @@ class StepClipping:
         grad_scale: the loss scale that all gradients still carry; None for none.
         judge: whether `nonfinite` will be asked for. It looks at every gradient, also at those that
             no rule holds for.
+        flat: the gradients of all groups, but for those of `outside`.
+        outside: which parameters are not in `flat`: (group, position).
 
     Raises:
         TypeError, ValueError: a `clip` that is no rule, and what `clip_` refuses.
@@ -63,12 +66,17 @@ class StepClipping:
         grad_scale: Tensor | float | None,
         *,
         judge: bool,
+        flat: FlatGradients | None = None,
+        outside: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._policy = "zero" if nonfinite == "zero" else "propagate"
         self._grad_scale = 1.0 if grad_scale is None else grad_scale
         self._writes_all = grad_scale is not None
         self._groups, self._judge = groups, judge
-        self._shares = self._divide(rule)
+        if flat is None or any("clip" in group for group in groups):
+            self._shares = self._divide(rule)
+        else:
+            self._shares = self._divide_flat(rule, flat, outside)
         for share in self._shares:
             refuse_for_rule(share.found, share.rule)
         if len(self._shares) > 1:
@@ -102,6 +110,23 @@ class StepClipping:
                 if not getattr(p, "need_clip", True)
             ]
             shares += self._left_alone(alone)
+        return shares
+
+    def _divide_flat(
+        self, rule: Rule, flat: FlatGradients, outside: Sequence[tuple[int, int]]
+    ) -> list[_Share]:
+        """One share, without a look at every parameter, and the excluded ones."""
+        for number, position in outside:
+            parameter = self._groups[number]["params"][position]
+            if parameter.grad is not None and getattr(parameter, "need_clip", True):
+                raise RuntimeError(
+                    f"{self._label(number, position)} has a gradient, but was left out of "
+                    "FlatGradients, because it required none or had need_clip = False; make a new "
+                    "FlatGradients and set the attribute flat to it"
+                )
+        shares = [_Share(flat.gradient_list(each=isinstance(rule, ClipByNorm)), rule, None)]
+        if self._judge or self._writes_all:
+            shares += self._left_alone(outside)
         return shares
 
     def _found(self, numbers: Sequence[int]) -> GradientList:

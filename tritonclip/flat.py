@@ -1,0 +1,357 @@
+"""Real flattening: gradients of many parameters as views of one buffer a device and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from tritonclip import gradients, verification
+from tritonclip.gradients import GradientList, Group
+from tritonclip.group_rules import Groups
+
+# Bytes that one vector access reads: torch's fused optimizers and our kernels want gradients to
+# start at a multiple.
+_VECTOR = 16
+_LABELS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one parameter's gradient lies: in which buffer, from which element on, and how."""
+
+    label: str
+    buffer: int
+    offset: int
+    n_elements: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class FlatGradients:
+    """Makes the `.grad` of every parameter a view of one buffer for each device and dtype.
+
+    Pass it in place of the parameters: a call then looks at the buffers, and its cost on the host
+    does not grow with the number of parameters (for :class:`ClipByNorm` only where dtypes mix). One
+    memset sets all gradients to zero, one all-reduce sums them up.
+
+    Gradients now are always there: set them to 0 by :meth:`zero_`, or by
+    `optimizer.zero_grad(set_to_none=False)`. A parameter that took no part in a step has a gradient
+    of 0 in place of None: optimizers apply momentum and weight decay to it. `backward` adds to the
+    buffers in place.
+
+    Args:
+        parameters: an iterable of tensors, one tensor, a module, or (name, parameter) pairs, whose
+            names stand in error messages. Those that require no gradient or have
+            `need_clip = False` are left out, each parameter counts once. Gradients that are there
+            already are kept. Any floating-point or complex dtype, any device; they may mix.
+
+    Raises:
+        TypeError: what holds no tensors; tensor subclasses; integer or sparse gradients.
+        ValueError: no parameter that requires a gradient.
+
+    Notes:
+        Every call checks, in constant time, that no view was dropped and that the first and the
+        last are where they were: this catches `zero_grad(set_to_none=True)`, an assignment to
+        `.grad`, `backward(create_graph=True)` and `model.to(...)`. Only a view that somebody else
+        keeps alive is missed; :meth:`check` and `verify()` find it.
+
+        DistributedDataParallel needs `gradient_as_bucket_view=False`, its default: with it, DDP
+        makes gradients views of its own buffers. FSDP is not supported.
+
+        Gradients whose size is a multiple of 16 bytes come first, so that each of them starts at
+        one; the others follow. There is no padding.
+
+    Example:
+        >>> import tritonclip
+        >>> layer = torch.nn.Linear(2, 1, bias=False)
+        >>> flat = FlatGradients(layer.parameters())
+        >>> layer(torch.tensor([3.0, 4.0])).backward()
+        >>> tritonclip.clip_(flat, 1.0)
+        tensor(5.)
+        >>> flat.buffers
+        (tensor([0.6000, 0.8000]),)
+        >>> flat.zero_()
+        >>> layer.weight.grad
+        tensor([[0., 0.]])
+    """
+
+    def __init__(
+        self, parameters: Tensor | Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+    ) -> None:
+        items, label_of = gradients.labelled(parameters)
+        chosen: dict[int, tuple[str, Tensor]] = {}
+        for position, parameter in enumerate(items):
+            if parameter.requires_grad and getattr(parameter, "need_clip", True):
+                chosen.setdefault(id(parameter), (label_of(position), parameter))
+        if not chosen:
+            raise ValueError(
+                "expected at least one parameter that requires a gradient and has no "
+                f"need_clip = False, got {len(items)} parameters without"
+            )
+        self._named = list(chosen.values())
+        self.attach_()
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """All gradients: one 1-d tensor for each device and dtype."""
+        return self._buffers
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters, in order."""
+        return [parameter for _, parameter in self._named]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and parameters, as `named_parameters()` yields them."""
+        return iter(self._named)
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    @torch.no_grad()
+    def attach_(self) -> None:
+        """Makes every `.grad` a view again, in new buffers; keeps what the gradients are.
+
+        For after something replaced gradients, or moved the model to another device or dtype.
+        """
+        _refuse(self._named)
+        self._buffers, self._places = _lay_out(self._named)
+        self._views = _Views(self._buffers, self._places)
+        # Filled by the death of views: whoever replaces a gradient drops the old one.
+        self._lost: list[str] = []
+        self._watch = []
+        for (label, parameter), view in zip(self._named, self._views, strict=True):
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+            parameter.grad = view
+            self._watch.append(ref(view, _Note(self._lost, label)))
+        for cached in ("_whole", "_pieces"):
+            self.__dict__.pop(cached, None)
+
+    def zero_(self) -> None:
+        """Sets all gradients to 0, one memset a buffer.
+
+        Raises:
+            RuntimeError: a gradient that is no view any more.
+        """
+        self._check_cheaply()
+        torch._foreach_zero_(list(self._buffers))
+
+    def check(self) -> None:
+        """Checks every parameter.
+
+        Raises:
+            RuntimeError: names the parameters whose gradient is no view of the buffers any more, or
+                that now have `need_clip = False`.
+        """
+        replaced = [
+            label
+            for (label, parameter), view in zip(self._named, self._views, strict=True)
+            if not _is_same(parameter.grad, view)
+        ]
+        if replaced or self._lost:
+            self._raise_replaced(replaced or self._lost)
+        left_out = [label for label, p in self._named if not getattr(p, "need_clip", True)]
+        if left_out:
+            raise RuntimeError(
+                f"need_clip = False was set on {_some(left_out)} after FlatGradients was made, "
+                "which holds their gradients; set it before, or make a new FlatGradients"
+            )
+
+    def gradient_list(self, *, each: bool) -> GradientList:
+        """What rules clip, after the check in constant time; under `verify()`, after a full one.
+
+        Args:
+            each: whether gradients have to be told apart, as for ClipByNorm.
+
+        Raises:
+            RuntimeError: a gradient that is no view any more.
+        """
+        if verification.is_on():
+            self.check()
+        self._check_cheaply()
+        return GradientList(
+            device=self._named[0][1].device,
+            grads=self._views,
+            label_of=lambda position: self._places[position].label,
+            positions=range(len(self._places)),
+            groups=self._pieces if each else self._whole,
+        )
+
+    def outside(self, groups: Groups) -> list[tuple[int, int]]:
+        """Which parameters of an optimizer's groups are not among these: (group, position).
+
+        Raises:
+            ValueError: an optimizer that lacks one of these, or has another one to clip.
+        """
+        mine = set(map(id, self.parameters))
+        members = {(n, i): p for n, g in enumerate(groups) for i, p in enumerate(g["params"])}
+        foreign = mine - set(map(id, members.values()))
+        if foreign:
+            labels = [label for label, p in self._named if id(p) in foreign]
+            raise ValueError(
+                f"FlatGradients holds {_some(labels)}, which the optimizer does not; expected the "
+                "parameters of one optimizer: make a FlatGradients for each"
+            )
+        outside = [member for member, p in members.items() if id(p) not in mine]
+        missing = [
+            f"param_groups[{n}]['params'][{i}]"
+            for n, i in outside
+            if members[n, i].requires_grad and getattr(members[n, i], "need_clip", True)
+        ]
+        if missing:
+            raise ValueError(
+                f"FlatGradients lacks {_some(missing)}, which the optimizer updates; expected all "
+                "of its parameters that require a gradient: make a new FlatGradients"
+            )
+        return outside
+
+    @cached_property
+    def _whole(self) -> list[Group]:
+        """Every buffer as one gradient."""
+        return [_group([buffer], [i], buffer) for i, buffer in enumerate(self._buffers)]
+
+    @cached_property
+    def _pieces(self) -> list[Group]:
+        """Every buffer as the gradients that it holds."""
+        groups = []
+        for i, buffer in enumerate(self._buffers):
+            places = [at for at, place in enumerate(self._places) if place.buffer == i]
+            parts = [self._places[at] for at in places]
+            views = [buffer[p.offset : p.offset + p.n_elements] for p in parts]
+            groups.append(_group(views, places, buffer))
+        return groups
+
+    def _check_cheaply(self) -> None:
+        for at in (0, -1):
+            if not _is_same(self._named[at][1].grad, self._views[at]):
+                self._raise_replaced([self._named[at][0]])
+        if self._lost:
+            self._raise_replaced(self._lost)
+
+    def _raise_replaced(self, labels: Sequence[str]) -> None:
+        raise RuntimeError(
+            f"the gradient of {_some(labels)} is no view of FlatGradients any more: "
+            "zero_grad(set_to_none=True), which is the default, an assignment to .grad or a move "
+            "of the model replaced it. Nothing was changed. Call flat.attach_() to go on with the "
+            "gradients that are there, and flat.zero_() in place of zero_grad()"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"named": self._named}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._named = state["named"]
+        self.attach_()
+
+    def __repr__(self) -> str:
+        buffers = ", ".join(f"{b.numel()} of {b.dtype} on {b.device}" for b in self._buffers)
+        return f"FlatGradients({len(self)} parameters: {buffers})"
+
+
+class _Views(Sequence[Tensor]):
+    """The gradients, each a view that is made when it is asked for."""
+
+    def __init__(self, buffers: Sequence[Tensor], places: Sequence[_Place]) -> None:
+        self._buffers, self._places = buffers, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, at: Any) -> Any:
+        place = self._places[at]
+        return self._buffers[place.buffer].as_strided(place.shape, place.stride, place.offset)
+
+
+class _Note:
+    """Remembers whose view is gone."""
+
+    __slots__ = ("_label", "_lost")
+
+    def __init__(self, lost: list[str], label: str) -> None:
+        self._lost, self._label = lost, label
+
+    def __call__(self, _: object) -> None:
+        self._lost.append(self._label)
+
+
+def _refuse(named: Iterable[tuple[str, Tensor]]) -> None:
+    for label, parameter in named:
+        grad = parameter.grad
+        for what, tensor in ((label, parameter), (f"the gradient of {label}", grad)):
+            if tensor is None:
+                continue
+            if type(tensor) not in gradients.PLAIN:
+                raise TypeError(f"{what} is a {type(tensor).__name__}; expected a plain tensor")
+            if tensor.layout != torch.strided:
+                raise TypeError(
+                    f"{what} has layout {tensor.layout}; expected strided: FlatGradients holds "
+                    "dense gradients only"
+                )
+        if grad is not None and (grad.dtype, grad.device) != (parameter.dtype, parameter.device):
+            raise TypeError(
+                f"the gradient of {label} is {grad.dtype} on {grad.device}; expected that of the "
+                f"parameter, {parameter.dtype} on {parameter.device}"
+            )
+
+
+def _lay_out(
+    named: Sequence[tuple[str, Tensor]],
+) -> tuple[tuple[Tensor, ...], list[_Place]]:
+    """Buffers of zeros, and where each gradient lies."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for position, (_, parameter) in enumerate(named):
+        kinds.setdefault((parameter.device, parameter.dtype), []).append(position)
+    buffers: list[Tensor] = []
+    places: dict[int, _Place] = {}
+    for (device, dtype), members in kinds.items():
+        offset = 0
+        for position in sorted(members, key=lambda i: _is_ragged(named[i][1])):
+            label, parameter = named[position]
+            places[position] = _Place(
+                label, len(buffers), offset, parameter.numel(), parameter.shape, _stride(parameter)
+            )
+            offset += parameter.numel()
+        buffers.append(torch.zeros(offset, dtype=dtype, device=device))
+    return tuple(buffers), [places[position] for position in range(len(named))]
+
+
+def _is_ragged(parameter: Tensor) -> bool:
+    return parameter.numel() * parameter.element_size() % _VECTOR != 0
+
+
+def _stride(parameter: Tensor) -> tuple[int, ...]:
+    """The parameter's own strides where it is dense, as autograd lays out gradients."""
+    if gradients.flattened(parameter) is not None:
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
+
+
+def _group(tensors: list[Tensor], places: list[int], buffer: Tensor) -> Group:
+    pairs = buffer.is_complex()
+    real = [torch.view_as_real(t) for t in tensors] if pairs else tensors
+    return Group(real, places, flat=True, pairs=pairs, base=buffer, memo={})
+
+
+def _is_same(grad: Tensor | None, view: Tensor) -> bool:
+    """Whether a gradient is that view's memory, seen in the same way."""
+    return (
+        grad is not None
+        and type(grad) in gradients.PLAIN
+        and grad.layout == torch.strided
+        and grad.data_ptr() == view.data_ptr()
+        and (grad.dtype, grad.device, grad.shape, grad.stride())
+        == (view.dtype, view.device, view.shape, view.stride())
+    )
+
+
+def _some(labels: Sequence[str]) -> str:
+    more = f" and {len(labels) - _LABELS} more" if len(labels) > _LABELS else ""
+    return ", ".join(labels[:_LABELS]) + more
