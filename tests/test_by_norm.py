@@ -135,6 +135,20 @@ def test_clip_by_norm_of_zeros_and_nothing(device):
     assert grads[0].tolist() == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_clip_by_norm_keeps_apart_what_is_measured_in_different_ways(device, dtype):
+    """Rows of 512, gathered up to 8,192 elements; zeros, gaps and tiny values go other ways."""
+    grads = of_sizes((511, 512, 513, 8191, 8192, 8193, 9000, 40_000), dtype, device)
+    grads[1].zero_()
+    grads[3] = normal((50, 80), dtype, device)[:, :70]
+    grads[5] *= 2.0**-14
+    grads[6][100:] = 0
+    norms, expected = clipped(grads, ClipByNorm(0.75))
+    assert norms[1] == 0
+    assert_bits(grads, expected)
+    assert_norm(norms[5:6], reference.norms([normal(8193, dtype, "cpu", 5) * 2.0**-14]))
+
+
 def test_clip_by_norm_of_an_empty_list(device):
     norms = tritonclip.clip_([parameter(None, device)], ClipByNorm(1.0))
     assert norms.shape == (0,)

@@ -9,6 +9,7 @@ scratch that stays in cache. Small gradients are gathered first.
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import accumulate, filterfalse
 
 import torch
@@ -35,10 +36,17 @@ SLAB = 2**25
 # overflowed. Above it the sum of squares is 2^-60 or more, of which 512 lost elements of 2^-149
 # each are 2^-80. float64 alike.
 _TRUSTED = {torch.float32: 2.0**-30, torch.float64: 2.0**-450}
+# Sums of squares of float32 fit float64, whatever they are.
+_LARGEST = {torch.float32: math.inf, torch.float64: 2.0**450}
 _MEASURED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Tensors, and the norms of the rows that they were cut or gathered into.
 _Rows = tuple[Sequence[Tensor], Tensor]
+
+
+def measures(tensor: Tensor) -> bool:
+    """Whether a tensor's device and dtype are those that rows are measured of."""
+    return tensor.device.type == "cpu" and tensor.dtype in _MEASURED
 
 
 def two_norms(tensors: list[Tensor]) -> Iterator[Tensor]:
@@ -57,6 +65,92 @@ def two_norms(tensors: list[Tensor]) -> Iterator[Tensor]:
         # One copy at a time.
         for piece in flat_pieces(tensor, SCRATCH):
             yield from _norms(list(_rows([piece.contiguous()])))
+
+
+def two_norms_of_each(tensors: list[Tensor]) -> tuple[Tensor, list[int]]:
+    """The 2-norms of CPU tensors of one dtype, float64[n], and the places where they are unknown.
+
+    Unknown are those of tensors that are not contiguous, and those that sums of squares in the
+    tensors' own range cannot give.
+    """
+    places: list[int] = []
+    short: list[Tensor] = []
+    long: list[tuple[int, Tensor]] = []
+    for place, tensor in enumerate(tensors):
+        if tensor.is_contiguous() and tensor.numel():
+            flat = tensor.view(-1)
+            whole = flat.numel() // ROW * ROW if flat.numel() > SMALL else 0
+            if whole:
+                long.append((place, flat[:whole]))
+            if whole < flat.numel():
+                places.append(place)
+                short.append(flat[whole:] if whole else flat)
+    result = torch.zeros(len(tensors), dtype=torch.float64, device="cpu")
+    unknown = {place for place, t in enumerate(tensors) if not t.is_contiguous()}
+    if not places and not long:
+        return result, sorted(unknown)
+
+    counts = [-(-piece.numel() // ROW) for piece in short]
+    blocks = list(_rows_apart(short))
+    scratch = _scratch(tensors[0].dtype, min(SCRATCH, max((x.numel() for _, x in long), default=0)))
+    for place, piece in long:
+        for _, norms in _long_rows(piece, scratch):
+            places.append(place)
+            counts.append(norms.numel())
+            blocks.append(norms)
+    norms = torch.cat(blocks)
+    owner = _repeated(places, counts)
+    trusted = (norms >= _TRUSTED[norms.dtype]) & (norms < _LARGEST[norms.dtype])
+    if not trusted.all():
+        unknown.update(owner[~trusted].tolist())
+    result.index_add_(0, owner, norms.to(torch.float64, copy=True).square_())
+    return result.sqrt_(), sorted(unknown)
+
+
+def _rows_apart(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Norms of rows of short 1-d tensors, each from a row of its own on, filled up with zeros."""
+    batch: list[Tensor] = []
+    n = 0
+    for tensor in tensors:
+        size = tensor.numel()
+        if n + size + ROW > BATCH:
+            yield _row_norms(batch)
+            batch, n = [], 0
+        batch.append(tensor)
+        n += size
+        if size % ROW:
+            batch.append(_zeros(tensor.dtype, -size % ROW))
+            n += -size % ROW
+    if batch:
+        yield _row_norms(batch)
+
+
+def _row_norms(batch: list[Tensor]) -> Tensor:
+    rows = torch.cat(batch).view(-1, ROW)
+    norms: Tensor = torch.linalg.vector_norm(
+        rows if rows.dtype in _TRUSTED else rows.float(), dim=1
+    )
+    return norms
+
+
+@cache
+def _zeros(dtype: torch.dtype, n: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros(n, dtype=dtype, device="cpu")
+
+
+def _repeated(numbers: list[int], counts: list[int]) -> Tensor:
+    """Each number so many times, without the threads that `repeat_interleave` would start."""
+    first = torch.tensor([0, *accumulate(counts[:-1])], device="cpu")
+    marks = torch.zeros(sum(counts), dtype=torch.int64, device="cpu")
+    marks[first[1:]] = 1
+    return torch.tensor(numbers, device="cpu").index_select(0, marks.cumsum_(0))
+
+
+def two_norm_of(tensor: Tensor) -> Tensor:
+    """The 0-d 2-norm of any CPU tensor, whatever its strides and magnitudes."""
+    norms = torch.stack([n for piece in flat_pieces(tensor, PIECE) for n in _exact_norms(piece)])
+    return next(_exact_norms(norms))
 
 
 def _rows(tensors: list[Tensor]) -> Iterator[_Rows]:

@@ -44,6 +44,12 @@ def norm(tensors: Handle, norm_type: float, out: Tensor, *, each: bool = False) 
             no float64).
         each: one norm a gradient instead of one norm of all.
     """
+    if each and norm_type == 2.0 and cpu_norm.measures(tensors[0]):
+        measured, unknown = cpu_norm.two_norms_of_each(tensors)
+        out.copy_(measured)
+        for i in unknown:
+            out[i] = cpu_norm.two_norm_of(tensors[i])
+        return
     for i, part in enumerate([tensor] for tensor in tensors) if each else [(0, tensors)]:
         out[i] = _combine(torch.stack(list(_norms(part, norm_type, out.dtype))), norm_type)
 
@@ -165,10 +171,22 @@ def scale_each_(
     limit = replace(limit, erase_nonfinite=False)
     measured, coefficients, multipliers, kept = _results(norms[first : first + len(tensors)], limit)
     erase = kept[0] if erase is None else erase
-    if write:
+    if write and _has_foreach(tensors) and multipliers.device.type == "cpu" and not erase:
+        _multiply_each_(tensors, multipliers)
+    elif write:
         for i, tensor in enumerate(tensors):
             _multiply_([tensor], multipliers[i], erase)
     return measured, torch.where(erase, 0.0, coefficients)
+
+
+def _multiply_each_(tensors: Handle, multipliers: Tensor) -> None:
+    """Multiplies CPU tensors in place, those with a multiplier of 1 not at all."""
+    # Numbers would be rounded to half types first, 0-d tensors are not.
+    wide = multipliers.to(torch.float64 if tensors[0].dtype == torch.float64 else torch.float32)
+    places = (wide != 1).nonzero().flatten().tolist()
+    if places:
+        factors = wide.unbind()
+        torch._foreach_mul_([tensors[i] for i in places], [factors[i] for i in places])
 
 
 def _multiply_(tensors: Handle, multiplier: Tensor, erase: Tensor) -> None:
