@@ -135,6 +135,7 @@ def test_clip_by_norm_of_zeros_and_nothing(device):
     assert grads[0].tolist() == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.filterwarnings("ignore:tritonclip's kernels read gradients that are dense")
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_clip_by_norm_keeps_apart_what_is_measured_in_different_ways(device, dtype):
     """Rows of 512, gathered up to 8,192 elements; zeros, gaps and tiny values go other ways."""
