@@ -61,9 +61,13 @@ wheel: $(INSTALLED)
 	$(PYTEST) -m wheel
 
 bench: $(INSTALLED)
-	$(RUN) bench/cpu_table.py
-	$(RUN) bench/wrapper_table.py
+	$(RUN) -m bench.suite
+	$(RUN) -m bench.accuracy
+	$(RUN) -m bench.host --out bench/results/host.json
+	$(RUN) -m bench.codegen --out bench/results/codegen.json
+	$(RUN) -m bench.wrapper --out bench/results/wrapper.json
+	$(RUN) -m bench.report
 
 clean:
-	rm -rf build dist *.egg-info .nox .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info .nox .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
