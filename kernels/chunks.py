@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tritonclip.gradients import Group
 from tritonclip.kernels.launch import wave
 from tritonclip.kernels.walk import CHUNK, Occupancy
 
@@ -61,7 +62,10 @@ class _Cache:
         self._taken: list[int] = []
 
     def table(
-        self, tensors: Sequence[torch.Tensor], memo: dict[int, ChunkTable] | None = None
+        self,
+        tensors: Sequence[torch.Tensor],
+        addresses: list[int] | None = None,
+        memo: dict[int, ChunkTable] | None = None,
     ) -> ChunkTable:
         device = tensors[0].device
         stream = _stream(device)
@@ -70,10 +74,10 @@ class _Cache:
             taken = self._taken.pop()
             self._spare[taken].append(_pinned(taken))
         if memo is None:
-            return self._compared(tensors, stream, capturing)
+            return self._compared(tensors, addresses, stream, capturing)
         table = memo.get(stream)
         if table is None:
-            table = self._compared(tensors, stream, capturing)
+            table = self._compared(tensors, addresses, stream, capturing)
             if not capturing:
                 memo[stream] = table
         elif capturing:
@@ -81,12 +85,17 @@ class _Cache:
         return table
 
     def _compared(
-        self, tensors: Sequence[torch.Tensor], stream: int, capturing: bool
+        self,
+        tensors: Sequence[torch.Tensor],
+        addresses: list[int] | None,
+        stream: int,
+        capturing: bool,
     ) -> ChunkTable:
         """The table of a list that may be another one at every call."""
         device, dtype = tensors[0].device, tensors[0].dtype
-        sizes = tuple([t.numel() for t in tensors])
-        addresses = [t.data_ptr() for t in tensors]
+        sizes = tuple(map(torch.Tensor.numel, tensors))
+        if addresses is None:
+            addresses = list(map(torch.Tensor.data_ptr, tensors))
         key = (device, stream, dtype, sizes)
         known = self._tables.get(key)
         if known is not None and known[0] == addresses:
@@ -195,15 +204,23 @@ _cache = _Cache()
 _lock = threading.Lock()
 
 
+def prepare(group: Group) -> ChunkTable:
+    """The table of a group of gradients, remembered between calls."""
+    return chunk_table(group.tensors, group.addresses, group.memo)
+
+
 def chunk_table(
-    tensors: Sequence[torch.Tensor], memo: dict[int, ChunkTable] | None = None
+    tensors: Sequence[torch.Tensor],
+    addresses: list[int] | None = None,
+    memo: dict[int, ChunkTable] | None = None,
 ) -> ChunkTable:
     """The table of gradients that kernels walk, remembered between calls.
 
     Args:
         tensors: gradients of one device and one dtype, each a contiguous piece of memory; at least
             one.
+        addresses: theirs, where they are known already.
         memo: of a list that never changes: its tables by stream, which are not compared again.
     """
     with _lock:
-        return _cache.table(tensors, memo)
+        return _cache.table(tensors, addresses, memo)

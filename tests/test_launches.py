@@ -229,14 +229,14 @@ def test_cache_knows_a_list_again(device, cache):
 def test_cache_compares_nothing_of_a_list_that_never_changes(device, cache, monkeypatch):
     memo: dict[int, Any] = {}
     grads = of_sizes((3, 5), torch.float32, device)
-    table = cache.table(grads, memo)
+    table = cache.table(grads, memo=memo)
     monkeypatch.setattr(cache, "_compared", None)
-    assert cache.table(grads, memo) is table
+    assert cache.table(grads, memo=memo) is table
 
 
 def test_cache_tells_lists_that_never_change_apart(device, cache):
     first, second = (of_sizes((3, 5), torch.float32, device) for _ in range(2))
-    tables = [cache.table(grads, {}) for grads in (first, second)]
+    tables = [cache.table(grads, memo={}) for grads in (first, second)]
     for grads, table in zip((first, second), tables, strict=True):
         assert table.arguments[0].tolist() == [g.data_ptr() for g in grads]
 

@@ -71,7 +71,7 @@ class Clipping:
         else:
             for group in found.groups:
                 # Refuses now, while nothing is written anywhere.
-                dispatch.backend_of(group)
+                dispatch.backend_of(group, by_sign=True)
 
     @property
     def _norm_type(self) -> float:

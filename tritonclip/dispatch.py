@@ -28,11 +28,8 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Backend(Protocol):
     """The verbs; see `tritonclip.torch_backend` for what each promises."""
 
-    def prepare(self, tensors: list[Tensor], memo: Any = None, /) -> Any:
-        """What the other verbs take in place of the tensors.
-
-        `memo`, a dict, remembers it for tensors that never change.
-        """
+    def prepare(self, group: Group, /) -> Any:
+        """What the other verbs take in place of a group's tensors."""
 
     def count_norms(self, handle: Any, each: bool, /) -> int:
         """How many norms `norm` writes."""
@@ -126,8 +123,13 @@ def _kernels() -> Backend:
     return cast(Backend, importlib.import_module("tritonclip.kernels.backend"))
 
 
-def backend_name(group: Group) -> str:
+def backend_name(group: Group, *, by_sign: bool = False) -> str:
     """'triton' or 'torch': what serves a group of gradients.
+
+    Args:
+        group: the gradients.
+        by_sign: whether signs matter to what will be done. Where they do not, kernels may read
+            lazily negated gradients too.
 
     Raises:
         RuntimeError: triton was asked for by name and cannot serve the group's device.
@@ -147,7 +149,7 @@ def backend_name(group: Group) -> str:
             "torch backend"
         )
         return "torch"
-    if not group.flat or (group.memo is None and any(map(Tensor.is_neg, group.tensors))):
+    if not group.flat or (by_sign and any(map(Tensor.is_neg, group.tensors))):
         _warn_once(
             "tritonclip's kernels read gradients that are dense in memory: those with gaps or "
             "lazily negated take the slower torch backend; replace them by grad.contiguous() or "
@@ -180,9 +182,11 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, UserWarning, stacklevel=6)
 
 
-def backend_of(group: Group) -> Backend:
-    """The backend that serves a group."""
-    return _kernels() if backend_name(group) == "triton" else cast(Backend, torch_backend)
+def backend_of(group: Group, *, by_sign: bool = False) -> Backend:
+    """The backend that serves a group; see `backend_name`."""
+    if backend_name(group, by_sign=by_sign) == "triton":
+        return _kernels()
+    return cast(Backend, torch_backend)
 
 
 @dataclass(slots=True)
@@ -250,7 +254,8 @@ def measure(groups: Sequence[Group], norm_type: float, *, each: bool = False) ->
                 if each:
                     part.backend, part.written = cast(Backend, torch_backend), part.group.tensors
                 moduli = part.group.moduli()
-                part.kept, part.measured = moduli, part.backend.prepare(moduli)
+                measured = Group(moduli, part.group.places, flat=True)
+                part.kept, part.measured = moduli, part.backend.prepare(measured)
     sizes: dict[torch.device, int] = {}
     for part in parts:
         device = part.group.device
@@ -280,16 +285,16 @@ def given(groups: Sequence[Group], norm: Tensor) -> Measured:
 
 def clamp_(groups: Sequence[Group], low: float, high: float, grad_scale: float | Tensor) -> None:
     """Clamps every group to [low, high], the bounds rounded to its dtype."""
-    for part in _parts(groups):
+    for part in _parts(groups, by_sign=True):
         dtype = part.group.dtype
         part.backend.clamp_(part.written, _bound(low, dtype), _bound(high, dtype), grad_scale)
         torch.autograd.graph.increment_version(part.group.written)
 
 
-def _parts(groups: Sequence[Group]) -> list[_Part]:
+def _parts(groups: Sequence[Group], *, by_sign: bool = False) -> list[_Part]:
     """Every group with its backend; all are chosen, and refused, before anything is computed."""
-    backends = [backend_of(group) for group in groups]
-    handles = [b.prepare(g.tensors, g.memo) for b, g in zip(backends, groups, strict=True)]
+    backends = [backend_of(group, by_sign=by_sign) for group in groups]
+    handles = [b.prepare(g) for b, g in zip(backends, groups, strict=True)]
     return [_Part(g, b, h, h) for g, b, h in zip(groups, backends, handles, strict=True)]
 
 

@@ -181,7 +181,7 @@ class FlatGradients:
             device=self._named[0][1].device,
             grads=self._views,
             label_of=lambda position: self._places[position].label,
-            positions=range(len(self._places)),
+            positions=lambda: range(len(self._places)),
             groups=self._pieces if each else self._whole,
         )
 

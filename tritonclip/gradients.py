@@ -30,6 +30,7 @@ class Group:
         places: where each stands in the gradient list.
         flat: whether each is contiguous, so that a pointer and a size say it all.
         pairs: whether these are complex gradients.
+        addresses: of contiguous tensors, where they are known already.
         base: what all tensors are views of, in FlatGradients.
         memo: what backends remember of tensors that never change.
     """
@@ -38,6 +39,7 @@ class Group:
     places: Sequence[int]
     flat: bool
     pairs: bool = False
+    addresses: list[int] | None = None
     base: Tensor | None = None
     memo: dict[Any, Any] | None = None
 
@@ -72,7 +74,7 @@ class GradientList:
         grads: the gradients as users see them, each once, in order.
         groups: what backends read and write.
         label_of: what messages call the i-th of what the user handed over.
-        positions: the place of each gradient among what the user handed over.
+        positions: gives the place of each gradient among what the user handed over.
         came_from_empty_generator: nothing was handed over, by a generator that was already
             exhausted.
     """
@@ -80,7 +82,7 @@ class GradientList:
     device: torch.device
     grads: Sequence[Tensor]
     label_of: Callable[[int], str]
-    positions: Sequence[int] = ()
+    positions: Callable[[], Sequence[int]]
     came_from_empty_generator: bool = False
     groups: list[Group] = field(default_factory=list)
     # Sparse gradients that had to be coalesced into a new tensor, and that tensor.
@@ -101,11 +103,12 @@ class GradientList:
 
     def label(self, place: int) -> str:
         """How messages call the gradient at a place of the list."""
-        return self.label_of(self.positions[place])
+        return self.label_of(self.positions()[place])
 
     def labels(self, places: Iterable[int]) -> str:
         """Some gradients for a message, at most eight by name."""
-        labels = [self.label(place) for place in places]
+        positions = self.positions()
+        labels = [self.label_of(positions[place]) for place in places]
         more = f" and {len(labels) - 8} more" if len(labels) > 8 else ""
         return ", ".join(labels[:8]) + more
 
@@ -137,11 +140,12 @@ def of_parameters(
     """
     items, label_of = labelled(parameters, label_of)
     grads = [g for p in items if (g := p.grad) is not None and getattr(p, "need_clip", True)]
-    positions: Sequence[int] = range(len(items))
-    if len(grads) < len(items):
-        positions = [
+
+    def positions() -> Sequence[int]:
+        return [
             i for i, p in enumerate(items) if p.grad is not None and getattr(p, "need_clip", True)
         ]
+
     device = items[0].device if items else torch.device("cpu")
     result = _gradient_list(grads, positions, device, label_of)
     result.came_from_empty_generator = isinstance(parameters, GeneratorType) and not items
@@ -167,7 +171,7 @@ def of_tensors(
     items = _items(tensors)
     _check_tensors(items, "tensors", "the gradients: [p.grad for p in ... if p.grad is not None]")
     device = items[0].device if items else torch.device("cpu")
-    return _gradient_list(items, range(len(items)), device, label_of)
+    return _gradient_list(items, lambda: range(len(items)), device, label_of)
 
 
 def _check_tensors(items: Sequence[object], noun: str, expected: str) -> None:
@@ -209,15 +213,17 @@ def _unzip(pairs: list[Any]) -> tuple[list[str], list[Tensor]]:
 
 def _gradient_list(
     grads: list[Tensor],
-    positions: Sequence[int],
+    positions: Callable[[], Sequence[int]],
     device: torch.device,
     label_of: Callable[[int], str],
 ) -> GradientList:
     """Drops repeated gradients, checks the others, and groups them."""
-    once = _distinct(grads)
+    addresses = _addresses(grads)
+    once = _distinct(grads, addresses)
     if once is not None:
-        grads = [grads[i] for i in once]
-        positions = [positions[i] for i in once]
+        every, grads, addresses = positions, [grads[i] for i in once], None
+        # Called for messages only, and before the parameters have other gradients.
+        positions = lambda: [every()[i] for i in once]  # noqa: E731
     result = GradientList(
         device=grads[0].device if grads else device,
         grads=grads,
@@ -225,18 +231,21 @@ def _gradient_list(
         positions=positions,
     )
     if grads:
-        _fill_groups(result)
+        _fill_groups(result, addresses)
     return result
 
 
-def _distinct(grads: list[Tensor]) -> list[int] | None:
-    """Places of gradients that are not the very memory of an earlier one; None for all of them."""
+def _addresses(grads: list[Tensor]) -> list[int] | None:
+    """Where each gradient lies; None if any is sparse, which has no memory of its own."""
     try:
-        addresses = set(map(Tensor.data_ptr, grads))
+        return list(map(Tensor.data_ptr, grads))
     except (RuntimeError, NotImplementedError):
-        # Sparse tensors have no memory of their own.
-        addresses = set()
-    if len(addresses) == len(grads):
+        return None
+
+
+def _distinct(grads: list[Tensor], addresses: list[int] | None) -> list[int] | None:
+    """Places of gradients that are not the very memory of an earlier one; None for all of them."""
+    if addresses is not None and len(set(addresses)) == len(grads):
         return None
     first: dict[object, int] = {}
     for place, grad in enumerate(grads):
@@ -255,7 +264,7 @@ def _memory(grad: Tensor) -> object:
     return grad.data_ptr(), grad.dtype, grad.shape, grad.stride()
 
 
-def _fill_groups(result: GradientList) -> None:
+def _fill_groups(result: GradientList, addresses: list[int] | None) -> None:
     """Sorts gradients into groups; the usual list, all alike and contiguous, in one go."""
     grads = list(result.grads)
     if set(map(type, grads)) <= PLAIN:
@@ -263,7 +272,9 @@ def _fill_groups(result: GradientList) -> None:
         if len(dtypes) == 1 and next(iter(dtypes)).is_floating_point and _on_one_device(grads):
             try:
                 if all(map(Tensor.is_contiguous, grads)):
-                    result.groups.append(Group(grads, range(len(grads)), flat=True))
+                    everywhere = range(len(grads))
+                    group = Group(grads, everywhere, flat=True, addresses=addresses)
+                    result.groups.append(group)
                     return
             except (RuntimeError, NotImplementedError):
                 # Sparse tensors have no strides.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tritonclip import cpu_norm
+from tritonclip.gradients import Group
 from tritonclip.limit import Limit
 from tritonclip.pieces import PIECE, flat_pieces
 
@@ -24,9 +25,9 @@ STRETCH = 2**22
 _ARITHMETIC = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def prepare(tensors: list[Tensor], memo: object = None) -> Handle:
-    """What the other verbs take: the tensors themselves, which need no memo."""
-    return tensors
+def prepare(group: Group) -> Handle:
+    """What the other verbs take: the tensors themselves."""
+    return group.tensors
 
 
 def count_norms(tensors: Handle, each: bool) -> int:
