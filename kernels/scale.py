@@ -283,7 +283,7 @@ def scale_(
     Returns:
         Norm before clipping and coefficient, 0-d, of `limit.dtype`, on the table's device.
     """
-    result = torch.empty(2, dtype=limit.dtype, device=table.device)
+    norm, coefficient = torch.empty(2, dtype=limit.dtype, device=table.device).unbind()
     grad_scale, scale_bits = grad_scale_arguments(limit.grad_scale, table.device)
     launch(
         _scale_kernel,
@@ -293,8 +293,8 @@ def scale_(
         (
             *table.arguments,
             norms,
-            result,
-            result[1:],
+            norm,
+            coefficient,
             grad_scale,
             table.n_chunks if write else 0,
             norms.numel(),
@@ -308,7 +308,7 @@ def scale_(
         CHUNK=CHUNK,
         BLOCK=block_of(table.dtype.itemsize),
     )
-    return result[0], result[1]
+    return norm, coefficient
 
 
 def scale_each_(

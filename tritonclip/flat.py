@@ -132,6 +132,7 @@ class FlatGradients:
                 view.copy_(parameter.grad)
             parameter.grad = view
             self._watch.append(ref(view, _Note(self._lost, label)))
+        self._ends = [(at, self._views[at].data_ptr()) for at in (0, -1)]
         for cached in ("_whole", "_pieces"):
             self.__dict__.pop(cached, None)
 
@@ -230,9 +231,11 @@ class FlatGradients:
         return groups
 
     def _check_cheaply(self) -> None:
-        for at in (0, -1):
-            if not _is_same(self._named[at][1].grad, self._views[at]):
-                self._raise_replaced([self._named[at][0]])
+        for at, address in self._ends:
+            label, parameter = self._named[at]
+            grad = parameter.grad
+            if grad is None or grad is not self._watch[at]() or grad.data_ptr() != address:
+                self._raise_replaced([label])
         if self._lost:
             self._raise_replaced(self._lost)
 

@@ -9,6 +9,8 @@ import torch
 
 def as_number(name: str, value: object) -> float:
     """The argument as a float; TypeError for what is no number, booleans and text among them."""
+    if type(value) is float:
+        return value
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
