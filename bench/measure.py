@@ -18,7 +18,7 @@ from bench import clocks
 from bench.gradients import Gradients, WrongResultError
 from bench.rivals import MOST_COMPILED, Entry, Rival
 from bench.rows import Row, device_name
-from tritonclip.cpu_norm import SMALL
+from tritonclip.torch_backend import ONE_PASS
 
 Say = Callable[[str], None]
 MOST_REPETITIONS = 300
@@ -124,7 +124,7 @@ def bytes_moved(gradients: Gradients, rule: str, clipped: bool, rival: Rival) ->
         clipped: whether that changes them.
         rival: by what. Its passes x N, or, where it looks first: by norm N, and 2 N more where it
             clips; each by its own norm the same for each; by value N within bounds, else 2 N; on a
-            CPU gradients of up to 8,192 elements 4 N, whatever is in them.
+            CPU 2 N, and gradients of fewer than 4,096 elements 4 N, whatever is in them.
     """
     n, passes = gradients.n_bytes, rival.passes[rule]
     if passes is not None:
@@ -135,10 +135,11 @@ def bytes_moved(gradients: Gradients, rule: str, clipped: bool, rival: Rival) ->
         multipliers = gradients.multipliers(rule, gradients.limit(rule, clipped))
         changed = zip(gradients.fresh, multipliers, strict=True)
         return n + 2 * sum(fresh.nbytes for fresh, multiplier in changed if multiplier < 1)
-    once = 2 if clipped else 1
-    if gradients.device.type != "cpu" or rival.flat:
-        return once * n
-    return sum((4 if f.numel() <= SMALL else once) * f.nbytes for f in gradients.fresh)
+    if gradients.device.type != "cpu":
+        return 2 * n if clipped else n
+    if rival.flat:
+        return 2 * n
+    return sum((4 if f.numel() < ONE_PASS else 2) * f.nbytes for f in gradients.fresh)
 
 
 def _row(gradients: Gradients, rule: str, clipped: bool, rival: Rival, copy_gb_per_s: float) -> Row:

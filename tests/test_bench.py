@@ -195,9 +195,10 @@ def test_bytes_moved_follow_the_formula():
     assert bytes_moved(gradients, "norm", True, ours) == 3 * n
     # The limit is a quarter of the sum of both norms: the larger gradient alone is clipped.
     assert bytes_moved(gradients, "gradient", True, ours) == n + 2 * 4 * size
-    assert bytes_moved(gradients, "value", False, ours) == 4 * size + 4 * 4 * 8
-    assert bytes_moved(gradients, "value", True, ours) == 2 * 4 * size + 4 * 4 * 8
-    assert bytes_moved(gradients, "value", True, NAMED["tritonclip flat"]) == 2 * n
+    # On a CPU, whatever is clipped.
+    for clipped in (False, True):
+        assert bytes_moved(gradients, "value", clipped, ours) == 2 * 4 * size + 4 * 4 * 8
+        assert bytes_moved(gradients, "value", clipped, NAMED["tritonclip flat"]) == 2 * n
     assert bytes_moved(gradients, "value", True, torchs) == 4 * n
     assert bytes_moved(gradients, "norm", False, torchs) == 3 * n
 
