@@ -556,8 +556,8 @@ class Calls:
         choose, check = dispatch.backend_of, torch._amp_foreach_non_finite_check_and_unscale_
         multiply = torch._foreach_mul_
 
-        def backend_of(group: Any) -> Any:
-            return _Counting(choose(group), self)
+        def backend_of(group: Any, **options: Any) -> Any:
+            return _Counting(choose(group, **options), self)
 
         def check_and_unscale(*args: Any) -> None:
             self.torchs += 1
