@@ -41,6 +41,7 @@ format: $(INSTALLED)
 lint: $(INSTALLED)
 	$(RUN) -m ruff format --check
 	$(RUN) -m ruff check
+	$(RUN) -m bench.report --check
 
 types: $(INSTALLED)
 	$(RUN) -m mypy
@@ -66,6 +67,7 @@ bench: $(INSTALLED)
 	$(RUN) -m bench.host --out bench/results/host.json
 	$(RUN) -m bench.codegen --out bench/results/codegen.json
 	$(RUN) -m bench.wrapper --out bench/results/wrapper.json
+	$(PYTEST) bench/test_functions.py
 	$(RUN) -m bench.report
 
 clean:

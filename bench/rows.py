@@ -109,7 +109,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": device_name(device),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "tritonclip": tritonclip.__version__,
         "torch": torch.__version__,

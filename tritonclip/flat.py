@@ -57,10 +57,11 @@ class FlatGradients:
         ValueError: no parameter that requires a gradient.
 
     Notes:
-        Every call checks, in constant time, that no view was dropped and that the first and the
-        last are where they were: this catches `zero_grad(set_to_none=True)`, an assignment to
-        `.grad`, `backward(create_graph=True)` and `model.to(...)`. Only a view that somebody else
-        keeps alive is missed; :meth:`check` and `verify()` find it.
+        Every call outside of torch.compile checks, in constant time, that no view was dropped and
+        that the first and the last are where they were: this catches
+        `zero_grad(set_to_none=True)`, an assignment to `.grad`, `backward(create_graph=True)` and
+        `model.to(...)`. Only a view that somebody else keeps alive is missed; :meth:`check` and
+        `verify()` find it.
 
         DistributedDataParallel needs `gradient_as_bucket_view=False`, its default: with it, DDP
         makes gradients views of its own buffers. FSDP is not supported.

@@ -213,7 +213,7 @@ def _multiply_(tensors: Handle, multiplier: Tensor, erase: Tensor) -> None:
     # On a CPU, erase is false by now.
     for piece in _writable_pieces(tensors):
         wide = piece.to(multiplier.dtype, copy=True).mul_(multiplier)
-        piece.copy_(wide.masked_fill_(erase, 0.0))
+        _store_(piece, wide.masked_fill_(erase, 0.0))
 
 
 def _in_one_call(foreach: Callable[..., None], tensors: Handle, *operands: Any) -> bool:
@@ -230,6 +230,11 @@ def _in_one_call(foreach: Callable[..., None], tensors: Handle, *operands: Any) 
             return False
         raise
     return True
+
+
+def _store_(piece: Tensor, values: Tensor) -> None:
+    # From float32 to a lazily negated float16 tensor on a CPU, copy_ forgets the sign (torch 2.13).
+    piece.copy_(values.to(piece.dtype) if piece.is_neg() else values)
 
 
 def _writable_pieces(tensors: Handle) -> Iterator[Tensor]:
@@ -274,4 +279,4 @@ def _unscale_and_clamp_(
     scale = _scalar(grad_scale, wide, tensors[0].device)
     factor = torch.ones_like(scale) / scale
     for piece in _writable_pieces(tensors):
-        piece.copy_(piece.to(wide, copy=True).mul_(factor).clamp_(low, high))
+        _store_(piece, piece.to(wide, copy=True).mul_(factor).clamp_(low, high))
