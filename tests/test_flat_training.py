@@ -9,6 +9,7 @@ import copy
 import io
 import math
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -285,10 +286,42 @@ def test_compiled_call_equals_eager(rule):
     flats[0].check()
 
 
+def test_compiled_norm_and_zero_equal_eager():
+    torch.compiler.reset()
+    model = model_of()
+    flat = FlatGradients(model)
+    model(torch.ones(4, 6)).square().sum().backward()
+    expected = tritonclip.get_total_norm(flat)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def norm_and_zero() -> Tensor:
+        norm = tritonclip.get_total_norm(flat)
+        flat.zero_()
+        return norm
+
+    torch.testing.assert_close(norm_and_zero(), expected, **CLOSE)
+    assert not any(grad_of(p).any() for p in model.parameters())
+    flat.check()
+
+
+def test_group_added_behind_the_wrapper_is_noticed():
+    model, more = model_of(), torch.nn.Linear(2, 2)
+    optimizer = wrapped(model, 1.0, flat=True)
+    optimizer.optimizer.add_param_group({"params": more.parameters()})
+    model(torch.ones(4, 6)).sum().backward()
+    with pytest.raises(ValueError, match=r"lacks param_groups\[1\]\['params'\]\[0\]"):
+        optimizer.step()
+
+
 def _distributed(rank: int, folder: str) -> None:
     """One of two processes: DDP over FlatGradients, each with a batch of its own."""
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2
+        "gloo",
+        init_method=f"file://{folder}/init",
+        rank=rank,
+        world_size=2,
+        # Without it a process that lost the other one waits for half an hour.
+        timeout=timedelta(minutes=1),
     )
     model = model_of()
     parallel = torch.nn.parallel.DistributedDataParallel(model)

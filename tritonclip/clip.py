@@ -241,6 +241,8 @@ def get_total_norm(
     """
     order = as_norm_type(_as_float(norm_type))
     if torch.compiler.is_compiling():
+        if isinstance(tensors, FlatGradients):
+            tensors = [p.grad for p in tensors.parameters if p.grad is not None]
         return compiled.total_norm(tensors, order, error_if_nonfinite)
     if isinstance(tensors, FlatGradients):
         found = tensors.gradient_list(each=False)

@@ -20,6 +20,8 @@ from tritonclip.group_rules import Groups
 # start at a multiple.
 _VECTOR = 16
 _LABELS = 8
+# Addresses compared at every call beside the first and the last.
+_LOOKED_AT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +55,18 @@ class FlatGradients:
             already are kept. Any floating-point or complex dtype, any device; they may mix.
 
     Raises:
-        TypeError: what holds no tensors; tensor subclasses; integer or sparse gradients.
-        ValueError: no parameter that requires a gradient.
+        TypeError: what holds no tensors; tensor subclasses; sparse gradients, or of another dtype.
+        ValueError: no parameter that requires a gradient; one that is no leaf; a gradient of
+            another shape.
 
     Notes:
-        Every call outside of torch.compile checks, in constant time, that no view was dropped and
-        that the first and the last are where they were: this catches
-        `zero_grad(set_to_none=True)`, an assignment to `.grad`, `backward(create_graph=True)` and
-        `model.to(...)`. Only a view that somebody else keeps alive is missed; :meth:`check` and
-        `verify()` find it.
+        Every call outside of torch.compile checks, in constant time, that no view was dropped, and
+        compares the addresses of the first, the last and 16 others, in turn. This catches
+        `zero_grad(set_to_none=True)`, an assignment to `.grad` and `backward(create_graph=True)` at
+        once, and a move of a part of the model (`model.layer.to(...)`) after some calls. Missed are
+        a view that somebody else keeps alive, and parameters that were frozen, got
+        `need_clip = False` or left the model later (`load_state_dict(assign=True)`); all but the
+        last :meth:`check` and `verify()` find. What is frozen later keeps a gradient of 0.
 
         DistributedDataParallel needs `gradient_as_bucket_view=False`, its default: with it, DDP
         makes gradients views of its own buffers. FSDP is not supported.
@@ -121,19 +126,26 @@ class FlatGradients:
         """Makes every `.grad` a view again, in new buffers; keeps what the gradients are.
 
         For after something replaced gradients, or moved the model to another device or dtype.
+
+        Raises:
+            TypeError, ValueError: as the constructor; nothing was changed.
         """
         _refuse(self._named)
-        self._buffers, self._places = _lay_out(self._named)
-        self._views = _Views(self._buffers, self._places)
-        # Filled by the death of views: whoever replaces a gradient drops the old one.
-        self._lost: list[str] = []
-        self._watch = []
-        for (label, parameter), view in zip(self._named, self._views, strict=True):
+        buffers, places = _lay_out(self._named)
+        views = _Views(buffers, places)
+        grads = list(views)
+        for (_, parameter), view in zip(self._named, grads, strict=True):
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
+        # From here on nothing fails. Filled by the death of views: whoever replaces a gradient
+        # drops the old one.
+        lost: list[str] = []
+        watch = []
+        for (label, parameter), view in zip(self._named, grads, strict=True):
             parameter.grad = view
-            self._watch.append(ref(view, _Note(self._lost, label)))
-        self._ends = [(at, self._views[at].data_ptr()) for at in (0, -1)]
+            watch.append((ref(view, _Note(lost, label)), view.data_ptr()))
+        self._buffers, self._places, self._views = buffers, places, views
+        self._lost, self._watch, self._turn = lost, watch, 0
         for cached in ("_whole", "_pieces"):
             self.__dict__.pop(cached, None)
 
@@ -143,7 +155,8 @@ class FlatGradients:
         Raises:
             RuntimeError: a gradient that is no view any more.
         """
-        self._check_cheaply()
+        if not torch.compiler.is_compiling():
+            self._check_cheaply()
         torch._foreach_zero_(list(self._buffers))
 
     def check(self) -> None:
@@ -151,7 +164,7 @@ class FlatGradients:
 
         Raises:
             RuntimeError: names the parameters whose gradient is no view of the buffers any more, or
-                that now have `need_clip = False`.
+                that are frozen or have `need_clip = False` by now.
         """
         replaced = [
             label
@@ -160,11 +173,15 @@ class FlatGradients:
         ]
         if replaced or self._lost:
             self._raise_replaced(replaced or self._lost)
-        left_out = [label for label, p in self._named if not getattr(p, "need_clip", True)]
+        left_out = [
+            label
+            for label, p in self._named
+            if not (p.requires_grad and getattr(p, "need_clip", True))
+        ]
         if left_out:
             raise RuntimeError(
-                f"need_clip = False was set on {_some(left_out)} after FlatGradients was made, "
-                "which holds their gradients; set it before, or make a new FlatGradients"
+                f"{_some(left_out)} was frozen or got need_clip = False after FlatGradients was "
+                "made, which holds its gradient; do so before, or make a new FlatGradients"
             )
 
     def gradient_list(self, *, each: bool) -> GradientList:
@@ -232,10 +249,13 @@ class FlatGradients:
         return groups
 
     def _check_cheaply(self) -> None:
-        for at, address in self._ends:
+        """Looks for views that are gone, and at the addresses of some, others at every call."""
+        n = len(self._named)
+        start, self._turn = self._turn, (self._turn + _LOOKED_AT) % n
+        for at in (0, n - 1, *range(start, min(n, start + _LOOKED_AT))):
             label, parameter = self._named[at]
-            grad = parameter.grad
-            if grad is None or grad is not self._watch[at]() or grad.data_ptr() != address:
+            grad, (view, address) = parameter.grad, self._watch[at]
+            if grad is None or grad is not view() or grad.data_ptr() != address:
                 self._raise_replaced([label])
         if self._lost:
             self._raise_replaced(self._lost)
@@ -246,6 +266,12 @@ class FlatGradients:
             "zero_grad(set_to_none=True), which is the default, an assignment to .grad or a move "
             "of the model replaced it. Nothing was changed. Call flat.attach_() to go on with the "
             "gradients that are there, and flat.zero_() in place of zero_grad()"
+        )
+
+    def __copy__(self) -> FlatGradients:
+        raise TypeError(
+            "a shallow copy of FlatGradients would take the gradients from the original; expected "
+            "copy.deepcopy, which copies the parameters too"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -288,6 +314,10 @@ class _Note:
 
 def _refuse(named: Iterable[tuple[str, Tensor]]) -> None:
     for label, parameter in named:
+        if not parameter.is_leaf:
+            raise ValueError(
+                f"{label} is computed from other tensors and never gets a gradient; expected leaves"
+            )
         grad = parameter.grad
         for what, tensor in ((label, parameter), (f"the gradient of {label}", grad)):
             if tensor is None:
@@ -299,6 +329,13 @@ def _refuse(named: Iterable[tuple[str, Tensor]]) -> None:
                     f"{what} has layout {tensor.layout}; expected strided: FlatGradients holds "
                     "dense gradients only"
                 )
+        if getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype):
+            raise TypeError(f"{label} has a grad_dtype of its own; expected {parameter.dtype}")
+        if grad is not None and grad.shape != parameter.shape:
+            raise ValueError(
+                f"the gradient of {label} has shape {tuple(grad.shape)}; expected that of the "
+                f"parameter, {tuple(parameter.shape)}"
+            )
         if grad is not None and (grad.dtype, grad.device) != (parameter.dtype, parameter.device):
             raise TypeError(
                 f"the gradient of {label} is {grad.dtype} on {grad.device}; expected that of the "
@@ -323,7 +360,9 @@ def _lay_out(
                 label, len(buffers), offset, parameter.numel(), parameter.shape, _stride(parameter)
             )
             offset += parameter.numel()
-        buffers.append(torch.zeros(offset, dtype=dtype, device=device))
+        # Never inference tensors, which no backward could add to.
+        with torch.inference_mode(False):
+            buffers.append(torch.zeros(offset, dtype=dtype, device=device))
     return tuple(buffers), [places[position] for position in range(len(named))]
 
 

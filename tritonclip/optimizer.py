@@ -113,9 +113,11 @@ class ClippedOptimizer(SharedOptimizer):
         self.nonfinite = nonfinite
         for number, group in enumerate(optimizer.param_groups):
             check_group(number, group, optimizer.defaults)
-        outside = [] if flat is None else flat.outside(optimizer.param_groups)
+        if flat is not None:
+            # Refuses what does not fit, while this does not count as a wrapper.
+            flat.outside(optimizer.param_groups)
         self._attach(optimizer)
-        self._flat, self._outside = flat, outside
+        self.flat = flat
         self.stats = ClipStats(_device_of(optimizer))
 
     def _attach(self, optimizer: Optimizer) -> None:
@@ -146,7 +148,10 @@ class ClippedOptimizer(SharedOptimizer):
     @flat.setter
     def flat(self, flat: FlatGradients | None) -> None:
         self._outside = [] if flat is None else flat.outside(self.param_groups)
-        self._flat = flat
+        self._flat, self._known_sizes = flat, self._sizes()
+
+    def _sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self.param_groups]
 
     @property
     def nonfinite(self) -> str:
@@ -294,6 +299,9 @@ class ClippedOptimizer(SharedOptimizer):
         self, grad_scale: Tensor | float | None = None, *, judge: bool = False
     ) -> StepClipping:
         judge = judge or self.nonfinite in ("skip", "error")
+        if self._flat is not None and self._sizes() != self._known_sizes:
+            # Groups were changed behind the wrapper's back: looks again, and refuses what is new.
+            self.flat = self._flat
         return StepClipping(
             self.param_groups,
             self.clip,
