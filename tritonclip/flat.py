@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip import gradients, verification
-from tritonclip.gradients import GradientList, Group
+from tritonclip.gradients import GradientList, Group, some
 from tritonclip.group_rules import Groups
 
 # Bytes that one vector access reads: torch's fused optimizers and our kernels want gradients to
 # start at a multiple.
 _VECTOR = 16
-_LABELS = 8
 # Addresses compared at every call beside the first and the last.
 _LOOKED_AT = 16
 
@@ -180,7 +179,7 @@ class FlatGradients:
         ]
         if left_out:
             raise RuntimeError(
-                f"{_some(left_out)} was frozen or got need_clip = False after FlatGradients was "
+                f"{some(left_out)} was frozen or got need_clip = False after FlatGradients was "
                 "made, which holds its gradient; do so before, or make a new FlatGradients"
             )
 
@@ -216,7 +215,7 @@ class FlatGradients:
         if foreign:
             labels = [label for label, p in self._named if id(p) in foreign]
             raise ValueError(
-                f"FlatGradients holds {_some(labels)}, which the optimizer does not; expected the "
+                f"FlatGradients holds {some(labels)}, which the optimizer does not; expected the "
                 "parameters of one optimizer: make a FlatGradients for each"
             )
         outside = [member for member, p in members.items() if id(p) not in mine]
@@ -227,7 +226,7 @@ class FlatGradients:
         ]
         if missing:
             raise ValueError(
-                f"FlatGradients lacks {_some(missing)}, which the optimizer updates; expected all "
+                f"FlatGradients lacks {some(missing)}, which the optimizer updates; expected all "
                 "of its parameters that require a gradient: make a new FlatGradients"
             )
         return outside
@@ -262,7 +261,7 @@ class FlatGradients:
 
     def _raise_replaced(self, labels: Sequence[str]) -> None:
         raise RuntimeError(
-            f"the gradient of {_some(labels)} is no view of FlatGradients any more: "
+            f"the gradient of {some(labels)} is no view of FlatGradients any more: "
             "zero_grad(set_to_none=True), which is the default, an assignment to .grad or a move "
             "of the model replaced it. Nothing was changed. Call flat.attach_() to go on with the "
             "gradients that are there, and flat.zero_() in place of zero_grad()"
@@ -393,8 +392,3 @@ def _is_same(grad: Tensor | None, view: Tensor) -> bool:
         and (grad.dtype, grad.device, grad.shape, grad.stride())
         == (view.dtype, view.device, view.shape, view.stride())
     )
-
-
-def _some(labels: Sequence[str]) -> str:
-    more = f" and {len(labels) - _LABELS} more" if len(labels) > _LABELS else ""
-    return ", ".join(labels[:_LABELS]) + more

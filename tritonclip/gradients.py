@@ -106,11 +106,9 @@ class GradientList:
         return self.label_of(self.positions()[place])
 
     def labels(self, places: Iterable[int]) -> str:
-        """Some gradients for a message, at most eight by name."""
+        """Some gradients for a message."""
         positions = self.positions()
-        labels = [self.label_of(positions[place]) for place in places]
-        more = f" and {len(labels) - 8} more" if len(labels) > 8 else ""
-        return ", ".join(labels[:8]) + more
+        return some([self.label_of(positions[place]) for place in places])
 
     def places_where(self, condition: Callable[[Tensor], bool]) -> list[int]:
         """The places of gradients of a kind."""
@@ -122,6 +120,12 @@ class GradientList:
             sparse.copy_(coalesced)
         if self._sparse:
             torch.autograd.graph.increment_version(self._sparse)
+
+
+def some(labels: Sequence[str]) -> str:
+    """Names for a message, at most eight of them."""
+    more = f" and {len(labels) - 8} more" if len(labels) > 8 else ""
+    return ", ".join(labels[:8]) + more
 
 
 def of_parameters(
