@@ -15,7 +15,7 @@ from tritonclip.closures import (
     step_judging,
 )
 from tritonclip.flat import FlatGradients
-from tritonclip.group_rules import check_group, with_present_rules, without_rules
+from tritonclip.group_rules import Groups, check_group, with_present_rules, without_rules
 from tritonclip.rules import Rule, as_rule
 from tritonclip.shared import SharedOptimizer
 from tritonclip.stats import ClipStats
@@ -113,9 +113,8 @@ class ClippedOptimizer(SharedOptimizer):
         self.nonfinite = nonfinite
         for number, group in enumerate(optimizer.param_groups):
             check_group(number, group, optimizer.defaults)
-        if flat is not None:
-            # Refuses what does not fit, while this does not count as a wrapper.
-            flat.outside(optimizer.param_groups)
+        # Refuses what does not fit, while this does not count as a wrapper.
+        _outside(flat, optimizer.param_groups)
         self._attach(optimizer)
         self.flat = flat
         self.stats = ClipStats(_device_of(optimizer))
@@ -147,7 +146,7 @@ class ClippedOptimizer(SharedOptimizer):
 
     @flat.setter
     def flat(self, flat: FlatGradients | None) -> None:
-        self._outside = [] if flat is None else flat.outside(self.param_groups)
+        self._outside = _outside(flat, self.param_groups)
         self._flat, self._known_sizes = flat, self._sizes()
 
     def _sizes(self) -> list[int]:
@@ -407,6 +406,15 @@ def _check_optimizer(optimizer: object) -> None:
             f"this {type(optimizer).__name__} is wrapped already, and a second wrapper would keep "
             "statistics of its own; use the first wrapper, or make a new optimizer"
         )
+
+
+def _outside(flat: FlatGradients | None, groups: Groups) -> list[tuple[int, int]]:
+    if flat is not None and not isinstance(flat, FlatGradients):
+        raise TypeError(
+            f"flat must be a FlatGradients, got {type(flat).__name__}; write "
+            "FlatGradients(model.parameters())"
+        )
+    return [] if flat is None else flat.outside(groups)
 
 
 def _device_of(optimizer: Optimizer) -> torch.device:
