@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -74,12 +73,11 @@ def compiling(arch: int, compiled: list[tuple[Any, int]]) -> Iterator[None]:
         kept = result.result() if hasattr(result, "result") else result
         compiled.append((kept, programs))
 
-    one = SimpleNamespace(multi_processor_count=1)
     triton.runtime.driver.set_active(AbsentGPU(arch))
     with ExitStack() as stack:
         for module in (norm, scale, clamp):
             stack.enter_context(patch.object(module, "launch", compile_only))
-        stack.enter_context(patch.object(torch.cuda, "get_device_properties", lambda device: one))
+        stack.enter_context(patch.object(launch, "multiprocessors", lambda device: 1))
         yield
 
 

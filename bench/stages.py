@@ -10,7 +10,13 @@ from unittest.mock import patch
 # The stages of a call, and the functions whose time they are.
 STAGES = {
     "walk": ("gradients:of_parameters",),
-    "checks": ("gradients:_check_tensors", "gradients:_distinct", "gradients:_fill_groups"),
+    "checks": (
+        "gradients:_check_tensors",
+        "gradients:_distinct",
+        "gradients:_fill_groups",
+        "familiar:Familiar.groups",
+        "familiar:Familiar.learn",
+    ),
     "backend": ("dispatch:backend_of",),
     "compare": ("kernels.backend:prepare",),
     "layout": ("kernels.chunks:_Cache._lay_out",),

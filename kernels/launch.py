@@ -1,8 +1,9 @@
 """The one place where kernels are launched."""
 
-import struct
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cache
+from struct import Struct
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ TL_DTYPES = {
     torch.float64: tl.float64,
 }
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+_FLOAT64, _INT64 = Struct("<d"), Struct("<q")
 # How every kernel is compiled. Contraction to fused multiply-add is asked for by name, because its
 # default depends on the version of Triton.
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": True}
@@ -35,7 +37,13 @@ def wave(device: torch.device, occupancy: Occupancy) -> int:
     if INTERPRETED:
         return INTERPRETED_WAVE
     programs = HIP_PROGRAMS if torch.version.hip else occupancy.programs
-    return programs * torch.cuda.get_device_properties(device).multi_processor_count
+    return programs * multiprocessors(device)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a GPU has; PyTorch looks that up anew every time."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -64,4 +72,4 @@ def launch(
 
 def float_bits(x: float) -> int:
     """The bits of a float64 as an integer: an argument that no launcher rounds to float32."""
-    return int(struct.unpack("<q", struct.pack("<d", x))[0])
+    return int(_INT64.unpack(_FLOAT64.pack(x))[0])

@@ -14,7 +14,6 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,11 +182,7 @@ def _record(case: Case, hip: bool) -> _Recorder:
     verb, recorder = VERBS[case.verb], _Recorder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.version, "hip", "6.4" if hip else None)
-        patch.setattr(
-            torch.cuda,
-            "get_device_properties",
-            lambda device: SimpleNamespace(multi_processor_count=1),
-        )
+        patch.setattr(_module("launch"), "multiprocessors", lambda device: 1)
         patch.setattr(_module("launch"), "_on_device", lambda device: contextlib.nullcontext())
         patch.setattr(_module(verb.module), verb.kernel, recorder)
         grad = torch.zeros(16 * _module("walk").CHUNK, dtype=case.dtype)

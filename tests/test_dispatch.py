@@ -15,7 +15,7 @@ from cases import INTERPRETED, bits, normal, parameters
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, dispatch, torch_backend
 from tritonclip import __main__ as self_test
-from tritonclip.gradients import Group
+from tritonclip.gradient_list import Group
 
 RULES = [
     pytest.param(ClipByGlobalNorm(0.1), id="global"),

@@ -5,7 +5,6 @@ Triton derive them from the launchers' real arguments, for an H100 that is not t
 """
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,8 +50,7 @@ def compiled(monkeypatch):
 
     for module in (norm, scale, clamp):
         monkeypatch.setattr(module, "launch", compile_only)
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     triton.runtime.driver.set_active(AbsentH100())
     yield kernels
     if torch.cuda.is_available():

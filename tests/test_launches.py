@@ -226,15 +226,18 @@ def test_cache_knows_a_list_again(device, cache):
     assert cache.table(grads) is cache.table(list(grads))
 
 
-def test_cache_compares_nothing_of_a_list_that_never_changes(device, cache, monkeypatch):
-    memo: dict[int, Any] = {}
-    grads = of_sizes((3, 5), torch.float32, device)
+def test_cache_asks_gradients_of_a_known_form_for_nothing_but_addresses(device, cache, monkeypatch):
+    memo: dict[Any, Any] = {}
+    grads, others = (of_sizes((3, 5), torch.float32, device) for _ in range(2))
     table = cache.table(grads, memo=memo)
-    monkeypatch.setattr(cache, "_compared", None)
+    monkeypatch.setattr(kernels("chunks"), "_layout_of", None)
     assert cache.table(grads, memo=memo) is table
+    moved = cache.table(others, memo=memo)
+    assert moved.arguments[0].tolist() == [g.data_ptr() for g in others]
+    assert moved.arguments[1] is table.arguments[1]
 
 
-def test_cache_tells_lists_that_never_change_apart(device, cache):
+def test_cache_tells_forms_apart(device, cache):
     first, second = (of_sizes((3, 5), torch.float32, device) for _ in range(2))
     tables = [cache.table(grads, memo={}) for grads in (first, second)]
     for grads, table in zip((first, second), tables, strict=True):

@@ -5,13 +5,12 @@ Arguments are checked by now.
 
 import math
 import warnings
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tritonclip import dispatch, verification
-from tritonclip.gradients import GradientList
+from tritonclip.gradient_list import GradientList
 from tritonclip.limit import Limit
 from tritonclip.rules import ClipByNorm, ClipByValue, Rule
 
@@ -118,7 +117,7 @@ class Clipping:
             if nonfinite == "zero":
                 # Last, for bounds that exclude 0; by now the gradients carry no loss scale.
                 assert self._measured is not None, "made without look"
-                self._measured.scale_(replace(self._limit(nonfinite), grad_scale=1.0))
+                self._measured.scale_(self._limit(nonfinite)._replace(grad_scale=1.0))
         else:
             assert self._measured is not None
             results = self._measured.scale_(self._limit(nonfinite))

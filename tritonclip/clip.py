@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from tritonclip import apply, compiled, gradients
 from tritonclip.flat import FlatGradients
-from tritonclip.gradients import GradientList
+from tritonclip.gradient_list import GradientList
 from tritonclip.rules import (
     ClipByGlobalNorm,
     ClipByNorm,

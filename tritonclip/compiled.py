@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip import apply
-from tritonclip.gradients import GradientList, of_tensors
+from tritonclip.gradient_list import GradientList
+from tritonclip.gradients import of_tensors
 from tritonclip.rules import (
     ClipByGlobalNorm,
     ClipByNorm,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tritonclip import torch_backend
-from tritonclip.gradients import Group
+from tritonclip.gradient_list import Group
 from tritonclip.limit import Limit
 
 BACKENDS = ("auto", "triton", "torch")
@@ -149,7 +149,7 @@ def backend_name(group: Group, *, by_sign: bool = False) -> str:
             "torch backend"
         )
         return "torch"
-    if not group.flat or (by_sign and any(map(Tensor.is_neg, group.tensors))):
+    if not group.flat or (by_sign and group.has_negated):
         _warn_once(
             "tritonclip's kernels read gradients that are dense in memory: those with gaps or "
             "lazily negated take the slower torch backend; replace them by grad.contiguous() or "
@@ -266,7 +266,9 @@ def measure(groups: Sequence[Group], norm_type: float, *, each: bool = False) ->
         device: torch.empty(n, dtype=_wide(device), device=device) for device, n in sizes.items()
     }
     for part in parts:
-        out = own[part.group.device][part.first : part.first + part.count]
+        out = own[part.group.device]
+        if part.count < len(out):
+            out = out[part.first : part.first + part.count]
         part.backend.norm(part.measured, norm_type, out, each=each)
     return Measured(each, parts, _exchange(own, each))
 

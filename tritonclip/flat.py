@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip import gradients, verification
-from tritonclip.gradients import GradientList, Group, some
+from tritonclip.gradient_list import GradientList, Group, some
 from tritonclip.group_rules import Groups
 
 # Bytes that one vector access reads: torch's fused optimizers and our kernels want gradients to
@@ -379,7 +379,8 @@ def _stride(parameter: Tensor) -> tuple[int, ...]:
 def _group(tensors: list[Tensor], places: list[int], buffer: Tensor) -> Group:
     pairs = buffer.is_complex()
     real = [torch.view_as_real(t) for t in tensors] if pairs else tensors
-    return Group(real, places, flat=True, pairs=pairs, base=buffer, memo={})
+    addresses = [t.data_ptr() for t in real]
+    return Group(real, places, flat=True, pairs=pairs, addresses=addresses, base=buffer, memo={})
 
 
 def _is_same(grad: Tensor | None, view: Tensor) -> bool:

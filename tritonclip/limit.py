@@ -1,12 +1,11 @@
 """What backends need to know to turn norms into coefficients: one value, handed down to them."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
+class Limit(NamedTuple):
     """How far gradients may go, and what is done where they go further.
 
     Attributes:

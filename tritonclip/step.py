@@ -13,7 +13,7 @@ from torch import Tensor
 from tritonclip import gradients
 from tritonclip.apply import Clipping, nonfinite_places, refuse_for_rule
 from tritonclip.flat import FlatGradients
-from tritonclip.gradients import GradientList
+from tritonclip.gradient_list import GradientList
 from tritonclip.group_rules import Groups, rule_of
 from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, Rule
 from tritonclip.stats import Outcomes

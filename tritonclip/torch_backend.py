@@ -7,14 +7,13 @@ for the 2-norm on CPU is in `cpu_norm`.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonclip import cpu_norm
-from tritonclip.gradients import Group
+from tritonclip.gradient_list import Group
 from tritonclip.limit import Limit
 from tritonclip.pieces import PIECE, flat_pieces
 
@@ -172,7 +171,7 @@ def scale_each_(
     Returns:
         Norms before clipping and coefficients, 1-d, of `limit.dtype`, on the tensors' device.
     """
-    limit = replace(limit, erase_nonfinite=False)
+    limit = limit._replace(erase_nonfinite=False)
     measured, coefficients, multipliers, kept = _results(norms[first : first + len(tensors)], limit)
     erase = kept[0] if erase is None else erase
     at_once = write and multipliers.device.type == "cpu" and not erase

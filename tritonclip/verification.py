@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tritonclip import dispatch
-from tritonclip.gradients import GradientList
+from tritonclip.gradient_list import GradientList
 from tritonclip.rules import ClipByNorm, ClipByValue, Rule
 
 # A norm is promised to 1e-6 (1e-12); a coefficient adds the rounding of a sum and two divisions,
