@@ -128,6 +128,20 @@ def test_clip_by_norm_neither_overflows_nor_underflows(device, magnitude):
     assert reference.norm(grads[0]) == pytest.approx(magnitude / 2, rel=2e-6)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_clip_by_norm_of_tiny_gradients_of_any_magnitude(dtype):
+    """Up to 64 elements are squared one by one on a CPU; float64 squares may leave their range."""
+    largest, least = torch.finfo(dtype).max / 64, torch.finfo(dtype).tiny
+    grads = [
+        normal(size, dtype, seed=size) * magnitude
+        for size in (0, 1, 63, 64, 65)
+        for magnitude in (0, 1, largest / 8, least)
+    ]
+    expected = reference.norms(grads)
+    norms = tritonclip.clip_(parameters(grads), ClipByNorm(torch.inf))
+    assert_norm(norms, expected)
+
+
 def test_clip_by_norm_of_zeros_and_nothing(device):
     grads = [torch.zeros(3, device=device), torch.zeros(0, device=device)]
     norms = tritonclip.clip_(parameters(grads), ClipByNorm(0.0, eps=0.0))

@@ -7,29 +7,35 @@ scratch that stays in cache. Small gradients are gathered first.
 """
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import accumulate, filterfalse
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from tritonclip.pieces import PIECE, flat_pieces
+from tritonclip.gradient_list import Group
+from tritonclip.pieces import BATCH, PIECE, flat_pieces, gathered
 
 # Elements of a row. Over 124M float32 elements in memory, rows of 256, 512, 1,024 and 4,096 take
 # 23.0, 20.8, 20.2 and 19.4 ms (torch.sum 17.3); on constant tensors, the worst case, with every
 # instruction set, they are off by up to 3.1e-7, 5.3e-7, 9.9e-7 and 2.5e-6. (torch 2.13, Xeon, 2
 # threads.)
 ROW = 512
-# Gradients up to this size are gathered, in batches that stay under 32,768 elements: up to there
-# torch.cat copies in one go, 0.15 us a tensor, beyond it dispatches every tensor, 0.9 us.
+# Where norms are told apart, elements of gradients up to this size are squared one by one.
+TINY = 64
+# Gradients up to this size are gathered.
 SMALL = 8192
-BATCH = 32767
-# Larger ones up to this size are copied into scratch by one call, and measured together: 2,000 of
-# 12,000 elements take 24 to 32 ms in float32, 19 to 27 in bfloat16 and 19 to 24 in float16, and one
-# by one 32, 59 and 61.
-MEDIUM = 65536
+# Larger ones up to this size are copied into scratch by one call, and measured together. With
+# 8,704, 12,288, 45,056 and 65,536 elements that takes 6.4, 8.6, 16.8 and 23.5 us a tensor in
+# float32, one by one 7.3, 8.3, 12.6 and 15.0; in bfloat16 5.3, 7.1, 13.8 and 17.7 against 11.3,
+# 11.9, 17.3 and 18.5; float16 is like bfloat16. (torch 2.13, Xeon, 2 threads.)
+MEDIUM = {
+    torch.float16: 65536,
+    torch.bfloat16: 65536,
+    torch.float32: 12288,
+    torch.float64: 12288,
+}
 # Elements of float32 scratch for half types: 1.5 MiB stay in cache. 131,072 elements take 27.1 ms
 # for 124M bfloat16 elements, 262,144 23.8, 393,216 22.7, 524,288 22.8.
 SCRATCH = 393216
@@ -48,42 +54,50 @@ _MEASURED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _Rows = tuple[Sequence[Tensor], Tensor]
 
 
-def measures(tensor: Tensor) -> bool:
-    """Whether a tensor's device and dtype are those that rows are measured of."""
-    return tensor.device.type == "cpu" and tensor.dtype in _MEASURED
+def measures(group: Group) -> bool:
+    """Whether a group's device and dtype are those that rows are measured of."""
+    return group.device.type == "cpu" and group.dtype in _MEASURED
 
 
-def two_norms(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """0-d float64 2-norms of pieces that make up CPU tensors of one dtype; at least one."""
+def two_norms(group: Group) -> Iterator[Tensor]:
+    """0-d float64 2-norms of pieces that make up a group on a CPU; at least one."""
     yield torch.zeros((), dtype=torch.float64, device="cpu")
+    if not group.flat:
+        for tensor in group.tensors:
+            # One copy at a time.
+            for piece in flat_pieces(tensor, SCRATCH):
+                yield from _norms(list(_rows([piece.contiguous()], [piece.numel()])))
+        return
     kept: list[_Rows] = []
     n_kept = 0
-    for rows in _rows(list(filter(Tensor.is_contiguous, tensors))):
+    for rows in _rows(group.tensors, group.sizes):
         kept.append(rows)
         n_kept += rows[1].numel()
         if n_kept > SLAB // ROW:
             yield from _norms(kept)
             kept, n_kept = [], 0
     yield from _norms(kept)
-    for tensor in filterfalse(Tensor.is_contiguous, tensors):
-        # One copy at a time.
-        for piece in flat_pieces(tensor, SCRATCH):
-            yield from _norms(list(_rows([piece.contiguous()])))
 
 
-def two_norms_of_each(tensors: list[Tensor]) -> tuple[Tensor, list[int]]:
-    """The 2-norms of CPU tensors of one dtype, float64[n], and the places where they are unknown.
+def two_norms_of_each(group: Group) -> tuple[Tensor, list[int]]:
+    """The 2-norms of a group on a CPU, float64[n], and the places where they are unknown.
 
     Unknown are those of tensors that are not contiguous, and those that sums of squares in the
     tensors' own range cannot give.
     """
+    result = torch.zeros(len(group.tensors), dtype=torch.float64, device="cpu")
+    wide = group.dtype if group.dtype in _TRUSTED else torch.float32
+    if not group.flat:
+        return result, list(range(len(group.tensors)))
+    tiny: list[int] = []
     places: list[int] = []
     short: list[Tensor] = []
-    long: list[Tensor] = []
     owners: list[int] = []
-    for place, tensor in enumerate(tensors):
-        n = tensor.numel()
-        if not n or not tensor.is_contiguous():
+    long: list[Tensor] = []
+    for place, (tensor, n) in enumerate(zip(group.tensors, group.sizes, strict=True)):
+        if n <= TINY:
+            if n:
+                tiny.append(place)
             continue
         flat = tensor.view(-1)
         whole = n // ROW * ROW if n > SMALL else 0
@@ -93,10 +107,6 @@ def two_norms_of_each(tensors: list[Tensor]) -> tuple[Tensor, list[int]]:
         if whole < n:
             places.append(place)
             short.append(flat[whole:] if whole else flat)
-    result = torch.zeros(len(tensors), dtype=torch.float64, device="cpu")
-    unknown = {place for place, t in enumerate(tensors) if not t.is_contiguous()}
-    if not places and not long:
-        return result, sorted(unknown)
 
     counts = [-(-piece.numel() // ROW) for piece in short]
     blocks = list(_rows_apart(short))
@@ -105,13 +115,20 @@ def two_norms_of_each(tensors: list[Tensor]) -> tuple[Tensor, list[int]]:
     for _, norms in _long_rows(long):
         counts.append(norms.numel())
         blocks.append(norms)
-    norms = torch.cat(blocks)
-    owner = _repeated(places, counts)
-    result.index_add_(0, owner, norms.to(torch.float64, copy=True).square_()).sqrt_()
-    trusted = (result >= _TRUSTED[norms.dtype]) & (result < _LARGEST[norms.dtype])
-    if not trusted.all():
-        unknown.update((~trusted).nonzero().flatten().tolist())
-    return result, sorted(unknown)
+    # Of these every element is a row: filled up, they would take up to 512 times the memory.
+    tiny_counts = [group.sizes[i] for i in tiny]
+    for _, _, elements in gathered([group.tensors[i] for i in tiny], tiny_counts):
+        blocks.append(elements.to(wide, copy=True))
+    places += tiny
+    counts += tiny_counts
+    if blocks:
+        norms = torch.cat(blocks)
+        owner = _repeated(places, counts)
+        result.index_add_(0, owner, norms.to(torch.float64, copy=True).square_()).sqrt_()
+    trusted = (result >= _TRUSTED[wide]) & (result < _LARGEST[wide])
+    doubtful = (~trusted).nonzero().flatten().tolist()
+    # Tiny ones were squared in float64, which squares of float32 fit; of empty ones the norm is 0.
+    return result, [i for i in doubtful if wide == torch.float64 or group.sizes[i] > TINY]
 
 
 def _rows_apart(tensors: list[Tensor]) -> Iterator[Tensor]:
@@ -156,25 +173,28 @@ def _repeated(numbers: list[int], counts: list[int]) -> Tensor:
 
 def two_norm_of(tensor: Tensor) -> Tensor:
     """The 0-d 2-norm of any CPU tensor, whatever its strides and magnitudes."""
+    norms = list(_exact_norms(tensor))
+    if len(norms) == 1:
+        return norms[0]
     zero = torch.zeros((), dtype=torch.float64, device="cpu")
-    return next(_exact_norms(torch.stack([zero, *_exact_norms(tensor)])))
+    return next(_exact_norms(torch.stack([zero, *norms])))
 
 
-def _rows(tensors: list[Tensor]) -> Iterator[_Rows]:
+def _rows(tensors: list[Tensor], sizes: Sequence[int]) -> Iterator[_Rows]:
     """Every element of contiguous tensors in a row; small ones and remainders are gathered."""
     if not tensors:
         return
     if tensors[0].dtype not in _MEASURED:
         # One of the float8 formats: rare, and small enough when it comes.
         tensors = [tensor.float() for tensor in tensors]
+    most_copied = MEDIUM[tensors[0].dtype]
     short: list[Tensor] = []
     medium: list[Tensor] = []
     long: list[Tensor] = []
-    for tensor in tensors:
-        n = tensor.numel()
+    for tensor, n in zip(tensors, sizes, strict=True):
         if n <= SMALL:
             short.append(tensor)
-        elif n <= MEDIUM:
+        elif n <= most_copied:
             medium.append(tensor.view(-1))
         elif n % ROW == 0:
             long.append(tensor)
@@ -243,24 +263,10 @@ def _gathered_rows(tensors: list[Tensor]) -> Iterator[_Rows]:
     """Rows of tensors of up to SMALL elements, end to end; zeros fill up the last of a batch."""
     if not tensors:
         return
-    if set(map(Tensor.dim, tensors)) != {1}:
-        tensors = [tensor.view(-1) for tensor in tensors]
-    dtype = tensors[0].dtype
-    ends = list(accumulate(map(Tensor.numel, tensors), initial=0))
-    size = min(BATCH, ends[-1] + ROW)
-    gathered = torch.empty(size, dtype=dtype, device="cpu")
-    wide = _scratch(dtype, size)
-    start = 0
-    while start < len(tensors):
-        stop = bisect_right(ends, ends[start] + BATCH - ROW) - 1
-        n = ends[stop] - ends[start]
-        if n:
-            padded = n + -n % ROW
-            torch.cat(tensors[start:stop], out=gathered[:n])
-            gathered[n:padded] = 0
-            filled = gathered[:padded] if wide is None else wide[:padded].copy_(gathered[:padded])
-            yield tensors[start:stop], torch.linalg.vector_norm(filled.view(-1, ROW), dim=1)
-        start = stop
+    wide = _scratch(tensors[0].dtype, BATCH)
+    for start, stop, elements in gathered(tensors, list(map(Tensor.numel, tensors)), ROW):
+        filled = elements if wide is None else wide[: len(elements)].copy_(elements)
+        yield tensors[start:stop], torch.linalg.vector_norm(filled.view(-1, ROW), dim=1)
 
 
 def _norms(kept: Sequence[_Rows]) -> Iterator[Tensor]:
@@ -296,7 +302,7 @@ def _exact_norms(x: Tensor) -> Iterator[Tensor]:
     for piece in flat_pieces(x, PIECE):
         low, high = torch.aminmax(piece)
         top = torch.maximum(-low, high).double()
-        if 0 < top < math.inf:
+        if 0 < float(top) < math.inf:
             wide = piece.to(torch.float64, copy=True)
             yield top * wide.div_(top).square_().sum().sqrt()
         else:

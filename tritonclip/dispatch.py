@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Protocol, cast
 
 import torch
@@ -252,7 +252,7 @@ def measure(groups: Sequence[Group], norm_type: float, *, each: bool = False) ->
                 # Kernels tell gradients apart by the chunks that they write to, and moduli have
                 # others.
                 if each:
-                    part.backend, part.written = cast(Backend, torch_backend), part.group.tensors
+                    part.backend, part.written = cast(Backend, torch_backend), part.group
                 moduli = part.group.moduli()
                 measured = Group(moduli, part.group.places, flat=True)
                 part.kept, part.measured = moduli, part.backend.prepare(measured)
@@ -320,6 +320,12 @@ def _exchange(own: dict[torch.device, Tensor], each: bool) -> dict[torch.device,
 
 def _bound(bound: float, dtype: torch.dtype) -> float:
     """A bound as the dtype holds it; a finite one stays finite."""
+    # What is remembered of 0.0 would be found for -0.0.
+    return _rounded(bound, dtype) if bound else bound
+
+
+@lru_cache
+def _rounded(bound: float, dtype: torch.dtype) -> float:
     largest = torch.finfo(dtype).max
     if abs(bound) != float("inf"):
         bound = min(max(bound, -largest), largest)

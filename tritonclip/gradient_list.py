@@ -47,6 +47,16 @@ class Group:
         return self.tensors if self.base is None else [self.base]
 
     @property
+    def sizes(self) -> list[int]:
+        """How many elements each tensor has."""
+        if self.memo is None:
+            return list(map(Tensor.numel, self.tensors))
+        if "sizes" not in self.memo:
+            self.memo["sizes"] = list(map(Tensor.numel, self.tensors))
+        sizes: list[int] = self.memo["sizes"]
+        return sizes
+
+    @property
     def has_negated(self) -> bool:
         """Whether any tensor is lazily negated."""
         if self.memo is None:

@@ -1,11 +1,17 @@
-"""Large tensors in pieces, so that what is computed beside them stays small."""
+"""Large tensors in pieces, so that what is computed beside them is small; small ones together."""
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 # Elements of a piece that is copied to float64: 1 MiB a temporary.
 PIECE = 131072
+# Elements of small tensors gathered at a time: up to 32,768 torch.cat copies in one go, 0.15 us a
+# tensor, beyond it dispatches every tensor, 0.9 us.
+BATCH = 32767
 
 
 def flat_pieces(tensor: Tensor, size: int, *, writable: bool = False) -> Iterator[Tensor]:
@@ -24,3 +30,34 @@ def flat_pieces(tensor: Tensor, size: int, *, writable: bool = False) -> Iterato
         rows = max(1, size * tensor.shape[0] // tensor.numel())
         for part in tensor.split(rows) if tensor.shape[0] > 1 else tensor.unbind():
             yield from flat_pieces(part, size, writable=writable)
+
+
+def gathered(
+    tensors: list[Tensor], sizes: Sequence[int], multiple: int = 1
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Contiguous CPU tensors of one dtype end to end, in batches: from which, to which, elements.
+
+    Args:
+        tensors: of BATCH - multiple elements or fewer.
+        sizes: theirs.
+        multiple: zeros fill up each batch to a multiple of so many elements.
+
+    Yields:
+        Places in `tensors`, and a 1-d copy that is good until the next one is asked for.
+    """
+    if not tensors:
+        return
+    if set(map(Tensor.dim, tensors)) != {1}:
+        tensors = [tensor.view(-1) for tensor in tensors]
+    ends = [0, *accumulate(sizes)]
+    room = torch.empty(min(BATCH, ends[-1] + multiple), dtype=tensors[0].dtype, device="cpu")
+    start = 0
+    while start < len(tensors):
+        stop = bisect_right(ends, ends[start] + BATCH - multiple) - 1
+        n = ends[stop] - ends[start]
+        if n:
+            padded = n + -n % multiple
+            torch.cat(tensors[start:stop], out=room[:n])
+            room[n:padded] = 0
+            yield start, stop, room[:padded]
+        start = stop
