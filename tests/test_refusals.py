@@ -58,6 +58,64 @@ def test_clip_refuses_before_anything_is_written(device, case, rule):
     assert [grad._version for grad in grads] == versions
 
 
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+OTHER_LAYOUTS = {
+    "nested": (nested, "nested tensor"),
+    "mkldnn": (lambda: torch.ones(5).to_mkldnn(), "mkldnn"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("case", OTHER_LAYOUTS)
+@pytest.mark.parametrize("others", [[], [torch.ones(5)]], ids=["alone", "among others"])
+def test_total_norm_refuses_other_layouts(case, others):
+    make, word = OTHER_LAYOUTS[case]
+    with pytest.raises(TypeError, match=word):
+        tritonclip.get_total_norm([*others, make(), *others])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_total_norm_refuses_a_nested_tensor_where_a_plain_one_was():
+    """PyTorch's guards end the process at one."""
+    for _ in range(2):
+        assert tritonclip.get_total_norm([torch.ones(5), torch.ones(5)]) == pytest.approx(10**0.5)
+    with pytest.raises(TypeError, match="nested tensor"):
+        tritonclip.get_total_norm([torch.ones(5), nested()])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_clip_refuses_gradients_made_in_inference_mode(device, rule):
+    with torch.inference_mode():
+        made_there = normal(3, device=device)
+    grads = [normal(3, device=device), made_there, normal(2, device=device)]
+    before = copies(grads)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"parameters\[1\] were made in inference mode"):
+            tritonclip.clip_([parameter(grad) for grad in grads], rule)
+    assert_bits(grads, before)
+
+
+def test_clip_grads_with_norm_refuses_gradients_made_in_inference_mode(device):
+    with torch.inference_mode():
+        made_there = normal(3, device=device)
+    grads = [normal(3, device=device), made_there]
+    before = copies(grads)
+    with pytest.raises(RuntimeError, match="inference mode"):
+        tritonclip.clip_grads_with_norm_(
+            [parameter(grad) for grad in grads], 0.1, torch.tensor(5.0, device=device)
+        )
+    assert_bits(grads, before)
+
+
+def test_total_norm_reads_what_was_made_in_inference_mode(device):
+    with torch.inference_mode():
+        made_there = torch.ones(4, device=device)
+    assert tritonclip.get_total_norm([made_there]) == 2
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_clip_names_what_it_refuses(device, rule):
     pairs = [

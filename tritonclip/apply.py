@@ -139,7 +139,8 @@ class Clipping:
 
 
 def refuse_for_rule(found: GradientList, rule: Rule) -> None:
-    """Refuses gradients that a rule has no meaning for."""
+    """Refuses gradients that a rule has no meaning for, and those that cannot be written."""
+    _refuse_read_only(found)
     if isinstance(rule, ClipByValue):
         if any(group.pairs for group in found.groups):
             complex_places = found.places_where(Tensor.is_complex)
@@ -156,6 +157,16 @@ def refuse_for_rule(found: GradientList, rule: Rule) -> None:
             )
     elif rule.norm_type == -math.inf:
         _refuse_sparse_minimum(found)
+
+
+def _refuse_read_only(found: GradientList) -> None:
+    if torch.is_inference_mode_enabled() or not any(g.has_inference for g in found.groups):
+        return
+    raise RuntimeError(
+        f"the gradients of {found.labels(found.places_where(Tensor.is_inference))} were made in "
+        "inference mode, outside of which they cannot be written in place; no gradient was "
+        "changed. Expected gradients made outside: replace these by grad.clone()"
+    )
 
 
 def _refuse_sparse_minimum(found: GradientList) -> None:
@@ -230,6 +241,7 @@ def total_norm(found: GradientList, norm_type: float, error_if_nonfinite: bool =
 @torch.no_grad()
 def scale_(found: GradientList, max_norm: float, norm: Tensor) -> None:
     """Scales a gradient list by the coefficient of a norm that is given."""
+    _refuse_read_only(found)
     if not found.groups:
         return
     expected = verification.Expectation(found) if verification.is_on() else None

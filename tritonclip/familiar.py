@@ -9,6 +9,7 @@ are missing, every list is looked at as if it were new.
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +22,7 @@ try:
     TensorGuards: Any = guards.TensorGuards
 except (ImportError, AttributeError):
     TensorGuards = None
+_get_is_nested = attrgetter("is_nested")
 # Lists remembered, oldest dropped first; a gradient takes about 200 bytes.
 REMEMBERED = 16
 
@@ -79,16 +81,19 @@ class Familiar:
             addresses: theirs.
         """
         form = self._forms.get((len(grads), grads[0].numel()))
-        if form is None or not form.guards.check(*grads):
+        if form is None:
             return None
-        if addresses != form.addresses:
-            if len(set(addresses)) < len(addresses):
-                return None
-            form.addresses = addresses
+        moved = addresses != form.addresses
+        # At a nested tensor the guards end the process.
+        if moved and (len(set(addresses)) < len(addresses) or any(map(_get_is_nested, grads))):
+            return None
+        if not form.guards.check(*grads):
+            return None
+        form.addresses = addresses
         return form.groups(grads, addresses)
 
     def learn(self, grads: list[Tensor], addresses: list[int], groups: Sequence[Group]) -> None:
-        """Remembers distinct gradients, if all are real and dense in memory."""
+        """Remembers distinct gradients that are not nested, if all are real and dense in memory."""
         if TensorGuards is None or any(group.pairs or not group.flat for group in groups):
             return
         kinds = []

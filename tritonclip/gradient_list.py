@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -49,21 +51,28 @@ class Group:
     @property
     def sizes(self) -> list[int]:
         """How many elements each tensor has."""
-        if self.memo is None:
-            return list(map(Tensor.numel, self.tensors))
-        if "sizes" not in self.memo:
-            self.memo["sizes"] = list(map(Tensor.numel, self.tensors))
-        sizes: list[int] = self.memo["sizes"]
-        return sizes
+        return self._remembered("sizes", lambda: list(map(Tensor.numel, self.tensors)))
 
     @property
     def has_negated(self) -> bool:
         """Whether any tensor is lazily negated."""
+        return self._remembered("has_negated", lambda: any(map(Tensor.is_neg, self.tensors)))
+
+    @property
+    def has_inference(self) -> bool:
+        """Whether any tensor was made in inference mode, outside of which it is read-only."""
+        return self._remembered(
+            "has_inference", lambda: any(map(Tensor.is_inference, self.tensors))
+        )
+
+    def _remembered(self, what: str, look: Callable[[], _T]) -> _T:
+        """What is the same of all groups like this one, looked at once."""
         if self.memo is None:
-            return any(map(Tensor.is_neg, self.tensors))
-        if "has_negated" not in self.memo:
-            self.memo["has_negated"] = any(map(Tensor.is_neg, self.tensors))
-        return bool(self.memo["has_negated"])
+            return look()
+        if what not in self.memo:
+            self.memo[what] = look()
+        known: _T = self.memo[what]
+        return known
 
     def moduli(self) -> list[Tensor]:
         """The moduli of complex gradients, 1-d, in new memory."""

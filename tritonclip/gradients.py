@@ -20,6 +20,8 @@ PLAIN = {Tensor, Parameter}
 _get_dtype = attrgetter("dtype")
 _get_device = attrgetter("device")
 _get_is_cpu = attrgetter("is_cpu")
+_get_layout = attrgetter("layout")
+_get_is_nested = attrgetter("is_nested")
 _familiar = Familiar()
 
 
@@ -161,7 +163,7 @@ def _memory(grad: Tensor) -> object:
     """What tells the memory of a gradient from that of another."""
     if grad.layout == torch.sparse_coo and grad.is_coalesced():
         grad = grad._values()
-    if grad.layout != torch.strided or grad.numel() == 0:
+    if grad.layout != torch.strided or grad.is_nested or grad.numel() == 0:
         return id(grad)
     if flattened(grad) is not None:
         return grad.data_ptr(), grad.dtype, grad.numel()
@@ -171,18 +173,19 @@ def _memory(grad: Tensor) -> object:
 def _fill_groups(result: GradientList, addresses: list[int] | None) -> None:
     """Sorts gradients into groups; the usual list, all alike and contiguous, in one go."""
     grads = list(result.grads)
-    if set(map(type, grads)) <= PLAIN:
-        dtypes = set(map(_get_dtype, grads))
-        if len(dtypes) == 1 and next(iter(dtypes)).is_floating_point and _on_one_device(grads):
-            try:
-                if all(map(Tensor.is_contiguous, grads)):
-                    everywhere = range(len(grads))
-                    group = Group(grads, everywhere, flat=True, addresses=addresses)
-                    result.groups.append(group)
-                    return
-            except (RuntimeError, NotImplementedError):
-                # Sparse tensors have no strides.
-                pass
+    dtypes = set(map(_get_dtype, grads))
+    if (
+        set(map(type, grads)) <= PLAIN
+        and set(map(_get_layout, grads)) == {torch.strided}
+        and not any(map(_get_is_nested, grads))
+        and len(dtypes) == 1
+        and next(iter(dtypes)).is_floating_point
+        and _on_one_device(grads)
+        and all(map(Tensor.is_contiguous, grads))
+    ):
+        group = Group(grads, range(len(grads)), flat=True, addresses=addresses)
+        result.groups.append(group)
+        return
 
     members: dict[tuple[torch.device, torch.dtype, bool, bool], tuple[list[Tensor], list[int]]] = {}
     for place, grad in enumerate(grads):
@@ -210,6 +213,11 @@ def _readable(grad: Tensor, result: GradientList, place: int) -> tuple[Tensor, b
             f"the gradient of {result.label(place)} is a {type(grad).__name__}, a tensor subclass "
             "that tritonclip cannot read; expected a plain tensor: pass local or full tensors (for "
             "DTensor: grad.to_local() or grad.full_tensor())"
+        )
+    if grad.is_nested:
+        raise TypeError(
+            f"the gradient of {result.label(place)} is a nested tensor; expected a plain one: pass "
+            "the tensors that it is made of"
         )
     if not (grad.is_floating_point() or grad.is_complex()):
         raise TypeError(
