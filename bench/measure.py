@@ -124,7 +124,8 @@ def bytes_moved(gradients: Gradients, rule: str, clipped: bool, rival: Rival) ->
         clipped: whether that changes them.
         rival: by what. Its passes x N, or, where it looks first: by norm N, and 2 N more where it
             clips; each by its own norm the same for each; by value N within bounds, else 2 N; on a
-            CPU 2 N, and gradients of fewer than 4,096 elements 4 N, whatever is in them.
+            CPU 2 N, but of gradients of fewer than 4,096 elements, which are looked at first, N
+            within bounds, else up to 5 N.
     """
     n, passes = gradients.n_bytes, rival.passes[rule]
     if passes is not None:
@@ -139,7 +140,8 @@ def bytes_moved(gradients: Gradients, rule: str, clipped: bool, rival: Rival) ->
         return 2 * n if clipped else n
     if rival.flat:
         return 2 * n
-    return sum((4 if f.numel() < ONE_PASS else 2) * f.nbytes for f in gradients.fresh)
+    small = 5 if clipped else 1
+    return sum((small if f.numel() < ONE_PASS else 2) * f.nbytes for f in gradients.fresh)
 
 
 def _row(gradients: Gradients, rule: str, clipped: bool, rival: Rival, copy_gb_per_s: float) -> Row:

@@ -2,8 +2,9 @@
 
 Between `<!-- bench:NAME -->` and `<!-- /bench -->` in the README stands what the rows of
 bench/results/NAME.json give, and nothing else. Beside the JSON lie NAME.md, with every row and
-column, and NAME-RULE.svg. Rows whose results were not checked, or found wrong, are refused. Only a
-rival's row without any time may say that its result was wrong: NAME.md repeats that.
+column, and NAME-RULE.svg. `<!-- bench:NAME rivals -->` asks for a table of all rivals, without
+figures. Rows whose results were not checked, or found wrong, are refused. Only a rival's row
+without any time may say that its result was wrong: NAME.md repeats that.
 
 `python -m bench.report` writes all of it; with `--check` it writes nothing and fails where
 anything is not what the rows give.
@@ -21,12 +22,12 @@ from typing import Any
 from bench import rows as results
 from bench.figures import digest, draw, figures
 from bench.rows import Row
-from bench.tables import BY, OURS, full_table, ratio_table, step, summary
+from bench.tables import BY, OURS, full_table, ratio_table, rival_table, step, summary
 
 README = Path(__file__).parents[1] / "README.md"
 # What a figure says of where it was measured; the page beside it says all.
 IN_FIGURES = ("cpu", "device", "threads", "torch", "triton", "commit", "date")
-SECTION = re.compile(r"(<!-- bench:([\w-]+) -->\n)(.*?)(<!-- /bench -->)", re.DOTALL)
+SECTION = re.compile(r"(<!-- bench:([\w-]+)( rivals)? -->\n)(.*?)(<!-- /bench -->)", re.DOTALL)
 
 
 class RefusedError(ValueError):
@@ -100,6 +101,16 @@ def section(name: str, origin: dict[str, Any], rows: Sequence[Row], link: str) -
     )
 
 
+def rivals_section(name: str, origin: dict[str, Any], rows: Sequence[Row], link: str) -> str:
+    """What stands between the markers of a section of rivals; arguments as of `section`."""
+    return (
+        f"Measured on: {origin_line(origin)}. Each cell: median time of a call, and how many times "
+        "as long the best torch variant of the run took.\n\n"
+        f"{rival_table(rows)}\n\n"
+        f"Every column: [{name}.md]({link}/{name}.md); rows: [{name}.json]({link}/{name}.json).\n"
+    )
+
+
 def page(name: str, origin: dict[str, Any], rows: Sequence[Row]) -> str:
     """NAME.md: every row."""
     return (
@@ -124,24 +135,27 @@ class Report:
         self.texts: dict[Path, str] = {}
         self.drawings: dict[Path, tuple[list[Row], str]] = {}
         text = readme.read_text()
-        names = [match[2] for match in SECTION.finditer(text)]
-        if not names or len(names) != text.count("<!-- bench:"):
+        wanted = {match[2]: bool(match[3]) for match in SECTION.finditer(text)}
+        if not wanted or len(wanted) != text.count("<!-- bench:"):
             raise RefusedError(
                 f"{readme}: expected <!-- bench:NAME --> ... <!-- /bench --> around each table, "
-                f"found {len(names)} whole ones of {text.count('<!-- bench:')}"
+                f"found {len(wanted)} whole ones of {text.count('<!-- bench:')}"
             )
         link = folder.resolve().relative_to(readme.resolve().parent).as_posix()
         sections = {}
-        for name in names:
+        for name, of_rivals in wanted.items():
             origin, rows = load(folder / f"{name}.json")
-            sections[name] = section(name, origin, rows, link)
             self.texts[folder / f"{name}.md"] = page(name, origin, rows)
+            if of_rivals:
+                sections[name] = rivals_section(name, origin, rows, link)
+                continue
+            sections[name] = section(name, origin, rows, link)
             for rule, drawn in figures(rows).items():
                 self.drawings[folder / f"{name}-{rule}.svg"] = (
                     drawn,
                     origin_line(origin, IN_FIGURES),
                 )
-        self.texts[readme] = SECTION.sub(lambda m: m[1] + sections[m[2]] + m[4], text)
+        self.texts[readme] = SECTION.sub(lambda m: m[1] + sections[m[2]] + m[5], text)
 
     def write(self) -> None:
         """Writes every file."""

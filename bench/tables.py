@@ -68,6 +68,26 @@ def ratio_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def rival_table(rows: Sequence[Row]) -> str:
+    """One line a list, dtype, rule and step, one column a rival: its time, and torch's over it."""
+    rivals = unique(row.rival for row in rows)
+    lines = [_line(["gradients", "dtype", "by", "step", *rivals]), "|---" * (len(rivals) + 4) + "|"]
+    for case in unique((row.list, row.dtype, row.rule, row.clipped) for row in rows):
+        own = [row for row in rows if (row.list, row.dtype, row.rule, row.clipped) == case]
+        cells = {row.rival: _time_cell(row) for row in own}
+        name, dtype, rule, clipped = case
+        times = [cells.get(rival, "") for rival in rivals]
+        lines.append(_line([title(name), dtype, BY[rule], step(clipped), *times]))
+    return "\n".join(lines)
+
+
+def _time_cell(row: Row) -> str:
+    if row.wall_us is None:
+        return "wrong result"
+    ratio = "" if row.ratio is None else f", {_times(row.ratio)}"
+    return f"{row.wall_us / 1e3:.1f} ms{ratio}"
+
+
 def ratio_cell(row: Row) -> str:
     """A ratio and its quartiles; a loss says that it is one."""
     assert row.ratio is not None

@@ -81,6 +81,25 @@ def test_readme_gets_the_table_of_the_rows(place):
     assert "Of 3 cases 2 are at least as fast as the best torch variant and 1 slower" in text
 
 
+def test_readme_gets_a_table_of_rivals_where_it_asks_for_one(place):
+    other = replace(OURS, rival="optax", wall_us=30_000.0, ratio=2.0)
+    unmeasured = replace(LOSS, rival="paddle", correct=False, **UNTIMED)
+    rows.write(place.results / "others.json", ORIGIN, [OURS, TORCH, other, LOSS, unmeasured])
+    asked = "<!-- bench:others rivals -->\nold\n<!-- /bench -->\n"
+    place.readme.write_text(README + asked)
+    assert place.run() == 0
+    text = place.readme.read_text().partition("<!-- bench:others rivals -->\n")[2]
+    assert [line for line in text.splitlines() if line.startswith("|")] == [
+        "| gradients | dtype | by | step | tritonclip | torch | optax | paddle |",
+        "|---|---|---|---|---|---|---|---|",
+        "| GPT-2 124M | float32 | global norm | unclipped | 25.8 ms, 2.45x | 25.8 ms, 1.00x | "
+        "30.0 ms, 2.00x |  |",
+        "| GPT-2 124M | float32 | global norm | clipped | 25.8 ms, 0.63x |  |  | wrong result |",
+    ]
+    assert not list(place.results.glob("others-*.svg"))
+    assert place.run("--check") == 0
+
+
 def test_full_table_leaves_empty_what_was_not_measured(place):
     place.run()
     text = (place.results / "cpu.md").read_text()

@@ -5,8 +5,9 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, SGD, Optimizer
+from torch.optim import LBFGS, Optimizer
 
+from tritonclip import inner
 from tritonclip.closures import (
     NO_LOSS_FOR_LBFGS,
     Closure,
@@ -117,7 +118,7 @@ class ClippedOptimizer(SharedOptimizer):
         _outside(flat, optimizer.param_groups)
         self._attach(optimizer)
         self.flat = flat
-        self.stats = ClipStats(_device_of(optimizer))
+        self.stats = ClipStats(inner.device_of(optimizer))
 
     def _attach(self, optimizer: Optimizer) -> None:
         self._share(optimizer)
@@ -168,7 +169,7 @@ class ClippedOptimizer(SharedOptimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a GradScaler hands scale and overflow to `step` instead of dealing with them."""
-        return self._scaler_waits or self._inner_takes_scaling()
+        return self._scaler_waits or inner.takes_scaling(self.optimizer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, which may carry a rule under the key `clip`."""
@@ -224,7 +225,7 @@ class ClippedOptimizer(SharedOptimizer):
     @torch.compiler.disable(recursive=False)
     def _step(self, closure: Closure | None = None) -> Any:
         self._unscaled = False
-        self.stats.move_(_device_of(self.optimizer))
+        self.stats.move_(inner.device_of(self.optimizer))
         if closure is None:
             return self._step_with_gradients()
         if self._scaler_waits or isinstance(getattr(self, "found_inf", None), Tensor):
@@ -252,7 +253,7 @@ class ClippedOptimizer(SharedOptimizer):
         skip = clipping.nonfinite() if self.nonfinite == "skip" else None
 
         stop = _any(overflow, skip)
-        on_device = stop is not None and self._takes_found_inf()
+        on_device = stop is not None and inner.takes_found_inf(self.optimizer)
         if stop is not None and not on_device and bool(stop):
             if overflow is None or not bool(overflow):
                 self.stats.record_skip_()
@@ -264,7 +265,7 @@ class ClippedOptimizer(SharedOptimizer):
 
         if on_device:
             assert stop is not None
-            result = self._step_inner_unless(stop)
+            result = inner.step_unless(self.optimizer, stop)
             self.stats.record_(outcomes, overflow, skip)
         else:
             result = self.optimizer.step()
@@ -274,7 +275,7 @@ class ClippedOptimizer(SharedOptimizer):
     def _step_judging(self, closure: Closure) -> Any:
         """Evaluates a closure before the wrapped optimizer does, while nothing has changed yet."""
         loss = evaluate(closure, self.param_groups)
-        if loss is None or self._takes_found_inf():
+        if loss is None or inner.takes_found_inf(self.optimizer):
             # Nothing to hand on, or an optimizer that evaluates first and only once.
             self._step_with_gradients()
             return loss
@@ -317,33 +318,6 @@ class ClippedOptimizer(SharedOptimizer):
         found_inf: Tensor = self._clipping.nonfinite()
         return found_inf.to(torch.float32)
 
-    def _inner_takes_scaling(self) -> bool:
-        return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
-
-    def _takes_found_inf(self) -> bool:
-        """Whether the wrapped optimizer can be told on the device not to update."""
-        inner = self.optimizer
-        fused = all(group.get("fused") for group in inner.param_groups)
-        if not (fused and self._inner_takes_scaling()):
-            return False
-        # torch fills momentum buffers at the first update only, but takes them for filled after a
-        # first one that did not happen.
-        return not isinstance(inner, SGD) or not any(map(self._lacks_momentum, inner.param_groups))
-
-    def _lacks_momentum(self, group: dict[str, Any]) -> bool:
-        return bool(group["momentum"]) and any(
-            p.grad is not None and self.state.get(p, {}).get("momentum_buffer") is None
-            for p in group["params"]
-        )
-
-    def _step_inner_unless(self, stop: Tensor) -> Any:
-        inner: Any = self.optimizer
-        inner.found_inf = stop.to(torch.float32)
-        try:
-            return inner.step()
-        finally:
-            del inner.found_inf
-
     def _save(self) -> dict[str, Any]:
         # Also here, for optimizers that do not run their hooks.
         saved = without_rules(self.optimizer, super()._save())
@@ -351,7 +325,7 @@ class ClippedOptimizer(SharedOptimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         rest = dict(state_dict)
-        stats = ClipStats(_device_of(self.optimizer))
+        stats = ClipStats(inner.device_of(self.optimizer))
         stats.load_state_dict(rest.pop(_STATS_KEY, {}))
         super()._load(with_present_rules(self.optimizer, rest))
         self.stats.load_state_dict(stats.state_dict())
@@ -415,13 +389,6 @@ def _outside(flat: FlatGradients | None, groups: Groups) -> list[tuple[int, int]
             "FlatGradients(model.parameters())"
         )
     return [] if flat is None else flat.outside(groups)
-
-
-def _device_of(optimizer: Optimizer) -> torch.device:
-    """The device of the first parameter."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    first: Tensor | None = next(parameters, None)
-    return torch.device("cpu") if first is None else first.device
 
 
 def _any(a: Tensor | None, b: Tensor | None) -> Tensor | None:
