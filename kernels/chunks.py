@@ -21,8 +21,8 @@ from tritonclip.kernels.walk import CHUNK, Occupancy
 
 # Spare pinned blocks kept of a size: what one call may upload while a graph is captured.
 SPARES = 16
-# Gradient lists remembered, oldest dropped first. A training loop has one or two; a table costs
-# 4 bytes per 16,384 elements.
+# Gradient lists without a memo remembered, oldest dropped first. A training loop has one or two; a
+# table costs 4 bytes per 16,384 elements.
 CACHED_LISTS = 32
 
 
@@ -85,6 +85,9 @@ class _Cache:
         # The memo is of one device, one dtype and these sizes.
         key = (stream,) if memo is not None else (stream, *_layout_of(tensors))
         known = tables.get(key)
+        if known is None and memo is not None:
+            # The first call with these gradients had no memo yet.
+            known = self._tables.get((stream, *_layout_of(tensors)))
         if known is not None and (known[0] is addresses or known[0] == addresses):
             table = known[1]
         elif known is not None:

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from cases import normal
+from cases import normal, parameter
 from torch import Tensor
 
 import tritonclip
@@ -156,15 +156,43 @@ def test_no_gradient_is_kept_alive(fresh):
     assert not any(ref() is not None for ref in alive)
 
 
-def test_the_oldest_list_is_forgotten(walks, fresh):
+def test_the_list_not_met_for_longest_is_forgotten(walks, fresh):
     lists = [[normal(n)] for n in range(1, REMEMBERED + 2)]
-    for grads in lists:
+    for grads in lists[:-1]:
         gradients.of_tensors(grads)
-    assert len(fresh._forms) == REMEMBERED
+    gradients.of_tensors(lists[0])
     gradients.of_tensors(lists[-1])
+    assert len(fresh._forms) == REMEMBERED
     assert len(walks) == len(lists)
     gradients.of_tensors(lists[0])
+    assert len(walks) == len(lists)
+    gradients.of_tensors(lists[1])
     assert len(walks) == len(lists) + 1
+
+
+def test_lists_of_one_length_are_told_apart(walks):
+    lists = [[normal(5), normal(n), normal(7)] for n in (2, 3)]
+    for grads in lists * 3:
+        gradients.of_tensors(grads)
+    assert len(walks) == len(lists)
+
+
+def test_what_a_custom_operator_met_says_nothing_of_inference_mode(fresh):
+    """Inside, a normal tensor has the dispatch keys of one made in inference mode."""
+
+    @torch.library.custom_op("tritonclip_tests::clip", mutates_args={"a", "b"})
+    def clip(a: Tensor, b: Tensor) -> Tensor:
+        return tritonclip.clip_([parameter(a), parameter(b)], 1.0)
+
+    for _ in range(2):
+        clip(torch.ones(5), torch.ones(5))
+    with torch.inference_mode():
+        grads = [torch.full((5,), 2.0) for _ in range(2)]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="made in inference mode"):
+            tritonclip.clip_([parameter(grad) for grad in grads], 1.0)
+    assert all((grad == 2).all() for grad in grads)
+    clip(torch.ones(5), torch.ones(5))
 
 
 @pytest.mark.parametrize("make", LISTS)

@@ -237,6 +237,13 @@ def test_cache_asks_gradients_of_a_known_form_for_nothing_but_addresses(device, 
     assert moved.arguments[1] is table.arguments[1]
 
 
+def test_cache_finds_for_a_known_form_what_the_first_call_laid_out(device, cache):
+    """Else a CUDA graph captured after one call would upload its tables at every replay."""
+    grads = of_sizes((3, 5), torch.float32, device)
+    table = cache.table(grads)
+    assert cache.table(grads, memo={}) is table
+
+
 def test_cache_tells_forms_apart(device, cache):
     first, second = (of_sizes((3, 5), torch.float32, device) for _ in range(2))
     tables = [cache.table(grads, memo={}) for grads in (first, second)]

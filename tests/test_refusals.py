@@ -80,10 +80,40 @@ def test_total_norm_refuses_other_layouts(case, others):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_total_norm_refuses_a_nested_tensor_where_a_plain_one_was():
     """PyTorch's guards end the process at one."""
+    plain = [torch.ones(5), torch.ones(5)]
+    sizes = torch.tensor([[2], [3]])
+    view = torch._nested_view_from_buffer(
+        plain[1], sizes, torch.ones_like(sizes), torch.tensor([0, 2])
+    )
     for _ in range(2):
-        assert tritonclip.get_total_norm([torch.ones(5), torch.ones(5)]) == pytest.approx(10**0.5)
-    with pytest.raises(TypeError, match="nested tensor"):
-        tritonclip.get_total_norm([torch.ones(5), nested()])
+        assert tritonclip.get_total_norm(plain) == pytest.approx(10**0.5)
+    for other in (nested(), view):
+        with pytest.raises(TypeError, match="nested tensor"):
+            tritonclip.get_total_norm([plain[0], other])
+
+
+def freed() -> torch.Tensor:
+    grad = torch.ones(5)
+    grad.untyped_storage().resize_(0)
+    return grad
+
+
+NO_MEMORY = {"freed": freed, "zero tensor": lambda: torch._efficientzerotensor((5,))}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", NO_MEMORY)
+@pytest.mark.parametrize("n_before", [0, 2])
+def test_clip_refuses_gradients_without_memory(case, n_before, rule):
+    """Also where gradients of the same form were clipped before."""
+    params = [torch.nn.Parameter(torch.zeros(5000)), torch.nn.Parameter(torch.zeros(5))]
+    for _ in range(n_before):
+        params[0].grad, params[1].grad = torch.full((5000,), 3.0), torch.ones(5)
+        tritonclip.clip_(params, rule)
+    params[0].grad, params[1].grad = torch.full((5000,), 3.0), NO_MEMORY[case]()
+    with pytest.raises(ValueError, match=r"gradient of parameters\[1\] has 5 elements and no mem"):
+        tritonclip.clip_(params, rule)
+    assert (params[0].grad == 3).all()
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -19,6 +19,7 @@ from cases import (
     parameter,
     parameters,
 )
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
@@ -198,3 +199,15 @@ def test_small_gradients_within_bounds_are_not_written():
         tritonclip.clip_(parameters(grads), ClipByValue(2.0))
     assert grads[7].data_ptr() in written.addresses
     assert written.addresses.isdisjoint(g.data_ptr() for i, g in enumerate(grads) if i != 7)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_clip_by_value_of_dual_gradients_changes_all_or_nothing():
+    """What is gathered cannot be a dual number of forward AD."""
+    large, small = torch.nn.Parameter(torch.zeros(5000)), torch.nn.Parameter(torch.zeros(5))
+    with forward_ad.dual_level():
+        large.grad = torch.ones(5000)
+        small.grad = forward_ad.make_dual(torch.ones(5), torch.ones(5))
+        with pytest.raises(NotImplementedError, match="forward AD"):
+            tritonclip.clip_([large, small], ClipByValue(0.5))
+    assert (large.grad == 1).all()

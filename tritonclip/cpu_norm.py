@@ -36,8 +36,8 @@ MEDIUM = {
     torch.float32: 12288,
     torch.float64: 12288,
 }
-# Elements of float32 scratch for half types: 1.5 MiB stay in cache. 131,072 elements take 27.1 ms
-# for 124M bfloat16 elements, 262,144 23.8, 393,216 22.7, 524,288 22.8.
+# Elements of scratch: the 1.5 MiB of float32 that half types need stay in cache. 131,072 elements
+# take 27.1 ms for 124M bfloat16 elements, 262,144 23.8, 393,216 22.7, 524,288 22.8.
 SCRATCH = 393216
 # Elements measured at once, and those whose row norms are kept until they are added up: 256 KiB of
 # float32 norms each.

@@ -1,12 +1,13 @@
 """Gradient lists met before: recognised in one call a list instead of five a gradient.
 
 torch.compile asks at every call whether inputs are still such as it compiled for. Its guards
-compare type, dtype, device, shape, strides, layout and the conjugate, negative, inference and
-requires_grad bits, in C++, and keep no tensor alive. They are no public part of PyTorch: where they
-are missing, every list is looked at as if it were new.
+compare type, dtype, device, shape, strides, layout and the conjugate, negative and requires_grad
+bits, in C++, and keep no tensor alive. They are no public part of PyTorch: where they are missing,
+every list is looked at as if it were new.
 """
 
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -23,8 +24,8 @@ try:
 except (ImportError, AttributeError):
     TensorGuards = None
 _get_is_nested = attrgetter("is_nested")
-# Lists remembered, oldest dropped first; a gradient takes about 200 bytes.
-REMEMBERED = 16
+# Lists remembered, those not met for longest dropped first; a gradient takes about 300 bytes.
+REMEMBERED = 32
 
 
 @dataclass(slots=True)
@@ -67,10 +68,10 @@ def _group(kind: _Kind, grads: list[Tensor], addresses: list[int]) -> Group:
 
 
 class Familiar:
-    """Forms of the last gradient lists, by their lengths and the sizes of their first gradients."""
+    """Forms of the last gradient lists, by what tells most of them apart."""
 
     def __init__(self) -> None:
-        self._forms: dict[tuple[int, int], _Form] = {}
+        self._forms: OrderedDict[tuple[object, ...], _Form] = OrderedDict()
         self._lock = threading.Lock()
 
     def groups(self, grads: list[Tensor], addresses: list[int]) -> list[Group] | None:
@@ -80,21 +81,27 @@ class Familiar:
             grads: at least one.
             addresses: theirs.
         """
-        form = self._forms.get((len(grads), grads[0].numel()))
-        if form is None:
-            return None
-        moved = addresses != form.addresses
+        key = _key(grads)
+        form = self._forms.get(key)
         # At a nested tensor the guards end the process.
-        if moved and (len(set(addresses)) < len(addresses) or any(map(_get_is_nested, grads))):
+        if form is None or any(map(_get_is_nested, grads)) or not form.guards.check(*grads):
             return None
-        if not form.guards.check(*grads):
-            return None
-        form.addresses = addresses
+        if addresses != form.addresses:
+            freed = 0 in addresses and 0 not in form.addresses
+            if freed or len(set(addresses)) < len(addresses):
+                return None
+            form.addresses = addresses
+        with self._lock:
+            if key in self._forms:
+                self._forms.move_to_end(key)
         return form.groups(grads, addresses)
 
     def learn(self, grads: list[Tensor], addresses: list[int], groups: Sequence[Group]) -> None:
-        """Remembers distinct gradients that are not nested, if all are real and dense in memory."""
+        """Remembers gradients, none of them nested, if all are real, dense and at own addresses."""
         if TensorGuards is None or any(group.pairs or not group.flat for group in groups):
+            return
+        if len(set(addresses)) < len(addresses):
+            # Empty ones have none.
             return
         kinds = []
         for group in groups:
@@ -107,6 +114,17 @@ class Familiar:
         # With no dynamic sizes named, every size and stride is compared.
         guards = TensorGuards(*grads, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         with self._lock:
-            self._forms[len(grads), grads[0].numel()] = _Form(guards, kinds, addresses)
+            self._forms[_key(grads)] = _Form(guards, kinds, addresses)
             while len(self._forms) > REMEMBERED:
-                del self._forms[next(iter(self._forms))]
+                self._forms.popitem(last=False)
+
+
+def _key(grads: list[Tensor]) -> tuple[object, ...]:
+    """What is asked for before the guards are.
+
+    They compare what dispatch makes of a tensor, which depends on where it is asked: inside of a
+    custom operator a normal tensor looks as one made in inference mode does outside. Of one list
+    all are compared in one place, so that of the first tells.
+    """
+    n, first = len(grads), grads[0]
+    return n, first.is_inference(), first.numel(), grads[n // 2].numel(), grads[-1].numel()

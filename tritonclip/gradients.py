@@ -125,7 +125,8 @@ def _gradient_list(
         return GradientList(grads[0].device, grads, label_of, positions, groups=groups)
     once = _distinct(grads, addresses)
     if once is not None:
-        every, grads, addresses = positions, [grads[i] for i in once], None
+        every, grads = positions, [grads[i] for i in once]
+        addresses = None if addresses is None else [addresses[i] for i in once]
         # Called for messages only, and before the parameters have other gradients.
         positions = lambda: [every()[i] for i in once]  # noqa: E731
     result = GradientList(
@@ -142,10 +143,10 @@ def _gradient_list(
 
 
 def _addresses(grads: list[Tensor]) -> list[int] | None:
-    """Where each gradient lies; None if any is sparse, which has no memory of its own."""
+    """Where each gradient lies; None if any has no memory of its own, as sparse ones."""
     try:
         return list(map(Tensor.data_ptr, grads))
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, ValueError):
         return None
 
 
@@ -163,7 +164,7 @@ def _memory(grad: Tensor) -> object:
     """What tells the memory of a gradient from that of another."""
     if grad.layout == torch.sparse_coo and grad.is_coalesced():
         grad = grad._values()
-    if grad.layout != torch.strided or grad.is_nested or grad.numel() == 0:
+    if grad.layout != torch.strided or grad.is_nested or grad.data_ptr() == 0:
         return id(grad)
     if flattened(grad) is not None:
         return grad.data_ptr(), grad.dtype, grad.numel()
@@ -173,9 +174,12 @@ def _memory(grad: Tensor) -> object:
 def _fill_groups(result: GradientList, addresses: list[int] | None) -> None:
     """Sorts gradients into groups; the usual list, all alike and contiguous, in one go."""
     grads = list(result.grads)
+    if addresses is not None and 0 in addresses:
+        _refuse_freed(result, addresses)
     dtypes = set(map(_get_dtype, grads))
     if (
-        set(map(type, grads)) <= PLAIN
+        addresses is not None
+        and set(map(type, grads)) <= PLAIN
         and set(map(_get_layout, grads)) == {torch.strided}
         and not any(map(_get_is_nested, grads))
         and len(dtypes) == 1
@@ -196,6 +200,16 @@ def _fill_groups(result: GradientList, addresses: list[int] | None) -> None:
         places.append(place)
     for (_, _, flat, pairs), (tensors, places) in members.items():
         result.groups.append(Group(tensors, places, flat, pairs))
+
+
+def _refuse_freed(result: GradientList, addresses: list[int]) -> None:
+    for place, (grad, address) in enumerate(zip(result.grads, addresses, strict=True)):
+        if address == 0 and type(grad) in PLAIN and grad.numel() and not grad.is_meta:
+            raise ValueError(
+                f"the gradient of {result.label(place)} has {grad.numel()} elements and no memory: "
+                "its storage was freed, or it is one of PyTorch's zero tensors; expected memory to "
+                "read and write: clip before storage is freed, or replace it by grad.clone()"
+            )
 
 
 def _on_one_device(grads: Sequence[Tensor]) -> bool:

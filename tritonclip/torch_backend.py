@@ -266,17 +266,16 @@ def clamp_(group: Group, low: float, high: float, grad_scale: float | Tensor = 1
     elif group.device.type != "cpu" or group.dtype not in _ARITHMETIC:
         _clamp_at_once_(tensors, low, high)
     else:
-        sizes = group.sizes
-        small = [i for i, n in enumerate(sizes) if n < ONE_PASS]
-        if len(small) < len(sizes):
-            for tensor, n in zip(tensors, sizes, strict=True):
+        small = [i for i, n in enumerate(group.sizes) if n < ONE_PASS]
+        chosen = [tensors[i] for i in small]
+        if group.flat:
+            _clamp_small_(chosen, [group.sizes[i] for i in small], low, high)
+        else:
+            _clamp_at_once_(chosen, low, high)
+        if len(small) < len(tensors):
+            for tensor, n in zip(tensors, group.sizes, strict=True):
                 if n >= ONE_PASS:
                     tensor.clamp_(low, high)
-            tensors, sizes = [tensors[i] for i in small], [sizes[i] for i in small]
-        if group.flat:
-            _clamp_small_(tensors, sizes, low, high)
-        else:
-            _clamp_at_once_(tensors, low, high)
 
 
 def _clamp_small_(tensors: list[Tensor], sizes: list[int], low: float, high: float) -> None:
