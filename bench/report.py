@@ -22,7 +22,7 @@ from typing import Any
 from bench import rows as results
 from bench.figures import digest, draw, figures
 from bench.rows import Row
-from bench.tables import BY, OURS, full_table, ratio_table, rival_table, step, summary
+from bench.tables import BY, OURS, full_table, notes, ratio_table, rival_table, step, summary
 
 README = Path(__file__).parents[1] / "README.md"
 # What a figure says of where it was measured; the page beside it says all.
@@ -94,7 +94,8 @@ def section(name: str, origin: dict[str, Any], rows: Sequence[Row], link: str) -
     )
     return (
         f"Measured on: {origin_line(origin)}.\n\n{summary(rows)} Each cell: time of the best torch "
-        "variant of the run over tritonclip's, median and quartiles of paired repetitions.\n\n"
+        "variant of the run over tritonclip's, median and quartiles of paired repetitions; norm "
+        f"off by: the largest relative error in any dtype of the row. {notes(rows)}\n\n"
         f"{ratio_table(rows)}\n\n{images}\n\n"
         f"Every rival and column: [{name}.md]({link}/{name}.md); rows: "
         f"[{name}.json]({link}/{name}.json).\n"
@@ -104,8 +105,8 @@ def section(name: str, origin: dict[str, Any], rows: Sequence[Row], link: str) -
 def rivals_section(name: str, origin: dict[str, Any], rows: Sequence[Row], link: str) -> str:
     """What stands between the markers of a section of rivals; arguments as of `section`."""
     return (
-        f"Measured on: {origin_line(origin)}. Each cell: median time of a call, and how many times "
-        "as long the best torch variant of the run took.\n\n"
+        f"Measured on: {origin_line(origin)}. Each cell: median time of a call, and the ratio to "
+        "it of the time of the best torch variant of the run, median of paired repetitions.\n\n"
         f"{rival_table(rows)}\n\n"
         f"Every column: [{name}.md]({link}/{name}.md); rows: [{name}.json]({link}/{name}.json).\n"
     )

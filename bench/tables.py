@@ -49,6 +49,15 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
+def notes(rows: Sequence[Row]) -> str:
+    """What is special about lists and dtypes, in one line."""
+    lists = [LISTS[name]() for name in unique(row.list for row in rows) if name in LISTS]
+    found = [f"{one.title}: {one.note}" for one in lists if one.note]
+    if any(row.dtype == "mixed" for row in rows):
+        found.append("mixed: bfloat16 for matrices, float32 for vectors")
+    return "; ".join(found) + "." if found else ""
+
+
 def ratio_table(rows: Sequence[Row]) -> str:
     """One line a list and rule, one column a dtype and step: ratio to torch and its quartiles."""
     ours = ratio_rows(rows)

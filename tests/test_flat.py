@@ -422,6 +422,19 @@ def test_parameter_left_out_later_is_found_by_the_full_check(how):
         flat.check()
 
 
+@pytest.mark.parametrize("how", ["need_clip", "requires_grad"])
+def test_parameter_left_out_at_first_is_noticed_when_it_is_no_more(how):
+    """Nobody would clip its gradient, nor set it to 0."""
+    params = parameters_of()
+    setattr(params[3], how, False)
+    flat = FlatGradients(params)
+    tritonclip.clip_(flat, 1.0)
+    setattr(params[3], how, True)
+    for call in (flat.check, flat.zero_, lambda: tritonclip.clip_(flat, 1.0)):
+        with pytest.raises(RuntimeError, match=r"parameters\[3\] requires a gradient"):
+            call()
+
+
 def test_move_of_a_part_is_noticed_within_a_round_of_calls():
     """Neither end moves, and the view's own object stays: only addresses tell."""
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(40)))

@@ -252,3 +252,25 @@ def test_clip_in_inference_mode(device, rule):
         params = parameters([grads[0], grads[1].clone()])
         tritonclip.clip_(params, rule)
         assert_bits([grad_of(one) for one in params], again)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda given: tritonclip.clip_(given, 1.0),
+        lambda given: tritonclip.clip_grad_norm_(given, 1.0),
+        lambda given: tritonclip.clip_grad_value_(given, 1.0),
+    ],
+    ids=["clip_", "clip_grad_norm_", "clip_grad_value_"],
+)
+def test_gradients_in_place_of_parameters_get_a_warning(call):
+    grads = [torch.ones(3), torch.ones(2)]
+    with pytest.warns(UserWarning, match="none of the 2 tensors has a .grad") as caught:
+        call(grads)
+    assert caught[0].filename == __file__
+    assert all((grad == 1).all() for grad in grads)
+
+
+def test_parameters_before_their_first_backward_get_no_warning():
+    params = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2), False)]
+    assert tritonclip.clip_(params, 1.0) == 0

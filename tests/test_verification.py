@@ -272,7 +272,13 @@ def test_environment_switches_verification_on(verbs, device, monkeypatch, value)
         tritonclip.clip_(parameters(of_sizes((5,), torch.float32, device)), 0.5)
 
 
-@pytest.mark.parametrize("value", ["0", "", None])
+def test_environment_with_another_word_is_refused(monkeypatch):
+    monkeypatch.setenv("TRITONCLIP_VERIFY", "maybe")
+    with pytest.raises(ValueError, match="TRITONCLIP_VERIFY: expected '1' or '0', got 'maybe'"):
+        tritonclip.clip_(parameters(of_sizes((5,), torch.float32, "cpu")), 0.5)
+
+
+@pytest.mark.parametrize("value", ["0", "off", "", None])
 def test_verification_that_is_off_costs_nothing(backend, monkeypatch, value):
     """No copy is made and nothing is looked at."""
     if value is None:

@@ -30,12 +30,8 @@ def clip_(
     remedy: str = "No gradient was changed. To go on, pass nonfinite='propagate' or 'zero'",
 ) -> Tensor | None:
     """Clips a gradient list; `remedy` ends the message of nonfinite="error"."""
-    if found.came_from_empty_generator:
-        warnings.warn(
-            "`parameters` is an empty generator, no gradient clipping will occur.",
-            UserWarning,
-            stacklevel=4,
-        )
+    if found.remark:
+        warnings.warn(found.remark, UserWarning, stacklevel=4)
     refuse_for_rule(found, rule)
     if not found.groups:
         shape = 0 if isinstance(rule, ClipByNorm) else ()
@@ -99,7 +95,14 @@ class Clipping:
     def raise_if_nonfinite(self, remedy: str) -> None:
         """RuntimeError where a norm is not finite; waits for the device."""
         norm = self.norm()
-        if not isinstance(self.rule, ClipByNorm):
+        if isinstance(self.rule, ClipByValue):
+            if not bool(torch.isfinite(norm)):
+                places = nonfinite_places(self.found)
+                raise RuntimeError(
+                    f"{self.found.labels(places)} have gradients that are non-finite, so they "
+                    f"cannot be clipped by value. {remedy}"
+                )
+        elif not isinstance(self.rule, ClipByNorm):
             _raise_if_nonfinite(self.found, self._norm_type, norm, remedy)
         elif not bool(torch.isfinite(norm).all()):
             places = (~torch.isfinite(norm)).nonzero().flatten().tolist()

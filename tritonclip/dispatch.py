@@ -104,8 +104,13 @@ def asked_backend() -> str:
 
 
 def verification_asked() -> bool:
-    """Whether TRITONCLIP_VERIFY is set to anything but 0 or nothing."""
-    return os.environ.get("TRITONCLIP_VERIFY", "") not in ("", "0")
+    """Whether TRITONCLIP_VERIFY says so."""
+    asked = os.environ.get("TRITONCLIP_VERIFY", "").lower()
+    if asked in ("", "0", "false", "no", "off"):
+        return False
+    if asked in ("1", "true", "yes", "on"):
+        return True
+    raise ValueError(f"TRITONCLIP_VERIFY: expected '1' or '0', got {asked!r}")
 
 
 @cache

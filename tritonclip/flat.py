@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip import gradients, verification
-from tritonclip.flat_layout import Views, is_same, lay_out, refuse
+from tritonclip.flat_layout import Views, is_same, is_wanted, lay_out, refuse
 from tritonclip.gradient_list import GradientList, Group, some
 from tritonclip.group_rules import Groups
 
@@ -35,8 +35,9 @@ class FlatGradients:
     Args:
         parameters: an iterable of tensors, one tensor, a module, or (name, parameter) pairs, whose
             names stand in error messages. Those that require no gradient or have
-            `need_clip = False` are left out, each parameter counts once. Gradients that are there
-            already are kept. Any floating-point or complex dtype, any device; they may mix.
+            `need_clip = False` are left out: neither clipped nor set to 0. Each parameter counts
+            once. Gradients that are there already are kept. Any floating-point or complex dtype,
+            any device; they may mix.
 
     Raises:
         TypeError: what holds no tensors; tensor subclasses; sparse gradients, or of another dtype.
@@ -47,7 +48,8 @@ class FlatGradients:
         Every call outside of torch.compile checks, in constant time, that no view was dropped, and
         compares the addresses of the first, the last and 16 others, in turn. This catches
         `zero_grad(set_to_none=True)`, an assignment to `.grad` and `backward(create_graph=True)` at
-        once, and a move of a part of the model (`model.layer.to(...)`) after some calls. Missed are
+        once, and a move of a part of the model (`model.layer.to(...)`) or a parameter that was left
+        out and is unfrozen (also 16 of these at every call) after some calls. Missed are
         a view that somebody else keeps alive, and parameters that were frozen, got
         `need_clip = False` or left the model later (`load_state_dict(assign=True)`); all but the
         last :meth:`check` and `verify()` find. What is frozen later keeps a gradient of 0.
@@ -77,15 +79,16 @@ class FlatGradients:
     ) -> None:
         items, label_of = gradients.labelled(parameters)
         chosen: dict[int, tuple[str, Tensor]] = {}
+        left_out: dict[int, tuple[str, Tensor]] = {}
         for position, parameter in enumerate(items):
-            if parameter.requires_grad and getattr(parameter, "need_clip", True):
-                chosen.setdefault(id(parameter), (label_of(position), parameter))
+            kind = chosen if is_wanted(parameter) else left_out
+            kind.setdefault(id(parameter), (label_of(position), parameter))
         if not chosen:
             raise ValueError(
                 "expected at least one parameter that requires a gradient and has no "
                 f"need_clip = False, got {len(items)} parameters without"
             )
-        self._named = list(chosen.values())
+        self._named, self._left_out = list(chosen.values()), list(left_out.values())
         self.attach_()
 
     @property
@@ -147,8 +150,8 @@ class FlatGradients:
         """Checks every parameter.
 
         Raises:
-            RuntimeError: names the parameters whose gradient is no view of the buffers any more, or
-                that are frozen or have `need_clip = False` by now.
+            RuntimeError: names the parameters whose gradient is no view of the buffers any more,
+                that are frozen or have `need_clip = False` by now, or that no longer are or have.
         """
         replaced = [
             label
@@ -157,16 +160,13 @@ class FlatGradients:
         ]
         if replaced or self._lost:
             self._raise_replaced(replaced or self._lost)
-        left_out = [
-            label
-            for label, p in self._named
-            if not (p.requires_grad and getattr(p, "need_clip", True))
-        ]
+        left_out = [label for label, p in self._named if not is_wanted(p)]
         if left_out:
             raise RuntimeError(
                 f"{some(left_out)} was frozen or got need_clip = False after FlatGradients was "
                 "made, which holds its gradient; do so before, or make a new FlatGradients"
             )
+        self._refuse_wanted(self._left_out)
 
     def gradient_list(self, *, each: bool) -> GradientList:
         """What rules clip, after the check in constant time; under `verify()`, after a full one.
@@ -205,9 +205,7 @@ class FlatGradients:
             )
         outside = [member for member, p in members.items() if id(p) not in mine]
         missing = [
-            f"param_groups[{n}]['params'][{i}]"
-            for n, i in outside
-            if members[n, i].requires_grad and getattr(members[n, i], "need_clip", True)
+            f"param_groups[{n}]['params'][{i}]" for n, i in outside if is_wanted(members[n, i])
         ]
         if missing:
             raise ValueError(
@@ -243,6 +241,19 @@ class FlatGradients:
                 self._raise_replaced([label])
         if self._lost:
             self._raise_replaced(self._lost)
+        if self._left_out:
+            start %= len(self._left_out)
+            self._refuse_wanted(self._left_out[start : start + _LOOKED_AT])
+
+    def _refuse_wanted(self, left_out: Sequence[tuple[str, Tensor]]) -> None:
+        """Refuses to go on without parameters that were left out and should be no more."""
+        wanted = [label for label, parameter in left_out if is_wanted(parameter)]
+        if wanted:
+            raise RuntimeError(
+                f"{some(wanted)} requires a gradient and has no need_clip = False by now, but did "
+                "not when FlatGradients was made, which would neither clip nor zero its gradient; "
+                "make a new FlatGradients"
+            )
 
     def _raise_replaced(self, labels: Sequence[str]) -> None:
         raise RuntimeError(
@@ -259,10 +270,10 @@ class FlatGradients:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"named": self._named}
+        return {"named": self._named, "left_out": self._left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._named = state["named"]
+        self._named, self._left_out = state["named"], state["left_out"]
         self.attach_()
 
     def __repr__(self) -> str:

@@ -108,6 +108,11 @@ def _stride(parameter: Tensor) -> tuple[int, ...]:
     return torch.empty(parameter.shape, device="meta").stride()
 
 
+def is_wanted(parameter: Tensor) -> bool:
+    """Whether a parameter's gradient is to be clipped."""
+    return parameter.requires_grad and bool(getattr(parameter, "need_clip", True))
+
+
 def is_same(grad: Tensor | None, view: Tensor) -> bool:
     """Whether a gradient is that view's memory, seen in the same way."""
     return (

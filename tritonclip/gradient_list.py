@@ -91,15 +91,14 @@ class GradientList:
         groups: what backends read and write.
         label_of: what messages call the i-th of what the user handed over.
         positions: gives the place of each gradient among what the user handed over.
-        came_from_empty_generator: nothing was handed over, by a generator that was already
-            exhausted.
+        remark: why there are no gradients, where that is hardly meant.
     """
 
     device: torch.device
     grads: Sequence[Tensor]
     label_of: Callable[[int], str]
     positions: Callable[[], Sequence[int]]
-    came_from_empty_generator: bool = False
+    remark: str = ""
     groups: list[Group] = field(default_factory=list)
     # Sparse gradients that had to be coalesced into a new tensor, and that tensor.
     _coalesced: list[tuple[Tensor, Tensor]] = field(default_factory=list)

@@ -49,7 +49,13 @@ def of_parameters(
 
     device = items[0].device if items else torch.device("cpu")
     result = _gradient_list(grads, positions, device, label_of)
-    result.came_from_empty_generator = isinstance(parameters, GeneratorType) and not items
+    if not items and isinstance(parameters, GeneratorType):
+        result.remark = "`parameters` is an empty generator, no gradient clipping will occur."
+    elif items and not grads and not any(p.requires_grad or p.grad is not None for p in items):
+        result.remark = (
+            f"none of the {len(items)} tensors has a .grad or requires a gradient, no gradient "
+            "clipping will occur; expected parameters, not their gradients"
+        )
     return result
 
 
