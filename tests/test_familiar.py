@@ -133,6 +133,15 @@ def test_a_gradient_met_twice_counts_once_in_a_familiar_form(fresh, again):
 
 
 @pytest.mark.parametrize(
+    "make", [lambda g: [*g, g[0]], lambda g: [*g, torch.empty(0), torch.empty(0)]]
+)
+def test_a_list_that_cannot_be_recognised_is_not_learned(fresh, make):
+    """A gradient listed twice, or several without memory."""
+    gradients.of_tensors(make([normal(4), normal(5)]))
+    assert not fresh._forms
+
+
+@pytest.mark.parametrize(
     "make",
     [
         pytest.param(lambda: [normal(3).to_sparse()], id="sparse"),

@@ -18,9 +18,9 @@ from torch import Tensor
 from tritonclip.gradient_list import Group
 
 try:
-    from torch._C._dynamo import guards
+    from torch._C._dynamo import guards as _dynamo_guards
 
-    TensorGuards: Any = guards.TensorGuards
+    TensorGuards: Any = _dynamo_guards.TensorGuards
 except (ImportError, AttributeError):
     TensorGuards = None
 _get_is_nested = attrgetter("is_nested")

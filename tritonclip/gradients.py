@@ -143,7 +143,7 @@ def _gradient_list(
     )
     if grads:
         _fill_groups(result, addresses)
-        if addresses is not None:
+        if addresses is not None and once is None:
             _familiar.learn(grads, addresses, result.groups)
     return result
 
