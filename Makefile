@@ -11,12 +11,12 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test format lint types tests doctests codegen wheel bench clean
+.PHONY: help install demo test format lint types tests doctests codegen wheel bench bench-frameworks clean
 
 help:
 	@echo "make demo     train on real data with and without clipping"
 	@echo "make test     demo, then every check"
-	@echo "make format lint types tests doctests codegen wheel bench clean: see CONTRIBUTING.md"
+	@echo "make format lint types tests doctests codegen wheel bench bench-frameworks clean: see CONTRIBUTING.md"
 
 install: $(INSTALLED)
 
@@ -68,6 +68,13 @@ bench: $(INSTALLED)
 	$(RUN) -m bench.codegen --out bench/results/codegen.json
 	$(RUN) -m bench.wrapper --out bench/results/wrapper.json
 	$(PYTEST) bench/test_functions.py
+	$(RUN) -m bench.report
+
+# Needs TensorFlow, optax and Paddle. Two runs: a process that imports TensorFlow and Paddle ends.
+BESIDE := $(RUN) -m bench.suite --lists resnet50 gpt2_124m lora_r16 odd --rivals torch "torch foreach" "torch no foreach"
+bench-frameworks: $(INSTALLED)
+	$(BESIDE) tensorflow optax --out bench/results/cpu-optax-tensorflow.json
+	$(BESIDE) paddle --out bench/results/cpu-paddle.json
 	$(RUN) -m bench.report
 
 clean:
