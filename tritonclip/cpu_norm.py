@@ -94,7 +94,8 @@ def two_norms_of_each(group: Group) -> tuple[Tensor, list[int]]:
     short: list[Tensor] = []
     owners: list[int] = []
     long: list[Tensor] = []
-    for place, (tensor, n) in enumerate(zip(group.tensors, group.sizes, strict=True)):
+    sizes = group.sizes
+    for place, (tensor, n) in enumerate(zip(group.tensors, sizes, strict=True)):
         if n <= TINY:
             if n:
                 tiny.append(place)
@@ -116,7 +117,7 @@ def two_norms_of_each(group: Group) -> tuple[Tensor, list[int]]:
         counts.append(norms.numel())
         blocks.append(norms)
     # Of these every element is a row: filled up, they would take up to 512 times the memory.
-    tiny_counts = [group.sizes[i] for i in tiny]
+    tiny_counts = [sizes[i] for i in tiny]
     for _, _, elements in gathered([group.tensors[i] for i in tiny], tiny_counts):
         blocks.append(elements.to(wide, copy=True))
     places += tiny
@@ -128,7 +129,7 @@ def two_norms_of_each(group: Group) -> tuple[Tensor, list[int]]:
     trusted = (result >= _TRUSTED[wide]) & (result < _LARGEST[wide])
     doubtful = (~trusted).nonzero().flatten().tolist()
     # Tiny ones were squared in float64, which squares of float32 fit; of empty ones the norm is 0.
-    return result, [i for i in doubtful if wide == torch.float64 or group.sizes[i] > TINY]
+    return result, [i for i in doubtful if wide == torch.float64 or sizes[i] > TINY]
 
 
 def _rows_apart(tensors: list[Tensor]) -> Iterator[Tensor]:

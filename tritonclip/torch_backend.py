@@ -266,14 +266,15 @@ def clamp_(group: Group, low: float, high: float, grad_scale: float | Tensor = 1
     elif group.device.type != "cpu" or group.dtype not in _ARITHMETIC:
         _clamp_at_once_(tensors, low, high)
     else:
-        small = [i for i, n in enumerate(group.sizes) if n < ONE_PASS]
+        sizes = group.sizes
+        small = [i for i, n in enumerate(sizes) if n < ONE_PASS]
         chosen = [tensors[i] for i in small]
         if group.flat:
-            _clamp_small_(chosen, [group.sizes[i] for i in small], low, high)
+            _clamp_small_(chosen, [sizes[i] for i in small], low, high)
         else:
             _clamp_at_once_(chosen, low, high)
         if len(small) < len(tensors):
-            for tensor, n in zip(tensors, group.sizes, strict=True):
+            for tensor, n in zip(tensors, sizes, strict=True):
                 if n >= ONE_PASS:
                     tensor.clamp_(low, high)
 
