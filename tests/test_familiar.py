@@ -189,7 +189,7 @@ def test_lists_of_one_length_are_told_apart(walks):
 def test_what_a_custom_operator_met_says_nothing_of_inference_mode(fresh):
     """Inside, a normal tensor has the dispatch keys of one made in inference mode."""
 
-    @torch.library.custom_op("tritonclip_tests::clip", mutates_args={"a", "b"})
+    @torch.library.custom_op("inside::clip", mutates_args={"a", "b"})
     def clip(a: Tensor, b: Tensor) -> Tensor:
         return tritonclip.clip_([parameter(a), parameter(b)], 1.0)
 

@@ -98,9 +98,10 @@ class Clipping:
         if isinstance(self.rule, ClipByValue):
             if not bool(torch.isfinite(norm)):
                 places = nonfinite_places(self.found)
+                which = f"of {self.found.labels(places)}" if places else "divided by the loss scale"
                 raise RuntimeError(
-                    f"{self.found.labels(places)} have gradients that are non-finite, so they "
-                    f"cannot be clipped by value. {remedy}"
+                    f"The gradients {which} are non-finite, so they cannot be clipped by value. "
+                    f"{remedy}"
                 )
         elif not isinstance(self.rule, ClipByNorm):
             _raise_if_nonfinite(self.found, self._norm_type, norm, remedy)

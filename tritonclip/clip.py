@@ -84,13 +84,13 @@ def clip_(
         first gradient's device.
 
     Raises:
-        TypeError: parameters or clip of another kind; integer gradients; tensor subclasses;
-            ClipByValue on complex gradients.
-        ValueError: gradients whose elements overlap in memory; sparse gradients whose implicit
-            zeros a rule would change or count; an unknown policy; a loss scale that is not
-            positive.
-        RuntimeError: a norm that is not finite, with nonfinite="error"; a backend that was asked
-            for and cannot serve.
+        TypeError: parameters or clip of another kind; integer, nested and mkldnn gradients; tensor
+            subclasses; ClipByValue on complex gradients.
+        ValueError: gradients whose elements overlap in memory, or whose memory was freed; sparse
+            gradients whose implicit zeros a rule would change or count; an unknown policy; a loss
+            scale that is not positive.
+        RuntimeError: a norm that is not finite, with nonfinite="error"; gradients made in inference
+            mode, outside of it; a backend that was asked for and cannot serve.
 
     A call that raises has changed nothing.
 
