@@ -435,6 +435,20 @@ def test_parameter_left_out_at_first_is_noticed_when_it_is_no_more(how):
             call()
 
 
+def test_every_parameter_left_out_has_its_turn():
+    """Also where there are more of them than of the others."""
+    layers = [torch.nn.Linear(2, 2) for _ in range(25)]
+    model = torch.nn.Sequential(*layers).requires_grad_(False)
+    layers[0].requires_grad_(True)
+    flat = FlatGradients(model)
+    layers[24].requires_grad_(True)
+    # 48 were left out, 16 a call: the last two at the third.
+    for _ in range(2):
+        tritonclip.clip_(flat, 1.0)
+    with pytest.raises(RuntimeError, match=r"24\.weight, 24\.bias requires a gradient"):
+        tritonclip.clip_(flat, 1.0)
+
+
 def test_move_of_a_part_is_noticed_within_a_round_of_calls():
     """Neither end moves, and the view's own object stays: only addresses tell."""
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(40)))

@@ -232,8 +232,9 @@ class FlatGradients:
 
     def _check_cheaply(self) -> None:
         """Looks for views that are gone, and at the addresses of some, others at every call."""
-        n = len(self._named)
-        start, self._turn = self._turn, (self._turn + _LOOKED_AT) % n
+        n, n_left_out = len(self._named), len(self._left_out)
+        first, self._turn = self._turn * _LOOKED_AT, self._turn + 1
+        start = first % n
         for at in (0, n - 1, *range(start, min(n, start + _LOOKED_AT))):
             label, parameter = self._named[at]
             grad, (view, address) = parameter.grad, self._watch[at]
@@ -241,8 +242,8 @@ class FlatGradients:
                 self._raise_replaced([label])
         if self._lost:
             self._raise_replaced(self._lost)
-        if self._left_out:
-            start %= len(self._left_out)
+        if n_left_out:
+            start = first % n_left_out
             self._refuse_wanted(self._left_out[start : start + _LOOKED_AT])
 
     def _refuse_wanted(self, left_out: Sequence[tuple[str, Tensor]]) -> None:
