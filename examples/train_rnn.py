@@ -8,7 +8,8 @@ learns; with each rule of tritonclip it reads the digits. All runs share the sta
 and every setting but the rule. A smaller learning rate is no way out: without clipping, the best
 of nine from 1e-6 to 2e-2 (it was 3e-4) brings 43% of the test digits.
 
-Run it with ``python examples/train_rnn.py``; it needs ``pip install "tritonclip[examples]"``.
+Run it with ``make demo``, or after ``pip install ".[examples]"`` with
+``python examples/train_rnn.py``.
 """
 
 import argparse
@@ -31,7 +32,7 @@ import tritonclip
 
 Rule = tritonclip.ClipByGlobalNorm | tritonclip.ClipByNorm | tritonclip.ClipByValue
 
-# The colours are Okabe and Ito's, which colour-blind readers can tell apart.
+# The palette of Okabe and Ito, which is safe for color-blind readers.
 RUNS: tuple[tuple[str, Rule | None, str], ...] = (
     ("no clipping", None, "#D55E00"),
     ("ClipByGlobalNorm(1.0)", tritonclip.ClipByGlobalNorm(1.0), "#0072B2"),
@@ -42,7 +43,7 @@ RUNS: tuple[tuple[str, Rule | None, str], ...] = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs share."""
+    """Settings that all runs share."""
 
     steps: int = 2000
     recurrent_gain: float = 2.0
@@ -54,7 +55,7 @@ QUICK = Settings(steps=120, recurrent_gain=1.2, learning_rate=0.07)
 
 @dataclass(frozen=True)
 class History:
-    """What one training run measured; losses and norms are those of its finite steps."""
+    """Measurements of one training run; losses and norms are those of its finite steps."""
 
     losses: list[float]
     norms: list[float]
@@ -114,7 +115,7 @@ def train(
         measured.append(torch.stack([loss.detach(), before, after]))
         advance()
 
-    # Read once, at the end, so that a GPU need not wait for the host at every step.
+    # One transfer at the end: no step waits for a GPU.
     rows = torch.stack(measured).cpu()
     finite = int(rows.isfinite().all(dim=1).cumprod(dim=0).sum())
     losses, norms, _ = rows[:finite].T.tolist()
@@ -182,7 +183,7 @@ def smooth(values: Sequence[float], window: int = 25) -> list[float]:
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[Settings, Path]:
-    """Read the command line; what is wrong with it is said before any training."""
+    """Parse the command line, and report mistakes before any training."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="an easier network, in seconds")
     parser.add_argument("--steps", type=int, help=f"default: {Settings.steps}")
