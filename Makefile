@@ -7,6 +7,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip --quiet --disable-pip-version-check
 PYTEST := $(RUN) -m pytest
+FOR_DEMO := $(VENV)/.installed-demo
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -20,15 +21,20 @@ help:
 
 install: $(INSTALLED)
 
-# Touched last: an install that was cut off is done again.
-$(INSTALLED): pyproject.toml constraints.txt
-	@echo "Installing into $(VENV); the first time takes a few minutes."
+# Stamps are touched last: an install that was cut off is done again. The demo needs no tools.
+$(FOR_DEMO): pyproject.toml constraints.txt
+	@echo "Installing torch and the example into $(VENV); the first time takes a few minutes."
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt setuptools
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[examples]'
+	@touch $@
+
+$(INSTALLED): $(FOR_DEMO)
+	@echo "Installing the tools of all checks into $(VENV)."
 	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 
-demo: $(INSTALLED)
+demo: $(FOR_DEMO)
 	$(RUN) examples/train_rnn.py
 
 test: demo lint types tests doctests codegen wheel
@@ -41,7 +47,7 @@ format: $(INSTALLED)
 lint: $(INSTALLED)
 	$(RUN) -m ruff format --check
 	$(RUN) -m ruff check
-	$(RUN) -m bench.report --check
+	$(RUN) -m bench report --check
 
 types: $(INSTALLED)
 	$(RUN) -m mypy
@@ -62,20 +68,20 @@ wheel: $(INSTALLED)
 	$(PYTEST) -m wheel
 
 bench: $(INSTALLED)
-	$(RUN) -m bench.suite
-	$(RUN) -m bench.accuracy
-	$(RUN) -m bench.host --out bench/results/host.json
-	$(RUN) -m bench.codegen --out bench/results/codegen.json
-	$(RUN) -m bench.wrapper --out bench/results/wrapper.json
+	$(RUN) -m bench speed
+	$(RUN) -m bench accuracy
+	$(RUN) -m bench host
+	$(RUN) -m bench codegen
 	$(PYTEST) bench/test_functions.py
-	$(RUN) -m bench.report
+	$(RUN) -m bench report
 
 # Needs TensorFlow, optax and Paddle. Two runs: a process that imports TensorFlow and Paddle ends.
-BESIDE := $(RUN) -m bench.suite --lists resnet50 gpt2_124m lora_r16 odd --rivals torch "torch foreach" "torch no foreach"
+BESIDE := $(RUN) -m bench speed $(foreach list,resnet50 gpt2_124m lora_r16 odd,--workload $(list)) --provider torch \
+	--provider "torch foreach" --provider "torch no foreach"
 bench-frameworks: $(INSTALLED)
-	$(BESIDE) tensorflow optax --out bench/results/cpu-optax-tensorflow.json
-	$(BESIDE) paddle --out bench/results/cpu-paddle.json
-	$(RUN) -m bench.report
+	$(BESIDE) --provider tensorflow --provider optax --out bench/results/cpu-optax-tensorflow.json
+	$(BESIDE) --provider paddle --out bench/results/cpu-paddle.json
+	$(RUN) -m bench report
 
 clean:
 	rm -rf build dist *.egg-info .nox .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache

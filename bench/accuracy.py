@@ -1,183 +1,232 @@
-"""The accuracy of norms, ours beside torch's: `python -m bench.accuracy`.
+"""Truth in float64: gradients with known norms, the check of clipped ones, the accuracy of norms.
 
-What single precision overflows or underflows on, what a half type cannot hold, what a long sum
-loses, and whether twenty repetitions give the same bits. Truth is known or summed up in float64.
+Truth is computed block by block, so that a copy of a workload in float64 is never held.
+
+`python -m bench accuracy` measures norms that are hard to get right, ours beside torch's: elements
+whose squares single precision overflows or underflows on, norms that a half type cannot hold, long
+sums; and whether twenty calls give the same bits.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
+import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 import tritonclip
-from bench import rows
+from bench.results import Row
+from bench.workloads import Workload
 
-REPETITIONS = 20
+DTYPES = ("float32", "bfloat16", "float16", "mixed")
+# step: by global norm, and then a step of SGD.
+RULES = ("norm", "value", "gradient", "step")
+# Gradients are normal, with mean 0 and this standard deviation.
+SIGMA = 1e-3
+# Elements taken to float64 at once. A check of 25M elements takes 0.20, 0.08, 0.09 and 0.14 s with
+# 2^15, 2^16, 2^18 and 2^20.
+BLOCK = 2**18
+EPS = 1e-6
+# Largest relative error of our norms.
+OURS = 1e-6
+CALLS = 20
 # Elements of GPT-2 124M.
 MANY = 124_439_808
-PIECE = 2**20
 
 
-@dataclass(frozen=True)
-class Case:
-    """Gradients whose norm is hard to get right.
-
-    Attributes:
-        name: what they are.
-        make: the gradients, on a device.
-        truth: their norm; None to sum it up in float64.
-    """
-
-    name: str
-    make: Callable[[torch.device], list[Tensor]]
-    truth: float | None = None
+class WrongResultError(RuntimeError):
+    """A result that differs from float64 by more than was promised: it is not timed."""
 
 
-@dataclass(frozen=True)
-class AccuracyRow:
-    """Norms of one case. "inf" and "nan" stand as text, which JSON has no numbers for.
+class Gradients:
+    """Parameters of a workload with gradients, all equal on every run.
+
+    Args:
+        workload: the shapes.
+        dtype: "float32", "bfloat16", "float16", or "mixed": bfloat16 for tensors of two dimensions
+            or more, float32 for vectors.
+        device: where parameters and gradients lie.
+        like: gradients whose values to share, in memory of their own; the device is theirs.
 
     Attributes:
-        case: what was measured.
-        device: "cpu" or the name of the GPU.
-        truth: the norm.
-        ours: what `tritonclip.get_total_norm` gives.
-        torch: what `torch.nn.utils.get_total_norm` gives.
-        ours_error: relative.
-        torch_error: relative.
-        repetitions: how often each was called.
-        ours_results: different results, bit for bit, among them.
-        torch_results: the same of torch.
+        parameters: uninitialised, each with a `.grad`.
+        fresh: the values of the gradients, one tensor each; never written.
+        norms: their 2-norms in float64.
+        norm: the 2-norm of all of them in float64.
+        largest: the largest magnitude of an element.
     """
 
-    case: str
-    device: str
-    truth: float
-    ours: float | str
-    torch: float | str
-    ours_error: float | str
-    torch_error: float | str
-    repetitions: int
-    ours_results: int
-    torch_results: int
+    def __init__(
+        self,
+        workload: Workload,
+        dtype: str,
+        device: torch.device,
+        like: Gradients | None = None,
+    ) -> None:
+        self.workload, self.dtype, self.device = workload, dtype, device
+        self.fresh: list[Tensor] = (
+            list(_normal(workload, dtype, device)) if like is None else like.fresh
+        )
+        # Neither read nor written but by "step", so that they take no memory on a CPU.
+        self.parameters = [torch.empty_like(f, requires_grad=True) for f in self.fresh]
+        for i, (parameter, fresh) in enumerate(zip(self.parameters, self.fresh, strict=True)):
+            offset = 1 + i % 7 if workload.misaligned else 0
+            memory = fresh.new_empty(offset + fresh.numel())
+            parameter.grad = memory[offset:].view(fresh.shape)
+        self.refill()
+        self.norms: list[float] = [norm([f]) for f in self.fresh] if like is None else like.norms
+        self.norm = math.hypot(*self.norms)
+        self.largest = max(float(f.abs().max()) for f in self.fresh)
+
+    @property
+    def grads(self) -> list[Tensor]:
+        """The gradients that the parameters have now."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(f.nbytes for f in self.fresh)
+
+    def refill(self) -> None:
+        """Gives every parameter its first gradient again, in the memory that it has."""
+        with torch.no_grad():
+            torch._foreach_copy_(self.grads, self.fresh)
+
+    def limit(self, rule: str, clipped: bool) -> float:
+        """The limit at which a rule clips, or clips nothing.
+
+        By global norm, half the norm or ten times it; each by its own norm, half the median norm or
+        ten times the largest; by value, 3 standard deviations, beyond which one element in 370
+        lies, or half the largest magnitude where that is less, or 100 standard deviations.
+        """
+        if rule == "gradient":
+            return statistics.median(self.norms) / 2 if clipped else max(self.norms) * 10
+        if rule == "value":
+            return min(SIGMA * 3, self.largest / 2) if clipped else SIGMA * 100
+        return self.norm * (0.5 if clipped else 10)
+
+    def multipliers(self, rule: str, limit: float) -> list[float]:
+        """What clipping by a norm multiplies each gradient by."""
+        norms = self.norms if rule == "gradient" else [self.norm] * len(self.fresh)
+        return [min(1.0, limit / (norm + EPS)) for norm in norms]
+
+    def norm_error(self, rule: str, measured: Sequence[float]) -> float:
+        """The largest relative error of measured norms, before clipping, against float64."""
+        truth = self.norms if rule == "gradient" else [self.norm]
+        return max(abs(m / t - 1) for m, t in zip(measured, truth, strict=True))
+
+    def check(
+        self, grads: Sequence[Tensor], rule: str, limit: float | None, tolerance: float
+    ) -> None:
+        """Compares clipped gradients with float64.
+
+        Args:
+            grads: one a parameter, on any device.
+            rule: one of RULES.
+            limit: what they were clipped to; None where they must be as they were.
+            tolerance: largest error relative to the largest element of a gradient, on top of one
+                unit in the last place of their dtype.
+
+        Raises:
+            WrongResultError: one differs.
+        """
+        keep = limit is None or rule == "value"
+        multipliers = [1.0] * len(self.fresh) if keep else self.multipliers(rule, limit or 0.0)
+        bound = limit if rule == "value" else None
+        for i, (grad, fresh) in enumerate(zip(grads, self.fresh, strict=True)):
+            if grad.shape != fresh.shape or grad.dtype != fresh.dtype:
+                raise WrongResultError(f"gradient {i} became {grad.dtype} {tuple(grad.shape)}")
+            errors = list(_differences(grad.detach(), fresh, multipliers[i], bound))
+            largest = max(expected for _, expected in errors)
+            limits = torch.finfo(fresh.dtype)
+            most = (tolerance + limits.eps) * largest + limits.smallest_normal * 2**-9
+            for error, _ in errors:
+                if not error <= most:
+                    raise WrongResultError(f"gradient {i} is off by {error:.3g}, of {largest:.3g}")
 
 
-def _filled(value: float, count: int, dtype: torch.dtype) -> Case:
-    """4 gradients of one value."""
-    written = f"{value:.0e}".replace("+", "").replace("e0", "e")
-    name = f"{4 * count:,} times {written}, {str(dtype).removeprefix('torch.')}"
-    exact = float(torch.tensor(value, dtype=dtype).double()) * math.sqrt(4 * count)
-    return Case(name, lambda d: [torch.full((count,), value, dtype=dtype, device=d)] * 4, exact)
+def dtype_of(dtype: str, n_dimensions: int) -> torch.dtype:
+    """The dtype of a tensor in a list of this dtype."""
+    if dtype == "mixed":
+        return torch.bfloat16 if n_dimensions > 1 else torch.float32
+    found = getattr(torch, dtype)
+    assert isinstance(found, torch.dtype)
+    return found
 
 
-def _normal(dtype: torch.dtype, count: int) -> Case:
-    def make(device: torch.device) -> list[Tensor]:
-        generator = torch.Generator(device).manual_seed(0)
-        values = torch.empty(count, device=device).normal_(generator=generator)
-        return [values.to(dtype)]
-
-    return Case(f"{count:,} normal, {str(dtype).removeprefix('torch.')}", make)
+def _normal(workload: Workload, dtype: str, device: torch.device) -> Iterator[Tensor]:
+    generator = torch.Generator(device).manual_seed(1)
+    for shape in workload.shapes:
+        values = torch.empty(shape, device=device).normal_(0, SIGMA, generator=generator)
+        yield values.to(dtype_of(dtype, len(shape)))
 
 
-def cases(shrink: int = 1) -> list[Case]:
-    """All cases; the long ones divided by `shrink`."""
-    ones = 200_000_000 // shrink
-    long = Case(f"{ones:,} ones, float32", lambda d: [torch.ones(ones, device=d)], math.sqrt(ones))
-    return [
-        _filled(1e20, 1000, torch.float32),
-        _filled(1e20, 1000, torch.bfloat16),
-        _filled(1e-25, 1000, torch.float32),
-        _filled(1e-25, 1000, torch.bfloat16),
-        _filled(6e4, 1000, torch.float16),
-        long,
-        _normal(torch.float32, MANY // shrink),
-        _normal(torch.bfloat16, MANY // shrink),
-        _normal(torch.float16, MANY // shrink),
-    ]
+def norm(tensors: Sequence[Tensor]) -> float:
+    """The 2-norm in float64."""
+    blocks = (block for tensor in tensors for block in tensor.reshape(-1).split(BLOCK))
+    return math.sqrt(math.fsum(float(block.double().square().sum()) for block in blocks))
 
 
-def truth(gradients: Sequence[Tensor]) -> float:
-    """The 2-norm in float64, piece by piece."""
-
-    def squares() -> Iterator[float]:
-        for gradient in gradients:
-            for piece in gradient.split(PIECE):
-                yield float(piece.double().square().sum())
-
-    return math.sqrt(math.fsum(squares()))
-
-
-def measure(case: Case, device: torch.device) -> AccuracyRow:
-    """Both norms, their errors, and how many different results come of twenty calls."""
-    gradients = case.make(device)
-    exact = truth(gradients) if case.truth is None else case.truth
-    # Not `[...] * 4` of one tensor: the same gradient twice counts once in tritonclip.
-    gradients = [g if i == 0 else g.clone() for i, g in enumerate(gradients)]
-    ours = [float(tritonclip.get_total_norm(gradients)) for _ in range(REPETITIONS)]
-    theirs = [float(torch.nn.utils.get_total_norm(gradients)) for _ in range(REPETITIONS)]
-    return AccuracyRow(
-        case=case.name,
-        device=rows.device_name(device),
-        truth=exact,
-        ours=_written(ours[0]),
-        torch=_written(theirs[0]),
-        ours_error=_written(abs(ours[0] / exact - 1)),
-        torch_error=_written(abs(theirs[0] / exact - 1)),
-        repetitions=REPETITIONS,
-        ours_results=len({x.hex() for x in ours}),
-        torch_results=len({x.hex() for x in theirs}),
-    )
+def _differences(
+    grad: Tensor, fresh: Tensor, multiplier: float, bound: float | None
+) -> Iterator[tuple[float, float]]:
+    """Largest error, and largest magnitude that was expected, of each block; NaN stays NaN."""
+    blocks = (tensor.reshape(-1).split(BLOCK) for tensor in (grad, fresh))
+    for block, start in zip(*blocks, strict=True):
+        expected = start.double().mul_(multiplier)
+        if bound is not None:
+            expected.clamp_(-bound, bound)
+        largest = float(torch.linalg.vector_norm(expected, math.inf))
+        yield (
+            float(torch.linalg.vector_norm(expected.sub_(block.to(expected.device)), math.inf)),
+            largest,
+        )
 
 
-def _written(value: float) -> float | str:
+def hard_gradients(device: torch.device, shrink: int = 1) -> Iterator[tuple[str, list[Tensor]]]:
+    """Gradients whose norm is hard to get right, and their names; long ones over `shrink`."""
+    for value, dtype in (
+        ("1e20", "float32"),
+        ("1e20", "bfloat16"),
+        ("1e-25", "float32"),
+        ("1e-25", "bfloat16"),
+        ("6e4", "float16"),
+    ):
+        filled = torch.full((1000,), float(value), dtype=dtype_of(dtype, 1), device=device)
+        yield f"4,000 times {value}, {dtype}", [filled.clone() for _ in range(4)]
+    n_ones = 200_000_000 // shrink
+    yield f"{n_ones:,} ones, float32", [torch.ones(n_ones, device=device)]
+    long = Workload("long", "long", ((MANY // shrink,),))
+    for dtype in DTYPES[:3]:
+        yield f"{MANY // shrink:,} normal, {dtype}", list(_normal(long, dtype, device))
+
+
+def measure(name: str, gradients: list[Tensor]) -> list[Row]:
+    """Norms by both libraries, their errors, and how many different results twenty calls give."""
+    truth = norm(gradients)
+    providers: dict[str, Callable[[list[Tensor]], Tensor]] = {
+        "tritonclip": tritonclip.get_total_norm,
+        "torch": torch.nn.utils.get_total_norm,
+    }
+    rows = []
+    for provider, total_norm in providers.items():
+        norms = [float(total_norm(gradients)) for _ in range(CALLS)]
+        error = abs(norms[0] / truth - 1)
+        values = {
+            "truth": truth,
+            "norm": _finite(norms[0]),
+            "norm_error": _finite(error),
+            "distinct": len({one.hex() for one in norms}),
+        }
+        right = error <= OURS and values["distinct"] == 1
+        case = {"workload": name, "provider": provider}
+        rows.append(Row("accuracy", case, values, right if provider == "tritonclip" else None))
+    return rows
+
+
+def _finite(value: float) -> float | str:
+    """A number, or "inf" and "nan" as text, for which JSON has no number."""
     return value if math.isfinite(value) else str(value)
-
-
-def table(found: Sequence[AccuracyRow]) -> Table:
-    """The rows for people."""
-    result = Table(title=f"Norms; different results in {REPETITIONS} calls")
-    result.add_column("gradients", no_wrap=True)
-    headings = ("truth", "ours", "torch", "our error", "torch's error", "our results", "torch's")
-    for heading in headings:
-        result.add_column(heading, justify="right", no_wrap=True)
-    for row in found:
-        norms = [f"{float(x):.7g}" for x in (row.truth, row.ours, row.torch)]
-        errors = [f"{float(x):.0e}" for x in (row.ours_error, row.torch_error)]
-        result.add_row(row.case, *norms, *errors, str(row.ours_results), str(row.torch_results))
-    return result
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures all cases, writes rows, prints the table; 1 where ours is off by more than 1e-6."""
-    parser = argparse.ArgumentParser(prog="python -m bench.accuracy", description=__doc__)
-    parser.add_argument("--device", default="auto", help="cpu or cuda (cuda where there is one)")
-    parser.add_argument("--threads", type=int, default=2, help="threads of torch (2)")
-    parser.add_argument("--shrink", type=int, default=1, help="divide the long cases by this")
-    parser.add_argument("--out", type=Path, help="bench/results/accuracy-DEVICE.json")
-    options = parser.parse_args(argv)
-    torch.set_num_threads(options.threads)
-    cuda = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda" if cuda else "cpu")
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    given = cases(options.shrink)
-    found = [measure(case, device) for case in track(given, "norms", console=console)]
-    out = options.out or rows.RESULTS / f"accuracy-{device.type}.json"
-    rows.write(out, rows.provenance(device), found)
-    console.print(table(found))
-    console.print(f"{len(found)} rows in {out}")
-    right = all(float(row.ours_error) <= 1e-6 and row.ours_results == 1 for row in found)
-    return 0 if right else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

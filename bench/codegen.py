@@ -1,10 +1,10 @@
-"""What the compiled kernels can keep in flight, against what a chip needs: arithmetic, no timing.
+"""`python -m bench codegen`: bytes that compiled kernels keep in flight, and that a chip needs.
 
-Every kernel is compiled ahead of time for sm_80, sm_90 and sm_100 through Triton's JIT, with the
-arguments and options of its own launcher; no GPU is needed. From the binary, for each loop over
-gradients: the widest accesses to global memory, registers, spills, and the most wide loads that a
-thread has issued before it uses the first of them. From these and the chip's data sheet, by
-Little's law:
+Arithmetic, no timing. Every kernel is compiled ahead of time for sm_80, sm_90 and sm_100 through
+Triton's JIT, with the arguments and options of its launcher; no GPU is needed. From the machine
+code, read with cuobjdump, for each loop over gradients: the widest accesses to global memory,
+registers, spills, and the most wide loads that a thread has issued before it uses the first of
+them. From these and the chip's data sheet, by Little's law:
 
     programs resident on a multiprocessor = the least of
         what the grid starts, 65,536 registers / (threads * registers a thread, in units of 8),
@@ -16,29 +16,25 @@ A loop with fewer bytes in flight than the chip needs cannot reach its bandwidth
 assumed latency holds. One with more may still miss it: bytes in flight are a peak, which a program
 leaves while it computes. Chunks shorter than others (the end of every gradient) have masked loads,
 of which fewer are in flight. The write loop of clamp reads again what its read loop has just read,
-so mostly from cache. LATENCY_NS is an assumption, a round number for a busy memory. Nothing here is
-a measurement of speed.
-
-Run `python -m bench.codegen`.
+so mostly from cache. The latency is an assumption, a round number for a busy memory.
 """
 
-import argparse
+from __future__ import annotations
+
 import re
-import sys
+import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
-from bench import rows, sass
-from bench.ahead import compiled_kernels
-from tritonclip.kernels import launch
+from bench.absent_gpu import Launch, absent_gpu, kernel_module, launches_of
+from bench.results import Row
 
-LATENCY_NS = 650.0
+CAPTION = "needed = bandwidth * {} ns (assumed) / multiprocessors; arithmetic, not measured"
+# A load's bytes by the suffix of its opcode; 4 where it has none.
+_WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 REGISTERS = 65_536
 THREADS = 2048
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -66,141 +62,127 @@ CHIPS = (
 )
 
 
-@dataclass(frozen=True)
-class CodegenRow:
-    """One loop over gradients of a kernel on one chip; bytes are of one multiprocessor.
+def rows_of(chip: Chip, dtype: torch.dtype, latency_ns: float) -> list[Row]:
+    """All kernels, compiled for one chip and dtype.
 
-    Attributes:
-        loop: "read", or "write" where it also writes what it read.
-        load_bits, store_bits: the widest access to global memory; None where nothing is stored.
-        registers: of a thread.
-        spilled_bytes: of a thread, in local memory.
-        loads: most loads of the widest kind that a thread has in flight, over whole chunks.
-        masked_loads: the same over shorter chunks, whose loads are masked.
-        programs: resident on a multiprocessor.
-        threads: of a program.
+    Raises:
+        RuntimeError: kernels are interpreted.
     """
-
-    chip: str
-    kernel: str
-    loop: str
-    dtype: str
-    load_bits: int
-    store_bits: int | None
-    registers: int
-    spilled_bytes: int
-    loads: int
-    masked_loads: int
-    programs: int
-    threads: int
-    bytes_in_flight: int
-    bytes_needed: int
-    latency_ns: float
+    if kernel_module("launch").INTERPRETED:
+        raise RuntimeError("TRITON_INTERPRET is set: interpreted kernels have no machine code")
+    with absent_gpu(chip.arch):
+        return [
+            row
+            for kernel, launch in launches_of(dtype).items()
+            for row in _rows_of_launch(chip, kernel, dtype, launch, latency_ns)
+        ]
 
 
-def rows_of_binary(
-    chip: Chip, kernel: str, dtype: torch.dtype, compiled: Any, grid: int, latency_ns: float
-) -> list[CodegenRow]:
+def _rows_of_launch(
+    chip: Chip, kernel: str, dtype: torch.dtype, launch: Launch, latency_ns: float
+) -> list[Row]:
     """Reads one binary, and does the arithmetic for each of its loops."""
-    code = sass.dump(compiled.asm["cubin"], "--dump-sass")
-    (line,) = re.findall(r"REG:.*", sass.dump(compiled.asm["cubin"], "--dump-resource-usage"))
+    compiled = launch.compiled()
+    code = _dump(compiled.asm["cubin"], "--dump-sass")
+    (line,) = re.findall(r"REG:.*", _dump(compiled.asm["cubin"], "--dump-resource-usage"))
     usage = {name: int(n) for name, n in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", line)}
     threads = compiled.metadata.num_warps * 32
     shared = usage["SHARED"] + compiled.metadata.shared
     rounded = -(-usage["REG"] // 8) * 8
-    programs = min(grid, REGISTERS // (threads * rounded), THREADS // threads)
+    programs = min(launch.programs, REGISTERS // (threads * rounded), THREADS // threads)
     if shared:
         programs = min(programs, chip.shared_kib * 1024 // shared)
-    width = sass.widest(code, "LDG")
-    by_loop = sass.loads_by_loop(code, width)
-    return [
-        CodegenRow(
-            chip=chip.name,
-            kernel=kernel,
-            loop=loop,
-            dtype=str(dtype).removeprefix("torch."),
-            load_bits=8 * width,
-            store_bits=8 * sass.widest(code, "STG") if loop == "write" else None,
-            registers=usage["REG"],
-            spilled_bytes=usage["STACK"] + usage["LOCAL"],
-            loads=loads,
-            masked_loads=by_loop.get((loop, True), 0),
-            programs=programs,
-            threads=threads,
-            bytes_in_flight=programs * threads * loads * width,
-            bytes_needed=round(chip.bytes_needed(latency_ns)),
-            latency_ns=latency_ns,
-        )
-        for (loop, masked), loads in sorted(by_loop.items())
-        if not masked
-    ]
+    width, needed = widest(code, "LDG"), round(chip.bytes_needed(latency_ns))
+    by_loop = loads_by_loop(code, width)
+    rows = []
+    for (loop, masked), loads in sorted(by_loop.items()):
+        if not masked:
+            short = str(dtype).removeprefix("torch.")
+            case = {"chip": chip.name, "kernel": kernel, "loop": loop, "dtype": short}
+            in_flight = programs * threads * loads * width
+            values = {
+                "load_bits": 8 * width,
+                "registers": usage["REG"],
+                "spilled_bytes": usage["STACK"] + usage["LOCAL"],
+                "loads": loads,
+                "masked_loads": by_loop.get((loop, True), 0),
+                "programs": programs,
+                "threads": threads,
+                "bytes_in_flight": in_flight,
+                "bytes_needed": needed,
+                "enough": in_flight / needed,
+            }
+            if loop == "write":
+                values["store_bits"] = 8 * widest(code, "STG")
+            rows.append(Row("codegen", case, values))
+    return rows
 
 
-def rows_of(chip: Chip, dtype: torch.dtype, latency_ns: float) -> list[CodegenRow]:
-    """All kernels, compiled for one chip and dtype."""
-    return [
-        row
-        for kernel, binary, grid in compiled_kernels(chip.arch, dtype)
-        for row in rows_of_binary(chip, kernel, dtype, binary, grid, latency_ns)
-    ]
+def _dump(cubin: bytes, what: str) -> str:
+    """What cuobjdump, which comes with Triton, prints of a binary."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [str(tool), what, str(path)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def table(made: list[CodegenRow], latency_ns: float) -> Table:
-    """The rows for people, the arithmetic written out."""
-    result = Table(
-        title="Compiled kernels: bytes in flight on a multiprocessor (arithmetic, not measured)",
-        caption=f"needed = bandwidth * {latency_ns:g} ns (assumed) / multiprocessors; "
-        "masked: loads in flight over shorter chunks",
-    )
-    for name in ("chip", "kernel", "loop", "dtype"):
-        result.add_column(name, no_wrap=True)
-    for name in ("load bits", "store", "registers", "spilled B"):
-        result.add_column(name, justify="right", no_wrap=True)
-    result.add_column("programs x threads x loads x bytes = in flight", no_wrap=True)
-    for name in ("needed", "of it", "masked"):
-        result.add_column(name, justify="right", no_wrap=True)
-    for row in made:
-        factors = f"{row.programs} x {row.threads} x {row.loads:>2} x {row.load_bits // 8}"
-        result.add_row(
-            row.chip,
-            row.kernel,
-            row.loop,
-            row.dtype,
-            str(row.load_bits),
-            "" if row.store_bits is None else str(row.store_bits),
-            str(row.registers),
-            str(row.spilled_bytes),
-            f"{factors} = {row.bytes_in_flight:,}",
-            f"{row.bytes_needed:,}",
-            f"{row.bytes_in_flight / row.bytes_needed:.2f}x",
-            str(row.masked_loads),
-        )
+def access_bytes(opcode: str) -> int:
+    """Bytes that a load or store moves for a thread."""
+    return next((_WIDTHS[part] for part in opcode.split(".") if part in _WIDTHS), 4)
+
+
+def widest(sass: str, access: str) -> int:
+    """Bytes of the widest LDG or STG; 0 where there is none."""
+    return max(map(access_bytes, re.findall(rf"\b({access}\.\S+)", sass)), default=0)
+
+
+def blocks(sass: str) -> list[list[str]]:
+    """Instructions between places that are jumped to or from, in the order of the program."""
+    targets = set(re.findall(r"\b(?:BRA|BSSY)\S* [^;]*?0x([0-9a-f]+)", sass))
+    result: list[list[str]] = [[]]
+    for address, instruction in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass):
+        if address.lstrip("0") in targets:
+            result.append([])
+        result[-1].append(instruction)
+        if re.search(r"\bBRA\b", instruction):
+            result.append([])
     return result
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Compiles everything and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--latency-ns", type=float, default=LATENCY_NS, help="assumed (650)")
-    parser.add_argument("--out", type=Path, help="also write rows and provenance to this file")
-    options = parser.parse_args(argv)
-    if launch.INTERPRETED:
-        parser.error("TRITON_INTERPRET is set: interpreted kernels have no machine code; unset it")
-    console = Console(width=170)
-    work = [(chip, dtype) for chip in CHIPS for dtype in DTYPES]
-    made: list[CodegenRow] = []
-    for chip, dtype in track(work, "compiling", console=console, transient=True):
-        made += rows_of(chip, dtype, options.latency_ns)
-    console.print(table(made, options.latency_ns))
-    for chip in CHIPS:
-        console.print(
-            f"{chip.name} (sm_{chip.arch}): {chip.tb_per_s} TB/s * {options.latency_ns:g} ns / "
-            f"{chip.multiprocessors} = {chip.bytes_needed(options.latency_ns):,.0f} bytes needed"
-        )
-    if options.out:
-        rows.write(options.out, rows.provenance(torch.device("cpu")), made)
-    return 0
+def loads_in_flight(block: list[str], width: int) -> int:
+    """The most loads of `width` bytes that a thread issues before it needs the first of them."""
+    most = 0
+    pending: list[set[int]] = []
+    for instruction in block:
+        used = {int(number) for number in re.findall(r"\bR(\d+)", instruction)}
+        # Loads are waited for in the order in which they were issued.
+        needed = [place for place, registers in enumerate(pending) if registers & used]
+        if needed:
+            pending = pending[needed[-1] + 1 :]
+        load = re.search(r"\b(LDG\.\S+) R(\d+)", instruction)
+        if load and access_bytes(load[1]) == width:
+            first = int(load[2])
+            pending.append(set(range(first, first + width // 4)))
+            most = max(most, len(pending))
+    return most
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def loads_by_loop(sass: str, width: int) -> dict[tuple[str, bool], int]:
+    """Loads in flight by loop over gradients: ("read" or "write", whether it is masked)."""
+    result: dict[tuple[str, bool], int] = {}
+    for block in blocks(sass):
+        loads = [
+            instruction
+            for instruction in block
+            if any(access_bytes(op) == width for op in re.findall(r"\bLDG\.\S+", instruction))
+        ]
+        if loads:
+            loop = "write" if any("STG." in instruction for instruction in block) else "read"
+            masked = all(load.startswith("@") for load in loads)
+            most = max(loads_in_flight(block, width), result.get((loop, masked), 0))
+            result[loop, masked] = most
+    return result

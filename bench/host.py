@@ -1,240 +1,271 @@
-"""What a call costs the host before and between its launches: a table of stages.
+"""`python -m bench host [cpu] [triton] [launches]`: the cost of a call on the host; needs no GPU.
 
-The launch itself is replaced by a function that does nothing, so no kernel runs and no GPU is
-needed: on a CPU the triton backend serves CPU tensors as it does under TRITON_INTERPRET=1, and the
-interpreter is never entered. What CPU tensors cannot show: the copy of a table to pinned memory and
-the start of its upload, the question which stream is current, and that a CUDA tensor takes longer
-to say where it lies. With `--device cuda` all of that is in, and real launches have a column.
+Each part runs in a process by itself.
 
-Cases. unchanged: the same gradients as in the call before. recreated: new tensors at the same
-addresses, as `zero_grad(set_to_none=True)` often gets from an allocator. moved: every gradient at
-an address that it did not have in the last calls. first: new parameters in sizes never seen (but
-everything imported). flat: FlatGradients, unchanged.
+cpu: the PyTorch backend. Torch's operators cannot be replaced, so times are those of whole calls,
+beside whole calls of `torch.nn.utils.clip_grad_norm_` on the same tensors.
 
-`total` is timed without looking inside. Stages come from other calls, in which the functions named
-in STAGES are wrapped in clocks: each counts the time that no inner one counts, and `else` is what
-is left. `floor` reads every `.grad` and address and compares them with the last, which no
-implementation that walks the gradients can go below.
+triton: the Triton backend on CPU tensors, as under TRITON_INTERPRET=1, with every launch replaced
+by a function that does nothing: the host's time before and between launches. CPU tensors cannot
+show the copy of a table to pinned memory, the start of its upload, and the question which stream is
+current.
 
-Run `python -m bench.host`.
+launches: the norm and the scale kernel launched with real arguments for an absent H100 whose driver
+does nothing: through Triton's JIT, through the library's launch function, and through a compiled
+kernel that is called again.
+
+Both paths count the Python functions and modules of the library that a warm call enters, and time
+lists of 10 to 10,000 tensors. unchanged: the same gradients as in the call before. recreated: new
+tensors at the same addresses, as `zero_grad(set_to_none=True)` often gets from an allocator. moved:
+every gradient at an address that it did not have in the last calls. first: new parameters in sizes
+never seen, with everything imported. flat: FlatGradients, unchanged. The floor reads every `.grad`
+and address and compares the addresses with the last; no call that walks the gradients is faster.
 """
 
-import argparse
+from __future__ import annotations
+
 import os
 import statistics
+import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from torch import Tensor
 
 import tritonclip
-from bench import rows
-from bench.stages import LAUNCHES, STAGES, clocks, no_launches
+from bench import absent_gpu, results, timing
+from bench.accuracy import Gradients
+from bench.results import Row, spread
+from bench.timing import Timed
+from bench.workloads import small
 
-SIZES = (10, 100, 148, 300, 1000, 2000, 10_000)
-CASES = ("unchanged", "recreated", "moved", "first", "flat")
-RULES: dict[str, tritonclip.rules.Rule] = {
-    "norm": tritonclip.ClipByGlobalNorm(1.0),
-    "value": tritonclip.ClipByValue(1.0),
-    "gradient": tritonclip.ClipByNorm(1.0),
+CAPTION = "FIGURE / GOAL over: a goal that is missed"
+PARTS = ("cpu", "triton", "launches")
+ENVIRONMENT = {
+    "cpu": {"TRITONCLIP_BACKEND": "torch"},
+    "triton": {"TRITONCLIP_BACKEND": "triton", "TRITON_INTERPRET": "1"},
+    "launches": {"TRITONCLIP_BACKEND": "auto"},
 }
-# Targets on a machine with 2 cores: microseconds a call, and a tensor.
-CALL_US = 30.0
-TENSOR_US = {"unchanged": 0.2, "recreated": 0.2, "moved": 0.4}
+SIZES = (10, 100, 1000, 10_000)
+LISTS = ("unchanged", "recreated", "moved", "first", "flat")
+CPU = torch.device("cpu")
+# Goals of a warm call on 10 tensors, and of a step of the wrapper.
+FUNCTIONS, STEP_FUNCTIONS, MODULES = 20, 40, 7
+# Of the time of torch.nn.utils.clip_grad_norm_: host time between launches, and a whole CPU call.
+SHARES = {"triton": 0.3, "cpu": 1.0}
+# Microseconds a tensor, where reading .grad and data_ptr takes 0.17.
+GROWTH = 0.5 / 0.17
 ELEMENTS = 16
 # Sets of gradients kept alive, so that the next one gets other memory.
 KEPT = 3
+# Longest time spent on one list.
+SECONDS = 1.0
 
 
-@dataclass(frozen=True)
-class HostRow:
-    """Microseconds of host time a call: medians, and quartiles of the total.
+def run(parts: Sequence[str], repetitions: int, longest: int, threads: int) -> list[Row]:
+    """Rows of the parts, each measured in a process by itself."""
+    rows = []
+    for part in parts:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON")}
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "rows.json"
+            command = [sys.executable, "-m", "bench", "host", "--here", part, "--out", str(out)]
+            command += ["--repetitions", str(repetitions), "--longest", str(longest)]
+            subprocess.run(
+                [*command, "--threads", str(threads)],
+                env=environment | ENVIRONMENT[part],
+                cwd=Path(__file__).parents[1],
+                stdout=subprocess.DEVNULL,
+                check=True,
+            )
+            rows += results.read(out)[1]
+    return rows
 
-    Attributes:
-        limit_us: the target, None where there is none.
-        stages_us: by name of the stage; "else" is the rest of the call.
-        launches_us: the real launches of a call, None without a GPU.
+
+def measure(part: str, repetitions: int, longest: int) -> list[Row]:
+    """Rows of one part, measured in this process, whose environment is set for it."""
+    if part == "launches":
+        return list(launches(repetitions))
+    no_launch = absent_gpu.replaced_launch(lambda *_, **__: None)
+    with no_launch if part == "triton" else nullcontext():
+        return [*calls(part, repetitions), *growth(part, repetitions, longest)]
+
+
+@contextmanager
+def entered() -> Iterator[list[tuple[str, str]]]:
+    """Records file and name of each function of the library that is entered.
+
+    Comprehensions count as part of the function around them, as in Python 3.12.
     """
+    import tritonclip.kernels
 
-    n_tensors: int
-    case: str
-    rule: str
-    device: str
-    repetitions: int
-    total_us: float
-    total_lo_us: float
-    total_hi_us: float
-    floor_us: float
-    limit_us: float | None
-    stages_us: dict[str, float]
-    launches_us: float | None
+    folders = (*tritonclip.__path__, *tritonclip.kernels.__path__)
+    found: list[tuple[str, str]] = []
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        code = frame.f_code
+        inlined = code.co_name in ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+        if event == "call" and not inlined and code.co_filename.startswith(folders):
+            found.append((code.co_filename, code.co_name))
+
+    sys.setprofile(profile)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+def calls(path: str, repetitions: int) -> Iterator[Row]:
+    """Functions, modules and time of each kind of call on 10 tensors, nothing clipped."""
+    gradients = Gradients(small(10), "float32", CPU)
+    parameters = gradients.parameters
+    with torch.no_grad():
+        torch._foreach_zero_(parameters)
+    flat_gradients = Gradients(small(10), "float32", CPU)
+    flat = tritonclip.FlatGradients(flat_gradients.parameters)
+    sgd = torch.optim.SGD(parameters, lr=1e-3, foreach=True)
+    wrapper = tritonclip.ClippedOptimizer(sgd, 1.0)
+    by_norm, by_value = tritonclip.ClipByNorm(1.0), tritonclip.ClipByValue(0.5)
+    known: dict[str, Callable[[], Any]] = {
+        "clip_(list, 1.0)": lambda: tritonclip.clip_(parameters, 1.0),
+        "clip_(list, ClipByNorm(1.0))": lambda: tritonclip.clip_(parameters, by_norm),
+        "clip_(list, ClipByValue(0.5))": lambda: tritonclip.clip_(parameters, by_value),
+        "clip_(flat, 1.0)": lambda: tritonclip.clip_(flat, 1.0),
+        "ClippedOptimizer(SGD).step()": wrapper.step,
+    }
+    torchs = Timed(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0), None)
+    for name, call in known.items():
+        for _ in range(3):
+            call()
+        with entered() as functions:
+            call()
+        pair, _ = timing.interleaved([Timed(call, None), torchs], CPU, repetitions, SECONDS)
+        ours, theirs = (samples.walls for samples in pair)
+        values = {
+            "functions": len(functions),
+            "functions_goal": STEP_FUNCTIONS if name.endswith("step()") else FUNCTIONS,
+            "modules": len({file for file, _ in functions}),
+            "modules_goal": MODULES,
+            **spread("total_us", ours),
+            "torch_us": statistics.median(theirs),
+            "share": statistics.median([a / b for a, b in zip(ours, theirs, strict=True)]),
+            "floor_us": floor_us(parameters, repetitions),
+        }
+        if name == "clip_(list, 1.0)":
+            values["share_goal"] = SHARES[path]
+        yield Row("host", {"path": path, "call": name}, values)
 
 
 class Setting:
-    """Parameters whose gradients are as a case wants them before each call."""
+    """Parameters whose gradients are, before each call, as one of LISTS says."""
 
-    def __init__(self, n: int, case: str, device: str) -> None:
-        self.case, self.device = case, device
+    def __init__(self, n: int, kind: str) -> None:
+        self.kind = kind
         self._n = n
         self._first_size = ELEMENTS
-        self._kept: list[list[torch.Tensor]] = []
+        self._kept: list[list[Tensor]] = []
         self._renew()
         self.argument: Any = self.parameters
-        if case == "flat":
+        if kind == "flat":
             self.argument = tritonclip.FlatGradients(self.parameters)
 
     def _renew(self) -> None:
         sizes = [self._first_size, *[ELEMENTS] * (self._n - 1)]
-        self.parameters = [
-            torch.zeros(size, device=self.device, requires_grad=True) for size in sizes
-        ]
+        self.parameters = [torch.zeros(size, requires_grad=True) for size in sizes]
         self._move()
 
     def _move(self) -> None:
-        grads = [torch.zeros_like(p, requires_grad=False) for p in self.parameters]
+        # Not zeros: norms that may have underflowed are measured again.
+        grads = [torch.full_like(p, 1e-3, requires_grad=False) for p in self.parameters]
         self._kept = [*self._kept[1 - KEPT :], grads]
         for parameter, grad in zip(self.parameters, grads, strict=True):
             parameter.grad = grad
 
-    def before_call(self) -> None:
-        """Does, outside the clock, what happens between two calls of the case."""
-        if self.case == "moved":
+    def prepare(self) -> None:
+        """Does, outside the clock, the changes that come between two calls."""
+        if self.kind == "moved":
             self._move()
-        elif self.case == "first":
+        elif self.kind == "first":
             self._first_size += 1
             self._renew()
             self.argument = self.parameters
-        elif self.case == "recreated":
+        elif self.kind == "recreated":
             for parameter in self.parameters:
                 assert parameter.grad is not None
                 parameter.grad = parameter.grad.detach()
 
 
-def microseconds(setting: Setting, call: Callable[[], Any]) -> float:
-    """One call, prepared outside the clock."""
-    setting.before_call()
-    start = perf_counter_ns()
-    call()
-    return (perf_counter_ns() - start) / 1e3
+def growth(path: str, repetitions: int, longest: int) -> Iterator[Row]:
+    """Time of calls by global norm on lists of 10 tensors to `longest`."""
+    rule = tritonclip.ClipByGlobalNorm(1.0)
+    sizes = [*(size for size in SIZES if size < longest), longest]
+    for kind in LISTS:
+        shortest = 0.0
+        for n in sizes:
+            setting = Setting(n, kind)
+            timed = Timed(lambda s=setting: tritonclip.clip_(s.argument, rule), setting.prepare)  # type: ignore[misc]
+            for _ in range(2):
+                timing.sample(timed, CPU)
+            times: list[float] = []
+            end = perf_counter_ns() + SECONDS * 1e9
+            while len(times) < 3 or (len(times) < repetitions and perf_counter_ns() < end):
+                times.append(timing.sample(timed, CPU)[1])
+            floor = floor_us(setting.parameters, min(repetitions, 20))
+            values = {**spread("total_us", times), "floor_us": floor}
+            if n == sizes[0]:
+                shortest = values["total_us"]
+            if n == longest and kind != "first":
+                values["us_per_tensor"] = (values["total_us"] - shortest) / (n - sizes[0])
+                if path == "triton" and kind in ("unchanged", "recreated"):
+                    values["us_per_tensor_goal"] = GROWTH * floor / n
+            yield Row("host", {"path": path, "list": kind, "tensors": n}, values)
 
 
-def floor_us(parameters: list[torch.Tensor], repetitions: int) -> float:
+def floor_us(parameters: Sequence[Tensor], repetitions: int) -> float:
     """Reading and comparing gradients' addresses, median."""
     known: list[int] = []
-    times = []
-    for _ in range(repetitions):
-        start = perf_counter_ns()
+
+    def read() -> None:
+        nonlocal known
         addresses = [g.data_ptr() for p in parameters if (g := p.grad) is not None]
         if addresses != known:
             known = addresses
-        times.append((perf_counter_ns() - start) / 1e3)
-    return statistics.median(times)
+
+    timed = Timed(read, None)
+    n_calls = max(1, 1000 // len(parameters))
+    return statistics.median(timing.sample(timed, CPU, n_calls)[1] for _ in range(repetitions))
 
 
-def measure(n: int, case: str, rule: str, device: str, repetitions: int) -> HostRow:
-    """Times one case: the whole call, then its stages, then real launches where there is a GPU."""
-    setting = Setting(n, case, device)
+def launches(repetitions: int) -> Iterator[Row]:
+    """Time of a norm and a scale launch: by the JIT, by the library, by the compiled kernels."""
+    launch = absent_gpu.kernel_module("launch").launch
+    with absent_gpu.absent_gpu(90):
+        both = list(absent_gpu.launches_of(torch.float32).values())[:2]
+        grids = [(one.programs, 1, 1) for one in both]
+        compiled = [one.compiled() for one in both]
+        options = [one.options() for one in both]
 
-    def call() -> None:
-        tritonclip.clip_(setting.argument, RULES[rule])
+        def by_jit() -> None:
+            for one, grid, keywords in zip(both, grids, options, strict=True):
+                one.kernel[grid](*one.arguments, **one.constants, **keywords)
 
-    stages: dict[str, list[float]] = {name: [] for name in (*STAGES, "else")}
-    launches: list[float] = []
-    with no_launches():
-        # The first two fill caches.
-        times = [microseconds(setting, call) for _ in range(repetitions + 2)][2:]
-        for _ in range(repetitions):
-            with clocks(STAGES) as clock:
-                whole = microseconds(setting, call)
-            for name in STAGES:
-                stages[name].append(clock.spent_us.get(name, 0.0))
-            stages["else"].append(whole - sum(clock.spent_us.values()))
-    if device == "cuda":
-        for _ in range(repetitions + 2):
-            with clocks({"launches": LAUNCHES}) as clock:
-                microseconds(setting, call)
-            torch.cuda.synchronize()
-            launches.append(clock.spent_us["launches"])
-    low, middle, high = statistics.quantiles(times, n=4)
-    return HostRow(
-        n_tensors=n,
-        case=case,
-        rule=rule,
-        device=device if device == "cpu" else torch.cuda.get_device_name(),
-        repetitions=repetitions,
-        total_us=middle,
-        total_lo_us=low,
-        total_hi_us=high,
-        floor_us=floor_us(setting.parameters, repetitions),
-        limit_us=CALL_US + TENSOR_US[case] * n if case in TENSOR_US else None,
-        stages_us={name: statistics.median(spent) for name, spent in stages.items()},
-        launches_us=statistics.median(launches[2:]) if launches else None,
-    )
+        def by_library() -> None:
+            for one in both:
+                launch(*one[:5], **one.constants)
 
+        def by_compiled() -> None:
+            for one, grid, kernel in zip(both, grids, compiled, strict=True):
+                kernel[grid](*one.arguments, *one.constants.values())
 
-def table(measured: list[HostRow]) -> Table:
-    """The rows for people."""
-    result = Table(
-        title="Host time of a call, microseconds (median)",
-        caption="walk to else: from other calls, slowed down by clocks; limit: what we aim at, on "
-        "a machine whose floor is 0.13 a tensor",
-    )
-    for name in ("tensors", "case", "rule", "total", "quartiles", "limit", "floor"):
-        result.add_column(name, justify="right", no_wrap=True)
-    for name in (*STAGES, "else", "launches"):
-        result.add_column(name, justify="right", no_wrap=True)
-    for row in measured:
-        over = row.limit_us is not None and row.total_us > row.limit_us
-        result.add_row(
-            f"{row.n_tensors:,}",
-            row.case,
-            row.rule,
-            f"{row.total_us:.1f}",
-            f"{row.total_lo_us:.1f} to {row.total_hi_us:.1f}",
-            "" if row.limit_us is None else f"{row.limit_us:.0f}{' over' if over else ''}",
-            f"{row.floor_us:.1f}",
-            *(f"{spent:.1f}" for spent in row.stages_us.values()),
-            "" if row.launches_us is None else f"{row.launches_us:.1f}",
-        )
-    return result
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Measures all cases and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="tensors in a list")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
-    parser.add_argument("--rules", nargs="+", choices=RULES, default=["norm"])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=2, help="threads of torch (2)")
-    parser.add_argument("--repetitions", type=int, default=100, help="calls a case (100)")
-    parser.add_argument("--out", type=Path, help="also write rows and provenance to this file")
-    options = parser.parse_args(argv)
-    os.environ["TRITONCLIP_BACKEND"] = "triton"
-    if options.device == "cpu":
-        # Read by Triton when the kernels are imported, at the first call.
-        os.environ["TRITON_INTERPRET"] = "1"
-    torch.set_num_threads(options.threads)
-    console = Console(width=170)
-    work = [
-        (n, case, rule) for rule in options.rules for n in options.sizes for case in options.cases
-    ]
-    measured = [
-        measure(*one, options.device, options.repetitions)
-        for one in track(work, "measuring", console=console, transient=True)
-    ]
-    console.print(table(measured))
-    if options.out:
-        rows.write(options.out, rows.provenance(torch.device(options.device)), measured)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        known = {"JIT": by_jit, "library": by_library, "compiled kernel": by_compiled}
+        timed = [Timed(call, None) for call in known.values()]
+        samples, _ = timing.interleaved(timed, CPU, repetitions, SECONDS)
+    for name, one in zip(known, samples, strict=True):
+        case = {"path": "launches", "call": f"norm and scale: {name}"}
+        yield Row("host", case, spread("total_us", one.walls))

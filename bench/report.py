@@ -1,60 +1,75 @@
-"""From committed rows to the README's tables and figures.
+"""`python -m bench report`: from committed rows to tables and figures in README and docs.
 
-Between `<!-- bench:NAME -->` and `<!-- /bench -->` in the README stands what the rows of
-bench/results/NAME.json give, and nothing else. Beside the JSON lie NAME.md, with every row and
-column, and NAME-RULE.svg. `<!-- bench:NAME rivals -->` asks for a table of all rivals, without
-figures. Rows whose results were not checked, or found wrong, are refused. Only a rival's row
-without any time may say that its result was wrong: NAME.md repeats that.
-
-`python -m bench.report` writes all of it; with `--check` it writes nothing and fails where
-anything is not what the rows give.
+In docs/performance.md, between `<!-- bench:NAME -->` and `<!-- /bench -->`, stand the tables that
+the rows of bench/results/NAME.json give, and nothing else; `<!-- bench:NAME providers -->` asks for
+the times of all providers. In README.md, a small table of bench/results/cpu.json stands between
+`<!-- speed -->` and `<!-- /speed -->`. Figures lie beside the rows, as NAME-RULE.svg. Rows whose
+results were not checked, or found wrong, are refused. Only a row of another library without any
+figure may say that its result was wrong.
 """
 
 from __future__ import annotations
 
-import argparse
+import hashlib
+import json
 import re
-import sys
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench import rows as results
-from bench.figures import digest, draw, figures
-from bench.rows import Row
-from bench.tables import BY, OURS, full_table, notes, ratio_table, rival_table, step, summary
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-README = Path(__file__).parents[1] / "README.md"
-# What a figure says of where it was measured; the page beside it says all.
-IN_FIGURES = ("cpu", "device", "threads", "torch", "triton", "commit", "date")
-SECTION = re.compile(r"(<!-- bench:([\w-]+)( rivals)? -->\n)(.*?)(<!-- /bench -->)", re.DOTALL)
+from bench import results
+from bench.results import Row
+from bench.workloads import WORKLOADS
+
+README, PERFORMANCE = Path("README.md"), Path("docs/performance.md")
+SECTION = re.compile(r"(<!-- bench:([\w-]+)( providers)? -->\n)(.*?)(<!-- /bench -->)", re.DOTALL)
+SPEED = re.compile(r"(<!-- speed -->\n)(.*?)(<!-- /speed -->)", re.DOTALL)
+OURS = "tritonclip"
+BY = {"norm": "global norm", "value": "value", "gradient": "each norm", "step": "norm, SGD step"}
+STEPS = ("unclipped", "clipped")
+# Workloads of the README's table, from short to long.
+SHOWN = (
+    *("small_1", "small_10", "small_100", "lenet5", "resnet20", "resnet50"),
+    *("gpt2_124m", "llama3_8b", "huge_and_small", "tiny_10000"),
+)
+# What a figure says of where it was measured; the page says all.
+IN_FIGURES = ("cpu", "device", "threads", "torch", "commit", "date")
+# Distinct for readers who do not tell red from green.
+COLOURS = {"float32": "#0072b2", "bfloat16": "#e69f00", "float16": "#56b4e9", "mixed": "#cc79a7"}
+MARKERS = {"float32": "o", "bfloat16": "s", "float16": "^", "mixed": "D"}
+LOSS = "#d55e00"
 
 
 class RefusedError(ValueError):
-    """Rows or a README that nothing may be made from."""
+    """Rows or a page that nothing may be made from."""
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
     """Provenance and rows of a file.
 
     Raises:
-        RefusedError: there is no such file, it has no rows of this suite, a row's check failed or
-            was not made, devices are mixed, or two rows are of one rival and case.
+        RefusedError: there is no such file, it has no rows, a row's check failed or was not made,
+            or two rows are of one case.
     """
     if not path.exists():
         raise RefusedError(f"{path} does not exist: measure first, with --out {path}")
     try:
         origin, rows = results.read(path)
     except (KeyError, TypeError) as error:
-        raise RefusedError(f"{path} holds no rows of this suite: {error}") from error
+        raise RefusedError(f"{path} holds no rows of these benchmarks: {error}") from error
     if not rows or not origin:
         raise RefusedError(f"{path} has no rows, or no provenance")
-    wrong = [_describe(row) for row in rows if row.correct is not True and not _is_remark(row)]
+    wrong = [_describe(row) for row in rows if not _is_checked(row)]
     if wrong:
         raise RefusedError(f"{path}: results wrong or not checked: {'; '.join(wrong)}")
-    devices = sorted({row.device for row in rows})
-    if len(devices) > 1:
-        raise RefusedError(f"{path} mixes devices: {', '.join(devices)}; write one file each")
     seen = [_describe(row) for row in rows]
     twice = sorted({one for one in seen if seen.count(one) > 1})
     if twice:
@@ -62,143 +77,287 @@ def load(path: Path) -> tuple[dict[str, Any], list[Row]]:
     return origin, rows
 
 
-def _is_remark(row: Row) -> bool:
-    """Whether a row only says that another library's result was wrong and therefore not timed."""
-    times = (row.wall_us, row.host_us, row.device_us, row.graph_us, row.ratio)
-    return not row.rival.startswith(OURS) and set(times) == {None}
+def _is_checked(row: Row) -> bool:
+    """Whether a row is right, cannot be wrong, or says that another library's result was wrong."""
+    if row.correct is True or row.benchmark not in ("speed", "accuracy"):
+        return True
+    ours = str(row.get("provider")).startswith(OURS)
+    return not ours and (not row.values if row.benchmark == "speed" else row.correct is None)
 
 
 def _describe(row: Row) -> str:
-    return f"{row.list} {row.dtype} {row.rule} {step(row.clipped)} {row.rival}"
+    return " ".join(map(str, row.case.values()))
 
 
 def origin_line(origin: dict[str, Any], names: Sequence[str] = ()) -> str:
     """Provenance in one line; of some names only, if any are given."""
-    return ", ".join(
-        f"{name} {value}" for name, value in origin.items() if not names or name in names
+    chosen = {name: value for name, value in origin.items() if not names or name in names}
+    return ", ".join(f"{name} {value}" for name, value in chosen.items())
+
+
+def title(name: str) -> str:
+    """A workload's title; its name where this version has no such workload."""
+    return WORKLOADS[name]().title if name in WORKLOADS else name
+
+
+def unique(values: Iterable[Any]) -> list[Any]:
+    """Values in the order in which they come first."""
+    return list(dict.fromkeys(values))
+
+
+def ratio_rows(rows: Sequence[Row]) -> list[Row]:
+    """Our rows that have a ratio to torch."""
+    return [row for row in rows if row.get("provider") == OURS and row.get("ratio") is not None]
+
+
+def ratio_cell(row: Row, tie: str = "") -> str:
+    """A ratio with quartiles, bold where it is a loss; `tie` instead where they include 1."""
+    ratio, low, high = (row.get(f"ratio{end}") for end in ("", "_lo", "_hi"))
+    if tie and low <= 1 <= high:
+        return tie
+    text = f"{ratio:.2f}x"
+    if not tie:
+        text += f" ({low:.2f} to {high:.2f})"
+    return f"**{text}**" if ratio < 1 else text
+
+
+def pivot(
+    rows: Sequence[Row],
+    line_of: Sequence[str],
+    column_of: Callable[[Row], str],
+    cell: Callable[[Row], str],
+) -> str:
+    """A table in Markdown: a line for the parts of a case in `line_of`, a cell for each row."""
+    columns, lines = unique(map(column_of, rows)), dict[tuple[str, ...], dict[str, str]]()
+    for row in rows:
+        line = tuple(row.get(name) for name in line_of)
+        lines.setdefault(line, {})[column_of(row)] = cell(row)
+    headings = [results.COLUMNS[name].heading for name in line_of]
+    texts = [[*headings, *columns], ["---"] * (len(headings) + len(columns))]
+    for line, cells in lines.items():
+        named = [_named(name, part) for name, part in zip(line_of, line, strict=True)]
+        texts.append([*named, *(cells.get(column, "") for column in columns)])
+    return "\n".join(f"| {' | '.join(text)} |" for text in texts)
+
+
+def _named(name: str, part: str) -> str:
+    return title(part) if name == "workload" else BY[part] if name == "rule" else part
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """The median, the worst, and the share of cases below 1.0x."""
+    ours = sorted(ratio_rows(rows), key=lambda row: float(row.get("ratio")))
+    if not ours:
+        return "No ratio was measured."
+    ratios = [float(row.get("ratio")) for row in ours]
+    worst = ours[0].case
+    by = f"{title(worst['workload'])}, {worst['dtype']}, by {BY[worst['rule']]}, {worst['step']}"
+    share = sum(ratio < 1 for ratio in ratios) / len(ratios)
+    return (
+        f"Over all {len(ours)} cases the median is {statistics.median(ratios):.2f}x, the worst "
+        f"{ratios[0]:.2f}x ({by}), and {share:.0%} are below 1.0x."
     )
 
 
-def section(name: str, origin: dict[str, Any], rows: Sequence[Row], link: str) -> str:
-    """What stands between a section's markers.
-
-    Args:
-        name: of the section.
-        origin: the rows' provenance.
-        rows: checked rows.
-        link: path from the README to the folder of the results.
-    """
-    images = "\n".join(
-        f"![Ratio to torch by {BY[rule]}, list and dtype]({link}/{name}-{rule}.svg)"
-        for rule in figures(rows)
+def readme_table(rows: Sequence[Row]) -> str:
+    """The README's table and sentence: float32; by value, the worse of both steps."""
+    known: dict[tuple[str, str], Row] = {}
+    for row in ratio_rows(rows):
+        case, rule = row.case, row.get("rule")
+        if case["dtype"] == "float32" and case["workload"] in SHOWN and rule in ("norm", "value"):
+            place = case["workload"], case["step"] if rule == "norm" else "by value"
+            if place not in known or row.get("ratio") < known[place].get("ratio"):
+                known[place] = row
+    columns = {id(row): place[1] for place, row in known.items()}
+    order = (*STEPS, "by value")
+    shown = sorted(
+        known.values(),
+        key=lambda row: (SHOWN.index(row.get("workload")), order.index(columns[id(row)])),
+    )
+    table = pivot(
+        shown, ["workload"], lambda row: columns[id(row)], lambda row: ratio_cell(row, tie="tie")
     )
     return (
-        f"Measured on: {origin_line(origin)}.\n\n{summary(rows)} Each cell: time of the best torch "
-        "variant of the run over tritonclip's, median and quartiles of paired repetitions; norm "
-        f"off by: the largest relative error in any dtype of the row. {notes(rows)}\n\n"
-        f"{ratio_table(rows)}\n\n{images}\n\n"
-        f"Every rival and column: [{name}.md]({link}/{name}.md); rows: "
-        f"[{name}.json]({link}/{name}.json).\n"
+        f"{table}\n\nfloat32 on a CPU: time of torch's best variant over tritonclip's; tie: the "
+        f"quartiles of the ratio include 1; bold: slower. {summary(rows)}\n"
     )
 
 
-def rivals_section(name: str, origin: dict[str, Any], rows: Sequence[Row], link: str) -> str:
-    """What stands between the markers of a section of rivals; arguments as of `section`."""
-    return (
-        f"Measured on: {origin_line(origin)}. Each cell: median time of a call, and the ratio to "
-        "it of the time of the best torch variant of the run, median of paired repetitions.\n\n"
-        f"{rival_table(rows)}\n\n"
-        f"Every column: [{name}.md]({link}/{name}.md); rows: [{name}.json]({link}/{name}.json).\n"
-    )
+def _time(row: Row) -> str:
+    if row.get("wall_us") is None:
+        return "wrong result"
+    ratio = "" if row.get("ratio") is None else f", {row.get('ratio'):.2f}x"
+    return f"{row.get('wall_us') / 1e3:.3g} ms{ratio}"
 
 
-def page(name: str, origin: dict[str, Any], rows: Sequence[Row]) -> str:
-    """NAME.md: every row."""
-    return (
-        f"# All rows of {name}.json\n\nMeasured on: {origin_line(origin)}. A cell is empty where "
-        f"nothing was measured. `python -m bench.report` writes this file.\n\n{full_table(rows)}\n"
-    )
+def _sum_time(row: Row) -> str:
+    return f"{row.get('wall_us') / 1e3:.3g} ms, {row.get('sum_share'):.0%}"
+
+
+def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequence[Row]) -> str:
+    """The text between a section's markers."""
+    parts = [f"Measured on: {origin_line(origin)}."]
+    busy = max(row.case.get("busy", 0) for row in rows)
+    if busy:
+        parts[0] += f" Meanwhile {busy} other processes kept cores busy."
+    if rows[0].benchmark != "speed":
+        parts.append(results.markdown(results.table(rows)))
+    elif of_providers:
+        parts.append(pivot(rows, ["workload", "dtype", "rule", "step"], _provider, _time))
+    else:
+        ours = ratio_rows(rows)
+        lists = [WORKLOADS[one]() for one in unique(r.get("workload") for r in rows)]
+        notes = "; ".join(f"{one.title}: {one.note}" for one in lists if one.note)
+        by_step = pivot(ours, ["workload", "rule"], _dtype_and_step, ratio_cell)
+        large = [row for row in ours if row.get("sum_share") is not None]
+        sums = pivot(large, ["workload", "dtype", "rule"], lambda r: str(r.get("step")), _sum_time)
+        images = [
+            f"![Ratio to torch by {BY[rule]}](../bench/results/{name}-{rule}.svg)"
+            for rule in figures(rows)
+        ]
+        parts += [f"{summary(rows)} {notes}.", by_step, "\n".join(images)]
+        if large:
+            parts += [
+                "Our time, and the share of it that torch.sum over as many bytes takes:",
+                sums,
+            ]
+    parts.append(f"Rows: [{name}.json](../bench/results/{name}.json).\n")
+    return "\n\n".join(parts)
+
+
+def _provider(row: Row) -> str:
+    return str(row.get("provider"))
+
+
+def _dtype_and_step(row: Row) -> str:
+    return f"{row.get('dtype')} {row.get('step')}"
+
+
+def figures(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each figure, by rule."""
+    ours = ratio_rows(rows)
+    rules = unique(row.get("rule") for row in ours)
+    return {rule: [row for row in ours if row.get("rule") == rule] for rule in rules}
+
+
+def digest(rows: Sequence[Row]) -> str:
+    """The text in a figure that tells which rows it shows, so that a stale one is found."""
+    text = json.dumps([asdict(row) for row in rows], sort_keys=True)
+    return f"rows sha256 {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def draw(rows: Sequence[Row], path: Path, origin: str) -> None:
+    """Draws our ratios by one rule as SVG, wins and losses on one axis."""
+    names = unique(row.get("workload") for row in rows)
+    steps = [step for step in STEPS if any(row.get("step") == step for row in rows)]
+    dtypes = unique(row.get("dtype") for row in rows)
+    settings: Any = {"svg.hashsalt": "tritonclip", "svg.fonttype": "none", "font.size": 9}
+    with mpl.rc_context(settings):
+        figure = Figure(figsize=(9, 2 + 0.4 * len(names)), layout="constrained")
+        panels = figure.subplots(1, len(steps), sharex=True, sharey=True, squeeze=False)[0]
+        for axes, step in zip(panels, steps, strict=True):
+            _panel(axes, [row for row in rows if row.get("step") == step], names, dtypes)
+            axes.set_title(step)
+        ends = [row.get(f"ratio{end}") for row in rows for end in ("_lo", "_hi")]
+        panels[0].set_xlim(min(0.8, *ends) / 1.1, max(1.25, *ends) * 1.1)
+        by = BY[rows[0].get("rule")]
+        figure.suptitle(f"Clipping by {by}: time of the best torch variant / tritonclip's")
+        note = "median and quartiles; right of 1x tritonclip is faster"
+        figure.supxlabel(f"{note}\n{origin}", fontsize=7)
+        entries = [(dtype, COLOURS[dtype], MARKERS[dtype]) for dtype in dtypes]
+        handles = [
+            Line2D([], [], color=colour, marker=marker, linestyle="", label=label)
+            for label, colour, marker in [*entries, ("slower", LOSS, "o")]
+        ]
+        figure.legend(handles=handles, loc="outside right upper", frameon=False)
+        metadata = {"Date": None, "Description": digest(rows), "Title": by}
+        figure.savefig(path, format="svg", metadata=metadata)
+
+
+def _panel(axes: Axes, rows: Sequence[Row], names: Sequence[str], dtypes: Sequence[str]) -> None:
+    """One point a row: a line a workload, top down, and the dtypes side by side on it."""
+    axes.set_xscale("log")
+    for row in rows:
+        dtype, ratio = row.get("dtype"), row.get("ratio")
+        offset = dtypes.index(dtype) - (len(dtypes) - 1) / 2
+        y = names.index(row.get("workload")) + 0.18 * offset
+        spread = [row.get("ratio_lo"), row.get("ratio_hi")]
+        axes.plot(spread, [y, y], color=COLOURS[dtype], linewidth=1.2)
+        style: Any = {"markeredgecolor": COLOURS[dtype], "markersize": 5}
+        style["markerfacecolor"] = LOSS if ratio < 1 else COLOURS[dtype]
+        axes.plot(ratio, y, MARKERS[dtype], **style)
+    axes.axvline(1.0, color="black", linewidth=1.0)
+    axes.axvspan(1e-6, 1.0, color=LOSS, alpha=0.10, linewidth=0)
+    axes.xaxis.set_major_locator(LogLocator(base=2))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}x"))
+    axes.set_yticks(range(len(names)), [title(name) for name in names])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(axis="x", alpha=0.3)
 
 
 class Report:
-    """All files that follow from a README's markers.
+    """All files that follow from committed rows.
 
     Args:
-        readme: the file with the markers.
-        folder: where results lie, below the README's folder.
+        root: the folder of README.md, docs/ and bench/results/.
 
     Attributes:
         texts: what each text file should hold.
-        drawings: rows and provenance of each figure.
+        drawings: how to draw each figure, and its digest.
     """
 
-    def __init__(self, readme: Path, folder: Path) -> None:
+    def __init__(self, root: Path) -> None:
         self.texts: dict[Path, str] = {}
-        self.drawings: dict[Path, tuple[list[Row], str]] = {}
-        text = readme.read_text()
-        wanted = {match[2]: bool(match[3]) for match in SECTION.finditer(text)}
-        if not wanted or len(wanted) != text.count("<!-- bench:"):
-            raise RefusedError(
-                f"{readme}: expected <!-- bench:NAME --> ... <!-- /bench --> around each table, "
-                f"found {len(wanted)} whole ones of {text.count('<!-- bench:')}"
-            )
-        link = folder.resolve().relative_to(readme.resolve().parent).as_posix()
+        self.drawings: dict[Path, tuple[Callable[[], None], str]] = {}
+        folder = root / "bench" / "results"
+        text = _page(root / PERFORMANCE, "<!-- bench:", SECTION, "<!-- bench:NAME -->")
         sections = {}
-        for name, of_rivals in wanted.items():
+        for match in SECTION.finditer(text):
+            name, of_providers = match[2], bool(match[3])
             origin, rows = load(folder / f"{name}.json")
-            self.texts[folder / f"{name}.md"] = page(name, origin, rows)
-            if of_rivals:
-                sections[name] = rivals_section(name, origin, rows, link)
-                continue
-            sections[name] = section(name, origin, rows, link)
-            for rule, drawn in figures(rows).items():
-                self.drawings[folder / f"{name}-{rule}.svg"] = (
-                    drawn,
-                    origin_line(origin, IN_FIGURES),
-                )
-        self.texts[readme] = SECTION.sub(lambda m: m[1] + sections[m[2]] + m[5], text)
+            sections[name] = section(name, of_providers, origin, rows)
+            if not of_providers:
+                for rule, drawn in figures(rows).items():
+                    self._add_drawing(folder / f"{name}-{rule}.svg", drawn, origin)
+        self.texts[root / PERFORMANCE] = SECTION.sub(lambda m: m[1] + sections[m[2]] + m[5], text)
+        readme = _page(root / README, "<!-- speed", SPEED, "<!-- speed -->")
+        table = readme_table(load(folder / "cpu.json")[1])
+        self.texts[root / README] = SPEED.sub(lambda m: m[1] + table + m[3], readme)
 
-    def write(self) -> None:
-        """Writes every file."""
+    def _add_drawing(self, path: Path, rows: list[Row], origin: dict[str, Any]) -> None:
+        where = origin_line(origin, IN_FIGURES)
+        self.drawings[path] = (lambda: draw(rows, path, where)), digest(rows)
+
+    def write(self) -> list[Path]:
+        """Writes every file; returns no stale one."""
         for path, text in self.texts.items():
             path.write_text(text)
-        for path, (rows, origin) in self.drawings.items():
-            draw(rows, path, origin)
+        for drawing, _ in self.drawings.values():
+            drawing()
+        return []
 
     def stale(self) -> list[Path]:
         """Files that are missing or are not what the rows give."""
-        texts = [
-            path
-            for path, text in self.texts.items()
-            if not path.exists() or path.read_text() != text
-        ]
+        texts = [path for path, text in self.texts.items() if path.read_text() != text]
         return texts + [
             path
-            for path, (rows, _) in self.drawings.items()
-            if not path.exists() or digest(rows) not in path.read_text()
+            for path, (_, rows) in self.drawings.items()
+            if not path.exists() or rows not in path.read_text()
         ]
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Writes or checks the report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--readme", type=Path, default=README)
-    parser.add_argument("--results", type=Path, default=results.RESULTS, help="folder of the rows")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where stale")
-    options = parser.parse_args(argv)
-    try:
-        report = Report(options.readme, options.results)
-    except RefusedError as error:
-        print(f"refused: {error}", file=sys.stderr)
-        return 1
-    if not options.check:
-        report.write()
-        return 0
-    stale = report.stale()
-    for path in stale:
-        print(f"{path} is not what the rows give: run python -m bench.report", file=sys.stderr)
-    return 1 if stale else 0
+def _page(path: Path, start: str, marks: re.Pattern[str], wanted: str) -> str:
+    """The text of a page that has whole markers.
 
-
-if __name__ == "__main__":
-    sys.exit(main())
+    Raises:
+        RefusedError: it lacks them, or there is no such page.
+    """
+    text = path.read_text() if path.exists() else ""
+    whole = len(marks.findall(text))
+    if whole == 0 or whole != text.count(start):
+        raise RefusedError(
+            f"{path}: expected {wanted} and its end <!-- /{wanted[5:10]} --> around each table, "
+            f"found {whole} whole ones of {text.count(start)}; write the markers where it belongs"
+        )
+    return text

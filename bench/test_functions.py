@@ -1,7 +1,7 @@
 """Single functions under pytest-benchmark: run `python -m pytest bench`.
 
-For a look at one function and its spread, beside its twin of torch. Ratios come from the
-interleaved runner of `bench.suite`: what is timed minutes apart cannot be divided. Every function
+They show one function and its spread, beside its twin of torch. Ratios come from the interleaved
+samples of `python -m bench speed`: times taken minutes apart cannot be divided. Every function
 is checked against float64 before it is timed, and gradients are refilled before every round,
 outside the clock.
 """
@@ -18,13 +18,13 @@ import torch
 from torch.nn import utils
 
 import tritonclip
-from bench.gradients import Gradients
-from bench.lists import LISTS, ParameterList
-from bench.rivals import LENIENT, OURS
+from bench.accuracy import OURS, Gradients
+from bench.baselines import LENIENT
+from bench.workloads import WORKLOADS, Workload
 from tritonclip import ClipByGlobalNorm, ClipByValue
 
-SMALL = ParameterList("small", "100 of 1,000", ((1000,),) * 100)
-MEDIUM = LISTS["resnet50"]()
+SMALL = Workload("small", "100 of 1,000", ((1000,),) * 100)
+MEDIUM = WORKLOADS["resnet50"]()
 ROUNDS = {"small": 200, "resnet50": 20}
 NO_GPU = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is false"
@@ -33,7 +33,7 @@ NO_GPU = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Function:
-    """A function, what its result is checked as, and what it is called with."""
+    """A function, the rule that checks its result, and its call."""
 
     job: str
     rule: str
@@ -89,19 +89,19 @@ FUNCTIONS = {
 
 
 @cache
-def gradients_of(parameter_list: ParameterList, device: str) -> Gradients:
+def gradients_of(workload: Workload, device: str) -> Gradients:
     """Gradients that all functions share, filled by each."""
-    return Gradients(parameter_list, "float32", torch.device(device))
+    return Gradients(workload, "float32", torch.device(device))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 @pytest.mark.parametrize("clipped", [False, True], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_GPU)])
-@pytest.mark.parametrize("parameter_list", [SMALL, MEDIUM], ids=lambda one: one.name)
-def test_function(benchmark, parameter_list, device, clipped, function):
+@pytest.mark.parametrize("workload", [SMALL, MEDIUM], ids=lambda one: one.name)
+def test_function(benchmark, workload, device, clipped, function):
     if clipped and not function.writes:
         pytest.skip("a norm is measured in the same way whether anything is clipped or not")
-    gradients = gradients_of(parameter_list, device)
+    gradients = gradients_of(workload, device)
     limit = gradients.limit(function.rule, clipped)
     gradients.refill()
     output = function.call(gradients, limit)
@@ -117,7 +117,5 @@ def test_function(benchmark, parameter_list, device, clipped, function):
             torch.cuda.synchronize()
 
     step = "clipped" if clipped else "unclipped"
-    benchmark.group = f"{function.job}, {parameter_list.title}, {step}, {device}"
-    benchmark.pedantic(
-        call, setup=gradients.refill, rounds=ROUNDS[parameter_list.name], warmup_rounds=2
-    )
+    benchmark.group = f"{function.job}, {workload.title}, {step}, {device}"
+    benchmark.pedantic(call, setup=gradients.refill, rounds=ROUNDS[workload.name], warmup_rounds=2)

@@ -1,4 +1,4 @@
-"""Rivals that need more than torch: each in its own idiom, on its own arrays, where installed.
+"""Providers that need more than torch: each in its idiom, on arrays of its, where installed.
 
 Arrays are filled from torch's outside the clock. None of them holds torch's memory.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gradients import Gradients
-from bench.rivals import Entry, Rival
+from bench.accuracy import Gradients
+from bench.baselines import Entry, Provider
 
 
 class ForeignEntry(Entry):
@@ -181,7 +181,8 @@ def _needs(
     mixed: bool = True,
     half_on_cpu: bool = True,
 ) -> Any:
-    def absent(device: torch.device, dtype: str) -> str | None:
+    def absent(gradients: Gradients) -> str | None:
+        device, dtype = gradients.device, gradients.dtype
         missing = [name for name in modules if not _is_installed(name)]
         if missing:
             return f"not installed: {', '.join(missing)}"
@@ -203,27 +204,27 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 BOTH = ("cpu", "cuda")
 OPTIONAL = (
     # Eager TensorFlow clamps in two operators.
-    Rival(
+    Provider(
         "tensorflow",
         _tensorflow,
         {"norm": 3, "value": 4, "gradient": 3},
         absent=_needs("tensorflow", mixed=False),
     ),
-    Rival(
+    Provider(
         "paddle",
         _paddle,
         {"norm": 3, "value": 2, "gradient": 3},
         absent=_needs("paddle", devices=BOTH, half_on_cpu=False),
     ),
-    Rival(
+    Provider(
         "optax",
         _optax,
         {"norm": 3, "value": 2},
         compiles=True,
         absent=_needs("jax", "optax", devices=BOTH),
     ),
-    Rival("apex", _apex, {"norm": 3}, absent=_needs("apex.contrib", devices=("cuda",))),
-    Rival(
+    Provider("apex", _apex, {"norm": 3}, absent=_needs("apex.contrib", devices=("cuda",))),
+    Provider(
         "transformer_engine",
         _transformer_engine,
         {"norm": None},

@@ -1,7 +1,7 @@
 """What is compared: tritonclip, and what a user of PyTorch would pick instead.
 
-A rival is asked for an `Entry` for given gradients, rule and limit: what is timed is its `call`,
-nothing else. Rivals from other frameworks, on arrays of their own, are in `foreign`.
+A provider is asked for an `Entry` for given gradients, rule and limit; nothing but its `call` is
+timed. Providers from other frameworks, on arrays of theirs, are in `frameworks`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import tritonclip
-from bench.gradients import Gradients
+from bench.accuracy import EPS, OURS, Gradients
 
 # Compilers unroll a list: a list of 10,000 takes them minutes.
 MOST_COMPILED = 1000
-# Norms of others may be off by this much: torch's own are by up to 1% on a CPU. `norm_error` of a
-# row says by how much.
+# Norms of others may be off by this much: torch's are by up to 1% on a CPU. `norm_error` of a row
+# says by how much.
 LENIENT = 0.05
-OURS = 1e-6
+# Lists of more bytes stand beside torch.sum over as many.
+SUMMED = 2**23
 
 
 class Entry:
-    """One rival, ready to clip given gradients.
+    """One provider, ready to clip given gradients.
 
     Args:
         gradients: what it clips.
@@ -66,20 +67,20 @@ Make = Callable[[Gradients, str, float], Entry]
 
 
 @dataclass(frozen=True)
-class Rival:
+class Provider:
     """Something that clips.
 
     Attributes:
-        name: what rows call it.
+        name: in rows and on the command line.
         make: gets it ready for gradients, a rule and a limit.
         passes: by rule that it serves, how many times it reads or writes all gradients; None where
-            that depends on the gradients (`measure.bytes_moved`).
+            that depends on the gradients (`speed.bytes_moved`).
         baseline: one of torch's ways to clip, the best of which the others are divided by.
         clips: false where it only measures.
         compiles: left out for lists of more than MOST_COMPILED tensors.
         flat: it sees one buffer instead of many gradients.
         tolerance: largest relative error of norms and gradients that is let pass.
-        absent: why it cannot run on a device with a dtype; None where it can.
+        absent: why it cannot run on gradients; None where it can.
     """
 
     name: str
@@ -90,7 +91,14 @@ class Rival:
     compiles: bool = False
     flat: bool = False
     tolerance: float = LENIENT
-    absent: Callable[[torch.device, str], str | None] = field(default=lambda device, dtype: None)
+    absent: Callable[[Gradients], str | None] = field(default=lambda gradients: None)
+
+    def why_absent(self, gradients: Gradients) -> str | None:
+        """Why it is not compared on these gradients; None where it is."""
+        n = len(gradients.fresh)
+        if self.compiles and n > MOST_COMPILED:
+            return f"compiling a list of {n} takes minutes"
+        return self.absent(gradients)
 
 
 def _numbers(output: Any) -> list[float]:
@@ -100,13 +108,30 @@ def _numbers(output: Any) -> list[float]:
     return [float(norm) for norm in output]
 
 
+def _sgd(gradients: Gradients) -> torch.optim.Optimizer:
+    with torch.no_grad():
+        torch._foreach_zero_(gradients.parameters)
+    return torch.optim.SGD(gradients.parameters, lr=1e-3, foreach=True)
+
+
 def _entry(gradients: Gradients, rule: str, call: Callable[[], Any]) -> Entry:
-    return Entry(gradients, call, None if rule == "value" else _numbers)
+    if rule != "step":
+        return Entry(gradients, call, None if rule == "value" else _numbers)
+    sgd = _sgd(gradients)
+
+    def step() -> Any:
+        norm = call()
+        sgd.step()
+        return norm
+
+    return Entry(gradients, step, _numbers)
 
 
-def _our_rule(rule: str, limit: float) -> Any:
+def our_rule(rule: str, limit: float) -> Any:
+    """A rule of the library by its name in rows."""
     rules: dict[str, Any] = {
         "norm": tritonclip.ClipByGlobalNorm,
+        "step": tritonclip.ClipByGlobalNorm,
         "value": tritonclip.ClipByValue,
         "gradient": tritonclip.ClipByNorm,
     }
@@ -114,31 +139,41 @@ def _our_rule(rule: str, limit: float) -> Any:
 
 
 def _ours(gradients: Gradients, rule: str, limit: float) -> Entry:
-    parameters, clip = gradients.parameters, _our_rule(rule, limit)
+    parameters, clip = gradients.parameters, our_rule(rule, limit)
     return _entry(gradients, rule, lambda: tritonclip.clip_(parameters, clip))
 
 
 def _flat(gradients: Gradients, rule: str, limit: float) -> Entry:
-    own = Gradients(gradients.list, gradients.dtype, gradients.device, like=gradients)
+    own = Gradients(gradients.workload, gradients.dtype, gradients.device, like=gradients)
     flat = tritonclip.FlatGradients(own.parameters)
     own.refill()
-    clip = _our_rule(rule, limit)
+    clip = our_rule(rule, limit)
     return _entry(own, rule, lambda: tritonclip.clip_(flat, clip))
+
+
+def _wrapper(gradients: Gradients, rule: str, limit: float) -> Entry:
+    wrapper = tritonclip.ClippedOptimizer(_sgd(gradients), our_rule(rule, limit))
+
+    def step() -> Tensor:
+        wrapper.step()
+        return wrapper.stats.last_norm
+
+    return Entry(gradients, step, _numbers)
 
 
 def _torch_call(parameters: list[Tensor], rule: str, limit: float, foreach: bool | None) -> Any:
     """Each gradient by its own norm takes a call each: torch has no function for it."""
-    if rule == "norm":
-        return clip_grad_norm_(parameters, limit, foreach=foreach)
     if rule == "value":
         return clip_grad_value_(parameters, limit, foreach=foreach)
-    return [clip_grad_norm_(p, limit, foreach=foreach) for p in parameters]
+    if rule == "gradient":
+        return [clip_grad_norm_(p, limit, foreach=foreach) for p in parameters]
+    return clip_grad_norm_(parameters, limit, foreach=foreach)
 
 
 def _foreach_each(gradients: list[Tensor], limit: float) -> Tensor:
     """Each gradient by its own norm, as someone writes it who knows torch's foreach functions."""
     norms = torch.stack(torch._foreach_norm(gradients))
-    factors = (limit / (norms + 1e-6)).clamp_(max=1.0)
+    factors = (limit / (norms + EPS)).clamp_(max=1.0)
     torch._foreach_mul_(gradients, list(factors.unbind()))
     return norms
 
@@ -153,23 +188,15 @@ def _torch(foreach: bool | None) -> Make:
     return make
 
 
-def _compiled_entry(gradients: Gradients, rule: str, call: Callable[[], Any]) -> Entry:
-    entry = _entry(gradients, rule, call)
-    # torch.compile makes its own graphs, with mode="reduce-overhead"; that is not compared.
-    entry.graphable = False
-    return entry
+def _compiled(make: Make) -> Make:
+    def compiled(gradients: Gradients, rule: str, limit: float) -> Entry:
+        entry = make(gradients, rule, limit)
+        entry.call = torch.compile(entry.call, fullgraph=True)
+        # torch.compile makes CUDA graphs itself, with mode="reduce-overhead": not compared.
+        entry.graphable = False
+        return entry
 
-
-def _ours_compiled(gradients: Gradients, rule: str, limit: float) -> Entry:
-    parameters, clip = gradients.parameters, _our_rule(rule, limit)
-    call = torch.compile(lambda: tritonclip.clip_(parameters, clip), fullgraph=True)
-    return _compiled_entry(gradients, rule, call)
-
-
-def _torch_compiled(gradients: Gradients, rule: str, limit: float) -> Entry:
-    parameters = gradients.parameters
-    call = torch.compile(lambda: _torch_call(parameters, rule, limit, None), fullgraph=True)
-    return _compiled_entry(gradients, rule, call)
+    return compiled
 
 
 def _torch_norm(gradients: Gradients, rule: str, limit: float) -> Entry:
@@ -177,33 +204,35 @@ def _torch_norm(gradients: Gradients, rule: str, limit: float) -> Entry:
     return _entry(gradients, rule, lambda: get_total_norm(grads))
 
 
-def _no_flat(device: torch.device, dtype: str) -> str | None:
-    return None if hasattr(tritonclip, "FlatGradients") else "this version has no FlatGradients"
+def _torch_sum(gradients: Gradients, rule: str, limit: float) -> Entry:
+    """The time to read as many bytes: as float32, whatever the dtype of the gradients."""
+    bytes_as_float32 = torch.ones(gradients.n_bytes // 4, device=gradients.device)
+    return Entry(gradients, lambda: torch.sum(bytes_as_float32))
 
 
-ALWAYS = {"norm": 3, "gradient": 3}
-DEPENDS: dict[str, int | None] = {"norm": None, "value": None, "gradient": None}
+def _no_sum(gradients: Gradients) -> str | None:
+    return None if gradients.n_bytes > SUMMED else "compared with lists over 8 MiB only"
 
-RIVALS = (
-    Rival("tritonclip", _ours, DEPENDS, tolerance=OURS),
-    Rival("tritonclip flat", _flat, DEPENDS, flat=True, tolerance=OURS, absent=_no_flat),
-    Rival(
-        "tritonclip compiled",
-        _ours_compiled,
-        DEPENDS,
-        compiles=True,
-        tolerance=OURS,
-    ),
+
+DEPENDS: dict[str, int | None] = {"norm": None, "value": None, "gradient": None, "step": None}
+ALWAYS = {**DEPENDS, "norm": 3, "gradient": 3}
+
+PROVIDERS = (
+    Provider("tritonclip", _ours, DEPENDS, tolerance=OURS),
+    Provider("tritonclip flat", _flat, DEPENDS, flat=True, tolerance=OURS),
+    Provider("tritonclip wrapper", _wrapper, {"step": None}, tolerance=OURS),
+    Provider("tritonclip compiled", _compiled(_ours), DEPENDS, compiles=True, tolerance=OURS),
     # Foreach functions clamp twice; a clamp with two bounds reads and writes once.
-    Rival("torch", _torch(None), {**ALWAYS, "value": 4}, baseline=True),
-    Rival("torch foreach", _torch(True), {**ALWAYS, "value": 4}, baseline=True),
-    Rival("torch no foreach", _torch(False), {**ALWAYS, "value": 2}, baseline=True),
-    Rival(
-        "torch compiled",
-        _torch_compiled,
-        {**ALWAYS, "value": 2},
-        baseline=True,
-        compiles=True,
+    Provider("torch", _torch(None), {**ALWAYS, "value": 4}, baseline=True),
+    Provider("torch foreach", _torch(True), {**ALWAYS, "value": 4}, baseline=True),
+    Provider("torch no foreach", _torch(False), {**ALWAYS, "value": 2}, baseline=True),
+    Provider("torch compiled", _compiled(_torch(None)), {**ALWAYS, "value": 2}, compiles=True),
+    Provider("torch norm only", _torch_norm, {"norm": 1}, clips=False),
+    Provider(
+        "torch sum",
+        _torch_sum,
+        {"norm": 1, "value": 1, "gradient": 1},
+        clips=False,
+        absent=_no_sum,
     ),
-    Rival("torch norm only", _torch_norm, {"norm": 1}, clips=False),
 )

@@ -1,0 +1,256 @@
+"""Rows of all benchmarks: their one type, their columns, where they were measured, one table."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import tritonclip
+
+Value = str | int | float | bool
+RESULTS = Path(__file__).parent / "results"
+# Named in the provenance where installed.
+PACKAGES = ("triton", "tensorflow", "tensorflow-cpu", "paddlepaddle", "jax", "optax", "apex")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        benchmark: "speed", "accuracy", "host" or "codegen".
+        case: what was measured, by names of COLUMNS; no two rows of a file share it.
+        values: the figures, by names of COLUMNS; a figure that was not measured is absent. Medians
+            stand beside quartiles NAME_lo and NAME_hi; NAME_goal is the most that is accepted.
+        correct: whether the result passed its check against float64; None where there is none.
+    """
+
+    benchmark: str
+    case: dict[str, Any]
+    values: dict[str, Any]
+    correct: bool | None = None
+
+    def get(self, name: str) -> Any:
+        """A part of the case or a figure; None where the row has none."""
+        return self.case.get(name, self.values.get(name))
+
+
+class Column(NamedTuple):
+    """How a part of a row is shown, and its meaning."""
+
+    heading: str
+    form: str = ""
+    meaning: str = ""
+
+
+COLUMNS = {
+    # Cases.
+    "workload": Column("gradients", "", "the gradient list"),
+    "dtype": Column("dtype", "", "of the gradients; mixed: bfloat16 matrices, float32 vectors"),
+    "rule": Column(
+        "by", "", "what clips: norm, value, gradient (each norm) or step (norm and SGD)"
+    ),
+    "step": Column("step", "", "clipped or unclipped: whether the rule changes the gradients"),
+    "busy": Column("busy", "d", "other processes that kept cores busy meanwhile"),
+    "provider": Column("provider", "", "what clipped"),
+    "path": Column("path", "", "cpu: PyTorch; triton: Triton, launches replaced by nothing"),
+    "call": Column("call", "", "the call"),
+    "list": Column("list", "", "how the gradients differ from those of the call before"),
+    "tensors": Column("tensors", ",d", "gradients in the list"),
+    "chip": Column("chip", "", "the GPU that the kernel was compiled for"),
+    "kernel": Column("kernel", "", "the kernel and its variant"),
+    "loop": Column("loop", "", "read, or write where the loop also writes what it read"),
+    # Speed. Times are in microseconds.
+    "wall_us": Column("wall us", ",.1f", "median and quartiles until all work was done"),
+    "host_us": Column("host us", ",.1f", "median until the call returned, on an idle queue"),
+    "device_us": Column("device us", ",.1f", "median on the GPU alone"),
+    "graph_us": Column("graph us", ",.1f", "median of the replay of a CUDA graph"),
+    "launches": Column("launches", "d", "kernels, copies and fills of a call on a GPU"),
+    "ratio": Column("ratio", ".2f", "the best torch variant's wall time over this, paired"),
+    "baseline": Column("over", "", "the best torch variant of the run"),
+    "sum_us": Column("sum us", ",.1f", "torch.sum over the same bytes, in the same rounds"),
+    "sum_share": Column("of it", ".0%", "torch.sum's time over this one, paired"),
+    "gb_per_s": Column("GB/s", ".1f", "bytes moved by device time, or by wall time on a CPU"),
+    "copy_gb_per_s": Column("copy", ".1f", "GB/s of a copy in the same run"),
+    "extra_mb": Column("extra MB", ".1f", "peak memory beside the gradients"),
+    "norm_error": Column("norm error", ".0e", "of the returned norm, relative to float64"),
+    "bytes_moved": Column("bytes moved", ",d", "read and written, by formula"),
+    "batch": Column("batch", "d", "calls in a sample"),
+    "repetitions": Column("samples", "d", "timed samples"),
+    # Accuracy.
+    "truth": Column("truth", ".7g", "the norm in float64"),
+    "norm": Column("norm", ".7g", "the norm that was returned"),
+    "distinct": Column("distinct", "d", "different results, bit for bit, of 20 calls"),
+    # Host.
+    "functions": Column("functions", "d", "Python functions of the library that a call enters"),
+    "modules": Column("modules", "d", "modules of the library that a call enters"),
+    "total_us": Column("total us", ",.1f", "median and quartiles of a call"),
+    "torch_us": Column("torch us", ",.1f", "torch.nn.utils.clip_grad_norm_ on the same tensors"),
+    "share": Column("of torch", ".2f", "total over torch's"),
+    "floor_us": Column("floor us", ",.1f", "reading and comparing all .grad and data_ptr"),
+    "us_per_tensor": Column("us a tensor", ".2f", "growth from the shortest to the longest list"),
+    # Code generation; bytes are of one multiprocessor.
+    "load_bits": Column("load bits", "d", "the widest load from global memory"),
+    "store_bits": Column("store", "d", "the widest store"),
+    "registers": Column("registers", "d", "of a thread"),
+    "spilled_bytes": Column("spilled", "d", "of a thread, in local memory"),
+    "loads": Column("loads", "d", "loads that a thread has in flight, over whole chunks"),
+    "masked_loads": Column("masked", "d", "the same over shorter chunks"),
+    "programs": Column("programs", "d", "resident on a multiprocessor"),
+    "threads": Column("threads", "d", "of a program"),
+    "bytes_in_flight": Column("in flight", ",d", "programs * threads * loads * bytes a load"),
+    "bytes_needed": Column("needed", ",d", "bandwidth * latency / multiprocessors"),
+    "enough": Column("of it", ".2f", "in flight over needed"),
+}
+
+
+def spread(name: str, samples: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles of samples, as values of a row."""
+    low, middle, high = statistics.quantiles(samples, n=4)
+    return {name: middle, f"{name}_lo": low, f"{name}_hi": high}
+
+
+def cell(row: Row, name: str) -> str:
+    """One figure with its quartiles and goal; empty where nothing was measured."""
+    form, value = COLUMNS[name].form, row.get(name)
+    if value is None or isinstance(value, str):
+        return value or ""
+    text = format(value, form)
+    low, high, goal = (row.get(f"{name}_{end}") for end in ("lo", "hi", "goal"))
+    if low is not None:
+        text += f" ({low:{form}} to {high:{form}})"
+    if goal is not None:
+        text += f" / {goal:{form}}{' over' if value > goal else ''}"
+    return text
+
+
+def table(
+    rows: Sequence[Row], *, title: str = "", caption: str = "", hidden: Sequence[str] = ()
+) -> Table:
+    """All figures that any of the rows has; a part of the case like that above is not repeated."""
+    result = Table(title=title or None, caption=caption or None)
+    cases = [name for name in COLUMNS if any(name in row.case for row in rows)]
+    figures = [name for name in COLUMNS if any(name in row.values for row in rows)]
+    figures = [name for name in figures if name not in hidden]
+    for name in (*cases, *figures):
+        justify: Any = "left" if COLUMNS[name].form == "" else "right"
+        result.add_column(COLUMNS[name].heading, justify=justify, no_wrap=True)
+    before = [""] * len(cases)
+    for row in rows:
+        case = [cell(row, name) for name in cases]
+        new = next((i for i, (a, b) in enumerate(zip(before, case, strict=True)) if a != b), 0)
+        shown = ["" if i < new else text for i, text in enumerate(case)]
+        if any(before) and new == 0:
+            result.add_section()
+        values = [cell(row, name) for name in figures]
+        if row.correct is False and not row.values:
+            values[0] = "wrong result, not timed"
+        result.add_row(*map(Text, (*shown, *values)))
+        before = case
+    return result
+
+
+def markdown(given: Table) -> str:
+    """A table as Markdown."""
+    given.box, given.title, given.caption, given.show_edge = box.MARKDOWN, None, None, True
+    for row in given.rows:
+        row.end_section = False
+    console = Console(file=io.StringIO(), width=10_000, color_system=None)
+    console.print(given)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return "\n".join(line.strip() for line in lines if line.strip())
+
+
+def write(path: Path, origin: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Writes rows, one a line, with their provenance, as JSON."""
+    lines = ",\n".join(json.dumps(asdict(_rounded(row)), allow_nan=False) for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{{"provenance": {json.dumps(origin, indent=1)},\n"rows": [\n{lines}\n]}}\n')
+
+
+def _rounded(row: Row) -> Row:
+    """Seven digits: more than any clock has, and as many as a float32 norm."""
+    values = {k: float(f"{v:.7g}") if type(v) is float else v for k, v in row.values.items()}
+    return Row(row.benchmark, row.case, values, row.correct)
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    """Provenance and rows that `write` wrote."""
+    record = json.loads(path.read_text())
+    return record["provenance"], [Row(**row) for row in record["rows"]]
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a device in provenances: "cpu", or that of the GPU."""
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Where, and with what, rows are measured."""
+    arguments = sys.argv[1:]
+    if "--out" in arguments:
+        place = arguments.index("--out")
+        del arguments[place : place + 2]
+    found: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", "bench", *arguments]),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "commit": _commit(),
+        "cpu": _cpu(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": device_name(device),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "tritonclip": tritonclip.__version__,
+        "torch": torch.__version__,
+    }
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["cuda"] = torch.version.cuda or f"hip {torch.version.hip}"
+        found["multiprocessors"] = properties.multi_processor_count
+        found["l2_bytes"] = properties.L2_cache_size
+    return found
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    folder = Path(__file__).parent
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+    except FileNotFoundError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def _cpu() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,252 @@
+"""How time, launches and memory are measured. All times are in microseconds.
+
+Wall: from the call to when all its work is done. Host: from the call, on an idle queue, to its
+return. Device: between two events on the GPU, around a call that was queued long before the GPU got
+to it, with the L2 cache holding something else. Graph: the same for the replay of a CUDA graph of
+the call. On a CPU there is wall time only.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity
+
+# The profiler would tell of its own stages on the terminal.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+# GPU cycles that the queue is held up while calls are queued: about 10 ms.
+HEAD_START = 20_000_000
+# Bytes copied to measure the bandwidth of memory, well beyond every cache.
+COPIED = {"cpu": 2**28, "cuda": 2**30}
+# Calls on a CPU are put together to samples of about this long, so that the clock's cost vanishes.
+SAMPLE_US = 1000.0
+MOST_CALLS = 50
+MOST_SAMPLES = 300
+# Spins until its parent ends.
+SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
+
+
+class Timed(NamedTuple):
+    """A call, and how to prepare it outside the clock; None where nothing has to be prepared."""
+
+    call: Callable[[], Any]
+    prepare: Callable[[], Any] | None
+
+
+class Samples(NamedTuple):
+    """Microseconds a call, one number a sample."""
+
+    walls: list[float]
+    hosts: list[float]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps the garbage collector from running within a measurement."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def busy_cores(n: int) -> Iterator[None]:
+    """Keeps `n` other processes spinning."""
+    spinning = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(n)]
+    try:
+        yield
+    finally:
+        for process in spinning:
+            process.terminate()
+            process.wait()
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for all work on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@cache
+def clock_us() -> float:
+    """The time between two readings of the clock with nothing in between."""
+    return statistics.median(-(perf_counter_ns() - perf_counter_ns()) / 1e3 for _ in range(1000))
+
+
+def sample(timed: Timed, device: torch.device, n_calls: int = 1) -> tuple[float, float]:
+    """Host and wall time of a call, the mean of `n_calls`.
+
+    Calls that need no preparation run between two readings of the clock. Others have readings
+    around each, of which the clock's own time is subtracted.
+    """
+    synchronize(device)
+    if timed.prepare is None:
+        start = perf_counter_ns()
+        for _ in range(n_calls):
+            timed.call()
+        returned = perf_counter_ns()
+        synchronize(device)
+        done = perf_counter_ns()
+        return (returned - start) / 1e3 / n_calls, (done - start) / 1e3 / n_calls
+    host = wall = 0
+    for _ in range(n_calls):
+        timed.prepare()
+        synchronize(device)
+        start = perf_counter_ns()
+        timed.call()
+        returned = perf_counter_ns()
+        synchronize(device)
+        host, wall = host + returned - start, wall + perf_counter_ns() - start
+    return host / 1e3 / n_calls - clock_us(), wall / 1e3 / n_calls - clock_us()
+
+
+def interleaved(
+    timed: Sequence[Timed], device: torch.device, n_samples: int, seconds: float
+) -> tuple[list[Samples], int]:
+    """Samples of all calls, taken in turn, and how many calls are in a sample.
+
+    Samples are paired: each round goes through all calls in an order of its own, so that whatever
+    slows the machine down for a while slows all of them.
+
+    Args:
+        timed: the calls.
+        device: where they work.
+        n_samples: fewest of each call.
+        seconds: how long to go on with more of them, up to MOST_SAMPLES.
+    """
+    shuffle = random.Random(0)
+    result = [Samples([], []) for _ in timed]
+    if not timed:
+        return result, 0
+    with quiet():
+        for one in timed:
+            sample(one, device)
+        n_calls = 1
+        if device.type == "cpu":
+            usual = statistics.median(sample(one, device)[1] for _ in range(3) for one in timed)
+            n_calls = min(MOST_CALLS, math.ceil(SAMPLE_US / max(usual, 1.0)))
+        end = perf_counter_ns() + seconds * 1e9
+        for done in range(MOST_SAMPLES):
+            if done >= n_samples and perf_counter_ns() >= end:
+                break
+            for i in shuffle.sample(range(len(timed)), len(timed)):
+                host, wall = sample(timed[i], device, n_calls)
+                result[i].hosts.append(host)
+                result[i].walls.append(wall)
+    return result, n_calls
+
+
+class Flush:
+    """Reads three times the L2 cache of a GPU, so that it holds nothing else.
+
+    Reading leaves no lines behind whose writing-back the next kernel would pay for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        size = 3 * torch.cuda.get_device_properties(device).L2_cache_size
+        self._buffer = torch.zeros(size // 4, dtype=torch.int32, device=device)
+
+    def __call__(self) -> None:
+        """Queues the reading."""
+        torch.max(self._buffer)
+
+
+def device_times(timed: Timed, flush: Flush, repetitions: int) -> list[float]:
+    """Times on the GPU alone, on torch's current stream, one a repetition.
+
+    A wait on the GPU in front lets the host run ahead, so that the gaps between launches do not
+    count. A call with more launches than the queue holds (about 1,000), or that waits for the GPU,
+    is bound by the host all the same, and its time says so.
+    """
+    times = []
+    for _ in range(repetitions):
+        start = torch.cuda.Event(enable_timing=True)
+        stop = torch.cuda.Event(enable_timing=True)
+        if timed.prepare is not None:
+            timed.prepare()
+        flush()
+        torch.cuda.synchronize()
+        torch.cuda._sleep(HEAD_START)
+        start.record()
+        timed.call()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3)
+    return times
+
+
+def captured(timed: Timed) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of a call, warmed up on a separate stream as torch's documentation asks."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            if timed.prepare is not None:
+                timed.prepare()
+            timed.call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        timed.call()
+    return graph
+
+
+def launches(call: Callable[[], Any], device: torch.device) -> int:
+    """Kernels, copies and fills that one call puts on a GPU."""
+    torch.cuda.synchronize(device)
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiled:
+        call()
+        torch.cuda.synchronize(device)
+    # A range that the program named shows on the GPU, too, and is not work.
+    events = [e for e in profiled.events() if not e.is_user_annotation]
+    return len([e for e in events if e.device_type.name == "CUDA"])
+
+
+def extra_bytes(call: Callable[[], Any], device: torch.device) -> int:
+    """The most bytes that a call held at one time, beside what was there before.
+
+    On a CPU every allocation that torch's allocator reports is counted; on a GPU its own peak.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.autograd.profiler.profile(profile_memory=True) as profiled:
+        call()
+    held = most = 0
+    events = [e for e in profiled.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return int(most)
+
+
+def copy_gb_per_s(device: torch.device) -> float:
+    """Bytes read and written a second, in GB, while one large buffer is copied to another.
+
+    The best of ten, which is what the memory can do.
+    """
+    source = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
+    target = torch.ones_like(source)
+    copy = Timed(lambda: target.copy_(source), None)
+    times = [sample(copy, device)[1] for _ in range(11)]
+    return 2 * source.nbytes / (min(times[1:]) * 1e3)
