@@ -1,28 +1,37 @@
 """Clamp: one launch brings every element within bounds.
 
-A chunk is read once and compared; only where an element lies outside, or a loss scale other than 1
-is divided out, is it read again, from cache, and written. Comparisons rather than tl.clamp keep NaN
-on every version of Triton.
+A chunk is read once and compared; only where an element lies outside is it read again, from cache,
+and written. Where a loss scale other than 1 is divided out, every chunk is read and written once.
+Comparisons rather than tl.clamp keep NaN on every version of Triton.
 """
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
-from tritonclip.kernels.chunks import ChunkTable
-from tritonclip.kernels.launch import TL_DTYPES, float_bits, launch
-from tritonclip.kernels.scale import as_float64, divide, grad_scale_arguments, load_grad_scale
-from tritonclip.kernels.walk import (
+from tritonclip.kernels import launch
+from tritonclip.kernels.chunk_access import (
     CHUNK,
-    TWO,
+    OCCUPANCY_2X128,
+    TAIL,
     aligned_pointer,
     any_pointer,
     find_chunk,
     is_aligned,
     whole_vectors,
 )
+from tritonclip.kernels.chunk_table import ChunkTable
+from tritonclip.kernels.scalars import (
+    as_float64,
+    divide,
+    load_number,
+    number_arguments,
+)
 
 
+@cache
 def _block_of(itemsize: int) -> int:
     """Elements loaded at a time; with more, the two loops together spill on sm_100 and gfx942.
 
@@ -93,54 +102,64 @@ def _clamp_masked(x_ptr, n, low, high, factor, BLOCK: tl.constexpr):
         tl.store(x_ptr + start + offsets, _clamp_values(x, low, high, factor), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n_chunks", "low_bits", "high_bits", "grad_scale_bits"])
+@launch.jit
 def _clamp_kernel(
     pointers_ptr,
     sizes_ptr,
     first_chunks_ptr,
-    owners_ptr,
+    tensor_of_chunk_ptr,
     grad_scale_ptr,
-    n_chunks,
+    n_chunks: tl.int32,
     low_bits: tl.int64,
     high_bits: tl.int64,
     grad_scale_bits: tl.int64,
     DTYPE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     """One program clamps the chunks program_id, program_id + grid, ...
 
-    pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; owners_ptr: int32[n_chunks];
-    grad_scale_ptr: any float [1], or None.
+    pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; tensor_of_chunk_ptr:
+    int32[n_chunks]; grad_scale_ptr: any float [1], or None.
     """
     LANE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
     low = as_float64(low_bits).to(LANE)
     high = as_float64(high_bits).to(LANE)
-    grad_scale = load_grad_scale(grad_scale_ptr, grad_scale_bits).to(LANE)
+    grad_scale = load_number(grad_scale_ptr, grad_scale_bits, 0).to(LANE)
     factor = divide(tl.full([], 1.0, LANE), grad_scale)
+    # A loss scale has to be divided out of every element: nothing is compared first.
+    write_all = factor != 1
 
     for chunk in range(tl.program_id(0), n_chunks, tl.num_programs(0)):
         _, address, start, n = find_chunk(
-            pointers_ptr, sizes_ptr, first_chunks_ptr, owners_ptr, chunk, CHUNK
+            pointers_ptr, sizes_ptr, first_chunks_ptr, tensor_of_chunk_ptr, chunk, CHUNK
         )
+        write = write_all
         if is_aligned(address):
             x_ptr = aligned_pointer(address, start, DTYPE)
             if n == CHUNK:
-                if (factor != 1) | (_outside_full(x_ptr, low, high, CHUNK, BLOCK) != 0):
+                if write_all == 0:
+                    write = _outside_full(x_ptr, low, high, CHUNK, BLOCK) != 0
+                if write:
                     _clamp_full(x_ptr, low, high, factor, CHUNK, BLOCK)
             else:
                 n_whole = whole_vectors(n)
-                # Only the loads of one tile are in flight at once. With twice as large a one half
-                # types spill on gfx942, float64 does on sm_90.
-                LOOK: tl.constexpr = 2 * BLOCK if DTYPE.primitive_bitwidth == 32 else BLOCK
-                outside = _outside_masked(x_ptr, n_whole, low, high, LOOK)
-                outside |= _outside_masked(x_ptr + n_whole, n - n_whole, low, high, 16)
-                if (factor != 1) | (outside != 0):
+                if write_all == 0:
+                    # Only the loads of one tile are in flight at once. With twice as large a one
+                    # half types spill on gfx942, float64 does on sm_90.
+                    LOOK: tl.constexpr = 2 * BLOCK if DTYPE.primitive_bitwidth == 32 else BLOCK
+                    outside = _outside_masked(x_ptr, n_whole, low, high, LOOK)
+                    outside |= _outside_masked(x_ptr + n_whole, n - n_whole, low, high, TAIL)
+                    write = outside != 0
+                if write:
                     _clamp_masked(x_ptr, n_whole, low, high, factor, BLOCK)
-                    _clamp_masked(x_ptr + n_whole, n - n_whole, low, high, factor, 16)
+                    _clamp_masked(x_ptr + n_whole, n - n_whole, low, high, factor, TAIL)
         else:
             any_ptr = any_pointer(address, start, DTYPE)
-            if (factor != 1) | (_outside_masked(any_ptr, n, low, high, BLOCK) != 0):
+            if write_all == 0:
+                write = _outside_masked(any_ptr, n, low, high, BLOCK) != 0
+            if write:
                 _clamp_masked(any_ptr, n, low, high, factor, BLOCK)
 
 
@@ -156,14 +175,15 @@ def clamp_(
         grad_scale: the loss scale that the gradients still carry: a number, or a one-element
             tensor.
     """
-    scale, scale_bits = grad_scale_arguments(grad_scale, table.device)
-    launch(
+    (_, _, scale), bits = number_arguments(low, high, grad_scale, table.device)
+    launch.launch(
         _clamp_kernel,
         table.device,
-        table.programs(TWO),
-        TWO,
-        (*table.arguments, scale, table.n_chunks, float_bits(low), float_bits(high), scale_bits),
-        DTYPE=TL_DTYPES[table.dtype],
+        table.programs[OCCUPANCY_2X128],
+        OCCUPANCY_2X128,
+        (*table.arguments, scale, table.n_chunks, *bits),
+        DTYPE=launch.TL_DTYPES[table.dtype],
         CHUNK=CHUNK,
         BLOCK=_block_of(table.dtype.itemsize),
+        TAIL=TAIL,
     )

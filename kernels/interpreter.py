@@ -1,4 +1,4 @@
-"""What Triton's interpreter does otherwise than a device, set right while a kernel of ours runs.
+"""Corrects Triton's interpreter, where it differs from a device, while our kernels run.
 
 Only imported under TRITON_INTERPRET=1, where kernels run on CPU tensors, one program after another,
 in NumPy.

@@ -1,16 +1,21 @@
-"""The one place where kernels are launched."""
+"""The one place where kernels are launched.
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+Triton's JIT derives at every call how a kernel is specialised to its arguments. Ours are
+specialised to types alone: no argument's alignment or value counts. So a kernel is compiled once
+for its types and constants, and its launcher called directly from then on.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache
-from struct import Struct
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from tritonclip.kernels.walk import WARPS, Occupancy
+from tritonclip.kernels.chunk_access import WARPS, Occupancy
 
 TL_DTYPES = {
     torch.float16: tl.float16,
@@ -19,7 +24,6 @@ TL_DTYPES = {
     torch.float64: tl.float64,
 }
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-_FLOAT64, _INT64 = Struct("<d"), Struct("<q")
 # How every kernel is compiled. Contraction to fused multiply-add is asked for by name, because its
 # default depends on the version of Triton.
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": True}
@@ -30,6 +34,22 @@ HIP_OPTIONS = {"waves_per_eu": HIP_PROGRAMS * WARPS // 4}
 # One wave of the interpreter, which runs programs one after another: more than one, so that
 # partials are really combined.
 INTERPRETED_WAVE = 3
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    """`triton.jit` for kernels: specialised to types and constants, never to values.
+
+    Every integer parameter names its type: else its size would depend on its value.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    runtime = [p.name for p in parameters if p.annotation is not tl.constexpr]
+    return triton.jit(function, do_not_specialize=runtime)
+
+
+def options_of(occupancy: Occupancy) -> dict[str, Any]:
+    """How a kernel is compiled for an occupancy."""
+    registers = HIP_OPTIONS if torch.version.hip else {"maxnreg": occupancy.registers}
+    return OPTIONS | registers
 
 
 def wave(device: torch.device, occupancy: Occupancy) -> int:
@@ -46,15 +66,6 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes the tensors' device the current one, on which Triton launches."""
-    if INTERPRETED:
-        from tritonclip.kernels.interpreter import as_device
-
-        return as_device()
-    return torch.cuda.device(device)
-
-
 def launch(
     kernel: Any,
     device: torch.device,
@@ -63,13 +74,54 @@ def launch(
     arguments: Sequence[Any],
     **constants: Any,
 ) -> None:
-    """Runs a kernel once, on the current stream of the device."""
-    registers = HIP_OPTIONS if torch.version.hip else {"maxnreg": occupancy.registers}
-    options = OPTIONS if INTERPRETED else OPTIONS | registers
-    with _on_device(device):
-        kernel[(programs,)](*arguments, **constants, **options)
+    """Runs a kernel once, on the current stream of the device.
+
+    Args:
+        kernel: decorated by `jit`.
+        device: of the tensors among the arguments.
+        programs: size of the grid.
+        occupancy: that the kernel is compiled for.
+        arguments: tensors, integers and None, in the order of the kernel's signature.
+        **constants: its constexpr parameters, all of them.
+    """
+    if INTERPRETED:
+        from tritonclip.kernels.interpreter import as_device
+
+        with as_device():
+            kernel[(programs,)](*arguments, **constants, **OPTIONS)
+        return
+    types = [a.dtype if isinstance(a, torch.Tensor) else type(a) for a in arguments]
+    key = (kernel.fn, device, *types, *constants.values())
+    run = _runners.get(key)
+    if run is None:
+        run = _runners[key] = _runner(kernel, device, programs, occupancy, arguments, constants)
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        run(programs, arguments)
+    else:
+        # Triton launches on the current device.
+        with torch.cuda.device(device):
+            run(programs, arguments)
 
 
-def float_bits(x: float) -> int:
-    """The bits of a float64 as an integer: an argument that no launcher rounds to float32."""
-    return int(_INT64.unpack(_FLOAT64.pack(x))[0])
+# By kernel, device, types of arguments and constants; some dozens at most in a process.
+_runners: dict[tuple[Any, ...], Callable[[int, Sequence[Any]], Any]] = {}
+
+
+def _runner(
+    kernel: Any,
+    device: torch.device,
+    programs: int,
+    occupancy: Occupancy,
+    arguments: Sequence[Any],
+    constants: dict[str, Any],
+) -> Callable[[int, Sequence[Any]], Any]:
+    """Launches the kernel compiled for such arguments; through the JIT where it has to be."""
+    options = options_of(occupancy)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        compiled = kernel.warmup(*arguments, grid=(programs,), **constants, **options)
+    # A future, where compilation is asynchronous.
+    compiled = compiled.result() if hasattr(compiled, "result") else compiled
+    if not hasattr(type(compiled), "__getitem__"):
+        return lambda programs, arguments: kernel[(programs,)](*arguments, **constants, **options)
+    rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+    return lambda programs, arguments: compiled[programs, 1, 1](*arguments, *rest)

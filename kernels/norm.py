@@ -8,19 +8,20 @@ of a norm type other than 0, 1, 2, inf and -inf is measured so at once.
 **Deterministic.** Chunks are fixed by sizes alone, each program owns a fixed set of them, every
 partial has its own place.
 
-A partial is itself a norm (of what one program saw, or of one chunk), in float64: the norm of the
-partials is the norm.
+A partial is itself a norm (of the elements of one program, or of one chunk), in float64: the norm
+of the partials is the norm.
 """
+
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
-from tritonclip.kernels.chunks import ChunkTable
-from tritonclip.kernels.launch import TL_DTYPES, launch
-from tritonclip.kernels.walk import (
+from tritonclip.kernels import launch
+from tritonclip.kernels.chunk_access import (
     CHUNK,
-    THREE,
+    OCCUPANCY_3X80,
     aligned_pointer,
     any_pointer,
     block_of,
@@ -30,13 +31,15 @@ from tritonclip.kernels.walk import (
     magnitude_key,
     whole_vectors,
 )
+from tritonclip.kernels.chunk_table import ChunkTable
+from tritonclip.kernels.scalars import INF
 
 # Sums below these are measured again. Elements lost to underflow add less than 2^-149 (2^-126 where
 # denormals are flushed) each, 16,384 of them less than 2^-112: under 2^-52 of a sum of 2^-60.
 # float64 likewise, with room to spare.
 TRUSTED_FLOAT32 = tl.constexpr(2.0**-60)
 TRUSTED_FLOAT64 = tl.constexpr(2.0**-900)
-INF = tl.constexpr(float("inf"))
+LARGEST_FLOAT64 = tl.constexpr(2.0**900)
 # Elements at a time in the rare float64 path, and partials at a time in `combine`: small, for few
 # registers.
 SLOW_BLOCK = tl.constexpr(512)
@@ -216,7 +219,9 @@ def _chunk_norm(
     if P == 1.0 or P == 2.0:
         total = _chunk_total(address, start, n, DTYPE, P, CHUNK, BLOCK)
         trusted: tl.constexpr = TRUSTED_FLOAT64 if DTYPE == tl.float64 else TRUSTED_FLOAT32
-        if (total < trusted) | (total == INF) | (total != total):
+        # Sums of two trusted totals must not overflow either.
+        largest: tl.constexpr = LARGEST_FLOAT64 if DTYPE == tl.float64 else INF
+        if (total < trusted) | (total >= largest) | (total != total):
             scale, total = _scaled_sum(any_pointer(address, start, DTYPE), n, P)
             if DTYPE != tl.float64:
                 # Sums of squares of any float32 fit float64: only float64 needs the scale further
@@ -262,14 +267,14 @@ def combine(norms_ptr, start, stop, P: tl.constexpr):
     return norm
 
 
-@triton.jit(do_not_specialize=["n_chunks"])
+@launch.jit
 def _norm_kernel(
     pointers_ptr,
     sizes_ptr,
     first_chunks_ptr,
-    owners_ptr,
+    tensor_of_chunk_ptr,
     norms_ptr,
-    n_chunks,
+    n_chunks: tl.int32,
     DTYPE: tl.constexpr,
     P: tl.constexpr,
     EACH: tl.constexpr,
@@ -278,8 +283,9 @@ def _norm_kernel(
 ):
     """One program measures the chunks program_id, program_id + grid, ...
 
-    pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; owners_ptr: int32[n_chunks];
-    norms_ptr: float64[grid], one norm a program, or with EACH float64[n_chunks], one norm a chunk.
+    pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; tensor_of_chunk_ptr:
+    int32[n_chunks]; norms_ptr: float64[grid], one norm a program, or with EACH float64[n_chunks],
+    one norm a chunk.
     """
     pid = tl.program_id(0)
     UNSCALED: tl.constexpr = (
@@ -290,7 +296,7 @@ def _norm_kernel(
 
     for chunk in range(pid, n_chunks, tl.num_programs(0)):
         _, address, start, n = find_chunk(
-            pointers_ptr, sizes_ptr, first_chunks_ptr, owners_ptr, chunk, CHUNK
+            pointers_ptr, sizes_ptr, first_chunks_ptr, tensor_of_chunk_ptr, chunk, CHUNK
         )
         chunk_scale, chunk_total = _chunk_norm(address, start, n, DTYPE, P, CHUNK, BLOCK)
         if EACH:
@@ -304,36 +310,37 @@ def _norm_kernel(
         tl.store(norms_ptr + pid, _norm_of(scale, total, P))
 
 
+@cache
 def _block_of(itemsize: int, norm_type: float) -> int:
     """Elements loaded at a time: a maximum of float32 spills with as many as a sum."""
     return 2048 if itemsize == 4 and abs(norm_type) == float("inf") else block_of(itemsize)
 
 
-def count_norms(table: ChunkTable, each: bool) -> int:
+def count_norms(table: ChunkTable, *, per_gradient: bool) -> int:
     """How many partials `norm` writes for a table."""
-    return table.n_chunks if each else table.programs(THREE)
+    return table.n_chunks if per_gradient else table.programs[OCCUPANCY_3X80]
 
 
-def norm(table: ChunkTable, norm_type: float, out: torch.Tensor, *, each: bool = False) -> None:
+def norm(table: ChunkTable, norm_type: float, out: torch.Tensor, *, per_gradient: bool) -> None:
     """Measures the table's gradients in one launch.
 
     Args:
         table: the gradients, of one device and dtype.
         norm_type: p of the p-norm.
-        out: float64[count_norms(table, each)] on the table's device, contiguous: filled with norms
-            whose norm is the norm.
-        each: a partial a chunk, so that norms by gradient can be told apart, rather than one a
-            program.
+        out: float64[count_norms(table)] on the table's device, contiguous: filled with norms whose
+            norm is the norm.
+        per_gradient: a partial a chunk, from which the norm of each gradient can be had, rather
+            than one a program.
     """
-    launch(
+    launch.launch(
         _norm_kernel,
         table.device,
-        table.programs(THREE),
-        THREE,
+        table.programs[OCCUPANCY_3X80],
+        OCCUPANCY_3X80,
         (*table.arguments, out, table.n_chunks),
-        DTYPE=TL_DTYPES[table.dtype],
-        P=float(norm_type),
-        EACH=each,
+        DTYPE=launch.TL_DTYPES[table.dtype],
+        P=norm_type,
+        EACH=per_gradient,
         CHUNK=CHUNK,
         BLOCK=_block_of(table.dtype.itemsize, norm_type),
     )

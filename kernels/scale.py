@@ -2,20 +2,19 @@
 
 Every program sums the few partials again, so no launch and no barrier is spent on them. Where the
 multiplier is 1, the programs return without touching a gradient. Otherwise they walk the chunks in
-reverse: what the norm read last is still in L2.
+reverse: the elements that the norm read last are still in L2.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from tritonclip.kernels.chunks import ChunkTable
-from tritonclip.kernels.launch import TL_DTYPES, float_bits, launch
-from tritonclip.kernels.norm import INF, combine
-from tritonclip.kernels.walk import (
+from tritonclip.kernels import launch
+from tritonclip.kernels.chunk_access import (
     CHUNK,
-    THREE,
-    TWO,
+    OCCUPANCY_2X128,
+    OCCUPANCY_3X80,
+    TAIL,
     aligned_pointer,
     any_pointer,
     block_of,
@@ -23,35 +22,16 @@ from tritonclip.kernels.walk import (
     is_aligned,
     whole_vectors,
 )
-from tritonclip.limit import Limit
-
-
-@triton.jit
-def as_float64(bits):
-    """A float64 argument from its bits."""
-    return bits.to(tl.int64).to(tl.float64, bitcast=True)
-
-
-@triton.jit
-def divide(a, b):
-    """Returns a / b, rounded as IEEE 754 asks, for two float32 or two float64."""
-    if a.dtype == tl.float64:
-        quotient = a / b
-    else:
-        quotient = tl.div_rn(a, b)
-    return quotient
-
-
-@triton.jit
-def _coefficient(norm, max_norm, eps):
-    """Returns min(1, max_norm / (norm + eps)) in the dtype of norm.
-
-    1 for nothing to clip and for an infinite limit; NaN stays.
-    """
-    bound = norm + eps
-    ratio = divide(max_norm, bound)
-    keep = (ratio > 1) | (bound == 0) | ((max_norm == INF) & (norm == norm))
-    return tl.where(keep, 1.0, ratio)
+from tritonclip.kernels.chunk_table import ChunkTable
+from tritonclip.kernels.norm import combine
+from tritonclip.kernels.scalars import (
+    as_float64,
+    coefficient_of,
+    divide,
+    is_finite,
+    load_number,
+    number_arguments,
+)
 
 
 @triton.jit
@@ -88,6 +68,7 @@ def _scale_chunk(
     DTYPE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     """Multiplies one chunk in place, by the widest accesses that its address and length allow."""
     if is_aligned(address):
@@ -99,46 +80,24 @@ def _scale_chunk(
         else:
             n_whole = whole_vectors(n)
             _scale_masked(x_ptr, n_whole, multiplier, erase, BLOCK)
-            _scale_masked(x_ptr + n_whole, n - n_whole, multiplier, erase, 16)
+            _scale_masked(x_ptr + n_whole, n - n_whole, multiplier, erase, TAIL)
     else:
         _scale_masked(any_pointer(address, start, DTYPE), n, multiplier, erase, BLOCK)
 
 
-@triton.jit
-def _is_finite(x):
-    return (x == x) & (tl.abs(x) != INF)
-
-
-@triton.jit
-def load_grad_scale(grad_scale_ptr, grad_scale_bits):
-    """The loss scale in float64: a tensor's where there is one, else the argument's."""
-    if grad_scale_ptr is not None:
-        grad_scale = tl.load(grad_scale_ptr).to(tl.float64)
-    else:
-        grad_scale = as_float64(grad_scale_bits)
-    return grad_scale
-
-
-@triton.jit(
-    do_not_specialize=[
-        "n_chunks",
-        "n_norms",
-        "max_norm_bits",
-        "eps_bits",
-        "grad_scale_bits",
-    ]
-)
+@launch.jit
 def _scale_kernel(
     pointers_ptr,
     sizes_ptr,
     first_chunks_ptr,
-    owners_ptr,
+    tensor_of_chunk_ptr,
     norms_ptr,
     norm_ptr,
     coefficient_ptr,
+    max_norm_ptr,
     grad_scale_ptr,
-    n_chunks,
-    n_norms,
+    n_chunks: tl.int32,
+    n_norms: tl.int32,
     max_norm_bits: tl.int64,
     eps_bits: tl.int64,
     grad_scale_bits: tl.int64,
@@ -147,25 +106,29 @@ def _scale_kernel(
     ERASE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     """One program multiplies the chunks n_chunks - 1 - program_id, that - grid, ...
 
     All by one coefficient; with ERASE, by zero where the norm is not finite.
 
-    pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; owners_ptr: int32[n_chunks];
-    norms_ptr: float64[n_norms]; norm_ptr, coefficient_ptr: float32 or float64 [1], written by
-    program 0; grad_scale_ptr: any float [1], or None.
+    pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; tensor_of_chunk_ptr:
+    int32[n_chunks]; norms_ptr: float64[n_norms]; norm_ptr, coefficient_ptr: float32 or float64 [1],
+    written by program 0; max_norm_ptr, grad_scale_ptr: any float [1], or None.
     """
     pid = tl.program_id(0)
     RESULT: tl.constexpr = norm_ptr.dtype.element_ty
 
-    grad_scale = load_grad_scale(grad_scale_ptr, grad_scale_bits)
-    norm = (combine(norms_ptr, 0, n_norms, P) / grad_scale).to(RESULT)
-    coefficient = _coefficient(
-        norm, as_float64(max_norm_bits).to(RESULT), as_float64(eps_bits).to(RESULT)
-    )
+    grad_scale = load_number(grad_scale_ptr, grad_scale_bits, 0)
+    max_norm = load_number(max_norm_ptr, max_norm_bits, 0).to(RESULT)
+    norm = combine(norms_ptr, 0, n_norms, P)
+    # A count of elements carries no loss scale.
+    if P != 0.0:
+        norm /= grad_scale
+    norm = norm.to(RESULT)
+    coefficient = coefficient_of(norm, max_norm, as_float64(eps_bits).to(RESULT))
     multiplier = divide(coefficient, grad_scale.to(RESULT))
-    erase = ERASE & (_is_finite(norm) == 0)
+    erase = ERASE & (is_finite(norm) == 0)
 
     if pid == 0:
         tl.store(norm_ptr, norm)
@@ -175,32 +138,31 @@ def _scale_kernel(
         LANE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
         for i in range(pid, n_chunks, tl.num_programs(0)):
             _, address, start, n = find_chunk(
-                pointers_ptr, sizes_ptr, first_chunks_ptr, owners_ptr, n_chunks - 1 - i, CHUNK
+                pointers_ptr,
+                sizes_ptr,
+                first_chunks_ptr,
+                tensor_of_chunk_ptr,
+                n_chunks - 1 - i,
+                CHUNK,
             )
-            _scale_chunk(address, start, n, multiplier.to(LANE), erase, DTYPE, CHUNK, BLOCK)
+            _scale_chunk(address, start, n, multiplier.to(LANE), erase, DTYPE, CHUNK, BLOCK, TAIL)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "n_chunks",
-        "first_norm",
-        "max_norm_bits",
-        "eps_bits",
-        "grad_scale_bits",
-    ]
-)
+@launch.jit
 def _scale_each_kernel(
     pointers_ptr,
     sizes_ptr,
     first_chunks_ptr,
-    owners_ptr,
+    tensor_of_chunk_ptr,
     norms_ptr,
     norm_ptr,
     coefficient_ptr,
+    max_norm_ptr,
     grad_scale_ptr,
     erase_ptr,
-    n_chunks,
-    first_norm,
+    n_chunks: tl.int32,
+    first_norm: tl.int32,
+    max_norm_stride: tl.int32,
     max_norm_bits: tl.int64,
     eps_bits: tl.int64,
     grad_scale_bits: tl.int64,
@@ -209,65 +171,72 @@ def _scale_each_kernel(
     WRITE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
 ):
     """One program multiplies neighbouring chunks, each by the coefficient of its own gradient.
 
     A run rather than a stride, so that a program adds up the partials of a large gradient once and
     not once a chunk.
 
-    pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; owners_ptr: int32[n_chunks];
-    norms_ptr: float64[any], of which norms_ptr[first_norm + chunk] belongs to this table; norm_ptr,
-    coefficient_ptr: float32 or float64 [n_tensors], written by the program that holds the
-    gradient's first chunk; grad_scale_ptr: any float [1], or None; erase_ptr: uint8[1], whether to
-    write zeros, or None. Without WRITE no gradient is touched.
+    pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; tensor_of_chunk_ptr:
+    int32[n_chunks]; norms_ptr: float64[any], of which norms_ptr[first_norm + chunk] belongs to this
+    table; norm_ptr, coefficient_ptr: float32 or float64 [n_tensors], written by the program that
+    holds the gradient's first chunk; max_norm_ptr: any float [1] with max_norm_stride 0, or
+    [n_tensors] with 1, or None; grad_scale_ptr: any float [1], or None; erase_ptr: uint8[1],
+    whether to write zeros, or None. Without WRITE no gradient is touched.
     """
     pid = tl.program_id(0)
     RESULT: tl.constexpr = norm_ptr.dtype.element_ty
     LANE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
 
-    grad_scale = load_grad_scale(grad_scale_ptr, grad_scale_bits)
-    max_norm = as_float64(max_norm_bits).to(RESULT)
+    grad_scale = load_number(grad_scale_ptr, grad_scale_bits, 0)
     eps = as_float64(eps_bits).to(RESULT)
     if erase_ptr is not None:
         erase = tl.load(erase_ptr) != 0
     else:
         erase = pid < 0
 
-    known_owner = tl.full([], -1, tl.int32)
+    known_tensor = tl.full([], -1, tl.int32)
     norm = grad_scale.to(RESULT)
     coefficient = norm
     multiplier = norm
     run = tl.cdiv(n_chunks, tl.num_programs(0))
     for i in range(pid * run, tl.minimum(pid * run + run, n_chunks)):
-        owner, address, start, n = find_chunk(
-            pointers_ptr, sizes_ptr, first_chunks_ptr, owners_ptr, n_chunks - 1 - i, CHUNK
+        tensor, address, start, n = find_chunk(
+            pointers_ptr, sizes_ptr, first_chunks_ptr, tensor_of_chunk_ptr, n_chunks - 1 - i, CHUNK
         )
-        if owner != known_owner:
-            known_owner = owner
-            first = first_norm + tl.load(first_chunks_ptr + owner)
-            n_own = tl.maximum(tl.cdiv(tl.load(sizes_ptr + owner), CHUNK), 1)
-            norm = (combine(norms_ptr, first, first + n_own, P) / grad_scale).to(RESULT)
-            coefficient = _coefficient(norm, max_norm, eps)
+        if tensor != known_tensor:
+            known_tensor = tensor
+            first = first_norm + tl.load(first_chunks_ptr + tensor)
+            n_own = tl.maximum(tl.cdiv(tl.load(sizes_ptr + tensor), CHUNK), 1)
+            max_norm = load_number(max_norm_ptr, max_norm_bits, tensor * max_norm_stride)
+            own_norm = combine(norms_ptr, first, first + n_own, P)
+            if P != 0.0:
+                own_norm /= grad_scale
+            norm = own_norm.to(RESULT)
+            coefficient = coefficient_of(norm, max_norm.to(RESULT), eps)
             multiplier = divide(coefficient, grad_scale.to(RESULT))
         if start == 0:
-            tl.store(norm_ptr + owner, norm)
-            tl.store(coefficient_ptr + owner, tl.where(erase, 0.0, coefficient))
+            tl.store(norm_ptr + tensor, norm)
+            tl.store(coefficient_ptr + tensor, tl.where(erase, 0.0, coefficient))
         if WRITE:
             if (multiplier != 1) | erase:
-                _scale_chunk(address, start, n, multiplier.to(LANE), erase, DTYPE, CHUNK, BLOCK)
-
-
-def grad_scale_arguments(
-    grad_scale: float | torch.Tensor, device: torch.device
-) -> tuple[torch.Tensor | None, int]:
-    """The loss scale as kernel arguments: a tensor or None, and the bits that count without one."""
-    if isinstance(grad_scale, torch.Tensor):
-        return grad_scale.to(device), float_bits(1.0)
-    return None, float_bits(grad_scale)
+                _scale_chunk(
+                    address, start, n, multiplier.to(LANE), erase, DTYPE, CHUNK, BLOCK, TAIL
+                )
 
 
 def scale_(
-    table: ChunkTable, norms: torch.Tensor, limit: Limit, *, write: bool = True
+    table: ChunkTable,
+    norms: torch.Tensor,
+    *,
+    max_norm: float | torch.Tensor,
+    norm_type: float,
+    eps: float,
+    dtype: torch.dtype,
+    grad_scale: float | torch.Tensor,
+    erase_nonfinite: bool,
+    write: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Multiplies all gradients of the table by one coefficient, in one launch.
 
@@ -277,36 +246,45 @@ def scale_(
         table: the gradients, of one device and dtype.
         norms: float64[any], contiguous, on the table's device: norms whose norm is the global norm,
             still loss-scaled.
-        limit: what to scale to.
+        max_norm: the norm that gradients are scaled down to: a number, or a one-element tensor.
+        norm_type: p of the p-norm.
+        eps: added to the norm.
+        dtype: of norm and coefficient, float32 or float64.
+        grad_scale: the loss scale that the gradients still carry: a number, or a one-element
+            tensor.
+        erase_nonfinite: write zeros where the norm is not finite.
         write: false to compute norm and coefficient only.
 
     Returns:
-        Norm before clipping and coefficient, 0-d, of `limit.dtype`, on the table's device.
+        Norm before clipping and coefficient, 0-d, on the table's device.
     """
-    norm, coefficient = torch.empty(2, dtype=limit.dtype, device=table.device).unbind()
-    grad_scale, scale_bits = grad_scale_arguments(limit.grad_scale, table.device)
-    launch(
+    norm, coefficient = torch.empty(2, dtype=dtype, device=table.device).unbind()
+    (limit, scale, _), bits = number_arguments(max_norm, grad_scale, eps, table.device)
+    limit_bits, scale_bits, eps_bits = bits
+    launch.launch(
         _scale_kernel,
         table.device,
-        table.programs(THREE) if write else 1,
-        THREE,
+        table.programs[OCCUPANCY_3X80] if write else 1,
+        OCCUPANCY_3X80,
         (
             *table.arguments,
             norms,
             norm,
             coefficient,
-            grad_scale,
+            limit,
+            scale,
             table.n_chunks if write else 0,
             norms.numel(),
-            float_bits(limit.max_norm),
-            float_bits(limit.eps),
+            limit_bits,
+            eps_bits,
             scale_bits,
         ),
-        DTYPE=TL_DTYPES[table.dtype],
-        P=float(limit.norm_type),
-        ERASE=limit.erase_nonfinite,
+        DTYPE=launch.TL_DTYPES[table.dtype],
+        P=norm_type,
+        ERASE=erase_nonfinite,
         CHUNK=CHUNK,
         BLOCK=block_of(table.dtype.itemsize),
+        TAIL=TAIL,
     )
     return norm, coefficient
 
@@ -315,49 +293,63 @@ def scale_each_(
     table: ChunkTable,
     norms: torch.Tensor,
     first: int,
-    limit: Limit,
     *,
-    erase: torch.Tensor | None = None,
+    max_norm: float | torch.Tensor,
+    norm_type: float,
+    eps: float,
+    dtype: torch.dtype,
+    grad_scale: float | torch.Tensor,
+    erase: torch.Tensor | None,
     write: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multiplies each gradient of the table by a coefficient of its own, in one launch.
+    """Multiplies each gradient of the table by the coefficient of its own norm, in one launch.
 
     Args:
         table: the gradients, of one device and dtype.
         norms: float64[any], contiguous, on the table's device: norms by chunk, those of this table
             from `first` on, still loss-scaled.
         first: place of the table's first partial.
-        limit: what to scale to; of `erase_nonfinite`, `erase` is the outcome.
-        erase: 0-d bool on the table's device: whether to write zeros.
+        max_norm: the norm that gradients are scaled down to: a number, a one-element tensor, or
+            contiguous [n_tensors], one for each gradient.
+        norm_type: p of the p-norm.
+        eps: added to the norm.
+        dtype: of norms and coefficients, float32 or float64.
+        grad_scale: the loss scale that the gradients still carry: a number, or a one-element
+            tensor.
+        erase: 0-d bool on the table's device: whether to write zeros; None for no.
         write: false to compute norms and coefficients only.
 
     Returns:
-        Norms before clipping and coefficients, 1-d, of `limit.dtype`, on the table's device.
+        Norms before clipping and coefficients, 1-d, on the table's device.
     """
-    result = torch.empty(2, table.n_tensors, dtype=limit.dtype, device=table.device)
-    grad_scale, scale_bits = grad_scale_arguments(limit.grad_scale, table.device)
-    launch(
+    result = torch.empty(2, table.n_tensors, dtype=dtype, device=table.device)
+    (limit, scale, _), bits = number_arguments(max_norm, grad_scale, eps, table.device)
+    limit_bits, scale_bits, eps_bits = bits
+    launch.launch(
         _scale_each_kernel,
         table.device,
-        table.programs(TWO),
-        TWO,
+        table.programs[OCCUPANCY_2X128],
+        OCCUPANCY_2X128,
         (
             *table.arguments,
             norms,
             result[0],
             result[1],
-            grad_scale,
+            limit,
+            scale,
             None if erase is None else erase.view(torch.uint8),
             table.n_chunks,
             first,
-            float_bits(limit.max_norm),
-            float_bits(limit.eps),
+            int(limit is not None and limit.dim() == 1),
+            limit_bits,
+            eps_bits,
             scale_bits,
         ),
-        DTYPE=TL_DTYPES[table.dtype],
-        P=float(limit.norm_type),
+        DTYPE=launch.TL_DTYPES[table.dtype],
+        P=norm_type,
         WRITE=write,
         CHUNK=CHUNK,
         BLOCK=block_of(table.dtype.itemsize),
+        TAIL=TAIL,
     )
     return result[0], result[1]

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import reference
 import torch
 from torch import Tensor
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 # The kernels run through Triton's interpreter, at up to 0.1 s for every 16,384 elements.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -31,6 +37,15 @@ HALVES = named((torch.float16, torch.bfloat16))
 NORM_TYPES = [
     pytest.param(p, id=f"p={p}") for p in (0.0, 0.5, 1.0, 2.0, 3.0, 20.0, torch.inf, -torch.inf)
 ]
+
+
+def each_rule(limit: float, bound: float) -> list[Any]:
+    """Parameters for pytest: clipping by the norm of all, by the norm of each, and by value."""
+    return [
+        pytest.param(ClipByGlobalNorm(limit), id="global"),
+        pytest.param(ClipByNorm(limit), id="by-norm"),
+        pytest.param(ClipByValue(bound), id="by-value"),
+    ]
 
 
 def normal(
@@ -80,6 +95,13 @@ def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone().cpu() for tensor in tensors]
 
 
+def clipped(grads: Sequence[Tensor], rule: Any) -> tuple[Any, list[Tensor]]:
+    """Clips gradients in place; what was measured, and the gradients by the rule's formula."""
+    before = copies(grads)
+    measured = tritonclip.clip_(parameters(grads), rule)
+    return measured, reference.clipped(before, rule, measured)
+
+
 def bits(tensor: Tensor) -> Tensor:
     """A copy of the same bits as integers, so that -0.0 differs from 0.0 and NaN equals itself."""
     plain = tensor.detach().clone(memory_format=torch.contiguous_format).cpu()
@@ -126,3 +148,14 @@ def assert_norm(actual: Tensor, expected: float | Sequence[float]) -> None:
         atol=SMALLEST[actual.dtype],
         equal_nan=True,
     )
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """A host sync inside is an error."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

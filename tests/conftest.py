@@ -18,6 +18,8 @@ import torch
 from cases import INTERPRETED
 
 import tritonclip
+from tritonclip.backends import choose
+from tritonclip.engine.planner import plans
 
 hypothesis.settings.register_profile(
     "tritonclip",
@@ -36,10 +38,11 @@ hypothesis.settings.load_profile("tritonclip")
 
 @dataclass(frozen=True)
 class Backend:
-    """What ``use_backend`` is told, and where the tensors of the test lie."""
+    """What ``use_backend`` is told, where the tensors of the test lie, and who serves them."""
 
     name: str
     device: torch.device
+    module: str
 
 
 _NEEDS_GPU = (
@@ -50,18 +53,25 @@ _NEEDS_GPU = (
 )
 
 
-def _backend(name: str, device: str) -> Any:
+def _backend(name: str, device: str, module: str, label: str = "") -> Any:
     return pytest.param(
-        Backend(name, torch.device(device)),
-        id=f"{name}-{device}",
+        Backend(name, torch.device(device), module),
+        id=label or f"{name}-{device}",
         marks=_NEEDS_GPU if device == "cuda" else (),
     )
 
 
-_CUDA_BACKENDS = [_backend("torch", "cuda"), _backend("triton", "cuda")]
+_CUDA_BACKENDS = [
+    _backend("torch", "cuda", "torch_backend"),
+    _backend("triton", "cuda", "triton_backend"),
+]
+# The code that serves other devices than a CPU, on CPU tensors.
+_DEFERRED = _backend("torch", "cpu", "torch_backend", "torch-deferred")
 # The interpreter copies what it is given to the host, so pointer tables need CPU tensors there.
 _BACKENDS = (
-    [_backend("triton", "cpu")] if INTERPRETED else [_backend("torch", "cpu"), *_CUDA_BACKENDS]
+    [_backend("triton", "cpu", "triton_backend")]
+    if INTERPRETED
+    else [_backend("torch", "cpu", "cpu_backend"), _DEFERRED, *_CUDA_BACKENDS]
 )
 
 
@@ -80,10 +90,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(params=_BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     """Every backend that can run here, entered for the length of the test."""
-    with tritonclip.use_backend(request.param.name):
-        yield request.param
+    chosen: Backend = request.param
+    deferred = chosen.module == "torch_backend" and chosen.device.type == "cpu"
+    if deferred:
+        monkeypatch.setattr(choose, "host_decides", lambda device: False)
+        plans.clear()
+    with tritonclip.use_backend(chosen.name):
+        yield chosen
+    if deferred:
+        plans.clear()
 
 
 @pytest.fixture
@@ -122,3 +139,50 @@ def poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         (torch.Tensor, "new_empty"),
     ):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+@pytest.fixture
+def frequent_switches() -> Iterator[None]:
+    """Threads take turns after every few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread of torch: several only wait for one another at the sizes of these tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def same_threads() -> Iterator[None]:
+    """Gives back the threads of torch that a program under test takes away."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Accelerate without the state that it keeps in the process and in the environment."""
+    state = pytest.importorskip("accelerate.state", reason="needs tritonclip[integrations]")
+    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"):
+        # Set first, so that what the test sets is taken back.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile without the graphs of other tests."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,3 +89,16 @@ def clamped(grad: Tensor, low: float, high: float, grad_scale: float | None = No
     highest = bound(high, grad.dtype).to(values.dtype)
     values = torch.where(values < lowest, lowest, values)
     return torch.where(values > highest, highest, values).to(grad.dtype)
+
+
+def clipped(grads: Sequence[Tensor], rule: Any, measured: Tensor | None) -> list[Tensor]:
+    """The gradients by the formula of a rule, from the norm or the norms that a call measured."""
+    if measured is None:
+        return [clamped(grad, rule.min, rule.max) for grad in grads]
+    if measured.dim() == 0:
+        by = coefficient(measured, rule.max_norm, rule.eps)
+        return [scaled(grad, by) for grad in grads]
+    return [
+        scaled(grad, coefficient(norm, rule.max_norm, rule.eps))
+        for grad, norm in zip(grads, measured.cpu(), strict=True)
+    ]

@@ -5,22 +5,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tritonclip.clip import (
-    clip_,
+from tritonclip.clipping import clip_
+from tritonclip.engine.verification import VerificationError
+from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from tritonclip.settings import use_backend, verify
+from tritonclip.torch_compat import (
     clip_grad_norm_,
     clip_grad_value_,
     clip_grads_with_norm_,
     get_total_norm,
 )
-from tritonclip.dispatch import use_backend
-from tritonclip.flat import FlatGradients
-from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
-from tritonclip.verification import VerificationError, verify
 
 if TYPE_CHECKING:
-    from tritonclip.optimizer import ClippedOptimizer
-    from tritonclip.scaler import GradScaler
-    from tritonclip.stats import ClipStats
+    from tritonclip.monitor.stats import ClipStats
+    from tritonclip.optim.clipped_optimizer import ClippedOptimizer
+    from tritonclip.optim.grad_scaler import GradScaler
 
 __version__ = "0.1.0"
 
@@ -42,18 +42,26 @@ __all__ = [
     "verify",
 ]
 
-# Imported when first asked for: marking what torch.compile leaves out imports the compiler and
-# Triton, as every torch optimizer does when it is made.
-_LAZY = {"ClipStats": "stats", "ClippedOptimizer": "optimizer", "GradScaler": "scaler"}
+# Imported on first use: excluding functions from torch.compile imports the compiler and Triton, as
+# every torch optimizer does when it is made.
+_LAZY = {
+    "ClipStats": "monitor.stats",
+    "ClippedOptimizer": "optim.clipped_optimizer",
+    "GradScaler": "optim.grad_scaler",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}",
+            name=name,
+            obj=importlib.import_module(__name__),
+        )
     value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return [*__all__, "__version__"]

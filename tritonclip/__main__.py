@@ -8,7 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 import tritonclip
-from tritonclip import dispatch, gradients
+from tritonclip import settings
+from tritonclip.backends import choose
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _RULES = (
@@ -21,19 +22,19 @@ _RULES = (
 def main() -> int:
     """Prints the report; 1 where a self-test failed or the environment asks for nonsense."""
     try:
-        asked = dispatch.asked_backend()
+        backend = settings.backend()
     except ValueError as error:
         print(error)
         return 1
-    for name, what in (
+    for name, text in (
         ("tritonclip", tritonclip.__version__),
         ("python", platform.python_version()),
         ("torch", torch.__version__),
         ("triton", _version("triton")),
-        ("backend", asked),
-        ("verify", "on" if dispatch.verification_asked() else "off"),
+        ("backend", backend),
+        ("verify", "on" if settings.verifying() else "off"),
     ):
-        print(f"{name:<12}{what}")
+        print(f"{name:<12}{text}")
     failed = False
     for device in _devices():
         backend, verdict = _report(device)
@@ -59,11 +60,9 @@ def _device_name(device: torch.device) -> str:
 
 
 def _report(device: torch.device) -> tuple[str, str]:
-    """The backend of a device, and what became of every dtype under every rule there."""
+    """The backend of a device, and the result of a self-test of every dtype and rule there."""
     try:
-        backend = dispatch.backend_name(
-            gradients.of_tensors(torch.ones(1, device=device)).groups[0]
-        )
+        backend = choose.backend_name(device, torch.float32)
         with tritonclip.verify():
             for dtype in _DTYPES:
                 for rule in _RULES:

@@ -1,0 +1,123 @@
+"""How a program finds its chunk and moves over it: the device code that every kernel shares.
+
+A chunk is addressed through a table of raw pointers, so the compiler cannot know that it is
+aligned. It emits 128-bit accesses only if the pointer is hinted *after* the cast from int64, the
+start of the chunk is a multiple of a constant, and the mask, if any, is compared with a bound that
+is hinted as well. `tests/kernels/test_codegen.py` asserts that it does.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+# Elements in a chunk. Small enough that the last round of chunks leaves few programs idle (GPT-2
+# 124M: 7,686 chunks for the 396 programs of an H100, 3% idle; with 65,536 elements 16%), large
+# enough that 4 bytes of table a chunk do not show.
+CHUNK = 16384
+# Threads of a program, in warps.
+WARPS = 8
+
+
+class Occupancy(NamedTuple):
+    """Programs of a grid on each multiprocessor, and the registers left to each thread.
+
+    programs * 256 threads * registers fill the 65,536 registers of a multiprocessor. Left to
+    itself, ptxas takes between 48 with spills and 128. Two programs keep 2 * 256 * 32 bytes =
+    16 KiB or more in flight, as an H100 needs (3.35 TB/s * 650 ns / 132); by arithmetic, not yet
+    measured on a GPU.
+
+    Attributes:
+        programs: resident on a multiprocessor at once.
+        registers: a thread's.
+    """
+
+    programs: int
+    registers: int
+
+
+# The least registers, a multiple of 8, at which no kernel of a kind spills on any target of
+# tests/kernels/test_codegen.py.
+OCCUPANCY_3X80 = Occupancy(programs=3, registers=80)
+OCCUPANCY_2X128 = Occupancy(programs=2, registers=128)
+
+# Elements of the tile behind the last whole vector, of which at most 15 exist. At least one element
+# for each thread of a program (512 on gfx942), so that the thread that loads an element is the one
+# that stores it: a smaller tile is loaded by every warp and stored by one, which is a race.
+TAIL = 512
+
+
+@cache
+def block_of(itemsize: int) -> int:
+    """Elements loaded at a time: 4 loads of 16 bytes a thread for 4-byte elements, else 2."""
+    return 1024 if itemsize == 8 else 4096
+
+
+@triton.jit
+def find_chunk(
+    pointers_ptr, sizes_ptr, first_chunks_ptr, tensor_of_chunk_ptr, chunk, CHUNK: tl.constexpr
+):
+    """Returns a chunk's tensor, its address, and the chunk's start and length there.
+
+    pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; tensor_of_chunk_ptr:
+    int32[n_chunks].
+    """
+    tensor = tl.load(tensor_of_chunk_ptr + chunk)
+    address = tl.load(pointers_ptr + tensor)
+    size = tl.load(sizes_ptr + tensor)
+    first = tl.load(first_chunks_ptr + tensor)
+
+    start = (chunk - first) * CHUNK
+    n = tl.minimum(size - start, CHUNK)
+    return tensor, address, start, n
+
+
+@triton.jit
+def is_aligned(address):
+    """Whether 128-bit accesses at the address are legal."""
+    return address % 16 == 0
+
+
+@triton.jit
+def aligned_pointer(address, start, DTYPE: tl.constexpr):
+    """A pointer to element `start`, hinted for 128-bit accesses.
+
+    Only where `is_aligned(address)` and CHUNK divides start.
+    """
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16) + start
+
+
+@triton.jit
+def any_pointer(address, start, DTYPE: tl.constexpr):
+    """A pointer to element `start` that promises nothing."""
+    return address.to(tl.pointer_type(DTYPE)) + start
+
+
+@triton.jit
+def whole_vectors(n):
+    """The largest multiple of 16 up to n, hinted: a mask against it keeps 128-bit accesses."""
+    return tl.multiple_of(n // 16 * 16, 16)
+
+
+@triton.jit
+def magnitude_key(x):
+    """The bits of |x| as a signed integer: ordered as |x| is, with NaN above inf.
+
+    So a maximum of keys keeps NaN.
+    """
+    if x.dtype == tl.float64:
+        key = x.to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
+    else:
+        key = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return key
+
+
+@triton.jit
+def key_magnitude(key):
+    """The magnitude, in float64, whose key this is; a negative key stands for NaN."""
+    if key.dtype == tl.int64:
+        x = key.to(tl.float64, bitcast=True)
+    else:
+        x = key.to(tl.float32, bitcast=True).to(tl.float64)
+    return tl.where(key < 0, float("nan"), x)

@@ -1,0 +1,82 @@
+"""Numbers that a launch takes: float64 arguments, limits and loss scales, and the coefficient.
+
+A number travels as the bits of a float64, because launchers round floats to float32. A limit or a
+loss scale may also be a tensor on the device, which nothing on the host waits for.
+"""
+
+from struct import Struct
+
+import torch
+import triton
+import triton.language as tl
+
+_FLOATS, _INTEGERS = Struct("<3d"), Struct("<3q")
+INF = tl.constexpr(float("inf"))
+
+
+def number_arguments(
+    a: float | torch.Tensor,
+    b: float | torch.Tensor,
+    c: float | torch.Tensor,
+    device: torch.device,
+) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...]]:
+    """Pointers and bits for `load_number`, of which one stands for each number.
+
+    Args:
+        a: a number, or a floating-point tensor on any device.
+        b: likewise.
+        c: likewise.
+        device: of the launch.
+    """
+    numbers = [a, b, c]
+    pointers: list[torch.Tensor | None] = [None, None, None]
+    for i, number in enumerate(numbers):
+        if isinstance(number, torch.Tensor):
+            # An upload need not be waited for.
+            pointers[i] = number.to(device, non_blocking=number.device.type == "cpu")
+            numbers[i] = 1.0
+    return tuple(pointers), _INTEGERS.unpack(_FLOATS.pack(*numbers))
+
+
+@triton.jit
+def as_float64(bits):
+    """A float64 argument from its bits."""
+    return bits.to(tl.int64).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def load_number(number_ptr, number_bits, place):
+    """A number in float64: number_ptr[place] where there is a tensor, else the argument."""
+    if number_ptr is not None:
+        number = tl.load(number_ptr + place).to(tl.float64)
+    else:
+        number = as_float64(number_bits)
+    return number
+
+
+@triton.jit
+def divide(a, b):
+    """Returns a / b, rounded as IEEE 754 asks, for two float32 or two float64."""
+    if a.dtype == tl.float64:
+        quotient = a / b
+    else:
+        quotient = tl.div_rn(a, b)
+    return quotient
+
+
+@triton.jit
+def coefficient_of(norm, max_norm, eps):
+    """Returns min(1, max_norm / (norm + eps)) in the dtype of norm.
+
+    1 for nothing to clip and for an infinite limit; NaN stays.
+    """
+    bound = norm + eps
+    ratio = divide(max_norm, bound)
+    keep = (ratio > 1) | (bound == 0) | ((max_norm == INF) & (norm == norm))
+    return tl.where(keep, 1.0, ratio)
+
+
+@triton.jit
+def is_finite(x):
+    """Whether x is neither NaN nor inf."""
+    return (x == x) & (tl.abs(x) != INF)

@@ -1,0 +1,135 @@
+"""Gradients in one piece of memory with guard bytes between them, and calls checked byte by byte.
+
+A plan that belongs to another list reads or writes beside the gradients: the norm is that of
+other elements, or guard bytes change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+import reference
+import torch
+from cases import assert_norm, grad_of, normal, parameters
+from torch import Tensor
+
+import tritonclip
+from tritonclip import ClipByNorm, ClippedOptimizer, FlatGradients
+
+# The alignment of torch's allocators, so that vectorised paths are taken.
+ALIGNMENT = 64
+
+
+class Arena:
+    """Parameters whose gradients lie in one buffer.
+
+    Attributes:
+        params: one parameter a gradient.
+        memory: the bytes of all gradients and of the guards around them.
+        turn: how often the gradients were filled; each time has other values.
+    """
+
+    def __init__(
+        self,
+        sizes: Iterable[int],
+        dtypes: torch.dtype | Sequence[torch.dtype] = torch.float32,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        sizes = list(sizes)
+        if isinstance(dtypes, torch.dtype):
+            dtypes = [dtypes] * len(sizes)
+        starts, end = [], ALIGNMENT
+        for size, dtype in zip(sizes, dtypes, strict=True):
+            starts.append(end)
+            # At least one guard byte, and the next multiple of the alignment.
+            end += (size * dtype.itemsize // ALIGNMENT + 1) * ALIGNMENT
+        self.memory = torch.arange(end, device=device).to(torch.uint8)
+        self.grads = [
+            self.memory[start : start + size * dtype.itemsize].view(dtype)
+            for start, size, dtype in zip(starts, sizes, dtypes, strict=True)
+        ]
+        self.params = parameters(self.grads)
+        self.turn = 1000 * seed
+        self.fill()
+
+    def fill(self) -> None:
+        """Writes new values into every gradient, as a backward pass does."""
+        self.turn += 1
+        for i, grad in enumerate(self.grads):
+            grad.copy_(normal(grad.shape, grad.dtype, grad.device, seed=self.turn + 100_000 * i))
+        self.before = self.memory.cpu().clone()
+
+    def assert_clipped(self, rule: Any, measured: Tensor | None) -> None:
+        """The norm is right, and every byte is, for what the last fill wrote."""
+        grads = [p.grad for p in self.params if getattr(p, "need_clip", True)]
+        assert all(p.grad is grad for p, grad in zip(self.params, self.grads, strict=True))
+        expected = self.before.clone()
+        images = [self._image(expected, grad) for grad in grads if grad is not None]
+        if measured is not None:
+            norms = reference.norms if isinstance(rule, ClipByNorm) else reference.total_norm
+            # Among float64 gradients, those of other dtypes are right to 1e-6 all the same.
+            narrow = len({grad.dtype for grad in images}) > 1
+            assert_norm(measured.float() if narrow else measured, norms(images, rule.norm_type))
+        for image, clipped in zip(images, reference.clipped(images, rule, measured), strict=True):
+            image.copy_(clipped)
+        assert torch.equal(self.memory.cpu(), expected)
+
+    def call(self, rule: Any) -> Any:
+        """The call that is tested; returns what it measured."""
+        return tritonclip.clip_(self.params, rule)
+
+    def clip(self, rule: Any) -> None:
+        """Clips new values, and checks the call."""
+        self.fill()
+        self.assert_clipped(rule, self.call(rule))
+
+    def _image(self, memory: Tensor, grad: Tensor) -> Tensor:
+        start = grad.data_ptr() - self.memory.data_ptr()
+        return memory[start : start + grad.numel() * grad.itemsize].view(grad.dtype)
+
+
+class TorchArena(Arena):
+    """Clipped by the function that has torch's name."""
+
+    def call(self, rule: Any) -> Any:
+        return tritonclip.clip_grad_norm_(self.params, rule.max_norm)
+
+
+class FlatArena(Arena):
+    """Gradients of one dtype in FlatGradients, whose buffer is the memory that is checked."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.flat = FlatGradients(self.params)
+        (buffer,) = self.flat.buffers
+        self.memory = buffer.view(torch.uint8)
+        self.grads = [grad_of(param) for param in self.params]
+        self.fill()
+
+    def call(self, rule: Any) -> Any:
+        return tritonclip.clip_(self.flat, rule)
+
+
+class OptimizerArena(Arena):
+    """Clipped by an optimizer that leaves parameters as they are."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.optimizer = ClippedOptimizer(torch.optim.SGD(self.params, lr=0.0), 1.0)
+
+    def call(self, rule: Any) -> Any:
+        self.optimizer.clip = rule
+        self.optimizer.step()
+        return self.optimizer.stats.last_norm
+
+
+# Every way to clip by the global norm.
+ARENAS = [
+    pytest.param(Arena, id="clip_"),
+    pytest.param(TorchArena, id="clip_grad_norm_"),
+    pytest.param(FlatArena, id="flat"),
+    pytest.param(OptimizerArena, id="optimizer"),
+]

@@ -1,0 +1,218 @@
+"""Which backend serves a call, how it is asked for, and what is said where it cannot serve."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from cases import INTERPRETED, bits, each_rule, normal, parameters
+from workers import python
+
+import tritonclip
+from tritonclip import settings
+from tritonclip.backends import choose
+from tritonclip.backends.cpu_backend import CpuLayout
+from tritonclip.backends.torch_backend import TorchLayout
+from tritonclip.engine.planner import plans
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+RULES = each_rule(0.1, 0.1)
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    """Nothing asked for, and everything said anew."""
+    monkeypatch.delenv("TRITONCLIP_BACKEND", raising=False)
+    monkeypatch.delenv("TRITONCLIP_VERIFY", raising=False)
+    choose._warn_once.cache_clear()
+    plans.clear()
+    yield
+    choose._warn_once.cache_clear()
+    plans.clear()
+
+
+class OnCuda:
+    """A gradient that says it is on a GPU, on a machine that has none."""
+
+    device, dtype = CUDA, torch.float32
+
+    def numel(self):
+        return 3
+
+
+ON_CUDA: Any = OnCuda()
+
+
+def test_auto_is_torch_on_cpu_tensors():
+    assert settings.backend() == "auto"
+    assert choose.backend_name(CPU, torch.float32) == "torch"
+    assert type(choose.layout_of([normal(3)], flat=True)) is CpuLayout
+
+
+def test_auto_is_triton_on_cuda_tensors(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(choose, "triton_found", lambda: True)
+    assert choose.backend_name(CUDA, torch.float32) == "triton"
+
+
+def test_use_backend_nests_and_restores():
+    with tritonclip.use_backend("torch"):
+        assert settings.backend() == "torch"
+        with tritonclip.use_backend("triton"):
+            assert settings.backend() == "triton"
+            with tritonclip.use_backend("auto"):
+                assert settings.backend() == "auto"
+            assert settings.backend() == "triton"
+        assert settings.backend() == "torch"
+    assert settings.backend() == "auto"
+
+
+def test_use_backend_restores_after_an_error():
+    with pytest.raises(KeyError), tritonclip.use_backend("torch"):
+        raise KeyError
+    assert settings.backend() == "auto"
+
+
+@pytest.mark.parametrize("name", ["cuda", "Torch", "", None])
+def test_use_backend_lists_the_choices(name):
+    with (
+        pytest.raises(ValueError, match=r"use_backend: .*'auto', 'triton' or 'torch'"),
+        tritonclip.use_backend(name),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("value", ["torch", "triton", "auto", "TORCH"])
+def test_environment_asks_for_a_backend(monkeypatch, value):
+    monkeypatch.setenv("TRITONCLIP_BACKEND", value)
+    assert settings.backend() == value.lower()
+
+
+def test_use_backend_comes_before_the_environment(monkeypatch):
+    monkeypatch.setenv("TRITONCLIP_BACKEND", "triton")
+    with tritonclip.use_backend("torch"):
+        assert settings.backend() == "torch"
+    assert settings.backend() == "triton"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_environment_with_another_name_is_refused_by_the_call(monkeypatch, rule):
+    monkeypatch.setenv("TRITONCLIP_BACKEND", "gpu")
+    grad = normal(9)
+    before = bits(grad)
+    with pytest.raises(
+        ValueError, match=r"TRITONCLIP_BACKEND: .*'auto', 'triton' or 'torch'.*'gpu'"
+    ):
+        tritonclip.clip_(parameters([grad]), rule)
+    assert torch.equal(bits(grad), before)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_triton_refuses_cpu_tensors_before_anything_is_written(monkeypatch, rule):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(choose, "triton_found", lambda: True)
+    grad = normal(9)
+    before, version = bits(grad), grad._version
+    with (
+        tritonclip.use_backend("triton"),
+        pytest.raises(
+            RuntimeError, match=r"cpu tensors: use backend 'auto', or set TRITON_INTERPRET=1"
+        ),
+    ):
+        tritonclip.clip_(parameters([grad]), rule)
+    assert torch.equal(bits(grad), before)
+    assert grad._version == version
+
+
+def test_triton_that_is_not_installed_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(choose, "triton_found", lambda: False)
+    with tritonclip.use_backend("triton"), pytest.raises(RuntimeError, match="pip install triton"):
+        choose.backend_name(CUDA, torch.float32)
+
+
+def test_triton_that_is_not_installed_is_said_once(monkeypatch):
+    """auto falls back to torch, at a price that is named with the remedy."""
+    monkeypatch.setattr(choose, "triton_found", lambda: False)
+    with pytest.warns(UserWarning, match=r"slower torch backend on cuda: .*pip install triton"):
+        assert type(choose.layout_of([ON_CUDA], flat=True)) is TorchLayout
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert type(choose.layout_of([ON_CUDA], flat=True)) is TorchLayout
+    assert not said
+
+
+@pytest.mark.parametrize(
+    ("dtype", "form", "word"),
+    [
+        pytest.param(torch.float8_e5m2, {}, "float8_e5m2", id="float8"),
+        pytest.param(torch.float32, {"flat": False}, r"grad\.contiguous\(\)", id="gaps"),
+        pytest.param(torch.float32, {"negated": True}, r"grad\.resolve_neg\(\)", id="negated"),
+    ],
+)
+def test_what_kernels_do_not_read_is_said_once(monkeypatch, dtype, form, word):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(choose, "triton_found", lambda: True)
+    with pytest.warns(UserWarning, match=word):
+        assert choose.backend_name(CUDA, dtype, **form) == "torch"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert choose.backend_name(CUDA, dtype, **form) == "torch"
+    assert not said
+
+
+def test_torch_that_is_asked_for_says_nothing(monkeypatch):
+    monkeypatch.setattr(choose, "triton_found", lambda: False)
+    with tritonclip.use_backend("torch"):
+        assert choose.backend_name(CUDA, torch.float8_e5m2, flat=False) == "torch"
+
+
+def test_import_error_in_the_kernels_is_not_swallowed(monkeypatch):
+    """A broken installation is not a missing one: falling back would hide it."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(choose, "triton_found", lambda: True)
+    monkeypatch.delitem(sys.modules, "tritonclip.backends.triton_backend", raising=False)
+    monkeypatch.setitem(sys.modules, "tritonclip.kernels", None)
+    with pytest.raises(ImportError, match=r"tritonclip\.kernels"):
+        choose.layout_of([ON_CUDA], flat=True)
+
+
+def test_import_leaves_triton_alone():
+    # torch first: what torch imports by itself is not ours.
+    done = python(
+        "-c",
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import tritonclip\n"
+        "new = set(sys.modules) - before\n"
+        "print(*[n for n in new if n.split('.')[0] == 'triton' or 'kernels' in n])\n",
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def test_every_public_name_is_there_and_listed():
+    for name in tritonclip.__all__:
+        assert getattr(tritonclip, name).__name__ == name
+    assert set(tritonclip.__all__) <= set(dir(tritonclip))
+    with pytest.raises(AttributeError, match="module 'tritonclip' has no attribute 'clip_grad'"):
+        _ = tritonclip.clip_grad
+
+
+def test_interpreter_serves_cpu_tensors(backend):
+    """What the second pass of this suite rests on."""
+    chosen = choose.layout_of([normal(3, device=backend.device)], flat=True)
+    assert type(chosen).__module__ == f"tritonclip.backends.{backend.module}"
+    assert not INTERPRETED or backend.name == "triton"
+
+
+def test_interpreter_leaves_cuda_tensors_alone(monkeypatch):
+    """Its copies on the host hold addresses that mean nothing there."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(choose, "triton_found", lambda: True)
+    with tritonclip.use_backend("triton"), pytest.raises(RuntimeError, match="unset it"):
+        choose.backend_name(CUDA, torch.float32)
+    with pytest.warns(UserWarning, match="TRITON_INTERPRET=1"):
+        assert choose.backend_name(CUDA, torch.float32) == "torch"

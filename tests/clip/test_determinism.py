@@ -1,0 +1,89 @@
+"""Equal inputs give equal bits, on every run, in whatever order calls come and in any thread."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from cases import (
+    CHUNK,
+    FLOATS,
+    INTERPRETED,
+    LARGE,
+    assert_bits,
+    bits,
+    each_rule,
+    normal,
+    parameters,
+)
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm
+
+RULES = [
+    *each_rule(0.5, 0.1),
+    pytest.param(ClipByGlobalNorm(0.5, norm_type=3.0), id="global-p3"),
+]
+
+
+def run(rule, dtype, device):
+    """One call on fresh copies of the same values."""
+    sizes = (3, LARGE, CHUNK - 1)
+    grads = [normal(size, dtype, device, seed) for seed, size in enumerate(sizes)]
+    measured = tritonclip.clip_(parameters(grads), rule)
+    return grads if measured is None else [*grads, measured]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rule", RULES)
+def test_clip_gives_equal_bits_on_every_run(device, rule, dtype):
+    first = run(rule, dtype, device)
+    for _ in range(1 if INTERPRETED else 4):
+        assert_bits(run(rule, dtype, device), first)
+
+
+def test_clip_is_not_disturbed_by_calls_in_between(device):
+    """Tables and scratch memory are kept between calls; what they held must not show."""
+    rule = ClipByGlobalNorm(0.5)
+    first = run(rule, torch.float32, device)
+    for value in (torch.nan, torch.inf, 0.0):
+        grads = [torch.full((size,), value, device=device) for size in (3, LARGE, CHUNK - 1)]
+        tritonclip.clip_(parameters(grads), rule)
+        assert_bits(run(rule, torch.float32, device), first)
+
+
+def test_norms_of_earlier_calls_stay(device):
+    """What is returned is not scratch memory that the next call fills again."""
+    first = normal(CHUNK + 1, device=device)
+    norm = tritonclip.clip_(parameters([first]), 1.0)
+    norms = tritonclip.clip_(parameters([first]), ClipByNorm(1.0))
+    kept = bits(norm), bits(norms)
+    other = [torch.full((CHUNK + 1,), 9.0, device=device)]
+    tritonclip.clip_(parameters(other), 1.0)
+    tritonclip.clip_(parameters(other), ClipByNorm(1.0))
+    assert torch.equal(bits(norm), kept[0])
+    assert torch.equal(bits(norms), kept[1])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter is not safe in threads")
+def test_clip_in_threads_is_clip_alone(backend):
+    """Each thread has gradients of its own; the tables of one are not those of another."""
+
+    def work(seed):
+        with tritonclip.use_backend(backend.name):
+            found = []
+            for step in range(20):
+                grads = [
+                    normal(size, device=backend.device, seed=seed + step)
+                    for size in (30 + seed, 5000)
+                ]
+                found.append(tritonclip.clip_(parameters(grads), 0.5).cpu())
+                found.extend(grad.cpu() for grad in grads)
+            return found
+
+    alone = [work(seed) for seed in range(3)]
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        together = list(pool.map(work, range(3)))
+    for ours, expected in zip(together, alone, strict=True):
+        assert_bits(ours, expected)

@@ -1,0 +1,276 @@
+"""Which gradients a call clips: every form of ``parameters``, ties, exclusions, mixed lists."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import reference
+import torch
+from cases import (
+    CHUNK,
+    assert_bits,
+    assert_norm,
+    bits,
+    clipped,
+    copies,
+    grad_of,
+    normal,
+    of_sizes,
+    parameter,
+    parameters,
+)
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+
+FORMS = {
+    "list": lambda module: list(module.parameters()),
+    "tuple": lambda module: tuple(module.parameters()),
+    "generator": lambda module: module.parameters(),
+    "iterator": lambda module: iter(list(module.parameters())),
+    "dict-values": lambda module: dict(module.named_parameters()).values(),
+    "module": lambda module: module,
+    "pairs": lambda module: list(module.named_parameters()),
+    "pair-generator": lambda module: module.named_parameters(),
+    "dict-items": lambda module: dict(module.named_parameters()).items(),
+}
+
+
+def a_module(device):
+    """Two layers with gradients, and a parameter without one."""
+    module = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2)).to(device)
+    for seed, one in enumerate(list(module.parameters())[:-1]):
+        one.grad = normal(one.shape, device=device, seed=seed)
+    return module
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_clip_takes_every_form_of_parameters(device, form):
+    module = a_module(device)
+    grads = [one.grad for one in module.parameters() if one.grad is not None]
+    before = copies(grads)
+    norm = tritonclip.clip_(FORMS[form](module), 0.5)
+    assert_norm(norm, reference.total_norm(before))
+    by = reference.coefficient(norm, 0.5)
+    assert_bits(grads, [reference.scaled(grad, by) for grad in before])
+
+
+def test_clip_takes_one_tensor(device):
+    one = parameter(torch.tensor([3.0, 4.0], device=device))
+    assert_norm(tritonclip.clip_(one, 1.0), 5.0)
+    torch.testing.assert_close(grad_of(one).cpu(), torch.tensor([0.6, 0.8]))
+
+
+def test_clip_skips_parameters_without_gradient(device):
+    params = [parameter(None, device), parameter(torch.full((4,), 2.0, device=device))]
+    assert_norm(tritonclip.clip_(params, 1.0), 4.0)
+    assert params[0].grad is None
+
+
+@pytest.mark.parametrize("make", [list, tuple, torch.nn.ParameterList], ids=lambda m: m.__name__)
+def test_clip_of_nothing_gives_zero_without_a_warning(backend, make):
+    norm = tritonclip.clip_(make([]), 1.0)
+    assert norm.item() == 0.0
+    assert norm.shape == ()
+    assert norm.dtype == torch.float32
+
+
+def test_clip_without_gradients_gives_zero_on_the_device_of_the_parameters(device):
+    norm = tritonclip.clip_(iter([parameter(None, device)]), 1.0)
+    assert norm.item() == 0.0
+    assert norm.device.type == device.type
+
+
+@pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0), ClipByValue(1.0)], ids=repr)
+def test_clip_of_an_exhausted_generator_warns(backend, rule):
+    used = (one for one in [parameter(torch.ones(2, device=backend.device))])
+    list(used)
+    with pytest.warns(UserWarning, match="empty generator, no gradient clipping") as caught:
+        tritonclip.clip_(used, rule)
+    assert caught[0].filename == __file__
+
+
+def test_clip_of_a_generator_without_gradients_does_not_warn(device):
+    tritonclip.clip_((one for one in [parameter(None, device)]), 1.0)
+
+
+def test_clip_counts_a_parameter_listed_twice_once(device):
+    first = parameter(torch.tensor([3.0, 0.0], device=device))
+    second = parameter(torch.tensor([0.0, 4.0], device=device))
+    assert_norm(tritonclip.clip_([first, second, first], 1.0), 5.0)
+    torch.testing.assert_close(grad_of(first).cpu(), torch.tensor([0.6, 0.0]))
+
+
+@pytest.mark.parametrize("alias", ["same", "view_as", "detach"])
+def test_clip_counts_a_gradient_of_two_parameters_once(device, alias):
+    grad = torch.tensor([3.0, 4.0], device=device)
+    other = {"same": grad, "view_as": grad.view_as(grad), "detach": grad.detach()}[alias]
+    assert_norm(tritonclip.clip_(parameters([grad, other]), 1.0), 5.0)
+    torch.testing.assert_close(grad.cpu(), torch.tensor([0.6, 0.8]))
+
+
+def test_clip_by_norm_measures_a_gradient_listed_twice_once(device):
+    first, second = parameters(of_sizes((3, 9), torch.float32, device))
+    expected = reference.norms([grad_of(first), grad_of(second)])
+    assert_norm(tritonclip.clip_([first, second, first], ClipByNorm(0.1)), expected)
+    assert reference.norm(grad_of(first)) == pytest.approx(0.1, rel=1e-5)
+
+
+def test_clip_counts_different_parts_of_one_buffer_each(device):
+    """As FSDP and flat buffers make them: one storage, no element twice."""
+    buffer = normal(2 * CHUNK, device=device)
+    before = copies([buffer])[0]
+    params = parameters([buffer[:9], buffer[9 : CHUNK + 2], buffer[CHUNK + 2 :]])
+    norm = tritonclip.clip_(params, 0.5)
+    assert_norm(norm, reference.norm(before))
+    assert_bits([buffer], [reference.scaled(before, reference.coefficient(norm, 0.5))])
+
+
+def test_clip_of_tied_weights_in_a_module(device):
+    embedding, head = torch.nn.Embedding(4, 3), torch.nn.Linear(3, 4, bias=False)
+    head.weight = embedding.weight
+    module = torch.nn.ModuleList([embedding, head]).to(device)
+    embedding.weight.grad = torch.full((4, 3), 2.0, device=device)
+    assert_norm(tritonclip.clip_([embedding.weight, head.weight], 100.0), 48**0.5)
+    assert_norm(tritonclip.clip_(module, 1.0), 48**0.5)
+    assert reference.norm(embedding.weight.grad) == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0), ClipByValue(1.0)], ids=repr)
+def test_clip_leaves_out_parameters_that_need_no_clip(device, rule):
+    kept, left_out = parameters(
+        [torch.tensor([3.0, 4.0], device=device), torch.tensor([9.0, torch.nan], device=device)]
+    )
+    left_out.need_clip = False  # type: ignore[attr-defined]
+    kept.need_clip = True  # type: ignore[attr-defined]
+    before = bits(grad_of(left_out))
+    measured = tritonclip.clip_([left_out, kept], rule, nonfinite="error")
+    assert torch.equal(bits(grad_of(left_out)), before)
+    assert grad_of(kept)[1].item() < 4.0
+    if measured is not None:
+        assert_norm(measured.reshape(()), 5.0)
+
+
+@pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0), ClipByValue(1.0)], ids=repr)
+def test_clip_takes_empty_and_0d_gradients(device, rule):
+    grads = [
+        torch.zeros(0, device=device),
+        torch.tensor(-8.0, device=device),
+        torch.zeros((3, 0, 2), device=device),
+    ]
+    tritonclip.clip_(parameters(grads), rule)
+    assert grads[1].shape == ()
+    assert grads[1].item() == pytest.approx(-1.0, rel=1e-6)
+
+
+def test_clip_of_only_empty_gradients(device):
+    norm = tritonclip.clip_(parameters([torch.zeros((0, 3), device=device)]), 1.0)
+    assert norm.item() == 0.0
+    assert norm.device.type == device.type
+
+
+MIXED = (torch.float16, torch.float32, torch.bfloat16, torch.float32, torch.float16)
+
+
+def test_clip_of_mixed_dtypes_shares_one_coefficient(device):
+    grads = [normal(50 + seed, dtype, device, seed) for seed, dtype in enumerate(MIXED)]
+    total = reference.total_norm(grads)
+    norm, expected = clipped(grads, ClipByGlobalNorm(0.5))
+    assert_norm(norm, total)
+    assert_bits(grads, expected)
+
+
+def test_clip_of_mixed_dtypes_with_float64(device):
+    """The coefficient is float64; a narrower gradient may take it rounded to float32 first."""
+    dtypes = (torch.float64, *MIXED)
+    grads = [normal(50 + seed, dtype, device, seed) for seed, dtype in enumerate(dtypes)]
+    before = copies(grads)
+    norm = tritonclip.clip_(parameters(grads), 0.5)
+    assert norm.dtype == torch.float64
+    assert norm.item() == pytest.approx(reference.total_norm(before), rel=1e-6)
+    by = reference.coefficient(norm, 0.5)
+    assert_bits(grads[:1], [reference.scaled(before[0], by)])
+    for ours, old in zip(grads[1:], before[1:], strict=True):
+        torch.testing.assert_close(
+            ours.cpu(), reference.scaled(old, by), rtol=torch.finfo(old.dtype).eps, atol=6e-8
+        )
+
+
+def test_clip_follows_gradients_that_moved(device):
+    """A new backward pass puts new gradients of the same sizes elsewhere."""
+    params, alive = parameters(of_sizes((33, 4097), torch.float32, device)), []
+    for seed in range(6):
+        for one in params:
+            alive.append(one.grad)
+            one.grad = normal(one.shape, device=device, seed=10 + seed)
+        before = copies(grad_of(one) for one in params)
+        norm = tritonclip.clip_(params, 0.5)
+        assert_norm(norm, reference.total_norm(before))
+        by = reference.coefficient(norm, 0.5)
+        assert_bits(
+            [grad_of(one) for one in params], [reference.scaled(grad, by) for grad in before]
+        )
+
+
+def test_clip_follows_lists_that_change(device):
+    """Lists that differ in sizes, order or dtype, turn by turn, as in alternating training."""
+    lists = [
+        of_sizes((3, 4097, 12), torch.float32, device),
+        of_sizes((12, 3, 4097), torch.float32, device),
+        of_sizes((3, 4097), torch.float32, device),
+        of_sizes((3, 4097, 12), torch.bfloat16, device),
+        of_sizes((3, 4097, 13), torch.float32, device),
+    ]
+    for _ in range(2):
+        for grads in lists:
+            norm = tritonclip.clip_(parameters(grads), torch.inf)
+            assert_norm(norm, reference.total_norm(grads))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+def test_clip_of_float8(device, dtype):
+    """No kernel reads it, so it goes to the torch backend, which may be said once."""
+    grad = normal(40, torch.float32, device).to(dtype)
+    before = grad.float().cpu()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        norm = tritonclip.clip_([parameter(grad)], 0.5)
+    assert_norm(norm, reference.norm(before))
+    expected = (before * reference.coefficient(norm, 0.5)).to(dtype)
+    assert torch.equal(grad.cpu().float(), expected.float())
+
+
+@pytest.mark.parametrize(
+    "rule", [ClipByGlobalNorm(0.5), ClipByNorm(0.5), ClipByValue(0.1)], ids=repr
+)
+def test_clip_in_inference_mode(device, rule):
+    grads = of_sizes((3, 4097), torch.float32, device)
+    again = [grad.clone() for grad in grads]
+    tritonclip.clip_(parameters(again), rule)
+    with torch.inference_mode():
+        params = parameters([grads[0], grads[1].clone()])
+        tritonclip.clip_(params, rule)
+        assert_bits([grad_of(one) for one in params], again)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda given: tritonclip.clip_(given, 1.0),
+        lambda given: tritonclip.clip_grad_norm_(given, 1.0),
+        lambda given: tritonclip.clip_grad_value_(given, 1.0),
+    ],
+    ids=["clip_", "clip_grad_norm_", "clip_grad_value_"],
+)
+def test_gradients_in_place_of_parameters_get_a_warning(call):
+    grads = [torch.ones(3), torch.ones(2)]
+    with pytest.warns(UserWarning, match="none of the 2 tensors has a .grad") as caught:
+        call(grads)
+    assert caught[0].filename == __file__
+    assert all((grad == 1).all() for grad in grads)
+
+
+def test_parameters_before_their_first_backward_get_no_warning():
+    params = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2), False)]
+    assert tritonclip.clip_(params, 1.0) == 0

@@ -1,0 +1,131 @@
+"""Strides, gaps and alignment: views are clipped where they lie, and nothing beside them."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from cases import (
+    CHUNK,
+    FLOATS,
+    assert_bits,
+    assert_norm,
+    clipped,
+    copies,
+    each_rule,
+    normal,
+    parameter,
+)
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByValue
+
+# Kernels read runs of memory; a view with gaps goes to the torch backend, which is said once.
+pytestmark = pytest.mark.filterwarnings("ignore:tritonclip's kernels read:UserWarning")
+
+# From a flat buffer to a view of it that is not a plain run of memory from its start.
+VIEWS = {
+    "transposed": lambda flat: flat[:4160].view(65, 64).t(),
+    "permuted": lambda flat: flat[:4200].view(10, 20, 21).permute(2, 0, 1),
+    "channels_last": lambda flat: flat[: 4 * 5 * 6 * 7].view(4, 6, 7, 5).permute(0, 3, 1, 2),
+    "channels_last_3d": lambda flat: (
+        flat[: 2 * 5 * 3 * 6 * 7].view(2, 3, 6, 7, 5).permute(0, 4, 1, 2, 3)
+    ),
+    "gaps-in-rows": lambda flat: flat[:4160].view(65, 64)[:, 3:60],
+    "rows-skipped": lambda flat: flat[:4160].view(65, 64)[::2],
+    "every-third": lambda flat: flat[1:4100:3],
+    "gaps-transposed": lambda flat: flat[:4160].view(65, 64)[:, :7].t(),
+    "unit-dimensions": lambda flat: flat[5:4101].as_strided((1, 4096, 1), (0, 1, 777)),
+    "diagonal": lambda flat: flat[:4096].view(64, 64).diagonal(),
+    "gaps-over-chunks": lambda flat: flat.view(2, -1)[:, 1:],
+}
+RULES = each_rule(0.5, 0.1)
+LENGTH = 2 * CHUNK + 6
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_clip_writes_a_view_and_nothing_beside_it(device, view, rule, dtype):
+    buffer = normal(LENGTH, dtype, device)
+    expected = buffer.cpu().clone()
+    grad = VIEWS[view](buffer)
+    before = copies([grad])[0]
+    measured = tritonclip.clip_([parameter(grad)], rule)
+    VIEWS[view](expected).copy_(reference.clipped([before], rule, measured)[0])
+    if measured is not None:
+        assert_norm(measured.reshape(()), reference.norm(before))
+    assert_bits([buffer], [expected])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("offset", [1, 2, 3, 5, 8])
+def test_clip_at_any_alignment(device, offset, dtype, rule):
+    """A view at an odd offset has no 16-byte boundary under its first element."""
+    buffer = normal(CHUNK + 40, dtype, device)
+    expected = buffer.cpu().clone()
+    grad = buffer[offset : offset + CHUNK + 21]
+    before = copies([grad])[0]
+    measured = tritonclip.clip_([parameter(grad)], rule)
+    (expected[offset : offset + CHUNK + 21],) = reference.clipped([before], rule, measured)
+    if measured is not None:
+        assert_norm(measured.reshape(()), reference.norm(before))
+    assert_bits([buffer], [expected])
+
+
+def test_clip_of_aligned_and_misaligned_gradients_together(device):
+    buffer = normal(300, device=device)
+    grads = [buffer[:64], buffer[65:99], buffer[128:192].view(8, 8).t(), buffer[193:290:2]]
+    whole = reference.norm(torch.cat([g.reshape(-1) for g in grads]))
+    norm, expected = clipped(grads, ClipByGlobalNorm(0.5))
+    assert_norm(norm, whole)
+    assert_bits(grads, expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_clip_of_a_view_with_the_negative_bit(device, rule):
+    """The memory holds the negated values until the view is resolved."""
+    base = normal(40, torch.complex64, device)
+    grad = base.conj().imag
+    assert grad.is_neg()
+    before, real = copies([grad])[0].resolve_neg(), base.real.cpu().clone()
+    measured = tritonclip.clip_([parameter(grad)], rule)
+    assert_bits([grad.resolve_neg()], reference.clipped([before], rule, measured))
+    assert_bits([base.real], [real])
+
+
+def test_clip_of_a_contiguous_negative_view(device):
+    grad = torch._neg_view(torch.tensor([3.0, -4.0], device=device))
+    assert_norm(tritonclip.clip_([parameter(grad)], 1.0), 5.0)
+    torch.testing.assert_close(grad.resolve_neg().cpu(), torch.tensor([-0.6, 0.8]))
+
+
+def test_clip_by_value_of_a_negative_view_keeps_the_bounds_apart(device):
+    grad = torch._neg_view(torch.tensor([3.0, -4.0], device=device))
+    tritonclip.clip_([parameter(grad)], ClipByValue(-1.0, 2.0))
+    assert grad.tolist() == [-1.0, 2.0]
+
+
+@pytest.mark.parametrize("rule", RULES[:2])
+def test_clip_of_a_conjugate_view(device, rule):
+    base = normal(40, torch.complex64, device)
+    grad = base.conj()
+    assert grad.is_conj()
+    before = copies([grad])[0].resolve_conj()
+    measured = tritonclip.clip_([parameter(grad)], rule)
+    assert_norm(measured.reshape(()), reference.norm(before))
+    assert_bits([grad.resolve_conj()], reference.clipped([before], rule, measured))
+
+
+def test_clip_of_channels_last_convolution(device):
+    weight = torch.nn.Conv2d(3, 8, 3).to(device).weight
+    images = normal((2, 3, 9, 9), device=device).to(memory_format=torch.channels_last)
+    weight.data = weight.data.to(memory_format=torch.channels_last)
+    torch.nn.functional.conv2d(images, weight).square().sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.is_contiguous(memory_format=torch.channels_last)
+    before = copies([weight.grad])[0]
+    norm = tritonclip.clip_([weight], 0.5)
+    expected = reference.scaled(before, reference.coefficient(norm, 0.5))
+    assert_bits([weight.grad], [expected])

@@ -1,0 +1,221 @@
+"""The norm of a call: right to the tolerance of its dtype, whatever the values, sizes and types."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from cases import (
+    CHUNK,
+    FLOATS,
+    HALVES,
+    INTERPRETED,
+    LARGE,
+    MANY,
+    NORM_TYPES,
+    SIZES,
+    assert_bits,
+    assert_norm,
+    copies,
+    normal,
+    of_sizes,
+    parameter,
+    parameters,
+)
+
+import tritonclip
+
+
+def measured(grads, p=2.0):
+    """The norm through the public call, with a limit that leaves the gradients alone."""
+    rule = tritonclip.ClipByGlobalNorm(torch.inf, norm_type=p)
+    return tritonclip.clip_(parameters(grads), rule)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_norm_is_right_over_all_sizes(device, dtype):
+    grads = of_sizes(SIZES, dtype, device)
+    assert_norm(measured(grads), reference.total_norm(grads))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_norm_is_right_for_one_size(device, size):
+    grad = normal(size, device=device)
+    assert_norm(measured([grad]), reference.norm(grad))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("p", NORM_TYPES)
+def test_norm_is_right_for_every_type(device, dtype, p):
+    grads = of_sizes((0, 1, 33, 4097), dtype, device)
+    grads[2][::3] = 0.0 if p >= 0 else 0.5
+    assert_norm(measured(grads, p), reference.total_norm(grads, p))
+
+
+@pytest.mark.parametrize("p", NORM_TYPES)
+def test_norm_is_right_across_chunks(device, p):
+    grad = normal(LARGE, device=device)
+    assert_norm(measured([grad], p), reference.norm(grad, p))
+
+
+@pytest.mark.parametrize("p", NORM_TYPES)
+def test_norm_of_zeros_is_zero(device, p):
+    grads = [torch.zeros(5, device=device), torch.zeros(CHUNK + 1, device=device)]
+    assert measured(grads, p).item() == 0.0
+
+
+def test_norm_type_zero_counts_elements(device):
+    grads = [torch.tensor([3.0, 0.0, -4.0], device=device), torch.tensor(1e-30, device=device)]
+    assert measured(grads, 0.0).item() == 3.0
+
+
+@pytest.mark.parametrize("p", [torch.inf, -torch.inf])
+def test_norm_of_extreme_element_ignores_empty_gradients(device, p):
+    grads = [torch.zeros(0, device=device), torch.tensor([2.0, -3.0], device=device)]
+    assert measured(grads, p).item() == (3.0 if p > 0 else 2.0)
+
+
+EXTREMES = [
+    (torch.float32, 1e30),
+    (torch.float32, 1e-30),
+    (torch.float32, 1e20),
+    (torch.float32, 1e-25),
+    (torch.float32, 1e-40),
+    (torch.bfloat16, 1e30),
+    (torch.bfloat16, 1e-30),
+    (torch.float16, 6e4),
+    (torch.float16, 6e-8),
+    (torch.float64, 1e200),
+    (torch.float64, 1e-200),
+]
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 3.0, 20.0])
+@pytest.mark.parametrize(
+    ("dtype", "magnitude"), EXTREMES, ids=[f"{str(d)[6:]}-{m:g}" for d, m in EXTREMES]
+)
+def test_norm_neither_overflows_nor_underflows(device, dtype, magnitude, p):
+    spread = normal(301, torch.float64).abs().clamp(0.2, 1.0)
+    grad = (spread * magnitude).to(dtype).to(device)
+    norm = measured([grad, grad[:7].clone()], p)
+    assert_norm(norm, reference.total_norm([grad, grad[:7]], p))
+    assert norm.isfinite()
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
+def test_norm_of_few_large_among_many_small(device, p):
+    """One chunk overflows in float32 and its neighbours do not."""
+    grad = normal(2 * CHUNK + 1, device=device)
+    grad[CHUNK + 3] = 2e25
+    tiny = torch.full((50,), 1e-30, device=device)
+    grads = [tiny, grad, tiny.clone()]
+    assert_norm(measured(grads, p), reference.total_norm(grads, p))
+
+
+def test_norm_of_few_small_among_zeros(device):
+    """A chunk whose squares all vanish in float32 is not a chunk of zeros."""
+    grad = torch.zeros(CHUNK + 9, device=device)
+    grad[-1] = 3e-30
+    grad[5] = 4e-30
+    assert_norm(measured([grad]), reference.norm(grad))
+
+
+def test_norm_whose_power_overflows_float32(device):
+    """The 20th powers are 1e60 each; torch's norm is inf."""
+    assert_norm(measured([torch.full((2,), 1e3, device=device)], 20.0), 1e3 * 2 ** (1 / 20))
+
+
+def test_norm_of_float64_whose_root_is_large(device):
+    ones = torch.ones(10_000, dtype=torch.float64, device=device)
+    assert_norm(measured([ones], 0.1), 1e40)
+
+
+def test_norm_over_half_precision_maximum_is_finite(device):
+    grads = [torch.full((9,), 6e4, dtype=torch.float16, device=device) for _ in range(2)]
+    assert_norm(measured(grads), 6e4 * 18**0.5)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, 1.1, 1e-3], ids="{:.3g}".format)
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0], ids="p={:g}".format)
+def test_norm_of_constants_is_not_biased(device, dtype, value, p):
+    """Equal terms make every addition of a lane round the same way."""
+    grad = torch.full((LARGE,), value, dtype=dtype, device=device)
+    exact = grad[0].double().item() * LARGE ** (1 / p)
+    assert_norm(measured([grad], p), exact)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="20M elements take minutes in the interpreter")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("value", [1.0, 0.1], ids="{:g}".format)
+def test_norm_of_twenty_million_constants(device, dtype, value):
+    """A single float32 sum stops growing at 2**24 ones."""
+    grad = torch.full((20_000_000,), value, dtype=dtype, device=device)
+    assert_norm(measured([grad]), grad[0].double().item() * 20_000_000**0.5)
+
+
+def test_norm_of_many_tensors(device):
+    grads = [normal(1 + seed % 40, device=device, seed=seed) for seed in range(MANY)]
+    assert_norm(measured(grads), reference.total_norm(grads))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ((torch.float16,), torch.float32),
+        ((torch.bfloat16, torch.float16), torch.float32),
+        ((torch.float32,), torch.float32),
+        ((torch.float32, torch.float64), torch.float64),
+        ((torch.float16, torch.float64), torch.float64),
+        ((torch.complex64,), torch.float32),
+        ((torch.float32, torch.complex128), torch.float64),
+    ],
+    ids=str,
+)
+def test_norm_dtype_is_never_half(device, dtypes, expected):
+    norm = measured([normal(3, dtype, device) for dtype in dtypes])
+    assert norm.dtype == expected
+    assert norm.shape == ()
+    assert norm.device.type == device.type
+    assert not norm.requires_grad
+
+
+@pytest.mark.parametrize("p", [2.0, torch.inf, -torch.inf])
+def test_norm_of_nan_is_nan(device, p):
+    grads = [normal(CHUNK + 1, device=device), torch.tensor([1.0, torch.nan, 2.0], device=device)]
+    assert measured(grads, p).isnan()
+
+
+def test_norm_of_inf_is_inf(device):
+    grads = [torch.tensor([1.0, -torch.inf], device=device), torch.ones(2, device=device)]
+    assert measured(grads).item() == torch.inf
+
+
+def test_norm_over_the_maximum_of_its_dtype_is_inf(device):
+    assert measured([torch.full((4,), 3e38, device=device)]).item() == torch.inf
+
+
+def test_norm_is_of_the_gradients_before_clipping(device):
+    one = parameter(torch.tensor([3.0, 4.0], device=device))
+    assert_norm(tritonclip.clip_([one], 1.0), 5.0)
+    assert_norm(tritonclip.clip_([one], 1.0), 1.0 / (1 + 1e-6 / 5))
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_norm_does_not_depend_on_the_default_dtype(device, dtype, default):
+    grads = of_sizes((LARGE, 5), dtype, device)
+    expected = tritonclip.get_total_norm(grads)
+    empty = tritonclip.get_total_norm([])
+    torch.set_default_dtype(default)
+    try:
+        assert_bits([tritonclip.get_total_norm(grads)], [expected])
+        assert tritonclip.get_total_norm([]).dtype == empty.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_norm_of_float64_chunks_that_fit_only_apart(device):
+    """Sums of squares of each chunk fit float64, and those of two do not."""
+    grads = [torch.full((6 * CHUNK,), 8.56e151, dtype=torch.float64, device=device)]
+    assert_norm(tritonclip.get_total_norm(grads), reference.total_norm(copies(grads)))

@@ -1,0 +1,245 @@
+"""What a call refuses, with an error that says what came, and with nothing written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_bits, bits, copies, each_rule, normal, parameter
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm
+
+RULES = each_rule(1.0, 0.5)
+
+
+class Labelled(torch.Tensor):
+    """A subclass that the library knows nothing about."""
+
+
+# The gradient that is refused, and the error with a word that its message says.
+REFUSED = {
+    "int64": (lambda: torch.ones(3, dtype=torch.int64), TypeError, "int64"),
+    "uint8": (lambda: torch.ones(3, dtype=torch.uint8), TypeError, "uint8"),
+    "bool": (lambda: torch.ones(3, dtype=torch.bool), TypeError, "bool"),
+    "expanded": (lambda: torch.ones(1).expand(3), ValueError, "expanded|overlap"),
+    "expanded-rows": (lambda: torch.ones(4).expand(3, 4), ValueError, "expanded|overlap"),
+    "overlapping": (
+        lambda: torch.ones(9).as_strided((3, 3), (1, 1)),
+        ValueError,
+        "expanded|overlap",
+    ),
+    "subclass": (lambda: torch.ones(3).as_subclass(Labelled), TypeError, "Labelled"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", REFUSED)
+def test_clip_refuses_before_anything_is_written(device, case, rule):
+    make, error, word = REFUSED[case]
+    grads = [normal(5, device=device), make().to(device), normal(7, device=device)]
+    if case == "expanded":
+        grads[1] = torch.ones(1, device=device).expand(3)
+    elif case == "expanded-rows":
+        grads[1] = torch.ones(4, device=device).expand(3, 4)
+    elif case == "overlapping":
+        grads[1] = torch.ones(9, device=device).as_strided((3, 3), (1, 1))
+    before = [bits(grad) for grad in (grads[0], grads[2])]
+    versions = [grad._version for grad in grads]
+    with pytest.raises(error, match=word):
+        tritonclip.clip_([parameter(grad) for grad in grads], rule)
+    after = [bits(grad) for grad in (grads[0], grads[2])]
+    assert all(torch.equal(*pair) for pair in zip(after, before, strict=True))
+    assert [grad._version for grad in grads] == versions
+
+
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+OTHER_LAYOUTS = {
+    "nested": (nested, "nested tensor"),
+    "mkldnn": (lambda: torch.ones(5).to_mkldnn(), "mkldnn"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("case", OTHER_LAYOUTS)
+@pytest.mark.parametrize("others", [[], [torch.ones(5)]], ids=["alone", "among others"])
+def test_total_norm_refuses_other_layouts(case, others):
+    make, word = OTHER_LAYOUTS[case]
+    with pytest.raises(TypeError, match=word):
+        tritonclip.get_total_norm([*others, make(), *others])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_total_norm_refuses_a_nested_tensor_where_a_plain_one_was():
+    """PyTorch's guards end the process at one."""
+    plain = [torch.ones(5), torch.ones(5)]
+    sizes = torch.tensor([[2], [3]])
+    view = torch._nested_view_from_buffer(
+        plain[1], sizes, torch.ones_like(sizes), torch.tensor([0, 2])
+    )
+    for _ in range(2):
+        assert tritonclip.get_total_norm(plain) == pytest.approx(10**0.5)
+    for other in (nested(), view):
+        with pytest.raises(TypeError, match="nested tensor"):
+            tritonclip.get_total_norm([plain[0], other])
+
+
+def freed() -> torch.Tensor:
+    grad = torch.ones(5)
+    grad.untyped_storage().resize_(0)
+    return grad
+
+
+NO_MEMORY = {"freed": freed, "zero tensor": lambda: torch._efficientzerotensor((5,))}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", NO_MEMORY)
+@pytest.mark.parametrize("n_before", [0, 2])
+def test_clip_refuses_gradients_without_memory(case, n_before, rule):
+    """Also where gradients of the same form were clipped before."""
+    params = [torch.nn.Parameter(torch.zeros(5000)), torch.nn.Parameter(torch.zeros(5))]
+    for _ in range(n_before):
+        params[0].grad, params[1].grad = torch.full((5000,), 3.0), torch.ones(5)
+        tritonclip.clip_(params, rule)
+    params[0].grad, params[1].grad = torch.full((5000,), 3.0), NO_MEMORY[case]()
+    with pytest.raises(ValueError, match=r"gradient of parameters\[1\] has 5 elements and no mem"):
+        tritonclip.clip_(params, rule)
+    assert (params[0].grad == 3).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_clip_refuses_gradients_made_in_inference_mode(device, rule):
+    with torch.inference_mode():
+        made_there = normal(3, device=device)
+    grads = [normal(3, device=device), made_there, normal(2, device=device)]
+    before = copies(grads)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"parameters\[1\] were made in inference mode"):
+            tritonclip.clip_([parameter(grad) for grad in grads], rule)
+    assert_bits(grads, before)
+
+
+def test_clip_grads_with_norm_refuses_gradients_made_in_inference_mode(device):
+    with torch.inference_mode():
+        made_there = normal(3, device=device)
+    grads = [normal(3, device=device), made_there]
+    before = copies(grads)
+    with pytest.raises(RuntimeError, match="inference mode"):
+        tritonclip.clip_grads_with_norm_(
+            [parameter(grad) for grad in grads], 0.1, torch.tensor(5.0, device=device)
+        )
+    assert_bits(grads, before)
+
+
+def test_total_norm_reads_what_was_made_in_inference_mode(device):
+    with torch.inference_mode():
+        made_there = torch.ones(4, device=device)
+    assert tritonclip.get_total_norm([made_there]) == 2
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_clip_names_what_it_refuses(device, rule):
+    pairs = [
+        ("body.weight", parameter(normal(5, device=device))),
+        ("head.steps", parameter(torch.ones(3, dtype=torch.int64, device=device))),
+    ]
+    with pytest.raises(TypeError, match=r"head\.steps"):
+        tritonclip.clip_(pairs, rule)
+    with pytest.raises(TypeError, match=r"parameters\[1\]"):
+        tritonclip.clip_([one for _, one in pairs], rule)
+
+
+def test_clip_accepts_an_expansion_without_overlap(device):
+    """Stride 0 over a dimension of one element repeats nothing."""
+    grad = torch.tensor([3.0, 4.0], device=device).expand(1, 2)
+    tritonclip.clip_([parameter(grad)], 1.0)
+    torch.testing.assert_close(grad.cpu(), torch.tensor([[0.6, 0.8]]))
+
+
+NO_PARAMETERS = [
+    pytest.param(None, id="None"),
+    pytest.param(3.0, id="number"),
+    pytest.param([1.0, 2.0], id="numbers"),
+    pytest.param([None], id="list-of-None"),
+    pytest.param("weights", id="string"),
+    pytest.param([(1, torch.ones(2))], id="name-not-a-string"),
+    pytest.param([("w", 1.0)], id="named-number"),
+    pytest.param([("w", torch.ones(2), 3)], id="triple"),
+]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("given", NO_PARAMETERS)
+def test_clip_refuses_what_is_no_parameter(backend, given, rule):
+    with pytest.raises(TypeError, match="parameter"):
+        tritonclip.clip_(given, rule)
+
+
+def test_clip_refuses_a_bad_element_after_good_ones(device):
+    grad = torch.full((3,), 8.0, device=device)
+    given: Any = [parameter(grad), 1.0]
+    with pytest.raises(TypeError):
+        tritonclip.clip_(given, 1.0)
+    assert grad.tolist() == [8.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("clip", "error"),
+    [
+        (-1.0, ValueError),
+        (torch.nan, ValueError),
+        (True, TypeError),
+        ("1.0", TypeError),
+        (None, TypeError),
+        (ClipByGlobalNorm, TypeError),
+        ((0.1, 0.2), TypeError),
+    ],
+    ids=repr,
+)
+def test_clip_refuses_what_is_no_rule(device, clip, error):
+    grad = torch.full((3,), 8.0, device=device)
+    with pytest.raises(error):
+        tritonclip.clip_([parameter(grad)], clip)
+    assert grad.tolist() == [8.0] * 3
+
+
+def test_clip_refuses_a_distributed_tensor():
+    """It would take the norm of the local shard for that of the whole."""
+    distributed: Any = torch.distributed
+    if not distributed.is_available():
+        pytest.skip("this torch is built without torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        weight = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        weight.grad = distribute_tensor(torch.full((4,), 8.0), mesh, [Shard(0)])
+        plain = normal(3)
+        before = copies([plain])
+        with pytest.raises(TypeError, match="DTensor"):
+            tritonclip.clip_([parameter(plain), weight], 1.0)
+        assert_bits([plain], before)
+        assert weight.grad.to_local().tolist() == [8.0] * 4
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("total_norm", [-5.0, torch.nan])
+def test_clip_grads_with_norm_refuses_numbers_that_are_no_norm(device, total_norm):
+    one = torch.ones(3, requires_grad=True)
+    one.grad = torch.ones(3)
+    with pytest.raises(ValueError, match="total_norm"):
+        tritonclip.clip_grads_with_norm_([one], 1.0, total_norm)
+    assert one.grad.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_total_norm_asks_for_gradients_in_place_of_a_module():
+    with pytest.raises(TypeError, match=r"got tuple; expected the gradients: \[p.grad for p in"):
+        tritonclip.get_total_norm(torch.nn.Linear(2, 2))  # type: ignore[arg-type]

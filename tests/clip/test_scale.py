@@ -1,0 +1,211 @@
+"""Clipping by the global norm: what the gradients become, to the last bit, and when they stay."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import reference
+import torch
+from cases import (
+    CHUNK,
+    FLOATS,
+    LARGE,
+    MANY,
+    SIZES,
+    assert_bits,
+    bits,
+    clipped,
+    copies,
+    normal,
+    of_sizes,
+    parameter,
+    parameters,
+)
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("max_norm", "eps"),
+    [(1.0, 1e-6), (0.3, 1e-6), (7.0, 0.0), (1.0, 1.0), (1e-6, 1e-6), (1e-12, 1e-6)],
+    ids="max={:g}".format,
+)
+def test_clip_scales_by_the_stated_formula(device, dtype, max_norm, eps):
+    grads = of_sizes(SIZES, dtype, device)
+    norm, expected = clipped(grads, ClipByGlobalNorm(max_norm, eps=eps))
+    assert reference.coefficient(norm, max_norm, eps) < 1
+    assert_bits(grads, expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_clip_scales_by_the_stated_formula_at_any_norm(device, seed):
+    """The last bit of the coefficient shows in float32: a reciprocal and a product differ."""
+    for step in range(20):
+        grads = [normal(64, device=device, seed=100 * seed + step)]
+        _, expected = clipped(grads, ClipByGlobalNorm(0.1 + 0.37 * step / 20))
+        assert_bits(grads, expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_clip_scales_one_gradient_of_any_size(device, size):
+    grads = [normal(size, device=device)]
+    _, expected = clipped(grads, ClipByGlobalNorm(1e-3))
+    assert_bits(grads, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_clip_scales_across_chunks(device, dtype):
+    grads = [normal(LARGE, dtype, device), normal(5, dtype, device)]
+    _, expected = clipped(grads, ClipByGlobalNorm(1.0))
+    assert_bits(grads, expected)
+
+
+def test_clip_scales_many_tensors(device):
+    grads = [normal(1 + seed % 40, device=device, seed=seed) for seed in range(MANY)]
+    _, expected = clipped(grads, ClipByGlobalNorm(1.0))
+    assert_bits(grads, expected)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5, 1.0, 3.0, torch.inf, -torch.inf])
+def test_clip_scales_by_any_norm_type(device, p):
+    grads = of_sizes((1, 33, 4097), torch.float32, device)
+    grads[0].fill_(-2.0)
+    norm, expected = clipped(grads, ClipByGlobalNorm(1e-5, norm_type=p))
+    assert reference.coefficient(norm, 1e-5) < 1
+    assert_bits(grads, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_clip_below_the_limit_changes_no_bit(device, dtype):
+    grads = of_sizes(SIZES, dtype, device)
+    grads[2][0] = -0.0
+    before = copies(grads)
+    tritonclip.clip_(parameters(grads), 1e3)
+    for ours, old in zip(grads, before, strict=True):
+        assert torch.equal(bits(ours), bits(old))
+
+
+def test_clip_without_eps_leaves_a_norm_equal_to_the_limit(device):
+    grad = torch.tensor([3.0, -4.0], device=device)
+    tritonclip.clip_([parameter(grad)], ClipByGlobalNorm(5.0, eps=0.0))
+    assert grad.tolist() == [3.0, -4.0]
+
+
+def test_clip_with_eps_scales_a_norm_equal_to_the_limit(device):
+    grad = torch.tensor([3.0, -4.0], dtype=torch.float64, device=device)
+    tritonclip.clip_([parameter(grad)], ClipByGlobalNorm(5.0, eps=1e-2))
+    torch.testing.assert_close(
+        grad.cpu(), torch.tensor([3.0, -4.0], dtype=torch.float64) * (5 / 5.01)
+    )
+
+
+def test_clip_to_zero_gives_zeros(device):
+    grads = of_sizes((3, 4097), torch.float32, device)
+    tritonclip.clip_(parameters(grads), 0.0)
+    assert all(not grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.0])
+def test_clip_to_zero_keeps_zeros(device, eps):
+    """0 / (0 + eps) is 0 or undefined; zeros stay zeros and NaN does not come up."""
+    grad = torch.zeros(9, device=device)
+    norm = tritonclip.clip_([parameter(grad)], ClipByGlobalNorm(0.0, eps=eps))
+    assert norm.item() == 0.0
+    assert grad.tolist() == [0.0] * 9
+
+
+@pytest.mark.parametrize("extra", [1.0, torch.inf], ids=["finite", "inf"])
+def test_clip_to_infinity_changes_no_bit(device, extra):
+    grad = torch.tensor([3e38, -2.0, extra], device=device)
+    before = bits(grad)
+    tritonclip.clip_([parameter(grad)], torch.inf)
+    assert torch.equal(bits(grad), before)
+
+
+def test_clip_coefficient_does_not_underflow_in_half_precision(device):
+    """1e-4 / 6e4 is 0 in float16, where torch computes it."""
+    grad = torch.tensor([6e4, 0.0], dtype=torch.float16, device=device)
+    tritonclip.clip_([parameter(grad)], 1e-4)
+    assert grad.tolist() == [torch.tensor(1e-4).half().item(), 0.0]
+
+
+@pytest.mark.parametrize("magnitude", [1e30, 1e-30])
+def test_clip_of_extreme_values_ends_at_the_limit(device, magnitude):
+    grad = normal(1000, device=device) * magnitude
+    max_norm = magnitude / 4
+    tritonclip.clip_([parameter(grad)], ClipByGlobalNorm(max_norm, eps=0.0))
+    # Each element and the coefficient are off by at most 2**-24, the norm by 1e-6.
+    assert reference.norm(grad) == pytest.approx(max_norm, rel=2e-6)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_clip_twice_is_clip_once(device, dtype):
+    """The second coefficient is at least 1 - 1e-6 / max_norm, less the rounding of the first."""
+    grads = of_sizes((7, 4097), dtype, device)
+    tritonclip.clip_(parameters(grads), 0.5)
+    once = copies(grads)
+    tritonclip.clip_(parameters(grads), 0.5)
+    tolerance = 2e-6 + torch.finfo(dtype).eps
+    for ours, old in zip(grads, once, strict=True):
+        torch.testing.assert_close(ours.cpu(), old, rtol=tolerance, atol=6e-8)
+
+
+def test_clip_keeps_the_direction(device):
+    grads = of_sizes((7, 4097), torch.float32, device)
+    before = torch.cat(copies(grads)).double()
+    tritonclip.clip_(parameters(grads), 0.5)
+    after = torch.cat(copies(grads)).double()
+    assert torch.equal(after.sign(), before.sign())
+    ratio = after / before
+    assert (ratio.max() - ratio.min()) / ratio.max() < 2.5e-7  # two roundings of 2**-24
+
+
+@pytest.mark.parametrize("limit", [1, 0.25], ids=["int", "float"])
+def test_clip_with_a_number_is_by_global_norm(device, limit):
+    grads = of_sizes((7, 4097), torch.float32, device)
+    again = [grad.clone() for grad in grads]
+    norm = tritonclip.clip_(parameters(grads), limit)
+    other = tritonclip.clip_(parameters(again), ClipByGlobalNorm(limit, norm_type=2.0, eps=1e-6))
+    assert torch.equal(norm, other)
+    assert_bits(grads, again)
+    assert reference.total_norm(grads) == pytest.approx(limit, rel=1e-5)
+
+
+READ_ONLY = """
+    import sys, warnings
+    import numpy, torch, tritonclip
+    from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+
+    warnings.simplefilter("ignore")
+    grad = torch.from_numpy(numpy.memmap(sys.argv[2], dtype="float32", mode="r"))
+    one = torch.nn.Parameter(torch.zeros_like(grad))
+    one.grad = grad
+    rule = {"norm": ClipByGlobalNorm, "by_norm": ClipByNorm, "value": ClipByValue}[sys.argv[3]]
+    with tritonclip.use_backend(sys.argv[1]):
+        tritonclip.clip_([one], rule(1e4))
+    print("not written")
+"""
+
+
+@pytest.mark.parametrize("rule", ["norm", "by_norm", "value"])
+def test_clip_below_the_limit_does_not_write(backend, rule, tmp_path):
+    """The gradient lies in read-only memory, where a store of the same value is fatal too."""
+    if backend.device.type != "cpu":
+        pytest.skip("device memory cannot be made read-only")
+    if (backend.name, rule) == ("torch", "value"):
+        pytest.skip("on a CPU a look at the elements costs as much as to clamp them")
+    path = tmp_path / "grad"
+    path.write_bytes(normal(CHUNK + 5).numpy().tobytes())
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(READ_ONLY), backend.name, str(path), rule],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "not written" in done.stdout

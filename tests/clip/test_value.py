@@ -1,0 +1,220 @@
+"""Clipping by value: each element on its own, bit for bit with the stated formula."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from cases import (
+    CHUNK,
+    FLOATS,
+    LARGE,
+    MANY,
+    SIZES,
+    assert_bits,
+    bits,
+    copies,
+    grad_of,
+    normal,
+    of_sizes,
+    parameter,
+    parameters,
+)
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tritonclip
+from tritonclip import ClipByValue
+
+BOUNDS = [
+    (-0.5, 0.5),
+    (-0.1, 1 / 3),
+    (0.25, 0.75),
+    (-2.0, -1.0),
+    (0.0, 0.0),
+    (-torch.inf, 0.1),
+    (-0.1, torch.inf),
+    (-1e30, 1e-30),
+]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("low", "high"), BOUNDS, ids="{:.3g}".format)
+def test_clip_by_value_clamps_to_the_rounded_bounds(device, dtype, low, high):
+    grads = of_sizes((0, 1, 33, 4097), dtype, device)
+    expected = [reference.clamped(grad, low, high) for grad in grads]
+    tritonclip.clip_(parameters(grads), ClipByValue(low, high))
+    assert_bits(grads, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_clip_by_value_over_all_sizes(device, dtype):
+    grads = of_sizes(SIZES, dtype, device)
+    expected = [reference.clamped(grad, -0.5, 0.7) for grad in grads]
+    tritonclip.clip_(parameters(grads), ClipByValue(-0.5, 0.7))
+    assert_bits(grads, expected)
+
+
+def test_clip_by_value_across_chunks(device):
+    grad = normal(LARGE, device=device)
+    expected = reference.clamped(grad, -0.5, 0.7)
+    tritonclip.clip_([parameter(grad)], ClipByValue(-0.5, 0.7))
+    assert_bits([grad], [expected])
+
+
+def test_clip_by_value_of_many_tensors(device):
+    grads = [normal(1 + seed % 40, device=device, seed=seed) for seed in range(MANY)]
+    expected = [reference.clamped(grad, -0.5, 0.5) for grad in grads]
+    tritonclip.clip_(parameters(grads), ClipByValue(0.5))
+    assert_bits(grads, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_clip_by_value_of_one_bound_is_symmetric(device, dtype):
+    grad = normal(99, dtype, device)
+    expected = reference.clamped(grad, -0.25, 0.25)
+    tritonclip.clip_([parameter(grad)], ClipByValue(0.25))
+    assert_bits([grad], [expected])
+
+
+def test_clip_by_value_returns_none(device):
+    assert tritonclip.clip_([parameter(normal(3, device=device))], ClipByValue(0.5)) is None
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_clip_by_value_keeps_nan_and_bounds_inf(device, dtype):
+    grad = torch.tensor([torch.nan, torch.inf, -torch.inf, 9.0], dtype=dtype, device=device)
+    tritonclip.clip_([parameter(grad)], ClipByValue(-1.0, 2.0))
+    assert grad[0].isnan()
+    assert grad[1:].tolist() == [2.0, -1.0, 2.0]
+
+
+def test_clip_by_value_keeps_every_nan_of_a_long_gradient(device):
+    grad = normal(CHUNK + 7, device=device)
+    grad[::5] = torch.nan
+    expected = reference.clamped(grad, -0.5, 0.5)
+    tritonclip.clip_([parameter(grad)], ClipByValue(0.5))
+    assert_bits([grad], [expected])
+
+
+def test_clip_by_value_to_a_bound_over_the_maximum_of_the_dtype(device):
+    """1e6 is inf in float16; a finite bound stays finite."""
+    grad = torch.tensor([torch.inf, -torch.inf, 5.0], dtype=torch.float16, device=device)
+    tritonclip.clip_([parameter(grad)], ClipByValue(1e6))
+    assert grad.tolist() == [65504.0, -65504.0, 5.0]
+
+
+def test_clip_by_value_to_infinity_keeps_infinity(device):
+    grad = torch.tensor([torch.inf, -torch.inf, 3e38], device=device)
+    before = bits(grad)
+    tritonclip.clip_([parameter(grad)], ClipByValue(torch.inf))
+    assert torch.equal(bits(grad), before)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_clip_by_value_within_bounds_changes_no_bit(device, dtype):
+    grads = of_sizes((5, 4097, CHUNK + 1), dtype, device)
+    grads[0][:3] = torch.tensor([-0.0, torch.finfo(dtype).tiny / 2, 5.0])
+    before = copies(grads)
+    tritonclip.clip_(parameters(grads), ClipByValue(-5.0, 5.0))
+    for ours, old in zip(grads, before, strict=True):
+        assert torch.equal(bits(ours), bits(old))
+
+
+def test_clip_by_value_changes_only_what_is_out_of_bounds(device):
+    """One element of one of many chunks."""
+    grads = [torch.full((3 * CHUNK,), 0.25, device=device) for _ in range(2)]
+    grads[1][CHUNK + 1] = -8.0
+    expected = copies(grads)
+    expected[1][CHUNK + 1] = -0.5
+    tritonclip.clip_(parameters(grads), ClipByValue(0.5))
+    assert_bits(grads, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_clip_by_value_twice_is_clip_by_value_once(device, dtype):
+    grads = of_sizes((7, 4097), dtype, device)
+    tritonclip.clip_(parameters(grads), ClipByValue(-0.1, 0.3))
+    once = copies(grads)
+    tritonclip.clip_(parameters(grads), ClipByValue(-0.1, 0.3))
+    assert_bits(grads, once)
+
+
+def test_clip_by_value_rounds_the_bounds_for_each_dtype(device):
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    grads = [torch.ones(5, dtype=dtype, device=device) for dtype in dtypes]
+    tritonclip.clip_(parameters(grads), ClipByValue(0.1))
+    for grad, dtype in zip(grads, dtypes, strict=True):
+        assert torch.equal(grad.cpu(), torch.full((5,), 0.1, dtype=torch.float64).to(dtype))
+
+
+OUTLIERS = {
+    "none": (),
+    "few": (0, 5, 1700, 2999),
+    "from the third batch on": range(1800, 3000),
+    "all": range(3000),
+}
+
+
+@pytest.mark.parametrize("value", [5.0, torch.nan, -torch.inf], ids=str)
+@pytest.mark.parametrize("outliers", OUTLIERS.values(), ids=OUTLIERS)
+def test_clip_by_value_finds_outliers_among_many_small_gradients(outliers, value):
+    grads = [1e-3 * normal(1 + i % 60, seed=i) for i in range(3000)]
+    for place in outliers:
+        grads[place][-1] = value
+    expected = [reference.clamped(grad, -0.5, 0.25) for grad in grads]
+    tritonclip.clip_(parameters(grads), ClipByValue(-0.5, 0.25))
+    assert_bits(grads, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", [1000, 4095])
+def test_clip_by_value_of_gradients_gathered_by_the_dozen(dtype, size):
+    grads = [normal(size, dtype, seed=i).clamp_(-1, 1) for i in range(80)]
+    grads[50][7] = 3.0
+    expected = [reference.clamped(grad, -1.5, 2.0) for grad in grads]
+    tritonclip.clip_(parameters(grads), ClipByValue(-1.5, 2.0))
+    assert_bits(grads, expected)
+
+
+class Written(TorchDispatchMode):
+    """Remembers whose memory operators wrote to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        schema = func._schema
+        for argument, value in zip(schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                tensors = value if isinstance(value, list) else [value]
+                self.addresses.update(t.data_ptr() for t in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def test_small_gradients_within_bounds_are_not_written():
+    grads = [normal(40, seed=i).clamp_(-1, 1) for i in range(3000)]
+    grads[7][0] = 9.0
+    with Written() as written, tritonclip.use_backend("torch"):
+        tritonclip.clip_(parameters(grads), ClipByValue(2.0))
+    assert grads[7].data_ptr() in written.addresses
+    assert written.addresses.isdisjoint(g.data_ptr() for i, g in enumerate(grads) if i != 7)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("n_small", [1, 300])
+def test_clip_by_value_of_dual_gradients_changes_all_or_nothing(n_small):
+    """A few are clamped; what many are packed into cannot hold dual numbers of forward AD."""
+    params = [torch.nn.Parameter(torch.zeros(n)) for n in (5000, *[5] * n_small)]
+    with forward_ad.dual_level():
+        params[0].grad = torch.ones(5000)
+        for param in params[1:]:
+            param.grad = forward_ad.make_dual(torch.ones(5), torch.ones(5))
+        if n_small == 1:
+            tritonclip.clip_(params, ClipByValue(0.5))
+        else:
+            with pytest.raises(NotImplementedError, match="forward AD"):
+                tritonclip.clip_(params, ClipByValue(0.5))
+        bound = 0.5 if n_small == 1 else 1.0
+        assert all((grad_of(param) == bound).all() for param in params)

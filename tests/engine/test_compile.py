@@ -1,0 +1,168 @@
+"""``torch.compile(fullgraph=True)`` traces a step with a clip in it, and the result is the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import INTERPRETED, assert_bits, copies, grad_of, normal, parameters
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    # A replaced torch.empty would be traced in place of torch's.
+    pytest.mark.plain_empty,
+    # torch's own deprecations while it traces are not ours.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.skipif(INTERPRETED, reason="dynamo cannot trace beside the interpreter"),
+]
+
+RULES = [
+    pytest.param(1.0, id="number"),
+    pytest.param(ClipByGlobalNorm(0.5), id="global"),
+    pytest.param(ClipByGlobalNorm(0.5, norm_type=torch.inf, eps=0.0), id="global-inf"),
+    pytest.param(ClipByGlobalNorm(0.5, norm_type=3.0), id="global-p3"),
+    pytest.param(ClipByNorm(0.5), id="by-norm"),
+    pytest.param(ClipByValue(-0.1, 0.2), id="by-value"),
+]
+CALLS = {
+    "clip_grad_norm_": lambda params: tritonclip.clip_grad_norm_(params, 0.5),
+    "clip_grad_value_": lambda params: tritonclip.clip_grad_value_(params, 0.1),
+    "get_total_norm": lambda params: tritonclip.get_total_norm([p.grad for p in params]),
+    "clip_grads_with_norm_": lambda params: tritonclip.clip_grads_with_norm_(
+        params, 0.5, params[0].grad.norm()
+    ),
+}
+
+
+def compiled(step):
+    return torch.compile(step, fullgraph=True, backend="aot_eager")
+
+
+def fill(params, scale):
+    """New values in the same gradients, as accumulation does it."""
+    for seed, one in enumerate(params):
+        one.grad.copy_(normal(one.shape, one.dtype, seed=seed) * scale)
+
+
+def make(device, dtypes=(torch.float32, torch.float32, torch.bfloat16)):
+    shapes = ((40,), (3, 5), (70,))
+    return parameters(
+        normal(shape, dtype, device) for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+
+
+def assert_equals_eager(step, device):
+    """Clipped, below the limit, and clipped again: one graph must serve them all."""
+    ours, eager = make(device), make(device)
+    traced = compiled(step)
+    for scale in (1.0, 1e-4, 30.0):
+        fill(ours, scale)
+        fill(eager, scale)
+        measured, expected = traced(ours), step(eager)
+        if expected is None:
+            assert measured is None
+        else:
+            torch.testing.assert_close(measured, expected, rtol=1e-6, atol=0)
+        for one, other in zip(ours, eager, strict=True):
+            torch.testing.assert_close(
+                one.grad, other.grad, rtol=max(1e-6, torch.finfo(one.dtype).eps), atol=0
+            )
+            torch.testing.assert_close(one.data, other.data, rtol=2e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_compiled_clip_equals_eager(device, rule):
+    assert_equals_eager(lambda params: tritonclip.clip_(params, rule), device)
+
+
+@pytest.mark.parametrize("rule", RULES[1:])
+def test_compiled_clip_with_zero_policy_and_grad_scale_equals_eager(device, rule):
+    assert_equals_eager(
+        lambda params: tritonclip.clip_(params, rule, nonfinite="zero", grad_scale=8.0), device
+    )
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_compiled_torch_signature_equals_eager(device, call):
+    assert_equals_eager(CALLS[call], device)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_compiled_step_uses_the_clipped_gradients(device, rule):
+    """What the graph does after the clip must see what the clip wrote."""
+
+    def step(params):
+        measured = tritonclip.clip_(params, rule)
+        with torch.no_grad():
+            for one in params:
+                one.sub_(one.grad, alpha=0.1)
+        return measured
+
+    assert_equals_eager(step, device)
+
+
+@pytest.mark.parametrize("rule", RULES[1:])
+def test_compiled_clip_writes_the_gradients(device, rule):
+    params = make(device)
+    before = copies(one.grad for one in params)
+    compiled(lambda given: tritonclip.clip_(given, rule))(params)
+    for one, old in zip(params, before, strict=True):
+        assert not torch.equal(one.grad.cpu(), old)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [lambda m: m, lambda m: m.parameters(), lambda m: m.named_parameters()],
+    ids=["module", "generator", "pairs"],
+)
+def test_compiled_clip_takes_every_form_of_parameters(device, form):
+    module = torch.nn.Linear(5, 3).to(device)
+    again = torch.nn.Linear(5, 3).to(device)
+    for model in (module, again):
+        for seed, one in enumerate(model.parameters()):
+            one.grad = normal(one.shape, device=device, seed=seed)
+    measured = compiled(lambda: tritonclip.clip_(form(module), 0.5))()
+    assert torch.equal(measured, tritonclip.clip_(again, 0.5))
+    assert_bits(
+        [grad_of(one) for one in module.parameters()], [grad_of(one) for one in again.parameters()]
+    )
+
+
+def test_compiled_clip_counts_a_parameter_listed_twice_once(device):
+    one = parameters([torch.tensor([3.0, 4.0], device=device)])[0]
+    assert compiled(lambda: tritonclip.clip_([one, one], 1.0))().item() == 5.0
+    torch.testing.assert_close(grad_of(one).cpu(), torch.tensor([0.6, 0.8]))
+
+
+@pytest.mark.parametrize("rule", RULES[1:])
+def test_compiled_clip_with_error_policy_raises(device, rule):
+    params = make(device)
+    params[1].grad[0, 0] = torch.nan
+    before = copies(one.grad for one in params)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        compiled(lambda given: tritonclip.clip_(given, rule, nonfinite="error"))(params)
+    assert_bits([one.grad for one in params], before)
+
+
+def test_compiled_clip_with_zero_policy_zeroes(device):
+    params = make(device)
+    params[1].grad[0, 0] = torch.nan
+    compiled(lambda given: tritonclip.clip_(given, 1.0, nonfinite="zero"))(params)
+    assert_bits([one.grad for one in params], [torch.zeros_like(one.grad) for one in params])
+
+
+def test_compiled_clip_below_the_limit_changes_nothing(device):
+    params = make(device)
+    before = copies(one.grad for one in params)
+    compiled(lambda given: tritonclip.clip_(given, 1e4))(params)
+    assert_bits([one.grad for one in params], before)
+
+
+def test_compiled_clip_takes_a_one_element_grad_scale(device):
+    one, other = (parameters([torch.tensor([6.0, 8.0], device=device)])[0] for _ in range(2))
+    scale = torch.tensor([2.0])
+    compiled(lambda given: tritonclip.clip_(given, 1.0, grad_scale=scale))([one])
+    tritonclip.clip_([other], 1.0, grad_scale=scale)
+    assert torch.equal(grad_of(one), grad_of(other))

@@ -1,0 +1,256 @@
+"""A list met in one context is clipped right in another: modes, settings, backends, other lists.
+
+Each test clips the same parameters in a context and outside of it, in both orders.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from arena import ARENAS, Arena, FlatArena
+from cases import INTERPRETED, normal, parameters
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+
+TURNS = 1 if INTERPRETED else 2
+GLOBAL = ClipByGlobalNorm(0.5)
+RULES = [
+    pytest.param(GLOBAL, id="global"),
+    pytest.param(ClipByNorm(0.5), id="by-norm"),
+    pytest.param(ClipByValue(-0.3, 0.2), id="by-value"),
+]
+MIXED = (torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.bfloat16)
+# A launch takes the interpreter 0.1 s.
+LISTS = [
+    *([] if INTERPRETED else [pytest.param(torch.float32, id="float32")]),
+    pytest.param(MIXED, id="mixed"),
+]
+
+
+_first_size = itertools.count(10)
+
+
+def new_sizes() -> tuple[int, ...]:
+    """Five sizes that no list of another test has, one of them zero and one more than a row."""
+    return (next(_first_size), 0, 1, 700, 33)
+
+
+class Functions(TorchFunctionMode):
+    """Sees every function of torch, and calls it as it is."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatch(TorchDispatchMode):
+    """Sees every operator; does something before it."""
+
+    def __init__(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.meanwhile, self.calls = meanwhile, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += 1
+        self.meanwhile()
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+CONTEXTS: dict[str, Callable[[str], AbstractContextManager[Any]]] = {
+    "autocast": lambda device: torch.autocast(device, dtype=torch.bfloat16),
+    "inference": lambda device: torch.inference_mode(),
+    "no-grad": lambda device: torch.set_grad_enabled(False),
+    "grad": lambda device: torch.set_grad_enabled(True),
+    "function-mode": lambda device: Functions(),
+    "dispatch-mode": lambda device: Dispatch(),
+    "meta-device": lambda device: torch.device("meta"),
+    "float16-by-default": lambda device: default_dtype(torch.float16),
+    "float64-by-default": lambda device: default_dtype(torch.float64),
+    "verified": lambda device: tritonclip.verify(),
+}
+INSIDE = pytest.mark.parametrize("context", CONTEXTS)
+ORDERS = pytest.mark.parametrize(
+    "order", [(True, False), (False, True)], ids=["inside-first", "outside-first"]
+)
+
+
+def clip(ours: Arena, rule: Any, context: AbstractContextManager[Any]) -> None:
+    """Clips new values in a context, and checks the call outside of it."""
+    ours.fill()
+    with context:
+        measured = ours.call(rule)
+    ours.assert_clipped(rule, measured)
+
+
+@INSIDE
+@ORDERS
+@pytest.mark.parametrize("dtypes", LISTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_list_is_clipped_inside_and_outside(device, rule, dtypes, order, context):
+    ours = Arena(new_sizes(), dtypes, device)
+    for inside in order * TURNS:
+        clip(ours, rule, CONTEXTS[context](device.type) if inside else ExitStack())
+
+
+@INSIDE
+@ORDERS
+@pytest.mark.parametrize("arena", ARENAS)
+def test_every_call_is_right_inside_and_outside(device, arena, order, context):
+    ours = arena(new_sizes(), torch.float32, device)
+    for inside in order * TURNS:
+        clip(ours, GLOBAL, CONTEXTS[context](device.type) if inside else ExitStack())
+
+
+@ORDERS
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_made_in_inference_mode_are_refused_outside(device, rule, order):
+    """And clipped inside, where gradients made outside of it were clipped before."""
+    sizes = new_sizes()
+    normals = Arena(sizes, torch.float32, device)
+    with torch.inference_mode():
+        ours = Arena(sizes, torch.float32, device)
+    for inside in order * TURNS:
+        clip(normals, rule, torch.inference_mode() if inside else ExitStack())
+        if inside:
+            with torch.inference_mode():
+                ours.clip(rule)
+                before = ours.memory.clone()
+        else:
+            before = ours.memory.clone()
+            with pytest.raises(RuntimeError, match="made in inference mode"):
+                ours.call(rule)
+        assert torch.equal(ours.memory, before)
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)], ids=["grad", "no-grad"])
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_that_require_grad_are_clipped_in_every_grad_mode(device, rule, order):
+    sizes = new_sizes()
+    ours, others = (Arena(sizes, torch.float32, device) for _ in range(2))
+    for param in ours.params:
+        assert param.grad is not None
+        param.grad = param.grad.detach().requires_grad_()
+    ours.grads = [param.grad for param in ours.params if param.grad is not None]
+    for enabled in order * TURNS:
+        for arena in (ours, others):
+            with torch.no_grad():
+                arena.fill()
+            with torch.set_grad_enabled(enabled):
+                measured = arena.call(rule)
+            with torch.no_grad():
+                arena.assert_clipped(rule, measured)
+            assert measured is None or not measured.requires_grad
+
+
+@pytest.mark.parametrize("dtypes", LISTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_need_clip_holds_from_the_next_call_on(device, rule, dtypes):
+    """Every choice of five parameters, each after another one."""
+    ours = Arena(new_sizes(), dtypes, device)
+    turns = 8 if INTERPRETED else 32
+    for turn in range(turns):
+        # All 32 choices come up, for 13 is odd; several parameters change at a time.
+        chosen = turn * 13 % 32
+        for i, param in enumerate(ours.params):
+            setattr(param, "need_clip", bool(chosen >> i & 1))  # noqa: B010
+        if chosen:
+            ours.clip(rule)
+
+
+def test_need_clip_of_some_lists_leaves_equal_ones_alone(device):
+    sizes = new_sizes()
+    ours, others = Arena(sizes, device=device), Arena(sizes, device=device, seed=1)
+    for turn in range(4):
+        setattr(ours.params[turn], "need_clip", False)  # noqa: B010
+        for arena in (others, ours, others):
+            arena.clip(GLOBAL)
+
+
+@pytest.mark.parametrize("order", [("torch", "auto"), ("auto", "torch")], ids="-".join)
+@pytest.mark.parametrize("rule", RULES)
+def test_backend_holds_from_the_next_call_on(backend, rule, order):
+    ours = Arena(new_sizes(), torch.float32, backend.device)
+    for name in (*order, backend.name) * 2:
+        clip(ours, rule, tritonclip.use_backend(name))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the kernels serve CPU tensors in the interpreter")
+def test_backend_that_cannot_serve_refuses_a_list_met_before():
+    ours = Arena(new_sizes())
+    for _ in range(2):
+        clip(ours, GLOBAL, tritonclip.use_backend("auto"))
+        before = ours.memory.clone()
+        with tritonclip.use_backend("triton"), pytest.raises(RuntimeError, match="asked for"):
+            ours.call(GLOBAL)
+        assert torch.equal(ours.memory, before)
+
+
+MANY = 12 if INTERPRETED else 120
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_more_lists_than_are_kept_are_clipped_in_turn(device, rule):
+    """Forwards, which finds none again where the oldest go first, and backwards."""
+    arenas = [Arena((n, 7), device=device, seed=n) for n in range(1, MANY + 1)]
+    for arena in [*arenas, *arenas, *reversed(arenas)]:
+        arena.clip(rule)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="a launch of the interpreter is hundreds of operators")
+@pytest.mark.parametrize("dtypes", LISTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_list_is_clipped_while_others_take_its_place(device, rule, dtypes):
+    """Before every tenth operator of a call, other lists are clipped: more than are kept."""
+    ours = Arena(new_sizes(), dtypes, device)
+    others = [parameters([normal(n, device=device), normal(9, device=device)]) for n in range(100)]
+
+    operators = itertools.count()
+
+    def meanwhile() -> None:
+        for params in others if next(operators) % 10 == 0 else []:
+            tritonclip.clip_(params, rule)
+
+    for _ in range(2):
+        ours.clip(rule)
+        mode = Dispatch(meanwhile)
+        clip(ours, rule, mode)
+        assert mode.calls > 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="a launch of the interpreter is hundreds of operators")
+@pytest.mark.parametrize("dtypes", LISTS)
+@pytest.mark.parametrize("rule", RULES)
+def test_list_is_clipped_while_equal_ones_are(device, rule, dtypes):
+    """Before each operator of a call, another list of the same shapes is clipped."""
+    sizes = new_sizes()
+    ours, theirs = Arena(sizes, dtypes, device), Arena(sizes, dtypes, device, seed=1)
+    for _ in range(2):
+        clip(ours, rule, Dispatch(lambda: theirs.clip(rule)))
+        ours.clip(rule)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="a launch of the interpreter is hundreds of operators")
+def test_flat_gradients_are_clipped_while_they_are(device):
+    """Before each operator of a call, another call clips equal gradients."""
+    sizes = new_sizes()
+    ours, theirs = FlatArena(sizes, device=device), FlatArena(sizes, device=device, seed=1)
+    for _ in range(2):
+        clip(ours, GLOBAL, Dispatch(lambda: theirs.clip(GLOBAL)))
+        ours.clip(GLOBAL)

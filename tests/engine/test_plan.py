@@ -1,0 +1,295 @@
+"""Plans are found only for lists of the form that they were made for, and forgotten in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+
+import pytest
+import torch
+from cases import normal, parameter
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tritonclip
+from tritonclip.engine import planner
+from tritonclip.engine.gradients import Gradients, of_tensors
+from tritonclip.engine.planner import CAPACITY, PlanCache
+
+SIZES = (5, 1, 24)
+
+
+def contiguous() -> list[Tensor]:
+    return [normal(n) for n in SIZES]
+
+
+def mixed() -> list[Tensor]:
+    return [normal(3), normal(4, dtype=torch.bfloat16), normal(3), normal(2, dtype=torch.float64)]
+
+
+def channels_last() -> list[Tensor]:
+    dense = normal(96).view(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    return [normal(3), dense, normal(4, dtype=torch.float64), normal(15).view(3, 5).t()]
+
+
+def negated() -> list[Tensor]:
+    return [torch._neg_view(normal(3)), normal(3)]
+
+
+def gaps() -> list[Tensor]:
+    return [normal(6)[::2], normal(3)]
+
+
+def complex_pairs() -> list[Tensor]:
+    return [normal(3, dtype=torch.complex64), normal(3), normal(4, dtype=torch.complex64).conj()]
+
+
+LISTS = [
+    pytest.param(make, id=make.__name__)
+    for make in (contiguous, mixed, channels_last, negated, gaps, complex_pairs)
+]
+
+
+@pytest.fixture(params=["guards of torch", "guards in Python"])
+def guards(request, monkeypatch):
+    """Both ways to compare lists."""
+    if request.param == "guards in Python":
+        monkeypatch.setattr(planner, "TensorGuards", None)
+
+
+@pytest.fixture
+def plans(guards):
+    """A cache without plans."""
+    return PlanCache()
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """The lists that a plan was built for."""
+    seen = []
+    build = planner._build_
+
+    def counted(gradients, *arguments):
+        seen.append(gradients)
+        build(gradients, *arguments)
+
+    monkeypatch.setattr(planner, "_build_", counted)
+    return seen
+
+
+def planned(grads: list[Tensor], plans: PlanCache) -> Gradients:
+    return planner.plan_(of_tensors(list(grads)), plans)
+
+
+def described(gradients: Gradients) -> list[tuple[object, ...]]:
+    assert gradients.plan is not None
+    result: list[tuple[object, ...]] = []
+    for group in gradients.plan.groups:
+        tensors, addresses = gradients.of(group.indices)
+        read = [(t.data_ptr(), t.shape, t.stride(), t.is_neg(), t.dtype) for t in tensors]
+        assert addresses is None or addresses == [t.data_ptr() for t in tensors]
+        result.append((read, group.device, group.dtype, group.flat, group.pairs))
+    return result
+
+
+@pytest.mark.parametrize("make", LISTS)
+def test_a_plan_serves_the_list_it_was_built_for(plans, built, make):
+    grads = make()
+    first = planned(grads, plans)
+    second = planned(grads, plans)
+    assert second.plan is first.plan
+    assert described(second) == described(first)
+    assert len(built) == 1
+
+
+@pytest.mark.parametrize("make", LISTS)
+def test_a_plan_reads_the_tensors_of_this_call(plans, built, make):
+    planned(make(), plans)
+    other = make()
+    found = described(planned(other, plans))
+    assert len(built) == 1
+    assert found == described(planned(other, PlanCache()))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        pytest.param(lambda g: normal(6), id="size"),
+        pytest.param(lambda g: normal(5).view(1, 5), id="shape"),
+        pytest.param(lambda g: g.double(), id="dtype"),
+        pytest.param(lambda g: normal(10)[::2], id="strides"),
+        pytest.param(lambda g: torch._neg_view(g), id="negated"),
+        pytest.param(lambda g: g.clone().requires_grad_(), id="requires-grad"),
+        pytest.param(lambda g: g.to_sparse(), id="sparse"),
+        pytest.param(lambda g: torch.nn.Parameter(g), id="type"),
+        pytest.param(lambda g: torch.empty_like(g, device="meta"), id="device"),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_changed_gradient_has_no_plan(plans, built, changed, place):
+    grads = [normal(5) for _ in range(3)]
+    planned(grads, plans)
+    grads[place] = changed(grads[place])
+    planned(grads, plans)
+    assert len(built) == 2
+
+
+@pytest.mark.parametrize("resized", [lambda g: g.resize_(2), lambda g: g.t_(), lambda g: g.set_()])
+def test_a_gradient_changed_in_place_has_no_plan(plans, built, resized):
+    grads = [normal(10).view(5, 2) for _ in range(3)]
+    planned(grads, plans)
+    resized(grads[1])
+    planned(grads, plans)
+    assert len(built) == 2
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_a_plan_serves_the_backend_it_was_built_for(plans, built, backend):
+    grads = contiguous()
+    planned(grads, plans)
+    with tritonclip.use_backend(backend):
+        planned(grads, plans)
+    assert len(built) == (1 if backend == "auto" else 2)
+
+
+@pytest.mark.parametrize("again", [lambda g: g, lambda g: g.view(-1)], ids=["itself", "a view"])
+def test_a_gradient_met_twice_counts_once_in_a_known_form(guards, again):
+    planner.plans.clear()
+    grads = [torch.ones(4) for _ in range(2)]
+    assert tritonclip.get_total_norm(grads) == 8**0.5
+    assert tritonclip.get_total_norm([grads[0], again(grads[0])]) == 2
+
+
+def test_a_list_that_cannot_be_recognised_has_no_plan_kept(plans):
+    """A gradient listed twice."""
+    grads = [normal(4), normal(5)]
+    planned([*grads, grads[0]], plans)
+    assert not len(plans)
+
+
+def test_several_empty_gradients_have_a_plan(plans, built):
+    for _ in range(3):
+        planned([normal(4), torch.empty(0), normal(5), torch.empty(0)], plans)
+    assert len(built) == 1
+
+
+def test_a_gradient_freed_beside_empty_ones_has_no_plan(plans, built):
+    grads = [normal(4), torch.empty(0), normal(5), torch.empty(0)]
+    planned(grads, plans)
+    grads[2].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="no memory"):
+        planned(grads, plans)
+
+
+def test_lists_of_two_dtypes_keep_both_plans(plans, built):
+    lists = [contiguous(), [grad.bfloat16() for grad in contiguous()]]
+    for grads in lists * 3:
+        planned(grads, plans)
+    assert len(built) == 2
+
+
+def test_a_sparse_gradient_is_read_anew_at_every_call(plans, built):
+    grads = [normal(3).to_sparse()]
+    planned(grads, plans)
+    planned(grads, plans)
+    assert len(built) == 2
+
+
+class Passing(torch.utils._python_dispatch.TorchDispatchMode):
+    """Sees every operator, and changes nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_plan_is_kept_of_a_list_met_under_a_dispatch_mode(plans):
+    """Such a mode may hand out other tensors than asked for, as scratch too."""
+    grads = contiguous()
+    with Passing():
+        planned(grads, plans)
+    assert not len(plans)
+    planned(grads, plans)
+    assert len(plans) == 1
+
+
+def test_a_kept_plan_is_not_filled_under_a_dispatch_mode(device):
+    """Scratch of such a mode would serve every later call."""
+    planner.plans.clear()
+    params = [parameter(normal(n, device=device)) for n in SIZES]
+    tritonclip.clip_(params, tritonclip.ClipByValue(100.0))
+    with contextlib.suppress(RuntimeError), FakeTensorMode(allow_non_fake_inputs=True):
+        tritonclip.clip_(params, 1e9)
+    expected = tritonclip.get_total_norm([normal(n, device=device) for n in SIZES])
+    assert tritonclip.clip_(params, 1e9) == expected
+
+
+def test_no_gradient_is_kept_alive(plans):
+    grads = contiguous()
+    planned(grads, plans)
+    planned(grads, plans)
+    alive = [weakref.ref(grad) for grad in grads]
+    del grads
+    assert len(plans) == 1
+    assert not any(ref() is not None for ref in alive)
+
+
+def test_the_list_not_met_for_longest_is_forgotten(plans, built):
+    lists = [[normal(n)] for n in range(1, CAPACITY + 2)]
+    for grads in lists[:-1]:
+        planned(grads, plans)
+    planned(lists[0], plans)
+    planned(lists[-1], plans)
+    assert len(plans) == CAPACITY
+    assert len(built) == len(lists)
+    planned(lists[0], plans)
+    assert len(built) == len(lists)
+    planned(lists[1], plans)
+    assert len(built) == len(lists) + 1
+
+
+def test_a_plan_forgotten_while_it_is_found_is_kept(plans, monkeypatch):
+    """Another thread may drop it between the look-up and the note that it was used."""
+    grads = contiguous()
+    first = planned(grads, plans).plan
+    assert first is not None
+    check = first.guards.check
+
+    class Forgetting:
+        def check(self, *tensors):
+            plans.clear()
+            return check(*tensors)
+
+    first.guards = Forgetting()
+    assert planned(grads, plans).plan is first
+    assert len(plans) == 1
+
+
+def test_lists_of_one_length_are_told_apart(plans, built):
+    lists = [[normal(5), normal(7), normal(n)] for n in (2, 3)]
+    for grads in lists * 3:
+        planned(grads, plans)
+    assert len(built) == len(lists)
+
+
+@torch.library.custom_op("inside::clip", mutates_args={"a", "b"})
+def clip_inside(a: Tensor, b: Tensor) -> Tensor:
+    return tritonclip.clip_([parameter(a), parameter(b)], 1.0)
+
+
+def test_a_list_met_inside_a_custom_operator_says_nothing_of_inference_mode(guards):
+    """Inside, a normal tensor has the dispatch keys of one made in inference mode."""
+    planner.plans.clear()
+    for _ in range(2):
+        clip_inside(torch.ones(5), torch.ones(5))
+    with torch.inference_mode():
+        grads = [torch.full((5,), 2.0) for _ in range(2)]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="made in inference mode"):
+            tritonclip.clip_([parameter(grad) for grad in grads], 1.0)
+    assert all((grad == 2).all() for grad in grads)
+    clip_inside(torch.ones(5), torch.ones(5))
+
+
+def test_torch_has_the_guards():
+    """Without them calls are slower: a PyTorch that moved them should be noticed here."""
+    assert planner.TensorGuards is not None

@@ -1,0 +1,334 @@
+"""Verification passes what is right, and says where and by how much a kernel is wrong."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from cases import (
+    CHUNK,
+    FLOATS,
+    NORM_TYPES,
+    assert_bits,
+    copies,
+    each_rule,
+    normal,
+    of_sizes,
+    parameters,
+)
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, VerificationError, settings
+from tritonclip.backends.cpu_backend import CpuBatch
+from tritonclip.backends.torch_backend import TorchBatch
+from tritonclip.engine import verification
+
+RULES = each_rule(0.5, 0.1)
+SIZES = (0, 1, 7, 300, CHUNK + 1)
+
+
+@pytest.fixture
+def verbs(backend):
+    """The class whose verbs serve the test, to break them."""
+    if backend.name == "triton":
+        return importlib.import_module("tritonclip.backends.triton_backend").TritonBatch
+    return TorchBatch if backend.module == "torch_backend" else CpuBatch
+
+
+def named(grads):
+    """Parameters called w0, w1, ..."""
+    return [(f"w{index}", one) for index, one in enumerate(parameters(grads))]
+
+
+def break_scale(monkeypatch, verbs: Any, spoil, verb="scale_"):
+    """Lets `spoil` at the gradients after every call of a verb that writes."""
+    real = getattr(verbs, verb)
+
+    def broken(*args, **options):
+        result = real(*args, **options)
+        spoil()
+        return result
+
+    monkeypatch.setattr(verbs, verb, broken)
+
+
+def break_norm(monkeypatch, verbs: Any, factor: float):
+    """Makes every measured norm wrong by a factor."""
+    real = verbs.norm
+
+    def broken(batch, norm_type, out, *, per_gradient):
+        return real(batch, norm_type, out, per_gradient=per_gradient).mul_(factor)
+
+    monkeypatch.setattr(verbs, "norm", broken)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("grad_scale", [None, 8.0])
+def test_verify_passes_what_is_right(device, rule, dtype, grad_scale):
+    with tritonclip.verify():
+        tritonclip.clip_(parameters(of_sizes(SIZES, dtype, device)), rule, grad_scale=grad_scale)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_verify_passes_every_norm_type(device, norm_type):
+    grads = [normal(9, torch.float32, device), normal(70, torch.bfloat16, device, seed=1)]
+    with tritonclip.verify():
+        tritonclip.get_total_norm(grads, norm_type)
+        tritonclip.clip_(parameters(copies(grads)), ClipByNorm(0.5, norm_type))
+        tritonclip.clip_(parameters(grads), ClipByGlobalNorm(0.5, norm_type))
+
+
+@pytest.mark.parametrize("policy", ["propagate", "zero"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("rule", RULES)
+def test_verify_passes_what_is_not_finite(device, rule, value, policy):
+    grads = [torch.tensor([1.0, value, -2.0], device=device), torch.ones(3, device=device)]
+    with tritonclip.verify():
+        tritonclip.clip_(parameters(grads), rule, nonfinite=policy)
+
+
+def test_verify_passes_clip_grads_with_norm(device):
+    grads = of_sizes((5, 300), torch.float16, device)
+    with tritonclip.verify():
+        tritonclip.clip_grads_with_norm_(parameters(grads), 1.0, torch.tensor(3.0))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_verify_changes_no_result(device, rule):
+    plain, verified = of_sizes(SIZES, torch.float32, device), of_sizes(SIZES, torch.float32, device)
+    expected = tritonclip.clip_(parameters(plain), rule)
+    with tritonclip.verify():
+        measured = tritonclip.clip_(parameters(verified), rule)
+    assert_bits(verified, plain)
+    if expected is not None:
+        assert_bits([measured], [expected])
+
+
+def test_verify_leaves_errors_as_they_are(device):
+    grads = [torch.tensor([1.0, torch.nan], device=device)]
+    with tritonclip.verify(), pytest.raises(RuntimeError, match="non-finite") as caught:
+        tritonclip.clip_(parameters(grads), 1.0, nonfinite="error")
+    assert not isinstance(caught.value, VerificationError)
+
+
+@pytest.mark.parametrize(
+    ("rule", "verb"),
+    [
+        pytest.param(ClipByGlobalNorm(0.5), "scale_", id="global"),
+        pytest.param(ClipByNorm(0.5), "scale_each_", id="by-norm"),
+        pytest.param(ClipByValue(0.1), "clamp_", id="by-value"),
+    ],
+)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_verify_names_parameter_index_and_values(verbs, device, monkeypatch, rule, verb, dtype):
+    """One element of one gradient, wrong by a sixteenth."""
+    grads = [normal(5, dtype, device), normal((4, 300), dtype, device, seed=1)]
+    right = copies(grads)
+    tritonclip.clip_(parameters(right := [grad.to(device) for grad in right]), rule)
+
+    break_scale(monkeypatch, verbs, lambda: grads[1][2, 256].mul_(1.0625), verb)
+    with tritonclip.verify(), pytest.raises(VerificationError) as caught:
+        tritonclip.clip_(named(grads), rule)
+    found = re.search(
+        r"(w1\[2, 256\]): got (\S+), expected (\S+) \(1 of 1200 elements differ\)",
+        str(caught.value),
+    )
+    assert found, caught.value
+    place, got, expected = found.groups()
+    assert place == "w1[2, 256]"
+    assert float(got) == grads[1][2, 256].item()
+    # What is expected is not rounded yet.
+    assert float(expected) == pytest.approx(right[1][2, 256].item(), rel=2 * torch.finfo(dtype).eps)
+    assert "w0" not in str(caught.value)
+
+
+def test_verify_finds_two_units_in_the_last_place(verbs, device, monkeypatch):
+    grads = [torch.full((300,), 1.0, dtype=torch.bfloat16, device=device)]
+    break_scale(monkeypatch, verbs, lambda: grads[0][299:].view(torch.int16).add_(2))
+    with tritonclip.verify(), pytest.raises(VerificationError, match=r"parameters\[0\]\[299\]"):
+        tritonclip.clip_(parameters(grads), 1.0)
+
+
+def test_verify_finds_an_element_that_was_left_out(verbs, device, monkeypatch):
+    """A mask that is one short: the last element of a gradient keeps its value."""
+    grads = of_sizes((5, 300), torch.float32, device)
+    last = grads[1][-1].clone()
+    break_scale(monkeypatch, verbs, lambda: grads[1][-1].copy_(last))
+    with tritonclip.verify(), pytest.raises(VerificationError, match=r"parameters\[1\]\[299\]"):
+        tritonclip.clip_(parameters(grads), 0.5)
+
+
+def test_verify_finds_a_write_where_none_was_due(verbs, device, monkeypatch):
+    grads = of_sizes((5, 300), torch.float32, device)
+    break_scale(monkeypatch, verbs, lambda: grads[0][3].mul_(1.001))
+    with tritonclip.verify(), pytest.raises(VerificationError, match=r"parameters\[0\]\[3\]"):
+        tritonclip.clip_(parameters(grads), 1e9)
+
+
+def test_verify_finds_a_norm_that_is_off(verbs, device, monkeypatch):
+    grads = [torch.tensor([3.0, 4.0], device=device)]
+    break_norm(monkeypatch, verbs, 1 + 1e-4)
+    with (
+        tritonclip.verify(),
+        pytest.raises(VerificationError, match=r"norm: got 5\.000\d+, expected 5\.0\b"),
+    ):
+        tritonclip.clip_(parameters(grads), 1.0)
+    with (
+        tritonclip.verify(),
+        pytest.raises(VerificationError, match=r"norm: got 5\.000\d+, expected 5\.0\b"),
+    ):
+        tritonclip.get_total_norm([torch.tensor([3.0, 4.0], device=device)])
+
+
+def test_verify_finds_norms_by_gradient_that_are_off(verbs, device, monkeypatch):
+    grads = of_sizes((5, 300), torch.float32, device)
+    break_norm(monkeypatch, verbs, 1 - 1e-4)
+    with (
+        tritonclip.verify(),
+        pytest.raises(VerificationError, match=r"norm of w0: got .*norm of w1"),
+    ):
+        tritonclip.clip_(named(grads), ClipByNorm(1.0))
+
+
+def test_verify_finds_a_clamp_that_drops_nan(verbs, device, monkeypatch):
+    grads = [torch.tensor([0.05, torch.nan, 7.0], device=device)]
+    break_scale(monkeypatch, verbs, lambda: grads[0].nan_to_num_(0.1), "clamp_")
+    with (
+        tritonclip.verify(),
+        pytest.raises(VerificationError, match=r"w0\[1\]: got 0\.1\S*, expected nan \(1 of 3"),
+    ):
+        tritonclip.clip_(named(grads), ClipByValue(0.1))
+
+
+def test_verify_finds_what_should_have_become_zero(verbs, device, monkeypatch):
+    grads = [torch.tensor([1.0, torch.nan], device=device), torch.ones(3, device=device)]
+    break_scale(monkeypatch, verbs, lambda: grads[1][2].fill_(1e-30))
+    with (
+        tritonclip.verify(),
+        pytest.raises(VerificationError, match=r"w1\[2\]: got 1\S*e-30, expected 0\.0"),
+    ):
+        tritonclip.clip_(named(grads), 1.0, nonfinite="zero")
+
+
+def test_verify_covers_clip_grads_with_norm(verbs, device, monkeypatch):
+    grads = of_sizes((5, 300), torch.float32, device)
+    break_scale(monkeypatch, verbs, lambda: grads[1][7].mul_(1.001))
+    with tritonclip.verify(), pytest.raises(VerificationError, match=r"w1\[7\]: got"):
+        tritonclip.clip_grads_with_norm_(named(grads), 1.0, torch.tensor(3.0))
+
+
+def test_verify_covers_the_torch_functions(verbs, device, monkeypatch):
+    grads = [torch.full((3,), 2.0, device=device)]
+    break_scale(monkeypatch, verbs, lambda: grads[0][1].mul_(1.001))
+    break_scale(monkeypatch, verbs, lambda: grads[0][1].mul_(1.001), "clamp_")
+    with tritonclip.verify():
+        with pytest.raises(VerificationError, match=r"w0\[1\]: got"):
+            tritonclip.clip_grad_norm_(named(grads), 1.0)
+        with pytest.raises(VerificationError, match=r"w0\[1\]: got"):
+            tritonclip.clip_grad_value_(named(grads), 0.1)
+
+
+def test_verify_finds_a_wrong_value_of_a_sparse_gradient(verbs, device, monkeypatch):
+    """Named by its place in the dense tensor."""
+    at = torch.tensor([[0, 2, 2], [1, 0, 3]], device=device)
+    grad = torch.sparse_coo_tensor(
+        at, [1.0, 2.0, 3.0], (3, 4), device=device, check_invariants=False
+    ).coalesce()
+    break_scale(monkeypatch, verbs, lambda: grad._values()[2].mul_(1.001))
+    with tritonclip.verify(), pytest.raises(VerificationError, match=r"w0\[2, 3\]: got"):
+        tritonclip.clip_(named([grad]), 0.5)
+
+
+def test_verify_finds_a_wrong_value_of_a_complex_gradient(verbs, device, monkeypatch):
+    grad = normal((3, 4), torch.complex64, device)
+    break_scale(monkeypatch, verbs, lambda: torch.view_as_real(grad)[2, 1, 1].mul_(1.001))
+    with (
+        tritonclip.verify(),
+        pytest.raises(VerificationError, match=r"w0\[2, 1\]: got \(.*j\), exp"),
+    ):
+        tritonclip.clip_(named([grad]), 0.5)
+
+
+def test_verify_names_three_gradients_at_most(verbs, device, monkeypatch):
+    grads = of_sizes(range(1, 9), torch.float32, device)
+    break_scale(monkeypatch, verbs, lambda: [grad[0].mul_(1.001) for grad in grads])
+    with tritonclip.verify(), pytest.raises(VerificationError) as caught:
+        tritonclip.clip_(named(grads), 0.5)
+    assert re.findall(r"w\d", str(caught.value)) == ["w0", "w1", "w2"]
+    assert "and 5 more" in str(caught.value)
+
+
+def test_verify_leaves_the_gradients_as_the_call_left_them(verbs, device, monkeypatch):
+    grads = [torch.tensor([3.0, 4.0], device=device)]
+    break_scale(monkeypatch, verbs, lambda: grads[0][1].fill_(9.0))
+    with tritonclip.verify(), pytest.raises(VerificationError):
+        tritonclip.clip_(parameters(grads), 1.0)
+    assert grads[0][0].item() == pytest.approx(0.6)
+    assert grads[0][1].item() == 9.0
+
+
+@pytest.mark.parametrize("value", ["1", "true"])
+def test_environment_switches_verification_on(verbs, device, monkeypatch, value):
+    monkeypatch.setenv("TRITONCLIP_VERIFY", value)
+    break_norm(monkeypatch, verbs, 1.001)
+    with pytest.raises(VerificationError):
+        tritonclip.clip_(parameters(of_sizes((5,), torch.float32, device)), 0.5)
+
+
+def test_environment_with_another_word_is_refused(monkeypatch):
+    monkeypatch.setenv("TRITONCLIP_VERIFY", "maybe")
+    with pytest.raises(ValueError, match="TRITONCLIP_VERIFY: expected '1' or '0', got 'maybe'"):
+        tritonclip.clip_(parameters(of_sizes((5,), torch.float32, "cpu")), 0.5)
+
+
+@pytest.mark.parametrize("value", ["0", "off", "", None])
+def test_verification_that_is_off_costs_nothing(backend, monkeypatch, value):
+    """No copy is made and nothing is looked at."""
+    if value is None:
+        monkeypatch.delenv("TRITONCLIP_VERIFY", raising=False)
+    else:
+        monkeypatch.setenv("TRITONCLIP_VERIFY", value)
+    monkeypatch.setattr(verification, "Expectation", lambda found: pytest.fail("verified"))
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: pytest.fail("copied"))
+    grads = of_sizes((5, 300), torch.float32, backend.device)
+    for rule in (ClipByGlobalNorm(0.5), ClipByNorm(0.5), ClipByValue(0.1)):
+        tritonclip.clip_(parameters(grads), rule)
+    tritonclip.get_total_norm(grads)
+    tritonclip.clip_grads_with_norm_(parameters(grads), 1.0, torch.tensor(3.0))
+
+
+def test_verify_ends_with_its_block(verbs, device, monkeypatch):
+    monkeypatch.delenv("TRITONCLIP_VERIFY", raising=False)
+    break_norm(monkeypatch, verbs, 1.001)
+    grads = of_sizes((5,), torch.float32, device)
+    with tritonclip.verify(), tritonclip.verify():
+        pass
+    with pytest.raises(VerificationError), tritonclip.verify():
+        tritonclip.clip_(parameters(grads), 0.5)
+    tritonclip.clip_(parameters(grads), 0.5)
+
+
+def test_verify_holds_in_its_own_thread_only(monkeypatch):
+    monkeypatch.delenv("TRITONCLIP_VERIFY", raising=False)
+    with ThreadPoolExecutor(max_workers=1) as pool, tritonclip.verify():
+        assert settings.verifying()
+        assert not pool.submit(settings.verifying).result()
+
+
+def test_verify_accepts_a_norm_beyond_the_range_of_its_dtype(device):
+    grads = [torch.full((4,), 3e38, device=device)]
+    with tritonclip.verify():
+        norm = tritonclip.clip_(parameters(grads), 1.0)
+    assert norm == torch.inf
+
+
+def test_verify_accepts_float32_beside_float64(device):
+    grads = [torch.rand(300, dtype=torch.float64, device=device), torch.rand(300, device=device)]
+    with tritonclip.verify():
+        norm = tritonclip.clip_(parameters(grads), 1.0)
+    assert norm.dtype == torch.float64

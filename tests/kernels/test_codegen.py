@@ -1,0 +1,342 @@
+"""Every kernel, compiled ahead of time for machines that are not here, as its launcher asks for it.
+
+The launchers run with a recorder in the kernel's place, so constants, argument types and compile
+options are theirs. What counts is read from PTX, AMDGCN and the binary: 128-bit accesses in the
+main loops, nothing spilled, and registers for as many programs as the grid starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import INTERPRETED
+
+triton = pytest.importorskip("triton", reason="kernels are compiled with Triton")
+
+pytestmark = [
+    pytest.mark.codegen,
+    pytest.mark.skipif(INTERPRETED, reason="interpreted kernels have no machine code"),
+]
+
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+POINTERS = {
+    torch.bool: "*i1",
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+}
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"tritonclip.kernels.{name}")
+
+
+def _norm(table: Any, p: float, variant: str) -> None:
+    out = torch.empty(1, dtype=torch.float64)
+    _module("norm").norm(table, p, out, per_gradient=variant == "each")
+
+
+def _terms(dtype: torch.dtype, p: float, variant: str) -> dict[str, Any]:
+    """What scaling verbs are told of a rule, with limit and loss scale in tensors for "zero"."""
+    return {
+        "max_norm": torch.ones(1) if variant == "zero" else 1.0,
+        "norm_type": p,
+        "eps": 1e-6,
+        "dtype": torch.float64 if dtype == torch.float64 else torch.float32,
+        "grad_scale": torch.ones(1) if variant == "zero" else 1.0,
+    }
+
+
+def _scale(table: Any, p: float, variant: str) -> None:
+    norms = torch.empty(1, dtype=torch.float64)
+    terms = _terms(table.dtype, p, variant)
+    _module("scale").scale_(table, norms, **terms, erase_nonfinite=variant == "zero")
+
+
+def _scale_each(table: Any, p: float, variant: str) -> None:
+    norms = torch.empty(1, dtype=torch.float64)
+    erase = torch.zeros((), dtype=torch.bool) if variant == "zero" else None
+    terms = _terms(table.dtype, p, variant)
+    _module("scale").scale_each_(table, norms, 0, **terms, erase=erase)
+
+
+def _clamp(table: Any, p: float, variant: str) -> None:
+    _module("clamp").clamp_(table, -1.0, 1.0, torch.ones(1) if variant == "zero" else 1.0)
+
+
+@dataclass(frozen=True)
+class Verb:
+    """How a kernel is launched, and the tile loops that it has for whole chunks (and as many more
+    for the aligned part of shorter ones)."""
+
+    launch: Callable[[Any, float, str], None]
+    reading_loops: int
+    writing_loops: int
+
+
+VERBS = {
+    "norm": Verb(_norm, 1, 0),
+    "scale": Verb(_scale, 1, 1),
+    "scale_each": Verb(_scale_each, 1, 1),
+    "clamp": Verb(_clamp, 2, 1),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to compile; variant "each" is a norm by chunk, "zero" the policy that writes zeros,
+    with limit and loss scale in tensors."""
+
+    verb: str
+    target: str
+    dtype: torch.dtype
+    p: float = 2.0
+    variant: str = ""
+
+    def __str__(self) -> str:
+        short = str(self.dtype).removeprefix("torch.")
+        p = "" if self.verb == "clamp" else f"p={self.p:g}"
+        return "-".join(filter(None, (self.verb, self.target, short, p, self.variant)))
+
+
+def _cases() -> list[Case]:
+    made = [
+        Case(verb, target, dtype, variant=variant)
+        for target in TARGETS
+        for dtype in DTYPES
+        for verb in VERBS
+        for variant in (("", "each") if verb == "norm" else ("",))
+    ]
+    # Registers hardly depend on the norm type: one target and dtype stand for the others.
+    others = (1.0, torch.inf, -torch.inf, 0.0, 3.0)
+    made += [Case("norm", "sm_90", torch.float32, p, v) for p in others for v in ("", "each")]
+    made += [Case(v, "sm_90", torch.float32, p) for p in others for v in ("scale", "scale_each")]
+    made += [
+        Case(verb, target, torch.float32, variant="zero")
+        for target in ("sm_90", "gfx942")
+        for verb in ("scale", "scale_each", "clamp")
+    ]
+    return made
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled kernel and what its launcher assumed of it."""
+
+    case: Case
+    # PTX or AMDGCN.
+    assembly: str
+    # What cuobjdump prints; nothing for AMD.
+    sass: str
+    resources: str
+    # Programs that the grid starts on each multiprocessor, and threads of a program.
+    programs: int
+    threads: int
+    # Accesses of 16 bytes that a thread needs for one tile.
+    per_tile: int
+
+    def counts(self) -> dict[str, int]:
+        """AMD: the counts in the kernel's metadata."""
+        return {k: int(n) for k, n in re.findall(r"\.(\w+_count|\w+_size): +(\d+)", self.assembly)}
+
+    def usage(self) -> dict[str, int]:
+        """CUDA: registers a thread, and bytes of stack and local memory."""
+        (line,) = re.findall(r"REG:.*", self.resources)
+        return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", line)}
+
+
+@dataclass
+class _Launch:
+    """What a launcher asks for."""
+
+    kernel: Any
+    programs: int
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+
+
+def _record(case: Case, hip: bool) -> _Launch:
+    """The launch of a verb on a device with one multiprocessor and more chunks than programs."""
+    launch, launches = _module("launch"), []
+
+    def record(kernel, device, programs, occupancy, arguments, **constants):
+        options = launch.options_of(occupancy)
+        launches.append(_Launch(kernel, programs, arguments, constants, options))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.version, "hip", "6.4" if hip else None)
+        patch.setattr(launch, "multiprocessors", lambda device: 1)
+        patch.setattr(launch, "launch", record)
+        n = 16 * _module("chunk_access").CHUNK
+        table = _module("chunk_table").lay_out(torch.device("cpu"), case.dtype, [n], [16])
+        VERBS[case.verb].launch(table, case.p, case.variant)
+    return launches[0]
+
+
+def _source(launch: _Launch) -> Any:
+    """What Triton compiles for a launch: it depends on types and constants alone."""
+    from triton.compiler import ASTSource
+
+    kernel = launch.kernel
+    values = dict(zip(kernel.arg_names, launch.arguments, strict=False)) | launch.constants
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    for place, name in enumerate(kernel.arg_names):
+        value = values[name]
+        if isinstance(value, torch.Tensor):
+            signature[name] = POINTERS[value.dtype]
+        elif name in launch.constants or value is None:
+            signature[name] = "constexpr"
+            constants[(place,)] = value
+        else:
+            signature[name] = kernel.params[place].annotation_type
+    return ASTSource(kernel, signature, constexprs=constants)
+
+
+@pytest.fixture(scope="module")
+def no_linker(tmp_path_factory):
+    """For Triton 3.4, which looks for ROCm's linker although only the assembly is read here."""
+    script = tmp_path_factory.mktemp("linker") / "ld.lld"
+    script.write_text(
+        '#!/bin/sh\nif test "$1" = --version; then echo none; else cp "$4" "$6"; fi\n'
+    )
+    script.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_HIP_LLD_PATH", str(script))
+        yield
+
+
+def _dump(cubin: Path, what: str) -> str:
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    command = [str(tool), what, str(cubin)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture(scope="module")
+def binary(request, no_linker, tmp_path_factory):
+    """The case's kernel, compiled."""
+    from triton.backends.compiler import GPUTarget
+
+    case = request.param
+    target = GPUTarget(*TARGETS[case.target])
+    launch = _record(case, hip=target.backend == "hip")
+    compiled = triton.compile(_source(launch), target=target, options=launch.options)
+
+    sass = resources = ""
+    if target.backend == "cuda":
+        cubin = tmp_path_factory.mktemp("binary") / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        sass, resources = _dump(cubin, "--dump-sass"), _dump(cubin, "--dump-resource-usage")
+    threads = launch.options["num_warps"] * target.warp_size
+    return Binary(
+        case=case,
+        assembly=compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"],
+        sass=sass,
+        resources=resources,
+        programs=launch.programs,
+        threads=threads,
+        per_tile=launch.constants["BLOCK"] * case.dtype.itemsize // (16 * threads),
+    )
+
+
+ALL = _cases()
+CUDA = [case for case in ALL if case.target != "gfx942"]
+AMD = [case for case in ALL if case.target == "gfx942"]
+
+
+def over(cases: list[Case], *, fast: bool = False) -> pytest.MarkDecorator:
+    """Runs a test for each binary; `fast` leaves out the norm types whose norm has no fast loop."""
+    kept = [case for case in cases if not (fast and case.verb == "norm" and case.p == 3.0)]
+    return pytest.mark.parametrize("binary", kept, ids=str, indirect=True, scope="module")
+
+
+def assert_at_least(found: int, needed: int) -> None:
+    assert found >= needed > 0, f"{found} of {needed} accesses are 128 bits wide"
+
+
+# v8.b32 and v4.b64 are 256 bits, which sm_100 has.
+WIDE_PTX = r"\.global[.\w:]*\.(?:v4\.b32|v2\.b64|v8\.b32|v4\.b64)"
+
+
+@over(CUDA, fast=True)
+def test_main_loops_are_wide_in_ptx(binary):
+    """Whole chunks without a predicate, and the aligned part of shorter ones with one."""
+    verb = VERBS[binary.case.verb]
+    for access, loops in (("ld", verb.reading_loops), ("st", verb.writing_loops)):
+        for predicate in (r"^\s*", r"^\s*@!?%p\d+ "):
+            found = re.findall(predicate + access + WIDE_PTX, binary.assembly, re.MULTILINE)
+            if loops:
+                assert_at_least(len(found), loops * binary.per_tile)
+
+
+@over(CUDA, fast=True)
+def test_main_loops_are_wide_in_sass(binary):
+    verb = VERBS[binary.case.verb]
+    for access, loops in (("LDG", verb.reading_loops), ("STG", verb.writing_loops)):
+        found = re.findall(rf"\b{access}\.E\S*\.(?:128|256)\b", binary.sass)
+        if loops:
+            assert_at_least(len(found), 2 * loops * binary.per_tile)
+
+
+@over(AMD, fast=True)
+def test_main_loops_are_wide_in_amdgcn(binary):
+    """Masked or not: AMD masks an access by an offset that is out of bounds."""
+    verb = VERBS[binary.case.verb]
+    for access, loops in (("load", verb.reading_loops), ("store", verb.writing_loops)):
+        found = re.findall(rf"\b(?:buffer|global)_{access}_dwordx4\b", binary.assembly)
+        if loops:
+            assert_at_least(len(found), 2 * loops * binary.per_tile)
+
+
+@over(CUDA)
+def test_kernel_spills_nothing_on_cuda(binary):
+    usage = binary.usage()
+    assert usage["STACK"] == 0
+    assert usage["LOCAL"] == 0
+    assert not re.findall(r"\b(?:LDL|STL)\b.*", binary.sass)
+
+
+@over(AMD)
+def test_kernel_spills_nothing_on_amd(binary):
+    counts = binary.counts()
+    assert counts["vgpr_spill_count"] == 0
+    assert counts["sgpr_spill_count"] == 0
+    assert counts["private_segment_fixed_size"] == 0
+
+
+@over(CUDA)
+def test_registers_leave_room_for_the_grid_on_cuda(binary):
+    """65,536 registers a multiprocessor; a warp takes them in units of 256, so 8 a thread."""
+    registers = -(-binary.usage()["REG"] // 8) * 8
+    assert binary.programs >= 2
+    assert binary.programs * binary.threads * registers <= 65536
+
+
+@over(AMD)
+def test_registers_leave_room_for_the_grid_on_amd(binary):
+    """A compute unit has 4 SIMDs, each with 512 vector registers a lane for all of its waves.
+
+    A program of 8 waves puts 2 on each SIMD, so n programs leave 512 / 2n registers a lane, taken
+    in units of 8: 128 for the two that the grid starts.
+    """
+    waves_a_simd = binary.programs * binary.threads // 64 // 4
+    registers = -(-binary.counts()["vgpr_count"] // 8) * 8
+    assert binary.programs >= 2
+    assert waves_a_simd * registers <= 512

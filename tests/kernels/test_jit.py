@@ -1,0 +1,172 @@
+"""Kernels are launched as Triton's JIT would launch them, with none of its work on a known call.
+
+Ahead-of-time compilation spells out types and options by hand; this lets the JIT of the installed
+Triton derive them from the launchers' real arguments, for an H100 that is not there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from bench.absent_gpu import absent_gpu
+
+triton = pytest.importorskip("triton", reason="triton is not installed")
+
+from tritonclip.kernels import clamp, launch, norm, scale  # noqa: E402
+from tritonclip.kernels.chunk_table import lay_out  # noqa: E402
+
+pytestmark = [
+    pytest.mark.codegen,
+    pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),
+]
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """The driver of an H100 that is not there."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    with absent_gpu(90):
+        yield
+
+
+class Compiled:
+    """Stands in for a compiled kernel that no driver can load: keeps what it is launched with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.calls: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.calls.append((grid, arguments))
+
+
+@pytest.fixture
+def compiled(driver, monkeypatch):
+    """The kernels that launchers have compiled, in place of loading and launching them."""
+    made: list[Compiled] = []
+
+    def warmup(kernel, *arguments, grid, **keywords):
+        result = real(kernel, *arguments, grid=grid, **keywords)
+        made.append(Compiled(result.result() if hasattr(result, "result") else result))
+        return made[-1]
+
+    real = triton.runtime.jit.JITFunction.warmup
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "warmup", warmup)
+    return made
+
+
+def table_of(dtype: torch.dtype, sizes=(20000, 3)) -> Any:
+    """A table of gradients that nobody reads."""
+    return lay_out(torch.device("cpu"), dtype, sizes, [16 * (i + 1) for i in range(len(sizes))])
+
+
+def terms(dtype: torch.dtype, number: Any = 1.0) -> dict[str, Any]:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return {
+        "max_norm": number,
+        "norm_type": 2.0,
+        "eps": 1e-6,
+        "dtype": wide,
+        "grad_scale": number,
+    }
+
+
+def launch_all(dtype: torch.dtype, number: Any) -> None:
+    """Every launcher, with every kind of argument."""
+    table = table_of(dtype)
+    for per_gradient, erase in itertools.product((False, True), repeat=2):
+        n = norm.count_norms(table, per_gradient=per_gradient)
+        out = torch.empty(n, dtype=torch.float64)
+        norm.norm(table, 2.0, out, per_gradient=per_gradient)
+        if per_gradient:
+            flag = torch.tensor(True) if erase else None
+            scale.scale_each_(table, out, 0, **terms(dtype, number), erase=flag)
+        else:
+            scale.scale_(table, out, **terms(dtype, number), erase_nonfinite=erase)
+            scale.scale_(table, out, **terms(dtype, number), erase_nonfinite=erase, write=False)
+    clamp.clamp_(table, -1.0, 1.0, number)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("number", [1.0, torch.tensor(2.0)], ids=["number", "tensor"])
+def test_launch_arguments_bind_through_the_jit(compiled, dtype, number):
+    launch_all(dtype, number)
+    # Two forms of each kernel but the last: norms by gradient or not, with or without zeros.
+    assert len(compiled) == 7
+    assert sum(len(one.calls) for one in compiled) == 11
+    for one in compiled:
+        assert one.kernel.metadata.num_warps == launch.OPTIONS["num_warps"]
+        assert one.kernel.metadata.maxnreg in (80, 128)
+        assert "st.global" in one.kernel.asm["ptx"]
+
+
+def test_launches_of_a_known_form_compile_nothing(compiled):
+    """Other numbers, sizes, alignments and grids: what the JIT specialises to by itself."""
+    for sizes in ((3,), (3, 5), (16384 * 16,), (16,) * 16):
+        table = table_of(torch.float32, sizes)
+        # At an odd number of elements after an aligned address.
+        out = torch.empty(table.n_chunks + 1, dtype=torch.float64)[len(sizes) % 2 :]
+        norm.norm(table, 2.0, out[: table.n_chunks], per_gradient=False)
+        scale.scale_(table, out, **terms(torch.float32, 0.5), erase_nonfinite=False)
+        scale.scale_each_(table, out, 16, **terms(torch.float32, -0.0), erase=None)
+        clamp.clamp_(table, -1.0, 2.0**60, 1.0)
+    assert len(compiled) == 4
+    assert [len(one.calls) for one in compiled] == [4] * 4
+
+
+def jit_arguments(kernel: Any, arguments: Any, keywords: dict[str, Any]) -> tuple[Any, Any]:
+    """The arguments that the JIT would launch with, and its specialisation of them."""
+    binder = kernel.device_caches[90][-1]
+    bound, specialization, _ = binder(*arguments, debug=False, **keywords)
+    return tuple(bound.values()), specialization
+
+
+def test_known_launches_pass_what_the_jit_would_pass(compiled, monkeypatch):
+    """Arguments, their order, the grid, and a specialisation that depends on types alone."""
+    seen = []
+    real = launch.launch
+
+    def record(kernel, device, programs, occupancy, arguments, **constants):
+        seen.append((kernel, programs, occupancy, arguments, constants))
+        real(kernel, device, programs, occupancy, arguments, **constants)
+
+    monkeypatch.setattr(launch, "launch", record)
+    for number in (1.0, torch.tensor(2.0)):
+        for _ in range(2):
+            launch_all(torch.float32, number)
+    calls = {id(one): iter(one.calls) for one in compiled}
+    by_kernel: dict[Any, Any] = {}
+    assert len(seen) == 44
+    for kernel, programs, occupancy, arguments, constants in seen:
+        keywords = {**constants, **launch.options_of(occupancy)}
+        expected, specialization = jit_arguments(kernel, arguments, keywords)
+        types = [getattr(a, "dtype", type(a)) for a in arguments]
+        key = (kernel.fn, *types, *constants.values())
+        if key not in by_kernel:
+            by_kernel[key] = compiled[len(by_kernel)], specialization
+        own, known = by_kernel[key]
+        grid, passed = next(calls[id(own)])
+        assert grid == (programs, 1, 1)
+        assert len(passed) == len(expected)
+        for ours, theirs in zip(passed, expected, strict=True):
+            assert ours is theirs or ours == theirs
+        assert specialization == known
+
+
+def test_without_reusable_kernels_launches_go_through_the_jit(driver, monkeypatch):
+    """An installed Triton may have no way to launch what it has compiled."""
+    runs = []
+
+    def run(kernel, *arguments, grid, warmup, **keywords):
+        runs.append(warmup)
+        return object()
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
+    table = table_of(torch.float32)
+    for _ in range(2):
+        clamp.clamp_(table, -1.0, 1.0)
+    assert runs == [True, False, False]

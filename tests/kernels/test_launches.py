@@ -1,0 +1,324 @@
+"""How many kernels a call launches, and what the tables say that reach them.
+
+Every launch goes through one function: here it is wrapped in one that remembers. Tables depend on
+sizes and addresses alone, so those of gradients too large for this machine are checked too.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from cases import CHUNK, of_sizes, parameters
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+
+pytest.importorskip("triton", reason="tritonclip.kernels needs triton")
+
+
+def kernels(name: str) -> Any:
+    return importlib.import_module(f"tritonclip.kernels.{name}")
+
+
+@dataclass
+class Launch:
+    """One launch: the kernel's name, its grid and the tables among its arguments."""
+
+    kernel: str
+    programs: int
+    tables: tuple[torch.Tensor, ...]
+    n_chunks: int
+
+
+@pytest.fixture
+def launches(backend, monkeypatch):
+    """Every launch of the test, in order; the kernels run as usual."""
+    if backend.name != "triton":
+        pytest.skip("the torch backend launches no kernels of ours")
+    module = kernels("launch")
+    real = module.launch
+    seen = []
+
+    def launch(kernel, device, programs, occupancy, arguments, **constants):
+        name = kernel.fn.__name__
+        numbers = [a for a in arguments if isinstance(a, int)]
+        seen.append(Launch(name, programs, tuple(arguments[:4]), numbers[0]))
+        real(kernel, device, programs, occupancy, arguments, **constants)
+
+    monkeypatch.setattr(module, "launch", launch)
+    return seen
+
+
+def names(launches: Sequence[Launch]) -> list[str]:
+    return [launch.kernel for launch in launches]
+
+
+GLOBAL = ["_norm_kernel", "_scale_kernel"]
+EACH = ["_norm_kernel", "_scale_each_kernel"]
+VALUE = ["_clamp_kernel"]
+# Limits that the gradients are far beyond, and limits that they are far within.
+RULES = [
+    pytest.param(ClipByGlobalNorm(0.1), GLOBAL, id="global-clipped"),
+    pytest.param(ClipByGlobalNorm(1e9), GLOBAL, id="global-within"),
+    pytest.param(ClipByGlobalNorm(0.1, norm_type=3.0), GLOBAL, id="global-p3"),
+    pytest.param(ClipByNorm(0.1), EACH, id="by-norm-clipped"),
+    pytest.param(ClipByNorm(1e9), EACH, id="by-norm-within"),
+    pytest.param(ClipByValue(0.1), VALUE, id="by-value-clipped"),
+    pytest.param(ClipByValue(1e9), VALUE, id="by-value-within"),
+]
+
+
+@pytest.mark.parametrize("count", [1, 2, 300])
+@pytest.mark.parametrize(("rule", "expected"), RULES)
+def test_clip_launches_do_not_grow_with_the_list(device, launches, rule, expected, count):
+    grads = of_sizes((index % 7 for index in range(count)), torch.float32, device)
+    tritonclip.clip_(parameters(grads), rule)
+    assert names(launches) == expected
+
+
+@pytest.mark.parametrize(("rule", "expected"), RULES)
+def test_clip_launches_once_more_for_every_dtype(device, launches, rule, expected):
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16) * 5
+    grads = [of_sizes((9,), dtype, device)[0] for dtype in dtypes]
+    tritonclip.clip_(parameters(grads), rule)
+    assert names(launches) == [kernel for kernel in expected for _ in range(4)]
+
+
+@pytest.mark.parametrize(("rule", "expected"), RULES[:3])
+def test_clip_launches_no_more_to_write_zeros(device, launches, rule, expected):
+    grads = [torch.full((9,), torch.nan, device=device)]
+    tritonclip.clip_(parameters(grads), rule, nonfinite="zero")
+    assert names(launches) == expected
+    assert not grads[0].any()
+
+
+def test_clip_by_norm_launches_once_more_to_write_zeros(device, launches):
+    """Every norm is known before the first gradient is written."""
+    grads = [torch.full((9,), torch.nan, device=device), torch.ones(3, device=device)]
+    tritonclip.clip_(parameters(grads), ClipByNorm(0.1), nonfinite="zero")
+    assert names(launches) == [*EACH, "_scale_each_kernel"]
+    assert not any(grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize(("rule", "expected"), RULES)
+def test_clip_launches_no_more_to_unscale(device, launches, rule, expected):
+    grads = of_sizes((9, 5), torch.float32, device)
+    tritonclip.clip_(parameters(grads), rule, grad_scale=torch.tensor(8.0, device=device))
+    assert names(launches) == expected
+
+
+def test_get_total_norm_launches_two_kernels(device, launches):
+    tritonclip.get_total_norm(of_sizes(range(50), torch.float32, device))
+    assert names(launches) == GLOBAL
+
+
+def test_clip_grads_with_norm_launches_one_kernel(device, launches):
+    grads = of_sizes(range(50), torch.float32, device)
+    tritonclip.clip_grads_with_norm_(parameters(grads), 1.0, torch.tensor(7.0, device=device))
+    assert names(launches) == ["_scale_kernel"]
+
+
+@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.1), ClipByNorm(0.1), ClipByValue(0.1)])
+def test_tables_say_where_the_gradients_are(device, launches, rule):
+    sizes = (3, 0, CHUNK, CHUNK + 1, 1)
+    grads = of_sizes(sizes, torch.float32, device)
+    tritonclip.clip_(parameters(grads), rule)
+    for launch in launches:
+        addresses, lengths, first_chunks, owners = (t.cpu().tolist() for t in launch.tables)
+        assert addresses == [grad.data_ptr() for grad in grads]
+        assert lengths == list(sizes)
+        assert first_chunks == [0, 1, 2, 3, 5]
+        assert owners == [0, 1, 2, 3, 3, 4]
+        assert launch.n_chunks == 6
+
+
+def test_tables_have_the_dtypes_that_kernels_read(device, launches):
+    tritonclip.clip_(parameters(of_sizes((3, 5), torch.float32, device)), 0.1)
+    dtypes = [torch.int64, torch.int64, torch.int64, torch.int32]
+    for launch in launches:
+        assert [table.dtype for table in launch.tables] == dtypes
+        assert all(
+            table.is_contiguous() and table.device.type == device.type for table in launch.tables
+        )
+
+
+def test_grid_is_one_wave_at_most(device, launches):
+    wave = kernels("launch").wave(device, kernels("chunk_access").OCCUPANCY_2X128)
+    for n_chunks in (1, wave, wave + 1):
+        launches.clear()
+        grads = [torch.ones(1, device=device) for _ in range(n_chunks)]
+        tritonclip.clip_(parameters(grads), ClipByValue(9.0))
+        assert launches[0].programs == min(n_chunks, wave)
+
+
+def test_kernels_of_a_call_share_their_tables(device, launches):
+    tritonclip.clip_(parameters(of_sizes((3, 5), torch.float32, device)), 0.1)
+    norm, scale = launches
+    assert all(a is b for a, b in zip(norm.tables, scale.tables, strict=True))
+
+
+def test_next_call_uses_the_same_tables(device, launches):
+    given = parameters(of_sizes((3, 5), torch.float32, device))
+    tritonclip.clip_(given, 0.1)
+    tritonclip.clip_(given, 0.1)
+    first, second = launches[0], launches[2]
+    assert all(a is b for a, b in zip(first.tables, second.tables, strict=True))
+
+
+def test_next_call_sees_a_new_gradient(device, launches):
+    """Between optimizer.zero_grad() and backward(), gradients move."""
+    old = of_sizes((3, 5), torch.float32, device)
+    given = parameters(old)
+    tritonclip.clip_(given, 0.1)
+    new = torch.full((5,), 7.0, device=device)
+    given[1].grad = new
+    tritonclip.clip_(given, 0.1)
+    assert launches[0].tables[0].tolist() == [grad.data_ptr() for grad in old]
+    assert launches[2].tables[0].tolist() == [old[0].data_ptr(), new.data_ptr()]
+    assert (new < 7.0).all()
+
+
+LENGTHS = st.one_of(
+    st.sampled_from([0, 1, CHUNK - 1, CHUNK, CHUNK + 1]),
+    st.integers(0, 4 * CHUNK),
+    st.integers(2**31 - 1, 2**31 + 2),
+)
+
+
+@given(sizes=st.lists(LENGTHS, min_size=1, max_size=12))
+def test_chunk_table_covers_every_element_once(device, one_multiprocessor, sizes):
+    """No such gradients exist here: sizes and addresses are all that the layout is made from."""
+    addresses = [16 * (index + 1) for index in range(len(sizes))]
+    table = kernels("chunk_table").lay_out(torch.device("cpu"), torch.float32, sizes, addresses)
+    pointers, lengths, first_chunks, owners = table.arguments
+
+    chunk = torch.arange(table.n_chunks)
+    start = (chunk - first_chunks[owners]) * CHUNK
+    length = (lengths[owners] - start).clamp_max(CHUNK)
+    assert pointers.tolist() == addresses
+    assert lengths.tolist() == sizes
+    assert table.n_chunks == len(owners)
+    for owner, size in enumerate(sizes):
+        own = owners == owner
+        stop = (start + length)[own]
+        assert int(start[own][0]) == 0
+        assert torch.equal(start[own][1:], stop[:-1])
+        assert int(stop[-1]) == size
+        assert size == 0 or int(length[own].min()) > 0
+
+
+SIZES = (3, CHUNK + 1)
+ADDRESSES = [64, 128]
+
+
+@pytest.fixture
+def one_multiprocessor(monkeypatch):
+    """A number of multiprocessors, which a CPU does not have."""
+    monkeypatch.setattr(kernels("launch"), "multiprocessors", lambda device: 1)
+
+
+@pytest.fixture
+def tables(device, one_multiprocessor):
+    """The tables of two gradients, none made yet."""
+    return kernels("chunk_table").ChunkTables(device, torch.float32, SIZES)
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """The current stream of the device, for a test to change."""
+    current = [0]
+    monkeypatch.setattr(kernels("chunk_table"), "_stream", lambda device: current[0])
+    return current
+
+
+def test_tables_of_the_same_addresses_are_the_same(tables):
+    table = tables.table(ADDRESSES)
+    assert tables.table(ADDRESSES) is table
+    assert tables.table(list(ADDRESSES)) is table
+
+
+def test_tables_keep_the_layout_of_gradients_that_moved(tables):
+    table = tables.table(ADDRESSES)
+    moved = tables.table([64, 256])
+    assert moved is not table
+    assert moved.arguments[0].tolist() == [64, 256]
+    assert all(a is b for a, b in zip(moved.arguments[1:], table.arguments[1:], strict=True))
+    assert moved.n_chunks == table.n_chunks == 3
+
+
+def test_tables_never_change_after_their_upload(tables):
+    """A kernel that still runs reads the table of its own call, whatever was called since."""
+    table = tables.table(ADDRESSES)
+    before = [part.clone() for part in table.arguments]
+    for address in range(256, 1024, 64):
+        tables.table([64, address])
+    assert all(torch.equal(*pair) for pair in zip(table.arguments, before, strict=True))
+
+
+def test_tables_of_a_stream_are_not_found_on_another(tables, stream):
+    """What was uploaded on one stream is not yet there for another."""
+    first = tables.table(ADDRESSES)
+    stream[0] = 7
+    second = tables.table(ADDRESSES)
+    assert all(a is not b for a, b in zip(first.arguments, second.arguments, strict=True))
+    stream[0] = 0
+    assert tables.table(ADDRESSES) is first
+
+
+def test_tables_of_the_oldest_streams_are_forgotten(tables, stream):
+    kept = kernels("chunk_table").STREAMS
+    first = tables.table(ADDRESSES)
+    for stream[0] in range(1, kept + 1):
+        tables.table(ADDRESSES)
+    assert len(tables._known) == kept
+    stream[0] = 0
+    assert tables.table(ADDRESSES) is not first
+
+
+def test_capture_finds_the_tables_of_one_eager_call(tables, monkeypatch):
+    """Else a CUDA graph captured after one call would upload its tables at every replay."""
+    table = tables.table(ADDRESSES)
+    monkeypatch.setattr(kernels("chunk_table"), "_is_capturing", lambda device: True)
+    assert tables.table(ADDRESSES) is table
+
+
+def test_tables_made_in_a_capture_are_found_by_no_eager_call(tables, monkeypatch):
+    """They hold nothing before the graph is replayed, and its replays read them for ever."""
+    module = kernels("chunk_table")
+    tables.table(ADDRESSES)
+    pinned = module.PinnedMemory()
+    monkeypatch.setattr(module, "pinned_memory", pinned)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_is_capturing", lambda device: True)
+        captured = tables.table([64, 256])
+    assert any(captured is one for kept in pinned.captured for one in kept)
+    assert tables.table([64, 256]) is not captured
+
+
+def test_pinned_memory_is_not_allocated_in_a_capture(monkeypatch):
+    module = kernels("chunk_table")
+    made = []
+
+    def allocate(n_bytes):
+        made.append(n_bytes)
+        return torch.empty(n_bytes)
+
+    monkeypatch.setattr(module, "_pinned", allocate)
+    pinned = module.PinnedMemory()
+    with pytest.raises(RuntimeError, match="call the same clip function once, eagerly"):
+        pinned.block(100, capturing=True)
+    pinned.block(100, capturing=False)
+    assert made == [128, 128]
+    pinned.block(100, capturing=True)
+    assert len(made) == 2
+    pinned.refill()
+    assert made == [128] * 3
+    pinned.block(100, capturing=True)
+    assert len(made) == 3

@@ -1,0 +1,615 @@
+"""Which rule of ClippedOptimizer holds for which parameter, and what it says of each group."""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import reference
+import torch
+from cases import assert_bits, assert_norm, copies, grad_of, normal, parameter
+from torch.optim import SGD, SparseAdam
+
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, use_backend
+
+ABSENT = object()
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def grouped(groups, clips, rule: Any = 1.0, **options):
+    """A wrapped SGD, one group a list of gradients; the rules of groups, ABSENT for no key."""
+    dicts: list[dict[str, Any]] = []
+    for grads, clip in zip(groups, clips, strict=True):
+        dicts.append({"params": [parameter(grad.clone()) for grad in grads]})
+        if clip is not ABSENT:
+            dicts[-1]["clip"] = clip
+    return ClippedOptimizer(SGD(dicts, lr=1.0), rule, **options)
+
+
+def grads_of(optimizer, number=None):
+    groups = optimizer.param_groups if number is None else [optimizer.param_groups[number]]
+    return [grad_of(p) for group in groups for p in group["params"]]
+
+
+def values_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def clipped(grads, max_norm, eps=1e-6):
+    """What one norm over these gradients makes of them: the formula, by the reference."""
+    wide = any(grad.dtype == torch.float64 for grad in grads)
+    total = torch.tensor(reference.total_norm(grads)).to(torch.float64 if wide else torch.float32)
+    coefficient = reference.coefficient(total, max_norm, eps)
+    return [reference.scaled(grad, coefficient) for grad in grads]
+
+
+def assert_close(actual, expected):
+    """Equal but for a norm that is right to 1e-6, and a rounding that may turn the other way."""
+    for ours, truth in zip(actual, expected, strict=True):
+        rtol = 2e-6 + (torch.finfo(truth.dtype).eps if truth.dtype.itemsize == 2 else 0)
+        torch.testing.assert_close(ours.detach().cpu(), truth, rtol=rtol, atol=0)
+
+
+def three_groups(device="cpu"):
+    return [
+        [normal(5000, device=device, seed=1), normal((3, 7), device=device, seed=2)],
+        [normal(70, device=device, seed=3)],
+        [normal((2, 9), device=device, seed=4)],
+    ]
+
+
+def test_groups_without_a_rule_share_one_norm(device):
+    groups = three_groups(device)
+    optimizer = grouped(groups, [ABSENT] * 3)
+    grads = [grad for group in groups for grad in group]
+    optimizer.step()
+    assert_close(grads_of(optimizer), clipped(grads, 1.0))
+    assert_norm(optimizer.stats.last_norm, reference.total_norm(grads))
+    assert optimizer.stats.group_norms == {}
+
+
+@pytest.mark.parametrize("own", [0.25, ClipByGlobalNorm(0.25)], ids=["number", "rule"])
+def test_group_with_a_rule_has_a_norm_of_its_own(device, own):
+    groups = three_groups(device)
+    optimizer = grouped(groups, [ABSENT, own, ABSENT])
+    common = groups[0] + groups[2]
+    optimizer.step()
+    assert_close(grads_of(optimizer, 1), clipped(groups[1], 0.25))
+    assert_close(grads_of(optimizer, 0) + grads_of(optimizer, 2), clipped(common, 1.0))
+    assert_norm(optimizer.stats.last_norm, reference.total_norm(common))
+    assert set(optimizer.stats.group_norms) == set(optimizer.stats.group_coefficients) == {1}
+    assert_norm(optimizer.stats.group_norms[1], reference.total_norm(groups[1]))
+
+
+def test_group_with_none_is_left_alone(device):
+    groups = three_groups(device)
+    optimizer = grouped(groups, [ABSENT, None, ABSENT])
+    optimizer.step()
+    assert_bits(grads_of(optimizer, 1), groups[1])
+    assert_close(
+        grads_of(optimizer, 0) + grads_of(optimizer, 2), clipped(groups[0] + groups[2], 1.0)
+    )
+    assert optimizer.stats.group_norms == {}
+
+
+def test_step_updates_by_what_the_groups_rules_leave(device):
+    optimizer = grouped(three_groups(device), [ABSENT, 0.25, None])
+    optimizer.step()
+    # From 0 with a learning rate of 1.
+    assert_bits(values_of(optimizer), [-grad for grad in grads_of(optimizer)])
+
+
+def test_two_groups_with_an_equal_rule_have_two_norms():
+    rule = ClipByGlobalNorm(1.0)
+    groups = three_groups()
+    optimizer = grouped(groups, [rule, rule, ABSENT])
+    optimizer.step()
+    assert_close(grads_of(optimizer, 0), clipped(groups[0], 1.0))
+    assert_close(grads_of(optimizer, 1), clipped(groups[1], 1.0))
+    assert set(optimizer.stats.group_norms) == {0, 1}
+
+
+def test_groups_that_all_have_a_rule_leave_the_wrappers_nothing():
+    optimizer = grouped(three_groups(), [1.0, 2.0, None])
+    optimizer.step()
+    assert optimizer.stats.last_norm.isnan()
+    assert int(optimizer.stats.clipped_steps) == 1
+
+
+def test_groups_that_are_all_none_are_left_alone():
+    groups = three_groups()
+    optimizer = grouped(groups, [None] * 3)
+    optimizer.step()
+    assert_bits(grads_of(optimizer), [grad for group in groups for grad in group])
+    assert optimizer.stats.summary()["clipped_steps"] == 0
+    assert optimizer.stats.summary()["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("clip", "expected"),
+    [
+        pytest.param(ABSENT, [1.5, 2.0], id="absent"),
+        pytest.param(1.25, [0.75, 1.0], id="number"),
+        pytest.param(ClipByNorm(1.25, eps=0.0), [0.75, 1.0], id="ClipByNorm"),
+        pytest.param(ClipByValue(0.5), [0.5, 0.5], id="ClipByValue"),
+        pytest.param(None, [3.0, 4.0], id="None"),
+    ],
+)
+def test_rule_of_a_group_may_change_between_steps(clip, expected):
+    optimizer = grouped([[torch.tensor([3.0, 4.0])]], [9.0], ClipByGlobalNorm(2.5, eps=0.0))
+    if clip is ABSENT:
+        del optimizer.param_groups[0]["clip"]
+    else:
+        optimizer.param_groups[0]["clip"] = clip
+    optimizer.step()
+    # A number means eps=1e-6, which is 2e-7 of the norm.
+    torch.testing.assert_close(
+        grads_of(optimizer), [torch.tensor(expected)], rtol=1e-6 if clip == 1.25 else 0, atol=0
+    )
+
+
+def test_need_clip_false_leaves_a_parameter_out(device):
+    groups = three_groups(device)
+    optimizer = grouped(groups, [ABSENT, 0.25, ABSENT])
+    left_out = optimizer.param_groups[0]["params"][0]
+    left_out.need_clip = False
+    optimizer.step()
+    common = [groups[0][1], *groups[2]]
+    assert_bits([grad_of(left_out)], groups[0][:1])
+    assert_close([grads_of(optimizer)[1], *grads_of(optimizer, 2)], clipped(common, 1.0))
+    assert_norm(optimizer.stats.last_norm, reference.total_norm(common))
+
+
+def test_need_clip_false_leaves_a_parameter_out_of_its_groups_rule():
+    groups = three_groups()
+    optimizer = grouped(groups, [0.25, ABSENT, ABSENT])
+    optimizer.param_groups[0]["params"][0].need_clip = False
+    optimizer.step()
+    assert_bits(grads_of(optimizer)[:1], groups[0][:1])
+    assert_norm(optimizer.stats.group_norms[0], reference.norm(groups[0][1]))
+
+
+def test_need_clip_false_parameters_are_updated():
+    optimizer = grouped([[torch.tensor([3.0, 4.0])]], [ABSENT])
+    optimizer.param_groups[0]["params"][0].need_clip = False
+    optimizer.step()
+    assert values_of(optimizer)[0].tolist() == [-3.0, -4.0]
+
+
+def test_step_counts_as_clipped_once_whatever_the_number_of_groups():
+    optimizer = grouped(three_groups(), [ABSENT, 0.25, 0.25])
+    optimizer.step()
+    assert int(optimizer.stats.clipped_steps) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "own", "count"),
+    [(1.0, 1e9, 1), (1e9, 1.0, 1), (1e9, 1e9, 0)],
+    ids=["the-wrappers", "its-own", "neither"],
+)
+def test_step_counts_as_clipped_where_any_rule_clipped(rule, own, count):
+    optimizer = grouped(three_groups(), [ABSENT, own, ABSENT], rule)
+    optimizer.step()
+    assert int(optimizer.stats.clipped_steps) == count
+
+
+def test_summary_names_the_groups_with_a_rule():
+    optimizer = grouped([[torch.tensor([3.0, 4.0])], [torch.tensor([6.0, 8.0])]], [ABSENT, 5.0])
+    optimizer.step()
+    summary = optimizer.stats.summary()
+    assert summary["norm"] == 5.0
+    assert summary["group1_norm"] == 10.0
+    # float32, and eps=1e-6.
+    assert summary["group1_coefficient"] == pytest.approx(0.5, rel=3e-7)
+    assert "group0_norm" not in summary
+
+
+def test_group_that_gave_up_its_rule_leaves_the_statistics():
+    optimizer = grouped(three_groups(), [ABSENT, 0.25, ABSENT])
+    optimizer.step()
+    del optimizer.param_groups[1]["clip"]
+    optimizer.step()
+    assert optimizer.stats.group_norms == {}
+    assert optimizer.stats.group_coefficients == {}
+
+
+@pytest.mark.parametrize("which", ["wrapper", "inner"])
+def test_add_param_group_takes_a_rule(which):
+    optimizer = grouped(three_groups()[:1], [ABSENT])
+    grad = normal(70, seed=9)
+    target = optimizer if which == "wrapper" else optimizer.optimizer
+    target.add_param_group({"params": [parameter(grad.clone())], "clip": 0.25})
+    optimizer.step()
+    assert_close(grads_of(optimizer, 1), clipped([grad], 0.25))
+    assert_norm(optimizer.stats.group_norms[1], reference.norm(grad))
+
+
+def test_clip_by_norm_clips_each_gradient_of_each_group(device):
+    groups = three_groups(device)
+    optimizer = grouped(groups, [ABSENT] * 3, ClipByNorm(5.0))
+    grads = [grad for group in groups for grad in group]
+    norms = reference.norms(grads)
+    assert min(norms) < 5 < max(norms)
+    optimizer.step()
+    assert_close(grads_of(optimizer), [clipped([grad], 5.0)[0] for grad in grads])
+    assert_norm(optimizer.stats.last_norm, max(norms))
+    least = 5.0 / (max(norms) + 1e-6)
+    assert optimizer.stats.last_coefficient.item() == pytest.approx(least, rel=2e-6)
+    assert int(optimizer.stats.clipped_steps) == 1
+
+
+def test_clip_by_value_clamps_every_group(device):
+    groups = three_groups(device)
+    optimizer = grouped(groups, [ABSENT, None, ABSENT], ClipByValue(-0.5, 0.25))
+    optimizer.step()
+    common = groups[0] + groups[2]
+    assert_bits(
+        grads_of(optimizer, 0) + grads_of(optimizer, 2),
+        [reference.clamped(grad, -0.5, 0.25) for grad in common],
+    )
+    assert_bits(grads_of(optimizer, 1), groups[1])
+
+
+def test_clip_by_value_measures_nothing():
+    optimizer = grouped(three_groups(), [ABSENT] * 3, ClipByValue(0.5))
+    optimizer.step()
+    assert optimizer.stats.last_norm.isnan()
+    assert optimizer.stats.last_coefficient.isnan()
+    assert int(optimizer.stats.steps) == 1
+    assert int(optimizer.stats.clipped_steps) == 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        pytest.param(ClipByGlobalNorm(1.25, eps=0.0), [0.75, 1.0], id="ClipByGlobalNorm"),
+        pytest.param(ClipByNorm(1.25, eps=0.0), [0.75, 1.0], id="ClipByNorm"),
+        pytest.param(ClipByValue(0.5), [0.5, 0.5], id="ClipByValue"),
+        pytest.param(math.inf, [3.0, 4.0], id="inf"),
+    ],
+)
+def test_clip_may_be_replaced(rule, expected):
+    optimizer = grouped([[torch.tensor([3.0, 4.0])]], [ABSENT], 9.0)
+    optimizer.clip = rule
+    optimizer.step()
+    assert grads_of(optimizer)[0].tolist() == expected
+
+
+def test_clip_takes_a_number():
+    optimizer = grouped(three_groups(), [ABSENT] * 3)
+    optimizer.clip = 2.0
+    assert optimizer.clip == ClipByGlobalNorm(2.0)
+
+
+@pytest.mark.parametrize("zero_size", [False, True], ids=["none", "zero-size"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "error", "zero", "skip"])
+def test_step_without_any_gradient(nonfinite, zero_size):
+    optimizer = grouped([[torch.zeros(0)], [torch.zeros(0)]], [ABSENT, 0.5], nonfinite=nonfinite)
+    if not zero_size:
+        optimizer.zero_grad()
+    optimizer.step()
+    summary = optimizer.stats.summary()
+    assert summary["norm"] == summary["group1_norm"] == 0.0
+    assert summary["coefficient"] == summary["group1_coefficient"] == 1.0
+    assert (summary["steps"], summary["clipped_steps"]) == (1, 0)
+
+
+@pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0), ClipByValue(0.1)], ids=repr)
+def test_group_without_gradients_takes_no_part(rule):
+    groups = three_groups()
+    optimizer = grouped(groups, [ABSENT, 0.25, ABSENT], rule)
+    with_all = grouped(groups[:1], [ABSENT], rule)
+    for number in (1, 2):
+        for p in optimizer.param_groups[number]["params"]:
+            p.grad = None
+    optimizer.step()
+    with_all.step()
+    assert_bits(grads_of(with_all), [grad_of(p) for p in optimizer.param_groups[0]["params"]])
+    torch.testing.assert_close(
+        optimizer.stats.last_norm, with_all.stats.last_norm, rtol=0, atol=0, equal_nan=True
+    )
+    assert optimizer.stats.group_norms[1] == 0.0
+
+
+def test_group_without_parameters_takes_no_part():
+    optimizer = grouped([[], [torch.tensor([3.0, 4.0])]], [ABSENT, ABSENT], ClipByGlobalNorm(2.5))
+    optimizer.step()
+    assert optimizer.stats.last_norm == 5.0
+
+
+def test_groups_of_mixed_dtypes_share_one_norm(device):
+    groups = [[normal(3000, dtype, device, seed)] for seed, dtype in enumerate(DTYPES)]
+    optimizer = grouped(groups, [ABSENT] * len(groups))
+    optimizer.step()
+    grads = [grad for group in groups for grad in group]
+    assert_close(grads_of(optimizer), clipped(grads, 1.0))
+    assert optimizer.stats.last_norm.dtype == torch.float64
+    # Right to what is promised for the least of these dtypes.
+    expected = reference.total_norm(grads)
+    assert optimizer.stats.last_norm.item() == pytest.approx(expected, rel=1e-6, abs=0)
+
+
+def test_group_norms_keep_the_dtype_of_their_group():
+    groups = [[normal(30, dtype, seed=seed)] for seed, dtype in enumerate(DTYPES)]
+    optimizer = grouped(groups, [1.0] * len(groups))
+    optimizer.step()
+    dtypes = [optimizer.stats.group_norms[i].dtype for i in range(len(DTYPES))]
+    assert dtypes == [torch.float32, torch.float32, torch.float32, torch.float64]
+
+
+def sparse_grad():
+    """Not coalesced: row 1 occurs twice, and counts as the sum 4."""
+    rows, values = torch.tensor([[1, 0, 1]]), torch.tensor([[1.0], [3.0], [3.0]])
+    return torch.sparse_coo_tensor(rows, values, (3, 1), check_invariants=False)
+
+
+def test_sparse_gradient_shares_the_norm_of_dense_ones():
+    sparse = torch.nn.Parameter(torch.zeros(3, 1))
+    sparse.grad = sparse_grad()
+    dense = parameter(torch.tensor([12.0]))
+    groups: list[dict[str, Any]] = [{"params": [sparse]}, {"params": [dense]}]
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), ClipByGlobalNorm(6.5, eps=0.0))
+    optimizer.step()
+    # The norm of 3, 4 and 12 is 13: the coefficient is 1/2.
+    assert optimizer.stats.last_norm == 13.0
+    assert sparse.tolist() == [[-1.5], [-2.0], [0.0]]
+    assert dense.tolist() == [-6.0]
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        pytest.param(ClipByGlobalNorm(2.5, eps=0.0), [[1.5], [2.0], [0.0]], id="ClipByGlobalNorm"),
+        pytest.param(ClipByNorm(2.5, eps=0.0), [[1.5], [2.0], [0.0]], id="ClipByNorm"),
+        pytest.param(ClipByValue(3.5), [[3.0], [3.5], [0.0]], id="ClipByValue"),
+        pytest.param(None, [[3.0], [4.0], [0.0]], id="None"),
+    ],
+)
+def test_sparse_group_takes_a_rule_of_its_own(own, expected):
+    table = torch.nn.Parameter(torch.zeros(3, 1))
+    table.grad = sparse_grad()
+    group: dict[str, Any] = {"params": [table], "clip": own}
+    ClippedOptimizer(SparseAdam([group]), 1.0).step()
+    assert grad_of(table).is_sparse
+    assert grad_of(table).to_dense().tolist() == expected
+
+
+BAD_RULES = pytest.mark.parametrize(
+    ("clip", "error"),
+    [("1", TypeError), (True, TypeError), (ClipByNorm, TypeError), (-1.0, ValueError)],
+    ids=["text", "bool", "class", "negative"],
+)
+NAMES_THE_GROUP = r"param_groups\[1\]\['clip'\]: .*got .*; None clips nothing"
+
+
+@BAD_RULES
+def test_constructor_refuses_the_rule_of_a_group(clip, error):
+    group = [parameter(grad) for grad in three_groups()[0]]
+    inner = SGD([{"params": group[:1]}, {"params": group[1:], "clip": clip}])
+    with pytest.raises(error, match=NAMES_THE_GROUP):
+        ClippedOptimizer(inner, 1.0)
+    # What was refused does not count as a wrapper.
+    inner.param_groups[1]["clip"] = 1.0
+    ClippedOptimizer(inner, 1.0)
+
+
+@BAD_RULES
+def test_add_param_group_refuses_the_rule_of_a_group(clip, error):
+    optimizer = grouped(three_groups()[:1], [ABSENT])
+    with pytest.raises(error, match=NAMES_THE_GROUP):
+        optimizer.add_param_group({"params": [parameter(torch.ones(2))], "clip": clip})
+    assert len(optimizer.param_groups) == 1
+
+
+LOOKALIKES = pytest.mark.parametrize(
+    ("key", "value"), [("need_clip", False), ("clips", None), ("max_norm", 1.0)]
+)
+NAMES_THE_KEY = r"param_groups\[1\] has the unknown key '{}'. A group's rule is its key 'clip'"
+
+
+@LOOKALIKES
+def test_constructor_refuses_a_key_that_may_have_meant_the_rule(key, value):
+    first, second = (parameter(torch.ones(2)) for _ in range(2))
+    inner = SGD([{"params": [first]}, {"params": [second], key: value}])
+    with pytest.raises(ValueError, match=NAMES_THE_KEY.format(key)):
+        ClippedOptimizer(inner, 1.0)
+
+
+@LOOKALIKES
+def test_add_param_group_refuses_a_key_that_may_have_meant_the_rule(key, value):
+    optimizer = grouped(three_groups()[:1], [ABSENT])
+    with pytest.raises(ValueError, match=NAMES_THE_KEY.format(key)):
+        optimizer.add_param_group({"params": [parameter(torch.ones(2))], key: value})
+    assert len(optimizer.param_groups) == 1
+
+
+class _OwnClipping(SGD):
+    """An optimizer with an option of its own that is called like a rule elsewhere."""
+
+    def __init__(self, params, max_grad_norm):
+        super().__init__(params)
+        for options in (self.defaults, *self.param_groups):
+            options["max_grad_norm"] = max_grad_norm
+
+
+def test_option_of_the_wrapped_optimizer_is_no_mistaken_rule():
+    grad = torch.tensor([3.0, 4.0])
+    inner = _OwnClipping([parameter(grad.clone())], max_grad_norm=0.25)
+    optimizer = ClippedOptimizer(inner, ClipByGlobalNorm(1.0, eps=0.0))
+    optimizer.step()
+    torch.testing.assert_close(grads_of(optimizer)[0], grad / 5)
+
+
+def assert_step_changes_nothing(optimizer, error, message):
+    """The step raises, and parameters, gradients, state and statistics are as before."""
+    optimizer.step()
+    grads, values = copies(grads_of(optimizer)), copies(values_of(optimizer))
+    saved = deepcopy(optimizer.state_dict())
+
+    def refused():
+        with pytest.raises(error, match=message):
+            optimizer.step()
+        assert_bits(grads_of(optimizer), grads)
+        assert_bits(values_of(optimizer), values)
+        torch.testing.assert_close(optimizer.state_dict(), saved, rtol=0, atol=0)
+
+    return refused
+
+
+@BAD_RULES
+def test_step_refuses_a_rule_that_was_set_later(clip, error):
+    optimizer = grouped(three_groups(), [ABSENT, 0.25, 0.5])
+    refused = assert_step_changes_nothing(optimizer, error, NAMES_THE_GROUP)
+    optimizer.param_groups[1]["clip"] = clip
+    refused()
+
+
+def test_step_refuses_gradients_before_any_group_is_written():
+    groups = [*three_groups(), [torch.ones(2, dtype=torch.complex64)]]
+    optimizer = grouped(groups, [ABSENT, 0.25, 0.5, 0.1])
+    message = r"complex gradients \(param_groups\[3\]\['params'\]\[0\]\)"
+    refused = assert_step_changes_nothing(optimizer, TypeError, message)
+    optimizer.param_groups[3]["clip"] = ClipByValue(0.5)
+    refused()
+
+
+def with_nan(names):
+    """Two groups, the second gradient of the second with a NaN; named parameters or not."""
+    params = [parameter(normal(3, seed=i)) for i in range(4)]
+    grad_of(params[3])[1] = math.nan
+    labelled = list(zip(["a", "b", "c.weight", "c.bias"], params, strict=True))
+    members: list[Any] = labelled if names else params
+    groups: list[dict[str, Any]] = [{"params": members[:2]}, {"params": members[2:]}]
+    return groups
+
+
+@pytest.mark.parametrize("own", [ABSENT, 0.5, None], ids=["absent", "own", "None"])
+@pytest.mark.parametrize("names", [True, False], ids=["named", "unnamed"])
+def test_error_names_the_parameter(names, own):
+    groups = with_nan(names)
+    if own is not ABSENT:
+        groups[1]["clip"] = own
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="error")
+    label = r"c\.bias$" if names else r"param_groups\[1\]\['params'\]\[1\]$"
+    before = copies(grads_of(optimizer))
+    with pytest.raises(RuntimeError, match=label):
+        optimizer.step()
+    assert_bits(grads_of(optimizer), before)
+    assert all(not p.any() for p in values_of(optimizer))
+
+
+def test_error_names_a_parameter_without_need_clip():
+    optimizer = ClippedOptimizer(SGD(with_nan(True), lr=1.0), 1.0, nonfinite="error")
+    values_of(optimizer)[3].need_clip = False
+    with pytest.raises(RuntimeError, match=r"c\.bias$"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("own", [0.5, None], ids=["own", "None"])
+def test_error_says_why_a_norm_was_not_the_reason(own):
+    """Only gradients under a rule have a norm to speak of."""
+    groups = with_nan(True)
+    groups[1]["clip"] = own
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="error")
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    assert ("total norm" in str(caught.value)) == (own is not None)
+    assert "Non-finite gradients: c.bias" in str(caught.value)
+
+
+@pytest.mark.parametrize("own", [ABSENT, 0.5], ids=["absent", "own"])
+def test_error_skips_parameters_without_gradient_when_it_counts(own):
+    groups = with_nan(True)
+    if own is not ABSENT:
+        groups[1]["clip"] = own
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="error")
+    values_of(optimizer)[0].grad = values_of(optimizer)[2].grad = None
+    with pytest.raises(RuntimeError, match=r": c\.bias$"):
+        optimizer.step()
+
+
+def test_tied_gradient_within_a_group_counts_once():
+    grad = torch.tensor([3.0, 4.0])
+    one, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    one.grad = other.grad = grad
+    optimizer = ClippedOptimizer(SGD([one, other], lr=1.0), ClipByGlobalNorm(2.5, eps=0.0))
+    optimizer.step()
+    assert optimizer.stats.last_norm == 5.0
+    assert one.tolist() == other.tolist() == [-1.5, -2.0]
+
+
+class _OwnClip(SGD):
+    def __init__(self, params):
+        super().__init__(params)
+        for options in (self.defaults, *self.param_groups):
+            options["clip"] = 1.0
+
+
+def test_optimizer_with_an_option_of_that_name_is_refused():
+    with pytest.raises(ValueError, match="has an option 'clip' of its own"):
+        ClippedOptimizer(_OwnClip([parameter(torch.ones(2))]), 1.0)
+
+
+class _NoHooks(SGD):
+    """Saves and loads without the hooks of torch's."""
+
+    def state_dict(self):
+        return {"state": {}, "param_groups": [dict(g) for g in self.param_groups]}
+
+    def load_state_dict(self, state_dict):
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            params = group["params"]
+            group.clear()
+            group.update(saved, params=params)
+
+
+def test_rules_stay_where_the_wrapped_optimizer_runs_no_hooks():
+    rule = ClipByValue(0.5)
+    groups = [{"params": [parameter(torch.ones(2))], "clip": rule}]
+    optimizer = ClippedOptimizer(_NoHooks(groups), 1.0)
+    saved = optimizer.state_dict()
+    assert "clip" not in saved["param_groups"][0]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["clip"] is rule
+
+
+@pytest.mark.parametrize("left_out", ["group", "parameter"])
+def test_gradient_under_two_rules_is_refused(left_out):
+    grad = torch.tensor([3.0, 4.0])
+    one, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    one.grad = other.grad = grad
+    groups: list[dict[str, Any]] = [{"params": [one]}, {"params": [other]}]
+    if left_out == "group":
+        groups[1]["clip"] = None
+    else:
+        other.need_clip = False  # type: ignore[attr-defined]
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="skip")
+    message = r"\[0\]\['params'\]\[0\] and .*\[1\]\['params'\]\[0\] share a gradient, but not"
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert grad.tolist() == [3.0, 4.0]
+
+
+def test_error_names_a_parameter_that_was_added_by_hand():
+    groups = with_nan(True)
+    added = parameter(torch.full((2,), math.nan))
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="error")
+    optimizer.param_groups[1]["params"].append(added)
+    with pytest.raises(RuntimeError, match=r"c\.bias, param_groups\[1\]\['params'\]\[2\]$"):
+        optimizer.step()
+
+
+def test_step_refuses_a_backend_before_any_group_is_written(backend):
+    if backend.name != "triton" or backend.device.type != "cpu":
+        pytest.skip("needs kernels that serve CPU tensors only")
+    grad = torch.tensor([3.0, 4.0])
+    elsewhere = torch.nn.Parameter(torch.zeros(2, device="meta"))
+    elsewhere.grad = torch.zeros(2, device="meta")
+    groups: list[dict[str, Any]] = [{"params": [parameter(grad)]}, {"params": [elsewhere]}]
+    groups[1]["clip"] = ClipByValue(0.5)
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0)
+    with use_backend("triton"), pytest.raises(RuntimeError, match="not on meta"):
+        optimizer.step()
+    assert grads_of(optimizer)[0].tolist() == [3.0, 4.0]

@@ -1,0 +1,191 @@
+"""The Python of the README and of docs/ runs as it stands, on a CPU.
+
+The blocks of the README share their names, those of docs/ with the blocks of the same section.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import tritonclip
+
+ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
+README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [README, *DOCS]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+def _sections() -> dict[str, list[str]]:
+    """The Python blocks of each section of docs/ that has any."""
+    sections = {}
+    for page in DOCS:
+        for part in re.split(r"^## ", page.read_text(), flags=re.MULTILINE):
+            if blocks := BLOCK.findall(part):
+                title = part.partition("\n")[0].strip("# ")
+                sections[f"{page.stem}-{_anchor(title)}"] = blocks
+    return sections
+
+
+def _anchor(heading: str) -> str:
+    """The fragment that GitHub makes of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def _names() -> dict[str, Any]:
+    """The objects that the pages take as given: a model with gradients, its optimizer, a GAN."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    parts = {name: torch.nn.Linear(3, 2) for name in ("body", "head", "embedding")}
+    batches = [torch.ones(4, 3) * i for i in range(1, 5)]
+    return {
+        "torch": torch,
+        "tritonclip": tritonclip,
+        "model": model,
+        "loss": _loss_of(model, batches[0]),
+        "loss_of": _loss_of,
+        "batch": batches[0],
+        "loader": batches,
+        "accumulate": 2,
+        "device": "cpu",
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "generator": torch.nn.Linear(3, 2),
+        "critic": SimpleNamespace(**parts),
+    }
+
+
+def _loss_of(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(batch).float().square().mean()
+    return loss
+
+
+@contextlib.contextmanager
+def _lightning(names: dict[str, Any]) -> Iterator[None]:
+    names["lightning"] = pytest.importorskip("lightning", reason="needs tritonclip[integrations]")
+    yield
+
+
+@contextlib.contextmanager
+def _trainer(names: dict[str, Any]) -> Iterator[None]:
+    """A language model of a few hundred weights, and texts for two batches."""
+    transformers = pytest.importorskip(
+        "transformers", reason="needs tritonclip[integrations]", exc_type=ImportError
+    )
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 4, "vocab_size": 7}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
+    texts = torch.arange(16)[:, None].add(torch.arange(4)) % 7
+    names["transformers"] = transformers
+    names["model"] = transformers.GPT2LMHeadModel(config)
+    names["data"] = [{"input_ids": row, "labels": row} for row in texts]
+    with _accelerate({}):
+        yield
+
+
+@contextlib.contextmanager
+def _accelerate(names: dict[str, Any]) -> Iterator[None]:
+    """Accelerate keeps its state in the process."""
+    accelerate = pytest.importorskip("accelerate", reason="needs tritonclip[integrations]")
+    reset = accelerate.state.AcceleratorState._reset_state
+    reset(reset_partial_state=True)
+    if names:
+        names["accelerator"] = accelerate.Accelerator(cpu=True)
+        batches: Any = torch.ones(8, 3)
+        names["loader"] = torch.utils.data.DataLoader(batches, 4)
+    yield
+    reset(reset_partial_state=True)
+
+
+@contextlib.contextmanager
+def _one_process(names: dict[str, Any]) -> Iterator[None]:
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    meeting = (Path.cwd() / "meeting").as_uri()
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+SETTINGS: dict[str, Callable[[dict[str, Any]], contextlib.AbstractContextManager[None]]] = {
+    "recipes-pytorch-lightning": _lightning,
+    "recipes-hugging-face-trainer": _trainer,
+    "recipes-accelerate": _accelerate,
+    "recipes-several-processes": _one_process,
+}
+
+
+def test_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    names = _names()
+    del names["tritonclip"]
+
+    for block in BLOCK.findall(README.read_text()):
+        exec(block, names)
+
+    assert "'clipped_share'" in capsys.readouterr().out
+
+
+# The Trainer asks for pinned memory by default.
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+@pytest.mark.parametrize(("section", "blocks"), [*_sections().items()], ids=[*_sections()])
+def test_docs_code_runs(
+    section: str, blocks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = _names()
+
+    with SETTINGS.get(section, contextlib.nullcontext)(names):
+        for block in blocks:
+            exec(block, names)
+
+
+def test_docs_parameter_groups_are_clipped_by_their_rules() -> None:
+    names = _names()
+    for block in _sections()["optimizer-parameter-groups"]:
+        exec(block, names)
+    critic = names["critic"]
+    for part in vars(critic).values():
+        part.weight.grad, part.bias.grad = torch.full((2, 3), 9.0), torch.full((2,), 9.0)
+
+    names["critic_optimizer"].step()
+
+    norms = [float(part.weight.grad.norm()) for part in vars(critic).values()]
+    torch.testing.assert_close(norms, [1.0, 0.5, 9.0 * 6**0.5], rtol=1e-5, atol=0)
+    assert critic.body.bias.grad.tolist() == [9.0, 9.0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_python_block_is_found(page: Path) -> None:
+    text = page.read_text()
+
+    assert len(BLOCK.findall(text)) == text.count("```python")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for path, anchor in LINK.findall(page.read_text()):
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        if anchor:
+            assert anchor in map(_anchor, HEADING.findall(target.read_text())), f"{path}#{anchor}"
+
+
+def test_readme_stays_short() -> None:
+    text = README.read_text()
+
+    assert len(text.splitlines()) <= 150
+    assert len(text.encode()) <= 9 * 1024
+    cells = itertools.chain.from_iterable(
+        line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")
+    )
+    assert max(len(cell.strip()) for cell in cells) < 60
+    assert max(map(len, text.splitlines())) < 300

@@ -1,0 +1,50 @@
+"""``python -m tritonclip`` reports what is installed and whether it computes right."""
+
+from __future__ import annotations
+
+import torch
+from workers import python
+
+import tritonclip
+from tritonclip import __main__ as self_test
+from tritonclip.backends.cpu_backend import CpuBatch
+
+
+def test_self_test_prints_a_report():
+    done = python("-m", "tritonclip", TRITONCLIP_BACKEND="torch")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert lines["tritonclip"] == tritonclip.__version__
+    assert lines["torch"] == torch.__version__
+    assert lines["python"]
+    assert lines["triton"]
+    assert lines["backend"] == "torch"
+    assert lines["verify"] == "off"
+    assert lines["cpu"].endswith("torch backend, self-test ok")
+
+
+def test_self_test_fails_with_a_reason_where_a_backend_is_wrong(monkeypatch, capsys):
+    real = CpuBatch.norm
+
+    def wrong(batch, norm_type, out, *, per_gradient):
+        return real(batch, norm_type, out, per_gradient=per_gradient).mul_(1.001)
+
+    monkeypatch.setattr(CpuBatch, "norm", wrong)
+    with tritonclip.use_backend("torch"):
+        assert self_test.main() == 1
+    assert "self-test failed: VerificationError: " in capsys.readouterr().out
+
+
+def test_self_test_fails_with_a_reason_where_the_backend_cannot_serve():
+    done = python("-m", "tritonclip", TRITONCLIP_BACKEND="triton")
+    assert done.returncode == 1
+    assert "self-test failed: RuntimeError: the triton backend was asked for, but" in done.stdout
+    assert not done.stderr
+
+
+def test_self_test_fails_with_a_reason_where_the_name_is_wrong():
+    done = python("-m", "tritonclip", TRITONCLIP_BACKEND="gpu")
+    assert done.returncode == 1
+    assert "TRITONCLIP_BACKEND: expected 'auto', 'triton' or 'torch', got 'gpu'" in (
+        done.stdout + done.stderr
+    )

@@ -1,0 +1,104 @@
+"""The wheel, built from the sources alone and run where nothing else of the repository is seen."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.wheel
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ["pyproject.toml", "README.md", "LICENSE", "tritonclip", "kernels"]
+# -S reads no .pth files: torch is found here, the editable install is not.
+LIBRARIES = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+
+INSTALLED = {
+    *(str(path.relative_to(ROOT)) for path in (ROOT / "tritonclip").rglob("*.py")),
+    *(f"tritonclip/{path.relative_to(ROOT)}" for path in (ROOT / "kernels").rglob("*.py")),
+}
+
+
+def run(*command, cwd, **environment):
+    """Run Python to its end and return what it printed."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    # A copy: what an earlier build left in the repository must not get in.
+    source = tmp_path_factory.mktemp("source")
+    for name in SOURCES:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+
+    run("-m", "build", "--wheel", "--no-isolation", "--outdir", source / "dist", cwd=source)
+    (path,) = (source / "dist").glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def place(wheel, tmp_path_factory):
+    """Where the wheel is installed, and nothing else."""
+    place = tmp_path_factory.mktemp("place")
+    run("-m", "pip", "install", "--quiet", "--no-deps", "--target", place, wheel, cwd=place)
+    return place
+
+
+@pytest.fixture
+def run_clean(place, tmp_path):
+    """Runs Python with the installed wheel and its dependencies, in an empty folder."""
+    path = os.pathsep.join([str(place), *LIBRARIES])
+    return lambda *command: run("-S", *command, cwd=tmp_path, PYTHONPATH=path)
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    metadata = {name for name in names if name.split("/")[0].endswith(".dist-info")}
+
+    assert "tritonclip/kernels/__init__.py" in INSTALLED
+    assert names - metadata == INSTALLED | {"tritonclip/py.typed"}
+    assert any(name.endswith("/LICENSE") for name in metadata)
+
+
+def test_wheel_imports_every_module_from_its_own_files(place, run_clean):
+    pytest.importorskip("triton", reason="tritonclip.kernels needs triton")
+    files = sorted(INSTALLED - {"tritonclip/__main__.py"})
+    modules = [file.removesuffix(".py").removesuffix("/__init__") for file in files]
+    printed = run_clean(
+        "-c",
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]: print(importlib.import_module(name).__file__)\n",
+        *(module.replace("/", ".") for module in modules),
+    )
+    assert printed.split() == [str(place / file) for file in files]
+
+
+def test_wheel_imports_without_triton(run_clean):
+    # torch first: what torch imports by itself is not ours.
+    run_clean(
+        "-c",
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import tritonclip\n"
+        "new = set(sys.modules) - before\n"
+        "loaded = [name for name in new if name.split('.')[0] == 'triton' or 'kernels' in name]\n"
+        "assert not loaded, loaded\n",
+    )
+
+
+def test_wheel_self_test_passes(run_clean):
+    assert "tritonclip" in run_clean("-m", "tritonclip")

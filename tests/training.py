@@ -1,0 +1,129 @@
+"""Training under a wrapper: parameters, gradients, the wrapped optimizers and their state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from cases import copies, grad_of, normal
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
+
+Make = Callable[[Any], Optimizer]
+
+SHAPES = ((3,), (4, 5), ())
+POLICIES = ["propagate", "error", "zero", "skip"]
+SCALERS = [
+    pytest.param(torch.amp.GradScaler, id="torch"),
+    pytest.param(tritonclip.GradScaler, id="tritonclip"),
+]
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+
+
+def _inner(kind: Callable[..., Optimizer], options: dict[str, Any], name: str, mode: str) -> Any:
+    def make(params: Any) -> Optimizer:
+        return kind(params, **options, **MODES[mode])
+
+    return pytest.param(make, id=f"{name}-{mode}")
+
+
+# Functions from parameters to an optimizer: in every mode that it has.
+INNERS = [
+    _inner(kind, {"lr": 0.1, **options}, name, mode)
+    for name, kind, options, modes in (
+        ("SGD", SGD, {}, MODES),
+        ("momentum", SGD, {"momentum": 0.9}, MODES),
+        ("Adam", Adam, {}, MODES),
+        ("amsgrad", AdamW, {"amsgrad": True}, MODES),
+        ("AdamW", AdamW, {}, MODES),
+        ("Adagrad", Adagrad, {}, MODES),
+        ("RMSprop", RMSprop, {"momentum": 0.9}, ("plain", "foreach")),
+        ("NAdam", NAdam, {}, ("plain", "foreach")),
+    )
+    for mode in modes
+]
+PLAIN_AND_FUSED = [inner for inner in INNERS if inner.id in ("AdamW-plain", "AdamW-fused")]
+RULES = [
+    pytest.param(ClipByGlobalNorm(1.0), id="global"),
+    pytest.param(ClipByNorm(0.5), id="by-norm"),
+    pytest.param(ClipByValue(-0.2, 0.3), id="by-value"),
+]
+
+
+def sgd(params: Any) -> SGD:
+    """An optimizer to which the length of a gradient matters."""
+    return SGD(params, lr=0.1)
+
+
+def new_params(
+    shapes: Iterable[Sequence[int]] = SHAPES,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """Parameters that start at the same values every time."""
+    return [
+        torch.nn.Parameter(normal(shape, dtype, device, seed=100 + at))
+        for at, shape in enumerate(shapes)
+    ]
+
+
+def wrapped(
+    make: Make, rule: Any = 1.0, device: torch.device | str = "cpu", **options: Any
+) -> tuple[list[Tensor], ClippedOptimizer]:
+    """New parameters, and an optimizer of theirs that clips."""
+    params = new_params(device=device)
+    return params, ClippedOptimizer(make(params), rule, **options)
+
+
+def give_grads(
+    params: Iterable[Tensor], seed: int = 0, *, size: float = 1.0, bad: Any = None, at: int = 1
+) -> list[Tensor]:
+    """Sets new gradients and returns copies; with `bad`, one element of the one `at` is that."""
+    for place, param in enumerate(params):
+        grad = size * normal(param.shape, param.dtype, seed=10 * seed + place)
+        if bad is not None and place == at:
+            grad.view(-1)[-1] = bad
+        param.grad = grad.to(param.device)
+    return grads_of(params)
+
+
+def grads_of(params: Iterable[Tensor]) -> list[Tensor]:
+    """Copies of the gradients."""
+    return copies(grad_of(param) for param in params)
+
+
+def train(
+    optimizer: ClippedOptimizer,
+    losses: Iterable[Tensor],
+    scaler: torch.amp.GradScaler | None = None,
+    accumulate: int = 1,
+) -> list[float]:
+    """A loop as users write it; the norms before clipping.
+
+    Losses are asked for one by one, after the step before.
+    """
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    norms = []
+    for number, loss in enumerate(losses, 1):
+        scaler.scale(loss / accumulate).backward()
+        if number % accumulate == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            norms.append(optimizer.stats.summary()["norm"])
+    return norms
+
+
+def state_of(optimizer: Optimizer, params: Iterable[Tensor]) -> list[Tensor]:
+    """Copies of all of the optimizer's state, step counts included."""
+    values = [value for param in params for value in optimizer.state.get(param, {}).values()]
+    return copies(value for value in values if isinstance(value, Tensor))

@@ -1,0 +1,1 @@
+"""Who computes: Triton kernels, or PyTorch."""

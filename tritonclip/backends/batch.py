@@ -1,0 +1,114 @@
+"""The interface of a backend: a layout, kept by a plan, and the batches that calls make of it."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tritonclip.rules import Rule
+
+
+class Batch(Protocol):
+    """The gradients of a group in one call, and a backend's verbs on them.
+
+    They are real, of one device and dtype, each without overlap. A loss scale that they still
+    carry, `grad_scale`, is a number or a one-element tensor.
+
+    Attributes:
+        counts_versions: autograd's version counters see the verbs' writes.
+    """
+
+    counts_versions: bool
+
+    def count_norms(self, *, per_gradient: bool) -> int:
+        """How many partial norms `norm` gives."""
+
+    def norm(self, norm_type: float, out: Tensor | None, *, per_gradient: bool) -> Tensor:
+        """Measures the gradients.
+
+        Args:
+            norm_type: p of the p-norm.
+            out: memory for the result, float64[count_norms] (float32 where a device has no
+                float64); None for new memory.
+            per_gradient: partial norms from which the norm of each gradient can be had.
+
+        Returns:
+            Partial norms, whose norm is the norm, on the gradients' device, still loss-scaled.
+        """
+
+    def total(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
+        """The norm from partial norms of all groups, 0-d."""
+
+    def total_each(
+        self, norms: Tensor, first: int, norm_type: float, grad_scale: float | Tensor
+    ) -> Tensor:
+        """The norm of each gradient, 1-d, from partial norms: this group's begin at `first`."""
+
+    def scale_(
+        self,
+        norms: Tensor,
+        rule: Rule,
+        max_norm: float | Tensor,
+        grad_scale: float | Tensor,
+        *,
+        erase_nonfinite: bool,
+    ) -> tuple[Tensor, float | Tensor]:
+        """Multiplies all gradients by one coefficient.
+
+        Args:
+            norms: partial norms of all groups, on the gradients' device.
+            rule: gives norm type and eps.
+            max_norm: the rule's limit: a number, or a one-element tensor.
+            grad_scale: see above.
+            erase_nonfinite: write zeros where the norm is not finite.
+
+        Returns:
+            Norm before clipping, 0-d, and coefficient, on the gradients' device.
+        """
+
+    def scale_each_(
+        self,
+        norms: Tensor,
+        first: int,
+        rule: Rule,
+        max_norm: float | Tensor,
+        grad_scale: float | Tensor,
+        *,
+        erase: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Multiplies each gradient by the coefficient of its norm.
+
+        Args:
+            norms: partial norms, of which this group's begin at `first`.
+            first: index of the first.
+            rule: gives norm type and eps.
+            max_norm: the rule's limit: a number, a one-element tensor, or 1-d with one for each
+                gradient.
+            grad_scale: see above.
+            erase: 0-d bool on the gradients' device: whether to write zeros; None for no.
+
+        Returns:
+            Norms before clipping and coefficients, 1-d, on the gradients' device.
+        """
+
+    def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
+        """Clamps the gradients to [low, high] after division by the loss scale.
+
+        The bounds are representable in the gradients' dtype. Elements within them are left, or
+        written back, as they were.
+        """
+
+
+class Layout(Protocol):
+    """All that a backend derives from the form of a group: dtype, device, sizes and strides.
+
+    Holds no gradient.
+
+    Attributes:
+        dtype: of results, float32 or float64; set by the plan.
+    """
+
+    dtype: torch.dtype
+
+    def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> Batch:
+        """The gradients of a call; addresses are theirs where they are known."""

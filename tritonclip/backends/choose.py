@@ -1,0 +1,104 @@
+"""Which backend serves which gradients, and why."""
+
+import importlib
+import importlib.util
+import warnings
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from tritonclip import settings
+from tritonclip.backends.batch import Layout
+from tritonclip.backends.cpu_backend import CpuLayout
+from tritonclip.backends.torch_backend import TorchLayout
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def layout_of(tensors: list[Tensor], *, flat: bool, negated: bool = False) -> Layout:
+    """The layout of some gradients, of the backend that serves them.
+
+    Args:
+        tensors: real, of one device and dtype; at least one.
+        flat: each is contiguous.
+        negated: some are lazily negated, and the sign of an element matters. Where it does not,
+            kernels may read them too.
+
+    Raises:
+        RuntimeError: triton was asked for by name and cannot serve the device.
+    """
+    device, dtype = tensors[0].device, tensors[0].dtype
+    if backend_name(device, dtype, flat=flat, negated=negated) == "torch":
+        return torch_layout(tensors, flat=flat)
+    backend = importlib.import_module("tritonclip.backends.triton_backend")
+    layout: Layout = backend.TritonLayout(tensors)
+    return layout
+
+
+def torch_layout(tensors: list[Tensor], *, flat: bool) -> Layout:
+    """The layout of the torch backend: on a CPU the one that decides on the host."""
+    return CpuLayout(tensors, flat=flat) if host_decides(tensors[0].device) else TorchLayout()
+
+
+def host_decides(device: torch.device) -> bool:
+    """Whether the host can read a device's values without waiting for it."""
+    return device.type == "cpu"
+
+
+def backend_name(
+    device: torch.device, dtype: torch.dtype, *, flat: bool = True, negated: bool = False
+) -> str:
+    """'triton' or 'torch': the backend of gradients of a kind; errors as for `layout_of`."""
+    requested = settings.backend()
+    if requested == "torch" or (requested == "auto" and device.type != "cuda"):
+        return "torch"
+    reason = _why_not_triton(device.type)
+    if reason is not None:
+        if requested == "triton":
+            raise RuntimeError(f"the triton backend was asked for, but {reason}")
+        _warn_once(f"tritonclip uses its slower torch backend on {device.type}: {reason}")
+        return "torch"
+    if dtype not in KERNEL_DTYPES:
+        _warn_once(
+            f"tritonclip's kernels do not read {dtype}: these gradients take the slower torch "
+            "backend"
+        )
+        return "torch"
+    if not flat or negated:
+        _warn_once(
+            "tritonclip's kernels read gradients that are dense in memory: those with gaps or "
+            "lazily negated take the slower torch backend; replace them by grad.contiguous() or "
+            "grad.resolve_neg() where speed matters"
+        )
+        return "torch"
+    return "triton"
+
+
+@cache
+def triton_found() -> bool:
+    """Whether triton can be imported; it is not imported to find out."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _why_not_triton(device: str) -> str | None:
+    """The reason why triton cannot serve a device, with a remedy; None where it can."""
+    if not triton_found():
+        return "triton is not installed: pip install triton"
+    if settings.interpreting():
+        return (
+            None
+            if device == "cpu"
+            else f"TRITON_INTERPRET=1 runs kernels on CPU tensors, not on {device}: unset it"
+        )
+    if device != "cuda":
+        return (
+            f"triton does not run on {device} tensors: use backend 'auto', or set "
+            "TRITON_INTERPRET=1 to interpret kernels"
+        )
+    return None
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=6)

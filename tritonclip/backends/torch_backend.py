@@ -1,0 +1,250 @@
+"""The torch backend on any device: the verbs in PyTorch, with every decision left to the device.
+
+On a CPU, where the host may decide, `cpu_backend` takes its place.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonclip.backends.batching import PIECE, split_flat
+from tritonclip.rules import Rule
+
+# Dtypes that torch can multiply and clamp in place; float8 it cannot.
+ARITHMETIC = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class TorchLayout:
+    """Needs to know nothing but the dtype of results."""
+
+    def __init__(self) -> None:
+        self.dtype = torch.float32
+
+    def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> "TorchBatch":
+        """The gradients of a call."""
+        return TorchBatch(tensors, self.dtype)
+
+
+class TorchBatch:
+    """Verbs in PyTorch; see :class:`tritonclip.backends.batch.Batch`."""
+
+    counts_versions = True
+
+    def __init__(self, tensors: list[Tensor], dtype: torch.dtype) -> None:
+        self.tensors, self.dtype = tensors, dtype
+
+    def count_norms(self, *, per_gradient: bool) -> int:
+        """How many partial norms `norm` gives: one a gradient, or one."""
+        return len(self.tensors) if per_gradient else 1
+
+    def norm(self, norm_type: float, out: Tensor | None, *, per_gradient: bool) -> Tensor:
+        """Measures the gradients."""
+        wide = wide_dtype(self.tensors[0].device)
+        parts = [[tensor] for tensor in self.tensors] if per_gradient else [self.tensors]
+        measured = torch.stack([norm_of(part, norm_type, wide) for part in parts])
+        return measured if out is None else out.copy_(measured)
+
+    def total(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
+        """The norm from partial norms, 0-d."""
+        return _unscaled(combine(norms, norm_type), norm_type, grad_scale).to(self.dtype)
+
+    def total_each(
+        self, norms: Tensor, first: int, norm_type: float, grad_scale: float | Tensor
+    ) -> Tensor:
+        """The norm of each gradient, 1-d."""
+        own = norms[first : first + len(self.tensors)]
+        return _unscaled(own, norm_type, grad_scale).to(self.dtype)
+
+    def scale_(
+        self,
+        norms: Tensor,
+        rule: Rule,
+        max_norm: float | Tensor,
+        grad_scale: float | Tensor,
+        *,
+        erase_nonfinite: bool,
+    ) -> tuple[Tensor, float | Tensor]:
+        """Multiplies all gradients by one coefficient."""
+        norm = self.total(norms, rule.norm_type, grad_scale)
+        coefficient = coefficient_of(norm, max_norm, rule.eps)
+        multiplier = coefficient / as_scalar(grad_scale, norm)
+        erase = (
+            ~torch.isfinite(norm) if erase_nonfinite else torch.zeros_like(norm, dtype=torch.bool)
+        )
+        multiply_(self.tensors, multiplier, erase)
+        return norm, torch.where(erase, 0.0, coefficient)
+
+    def scale_each_(
+        self,
+        norms: Tensor,
+        first: int,
+        rule: Rule,
+        max_norm: float | Tensor,
+        grad_scale: float | Tensor,
+        *,
+        erase: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Multiplies each gradient by the coefficient of its norm."""
+        norm, coefficient, multiplier = self.terms_each(norms, first, rule, max_norm, grad_scale)
+        if erase is None:
+            erase = torch.zeros((), dtype=torch.bool, device=norm.device)
+        for i, tensor in enumerate(self.tensors):
+            multiply_([tensor], multiplier[i], erase)
+        return norm, torch.where(erase, 0.0, coefficient)
+
+    def terms_each(
+        self,
+        norms: Tensor,
+        first: int,
+        rule: Rule,
+        max_norm: float | Tensor,
+        grad_scale: float | Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Norms, coefficients and multipliers, 1-d."""
+        norm = self.total_each(norms, first, rule.norm_type, grad_scale)
+        coefficient = coefficient_of(norm, max_norm, rule.eps)
+        return norm, coefficient, coefficient / as_scalar(grad_scale, norm)
+
+    def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
+        """Clamps the gradients."""
+        if isinstance(grad_scale, Tensor) or grad_scale != 1:
+            unscale_and_clamp_(self.tensors, low, high, grad_scale)
+        else:
+            clamp_together_(self.tensors, low, high)
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The widest floating-point dtype that a device has."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def norm_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+    """The norm of tensors, 0-d, for any device, norm type and magnitude."""
+    nothing = math.inf if norm_type == -math.inf else 0.0
+    norms = [torch.full((), nothing, dtype=dtype, device=tensors[0].device)]
+    for tensor in tensors:
+        for piece in split_flat(tensor, PIECE):
+            norms.append(_norm_of_piece(piece, norm_type, dtype))
+    return combine(torch.stack(norms), norm_type)
+
+
+def _norm_of_piece(x: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
+    """The norm of a small 1-d tensor, 0-d, in `dtype`, after division by the largest magnitude."""
+    magnitudes = x.to(dtype, copy=True).abs_()
+    if norm_type == 0:
+        return torch.count_nonzero(magnitudes).to(dtype)
+    if norm_type == -math.inf:
+        return magnitudes.min()
+    largest = magnitudes.max()
+    if norm_type == math.inf:
+        return largest
+    # Dividing by 1 instead of 0, inf and NaN gives just these.
+    scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
+    return scale * magnitudes.div_(scale).pow_(norm_type).sum().pow(1 / norm_type)
+
+
+def combine(norms: Tensor, norm_type: float) -> Tensor:
+    """The norm whose parts have these norms, 0-d."""
+    if norms.numel() == 1:
+        return norms.reshape(())
+    if norm_type == 0:
+        return norms.sum()
+    return _norm_of_piece(norms, norm_type, norms.dtype)
+
+
+def as_scalar(number: float | Tensor, like: Tensor) -> Tensor:
+    """A number as a tensor of another one's dtype, filled in on the device: no upload, no sync."""
+    if isinstance(number, Tensor):
+        number = number.to(like.device, like.dtype)
+        return number.reshape(()) if number.numel() == 1 else number
+    return torch.full((), number, dtype=like.dtype, device=like.device)
+
+
+def _unscaled(norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
+    """Norms divided by the loss scale; a count of elements carries none."""
+    return norms / as_scalar(grad_scale, norms) if norm_type else norms
+
+
+def coefficient_of(norm: Tensor, max_norm: float | Tensor, eps: float) -> Tensor:
+    """Returns min(1, max_norm / (norm + eps)) in the dtype of norm.
+
+    1 for nothing to clip and for an infinite limit; NaN stays.
+    """
+    bound = norm + eps
+    limit = as_scalar(max_norm, bound)
+    ratio = limit / bound
+    keep = (ratio > 1) | (bound == 0) | ((limit == math.inf) & (norm == norm))
+    return torch.where(keep, 1.0, ratio)
+
+
+def multiply_(tensors: list[Tensor], multiplier: Tensor, erase: Tensor) -> None:
+    """Multiplies in place, or writes zeros; half types too take the multiplier in float32."""
+    if tensors[0].dtype != torch.float64:
+        multiplier = multiplier.to(torch.float32)
+    # Off the CPU, foreach rounds the multiplier to the tensors' dtype first.
+    if tensors[0].dtype == multiplier.dtype and in_one_call(
+        torch._foreach_mul_, tensors, multiplier
+    ):
+        for tensor in tensors:
+            tensor.masked_fill_(erase, 0.0)
+        return
+    for piece in _writable_pieces(tensors):
+        wide = piece.to(multiplier.dtype, copy=True).mul_(multiplier)
+        _store_(piece, wide.masked_fill_(erase, 0.0))
+
+
+def zero_(tensors: list[Tensor]) -> None:
+    """Writes zeros."""
+    if not in_one_call(torch._foreach_zero_, tensors):
+        for tensor in tensors:
+            tensor.zero_()
+
+
+def in_one_call(foreach: Callable[..., None], tensors: list[Tensor], *operands: Any) -> bool:
+    """Runs one of torch's foreach functions; False, and nothing written, if it takes no such list.
+
+    They take neither float8 nor lazily negated tensors.
+    """
+    if tensors[0].dtype not in ARITHMETIC:
+        return False
+    try:
+        foreach(tensors, *operands)
+    except RuntimeError:
+        if any(map(Tensor.is_neg, tensors)):
+            return False
+        raise
+    return True
+
+
+def _store_(piece: Tensor, values: Tensor) -> None:
+    # From float32 to a lazily negated float16 tensor on a CPU, copy_ forgets the sign (torch 2.13).
+    piece.copy_(values.to(piece.dtype) if piece.is_neg() else values)
+
+
+def _writable_pieces(tensors: list[Tensor]) -> Iterator[Tensor]:
+    for tensor in tensors:
+        yield from split_flat(tensor, PIECE, writable=True)
+
+
+def clamp_together_(tensors: list[Tensor], low: float, high: float) -> None:
+    """Clamps in two foreach passes, where torch has them for the tensors."""
+    if not tensors:
+        return
+    if in_one_call(torch._foreach_clamp_min_, tensors, low):
+        torch._foreach_clamp_max_(tensors, high)
+    else:
+        unscale_and_clamp_(tensors, low, high, 1.0)
+
+
+def unscale_and_clamp_(
+    tensors: list[Tensor], low: float, high: float, grad_scale: float | Tensor
+) -> None:
+    """Divides by the loss scale and clamps, both in float32 or wider, rounding once."""
+    wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    one = torch.ones((), dtype=wide, device=tensors[0].device)
+    factor = one / as_scalar(grad_scale, one)
+    for piece in _writable_pieces(tensors):
+        _store_(piece, piece.to(wide, copy=True).mul_(factor).clamp_(low, high))

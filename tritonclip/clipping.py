@@ -1,0 +1,125 @@
+"""`clip_`, the call in a training loop: its contract and arguments."""
+
+from collections.abc import Iterable
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from tritonclip.engine import compiled, execute
+from tritonclip.engine.gradients import Gradients, of_parameters
+from tritonclip.engine.planner import plan_
+from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue, Rule, as_rule
+from tritonclip.rules.arguments import as_grad_scale
+
+Parameters = Tensor | Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | FlatGradients
+Nonfinite = Literal["propagate", "error", "zero"]
+_POLICIES = ("propagate", "error", "zero")
+
+
+@overload
+def clip_(
+    parameters: Parameters,
+    clip: float | ClipByGlobalNorm | ClipByNorm,
+    *,
+    nonfinite: Nonfinite = ...,
+    grad_scale: float | Tensor | None = ...,
+) -> Tensor: ...
+@overload
+def clip_(
+    parameters: Parameters,
+    clip: ClipByValue,
+    *,
+    nonfinite: Nonfinite = ...,
+    grad_scale: float | Tensor | None = ...,
+) -> None: ...
+@overload
+def clip_(
+    parameters: Parameters,
+    clip: float | Rule,
+    *,
+    nonfinite: Nonfinite = ...,
+    grad_scale: float | Tensor | None = ...,
+) -> Tensor | None: ...
+def clip_(
+    parameters: Parameters,
+    clip: float | Rule,
+    *,
+    nonfinite: Nonfinite = "propagate",
+    grad_scale: float | Tensor | None = None,
+) -> Tensor | None:
+    r"""Clips the gradients of parameters in place and returns their norm *before* clipping.
+
+    Gradients within the limit are left bit for bit as they are. On a GPU nothing waits for the
+    device unless said so.
+
+    Args:
+        parameters: an iterable of tensors, one tensor, a module, or (name, parameter) pairs as
+            `named_parameters()` yields them. Names, also a module's, stand in error messages. Read
+            once. Parameters without `.grad`, and those with `need_clip = False`, are left out; a
+            gradient that is met twice counts once. Any floating-point or complex dtype, any device,
+            strided or sparse COO; dtypes and devices may mix. :class:`FlatGradients` spares the
+            look at every parameter.
+        clip: :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or :class:`ClipByValue`; a number means
+            ClipByGlobalNorm(number).
+        nonfinite: the policy where a norm is NaN or inf (for ClipByValue: where any element is).
+            "propagate": nothing special; as in torch, NaN spreads to all gradients that share the
+            norm, inf turns their finite ones into 0; ClipByValue brings inf to its bound and keeps
+            NaN.
+            "error": RuntimeError that names the gradients, none of which is changed; waits for the
+            device.
+            "zero": every gradient becomes 0; decided on the device.
+        grad_scale: the loss scale that the gradients still carry: a positive number or a
+            one-element floating-point tensor. Gradients are divided by it in the same pass; limits
+            and norms are of the divided gradients. A tensor on a GPU cannot be checked without a
+            sync: if it is not positive, the result is undefined.
+
+    Returns:
+        ClipByGlobalNorm: the norm of all gradients, a 0-d tensor. ClipByNorm: the norm of each, a
+        1-d tensor in order. ClipByValue: None. float64 where any gradient is, else float32, on the
+        first gradient's device.
+
+    Raises:
+        TypeError: parameters or clip of another kind; integer, nested and mkldnn gradients; tensor
+            subclasses; ClipByValue on complex gradients.
+        ValueError: gradients whose elements overlap in memory, or whose memory was freed; sparse
+            gradients whose implicit zeros a rule would change or count; an unknown policy; a loss
+            scale that is not positive.
+        RuntimeError: a norm that is not finite, with nonfinite="error"; gradients made in inference
+            mode, outside of it; a backend that was asked for and cannot serve.
+
+    A call that raises has changed nothing.
+
+    Example:
+        >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> (weight * weight).sum().backward()
+        >>> clip_(weight, 1.0)
+        tensor(10.)
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
+    """
+    rule = as_rule(clip)
+    if nonfinite not in _POLICIES:
+        raise ValueError(
+            f"nonfinite must be 'propagate', 'error' or 'zero', got {nonfinite!r}; only a "
+            "ClippedOptimizer can skip a step"
+        )
+    scale = 1.0 if grad_scale is None else as_grad_scale(grad_scale)
+    if torch.compiler.is_compiling():
+        return compiled.clip_(parameters, rule, nonfinite, scale)
+    gradients = collect(parameters, per_gradient=rule.per_gradient)
+    return execute.clip_(gradients, rule, nonfinite, scale)
+
+
+def collect(parameters: object, *, per_gradient: bool = False) -> Gradients:
+    """Collects the gradients of the user's argument, with their plan.
+
+    Args:
+        parameters: as for :func:`clip_`.
+        per_gradient: each gradient is measured, rather than all together.
+    """
+    if isinstance(parameters, FlatGradients):
+        return parameters.gradients(per_gradient=per_gradient)
+    return plan_(of_parameters(parameters))

@@ -1,0 +1,1 @@
+"""One call: collect gradients, find or build their plan, execute."""

@@ -1,0 +1,136 @@
+"""How torch.compile sees a call: custom operators that mutate a list of gradients.
+
+Addresses and pointer tables cannot be traced, so a traced call only collects the gradients; the
+operator does the rest at run time, eagerly, with the same checks and the same code. Nothing of this
+is used outside a compiled region.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from tritonclip import rules
+from tritonclip.engine import execute
+from tritonclip.engine.gradients import Gradients, of_tensors
+from tritonclip.engine.planner import plan_
+from tritonclip.rules import Rule
+from tritonclip.rules.arguments import as_grad_scale
+
+
+def _collect(parameters: object) -> tuple[list[Tensor], str]:
+    """Gradients, each once, and their names line by line ("" without any), in traceable code."""
+    if isinstance(parameters, Tensor):
+        items = [("", parameters)]
+    elif isinstance(parameters, Module):
+        items = list(parameters.named_parameters())
+    else:
+        items = [p if isinstance(p, tuple) else ("", p) for p in parameters]  # type: ignore[attr-defined]
+    grads: list[Tensor] = []
+    names: list[str] = []
+    for name, parameter in items:
+        grad = parameter.grad
+        if (
+            grad is not None
+            and getattr(parameter, "need_clip", True)
+            and all(grad is not g for g in grads)
+        ):
+            grads.append(grad)
+            names.append(name)
+    return grads, "\n".join(names) if any(names) else ""
+
+
+def clip_(
+    parameters: object, rule: Rule, nonfinite: str, grad_scale: float | Tensor
+) -> Tensor | None:
+    """`clip_` in a compiled region."""
+    grads, names = _collect(parameters)
+    if not grads:
+        shape = 0 if rule.per_gradient else ()
+        return None if rule.clamps else torch.zeros(shape, dtype=torch.float32)
+    kind = type(rule).__name__
+    numbers = [getattr(rule, name) for name in rule.__match_args__]
+    scale = grad_scale if isinstance(grad_scale, Tensor) else None
+    number = 1.0 if isinstance(grad_scale, Tensor) else grad_scale
+    norm = _clip_op(grads, kind, numbers, nonfinite, number, scale, names)
+    return None if rule.clamps else norm
+
+
+def total_norm(tensors: object, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """`get_total_norm` in a compiled region."""
+    items = [tensors] if isinstance(tensors, Tensor) else list(tensors)  # type: ignore[call-overload]
+    if not items:
+        return torch.zeros((), dtype=torch.float32)
+    norm: Tensor = _norm_op([item.detach() for item in items], norm_type, error_if_nonfinite)
+    return norm
+
+
+def scale_to_norm_(parameters: object, max_norm: float, norm: Tensor) -> None:
+    """`clip_grads_with_norm_` in a compiled region."""
+    grads, names = _collect(parameters)
+    if grads:
+        _scale_op(grads, max_norm, norm, names)
+
+
+def _result_dtype(grads: Sequence[Tensor]) -> torch.dtype:
+    wide = any(g.dtype in (torch.float64, torch.complex128) for g in grads)
+    return torch.float64 if wide else torch.float32
+
+
+@torch.library.custom_op("tritonclip::clip_", mutates_args={"grads"})
+def _clip_op(
+    grads: Sequence[Tensor],
+    kind: str,
+    numbers: Sequence[float],
+    nonfinite: str,
+    grad_scale: float,
+    grad_scale_tensor: Tensor | None,
+    names: str,
+) -> Tensor:
+    rule = getattr(rules, kind)(*numbers)
+    scale = as_grad_scale(grad_scale if grad_scale_tensor is None else grad_scale_tensor)
+    norm = execute.clip_(_gradients(grads, names), rule, nonfinite, scale)
+    return grads[0].new_empty(0, dtype=_result_dtype(grads)) if norm is None else norm.clone()
+
+
+@_clip_op.register_fake
+def _(
+    grads: Sequence[Tensor],
+    kind: str,
+    numbers: Sequence[float],
+    nonfinite: str,
+    grad_scale: float,
+    grad_scale_tensor: Tensor | None,
+    names: str,
+) -> Tensor:
+    rule: type[Rule] = getattr(rules, kind)
+    shape = (0,) if rule.clamps else (len(grads),) if rule.per_gradient else ()
+    return grads[0].new_empty(shape, dtype=_result_dtype(grads))
+
+
+@torch.library.custom_op("tritonclip::total_norm", mutates_args=())
+def _norm_op(tensors: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    gradients = plan_(of_tensors(list(tensors)))
+    return execute.total_norm(gradients, norm_type, error_if_nonfinite).clone()
+
+
+@_norm_op.register_fake
+def _(tensors: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    return tensors[0].new_empty((), dtype=_result_dtype(tensors))
+
+
+@torch.library.custom_op("tritonclip::scale_to_norm_", mutates_args={"grads"})
+def _scale_op(grads: Sequence[Tensor], max_norm: float, total_norm: Tensor, names: str) -> None:
+    execute.scale_(_gradients(grads, names), max_norm, total_norm)
+
+
+@_scale_op.register_fake
+def _(grads: Sequence[Tensor], max_norm: float, total_norm: Tensor, names: str) -> None:
+    return None
+
+
+def _gradients(grads: Sequence[Tensor], names: str) -> Gradients:
+    """The gradient list inside an operator."""
+    label_of = names.split("\n").__getitem__ if names else "gradients[{}]".format
+    return plan_(of_tensors(list(grads), label_of))

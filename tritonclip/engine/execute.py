@@ -1,0 +1,352 @@
+"""One call on one gradient list: measure, then write.
+
+The only composition of the backends' verbs. Arguments are checked and the list has its plan.
+"""
+
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonclip import settings
+from tritonclip.backends.batch import Batch
+from tritonclip.backends.choose import layout_of, torch_layout
+from tritonclip.backends.torch_backend import wide_dtype
+from tritonclip.engine import nonfinite as policies
+from tritonclip.engine import verification
+from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.refusals import refuse_for_rule, refuse_read_only, refuse_sparse_minimum
+from tritonclip.rules import ClipByGlobalNorm, Rule
+
+
+class Norms(NamedTuple):
+    """Partial norms of all groups, and where those of each group begin.
+
+    Attributes:
+        batches: the gradients of each group, in the hands of its backend.
+        partials: for each group those of all groups, on its device.
+        starts: index of a group's first partial.
+        norm_type: p of the p-norm.
+        per_gradient: partials give the norm of each gradient.
+        grad_scale: the loss scale that gradients and partials still carry.
+    """
+
+    batches: list[Batch]
+    partials: list[Tensor]
+    starts: list[int]
+    norm_type: float
+    per_gradient: bool
+    grad_scale: float | Tensor
+
+
+class Outcome(NamedTuple):
+    """The result of one clip.
+
+    Attributes:
+        norm: before clipping: 0-d, or 1-d in order for a rule that is per gradient; None for a rule
+            that clamps.
+        by_group: of each group norm and coefficient, on the group's device; a coefficient may be a
+            number.
+    """
+
+    norm: Tensor | None
+    by_group: list[tuple[Tensor, float | Tensor]]
+
+
+def clip_(
+    gradients: Gradients,
+    rule: Rule,
+    nonfinite: str = "propagate",
+    grad_scale: float | Tensor = 1.0,
+    *,
+    remedy: str = policies.REMEDY,
+) -> Tensor | None:
+    """Clips a gradient list; `remedy` ends the message of nonfinite="error"."""
+    plan = gradients.plan
+    if plan is None:
+        if text := gradients.warning():
+            warnings.warn(text, UserWarning, stacklevel=3)
+        shape = 0 if rule.per_gradient else ()
+        return (
+            None
+            if rule.clamps
+            else torch.zeros(shape, dtype=torch.float32, device=gradients.device)
+        )
+    if not plan.ordinary:
+        refuse_read_only(gradients)
+        refuse_for_rule(gradients, rule)
+    if plan.requires_grad and torch.is_grad_enabled():
+        with torch.no_grad():
+            return clip_(gradients, rule, nonfinite, grad_scale, remedy=remedy)
+    norms = None
+    if nonfinite != "propagate" or not rule.clamps:
+        norms = measure(gradients, rule.norm_type, rule.per_gradient, grad_scale)
+        if nonfinite == "error":
+            policies.raise_if_nonfinite(gradients, rule, total(gradients, norms), remedy)
+    return write_(gradients, rule, norms, grad_scale, zero_nonfinite=nonfinite == "zero").norm
+
+
+def measure(
+    gradients: Gradients, norm_type: float, per_gradient: bool, grad_scale: float | Tensor = 1.0
+) -> Norms:
+    """Measures the groups of a list that is not empty: one launch each on a GPU."""
+    plan = gradients.plan
+    assert plan is not None
+    if len(plan.groups) == 1 and not (plan.pairs and norm_type != 2.0):
+        batch = plan.groups[0].layout.bind(gradients.readable, gradients.addresses)
+        partials = batch.norm(norm_type, None, per_gradient=per_gradient)
+        return Norms([batch], [partials], [0], norm_type, per_gradient, grad_scale)
+    return _measure_groups(gradients, norm_type, per_gradient, grad_scale)
+
+
+def _measure_groups(
+    gradients: Gradients, norm_type: float, per_gradient: bool, grad_scale: float | Tensor
+) -> Norms:
+    """As `measure`, for several groups, or complex gradients."""
+    plan = gradients.plan
+    assert plan is not None
+    batches: list[Batch] = []
+    measured: list[Batch] = []
+    for group in plan.groups:
+        tensors, addresses = gradients.of(group.indices)
+        batch = group.layout.bind(tensors, addresses)
+        moduli = batch
+        if group.pairs and norm_type != 2.0:
+            # Kernels find the norm of a gradient by the chunks that they write to, and moduli have
+            # others.
+            layout = torch_layout(tensors, flat=group.flat) if per_gradient else group.layout
+            layout.dtype = plan.dtype
+            batch = layout.bind(tensors, addresses)
+            own = [_moduli(tensor) for tensor in tensors]
+            make = torch_layout if per_gradient else layout_of
+            moduli = make(own, flat=True).bind(own, None)
+        batches.append(batch)
+        measured.append(moduli)
+    devices = [group.device for group in plan.groups]
+    counts = [batch.count_norms(per_gradient=per_gradient) for batch in measured]
+    starts, sizes = [], dict.fromkeys(devices, 0)
+    for device, count in zip(devices, counts, strict=True):
+        starts.append(sizes[device])
+        sizes[device] += count
+    own_norms = {
+        device: torch.empty(n, dtype=wide_dtype(device), device=device)
+        for device, n in sizes.items()
+    }
+    for batch, device, start, count in zip(measured, devices, starts, counts, strict=True):
+        out = own_norms[device][start : start + count]
+        batch.norm(norm_type, out, per_gradient=per_gradient)
+    everywhere = _exchange(own_norms, own_first=per_gradient)
+    partials = [everywhere[device] for device in devices]
+    return Norms(batches, partials, starts, norm_type, per_gradient, grad_scale)
+
+
+def _moduli(pairs: Tensor) -> Tensor:
+    """The moduli of a complex gradient that is read as pairs, 1-d, in new memory."""
+    # torch has no modulus of half-precision complex numbers on every device.
+    wide = pairs.float() if pairs.dtype == torch.float16 else pairs
+    return torch.view_as_complex(wide.reshape(-1, 2)).abs()
+
+
+def _exchange(own: dict[torch.device, Tensor], *, own_first: bool) -> dict[torch.device, Tensor]:
+    """Gives every device the norms of all devices."""
+    if len(own) == 1:
+        return own
+    everywhere = {}
+    for device, norms in own.items():
+        others = [n.to(device).to(norms.dtype) for d, n in own.items() if d != device]
+        # In one order everywhere, so that every device finds the same bits.
+        in_order = [n.to(device).to(norms.dtype) for n in own.values()]
+        everywhere[device] = torch.cat([norms, *others] if own_first else in_order)
+    return everywhere
+
+
+def total(gradients: Gradients, norms: Norms) -> Tensor:
+    """The norm before clipping, divided by the loss scale: 0-d, or 1-d in order per gradient."""
+    results = []
+    for batch, partials, start in zip(norms.batches, norms.partials, norms.starts, strict=True):
+        if not norms.per_gradient:
+            assert gradients.plan is not None
+            norm = batch.total(partials, norms.norm_type, norms.grad_scale)
+            return norm.to(gradients.plan.device)
+        results.append(batch.total_each(partials, start, norms.norm_type, norms.grad_scale))
+    return _in_order(gradients, results)
+
+
+def _in_order(gradients: Gradients, results: list[Tensor]) -> Tensor:
+    """Norms by group as one tensor in the order of the gradient list."""
+    if len(results) == 1:
+        return results[0]
+    plan = gradients.plan
+    assert plan is not None
+    joined = torch.cat([result.to(plan.device) for result in results])
+    indices = [index for group in plan.groups for index in group.indices or ()]
+    order = sorted(range(len(indices)), key=indices.__getitem__)
+    # By slices, not by an index tensor: that would be an upload, which no graph can capture.
+    pieces = joined.split(1)
+    return torch.cat([pieces[i] for i in order])
+
+
+def write_(
+    gradients: Gradients,
+    rule: Rule,
+    norms: Norms | None,
+    grad_scale: float | Tensor,
+    *,
+    zero_nonfinite: bool,
+) -> Outcome:
+    """Clips a measured list, once; a rule that clamps needs norms only to zero NaN and inf.
+
+    Args:
+        gradients: not empty, and the rule has a meaning for it.
+        rule: that holds for it.
+        norms: of the rule's norm type.
+        grad_scale: the loss scale that the gradients still carry.
+        zero_nonfinite: write zeros everywhere where a norm is not finite.
+    """
+    expected = verification.Expectation(gradients) if settings.verifying() else None
+    if rule.clamps:
+        _clamp_(gradients, rule, grad_scale)
+        outcome = Outcome(None, [])
+        if zero_nonfinite:
+            # Last, for bounds that exclude 0; the gradients no longer carry a loss scale.
+            assert norms is not None
+            _scale_(gradients, rule, norms, 1.0, zero_nonfinite=True)
+    else:
+        assert norms is not None
+        outcome = _scale_(gradients, rule, norms, grad_scale, zero_nonfinite=zero_nonfinite)
+    if gradients.plan is not None and gradients.plan.sparse:
+        gradients.finish_writing()
+    if expected is not None:
+        expected.check_clip(rule, zero_nonfinite, grad_scale, outcome.norm)
+    return outcome
+
+
+def _scale_(
+    gradients: Gradients,
+    rule: Rule,
+    norms: Norms,
+    grad_scale: float | Tensor,
+    *,
+    zero_nonfinite: bool,
+) -> Outcome:
+    """Scales every group."""
+    plan = gradients.plan
+    assert plan is not None
+    n_limits = len(gradients.tensors) if norms.per_gradient else 1
+    max_norm = _checked_limit(rule.limit(partial(total, gradients, norms)), n_limits)
+    results = []
+    if not norms.per_gradient:
+        for batch, partials in zip(norms.batches, norms.partials, strict=True):
+            results.append(
+                batch.scale_(partials, rule, max_norm, grad_scale, erase_nonfinite=zero_nonfinite)
+            )
+        norm = results[0][0]
+    else:
+        erase: list[Tensor | None] = [None] * len(norms.batches)
+        if zero_nonfinite:
+            # One gradient's norm decides for all: every norm is known before the first write.
+            finite = torch.isfinite(total(gradients, norms)).all()
+            erase = [~finite.to(group.device) for group in plan.groups]
+        for i, batch in enumerate(norms.batches):
+            limit = _limit_of(max_norm, plan.groups[i].indices)
+            results.append(
+                batch.scale_each_(
+                    norms.partials[i], norms.starts[i], rule, limit, grad_scale, erase=erase[i]
+                )
+            )
+        norm = _in_order(gradients, [result[0] for result in results])
+    for group, batch in zip(plan.groups, norms.batches, strict=True):
+        if not batch.counts_versions:
+            _count_versions(gradients, group.indices)
+    return Outcome(norm if norm.device == plan.device else norm.to(plan.device), results)
+
+
+def _limit_of(max_norm: float | Tensor, indices: Sequence[int] | None) -> float | Tensor:
+    """The limits of a group, where there is one for each gradient."""
+    if not isinstance(max_norm, Tensor) or max_norm.dim() == 0 or indices is None:
+        return max_norm
+    pieces = max_norm.split(1)
+    return torch.cat([pieces[i] for i in indices])
+
+
+def _checked_limit(limit: float | Tensor, n: int) -> float | Tensor:
+    """A rule's limit: a number, or a 0-d or contiguous 1-d tensor, one for each of n gradients."""
+    if not isinstance(limit, Tensor):
+        return limit
+    if limit.numel() == 1:
+        return limit.detach().reshape(())
+    if limit.shape != (n,):
+        raise ValueError(
+            f"a rule's limit must be a number, one element, or one for each of {n} gradients; got "
+            f"shape {tuple(limit.shape)}"
+        )
+    return limit.detach().contiguous()
+
+
+def _clamp_(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> None:
+    """Clamps every group."""
+    plan = gradients.plan
+    assert plan is not None
+    batches = []
+    for group in plan.groups:
+        batches.append(group.clamping.bind(*gradients.of(group.indices)))
+    for group, batch in zip(plan.groups, batches, strict=True):
+        low, high = rule.bounds(group.dtype)
+        batch.clamp_(low, high, grad_scale)
+        if not batch.counts_versions:
+            _count_versions(gradients, group.indices)
+
+
+def _count_versions(gradients: Gradients, indices: Sequence[int] | None) -> None:
+    """Makes a write through addresses visible to autograd."""
+    written = gradients.of(indices)[0] if gradients.versions is None else gradients.versions
+    torch.autograd.graph.increment_version(written)
+
+
+@lru_cache
+def _unlimited(norm_type: float) -> Rule:
+    return ClipByGlobalNorm(float("inf"), norm_type, eps=0.0)
+
+
+def total_norm(gradients: Gradients, norm_type: float, error_if_nonfinite: bool = False) -> Tensor:
+    """The norm of a gradient list."""
+    if gradients.plan is None:
+        return torch.zeros((), dtype=torch.float32, device=gradients.device)
+    refuse_sparse_minimum(gradients, norm_type)
+    with torch.no_grad():
+        norm = total(gradients, measure(gradients, norm_type, per_gradient=False))
+        if error_if_nonfinite:
+            policies.raise_if_nonfinite(
+                gradients, _unlimited(norm_type), norm, policies.TORCH_REMEDY
+            )
+        if settings.verifying():
+            verification.Expectation(gradients).check_norm(norm_type, norm)
+    return norm
+
+
+def scale_(gradients: Gradients, max_norm: float, norm: Tensor) -> None:
+    """Scales a gradient list by the coefficient of a norm that is given."""
+    plan = gradients.plan
+    if plan is None:
+        return
+    refuse_read_only(gradients)
+    with torch.no_grad():
+        expected = verification.Expectation(gradients) if settings.verifying() else None
+        given = norm.detach().abs().reshape(1)
+        # An upload need not be waited for; a download must be.
+        uploaded = given.device.type == "cpu"
+        batches = [group.layout.bind(*gradients.of(group.indices)) for group in plan.groups]
+        partials = [
+            given.to(group.device, non_blocking=uploaded).to(wide_dtype(group.device))
+            for group in plan.groups
+        ]
+        # The norm of one given norm is that norm under any order; inf takes it as it is.
+        rule = ClipByGlobalNorm(max_norm, float("inf"), 1e-6)
+        norms = Norms(batches, partials, [0] * len(batches), rule.norm_type, False, 1.0)
+        _scale_(gradients, rule, norms, 1.0, zero_nonfinite=False)
+        gradients.finish_writing()
+        if expected is not None:
+            expected.check_scale(max_norm, norm)

@@ -1,0 +1,196 @@
+"""The gradients that one call clips, collected from the user's argument, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from types import GeneratorType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from tritonclip.engine.plan import Plan
+from tritonclip.engine.refusals import PLAIN, refuse_no_tensors, some
+
+LabelOf = Callable[[int], str]
+
+
+class Gradients:
+    """The gradients of one call.
+
+    Attributes:
+        tensors: as users see them, each once, in order.
+        plan: all that is known of the list; None for an empty one.
+        readable: tensors that verbs read and write, one for each of the plan's.
+        addresses: theirs where they are known.
+        device: of results where there is no gradient.
+        sources: the parameters, or the tensors themselves, that the list was collected from.
+        handed_over: the user's argument.
+        label_of: names the i-th source where it has no name.
+        distinct: indices of `tensors` among the gradients of the sources; None for all.
+        coalesced: sparse gradients that had to be coalesced into a new tensor, and that tensor.
+        versions: tensors of which all readable ones are views; None where they are no views.
+    """
+
+    __slots__ = (
+        "addresses",
+        "coalesced",
+        "device",
+        "distinct",
+        "handed_over",
+        "label_of",
+        "plan",
+        "readable",
+        "sources",
+        "tensors",
+        "versions",
+    )
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        device: torch.device,
+        label_of: LabelOf,
+        sources: Sequence[Tensor] | None = None,
+        handed_over: object = None,
+    ) -> None:
+        self.tensors, self.device, self.label_of = tensors, device, label_of
+        self.sources, self.handed_over = sources, handed_over
+        self.plan: Plan | None = None
+        self.readable: list[Tensor] = []
+        self.addresses: list[int] | None = None
+        self.distinct: list[int] | None = None
+        self.coalesced: list[tuple[Tensor, Tensor]] = []
+        self.versions: Sequence[Tensor] | None = None
+
+    def label(self, index: int) -> str:
+        """Names the gradient at an index in messages."""
+        return self._labels([index])[0]
+
+    def labels(self, indices: Iterable[int]) -> str:
+        """Some gradients for a message."""
+        return some(self._labels(indices))
+
+    def _labels(self, indices: Iterable[int]) -> list[str]:
+        """Looks names up in the user's argument; only messages need them."""
+        positions: Sequence[int] | None = None
+        if self.sources is not None:
+            positions = [i for i, p in enumerate(self.sources) if gradient_of(p) is not None]
+        names: list[str] | None = None
+        if isinstance(self.handed_over, Module):
+            names = [name for name, _ in self.handed_over.named_parameters()]
+        labels = []
+        for index in indices:
+            at = index if self.distinct is None else self.distinct[index]
+            position = at if positions is None else positions[at]
+            labels.append(self.label_of(position) if names is None else names[position])
+        return labels
+
+    def indices_where(self, condition: Callable[[Tensor], bool]) -> list[int]:
+        """The indices of gradients of a kind."""
+        return [index for index, grad in enumerate(self.tensors) if condition(grad)]
+
+    def of(self, indices: Sequence[int] | None) -> tuple[list[Tensor], list[int] | None]:
+        """The readable tensors of a group, and their addresses where they are known."""
+        if indices is None:
+            return self.readable, self.addresses
+        tensors = [self.readable[i] for i in indices]
+        return tensors, None if self.addresses is None else [self.addresses[i] for i in indices]
+
+    def warning(self) -> str:
+        """Why the list is empty, where the user probably did not intend it; else ""."""
+        if not self.sources and isinstance(self.handed_over, GeneratorType):
+            return "`parameters` is an empty generator, no gradient clipping will occur."
+        if self.sources and not any(p.requires_grad or p.grad is not None for p in self.sources):
+            return (
+                f"none of the {len(self.sources)} tensors has a .grad or requires a gradient, no "
+                "gradient clipping will occur; expected parameters, not their gradients"
+            )
+        return ""
+
+    def finish_writing(self) -> None:
+        """Carries values written over to sparse gradients, for autograd too."""
+        for sparse, coalesced in self.coalesced:
+            sparse.copy_(coalesced)
+        if self.plan is not None and self.plan.sparse:
+            torch.autograd.graph.increment_version([self.tensors[i] for i in self.plan.sparse])
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """The gradient of a parameter that is to be clipped."""
+    return parameter.grad if getattr(parameter, "need_clip", True) else None
+
+
+def of_parameters(parameters: object, label_of: LabelOf = "parameters[{}]".format) -> Gradients:
+    """Collects the gradients of tensors, a module, or named parameters.
+
+    Args:
+        parameters: handed over by the user; read once.
+        label_of: names the i-th parameter in messages, where it has no name.
+
+    Raises:
+        TypeError: an argument of another kind.
+    """
+    sources = parameters if type(parameters) is list else _as_list(parameters)
+    if not PLAIN.issuperset(map(type, sources)):
+        sources, label_of = _unnamed(sources, label_of)
+    tensors = [g for p in sources if (g := p.grad) is not None and getattr(p, "need_clip", True)]
+    device = sources[0].device if sources else torch.device("cpu")
+    return Gradients(tensors, device, label_of, sources, parameters)
+
+
+def of_tensors(tensors: object, label_of: LabelOf = "tensors[{}]".format) -> Gradients:
+    """The gradients that are the tensors themselves; raises as above."""
+    if isinstance(tensors, Module):
+        # Pairs, which are refused: its parameters are no gradients.
+        tensors = tensors.named_parameters()
+    items = tensors if type(tensors) is list else _as_list(tensors)
+    if not PLAIN.issuperset(map(type, items)):
+        refuse_no_tensors(
+            items, "tensors", "the gradients: [p.grad for p in ... if p.grad is not None]"
+        )
+    device = items[0].device if items else torch.device("cpu")
+    return Gradients(items, device, label_of)
+
+
+def labelled(
+    parameters: object, label_of: LabelOf = "parameters[{}]".format
+) -> tuple[list[Tensor], LabelOf]:
+    """The parameters in an argument of `clip_`, and the name of the i-th; raises as above."""
+    if isinstance(parameters, Module):
+        parameters = parameters.named_parameters()
+    items = _as_list(parameters)
+    if PLAIN.issuperset(map(type, items)):
+        return items, label_of
+    return _unnamed(items, label_of)
+
+
+def _as_list(parameters: object) -> list[Any]:
+    """The items of the user's argument, read once."""
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    if isinstance(parameters, Module):
+        return list(parameters.parameters())
+    if isinstance(parameters, Iterable) and not isinstance(parameters, str | bytes):
+        return list(parameters)
+    raise TypeError(
+        "expected an iterable of tensors, a tensor, a module or (name, parameter) pairs, "
+        f"got {type(parameters).__name__}"
+    )
+
+
+def _unnamed(items: list[Any], label_of: LabelOf) -> tuple[list[Tensor], LabelOf]:
+    """The parameters of (name, parameter) pairs, if they are pairs, and their names."""
+    if items and isinstance(items[0], tuple):
+        for position, pair in enumerate(items):
+            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+                raise TypeError(
+                    f"parameters[{position}] must be a (name, parameter) pair as the first one is, "
+                    f"got {pair!r:.80}; pass either pairs or tensors"
+                )
+        names = [name for name, _ in items]
+        items = [parameter for _, parameter in items]
+        label_of = names.__getitem__
+    refuse_no_tensors(items, "parameters", "tensors, a module, or (name, parameter) pairs")
+    return items, label_of

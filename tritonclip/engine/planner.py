@@ -1,0 +1,267 @@
+"""Finds the plan of a gradient list, or makes it.
+
+A plan serves lists of one form: as many gradients, alike in type, dtype, device, shape, strides,
+layout and flags. torch.compile's guards compare all of that in one C++ call and keep no tensor
+alive. They are no public part of PyTorch: where they are missing, a comparison in plain Python
+takes their place.
+
+Plans are shared between threads and may be met by a signal handler or after a fork, so nothing here
+takes a lock: every change is one operation on a dict or a list.
+"""
+
+from collections import OrderedDict
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonclip import settings
+from tritonclip.backends.choose import layout_of
+from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.plan import Group, Plan, View
+from tritonclip.engine.refusals import refuse_freed, refuse_kind, refuse_overlap
+
+try:
+    from torch._C._dynamo import guards as _dynamo_guards
+
+    TensorGuards: Any = _dynamo_guards.TensorGuards
+except (ImportError, AttributeError):
+    TensorGuards = None
+
+# Plans of a cache, those not met for longest dropped first; a gradient takes about 300 bytes.
+CAPACITY = 32
+
+_get_is_nested = attrgetter("is_nested")
+_get_form = attrgetter("__class__", "dtype", "device", "shape", "layout", "requires_grad")
+# Modes that see every operator may hand out other tensors than asked for, which no plan may keep.
+_n_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+
+
+class PlainGuards:
+    """Compares the form of a gradient list in Python."""
+
+    def __init__(self, *grads: Tensor) -> None:
+        self._forms = list(map(_form, grads))
+
+    def check(self, *grads: Tensor) -> bool:
+        """Whether these gradients are of the form of the first."""
+        return len(grads) == len(self._forms) and all(
+            _form(grad) == form for grad, form in zip(grads, self._forms, strict=True)
+        )
+
+
+def _form(grad: Tensor) -> tuple[object, ...]:
+    form = _get_form(grad)
+    if form[4] != torch.strided:
+        return form
+    return (*form, grad.stride(), grad.is_conj(), grad.is_neg(), grad.is_inference())
+
+
+class PlanCache:
+    """The plans of the last gradient lists."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity = capacity
+        self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def find(self, grads: list[Tensor], addresses: list[int], backend: str) -> Plan | None:
+        """The plan for distinct gradients of a known form; None for others.
+
+        Args:
+            grads: at least one.
+            addresses: theirs.
+            backend: the one asked for.
+        """
+        first = grads[0]
+        # Cheap; the guards then verify the match. They compare how dispatch sees a tensor, which
+        # depends on where it is asked: inside a custom operator a normal tensor looks as one made
+        # in inference mode does outside. All tensors of a list are compared in one place, so that
+        # the first one tells.
+        sizes = first.numel(), grads[-1].numel()
+        key = len(grads), first.dtype, first.device, first.is_inference(), *sizes, backend
+        plan = self._plans.get(key)
+        # At a nested tensor the guards end the process.
+        if plan is None or any(map(_get_is_nested, grads)) or not plan.guards.check(*grads):
+            return None
+        if addresses != plan.addresses:
+            # Empty gradients have no address; a plan knows how many they are.
+            if len(set(addresses)) < plan.n_addresses or addresses.count(0) != plan.n_empty:
+                return None
+            plan.addresses = addresses
+        try:
+            self._plans.move_to_end(key)
+        except KeyError:
+            # Dropped since, by another thread.
+            self._plans[key] = plan
+        return plan
+
+    def keep(self, plan: Plan, grads: list[Tensor], addresses: list[int], backend: str) -> None:
+        """Keeps a plan for lists of this form; `grads` are distinct and none is nested."""
+        plan.addresses, plan.n_empty = addresses, addresses.count(0)
+        plan.n_addresses = len(set(addresses))
+        plan.guards = _guards_of(grads)
+        first, sizes = grads[0], (grads[0].numel(), grads[-1].numel())
+        key = len(grads), first.dtype, first.device, first.is_inference(), *sizes, backend
+        self._plans[key] = plan
+        while len(self._plans) > self._capacity:
+            try:
+                self._plans.popitem(last=False)
+            except KeyError:
+                break
+
+    def clear(self) -> None:
+        """Drops all plans."""
+        self._plans.clear()
+
+
+def _guards_of(grads: list[Tensor]) -> Any:
+    if TensorGuards is None:
+        return PlainGuards(*grads)
+    # With no dynamic sizes named, every size and stride is compared.
+    return TensorGuards(*grads, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+plans = PlanCache()
+
+
+def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
+    """Gives a gradient list its plan; returns the same list.
+
+    Raises:
+        TypeError: gradients that are no plain floating-point or complex tensors.
+        ValueError: gradients whose elements overlap, or that have no memory.
+        RuntimeError: the backend asked for cannot serve them.
+    """
+    tensors = gradients.tensors
+    if not tensors:
+        return gradients
+    assert isinstance(tensors, list)
+    backend = settings.backend()
+    addresses: list[int] | None
+    try:
+        addresses = list(map(Tensor.data_ptr, tensors))
+    except (RuntimeError, NotImplementedError, ValueError):
+        # Sparse gradients, among others, have no memory that an address could tell.
+        addresses = None
+    # No plan fills scratch or tables with tensors that a mode hands out.
+    known = addresses is not None and not _n_dispatch_modes()
+    plan = cache.find(tensors, addresses, backend) if known else None  # type: ignore[arg-type]
+    if plan is None:
+        with torch.no_grad():
+            _build_(gradients, addresses, cache, backend)
+        return gradients
+    gradients.plan, gradients.addresses = plan, addresses
+    gradients.readable = plan.readable(tensors) if plan.views else tensors
+    return gradients
+
+
+def _build_(
+    gradients: Gradients, addresses: list[int] | None, cache: PlanCache, backend: str
+) -> None:
+    """Drops repeated gradients, refuses those that cannot be clipped, and makes a plan."""
+    grads = list(gradients.tensors)
+    distinct = _distinct(grads, addresses)
+    if distinct is not None:
+        grads = [grads[i] for i in distinct]
+        gradients.distinct, gradients.tensors = distinct, grads
+        addresses = None if addresses is None else [addresses[i] for i in distinct]
+    views: list[View] = []
+    sparse: list[int] = []
+    members: dict[tuple[torch.device, torch.dtype, bool, bool], list[int]] = {}
+    readable: list[Tensor] = []
+    for index, grad in enumerate(grads):
+        label = partial(gradients.label, index)
+        if addresses is not None and addresses[index] == 0:
+            refuse_freed(grad, 0, label)
+        refuse_kind(grad, label)
+        if grad.layout == torch.sparse_coo:
+            sparse.append(index)
+            values = _values(grad, gradients)
+        else:
+            values = grad
+        view, flat = _view(index, values)
+        tensor = values if view is None else view.of(values)
+        if not flat:
+            refuse_overlap(tensor, label)
+        if view is not None:
+            views.append(view)
+        readable.append(tensor)
+        key = (tensor.device, tensor.dtype, flat, grad.is_complex())
+        members.setdefault(key, []).append(index)
+    n = len(readable)
+    groups = []
+    for (device, dtype, flat, pairs), indices in members.items():
+        tensors = readable if len(indices) == n else [readable[i] for i in indices]
+        layout = layout_of(tensors, flat=flat)
+        negated = any(map(Tensor.is_neg, tensors))
+        clamping = layout_of(tensors, flat=flat, negated=True) if negated else layout
+        whole = None if len(indices) == n else indices
+        groups.append(Group(whole, device, dtype, flat, pairs, layout, clamping))
+    plan = Plan(
+        groups=tuple(groups),
+        views=tuple(views),
+        device=grads[0].device,
+        dtype=torch.float64 if any(g.dtype == torch.float64 for g in groups) else torch.float32,
+        sparse=tuple(sparse),
+        pairs=any(group.pairs for group in groups),
+        inference=any(map(Tensor.is_inference, readable)),
+        requires_grad=any(grad.requires_grad for grad in readable),
+    )
+    plan.ordinary = not (sparse or plan.pairs or plan.inference)
+    for group in groups:
+        group.layout.dtype = group.clamping.dtype = plan.dtype
+    gradients.plan, gradients.readable = plan, readable
+    if addresses is not None and not sparse:
+        gradients.addresses = addresses
+        if distinct is None and not _n_dispatch_modes():
+            cache.keep(plan, grads, addresses, backend)
+
+
+def _distinct(grads: list[Tensor], addresses: list[int] | None) -> list[int] | None:
+    """Indices of gradients that are not the very memory of an earlier one; None for all."""
+    if addresses is not None and len(set(addresses)) == len(grads):
+        return None
+    first: dict[object, int] = {}
+    for index, grad in enumerate(grads):
+        first.setdefault(_memory(grad), index)
+    return list(first.values()) if len(first) < len(grads) else None
+
+
+def _memory(grad: Tensor) -> object:
+    """Identifies the memory of a gradient."""
+    if grad.layout == torch.sparse_coo and grad.is_coalesced():
+        grad = grad._values()
+    if grad.layout != torch.strided or grad.is_nested or grad.data_ptr() == 0:
+        return id(grad)
+    if flat_size(grad) is not None:
+        return grad.data_ptr(), grad.dtype, grad.numel()
+    return grad.data_ptr(), grad.dtype, grad.shape, grad.stride()
+
+
+def _values(grad: Tensor, gradients: Gradients) -> Tensor:
+    """The values of a sparse gradient, or of its coalesced copy."""
+    if grad.is_coalesced():
+        return grad._values()
+    coalesced = grad.coalesce()
+    gradients.coalesced.append((grad, coalesced))
+    return coalesced._values()
+
+
+def _view(index: int, grad: Tensor) -> tuple[View | None, bool]:
+    """How verbs read a strided gradient, None for as it is; and whether that is flat."""
+    real = View(index, grad.is_complex(), None)
+    grad = real.of(grad)
+    size = None if grad.is_contiguous() else flat_size(grad)
+    flat = size is not None or grad.is_contiguous()
+    return (View(index, real.pairs, size) if real.pairs or size is not None else None), flat
+
+
+def flat_size(grad: Tensor) -> int | None:
+    """Elements of a gradient dense in any order of its dimensions, as channels_last is; or None."""
+    order = sorted(range(grad.dim()), key=grad.stride, reverse=True)
+    return grad.numel() if grad.permute(order).is_contiguous() else None

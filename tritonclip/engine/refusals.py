@@ -1,0 +1,146 @@
+"""Refusals: errors raised before anything is written, each with its remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tritonclip.rules import Rule
+
+if TYPE_CHECKING:
+    from tritonclip.engine.gradients import Gradients
+
+# Types that the library can read; subclasses may hold anything.
+PLAIN = frozenset({Tensor, Parameter})
+
+
+def some(labels: Sequence[str]) -> str:
+    """Names for a message, at most eight of them."""
+    more = f" and {len(labels) - 8} more" if len(labels) > 8 else ""
+    return ", ".join(labels[:8]) + more
+
+
+def refuse_no_tensors(items: Sequence[object], noun: str, expected: str) -> None:
+    """Refuses items among which one is no tensor."""
+    for position, item in enumerate(items):
+        if not isinstance(item, Tensor):
+            raise TypeError(
+                f"{noun}[{position}] must be a tensor, got {type(item).__name__}; "
+                f"expected {expected}"
+            )
+
+
+def refuse_kind(grad: Tensor, label: Callable[[], str]) -> None:
+    """Refuses a gradient that is no plain floating-point or complex tensor."""
+    if type(grad) not in PLAIN:
+        raise TypeError(
+            f"the gradient of {label()} is a {type(grad).__name__}, a tensor subclass that "
+            "tritonclip cannot read; expected a plain tensor: pass local or full tensors (for "
+            "DTensor: grad.to_local() or grad.full_tensor())"
+        )
+    if grad.is_nested:
+        raise TypeError(
+            f"the gradient of {label()} is a nested tensor; expected a plain one: pass the tensors "
+            "that it is made of"
+        )
+    if not (grad.is_floating_point() or grad.is_complex()):
+        raise TypeError(
+            f"the gradient of {label()} has dtype {grad.dtype}; expected a floating-point or "
+            "complex dtype"
+        )
+    if grad.layout not in (torch.strided, torch.sparse_coo):
+        raise TypeError(
+            f"the gradient of {label()} has layout {grad.layout}; expected strided or sparse_coo: "
+            "convert it with grad.to_dense() or grad.to_sparse_coo()"
+        )
+
+
+def refuse_overlap(grad: Tensor, label: Callable[[], str]) -> None:
+    """Refuses a gradient whose elements share memory: one stride lies within smaller ones' span."""
+    span = 0
+    for stride, size in sorted(zip(grad.stride(), grad.shape, strict=True)):
+        if size > 1:
+            if stride <= span:
+                raise ValueError(
+                    f"elements of the gradient of {label()} share memory (shape "
+                    f"{tuple(grad.shape)}, strides {grad.stride()}), so it cannot be scaled in "
+                    "place; expected a gradient without overlap: replace it by grad.clone()"
+                )
+            span += stride * (size - 1)
+
+
+def refuse_freed(grad: Tensor, address: int, label: Callable[[], str]) -> None:
+    """Refuses a gradient that has elements and no memory."""
+    if address == 0 and type(grad) in PLAIN and grad.numel() and not grad.is_meta:
+        raise ValueError(
+            f"the gradient of {label()} has {grad.numel()} elements and no memory: its storage was "
+            "freed, or it is one of PyTorch's zero tensors; expected memory to read and write: "
+            "clip before storage is freed, or replace it by grad.clone()"
+        )
+
+
+def refuse_for_rule(gradients: Gradients, rule: Rule) -> None:
+    """Refuses gradients that a rule has no meaning for."""
+    plan = gradients.plan
+    if plan is None:
+        return
+    if rule.clamps:
+        if plan.pairs:
+            places = gradients.indices_where(Tensor.is_complex)
+            raise TypeError(
+                f"{type(rule).__name__} cannot order complex gradients "
+                f"({gradients.labels(places)}); expected real ones: clip by norm instead"
+            )
+        if plan.sparse and not rule.keeps_zero:
+            raise ValueError(
+                f"{rule} would change the implicit zeros of sparse gradients "
+                f"({gradients.labels(plan.sparse)}); expected bounds that include 0, or dense "
+                "gradients"
+            )
+    else:
+        refuse_sparse_minimum(gradients, rule.norm_type)
+
+
+def refuse_sparse_minimum(gradients: Gradients, norm_type: float) -> None:
+    """Refuses the smallest magnitude of a sparse gradient."""
+    plan = gradients.plan
+    if norm_type == -math.inf and plan is not None and plan.sparse:
+        raise ValueError(
+            "norm_type=-inf is not supported for sparse gradients "
+            f"({gradients.labels(plan.sparse)}), whose implicit zeros count; expected another "
+            "norm_type, or dense gradients"
+        )
+
+
+def refuse_read_only(gradients: Gradients) -> None:
+    """Refuses gradients made in inference mode, outside of it."""
+    plan = gradients.plan
+    if plan is None or not plan.inference or torch.is_inference_mode_enabled():
+        return
+    places = gradients.indices_where(Tensor.is_inference)
+    raise RuntimeError(
+        f"the gradients of {gradients.labels(places)} were made in inference mode, outside of "
+        "which they cannot be written in place; no gradient was changed. Expected gradients made "
+        "outside: replace these by grad.clone()"
+    )
+
+
+def refuse_shared(lists: Sequence[Gradients]) -> None:
+    """Refuses a gradient under two rules, which would be scaled twice."""
+    known: dict[int, tuple[Gradients, int]] = {}
+    for gradients in lists:
+        for index, grad in enumerate(gradients.tensors):
+            address = grad.data_ptr() if grad.layout == torch.strided else 0
+            if address in known:
+                other, at = known[address]
+                raise ValueError(
+                    f"{other.label(at)} and {gradients.label(index)} share a gradient, but not a "
+                    "rule; expected the same for both: one parameter group, and the same need_clip"
+                )
+            if address:
+                known[address] = gradients, index

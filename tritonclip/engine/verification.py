@@ -1,0 +1,190 @@
+"""Computes a call a second time, plainly, in float64 on copies, and compares.
+
+Slow and hungry for memory on purpose: the point is that no arithmetic is shared with the call
+it checks. Switched on by `verify()` or by TRITONCLIP_VERIFY=1, see `tritonclip.settings`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tritonclip.engine.gradients import Gradients
+from tritonclip.rules import Rule
+
+# A norm is promised to 1e-6 (1e-12); a coefficient adds the rounding of a sum and two divisions,
+# and the store one more.
+_NORM_TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+_REPORTED = 3
+
+
+class VerificationError(RuntimeError):
+    """A call computed something else than the plain reference did."""
+
+
+class Expectation:
+    """Copies of the gradients before a call, from which the right result is computed."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        assert gradients.plan is not None
+        self._gradients, self._dtype = gradients, gradients.plan.dtype
+        self._before = [_plain(g).clone() for g in gradients.tensors]
+        # Norms of narrower gradients are no better for being returned as float64.
+        wide = all(g.dtype in (torch.float64, torch.complex128) for g in self._before)
+        self._norm_tolerance = _NORM_TOLERANCE[torch.float64 if wide else torch.float32]
+
+    def check_clip(
+        self, rule: Rule, zero_nonfinite: bool, grad_scale: float | Tensor, result: Tensor | None
+    ) -> None:
+        """Compares a finished `clip_` call."""
+        scale = float(grad_scale)
+        # A count of elements carries no loss scale.
+        divisor = 1.0 if rule.clamps or rule.norm_type == 0 else scale
+        norms = [_norm(g, rule.norm_type) / divisor for g in self._before]
+        if not (rule.clamps or rule.per_gradient):
+            norms = [_combined(norms, rule.norm_type)] * len(norms)
+        # A norm beyond the range of the result's dtype is inf there, and its coefficient 0.
+        norms = [_rounded(n, self._dtype) for n in norms]
+        if result is not None:
+            self._compare_norms(norms if rule.per_gradient else norms[:1], result)
+        erase = zero_nonfinite and not all(math.isfinite(n) for n in norms)
+        limits = _limits(rule, norms)
+
+        mismatches: list[str] = []
+        for index, (norm, max_norm) in enumerate(zip(norms, limits, strict=True)):
+            before = self._before[index]
+            exact = scale == 1
+            if erase:
+                expected = torch.zeros_like(_wide(before))
+            elif rule.clamps:
+                expected = (before.double() / scale).clamp(*rule.bounds(before.dtype))
+            else:
+                expected = _wide(before) * (_coefficient(norm, max_norm, rule.eps) / scale)
+                # Near the limit, the norm's own error decides whether anything is written.
+                exact = exact and norm * (1 + 1e-5) + rule.eps < max_norm
+            mismatches += self._compare(index, expected, exact=exact or erase)
+        _raise(mismatches)
+
+    def check_norm(self, norm_type: float, result: Tensor) -> None:
+        """Compares a finished `get_total_norm` call."""
+        self._compare_norms(
+            [_combined([_norm(g, norm_type) for g in self._before], norm_type)], result
+        )
+
+    def check_scale(self, max_norm: float, norm: Tensor) -> None:
+        """Compares a finished `clip_grads_with_norm_` call."""
+        multiplier = _coefficient(abs(float(norm)), max_norm, 1e-6)
+        mismatches: list[str] = []
+        for index, before in enumerate(self._before):
+            mismatches += self._compare(index, _wide(before) * multiplier)
+        _raise(mismatches)
+
+    def _compare_norms(self, expected: list[float], result: Tensor) -> None:
+        tolerance = self._norm_tolerance
+        found = result.reshape(-1).tolist()
+        mismatches = []
+        for i, (ours, reference) in enumerate(zip(found, expected, strict=True)):
+            fits = _rounded(reference, result.dtype)
+            same = ours == fits or (math.isnan(ours) and math.isnan(fits))
+            if not same and not abs(ours - reference) <= tolerance * abs(reference):
+                noun = "norm" if result.dim() == 0 else f"norm of {self._gradients.label(i)}"
+                mismatches.append(f"{noun}: got {ours!r}, expected {reference!r}")
+        _raise(mismatches)
+
+    def _compare(self, index: int, expected: Tensor, *, exact: bool = False) -> list[str]:
+        """A line for a gradient that differs from the expected one, in any bit if exact."""
+        ours = _wide(_plain(self._gradients.tensors[index]))
+        dtype = self._before[index].dtype
+        info = torch.finfo(dtype)
+        norm_tolerance = self._norm_tolerance
+        # Rounding to the gradient's dtype may also carry past its largest value, and loses values
+        # below its least.
+        expected_here = expected.to(dtype).to(expected.dtype)
+        rounding = info.eps / 2
+        tolerance = (
+            expected.abs() * (2 * norm_tolerance + rounding) + info.smallest_normal * rounding
+        )
+        if exact:
+            tolerance = torch.zeros_like(tolerance)
+        same = (ours == expected_here) | (ours.isnan() & expected_here.isnan())
+        wrong = (~(same | ((ours - expected).abs() <= tolerance))).nonzero()
+        if len(wrong) == 0:
+            return []
+        at = tuple(wrong[0].tolist())
+        return [
+            f"{self._gradients.label(index)}{list(at)}: got {ours[at].item()!r}, expected "
+            f"{expected[at].item()!r} ({len(wrong)} of {ours.numel()} elements differ)"
+        ]
+
+
+def _raise(mismatches: list[str]) -> None:
+    if mismatches:
+        more = f"; and {len(mismatches) - _REPORTED} more" if len(mismatches) > _REPORTED else ""
+        raise VerificationError(
+            "tritonclip computed something else than its plain reference: "
+            + "; ".join(mismatches[:_REPORTED])
+            + more
+            + ". This is a bug in tritonclip or in its compiler: use "
+            "tritonclip.use_backend('torch') and report it"
+        )
+
+
+def _plain(grad: Tensor) -> Tensor:
+    """A dense tensor, its own or the gradient's."""
+    return grad.detach().to_dense() if grad.layout != torch.strided else grad.detach()
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def _norm(x: Tensor, norm_type: float) -> float:
+    magnitudes = _wide(x).abs().flatten()
+    return _combined_tensor(magnitudes, norm_type)
+
+
+def _combined(norms: list[float], norm_type: float) -> float:
+    if norm_type == 0:
+        return math.fsum(norms)
+    return _combined_tensor(torch.tensor(norms, dtype=torch.float64, device="cpu"), norm_type)
+
+
+def _combined_tensor(magnitudes: Tensor, norm_type: float) -> float:
+    """The norm of float64 magnitudes, with the largest taken out."""
+    if norm_type == 0:
+        return float((magnitudes != 0).sum())
+    if magnitudes.numel() == 0:
+        return math.inf if norm_type == -math.inf else 0.0
+    if norm_type == -math.inf:
+        return float(magnitudes.min())
+    largest = float(magnitudes.max())
+    if norm_type == math.inf or not 0 < largest < math.inf:
+        return largest
+    try:
+        root: float = float((magnitudes / largest).pow(norm_type).sum()) ** (1 / norm_type)
+    except OverflowError:
+        return math.inf
+    return largest * root
+
+
+def _rounded(norm: float, dtype: torch.dtype) -> float:
+    """The norm itself, or inf where it is beyond the range of a dtype."""
+    rounded = float(torch.tensor(norm, dtype=torch.float64, device="cpu").to(dtype))
+    return rounded if math.isinf(rounded) else norm
+
+
+def _coefficient(norm: float, max_norm: float, eps: float) -> float:
+    """The coefficient in Python's floats."""
+    if math.isnan(norm):
+        return math.nan
+    if max_norm == math.inf or norm + eps == 0:
+        return 1.0
+    return min(1.0, max_norm / (norm + eps))
+
+
+def _limits(rule: Rule, norms: list[float]) -> list[float]:
+    """The rule's limit for each gradient."""
+    measured = torch.tensor(norms if rule.per_gradient else norms[0], dtype=torch.float64)
+    limit = rule.limit(lambda: measured)
+    limits: list[float] = torch.as_tensor(limit, dtype=torch.float64).expand(len(norms)).tolist()
+    return limits

@@ -1,0 +1,1 @@
+"""Gradients as views of one buffer for each device and dtype."""

@@ -1,0 +1,126 @@
+"""How FlatGradients lays gradients out in its buffers, and which parameters it can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonclip.engine.planner import flat_size
+from tritonclip.engine.refusals import PLAIN
+
+# Bytes that one vector access reads: torch's fused optimizers and our kernels want gradients to
+# start at a multiple.
+_VECTOR = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one parameter's gradient lies: in which buffer, from which element on, and how."""
+
+    label: str
+    buffer: int
+    offset: int
+    n_elements: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class Views(Sequence[Tensor]):
+    """The gradients, each a view that is made when it is asked for."""
+
+    def __init__(self, buffers: Sequence[Tensor], places: Sequence[Place]) -> None:
+        self._buffers, self._places = buffers, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, at: Any) -> Any:
+        place = self._places[at]
+        return self._buffers[place.buffer].as_strided(place.shape, place.stride, place.offset)
+
+
+def refuse(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuses parameters and gradients that no buffer can hold."""
+    for label, parameter in named:
+        if not parameter.is_leaf:
+            raise ValueError(
+                f"{label} is computed from other tensors and never gets a gradient; expected leaves"
+            )
+        grad = parameter.grad
+        for noun, tensor in ((label, parameter), (f"the gradient of {label}", grad)):
+            if tensor is None:
+                continue
+            if type(tensor) not in PLAIN:
+                raise TypeError(f"{noun} is a {type(tensor).__name__}; expected a plain tensor")
+            if tensor.layout != torch.strided:
+                raise TypeError(
+                    f"{noun} has layout {tensor.layout}; expected strided: FlatGradients holds "
+                    "dense gradients only"
+                )
+        if getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype):
+            raise TypeError(f"{label} has a grad_dtype of its own; expected {parameter.dtype}")
+        if grad is not None and grad.shape != parameter.shape:
+            raise ValueError(
+                f"the gradient of {label} has shape {tuple(grad.shape)}; expected that of the "
+                f"parameter, {tuple(parameter.shape)}"
+            )
+        if grad is not None and (grad.dtype, grad.device) != (parameter.dtype, parameter.device):
+            raise TypeError(
+                f"the gradient of {label} is {grad.dtype} on {grad.device}; expected that of the "
+                f"parameter, {parameter.dtype} on {parameter.device}"
+            )
+
+
+def lay_out(
+    named: Sequence[tuple[str, Tensor]],
+) -> tuple[tuple[Tensor, ...], list[Place]]:
+    """Buffers of zeros, and where each gradient lies."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for position, (_, parameter) in enumerate(named):
+        kinds.setdefault((parameter.device, parameter.dtype), []).append(position)
+    buffers: list[Tensor] = []
+    places: dict[int, Place] = {}
+    for (device, dtype), members in kinds.items():
+        offset = 0
+        for position in sorted(members, key=lambda i: _is_ragged(named[i][1])):
+            label, parameter = named[position]
+            places[position] = Place(
+                label, len(buffers), offset, parameter.numel(), parameter.shape, _stride(parameter)
+            )
+            offset += parameter.numel()
+        # Never inference tensors, which no backward could add to.
+        with torch.inference_mode(False):
+            buffers.append(torch.zeros(offset, dtype=dtype, device=device))
+    return tuple(buffers), [places[position] for position in range(len(named))]
+
+
+def _is_ragged(parameter: Tensor) -> bool:
+    return parameter.numel() * parameter.element_size() % _VECTOR != 0
+
+
+def _stride(parameter: Tensor) -> tuple[int, ...]:
+    """The parameter's own strides where it is dense, as autograd lays out gradients."""
+    if flat_size(parameter) is not None:
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()
+
+
+def is_wanted(parameter: Tensor) -> bool:
+    """Whether a parameter's gradient is to be clipped."""
+    return parameter.requires_grad and bool(getattr(parameter, "need_clip", True))
+
+
+def is_same(grad: Tensor | None, view: Tensor) -> bool:
+    """Whether a gradient is that view's memory, seen in the same way."""
+    return (
+        grad is not None
+        and type(grad) in PLAIN
+        and grad.layout == torch.strided
+        and grad.data_ptr() == view.data_ptr()
+        and (grad.dtype, grad.device, grad.shape, grad.stride())
+        == (view.dtype, view.device, view.shape, view.stride())
+    )

@@ -1,0 +1,396 @@
+"""An optimizer that clips where clipping belongs: in its own step, once, before the update."""
+
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from tritonclip.engine.planner import PlanCache
+from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.monitor.stats import ClipStats
+from tritonclip.optim import fused
+from tritonclip.optim.closures import (
+    NO_LOSS_FOR_LBFGS,
+    Closure,
+    evaluate,
+    step_checking,
+    step_evaluating,
+)
+from tritonclip.optim.delegating import DelegatingOptimizer
+from tritonclip.optim.param_groups import (
+    check_group,
+    not_in_buffers,
+    with_present_rules,
+    without_rules,
+)
+from tritonclip.optim.step import StepClipping
+from tritonclip.rules import Rule, as_rule
+
+StepNonfinite = Literal["propagate", "error", "zero", "skip"]
+_POLICIES = ("propagate", "error", "zero", "skip")
+# Where the wrapper's statistics stand in a checkpoint.
+_STATS_KEY = "tritonclip"
+_wrappers: WeakKeyDictionary[Optimizer, "ref[ClippedOptimizer]"] = WeakKeyDictionary()
+
+
+class ClippedOptimizer(DelegatingOptimizer):
+    """Wraps an optimizer so that every `step` clips first, and counts how often it did.
+
+    It is a `torch.optim.Optimizer` that shares parameter groups, state and defaults with the one it
+    wraps: schedulers, `GradScaler`, checkpoints and trainers take it in its place. Use the wrapper
+    only, and no other clipping beside it.
+
+    A parameter group may carry a rule of its own under the key `clip`: groups without the key share
+    the wrapper's rule, under one norm; a group with a rule has a norm of its own; None leaves the
+    group alone. A parameter with `need_clip = False` is left out.
+
+    With a closure, gradients are clipped after each of its evaluations; the statistics have the
+    norm of the first and the least coefficient of all. Under a `GradScaler`, they are unscaled
+    before they are clipped, whether `unscale_` was called or not; see :class:`GradScaler` for the
+    variant that reads them only once.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer`.
+        clip: :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or :class:`ClipByValue`; a number means
+            ClipByGlobalNorm(number).
+        nonfinite: what happens at a step whose gradients or norms are NaN or inf.
+            "propagate", "zero": as for :func:`clip_`, for those that share a rule.
+            "error": RuntimeError that names the parameters; nothing is changed; waits for the
+            device at every step.
+            "skip": parameters, optimizer state and step counts stay as they are. An inner optimizer
+            that takes `found_inf` (Adam, AdamW, SGD and Adagrad with `fused=True`) decides on the
+            device; with any other every step waits for the device.
+            "error" and "skip" look at all gradients, also at those that are not clipped. A step
+            that a GradScaler skips because of an overflow is neither an error nor counted.
+        flat: the :class:`FlatGradients` of the optimizer's parameters; may be replaced. Steps then
+            do not look at every parameter (unless a group has a rule of its own), and `zero_grad`
+            sets gradients to 0, never to None.
+
+    Attributes:
+        optimizer: the wrapped optimizer.
+        stats: norms, coefficients and counts; see :class:`ClipStats`.
+
+    Raises:
+        TypeError: an argument that is no optimizer, or no rule.
+        ValueError: an optimizer that is wrapped already; an unknown policy; a `flat` of other
+            parameters.
+
+    Notes:
+        Rules are not part of a checkpoint: the program states them, as it does the class of the
+        optimizer. `state_dict` adds the statistics to the wrapped optimizer's; either one loads
+        the checkpoint of the other.
+
+        With a closure, "skip" and "error" evaluate it before the wrapped optimizer does, and refuse
+        one that changes anything before it evaluates. LBFGS then keeps a copy of parameters and
+        state during a step, for an evaluation within the step that is not finite.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> optimizer = ClippedOptimizer(torch.optim.SGD([weight], lr=1.0), 1.0)
+        >>> (weight * weight).sum().backward()
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([2.4000, 3.2000])
+        >>> optimizer.stats.last_norm
+        tensor(10.)
+
+    References:
+        Paddle, `Optimizer(grad_clip=)`; Keras, `Optimizer(global_clipnorm=)`.
+    """
+
+    stats: ClipStats
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        clip: float | Rule,
+        *,
+        nonfinite: StepNonfinite = "propagate",
+        flat: FlatGradients | None = None,
+    ) -> None:
+        _check_optimizer(optimizer)
+        if clip is None:
+            raise TypeError(
+                "clip must be a number or a rule, got None; to clip only groups that have a rule "
+                "of their own, write float('inf')"
+            )
+        self.clip = as_rule(clip)
+        self.nonfinite = nonfinite
+        for number, group in enumerate(optimizer.param_groups):
+            check_group(number, group, optimizer.defaults)
+        # Refuses wrong parameters, while this does not count as a wrapper.
+        not_in_buffers(flat, optimizer.param_groups)
+        self._attach(optimizer)
+        self.flat = flat
+        self.stats = ClipStats(fused.device_of(optimizer))
+
+    def _attach(self, optimizer: Optimizer) -> None:
+        self._share(optimizer)
+        self._scaler_waits = False
+        # Whether the last step began to divide gradients by a loss scale.
+        self._unscaled = False
+        self._clipping: StepClipping | None = None
+        self._plans = PlanCache()
+        if optimizer not in _wrappers:
+            optimizer.register_state_dict_post_hook(without_rules)
+            optimizer.register_load_state_dict_pre_hook(with_present_rules)
+        _wrappers[optimizer] = ref(self)
+
+    @property
+    def clip(self) -> Rule:
+        """The rule for all groups that carry none; may be replaced, by a number too."""
+        return self._rule
+
+    @clip.setter
+    def clip(self, clip: float | Rule) -> None:
+        self._rule = as_rule(clip)
+
+    @property
+    def flat(self) -> FlatGradients | None:
+        """The gradients as one buffer for each device and dtype, if there are any; replaceable."""
+        return self._flat
+
+    @flat.setter
+    def flat(self, flat: FlatGradients | None) -> None:
+        self._not_in_buffers = not_in_buffers(flat, self.param_groups)
+        self._flat, self._known_sizes = flat, self._sizes()
+
+    def _sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self.param_groups]
+
+    @property
+    def nonfinite(self) -> str:
+        """The policy for a step that is not finite."""
+        return self._nonfinite
+
+    @nonfinite.setter
+    def nonfinite(self, nonfinite: str) -> None:
+        if nonfinite not in _POLICIES:
+            raise ValueError(
+                f"nonfinite must be 'propagate', 'error', 'zero' or 'skip', got {nonfinite!r}"
+            )
+        self._nonfinite = nonfinite
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a GradScaler hands scale and overflow to `step` instead of dealing with them."""
+        return self._scaler_waits or fused.takes_scaling(self.optimizer)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group, which may carry a rule under the key `clip`."""
+        if isinstance(param_group, dict):
+            check_group(len(self.param_groups), param_group, self.defaults)
+        if self.flat is not None:
+            raise ValueError(
+                "a FlatGradients holds the gradients of the parameters that were there; expected "
+                "none while a group is added: set flat to None, add the group, and set flat to a "
+                "new FlatGradients"
+            )
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets gradients, as the wrapped optimizer does; those of `flat` become 0, never None."""
+        if self.flat is None:
+            super().zero_grad(set_to_none)
+            return
+        self.flat.zero_()
+        for number, position in self._not_in_buffers:
+            parameter = self.param_groups[number]["params"][position]
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    @torch.compiler.disable(recursive=False)
+    def step(self, closure: Closure | None = None) -> Any:
+        """Clips, then lets the wrapped optimizer update the parameters.
+
+        Args:
+            closure: evaluates the model, calls backward, and returns the loss. Gradients are
+                clipped after each evaluation.
+
+        Returns:
+            The result of the wrapped optimizer: the loss of the first evaluation, None without a
+            closure.
+
+        Raises:
+            RuntimeError: gradients that are not finite, with nonfinite="error"; a closure that the
+                wrapped optimizer does not evaluate, or one under a GradScaler.
+            TypeError: a closure that computes gradients and returns None; gradients as for
+                :func:`clip_`.
+        """
+        try:
+            return super().step(closure)
+        except BaseException:
+            # A GradScaler takes these back only from a step that succeeded.
+            for name in ("grad_scale", "found_inf"):
+                self.__dict__.pop(name, None)
+            raise
+
+    @torch.compiler.disable(recursive=False)
+    def _step(self, closure: Closure | None = None) -> Any:
+        self._unscaled = False
+        self.stats.move_(fused.device_of(self.optimizer))
+        if closure is None:
+            return self._step_with_gradients()
+        if self._scaler_waits or isinstance(getattr(self, "found_inf", None), Tensor):
+            raise RuntimeError(
+                "a closure computes gradients after the GradScaler looked at them; expected "
+                "scaler.step(optimizer) without one: call backward first"
+            )
+        if self._nonfinite in ("propagate", "zero"):
+            loss, outcomes = step_evaluating(self.optimizer, closure, self._measure)
+            self.stats.record_(outcomes)
+            return loss
+        return self._step_checking(closure)
+
+    def _step_with_gradients(self) -> Any:
+        """Clips the gradients that are there."""
+        if isinstance(self.optimizer, LBFGS):
+            raise TypeError(NO_LOSS_FOR_LBFGS)
+        clipping, self._clipping = self._clipping, None
+        grad_scale = getattr(self, "grad_scale", None)
+        if clipping is None or self._optimizer_step_pre_hooks:
+            # Hooks run after a GradScaler has measured, and may have changed anything.
+            clipping = self._measure(grad_scale)
+        found_inf = getattr(self, "found_inf", None)
+        overflow = found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else None
+        skip = clipping.nonfinite() if self._nonfinite == "skip" else None
+
+        stop = _any(overflow, skip)
+        on_device = stop is not None and fused.takes_found_inf(self.optimizer)
+        if stop is not None and not on_device and bool(stop):
+            if overflow is None or not bool(overflow):
+                self.stats.record_skip_()
+            return None
+        if self._nonfinite == "error" and (overflow is None or not bool(overflow)):
+            clipping.raise_if_nonfinite()
+        outcomes = clipping.write_()
+        self._unscaled = grad_scale is not None
+
+        if on_device:
+            assert stop is not None
+            result = fused.step_unless(self.optimizer, stop)
+            self.stats.record_(outcomes, overflow, skip)
+        else:
+            result = self.optimizer.step()
+            self.stats.record_(outcomes)
+        return result
+
+    def _step_checking(self, closure: Closure) -> Any:
+        """Evaluates a closure before the wrapped optimizer does, while nothing has changed yet."""
+        loss = evaluate(closure, self.param_groups)
+        if loss is None or fused.takes_found_inf(self.optimizer):
+            # Nothing to hand on, or an optimizer that evaluates first and only once.
+            self._step_with_gradients()
+            return loss
+        clipping = self._measure()
+        skip = self._nonfinite == "skip"
+        if skip and bool(clipping.nonfinite()):
+            self.stats.record_skip_()
+            return loss
+        clipping.raise_if_nonfinite()
+        result, outcomes = step_checking(
+            self.optimizer, closure, loss, clipping, self._measure, skip
+        )
+        if outcomes is None:
+            self.stats.record_skip_()
+        else:
+            self.stats.record_(outcomes)
+        return result
+
+    @torch.compiler.disable
+    def _measure(
+        self, grad_scale: Tensor | float | None = None, *, check_finite: bool = False
+    ) -> StepClipping:
+        check_finite = check_finite or self._nonfinite in ("skip", "error")
+        if self._flat is not None and self._sizes() != self._known_sizes:
+            # Groups were changed from outside: checks again, and refuses new parameters.
+            self.flat = self._flat
+        return StepClipping(
+            self.optimizer.param_groups,
+            self._rule,
+            self._nonfinite,
+            grad_scale,
+            check_finite=check_finite,
+            plans=self._plans,
+            flat=self._flat,
+            not_in_buffers=self._not_in_buffers,
+        )
+
+    def _measure_scaled(self, grad_scale: Tensor) -> Tensor:
+        """Measures for the step to come, and says whether it overflows: float32, 0-d, 0 or 1."""
+        self._clipping = self._measure(grad_scale, check_finite=True)
+        found_inf: Tensor = self._clipping.nonfinite()
+        return found_inf.to(torch.float32)
+
+    def _save(self) -> dict[str, Any]:
+        # Also here, for optimizers that do not run their hooks.
+        saved = without_rules(self.optimizer, super()._save())
+        return {**saved, _STATS_KEY: self.stats.state_dict()}
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        rest = dict(state_dict)
+        stats = ClipStats(fused.device_of(self.optimizer))
+        stats.load_state_dict(rest.pop(_STATS_KEY, {}))
+        super()._load(with_present_rules(self.optimizer, rest))
+        self.stats.load_state_dict(stats.state_dict())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer,
+            "clip": self.clip,
+            "nonfinite": self._nonfinite,
+            "stats": self.stats,
+            "flat": self.flat,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A shallow copy would be a second wrapper.
+        _check_optimizer(state["optimizer"])
+        self.clip, self.nonfinite, self.stats = state["clip"], state["nonfinite"], state["stats"]
+        self._attach(state["optimizer"])
+        self.flat = state["flat"]
+
+    def __repr__(self) -> str:
+        return (
+            f"ClippedOptimizer(clip={self.clip}, nonfinite={self.nonfinite!r}, "
+            f"optimizer={self.optimizer!r})"
+        )
+
+
+def is_wrapped(optimizer: Optimizer) -> bool:
+    """Whether a ClippedOptimizer around this optimizer is alive."""
+    wrapper = _wrappers.get(optimizer)
+    return wrapper is not None and wrapper() is not None
+
+
+def _check_optimizer(optimizer: object) -> None:
+    expected = "optimizer must be a torch.optim.Optimizer"
+    if isinstance(optimizer, type):
+        raise TypeError(f"{expected}, got the class; write {optimizer.__name__}(parameters, ...)")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{expected}, got {type(optimizer).__name__}")
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+        raise TypeError(
+            f"{expected} that ran Optimizer.__init__, got {type(optimizer).__name__}, which did "
+            "not, as wrappers around other optimizers do; wrap the optimizer inside it"
+        )
+    if isinstance(optimizer, ClippedOptimizer):
+        raise ValueError(
+            "optimizer is a ClippedOptimizer, which would clip twice; to change its rule, set its "
+            "attribute clip, or give a parameter group the key 'clip'"
+        )
+    if is_wrapped(optimizer):
+        raise ValueError(
+            f"this {type(optimizer).__name__} is wrapped already, and a second wrapper would keep "
+            "statistics of its own; use the first wrapper, or make a new optimizer"
+        )
+
+
+def _any(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a | b.to(a.device)

@@ -1,0 +1,189 @@
+"""Steps with a closure: gradients are clipped after each evaluation, and a step can be undone."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from tritonclip.monitor.stats import Outcomes
+from tritonclip.optim.param_groups import Groups
+from tritonclip.optim.step import StepClipping
+
+Closure = Callable[[], Any]
+NO_LOSS_FOR_LBFGS = (
+    "LBFGS needs a closure that evaluates the model, calls backward and returns the loss; expected "
+    "step(closure), got none, or one that returned None. Nothing was clipped or updated"
+)
+
+
+class _NonfiniteEvaluationError(Exception):
+    """A closure that was evaluated again, within a step, gave gradients that are not finite."""
+
+
+def step_evaluating(
+    inner: Optimizer, closure: Closure, measure: Callable[[], StepClipping]
+) -> tuple[Any, Outcomes]:
+    """Lets the optimizer evaluate the closure whenever it wants to, and clips each time.
+
+    Returns:
+        The result of its step, and the outcomes of all evaluations.
+    """
+    outcomes: list[Outcomes] = []
+
+    def evaluate_and_clip() -> Any:
+        loss = evaluate(closure, inner.param_groups)
+        if loss is None and isinstance(inner, LBFGS):
+            raise TypeError(NO_LOSS_FOR_LBFGS)
+        outcomes.append(measure().write_())
+        return loss
+
+    result = inner.step(evaluate_and_clip)
+    if not outcomes:
+        raise RuntimeError(
+            f"{type(inner).__name__} updated without evaluating the closure, so nothing was "
+            "clipped; expected an optimizer that evaluates it: call backward, then step() without "
+            "a closure"
+        )
+    return result, _merged(outcomes)
+
+
+def step_checking(
+    inner: Optimizer, closure: Closure, first: Any, clipping: StepClipping, measure: Any, skip: bool
+) -> tuple[Any, Outcomes | None]:
+    """Clips a first evaluation that is finite, and hands the optimizer its result.
+
+    Args:
+        inner: the wrapped optimizer.
+        closure: for evaluations after the first.
+        first: the loss of the first evaluation.
+        clipping: of the first evaluation.
+        measure: makes that of a later one.
+        skip: whether to undo a step with a later evaluation that is not finite, rather than raise.
+
+    Returns:
+        The result of its step, and the outcomes of all evaluations; None where it was undone.
+    """
+    outcomes = [clipping.write_()]
+    untouched = _watch(inner.param_groups)
+    undone = isinstance(inner, LBFGS)
+    remedy = (
+        "This was a later evaluation of the closure within a step. Parameters and state are "
+        + ("those before the step" if undone else "what the step had made of them so far")
+    )
+    losses = [first]
+
+    def evaluate_again() -> Any:
+        if losses:
+            if not untouched():
+                raise RuntimeError(
+                    f"{type(inner).__name__} changes parameters or gradients before it evaluates "
+                    "its closure, so that the evaluation that was looked at is not the one it asks "
+                    "for: nonfinite='skip' and 'error' cannot be kept. Use nonfinite='propagate' "
+                    "or 'zero', or wrap the optimizer inside it"
+                )
+            return losses.pop()
+        loss = evaluate(closure, inner.param_groups)
+        later = measure()
+        if skip and bool(later.nonfinite()):
+            raise _NonfiniteEvaluationError
+        if not skip:
+            later.raise_if_nonfinite(remedy)
+        outcomes.append(later.write_())
+        return loss
+
+    restore = snapshot(inner) if undone else None
+    try:
+        result = inner.step(evaluate_again)
+    except _NonfiniteEvaluationError:
+        if restore is None:
+            raise RuntimeError(
+                f"{type(inner).__name__} evaluated its closure more than once, and a later "
+                "evaluation gave gradients that are not finite: the step cannot be undone, so "
+                "nonfinite='skip' cannot be kept. Use nonfinite='zero' or 'error'"
+            ) from None
+        restore()
+        return first, None
+    except BaseException:
+        if restore is not None:
+            restore()
+        raise
+    return result, _merged(outcomes)
+
+
+def _merged(evaluations: list[Outcomes]) -> Outcomes:
+    """The norms of the first evaluation, and the least coefficients of all."""
+    merged = dict(evaluations[0])
+    for outcomes in evaluations[1:]:
+        for index, outcome in outcomes.items():
+            known = merged.get(index)
+            if outcome is not None and known is not None:
+                merged[index] = known[0], torch.minimum(known[1], outcome[1].to(known[1]))
+    return merged
+
+
+def _watch(groups: Groups) -> Callable[[], bool]:
+    """Remembers parameters and gradients; the result says whether they are still the same."""
+
+    def seen() -> list[tuple[int, int, int]]:
+        return [
+            (_version(p), id(p.grad), -1 if p.grad is None else _version(p.grad))
+            for group in groups
+            for p in group["params"]
+        ]
+
+    before = seen()
+    return lambda: seen() == before
+
+
+def evaluate(closure: Closure, groups: Groups) -> Any:
+    """The loss, or None of a closure that leaves gradients alone, as trainers pass.
+
+    Raises:
+        TypeError: a closure that computes gradients and returns None.
+    """
+    before = [
+        (ref(p.grad), _version(p.grad))
+        for group in groups
+        for p in group["params"]
+        if p.grad is not None
+    ]
+    with torch.enable_grad():
+        loss = closure()
+    if loss is None and not _all_of(groups, before):
+        raise TypeError(
+            "the closure computed gradients and returned None; expected the loss: end it with "
+            "`return loss`, after loss.backward(). Nothing was clipped or updated"
+        )
+    return loss
+
+
+def _all_of(groups: Groups, known: list[tuple[ref[Tensor], int]]) -> bool:
+    """Whether every gradient there is now was there before, and has not been written to since."""
+    there = {id(grad): version for weak, version in known if (grad := weak()) is not None}
+    grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    return all(there.get(id(grad)) == _version(grad) for grad in grads)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written to; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def snapshot(optimizer: Optimizer) -> Callable[[], None]:
+    """Remembers parameters and state; the result brings them back."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    values = [p.detach().clone() for p in parameters]
+    state = {p: deepcopy(optimizer.state[p]) for p in parameters if p in optimizer.state}
+
+    @torch.no_grad()
+    def restore() -> None:
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+
+    return restore

@@ -1,0 +1,119 @@
+"""Optimizer base class that forwards state to a wrapped optimizer, around whose step it acts."""
+
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tritonclip.optim.closures import Closure
+
+# Where Optimizer keeps its registered hooks.
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+class DelegatingOptimizer(Optimizer):
+    """A `torch.optim.Optimizer` whose parameter groups, state and defaults are another one's.
+
+    Hooks that are registered here run around the whole step, those of the wrapped optimizer around
+    its own part. Global step hooks run once, for the wrapped one.
+
+    Attributes:
+        optimizer: the wrapped optimizer.
+    """
+
+    optimizer: Optimizer
+
+    def _share(self, optimizer: Optimizer) -> None:
+        """Takes the place of Optimizer.__init__, which would make groups of its own."""
+        self.optimizer = optimizer
+        for name in _HOOKS:
+            setattr(self, name, OrderedDict())
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """The wrapped optimizer's."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets gradients, as the wrapped optimizer does."""
+        self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    @torch.compiler.disable(recursive=False)
+    def step(self, closure: Closure | None = None) -> Any:
+        """Runs hooks around `_step`, which subclasses define."""
+        args: tuple[Any, ...] = (self,) if closure is None else (self, closure)
+        kwargs: dict[str, Any] = {}
+        for before in tuple(self._optimizer_step_pre_hooks.values()):
+            result = before(self, args, kwargs)
+            if result is not None:
+                if not (isinstance(result, tuple) and len(result) == 2):
+                    raise RuntimeError(
+                        "a step pre-hook must return None or a tuple of (new_args, new_kwargs), "
+                        f"got {result!r:.80}"
+                    )
+                args, kwargs = result
+        loss = self._step(*args[1:], **kwargs)
+        for after in tuple(self._optimizer_step_post_hooks.values()):
+            after(self, args, kwargs)
+        return loss
+
+    def _step(self, closure: Closure | None = None) -> Any:
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """A checkpoint that this class and the bare optimizer load."""
+        for before in tuple(self._optimizer_state_dict_pre_hooks.values()):
+            before(self)
+        state_dict = self._save()
+        for after in tuple(self._optimizer_state_dict_post_hooks.values()):
+            state_dict = after(self, state_dict) or state_dict
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a checkpoint of this class or of the bare optimizer."""
+        for before in tuple(self._optimizer_load_state_dict_pre_hooks.values()):
+            state_dict = before(self, state_dict) or state_dict
+        self._load(state_dict)
+        for after in tuple(self._optimizer_load_state_dict_post_hooks.values()):
+            after(self)
+
+    def _save(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)

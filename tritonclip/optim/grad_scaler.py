@@ -1,0 +1,74 @@
+"""A GradScaler that leaves looking at the gradients to the clipping, which reads them anyway."""
+
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from tritonclip.optim.clipped_optimizer import ClippedOptimizer, is_wrapped
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A `torch.amp.GradScaler` that reads the gradients of a :class:`ClippedOptimizer` once.
+
+    torch's own works with the wrapper too, but reads and writes all gradients to unscale and to
+    check them before the wrapper measures them. This one lets the wrapper measure them while they
+    are still scaled: the norm tells whether a step overflows, and where they have to be written,
+    one pass unscales and clips. With any other optimizer, and after `unscale_`, it does as
+    torch's does. Same arguments, same checkpoints. It refuses an optimizer that is wrapped. A norm
+    that does not fit its dtype counts as an overflow, too.
+
+    Example:
+        >>> scaler = GradScaler("cpu")
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = ClippedOptimizer(torch.optim.SGD([weight], lr=1.0), 1.0)
+        >>> scaler.scale(weight.sum()).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> weight.data
+        tensor([0.2929, 0.2929])
+    """
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divides the gradients by the scale; see torch's."""
+        _refuse_inner(optimizer)
+        super().unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Unscales, clips and updates, unless a gradient is NaN or inf; see torch's."""
+        _refuse_inner(optimizer)
+        if not isinstance(optimizer, ClippedOptimizer):
+            return super().step(optimizer, *args, **kwargs)
+        optimizer._scaler_waits = True
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        except BaseException:
+            if optimizer._unscaled:
+                # A second attempt must not divide again.
+                self._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
+            raise
+        finally:
+            optimizer._scaler_waits = False
+            optimizer._clipping = None
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
+        grads = (p.grad for group in optimizer.param_groups for p in group["params"])
+        # Without any, torch's records no check, for `update` to complain about.
+        if not isinstance(optimizer, ClippedOptimizer) or all(g is None for g in grads):
+            return super()._check_inf_per_device(optimizer)
+        scale = self._get_scale_async()
+        assert scale is not None
+        # As torch does, which then hands both to the step.
+        found_inf = optimizer._measure_scaled(scale * getattr(optimizer, "grad_scale", 1))
+        state = self._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = {found_inf.device: found_inf}
+        return state
+
+
+def _refuse_inner(optimizer: Optimizer) -> None:
+    if is_wrapped(optimizer):
+        raise ValueError(
+            f"this {type(optimizer).__name__} is wrapped in a ClippedOptimizer; pass the wrapper, "
+            "to unscale_ and to step, or gradients are unscaled twice or not clipped"
+        )

@@ -1,0 +1,109 @@
+"""Rules that parameter groups carry under the key `clip`: read, and kept out of checkpoints."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from tritonclip.engine.refusals import some
+from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.flat.layout import is_wanted
+from tritonclip.rules import Rule, as_rule
+
+Groups = Sequence[Mapping[str, Any]]
+
+# Keys that users may write in its place, unless it is an option of the optimizer's own.
+_LOOKALIKES = frozenset({"clips", "clipping", "clip_grad", "clip_norm", "clip_value", "grad_clip"})
+_LOOKALIKES |= {"max_norm", "max_grad_norm", "need_clip"}
+
+
+def check_group(number: int, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Refuses a group whose `clip` is no rule, or that may have meant it by another key.
+
+    Raises:
+        TypeError, ValueError: names the group and its value.
+    """
+    if "clip" in options:
+        raise ValueError(
+            "the optimizer has an option 'clip' of its own, the key under which a group's rule is "
+            "looked for; expected an optimizer without: clip by clip_ before its step"
+        )
+    strange = sorted(_LOOKALIKES.intersection(group) - set(options))
+    if strange:
+        raise ValueError(
+            f"param_groups[{number}] has the unknown key {strange[0]!r}. A group's rule is its key "
+            "'clip', where None leaves the group alone; need_clip = False is an attribute of a "
+            "parameter"
+        )
+    if "clip" in group:
+        rule_of(number, group)
+
+
+def rule_of(number: int, group: Mapping[str, Any]) -> Rule | None:
+    """The rule that a parameter group carries under `clip`; None leaves the group alone.
+
+    Raises:
+        TypeError, ValueError: names the group whose value is no rule.
+    """
+    clip = group["clip"]
+    try:
+        return None if clip is None else as_rule(clip)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"param_groups[{number}]['clip']: {error}; None clips nothing") from None
+
+
+def without_rules(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint without the rules of groups: the program has them, and torch would not load."""
+    groups = [{k: v for k, v in g.items() if k != "clip"} for g in state_dict["param_groups"]]
+    return {**state_dict, "param_groups": groups}
+
+
+def with_present_rules(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint with the rules that the groups have now."""
+    saved = without_rules(optimizer, state_dict)["param_groups"]
+    present = [{"clip": g["clip"]} if "clip" in g else {} for g in optimizer.param_groups]
+    groups = [{**g, **clip} for g, clip in zip(saved, present, strict=False)]
+    # Where the numbers differ, the optimizer has the message.
+    return {**state_dict, "param_groups": groups + saved[len(groups) :]}
+
+
+def label_of_member(groups: Groups, index: int, position: int) -> str:
+    """Names a parameter of a group in messages."""
+    names = groups[index].get("param_names", ())
+    # Parameters that were added to the group by hand have none.
+    if position < len(names):
+        return str(names[position])
+    return f"param_groups[{index}]['params'][{position}]"
+
+
+def not_in_buffers(flat: FlatGradients | None, groups: Groups) -> list[tuple[int, int]]:
+    """The parameters of an optimizer whose gradients are not in its buffers: (group, position).
+
+    Raises:
+        TypeError: an argument that is no FlatGradients.
+        ValueError: an optimizer that lacks a parameter of the buffers, or has another one to clip.
+    """
+    if flat is None:
+        return []
+    if not isinstance(flat, FlatGradients):
+        raise TypeError(
+            f"flat must be a FlatGradients, got {type(flat).__name__}; write "
+            "FlatGradients(model.parameters())"
+        )
+    held = set(map(id, flat.parameters))
+    members = {(n, i): p for n, g in enumerate(groups) for i, p in enumerate(g["params"])}
+    foreign = held - set(map(id, members.values()))
+    if foreign:
+        labels = [label for label, p in flat if id(p) in foreign]
+        raise ValueError(
+            f"FlatGradients holds {some(labels)}, which the optimizer does not; expected the "
+            "parameters of one optimizer: make a FlatGradients for each"
+        )
+    rest = [member for member, p in members.items() if id(p) not in held]
+    missing = [f"param_groups[{n}]['params'][{i}]" for n, i in rest if is_wanted(members[n, i])]
+    if missing:
+        raise ValueError(
+            f"FlatGradients lacks {some(missing)}, which the optimizer updates; expected all "
+            "of its parameters that require a gradient: make a new FlatGradients"
+        )
+    return rest

@@ -1,0 +1,256 @@
+"""The clipping of one optimizer step: parameter groups, each under the rule that holds for it.
+
+All groups are measured before the first gradient is written, so that a step can still be refused.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tritonclip.engine import execute
+from tritonclip.engine.execute import Norms
+from tritonclip.engine.gradients import Gradients, of_parameters, of_tensors
+from tritonclip.engine.nonfinite import raise_if_any_nonfinite, raise_if_nonfinite
+from tritonclip.engine.planner import PlanCache, plan_
+from tritonclip.engine.refusals import refuse_for_rule, refuse_read_only, refuse_shared
+from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.monitor.stats import Outcomes
+from tritonclip.optim.param_groups import Groups, label_of_member, rule_of
+from tritonclip.rules import ClipByGlobalNorm, Rule
+
+# Scales nothing but a loss scale; its norm is finite where every gradient is.
+_UNLIMITED = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
+_REMEDY = (
+    "Neither gradients nor parameters were changed. To go on, set nonfinite to 'propagate', 'zero' "
+    "or 'skip'"
+)
+
+
+@dataclass(slots=True)
+class _Share:
+    """Gradients that share a rule.
+
+    Attributes:
+        gradients: with their plan.
+        rule: that holds for them.
+        group_index: the one parameter group that they belong to; None for several.
+        unclipped: no rule holds for them.
+        norms: before clipping, where they were measured.
+    """
+
+    gradients: Gradients
+    rule: Rule
+    group_index: int | None
+    unclipped: bool = False
+    norms: Norms | None = None
+
+
+class StepClipping:
+    """The gradients of one step: measured by `measure`, written by `write_`.
+
+    Args:
+        groups: parameter groups of an optimizer.
+        rule: for the groups that have no key `clip`, under one norm.
+        nonfinite: of the wrapper's policies; only "zero" changes the gradients that are written.
+        grad_scale: the loss scale that all gradients still carry; None for none.
+        check_finite: `nonfinite` will be asked for. It covers every gradient, also those that no
+            rule holds for.
+        plans: of the wrapper.
+        flat: the gradients of all groups, but for those of `not_in_buffers`.
+        not_in_buffers: parameters that are not in `flat`: (group, position).
+
+    Raises:
+        TypeError, ValueError: a `clip` that is no rule, and as for `clip_`.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        groups: Groups,
+        rule: Rule,
+        nonfinite: str,
+        grad_scale: Tensor | float | None,
+        *,
+        check_finite: bool,
+        plans: PlanCache,
+        flat: FlatGradients | None = None,
+        not_in_buffers: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self._zero = nonfinite == "zero"
+        self._grad_scale = 1.0 if grad_scale is None else grad_scale
+        self._writes_all = grad_scale is not None
+        self._covers_all = check_finite or self._writes_all
+        self._groups, self._plans = groups, plans
+        if flat is None or any("clip" in group for group in groups):
+            self._shares = self._divide(rule)
+        else:
+            self._shares = self._divide_flat(rule, flat, not_in_buffers)
+        for share in self._shares:
+            plan = share.gradients.plan
+            if plan is not None and not plan.ordinary:
+                refuse_read_only(share.gradients)
+                refuse_for_rule(share.gradients, share.rule)
+        if len(self._shares) > 1:
+            refuse_shared([share.gradients for share in self._shares])
+        needs_norm = check_finite or self._zero
+        for share in self._shares:
+            if share.gradients.plan is not None and (needs_norm or not share.rule.clamps):
+                share.norms = self._measure(share, share.rule)
+
+    def _measure(self, share: _Share, rule: Rule) -> Norms:
+        return execute.measure(share.gradients, rule.norm_type, rule.per_gradient, self._grad_scale)
+
+    def _divide(self, rule: Rule) -> list[_Share]:
+        """A share for the groups without a rule, and one for each group that has one."""
+        common: list[int] = []
+        unclipped: list[tuple[int, int]] = []
+        shares = []
+        for index, group in enumerate(self._groups):
+            if "clip" not in group:
+                common.append(index)
+                continue
+            own = rule_of(index, group)
+            if own is not None:
+                shares.append(_Share(self._collect([index]), own, index))
+            else:
+                unclipped += [(index, i) for i in range(len(group["params"]))]
+        if common:
+            shares.insert(0, _Share(self._collect(common), rule, None))
+        if self._covers_all:
+            unclipped += [
+                (index, i)
+                for index, group in enumerate(self._groups)
+                if group.get("clip", rule) is not None
+                for i, p in enumerate(group["params"])
+                if not getattr(p, "need_clip", True)
+            ]
+            shares += self._unclipped(unclipped)
+        return shares
+
+    def _divide_flat(
+        self, rule: Rule, flat: FlatGradients, not_in_buffers: Sequence[tuple[int, int]]
+    ) -> list[_Share]:
+        """One share, found without reading every parameter, and the parameters left out."""
+        for index, position in not_in_buffers:
+            parameter = self._groups[index]["params"][position]
+            if parameter.grad is not None and getattr(parameter, "need_clip", True):
+                raise RuntimeError(
+                    f"{label_of_member(self._groups, index, position)} has a gradient, but was "
+                    "left out of FlatGradients, because it required none or had need_clip = False; "
+                    "make a new FlatGradients and set the attribute flat to it"
+                )
+        shares = [_Share(flat.gradients(per_gradient=rule.per_gradient), rule, None)]
+        if self._covers_all:
+            shares += self._unclipped(not_in_buffers)
+        return shares
+
+    def _collect(self, indices: Sequence[int]) -> Gradients:
+        """The gradients of whole groups, less those that need no clipping."""
+        groups = self._groups
+        if len(indices) == 1:
+            parameters = groups[indices[0]]["params"]
+        else:
+            parameters = [p for index in indices for p in groups[index]["params"]]
+
+        def label_of(position: int) -> str:
+            for index in indices:
+                n = len(groups[index]["params"])
+                if position < n:
+                    break
+                position -= n
+            return label_of_member(groups, index, position)
+
+        return plan_(of_parameters(parameters, label_of), self._plans)
+
+    def _unclipped(self, members: Sequence[tuple[int, int]]) -> list[_Share]:
+        """The gradients that no rule holds for, as one share, if there are any."""
+        groups = self._groups
+        grads = {(n, i): groups[n]["params"][i].grad for n, i in members}
+        there = [member for member, grad in grads.items() if grad is not None]
+        if not there:
+            return []
+        gradients = of_tensors(
+            [grads[m] for m in there], lambda i: label_of_member(groups, *there[i])
+        )
+        return [_Share(plan_(gradients, self._plans), _UNLIMITED, None, unclipped=True)]
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def nonfinite(self) -> Tensor:
+        """Whether any gradient is NaN or inf, or any norm does not fit its dtype; 0-d bool.
+
+        It is on the device of the first gradient and does not wait for it.
+        """
+        flags = []
+        for share in self._shares:
+            if share.norms is not None:
+                flags.append(~torch.isfinite(execute.total(share.gradients, share.norms)).all())
+                if share.rule.norm_type in (0.0, -math.inf):
+                    # These norms do not show NaN and inf.
+                    largest = self._measure(share, _UNLIMITED)
+                    flags.append(~torch.isfinite(execute.total(share.gradients, largest)))
+        if not flags:
+            return torch.zeros((), dtype=torch.bool)
+        device = flags[0].device
+        return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def raise_if_nonfinite(self, remedy: str = _REMEDY) -> None:
+        """RuntimeError that names the parameters with NaN or inf; waits for the device."""
+        if not bool(self.nonfinite()):
+            return
+        for share in self._shares:
+            if share.norms is not None:
+                if not share.unclipped:
+                    norm = execute.total(share.gradients, share.norms)
+                    raise_if_nonfinite(share.gradients, share.rule, norm, remedy)
+                raise_if_any_nonfinite(share.gradients, remedy)
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def write_(self) -> Outcomes:
+        """Clips all groups, once; returns norms before clipping and coefficients, 0-d.
+
+        For a rule that is per gradient the largest norm and the least coefficient, for one that
+        clamps None. Gradients that no rule holds for are written only to divide them by the loss
+        scale.
+        """
+        outcomes: Outcomes = {}
+        for share in self._shares:
+            if not share.unclipped:
+                outcomes[share.group_index] = self._write_share_(share)
+            elif self._writes_all and share.norms is not None:
+                execute.write_(
+                    share.gradients,
+                    share.rule,
+                    share.norms,
+                    self._grad_scale,
+                    zero_nonfinite=False,
+                )
+        return outcomes
+
+    def _write_share_(self, share: _Share) -> tuple[Tensor, Tensor] | None:
+        plan = share.gradients.plan
+        if plan is None:
+            device = share.gradients.device
+            return torch.zeros((), device=device), torch.ones((), device=device)
+        norm, by_group = execute.write_(
+            share.gradients, share.rule, share.norms, self._grad_scale, zero_nonfinite=self._zero
+        )
+        if norm is None:
+            return None
+        if not share.rule.per_gradient:
+            return norm, _as_tensor(by_group[0][1], norm)
+        least = [_as_tensor(coefficient, norm).min() for _, coefficient in by_group]
+        return norm.max(), least[0] if len(least) == 1 else torch.stack(least).min()
+
+
+def _as_tensor(number: float | Tensor, like: Tensor) -> Tensor:
+    """A number or a tensor, on the device of another one."""
+    if isinstance(number, Tensor):
+        return number.to(like.device)
+    return torch.full((), number, dtype=like.dtype, device=like.device)

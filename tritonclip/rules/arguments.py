@@ -1,0 +1,58 @@
+"""Checks of arguments: numbers, limits, norm types and loss scales."""
+
+import math
+from numbers import Real
+
+import torch
+
+
+def as_number(name: str, value: object) -> float:
+    """The argument as a float; TypeError where it is no number, booleans and text among them."""
+    if type(value) is float:
+        return value
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    return float(value)
+
+
+def as_limit(name: str, value: object) -> float:
+    """The argument as a float that may be 0 or inf, but neither negative nor NaN."""
+    number = as_number(name, value)
+    if not number >= 0:
+        raise ValueError(f"{name} must be 0 or more, got {number}")
+    # -0.0 becomes 0.0: as a limit it would turn the sign of every gradient.
+    return number + 0.0
+
+
+def as_norm_type(value: object) -> float:
+    """The order of a norm as a float: positive, 0, inf or -inf; the text 'inf' counts."""
+    number = float(value) if value in ("inf", "-inf") else as_number("norm_type", value)
+    if not (number >= 0 or number == -math.inf):
+        raise ValueError(f"norm_type must be positive, 0, inf or -inf, got {number}")
+    return number
+
+
+def check_one_float(name: str, tensor: torch.Tensor) -> None:
+    """Refuses a tensor that is not one floating-point number."""
+    expected = f"{name} must be a one-element floating-point tensor or a number"
+    if not tensor.is_floating_point():
+        raise TypeError(f"{expected}, got {tensor.dtype}")
+    if tensor.numel() != 1:
+        raise ValueError(f"{expected}, got shape {tuple(tensor.shape)}")
+
+
+def as_grad_scale(grad_scale: object) -> float | torch.Tensor:
+    """The loss scale as a number, or as a one-element tensor on a device that is not waited for."""
+    if grad_scale is None:
+        return 1.0
+    if isinstance(grad_scale, torch.Tensor):
+        check_one_float("grad_scale", grad_scale)
+        if grad_scale.device.type != "cpu" or torch.compiler.is_compiling():
+            return grad_scale.detach()
+    number = as_number("grad_scale", grad_scale)
+    info = torch.finfo(torch.float32)
+    if not info.tiny <= number <= info.max:
+        raise ValueError(f"grad_scale must be positive and fit float32, got {number}")
+    return number

@@ -1,0 +1,175 @@
+"""Rules with limits that never change: small frozen values, checked when they are made."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tritonclip.rules.arguments import as_limit, as_norm_type, as_number
+from tritonclip.rules.rule import Rule
+
+
+@dataclass(frozen=True, slots=True)
+class _ClipNorm(Rule):
+    max_norm: float
+    norm_type: float = 2.0
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_norm", as_limit("max_norm", self.max_norm))
+        object.__setattr__(self, "norm_type", as_norm_type(self.norm_type))
+        object.__setattr__(self, "eps", as_limit("eps", self.eps))
+        if math.isinf(self.eps):
+            raise ValueError("eps must be finite, got inf")
+
+    def limit(self, norm: Callable[[], Tensor]) -> float:
+        """The constant `max_norm`."""
+        return self.max_norm
+
+
+@dataclass(frozen=True, slots=True)
+class ClipByGlobalNorm(_ClipNorm):
+    r"""Scales all gradients by one coefficient if their norm before clipping exceeds `max_norm`.
+
+    .. math::
+        g \leftarrow g \cdot \min(1, \text{max\_norm} / (\|(g_1, \dots, g_n)\|_p + \text{eps}))
+
+    Args:
+        max_norm: largest norm of all gradients together; 0 or more, inf clips nothing.
+        norm_type: p of the p-norm: positive, inf, -inf, or 0 for the number of nonzero elements.
+        eps: added to the norm. `torch.nn.utils.clip_grad_norm_` adds 1e-6; with 0, the
+            exact form of Paddle and TensorFlow, a norm equal to `max_norm` changes nothing.
+
+    Raises:
+        ValueError: a limit that is negative or NaN, a `norm_type` that names no norm.
+        TypeError: an argument that is no number.
+
+    Example:
+        >>> ClipByGlobalNorm(1.0)
+        ClipByGlobalNorm(max_norm=1.0, norm_type=2.0, eps=1e-06)
+
+    References:
+        Pascanu, Mikolov, Bengio, `On the difficulty of training recurrent neural networks
+        <https://arxiv.org/abs/1211.5063>`_, 2013
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class ClipByNorm(_ClipNorm):
+    r"""Scales each gradient whose norm before clipping exceeds `max_norm`, by its own coefficient.
+
+    .. math:: g_i \leftarrow g_i \cdot \min(1, \text{max\_norm} / (\|g_i\|_p + \text{eps}))
+
+    Args:
+        max_norm: largest norm of a gradient; 0 or more, inf clips nothing.
+        norm_type: p of the p-norm: positive, inf, -inf, or 0 for the number of nonzero elements.
+        eps: added to the norm; see :class:`ClipByGlobalNorm`.
+
+    Raises:
+        ValueError: a limit that is negative or NaN, a `norm_type` that names no norm.
+        TypeError: an argument that is no number.
+
+    Example:
+        >>> ClipByNorm(1.0, eps=0.0)
+        ClipByNorm(max_norm=1.0, norm_type=2.0, eps=0.0)
+
+    References:
+        Paddle, `ClipGradByNorm`; TensorFlow, `clip_by_norm`.
+    """
+
+    per_gradient: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class ClipByValue(Rule):
+    r"""Clamps every element to `[min, max]`; NaN stays NaN.
+
+    .. math:: g \leftarrow \min(\max(g, \text{min}), \text{max})
+
+    Args:
+        min: least value; or, where it is the only argument, the bound of both sides, 0 or more.
+        max: largest value.
+
+    The bounds are rounded to the gradient's dtype first, and a finite bound stays finite there.
+
+    Raises:
+        ValueError: `min > max`, a NaN, or a single bound that is negative.
+        TypeError: an argument that is no number.
+
+    Example:
+        >>> ClipByValue(0.5)
+        ClipByValue(min=-0.5, max=0.5)
+        >>> ClipByValue(-1.0, 0.25)
+        ClipByValue(min=-1.0, max=0.25)
+
+    References:
+        Paddle, `ClipGradByValue`; TensorFlow, `clip_by_value`.
+    """
+
+    min: float
+    max: float
+
+    clamps: ClassVar[bool] = True
+    # Measured by the policies for NaN and inf alone.
+    norm_type: ClassVar[float] = math.inf  # type: ignore[misc]  # a constant here
+    eps: ClassVar[float] = 0.0  # type: ignore[misc]
+
+    def __init__(self, min: float, max: float | None = None) -> None:
+        if max is None:
+            high = as_limit("min, the bound of both sides where max is not given,", min)
+            low = -high
+        else:
+            low, high = as_number("min", min), as_number("max", max)
+            if not low <= high:
+                raise ValueError(f"min must not exceed max, got min={low} and max={high}")
+        object.__setattr__(self, "min", low)
+        object.__setattr__(self, "max", high)
+
+    def limit(self, norm: Callable[[], Tensor]) -> float:
+        """No limit: a norm is measured to find NaN and inf."""
+        return math.inf
+
+    def bounds(self, dtype: torch.dtype) -> tuple[float, float]:
+        """`min` and `max`, rounded to the dtype; a finite bound stays finite."""
+        # lru_cache finds 0.0 for -0.0.
+        low = _rounded(self.min, dtype) if self.min else self.min
+        high = _rounded(self.max, dtype) if self.max else self.max
+        return low, high
+
+    @property
+    def keeps_zero(self) -> bool:
+        """Whether the bounds include 0."""
+        return self.min <= 0 <= self.max
+
+
+@lru_cache
+def _rounded(bound: float, dtype: torch.dtype) -> float:
+    largest = torch.finfo(dtype).max
+    if not math.isinf(bound):
+        bound = min(max(bound, -largest), largest)
+    return float(torch.tensor(bound, dtype=torch.float64, device="cpu").to(dtype))
+
+
+def as_rule(clip: object) -> Rule:
+    """The rule itself, or `ClipByGlobalNorm` of a number."""
+    if isinstance(clip, Rule):
+        return clip
+    if type(clip) is float and not torch.compiler.is_compiling():
+        return _rule_of(clip)
+    if isinstance(clip, type) and issubclass(clip, Rule):
+        raise TypeError(f"clip must be a rule, got the class; write {clip.__name__}(...)")
+    try:
+        return ClipByGlobalNorm(clip)  # type: ignore[arg-type]  # the rule checks
+    except TypeError:
+        raise TypeError(
+            "clip must be a number (the largest global norm) or one of ClipByGlobalNorm, "
+            f"ClipByNorm and ClipByValue, got {clip!r} of type {type(clip).__name__}"
+        ) from None
+
+
+# Only for floats: a cache would find 1 for True.
+_rule_of = lru_cache(maxsize=64)(ClipByGlobalNorm)

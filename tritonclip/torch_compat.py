@@ -1,0 +1,206 @@
+"""Drop-in replacements of torch.nn.utils: its signatures, messages and warnings."""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from tritonclip.clipping import Parameters, collect
+from tritonclip.engine import compiled, execute
+from tritonclip.engine.gradients import Gradients, of_tensors
+from tritonclip.engine.nonfinite import TORCH_REMEDY
+from tritonclip.engine.planner import plan_
+from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.rules import ClipByGlobalNorm, ClipByValue
+from tritonclip.rules.arguments import as_limit, as_norm_type, check_one_float
+
+# Where torch has its foreach functions.
+_FOREACH_DEVICES = ("cpu", "cuda", "xpu", "mtia", "privateuseone")
+_cached_by_norm = lru_cache(maxsize=64)(ClipByGlobalNorm)
+_cached_by_value = lru_cache(maxsize=64)(lambda bound: ClipByValue(as_limit("clip_value", bound)))
+
+
+def _as_float(number: object) -> float:
+    """Converts a number as torch does: text and one-element tensors count, errors are Python's.
+
+    Booleans pass: rules refuse them.
+    """
+    return number if isinstance(number, bool) else float(number)  # type: ignore[arg-type]
+
+
+def _by_norm(max_norm: float, norm_type: float) -> ClipByGlobalNorm:
+    """The rule, made once for floats: a cache would find 1 for True, and cannot be traced."""
+    floats = type(max_norm) is float and type(norm_type) is float
+    if floats and not torch.compiler.is_compiling():
+        return _cached_by_norm(max_norm, norm_type)
+    return ClipByGlobalNorm(max_norm, norm_type)
+
+
+def _by_value(bound: float) -> ClipByValue:
+    """As `_by_norm`."""
+    if type(bound) is float and not torch.compiler.is_compiling():
+        return _cached_by_value(bound)
+    return ClipByValue(as_limit("clip_value", bound))
+
+
+def _check_foreach(gradients: Gradients) -> None:
+    """Refuses foreach=True where torch does; otherwise the argument changes nothing."""
+    for group in gradients.plan.groups if gradients.plan is not None else ():
+        if group.device.type not in _FOREACH_DEVICES:
+            raise RuntimeError(
+                "foreach=True was passed, but can't use the foreach API on "
+                f"{group.device.type} tensors"
+            )
+
+
+def clip_grad_norm_(
+    parameters: Parameters,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Limits the global norm of gradients in place; returns the norm *before* clipping.
+
+    A drop-in replacement of `torch.nn.utils.clip_grad_norm_`; docs/differences.md lists
+    every difference.
+
+    Args:
+        parameters: as for :func:`clip_`.
+        max_norm: largest norm, 0 or more.
+        norm_type: p of the p-norm: positive, 0, inf or -inf, also as text.
+        error_if_nonfinite: raise RuntimeError where the norm is NaN or inf, gradients untouched;
+            waits for the device.
+        foreach: accepted for compatibility; there is one implementation.
+
+    Returns:
+        The norm, a 0-d tensor: float64 where any gradient is, else float32; on the first gradient's
+        device.
+
+    Raises:
+        As :func:`clip_`.
+
+    Example:
+        >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> (weight * weight).sum().backward()
+        >>> clip_grad_norm_([weight], max_norm=1.0)
+        tensor(10.)
+    """
+    rule = _by_norm(_as_float(max_norm), _as_float(norm_type))
+    policy = "error" if error_if_nonfinite else "propagate"
+    if torch.compiler.is_compiling():
+        norm = compiled.clip_(parameters, rule, policy, 1.0)
+    else:
+        gradients = collect(parameters)
+        if foreach:
+            _check_foreach(gradients)
+        norm = execute.clip_(gradients, rule, policy, remedy=TORCH_REMEDY)
+    return cast(Tensor, norm)
+
+
+def clip_grad_value_(
+    parameters: Parameters, clip_value: float, foreach: bool | None = None
+) -> None:
+    """Clamps gradients in place to `[-clip_value, clip_value]`; NaN stays NaN.
+
+    A drop-in replacement of `torch.nn.utils.clip_grad_value_`.
+
+    Args:
+        parameters: as for :func:`clip_`.
+        clip_value: largest magnitude, 0 or more.
+        foreach: accepted for compatibility; there is one implementation.
+
+    Raises:
+        As :func:`clip_`.
+    """
+    rule = _by_value(_as_float(clip_value))
+    if torch.compiler.is_compiling():
+        compiled.clip_(parameters, rule, "propagate", 1.0)
+    else:
+        gradients = collect(parameters)
+        if foreach:
+            _check_foreach(gradients)
+        execute.clip_(gradients, rule)
+
+
+def get_total_norm(
+    tensors: Tensor | Iterable[Tensor] | FlatGradients,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """The norm of all tensors together; writes nothing.
+
+    A drop-in replacement of `torch.nn.utils.get_total_norm`.
+
+    Args:
+        tensors: floating-point or complex: gradients themselves, not parameters; or
+            :class:`FlatGradients`.
+        norm_type: p of the p-norm: positive, 0, inf or -inf, also as text.
+        error_if_nonfinite: raise RuntimeError where the norm is NaN or inf; waits for the device.
+        foreach: accepted for compatibility; there is one implementation.
+
+    Returns:
+        The norm, a 0-d tensor: float64 where any tensor is, else float32; on the first tensor's
+        device.
+
+    Raises:
+        TypeError, ValueError: tensors that have no norm; see :func:`clip_`.
+        RuntimeError: a norm that is not finite, with `error_if_nonfinite`.
+
+    Example:
+        >>> get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
+        tensor(5.)
+    """
+    order = as_norm_type(_as_float(norm_type))
+    if torch.compiler.is_compiling():
+        if isinstance(tensors, FlatGradients):
+            tensors = [p.grad for p in tensors.parameters if p.grad is not None]
+        return compiled.total_norm(tensors, order, error_if_nonfinite)
+    if isinstance(tensors, FlatGradients):
+        gradients = tensors.gradients(per_gradient=False)
+    else:
+        gradients = plan_(of_tensors(tensors))
+    if foreach:
+        _check_foreach(gradients)
+    return execute.total_norm(gradients, order, error_if_nonfinite)
+
+
+def clip_grads_with_norm_(
+    parameters: Parameters,
+    max_norm: float,
+    total_norm: Tensor,
+    foreach: bool | None = None,
+) -> None:
+    """Scales gradients in place by `min(1, max_norm / (total_norm + 1e-6))`.
+
+    For a norm *before* clipping that is known: reduce norms over processes between
+    :func:`get_total_norm` and this. A drop-in replacement of
+    `torch.nn.utils.clip_grads_with_norm_`.
+
+    Args:
+        parameters: as for :func:`clip_`.
+        max_norm: largest norm, 0 or more.
+        total_norm: the norm that the gradients count as having: a one-element floating-point
+            tensor on any device, or a number.
+        foreach: accepted for compatibility; there is one implementation.
+
+    Raises:
+        As :func:`clip_`.
+    """
+    limit_to = as_limit("max_norm", _as_float(max_norm))
+    if isinstance(total_norm, Tensor):
+        check_one_float("total_norm", total_norm)
+    else:
+        total_norm = torch.tensor(
+            as_limit("total_norm", total_norm), dtype=torch.float64, device="cpu"
+        )
+    if torch.compiler.is_compiling():
+        compiled.scale_to_norm_(parameters, limit_to, total_norm)
+    else:
+        gradients = collect(parameters)
+        if foreach:
+            _check_foreach(gradients)
+        execute.scale_(gradients, limit_to, total_norm)
