@@ -34,8 +34,9 @@ MEDIUM = {
     torch.float32: 12288,
     torch.float64: 12288,
 }
-# Elements of scratch: the 1.5 MiB of float32 that half types need stay in cache. 131,072 elements
-# take 27.1 ms for 124M bfloat16 elements, 262,144 23.8, 393,216 22.7, 524,288 22.8.
+# Elements of scratch for medium gradients and those with gaps: 1.5 MiB of float32 stay in cache.
+# Chosen where long half types went through it too: 131,072 elements took 27.1 ms for 124M bfloat16
+# elements, 262,144 23.8, 393,216 22.7, 524,288 22.8.
 SCRATCH = 393216
 # Elements measured at once, and those whose row norms are kept until they are added up: 256 KiB of
 # float32 norms each.
