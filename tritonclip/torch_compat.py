@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tritonclip.clipping import Parameters, collect
 from tritonclip.engine import compiled, execute
-from tritonclip.engine.gradients import Gradients, of_tensors
+from tritonclip.engine.gradients import Gradients, of_parameters, of_tensors
 from tritonclip.engine.nonfinite import TORCH_REMEDY
 from tritonclip.engine.planner import plan_
 from tritonclip.flat.flat_gradients import FlatGradients
@@ -45,13 +45,22 @@ def _by_value(bound: float) -> ClipByValue:
     return ClipByValue(as_limit("clip_value", bound))
 
 
+def _collect(parameters: Parameters, foreach: bool | None) -> Gradients:
+    """Collects gradients, with their plan."""
+    if not foreach or isinstance(parameters, FlatGradients):
+        return collect(parameters)
+    gradients = of_parameters(parameters)
+    _check_foreach(gradients)
+    return plan_(gradients)
+
+
 def _check_foreach(gradients: Gradients) -> None:
     """Refuses foreach=True where torch does; otherwise the argument changes nothing."""
-    for group in gradients.plan.groups if gradients.plan is not None else ():
-        if group.device.type not in _FOREACH_DEVICES:
+    for tensor in gradients.tensors:
+        if tensor.device.type not in _FOREACH_DEVICES:
             raise RuntimeError(
                 "foreach=True was passed, but can't use the foreach API on "
-                f"{group.device.type} tensors"
+                f"{tensor.device.type} tensors"
             )
 
 
@@ -93,9 +102,7 @@ def clip_grad_norm_(
     if torch.compiler.is_compiling():
         norm = compiled.clip_(parameters, rule, policy, 1.0)
     else:
-        gradients = collect(parameters)
-        if foreach:
-            _check_foreach(gradients)
+        gradients = _collect(parameters, foreach)
         norm = execute.clip_(gradients, rule, policy, remedy=TORCH_REMEDY)
     return cast(Tensor, norm)
 
@@ -119,9 +126,7 @@ def clip_grad_value_(
     if torch.compiler.is_compiling():
         compiled.clip_(parameters, rule, "propagate", 1.0)
     else:
-        gradients = collect(parameters)
-        if foreach:
-            _check_foreach(gradients)
+        gradients = _collect(parameters, foreach)
         execute.clip_(gradients, rule)
 
 
@@ -162,9 +167,10 @@ def get_total_norm(
     if isinstance(tensors, FlatGradients):
         gradients = tensors.gradients(per_gradient=False)
     else:
-        gradients = plan_(of_tensors(tensors))
-    if foreach:
-        _check_foreach(gradients)
+        gradients = of_tensors(tensors)
+        if foreach:
+            _check_foreach(gradients)
+        plan_(gradients)
     return execute.total_norm(gradients, order, error_if_nonfinite)
 
 
@@ -200,7 +206,5 @@ def clip_grads_with_norm_(
     if torch.compiler.is_compiling():
         compiled.scale_to_norm_(parameters, limit_to, total_norm)
     else:
-        gradients = collect(parameters)
-        if foreach:
-            _check_foreach(gradients)
+        gradients = _collect(parameters, foreach)
         execute.scale_(gradients, limit_to, total_norm)
