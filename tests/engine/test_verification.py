@@ -61,7 +61,8 @@ def break_norm(monkeypatch, verbs: Any, factor: float):
     real = verbs.norm
 
     def broken(batch, norm_type, out, *, per_gradient):
-        return real(batch, norm_type, out, per_gradient=per_gradient).mul_(factor)
+        norms = real(batch, norm_type, out, per_gradient=per_gradient)
+        return [factor * norm for norm in norms] if isinstance(norms, list) else norms.mul_(factor)
 
     monkeypatch.setattr(verbs, "norm", broken)
 

@@ -27,7 +27,8 @@ def test_self_test_fails_with_a_reason_where_a_backend_is_wrong(monkeypatch, cap
     real = CpuBatch.norm
 
     def wrong(batch, norm_type, out, *, per_gradient):
-        return real(batch, norm_type, out, per_gradient=per_gradient).mul_(1.001)
+        norms = real(batch, norm_type, out, per_gradient=per_gradient)
+        return [1.001 * norm for norm in norms]
 
     monkeypatch.setattr(CpuBatch, "norm", wrong)
     with tritonclip.use_backend("torch"):

@@ -1,11 +1,15 @@
 """The interface of a backend: a layout, kept by a plan, and the batches that calls make of it."""
 
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from tritonclip.rules import Rule
+
+# Partial norms in the form that a backend gives and takes: a tensor on the gradients' device, or
+# numbers where the host decides. Every backend takes a tensor.
+PartialNorms: TypeAlias = Any
 
 
 class Batch(Protocol):
@@ -23,7 +27,7 @@ class Batch(Protocol):
     def count_norms(self, *, per_gradient: bool) -> int:
         """How many partial norms `norm` gives."""
 
-    def norm(self, norm_type: float, out: Tensor | None, *, per_gradient: bool) -> Tensor:
+    def norm(self, norm_type: float, out: Tensor | None, *, per_gradient: bool) -> PartialNorms:
         """Measures the gradients.
 
         Args:
@@ -33,20 +37,20 @@ class Batch(Protocol):
             per_gradient: partial norms from which the norm of each gradient can be had.
 
         Returns:
-            Partial norms, whose norm is the norm, on the gradients' device, still loss-scaled.
+            Partial norms, whose norm is the norm, still loss-scaled; numbers only without `out`.
         """
 
-    def total(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
+    def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms of all groups, 0-d."""
 
     def total_each(
-        self, norms: Tensor, first: int, norm_type: float, grad_scale: float | Tensor
+        self, norms: PartialNorms, first: int, norm_type: float, grad_scale: float | Tensor
     ) -> Tensor:
         """The norm of each gradient, 1-d, from partial norms: this group's begin at `first`."""
 
     def scale_(
         self,
-        norms: Tensor,
+        norms: PartialNorms,
         rule: Rule,
         max_norm: float | Tensor,
         grad_scale: float | Tensor,
@@ -56,7 +60,7 @@ class Batch(Protocol):
         """Multiplies all gradients by one coefficient.
 
         Args:
-            norms: partial norms of all groups, on the gradients' device.
+            norms: partial norms of all groups.
             rule: gives norm type and eps.
             max_norm: the rule's limit: a number, or a one-element tensor.
             grad_scale: see above.
@@ -68,14 +72,14 @@ class Batch(Protocol):
 
     def scale_each_(
         self,
-        norms: Tensor,
+        norms: PartialNorms,
         first: int,
         rule: Rule,
         max_norm: float | Tensor,
         grad_scale: float | Tensor,
         *,
         erase: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, float | Tensor]:
         """Multiplies each gradient by the coefficient of its norm.
 
         Args:
@@ -88,7 +92,7 @@ class Batch(Protocol):
             erase: 0-d bool on the gradients' device: whether to write zeros; None for no.
 
         Returns:
-            Norms before clipping and coefficients, 1-d, on the gradients' device.
+            Norms before clipping, 1-d, on the gradients' device; coefficients, 1-d, or the least.
         """
 
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:

@@ -5,16 +5,16 @@ call, and measured by one more.
 """
 
 import math
-from collections.abc import Sequence
 from ctypes import c_double, c_float
-from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from tritonclip.backends import cpu_norm
+from tritonclip.backends.batch import PartialNorms
 from tritonclip.backends.batching import pack_small
+from tritonclip.backends.packed import PACKED_ELEMENTS, PACKED_TENSORS, Numbers, Scratch
 from tritonclip.backends.torch_backend import (
     ARITHMETIC,
     TorchBatch,
@@ -28,17 +28,6 @@ from tritonclip.backends.torch_backend import (
 )
 from tritonclip.rules import Rule
 
-# Lists of up to so many elements and tensors are packed: their scratch takes up to 4 MiB a plan.
-PACKED_ELEMENTS = 524288
-PACKED_TENSORS = 512
-# Elements of a packed float64 gradient whose squares are added up in turn: to 4096 * 2^-53 = 5e-13.
-MOST_IN_TURN = 4096
-# Mean size from which gradients are measured by a call each, rather than their squares added up by
-# index: 10 tensors of 64, 256, 1,024 and 6,000 elements take 50, 60, 57 and 162 us so, and 39, 41,
-# 91 and 979 by index; 100 tensors of 256 and 1,024 570 and 691, and 496 and 1,838.
-COARSE = 512
-# Sums of squares of float64 elements outside of this range may have lost some, or overflowed.
-_SMALLEST, _LARGEST = 2.0**-450, 2.0**450
 # Elements from which a CPU tensor is clamped in one pass: of 1,024, 4,096, 8,192 and 131,072
 # elements, two foreach passes take 1.2, 2.3, 7.5 and 78 us a tensor, one call of clamp_ 1.9, 2.2,
 # 6.0 and 45. To compare first whether any element is outside costs as much as to clamp: 28 to 35 ms
@@ -47,32 +36,9 @@ ONE_PASS = 4096
 # Tensors of a batch from which those with elements outside are searched: that takes 80 us a batch,
 # and 0.8 us to clamp a tensor of up to 256 elements.
 MANY = 256
-
-
-# Gradients whose coefficients are computed in numbers of Python: 2 us each; tensor operators take
+# Gradients whose coefficients are computed in Python's numbers: 1 us each; tensor operators take
 # 80 us a call.
-FEW = 32
-
-
-class Scratch:
-    """Memory in which a small gradient list is measured.
-
-    Attributes:
-        elements: float64[n], all gradients end to end: their squares neither overflow nor vanish,
-            unless they are float64 themselves.
-        slots: a view of it for each gradient, of its shape.
-    """
-
-    __slots__ = ("elements", "slots")
-
-    def __init__(self, tensors: list[Tensor], sizes: list[int]) -> None:
-        # Never inference tensors, which no later call could write to.
-        with torch.inference_mode(False):
-            self.elements = torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
-            self.slots = [
-                slot.view(tensor.shape)
-                for slot, tensor in zip(self.elements.split(sizes), tensors, strict=True)
-            ]
+FEW = 512
 
 
 class CpuLayout:
@@ -93,11 +59,6 @@ class CpuLayout:
             and len(tensors) <= PACKED_TENSORS
             and tensors[0].dtype in ARITHMETIC
         )
-        # Squares are added up one after the other, which costs long float64 gradients digits.
-        self.packs_each = self.packs and (
-            self.wide == torch.float32 or max(self.sizes) <= MOST_IN_TURN
-        )
-        self.is_coarse = sum(self.sizes) > COARSE * len(tensors)
         # Contiguous and 1-d: packed without a view of each.
         self.lines = flat and all(tensor.dim() == 1 for tensor in tensors)
         least = math.inf
@@ -105,54 +66,65 @@ class CpuLayout:
             least = 0 if len(tensors) == 1 else ONE_PASS
         self.clamped_alone = [i for i, n in enumerate(self.sizes) if n >= least]
         self.clamped_together = [i for i, n in enumerate(self.sizes) if n < least]
-        # Scratch that no call uses. A call takes one and puts it back, each in one operation on a
-        # list: threads, and a signal handler within a call, so never share one.
-        self.free: list[Scratch] = []
+        # Pools of memory that no call uses: a call takes one and puts it back, each in one
+        # operation on a list. Threads, and a signal handler within a call, so never share one.
+        self._scratch: list[Scratch] = []
+        self._numbers: dict[torch.dtype, list[Numbers]] = {torch.float32: [], torch.float64: []}
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> "CpuBatch":
         """The gradients of a call."""
         return CpuBatch(tensors, self)
 
-    @cached_property
-    def tensor_of_element(self) -> Tensor:
-        """The gradient that each element of the scratch belongs to, int64[n]."""
-        with torch.inference_mode(False):
-            counts = torch.tensor(self.sizes, device="cpu")
-            return torch.repeat_interleave(counts)
+    def packed_norm(self, tensors: list[Tensor], *, per_gradient: bool) -> list[float] | None:
+        """The 2-norm of all gradients, or of each; None where float64 does not hold a square."""
+        try:
+            scratch = self._scratch.pop()
+        except IndexError:
+            scratch = Scratch(tensors, self.sizes)
+        measured = scratch.norms(tensors) if per_gradient else scratch.norm(tensors)
+        self._scratch.append(scratch)
+        return measured
+
+    def take(self, numbers: list[float], dtype: torch.dtype) -> Numbers:
+        """Tensors of up to FEW numbers, to be given back."""
+        try:
+            taken = self._numbers[dtype].pop()
+        except IndexError:
+            taken = Numbers(min(len(self.sizes), FEW), dtype)
+        taken.store(numbers)
+        return taken
+
+    def give_back(self, taken: Numbers) -> None:
+        """Lets another call use them."""
+        self._numbers[taken.together.dtype].append(taken)
 
 
-class CpuBatch(TorchBatch):
+class CpuBatch:
     """Verbs on a CPU; see :class:`tritonclip.backends.batch.Batch`."""
+
+    counts_versions = True
 
     def __init__(self, tensors: list[Tensor], layout: CpuLayout) -> None:
         self.tensors, self.layout, self.dtype = tensors, layout, layout.dtype
 
-    def norm(self, norm_type: float, out: Tensor | None, *, per_gradient: bool) -> Tensor:
+    def _as_torch(self) -> TorchBatch:
+        """The verbs that leave every decision to tensors."""
+        return TorchBatch(self.tensors, self.dtype)
+
+    def count_norms(self, *, per_gradient: bool) -> int:
+        """How many partial norms `norm` gives: one a gradient, or one."""
+        return len(self.tensors) if per_gradient else 1
+
+    def norm(self, norm_type: float, out: Tensor | None, *, per_gradient: bool) -> PartialNorms:
         """Measures the gradients."""
+        measured: PartialNorms | None = None
         if norm_type != 2.0:
-            return super().norm(norm_type, out, per_gradient=per_gradient)
-        layout, measured = self.layout, None
-        if layout.packs_each if per_gradient else layout.packs:
-            try:
-                scratch = layout.free.pop()
-            except IndexError:
-                scratch = Scratch(self.tensors, layout.sizes)
-            elements = scratch.elements
-            torch._foreach_copy_(scratch.slots, self.tensors)
-            if per_gradient and layout.is_coarse:
-                measured = torch.stack(torch._foreach_norm(scratch.slots))
-            elif per_gradient:
-                measured = torch.zeros(len(self.tensors), dtype=torch.float64, device="cpu")
-                measured.index_add_(0, layout.tensor_of_element, elements * elements).sqrt_()
-            else:
-                measured = torch.dot(elements, elements).sqrt_()
-            layout.free.append(scratch)
-            if layout.wide == torch.float64:
-                fits = (measured >= _SMALLEST) & (measured < _LARGEST)
-                measured = measured if bool(fits.all()) else None
+            measured = self._as_torch().norm(norm_type, None, per_gradient=per_gradient)
+        elif self.layout.packs:
+            measured = self.layout.packed_norm(self.tensors, per_gradient=per_gradient)
         if measured is None:
             measured = self._two_norm(per_gradient)
-        return measured if out is None else out.copy_(measured)
+        return measured if out is None else out.copy_(_as_tensor(measured))
 
     def _two_norm(self, per_gradient: bool) -> Tensor:
         tensors, layout = self.tensors, self.layout
@@ -162,89 +134,124 @@ class CpuBatch(TorchBatch):
             return cpu_norm.two_norms_of_each(tensors, layout.sizes, flat=layout.flat)
         return torch.stack([norm_of([tensor], 2.0, torch.float64) for tensor in tensors])
 
+    def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
+        """The norm from partial norms, 0-d."""
+        return self._as_torch().total(_as_tensor(norms), norm_type, grad_scale)
+
+    def total_each(
+        self, norms: PartialNorms, first: int, norm_type: float, grad_scale: float | Tensor
+    ) -> Tensor:
+        """The norm of each gradient, 1-d."""
+        return self._as_torch().total_each(_as_tensor(norms), first, norm_type, grad_scale)
+
     def scale_(
         self,
-        norms: Tensor,
+        norms: PartialNorms,
         rule: Rule,
         max_norm: float | Tensor,
         grad_scale: float | Tensor,
         *,
         erase_nonfinite: bool,
-    ) -> tuple[Tensor, float | Tensor]:
+    ) -> tuple[Tensor, float]:
         """Multiplies all gradients by one coefficient, but not where it is 1."""
-        total = float(norms if norms.numel() == 1 else combine(norms, rule.norm_type))
-        scale = float(grad_scale)
+        if isinstance(norms, Tensor):
+            norms = [float(norms if norms.numel() == 1 else combine(norms, rule.norm_type))]
         rounded = c_double if self.dtype == torch.float64 else c_float
-        measured = rounded(total / (scale if rule.norm_type else 1.0)).value
-        norm = torch.full((), measured, dtype=self.dtype, device="cpu")
+        scale = float(grad_scale)
+        # A count of elements carries no loss scale.
+        measured = rounded(norms[0] / scale if rule.norm_type else norms[0]).value
+        results = self.layout.take([measured], self.dtype)
+        norm = results.each[0].clone()
+        self.layout.give_back(results)
         if erase_nonfinite and not math.isfinite(measured):
             zero_(self.tensors)
             return norm, 0.0
         coefficient = _coefficient(measured, float(max_norm), rule.eps, rounded)
-        multiplier = rounded(coefficient / rounded(scale).value).value
+        multiplier = coefficient
+        if scale != 1:
+            multiplier = rounded(coefficient / rounded(scale).value).value
         if multiplier != 1:
             self._multiply_(multiplier)
         return norm, coefficient
 
     def _multiply_(self, multiplier: float) -> None:
         # In a 0-d tensor: a number would be rounded to a half type first.
-        factor = torch.full((), multiplier, dtype=self.layout.wide, device="cpu")
+        factors = self.layout.take([multiplier], self.layout.wide)
+        factor = factors.each[0]
         if not in_one_call(torch._foreach_mul_, self.tensors, factor):
             multiply_(self.tensors, factor, torch.zeros((), dtype=torch.bool, device="cpu"))
+        self.layout.give_back(factors)
 
     def scale_each_(
         self,
-        norms: Tensor,
+        norms: PartialNorms,
         first: int,
         rule: Rule,
         max_norm: float | Tensor,
         grad_scale: float | Tensor,
         *,
         erase: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, float | Tensor]:
         """Multiplies each gradient by the coefficient of its norm, but not where it is 1."""
         n = len(self.tensors)
+        coefficient: float | Tensor
+        factors: list[float] | Tensor
         if n <= FEW and not isinstance(max_norm, Tensor):
-            norm, coefficient, multipliers = self._few_terms(
-                norms[first : first + n].tolist(), rule, max_norm, float(grad_scale)
-            )
-            changed = [i for i, multiplier in enumerate(multipliers) if multiplier != 1]
-            factors = (
-                torch.tensor(multipliers, dtype=self.layout.wide, device="cpu") if changed else norm
-            )
+            if isinstance(norms, Tensor):
+                norms = norms[first : first + n].tolist()
+            norm, coefficient, factors = self._few_terms(norms, rule, max_norm, grad_scale)
+            changed = [i for i, factor in enumerate(factors) if factor != 1]
         else:
-            norm, coefficient, factors = self.terms_each(norms, first, rule, max_norm, grad_scale)
-            factors = factors.to(self.layout.wide)
+            norm, coefficient, factors = self._as_torch().terms_each(
+                _as_tensor(norms), first, rule, max_norm, grad_scale
+            )
             changed = (factors != 1).nonzero().flatten().tolist()
         if erase is not None and bool(erase):
             zero_(self.tensors)
-            return norm, torch.zeros_like(coefficient)
+            return norm, 0.0
         if changed:
-            self._multiply_each_(changed, factors.unbind())
+            self._multiply_each_(changed, factors)
         return norm, coefficient
 
     def _few_terms(
-        self, norms: list[float], rule: Rule, max_norm: float, scale: float
-    ) -> tuple[Tensor, Tensor, list[float]]:
-        """Norms, coefficients and multipliers of a few gradients, in numbers of Python."""
-        rounded = c_double if self.dtype == torch.float64 else c_float
-        divisor = rounded(scale).value
-        # A count of elements carries no loss scale.
-        shared = scale if rule.norm_type else 1.0
-        measured = [rounded(norm / shared).value for norm in norms]
+        self, norms: list[float], rule: Rule, max_norm: float, grad_scale: float | Tensor
+    ) -> tuple[Tensor, float, list[float]]:
+        """Norms, least coefficient and multipliers of a few gradients, in Python's numbers."""
+        layout, dtype = self.layout, self.dtype
+        rounded = c_double if dtype == torch.float64 else c_float
+        scale = float(grad_scale)
+        if scale != 1 and rule.norm_type:
+            norms = [norm / scale for norm in norms]
+        results = layout.take(norms, dtype)
+        measured = results.numbers()
+        norm = results.together.clone()
+        layout.give_back(results)
         coefficients = [_coefficient(norm, max_norm, rule.eps, rounded) for norm in measured]
-        multipliers = [rounded(coefficient / divisor).value for coefficient in coefficients]
-        results = torch.tensor([measured, coefficients], dtype=self.dtype, device="cpu")
-        return results[0], results[1], multipliers
+        multipliers = coefficients
+        if scale != 1:
+            divisor = rounded(scale).value
+            multipliers = [rounded(coefficient / divisor).value for coefficient in coefficients]
+        # min forgets a NaN; a sum does not.
+        least = min(coefficients) if sum(coefficients) >= 0 else math.nan
+        return norm, least, multipliers
 
-    def _multiply_each_(self, changed: list[int], factors: Sequence[Tensor]) -> None:
-        """Multiplies some gradients, each by the 0-d factor of its index."""
-        tensors = [self.tensors[i] for i in changed]
-        chosen = [factors[i] for i in changed]
-        if not in_one_call(torch._foreach_mul_, tensors, chosen):
+    def _multiply_each_(self, changed: list[int], factors: list[float] | Tensor) -> None:
+        """Multiplies some gradients, each by the factor of its index."""
+        tensors, wide, taken = self.tensors, self.layout.wide, None
+        if isinstance(factors, Tensor):
+            each = factors.to(wide).unbind()
+        else:
+            taken = self.layout.take(factors, wide)
+            each = taken.each
+        if len(changed) < len(tensors):
+            tensors = [tensors[i] for i in changed]
+            each = tuple(each[i] for i in changed)
+        if not in_one_call(torch._foreach_mul_, tensors, each):
             no = torch.zeros((), dtype=torch.bool, device="cpu")
-            for tensor, factor in zip(tensors, chosen, strict=True):
+            for tensor, factor in zip(tensors, each, strict=True):
                 multiply_([tensor], factor, no)
+        if taken is not None:
+            self.layout.give_back(taken)
 
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
         """Clamps the gradients, in one pass where they are large."""
@@ -252,14 +259,15 @@ class CpuBatch(TorchBatch):
         if isinstance(grad_scale, Tensor) or grad_scale != 1:
             unscale_and_clamp_(tensors, low, high, grad_scale)
             return
-        small, large = layout.clamped_together, layout.clamped_alone
-        together = [tensors[i] for i in small] if large else tensors
-        # First, because packing refuses dual numbers of forward AD.
-        if len(small) >= MANY and layout.lines:
-            _clamp_many_(together, [layout.sizes[i] for i in small], low, high)
-        else:
-            clamp_together_(together, low, high)
-        for i in large:
+        together, alone = layout.clamped_together, layout.clamped_alone
+        if together:
+            small = [tensors[i] for i in together] if alone else tensors
+            # First, because packing refuses dual numbers of forward AD.
+            if len(small) >= MANY and layout.lines:
+                _clamp_many_(small, [layout.sizes[i] for i in together], low, high)
+            else:
+                clamp_together_(small, low, high)
+        for i in alone:
             tensors[i].clamp_(low, high)
 
 
@@ -282,6 +290,13 @@ def _clamp_many_(tensors: list[Tensor], sizes: list[int], low: float, high: floa
             clamp_together_([tensors[start + place] for place in places], low, high)
         n_done = stop
     clamp_together_(tensors[n_done:], low, high)
+
+
+def _as_tensor(norms: PartialNorms) -> Tensor:
+    """Partial norms as float64[n]."""
+    if isinstance(norms, Tensor):
+        return norms
+    return torch.tensor(norms, dtype=torch.float64, device="cpu")
 
 
 def _coefficient(

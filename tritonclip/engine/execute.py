@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
-from tritonclip.backends.batch import Batch
+from tritonclip.backends.batch import Batch, PartialNorms
 from tritonclip.backends.choose import layout_of, torch_layout
 from tritonclip.backends.torch_backend import wide_dtype
 from tritonclip.engine import nonfinite as policies
@@ -27,7 +27,8 @@ class Norms(NamedTuple):
 
     Attributes:
         batches: the gradients of each group, in the hands of its backend.
-        partials: for each group those of all groups, on its device.
+        partials: for each group those of all groups, on its device; a single group's in the form of
+            its backend.
         starts: index of a group's first partial.
         norm_type: p of the p-norm.
         per_gradient: partials give the norm of each gradient.
@@ -35,7 +36,7 @@ class Norms(NamedTuple):
     """
 
     batches: list[Batch]
-    partials: list[Tensor]
+    partials: list[PartialNorms]
     starts: list[int]
     norm_type: float
     per_gradient: bool
@@ -235,13 +236,16 @@ def _scale_(
     """Scales every group."""
     plan = gradients.plan
     assert plan is not None
-    n_limits = len(gradients.tensors) if norms.per_gradient else 1
-    max_norm = _checked_limit(rule.limit(partial(total, gradients, norms)), n_limits)
-    results = []
+    limit = rule.limit(partial(total, gradients, norms))
+    if type(limit) is not float:
+        limit = _checked_limit(limit, len(gradients.tensors) if norms.per_gradient else 1)
+    results: list[tuple[Tensor, float | Tensor]] = []
     if not norms.per_gradient:
-        for batch, partials in zip(norms.batches, norms.partials, strict=True):
+        for i, batch in enumerate(norms.batches):
             results.append(
-                batch.scale_(partials, rule, max_norm, grad_scale, erase_nonfinite=zero_nonfinite)
+                batch.scale_(
+                    norms.partials[i], rule, limit, grad_scale, erase_nonfinite=zero_nonfinite
+                )
             )
         norm = results[0][0]
     else:
@@ -251,16 +255,14 @@ def _scale_(
             finite = torch.isfinite(total(gradients, norms)).all()
             erase = [~finite.to(group.device) for group in plan.groups]
         for i, batch in enumerate(norms.batches):
-            limit = _limit_of(max_norm, plan.groups[i].indices)
+            own = _limit_of(limit, plan.groups[i].indices)
             results.append(
                 batch.scale_each_(
-                    norms.partials[i], norms.starts[i], rule, limit, grad_scale, erase=erase[i]
+                    norms.partials[i], norms.starts[i], rule, own, grad_scale, erase=erase[i]
                 )
             )
         norm = _in_order(gradients, [result[0] for result in results])
-    for group, batch in zip(plan.groups, norms.batches, strict=True):
-        if not batch.counts_versions:
-            _count_versions(gradients, group.indices)
+    _count_versions(gradients, norms.batches)
     return Outcome(norm if norm.device == plan.device else norm.to(plan.device), results)
 
 
@@ -290,20 +292,22 @@ def _clamp_(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Non
     """Clamps every group."""
     plan = gradients.plan
     assert plan is not None
-    batches = []
-    for group in plan.groups:
-        batches.append(group.clamping.bind(*gradients.of(group.indices)))
-    for group, batch in zip(plan.groups, batches, strict=True):
-        low, high = rule.bounds(group.dtype)
+    batches = [group.clamping.bind(*gradients.of(group.indices)) for group in plan.groups]
+    for i, batch in enumerate(batches):
+        low, high = rule.bounds(plan.groups[i].dtype)
         batch.clamp_(low, high, grad_scale)
+    _count_versions(gradients, batches)
+
+
+def _count_versions(gradients: Gradients, batches: list[Batch]) -> None:
+    """Makes writes through addresses visible to autograd."""
+    assert gradients.plan is not None
+    for i, batch in enumerate(batches):
         if not batch.counts_versions:
-            _count_versions(gradients, group.indices)
-
-
-def _count_versions(gradients: Gradients, indices: Sequence[int] | None) -> None:
-    """Makes a write through addresses visible to autograd."""
-    written = gradients.of(indices)[0] if gradients.versions is None else gradients.versions
-    torch.autograd.graph.increment_version(written)
+            written = gradients.versions
+            if written is None:
+                written = gradients.of(gradients.plan.groups[i].indices)[0]
+            torch.autograd.graph.increment_version(written)
 
 
 @lru_cache

@@ -135,6 +135,8 @@ class ClipByValue(Rule):
 
     def bounds(self, dtype: torch.dtype) -> tuple[float, float]:
         """`min` and `max`, rounded to the dtype; a finite bound stays finite."""
+        if self.min and self.max:
+            return _rounded_bounds(self.min, self.max, dtype)
         # lru_cache finds 0.0 for -0.0.
         low = _rounded(self.min, dtype) if self.min else self.min
         high = _rounded(self.max, dtype) if self.max else self.max
@@ -152,6 +154,11 @@ def _rounded(bound: float, dtype: torch.dtype) -> float:
     if not math.isinf(bound):
         bound = min(max(bound, -largest), largest)
     return float(torch.tensor(bound, dtype=torch.float64, device="cpu").to(dtype))
+
+
+@lru_cache
+def _rounded_bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
+    return _rounded(low, dtype), _rounded(high, dtype)
 
 
 def as_rule(clip: object) -> Rule:

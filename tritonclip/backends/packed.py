@@ -1,0 +1,104 @@
+"""Small gradient lists on a CPU: packed into scratch by one call, and measured by one more."""
+
+import math
+from collections.abc import Sequence
+from ctypes import c_double, c_float
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+# Lists of up to so many elements and tensors are packed: their scratch takes up to 8 MiB a plan.
+PACKED_ELEMENTS = 524288
+PACKED_TENSORS = 512
+# Elements of a row, at most: a power of two near the mean size, so that filling up the last row of
+# each gradient at most doubles or so the scratch. Rows of 1,024 take 2.4 ns a float64 element.
+LONGEST_ROW = 1024
+# Sums of squares of float64 elements outside of this range may have lost some, or overflowed.
+_SMALLEST, _LARGEST = 2.0**-450, 2.0**450
+
+
+class Scratch:
+    """Memory in which a small gradient list is measured, in float64.
+
+    Squares of narrower dtypes neither overflow nor vanish there.
+
+    Args:
+        tensors: gradients of one dtype.
+        sizes: theirs.
+    """
+
+    __slots__ = ("_elements", "_rows", "_slots", "_spans", "_trusted")
+
+    def __init__(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
+        mean = max(1, sum(sizes) // len(sizes))
+        width = min(LONGEST_ROW, 1 << (mean - 1).bit_length())
+        padded = [n + -n % width for n in sizes]
+        # Never inference tensors, which no later call could write to.
+        with torch.inference_mode(False):
+            self._elements = torch.zeros(sum(padded), dtype=torch.float64, device="cpu")
+            self._rows = self._elements.view(-1, width)
+            self._slots = [
+                room[:n].view(tensor.shape)
+                for room, tensor, n in zip(
+                    self._elements.split(padded), tensors, sizes, strict=True
+                )
+            ]
+        ends = [end // width for end in accumulate(padded)]
+        # Of each gradient, its first row and the one after its last; None for one row each.
+        self._spans = (
+            None
+            if ends == list(range(1, len(ends) + 1))
+            else list(zip([0, *ends], ends, strict=False))
+        )
+        self._trusted = tensors[0].dtype != torch.float64
+
+    def norm(self, tensors: list[Tensor]) -> list[float] | None:
+        """The 2-norm of all gradients, one number; None where float64 does not hold its square."""
+        torch._foreach_copy_(self._slots, tensors)
+        square = torch.dot(self._elements, self._elements).item()
+        norm = math.sqrt(square)
+        return [norm] if self._trusted or _SMALLEST <= norm < _LARGEST else None
+
+    def norms(self, tensors: list[Tensor]) -> list[float] | None:
+        """The 2-norm of each gradient; None where float64 does not hold a square."""
+        torch._foreach_copy_(self._slots, tensors)
+        rows = torch.linalg.vector_norm(self._rows, dim=1).tolist()
+        if not (self._trusted or all(_SMALLEST <= norm < _LARGEST for norm in rows)):
+            return None
+        if self._spans is None:
+            norms: list[float] = rows
+            return norms
+        return [math.sqrt(sum([x * x for x in rows[i:j]])) for i, j in self._spans]
+
+
+class Numbers:
+    """Python's numbers as tensors on a CPU, through memory that both see.
+
+    To store ten and clone them takes 2.7 us, torch.tensor 11. (torch 2.13, Xeon.)
+
+    Attributes:
+        together: the numbers, 1-d.
+        each: a 0-d view of each.
+
+    Args:
+        n: how many numbers.
+        dtype: float32 or float64, to which they are rounded.
+    """
+
+    __slots__ = ("_memory", "each", "together")
+
+    def __init__(self, n: int, dtype: torch.dtype) -> None:
+        self._memory = ((c_double if dtype == torch.float64 else c_float) * n)()
+        with torch.inference_mode(False):
+            self.together = torch.frombuffer(self._memory, dtype=dtype)
+            self.each: tuple[Tensor, ...] = self.together.unbind()
+
+    def store(self, numbers: list[float]) -> None:
+        """Replaces the first numbers, or all."""
+        self._memory[: len(numbers)] = numbers
+
+    def numbers(self) -> list[float]:
+        """The numbers, rounded."""
+        numbers: list[float] = self._memory[:]
+        return numbers
