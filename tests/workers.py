@@ -11,10 +11,12 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 
 import pytest
 import torch
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
 # os.fork is for POSIX; elsewhere than on Linux, libraries that torch loads may not survive it.
 NEEDS_FORK = pytest.mark.skipif(sys.platform != "linux", reason="forks of torch work on Linux only")
@@ -46,26 +48,35 @@ def run_in_fork(work: Callable[[], object], seconds: float = 20.0) -> None:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _work_and_exit(work, writer, seconds)
+        _work_and_exit(work, writer)
     os.close(writer)
+    status = None
     try:
-        status = _wait(pid, seconds + 10)
+        status = _wait(pid, seconds)
+        if status is None:
+            # It writes where it hangs.
+            os.kill(pid, signal.SIGUSR1)
+            time.sleep(0.5)
+    finally:
+        # Whatever happened, no process is left.
+        if status is None:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         with os.fdopen(reader, errors="replace") as report:
             told = report.read()
-    except BaseException:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        raise
+    if status is None:
+        pytest.fail(f"the forked process did not end in {seconds} s:\n{told}")
     if status != 0:
         pytest.fail(f"the forked process ended with status {status}:\n{told}")
 
 
-def _work_and_exit(work: Callable[[], object], writer: int, seconds: float) -> None:
+def _work_and_exit(work: Callable[[], object], writer: int) -> None:
     """Never returns: what follows in this process is the parent's."""
     status = 1
     try:
-        # Prints where it hangs, and exits.
-        faulthandler.dump_traceback_later(seconds, exit=True, file=writer)
+        # Prints where it hangs. A timer of faulthandler would wait for pytest's timer, whose thread
+        # is the parent's.
+        faulthandler.register(signal.SIGUSR1, file=writer)
         # A fork has none of the threads that torch would hand work to.
         torch.set_num_threads(1)
         work()
@@ -76,11 +87,48 @@ def _work_and_exit(work: Callable[[], object], writer: int, seconds: float) -> N
         os._exit(status)
 
 
-def _wait(pid: int, seconds: float) -> int:
+def _wait(pid: int, seconds: float) -> int | None:
+    """The exit status of a process; None where it did not end in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.002)
-    raise TimeoutError(f"the forked process {pid} did not end in {seconds} s")
+    return None
+
+
+def run_in_processes(
+    work: Callable[[int, Path], object], folder: Path, processes: int = 2, seconds: float = 60.0
+) -> None:
+    """Runs work(rank, folder) in new processes; fails where it raises or hangs, with tracebacks."""
+    context = spawn(
+        _work_by_rank, (work, folder, seconds), nprocs=processes, join=False, daemon=True
+    )
+    assert context is not None
+    # A process that hangs ends itself. Beside its work it imports torch.
+    deadline = time.monotonic() + seconds + 60
+    try:
+        # One call waits for one process.
+        while not context.join(timeout=1.0, grace_period=2.0):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{processes} processes did not end by themselves")
+    except (ProcessExitedException, TimeoutError) as error:
+        told = "".join(report.read_text() for report in sorted(folder.glob("hang-*.txt")))
+        pytest.fail(f"{error}; after {seconds} s it was at:\n{told}")
+    finally:
+        # Whatever happened, no process is left.
+        for process in context.processes:
+            process.kill()
+            process.join()
+
+
+def _work_by_rank(
+    rank: int, work: Callable[[int, Path], object], folder: Path, seconds: float
+) -> None:
+    # Left open, because a process may also hang at its end.
+    report = (folder / f"hang-{rank}.txt").open("w")
+    # Needs no lock of the interpreter, which a thread that waits may hold.
+    faulthandler.dump_traceback_later(seconds, exit=True, file=report)
+    torch.set_num_threads(1)
+    work(rank, folder)
