@@ -22,7 +22,7 @@ _RULES = (
 def main() -> int:
     """Prints the report; 1 where a self-test failed or the environment asks for nonsense."""
     try:
-        backend = settings.backend()
+        backend, verifying = settings.backend(), settings.verifying()
     except ValueError as error:
         print(error)
         return 1
@@ -32,7 +32,7 @@ def main() -> int:
         ("torch", torch.__version__),
         ("triton", _version("triton")),
         ("backend", backend),
-        ("verify", "on" if settings.verifying() else "off"),
+        ("verify", "on" if verifying else "off"),
     ):
         print(f"{name:<12}{text}")
     failed = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from typing import Any
@@ -21,6 +22,7 @@ from tritonclip.engine.planner import plans
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 RULES = each_rule(0.1, 0.1)
+NOT_INSTALLED = "triton is not installed: pip install triton"
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +57,7 @@ def test_auto_is_torch_on_cpu_tensors():
 
 def test_auto_is_triton_on_cuda_tensors(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(choose, "triton_found", lambda: True)
+    monkeypatch.setattr(choose, "triton_fault", lambda: None)
     assert choose.backend_name(CUDA, torch.float32) == "triton"
 
 
@@ -114,7 +116,7 @@ def test_environment_with_another_name_is_refused_by_the_call(monkeypatch, rule)
 @pytest.mark.parametrize("rule", RULES)
 def test_triton_refuses_cpu_tensors_before_anything_is_written(monkeypatch, rule):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(choose, "triton_found", lambda: True)
+    monkeypatch.setattr(choose, "triton_fault", lambda: None)
     grad = normal(9)
     before, version = bits(grad), grad._version
     with (
@@ -128,15 +130,69 @@ def test_triton_refuses_cpu_tensors_before_anything_is_written(monkeypatch, rule
     assert grad._version == version
 
 
+ASKS = """
+import warnings, torch, tritonclip
+from tritonclip.backends import choose
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        print(choose.backend_name(torch.device("cuda"), torch.float32))
+print(*(warning.message for warning in said), sep="\\n")
+try:
+    with tritonclip.use_backend("triton"):
+        choose.backend_name(torch.device("cuda"), torch.float32)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        pytest.param(
+            "raise ImportError('libtriton.so: undefined symbol')",
+            "is installed but cannot be imported (ImportError: libtriton.so: undefined symbol)",
+            id="ImportError",
+        ),
+        pytest.param(
+            "import no_such_library",
+            "is installed but cannot be imported (ModuleNotFoundError: No module named "
+            "'no_such_library')",
+            id="module-missing",
+        ),
+        pytest.param(
+            "raise OSError('libcuda.so: cannot open')",
+            "is installed but cannot be imported (OSError: libcuda.so: cannot open)",
+            id="OSError",
+        ),
+        pytest.param(
+            "raise ModuleNotFoundError('No module named triton', name='triton')",
+            "is not installed: pip install triton",
+            id="not-installed",
+        ),
+    ],
+)
+def test_triton_that_cannot_be_imported_is_said_once(tmp_path, source, reason):
+    """auto falls back to torch, triton is refused, and both say why."""
+    (tmp_path / "triton.py").write_text(source)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = python("-c", ASKS, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    first, second, warning, refusal = done.stdout.splitlines()
+    assert (first, second) == ("torch", "torch")
+    assert warning.startswith(f"tritonclip uses its slower torch backend on cuda: triton {reason}")
+    assert refusal.startswith(f"the triton backend was asked for, but triton {reason}")
+
+
 def test_triton_that_is_not_installed_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(choose, "triton_found", lambda: False)
+    monkeypatch.setattr(choose, "triton_fault", lambda: NOT_INSTALLED)
     with tritonclip.use_backend("triton"), pytest.raises(RuntimeError, match="pip install triton"):
         choose.backend_name(CUDA, torch.float32)
 
 
 def test_triton_that_is_not_installed_is_said_once(monkeypatch):
     """auto falls back to torch, at a price that is named with the remedy."""
-    monkeypatch.setattr(choose, "triton_found", lambda: False)
+    monkeypatch.setattr(choose, "triton_fault", lambda: NOT_INSTALLED)
     with pytest.warns(UserWarning, match=r"slower torch backend on cuda: .*pip install triton"):
         assert type(choose.layout_of([ON_CUDA], flat=True)) is TorchLayout
     with warnings.catch_warnings(record=True) as said:
@@ -155,7 +211,7 @@ def test_triton_that_is_not_installed_is_said_once(monkeypatch):
 )
 def test_what_kernels_do_not_read_is_said_once(monkeypatch, dtype, form, word):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(choose, "triton_found", lambda: True)
+    monkeypatch.setattr(choose, "triton_fault", lambda: None)
     with pytest.warns(UserWarning, match=word):
         assert choose.backend_name(CUDA, dtype, **form) == "torch"
     with warnings.catch_warnings(record=True) as said:
@@ -165,7 +221,7 @@ def test_what_kernels_do_not_read_is_said_once(monkeypatch, dtype, form, word):
 
 
 def test_torch_that_is_asked_for_says_nothing(monkeypatch):
-    monkeypatch.setattr(choose, "triton_found", lambda: False)
+    monkeypatch.setattr(choose, "triton_fault", lambda: NOT_INSTALLED)
     with tritonclip.use_backend("torch"):
         assert choose.backend_name(CUDA, torch.float8_e5m2, flat=False) == "torch"
 
@@ -173,7 +229,7 @@ def test_torch_that_is_asked_for_says_nothing(monkeypatch):
 def test_import_error_in_the_kernels_is_not_swallowed(monkeypatch):
     """A broken installation is not a missing one: falling back would hide it."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(choose, "triton_found", lambda: True)
+    monkeypatch.setattr(choose, "triton_fault", lambda: None)
     monkeypatch.delitem(sys.modules, "tritonclip.backends.triton_backend", raising=False)
     monkeypatch.setitem(sys.modules, "tritonclip.kernels", None)
     with pytest.raises(ImportError, match=r"tritonclip\.kernels"):
@@ -211,7 +267,7 @@ def test_interpreter_serves_cpu_tensors(backend):
 def test_interpreter_leaves_cuda_tensors_alone(monkeypatch):
     """Its copies on the host hold addresses that mean nothing there."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(choose, "triton_found", lambda: True)
+    monkeypatch.setattr(choose, "triton_fault", lambda: None)
     with tritonclip.use_backend("triton"), pytest.raises(RuntimeError, match="unset it"):
         choose.backend_name(CUDA, torch.float32)
     with pytest.warns(UserWarning, match="TRITON_INTERPRET=1"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from workers import python
 
@@ -43,9 +44,15 @@ def test_self_test_fails_with_a_reason_where_the_backend_cannot_serve():
     assert not done.stderr
 
 
-def test_self_test_fails_with_a_reason_where_the_name_is_wrong():
-    done = python("-m", "tritonclip", TRITONCLIP_BACKEND="gpu")
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("TRITONCLIP_BACKEND", "gpu", "expected 'auto', 'triton' or 'torch', got 'gpu'"),
+        ("TRITONCLIP_VERIFY", "yse", "expected '1' or '0', got 'yse'"),
+    ],
+)
+def test_self_test_fails_with_a_reason_where_a_variable_is_wrong(variable, value, message):
+    done = python("-m", "tritonclip", **{variable: value})
     assert done.returncode == 1
-    assert "TRITONCLIP_BACKEND: expected 'auto', 'triton' or 'torch', got 'gpu'" in (
-        done.stdout + done.stderr
-    )
+    assert done.stdout == f"{variable}: {message}\n"
+    assert not done.stderr

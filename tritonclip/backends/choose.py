@@ -1,7 +1,6 @@
 """Which backend serves which gradients, and why."""
 
 import importlib
-import importlib.util
 import warnings
 from functools import cache
 
@@ -76,15 +75,26 @@ def backend_name(
 
 
 @cache
-def triton_found() -> bool:
-    """Whether triton can be imported; it is not imported to find out."""
-    return importlib.util.find_spec("triton") is not None
+def triton_fault() -> str | None:
+    """Why triton cannot be imported, with a remedy; None where it can."""
+    try:
+        importlib.import_module("triton")
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+            return "triton is not installed: pip install triton"
+        # One that was built for other libraries raises all kinds of errors.
+        return (
+            f"triton is installed but cannot be imported ({type(error).__name__}: {error}): "
+            "install the one that your torch was built with"
+        )
+    return None
 
 
 def _why_not_triton(device: str) -> str | None:
     """The reason why triton cannot serve a device, with a remedy; None where it can."""
-    if not triton_found():
-        return "triton is not installed: pip install triton"
+    fault = triton_fault()
+    if fault is not None:
+        return fault
     if settings.interpreting():
         return (
             None
