@@ -110,9 +110,11 @@ class Layout(Protocol):
 
     Attributes:
         dtype: of results, float32 or float64; set by the plan.
+        n_bytes: of scratch that it keeps on the host between calls, at most.
     """
 
     dtype: torch.dtype
+    n_bytes: int
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> Batch:
         """The gradients of a call; addresses are theirs where they are known."""

@@ -5,6 +5,7 @@ call, and measured by one more.
 """
 
 import math
+from collections import deque
 from ctypes import c_double, c_float
 from itertools import accumulate
 
@@ -14,7 +15,14 @@ from torch import Tensor
 from tritonclip.backends import cpu_norm
 from tritonclip.backends.batch import PartialNorms
 from tritonclip.backends.batching import pack_small
-from tritonclip.backends.packed import PACKED_ELEMENTS, PACKED_TENSORS, Numbers, Scratch
+from tritonclip.backends.packed import (
+    PACKED_ELEMENTS,
+    PACKED_TENSORS,
+    VIEW_BYTES,
+    Numbers,
+    Scratch,
+    scratch_bytes,
+)
 from tritonclip.backends.torch_backend import (
     ARITHMETIC,
     TorchBatch,
@@ -66,10 +74,17 @@ class CpuLayout:
             least = 0 if len(tensors) == 1 else ONE_PASS
         self.clamped_alone = [i for i, n in enumerate(self.sizes) if n >= least]
         self.clamped_together = [i for i, n in enumerate(self.sizes) if n < least]
-        # Pools of memory that no call uses: a call takes one and puts it back, each in one
-        # operation on a list. Threads, and a signal handler within a call, so never share one.
-        self._scratch: list[Scratch] = []
-        self._numbers: dict[torch.dtype, list[Numbers]] = {torch.float32: [], torch.float64: []}
+        # Memory that no call uses: a call takes it and puts it back, each in one operation, so that
+        # threads, and a signal handler within a call, never share any. One of each kind is kept.
+        self._scratch: deque[Scratch] = deque(maxlen=1)
+        self._numbers: dict[torch.dtype, deque[Numbers]] = {
+            dtype: deque(maxlen=1) for dtype in (torch.float32, torch.float64)
+        }
+        # One a gradient where there are few; else one for all.
+        self._n_numbers = len(tensors) if len(tensors) <= FEW else 1
+        self.n_bytes = VIEW_BYTES * self._n_numbers
+        if self.packs:
+            self.n_bytes += scratch_bytes(self.sizes)
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> "CpuBatch":
         """The gradients of a call."""
@@ -90,7 +105,7 @@ class CpuLayout:
         try:
             taken = self._numbers[dtype].pop()
         except IndexError:
-            taken = Numbers(min(len(self.sizes), FEW), dtype)
+            taken = Numbers(self._n_numbers, dtype)
         taken.store(numbers)
         return taken
 
@@ -161,7 +176,7 @@ class CpuBatch:
         # A count of elements carries no loss scale.
         measured = rounded(norms[0] / scale if rule.norm_type else norms[0]).value
         results = self.layout.take([measured], self.dtype)
-        norm = results.each[0].clone()
+        norm = results.first.clone()
         self.layout.give_back(results)
         if erase_nonfinite and not math.isfinite(measured):
             zero_(self.tensors)
@@ -177,7 +192,7 @@ class CpuBatch:
     def _multiply_(self, multiplier: float) -> None:
         # In a 0-d tensor: a number would be rounded to a half type first.
         factors = self.layout.take([multiplier], self.layout.wide)
-        factor = factors.each[0]
+        factor = factors.first
         if not in_one_call(torch._foreach_mul_, self.tensors, factor):
             multiply_(self.tensors, factor, torch.zeros((), dtype=torch.bool, device="cpu"))
         self.layout.give_back(factors)

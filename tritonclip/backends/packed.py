@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from ctypes import c_double, c_float
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -14,8 +15,21 @@ PACKED_TENSORS = 512
 # Elements of a row, at most: a power of two near the mean size, so that filling up the last row of
 # each gradient at most doubles or so the scratch. Rows of 1,024 take 2.4 ns a float64 element.
 LONGEST_ROW = 1024
+# Most that a view of scratch or of a number takes: 550 to 660 bytes (mallinfo2, torch 2.13).
+VIEW_BYTES = 700
 # Sums of squares of float64 elements outside of this range may have lost some, or overflowed.
 _SMALLEST, _LARGEST = 2.0**-450, 2.0**450
+
+
+def _row_length(sizes: Sequence[int]) -> int:
+    mean = max(1, sum(sizes) // len(sizes))
+    return min(LONGEST_ROW, 1 << (mean - 1).bit_length())
+
+
+def scratch_bytes(sizes: Sequence[int]) -> int:
+    """Bytes that scratch for gradients of these sizes takes."""
+    length = _row_length(sizes)
+    return sum(8 * (n + -n % length) + VIEW_BYTES for n in sizes)
 
 
 class Scratch:
@@ -31,20 +45,19 @@ class Scratch:
     __slots__ = ("_elements", "_rows", "_slots", "_spans", "_trusted")
 
     def __init__(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
-        mean = max(1, sum(sizes) // len(sizes))
-        width = min(LONGEST_ROW, 1 << (mean - 1).bit_length())
-        padded = [n + -n % width for n in sizes]
+        length = _row_length(sizes)
+        padded = [n + -n % length for n in sizes]
         # Never inference tensors, which no later call could write to.
         with torch.inference_mode(False):
             self._elements = torch.zeros(sum(padded), dtype=torch.float64, device="cpu")
-            self._rows = self._elements.view(-1, width)
+            self._rows = self._elements.view(-1, length)
             self._slots = [
                 room[:n].view(tensor.shape)
                 for room, tensor, n in zip(
                     self._elements.split(padded), tensors, sizes, strict=True
                 )
             ]
-        ends = [end // width for end in accumulate(padded)]
+        ends = [end // length for end in accumulate(padded)]
         # Of each gradient, its first row and the one after its last; None for one row each.
         self._spans = (
             None
@@ -79,20 +92,24 @@ class Numbers:
 
     Attributes:
         together: the numbers, 1-d.
-        each: a 0-d view of each.
+        first: a 0-d view of the first.
 
     Args:
         n: how many numbers.
         dtype: float32 or float64, to which they are rounded.
     """
 
-    __slots__ = ("_memory", "each", "together")
-
     def __init__(self, n: int, dtype: torch.dtype) -> None:
         self._memory = ((c_double if dtype == torch.float64 else c_float) * n)()
         with torch.inference_mode(False):
             self.together = torch.frombuffer(self._memory, dtype=dtype)
-            self.each: tuple[Tensor, ...] = self.together.unbind()
+            self.first = self.together[0]
+
+    @cached_property
+    def each(self) -> tuple[Tensor, ...]:
+        """A 0-d view of each number."""
+        with torch.inference_mode(False):
+            return self.together.unbind()
 
     def store(self, numbers: list[float]) -> None:
         """Replaces the first numbers, or all."""

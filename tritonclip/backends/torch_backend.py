@@ -22,6 +22,7 @@ class TorchLayout:
 
     def __init__(self) -> None:
         self.dtype = torch.float32
+        self.n_bytes = 0
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> "TorchBatch":
         """The gradients of a call."""

@@ -21,6 +21,7 @@ class TritonLayout:
     def __init__(self, tensors: list[Tensor]) -> None:
         sizes = list(map(Tensor.numel, tensors))
         self.dtype = torch.float32
+        self.n_bytes = 0
         self._tables = ChunkTables(tensors[0].device, tensors[0].dtype, sizes)
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> "TritonBatch":

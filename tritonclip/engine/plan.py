@@ -73,6 +73,7 @@ class Plan:
         addresses: those last seen, of distinct gradients.
         n_addresses: different ones among them.
         n_empty: gradients without elements, whose address is 0.
+        n_bytes: of memory that it takes on the host, at most.
         guards: compare the form of a list; None for a plan that serves one call.
     """
 
@@ -88,6 +89,7 @@ class Plan:
     addresses: list[int] | None = None
     n_addresses: int = 0
     n_empty: int = 0
+    n_bytes: int = 0
     guards: Any = None
 
     def readable(self, grads: list[Tensor]) -> list[Tensor]:

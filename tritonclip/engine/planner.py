@@ -30,8 +30,13 @@ try:
 except (ImportError, AttributeError):
     TensorGuards = None
 
-# Plans of a cache, those not met for longest dropped first; a gradient takes about 300 bytes.
+# Plans of a cache, and bytes that they may take together beside the last one: those not met for
+# longest are dropped first.
 CAPACITY = 32
+BUDGET = 32 * 2**20
+# Most that a gradient takes in a plan, beside scratch: 280 bytes where it has one dimension, 360
+# where it has four, 480 where it is then read as a view (glibc's mallinfo2, torch 2.13).
+GRADIENT_BYTES = 512
 
 _get_is_nested = attrgetter("is_nested")
 _get_form = attrgetter("__class__", "dtype", "device", "shape", "layout", "requires_grad")
@@ -108,11 +113,18 @@ class PlanCache:
         first, sizes = grads[0], (grads[0].numel(), grads[-1].numel())
         key = len(grads), first.dtype, first.device, first.is_inference(), *sizes, backend
         self._plans[key] = plan
-        while len(self._plans) > self._capacity:
+        while self._is_full():
             try:
                 self._plans.popitem(last=False)
             except KeyError:
                 break
+
+    def _is_full(self) -> bool:
+        plans = list(self._plans.values())
+        if len(plans) > self._capacity:
+            return True
+        # The last one stays, however large it is.
+        return len(plans) > 1 and sum(plan.n_bytes for plan in plans) > BUDGET
 
     def clear(self) -> None:
         """Drops all plans."""
@@ -213,6 +225,7 @@ def _build_(
         requires_grad=any(grad.requires_grad for grad in readable),
     )
     plan.ordinary = not (sparse or plan.pairs or plan.inference)
+    plan.n_bytes = GRADIENT_BYTES * n + sum(group.layout.n_bytes for group in groups)
     for group in groups:
         group.layout.dtype = group.clamping.dtype = plan.dtype
     gradients.plan, gradients.readable = plan, readable
