@@ -32,6 +32,13 @@ def triton_matrix(session: nox.Session, triton: str) -> None:
     check_kernels(session)
 
 
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Clip random lists for an hour, with threads, forks and interrupts; `-- --minutes 5`: less."""
+    install(session)
+    session.run("python", "tests/soak.py", *session.posargs, env=INTERPRET)
+
+
 def install(session: nox.Session) -> None:
     """Install the pinned test environment, without build isolation as the Makefile does."""
     session.install("-c", "constraints.txt", "setuptools")
