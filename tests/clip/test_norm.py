@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import reference
 import torch
@@ -17,6 +19,7 @@ from cases import (
     assert_bits,
     assert_norm,
     copies,
+    named,
     normal,
     of_sizes,
     parameter,
@@ -50,6 +53,16 @@ def test_norm_is_right_for_every_type(device, dtype, p):
     grads = of_sizes((0, 1, 33, 4097), dtype, device)
     grads[2][::3] = 0.0 if p >= 0 else 0.5
     assert_norm(measured(grads, p), reference.total_norm(grads, p))
+
+
+@pytest.mark.parametrize("dtype", HALVES + named([torch.float32]))
+def test_norm_counts_the_end_of_a_very_large_gradient(dtype):
+    """Beyond the pieces in which a CPU measures one."""
+    grad = torch.zeros(2**25 + 2**16 + 5, dtype=dtype)
+    grad[:7] = 3.0
+    grad[2**25 + 2**15 :][:9] = 2.0
+    grad[-5:] = 4.0
+    assert_norm(measured([grad]), math.sqrt(7 * 9 + 9 * 4 + 5 * 16))
 
 
 @pytest.mark.parametrize("p", NORM_TYPES)
