@@ -208,6 +208,10 @@ def interrupt_a_call(choice: random.Random, backend: str) -> None:
             except KeyboardInterrupt:
                 armed = False
                 calls["interrupts"] += 1
+                if not torch.is_grad_enabled():
+                    # Between the two lines of torch.no_grad's __enter__ or __exit__.
+                    calls["interrupts of torch.no_grad"] += 1
+                    torch.set_grad_enabled(True)
             signal.setitimer(signal.ITIMER_REAL, 0)
             arena.clip(rule)
             calls["calls"] += 1
