@@ -95,6 +95,15 @@ def test_clip_of_a_view_with_the_negative_bit(device, rule):
     assert_bits([base.real], [real])
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rule", each_rule(0.5, 0.3))
+def test_clip_of_a_negative_view_keeps_every_sign(device, rule, dtype):
+    grad = torch._neg_view(normal(40, dtype, device))
+    before = copies([grad.resolve_neg()])
+    measured = tritonclip.clip_([parameter(grad)], rule)
+    assert_bits([grad.resolve_neg()], reference.clipped(before, rule, measured))
+
+
 def test_clip_of_a_contiguous_negative_view(device):
     grad = torch._neg_view(torch.tensor([3.0, -4.0], device=device))
     assert_norm(tritonclip.clip_([parameter(grad)], 1.0), 5.0)

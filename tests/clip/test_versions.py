@@ -30,6 +30,21 @@ def test_clip_of_a_view_moves_the_version_of_its_base(device, rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("indices", [[0, 2, 5], [5, 0, 5]], ids=["coalesced", "uncoalesced"])
+def test_clip_moves_the_version_of_a_sparse_gradient(device, rule, indices):
+    grad = torch.sparse_coo_tensor(
+        torch.tensor([indices], device=device),
+        normal(3, device=device),
+        (7,),
+        check_invariants=True,
+    )
+    grad = grad.coalesce() if indices == [0, 2, 5] else grad
+    version = grad._version
+    tritonclip.clip_([parameter(grad)], rule)
+    assert grad._version > version
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_backward_through_a_clipped_gradient_raises(device, rule):
     """autograd saved the gradient for the product, and it is no longer what it was."""
     grad = normal(9, device=device)
