@@ -61,6 +61,17 @@ def normal(
     return values.to(dtype).to(device)
 
 
+def few_large(size: int, p: float, dtype: torch.dtype, period: int, large: int) -> Tensor:
+    """Some ones at the start of every period, and then elements whose p-th power is 2^-24.
+
+    Added to a one in float32, each is lost: the worst case of a running sum. float64 likewise.
+    """
+    lost = 2.0**-53 if dtype == torch.float64 else 2.0**-24
+    values = torch.full((size,), lost ** (1 / p), dtype=dtype)
+    values[torch.arange(size) % period < large] = 1.0
+    return values
+
+
 def of_sizes(
     sizes: Iterable[int], dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> list[Tensor]:

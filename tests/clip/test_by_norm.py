@@ -16,6 +16,7 @@ from cases import (
     assert_norm,
     bits,
     clipped,
+    few_large,
     normal,
     of_sizes,
     parameter,
@@ -132,6 +133,14 @@ def test_clip_by_norm_of_tiny_gradients_of_any_magnitude(dtype):
     assert_norm(norms, expected)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("p", [1.0, 2.0], ids="p={:g}".format)
+def test_clip_by_norm_of_few_large_before_many_small(device, dtype, p):
+    grads = [few_large(size, p, dtype, 128, 8).to(device) for size in (*SIZES, 70_001)]
+    norms = tritonclip.clip_(parameters(grads), ClipByNorm(torch.inf, p))
+    assert_norm(norms, reference.norms(grads, p))
+
+
 def test_clip_by_norm_of_zeros_and_nothing(device):
     grads = [torch.zeros(3, device=device), torch.zeros(0, device=device)]
     norms = tritonclip.clip_(parameters(grads), ClipByNorm(0.0, eps=0.0))
@@ -142,8 +151,8 @@ def test_clip_by_norm_of_zeros_and_nothing(device):
 @pytest.mark.filterwarnings("ignore:tritonclip's kernels read gradients that are dense")
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_clip_by_norm_keeps_apart_what_is_measured_in_different_ways(device, dtype):
-    """Rows of 512, gathered up to 8,192 elements; zeros, gaps and tiny values go other ways."""
-    grads = of_sizes((511, 512, 513, 8191, 8192, 8193, 9000, 40_000), dtype, device)
+    """Rows of 128, gathered up to 8,192 elements; zeros, gaps and tiny values go other ways."""
+    grads = of_sizes((127, 128, 129, 8191, 8192, 8193, 9000, 40_000), dtype, device)
     grads[1].zero_()
     grads[3] = normal((50, 80), dtype, device)[:, :70]
     grads[5] *= 2.0**-14

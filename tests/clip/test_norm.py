@@ -19,6 +19,7 @@ from cases import (
     assert_bits,
     assert_norm,
     copies,
+    few_large,
     named,
     normal,
     of_sizes,
@@ -171,6 +172,23 @@ def test_norm_of_constants_is_not_biased(device, dtype, value, p):
     grad = torch.full((LARGE,), value, dtype=dtype, device=device)
     exact = grad[0].double().item() * LARGE ** (1 / p)
     assert_norm(measured([grad], p), exact)
+
+
+@pytest.mark.filterwarnings("ignore:tritonclip's kernels read gradients that are dense")
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("p", [1.0, 2.0], ids="p={:g}".format)
+@pytest.mark.parametrize("gaps", [False, True], ids=["dense", "gaps"])
+@pytest.mark.parametrize(
+    ("period", "large"),
+    [(64, 8), (128, 4), (128, 8), (128, 16), (512, 8), (4096, 256), (CHUNK, 512), (CHUNK, 2048)],
+)
+def test_norm_of_few_large_before_many_small(device, dtype, p, period, large, gaps):
+    """Every small power is lost where it is added to a large one of its own."""
+    for size in (period, 3 * period + 7, *(() if INTERPRETED else (70_001,))):
+        grad = few_large(size, p, dtype, period, large).to(device)
+        for one in (grad, grad.flip(0)):
+            read = torch.stack([one, one], dim=1)[:, 0] if gaps else one
+            assert_norm(measured([read], p), reference.norm(one, p))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="20M elements take minutes in the interpreter")

@@ -1,9 +1,9 @@
 """The 2-norm on CPU at the speed of memory.
 
 torch's own full reduction on CPU uses one thread and one running float32 sum a lane: 0.3% off over
-38M normal float32 elements (torch 2.13). Here rows of 512 elements are reduced with all threads,
-which keeps running sums short, and rows are added up in float64. Small gradients are packed first.
-Half types have no such reduction with a float32 result but one: the mean and variance of rows.
+38M normal float32 elements (torch 2.13). Here short rows are reduced with all threads, which bounds
+the error of running sums, and rows are added up in float64. Small gradients are packed first, and
+half types, for which torch has no such reduction with a float32 result, converted piece by piece.
 """
 
 import math
@@ -15,11 +15,20 @@ from torch import Tensor
 
 from tritonclip.backends.batching import BATCH, PIECE, pack_small, split_flat
 
-# Elements of a row. Over 124M float32 elements in memory, rows of 256, 512, 1,024 and 4,096 take
-# 23.0, 20.8, 20.2 and 19.4 ms (torch.sum 17.3); on constant tensors, the worst case, with every
-# instruction set, they are off by up to 3.1e-7, 5.3e-7, 9.9e-7 and 2.5e-6. (torch 2.13, Xeon, 2
+# Elements of a row, so few that no norm can be wrong by 1e-6. With u = 2^-24, torch sums up the
+# squares of a row of n elements in w lanes, each rounded up to n / w + w - 1 times: as a square, in
+# n / w - 1 sums of its lane, and in w - 1 sums over the lanes, from the first to the last. No term
+# is negative, so the sum is off by as many u at most, its root by half of them, and the roundings
+# of root and result add 2u. On x86 w is 8, with NEON 4:
+#
+#     n          64             128            256            512
+#     w = 8      9.5u, 5.7e-7   13.5u, 8.0e-7  21.5u, 1.3e-6  37.5u, 2.2e-6
+#     w = 4      11.5u, 6.9e-7  19.5u, 1.2e-6  35.5u, 2.1e-6  67.5u, 4.0e-6
+#
+# Eight ones before 504 times 2^-12 come close: in a row of 512 they were off by 1.9e-6. 16M float32
+# elements take 4.55, 4.91, 5.31 and 5.92 ms in rows of 512, 256, 128 and 64. (torch 2.13, Xeon, 2
 # threads.)
-ROW = 512
+ROW = 128 if torch.backends.cpu.get_cpu_capability().startswith("AVX") else 64
 # Where norms are told apart, elements of gradients up to this size are squared one by one.
 TINY = 64
 # Gradients up to this size are gathered.
@@ -35,10 +44,12 @@ MEDIUM = {
     torch.float64: 12288,
 }
 # Elements of scratch for medium gradients and those with gaps: 1.5 MiB of float32 stay in cache.
-# Chosen where long half types went through it too: 131,072 elements took 27.1 ms for 124M bfloat16
-# elements, 262,144 23.8, 393,216 22.7, 524,288 22.8.
 SCRATCH = 393216
-# Elements measured at once, and those whose row norms are kept until they are added up: 256 KiB of
+# Elements of scratch for long gradients of half types: larger, for fewer parallel regions, each of
+# which waits for every thread where cores are busy. 16M bfloat16 elements take 11.8, 9.6, 8.2, 8.1
+# and 9.6 ms through 131,072, 393,216, 2^20, 2^21 and 2^22 elements. (torch 2.13, Xeon, 2 threads.)
+LONG_SCRATCH = 2**20
+# Elements measured at once, and those whose row norms are kept until they are added up: 1 MiB of
 # float32 norms each.
 SLAB = 2**25
 # A smaller norm may have lost something to underflow, one that is not finite may have overflowed.
@@ -132,7 +143,7 @@ def _two_norms_of_flat(tensors: list[Tensor], sizes: Sequence[int]) -> tuple[Ten
         places.append(place)
         counts.append(norms.numel())
         blocks.append(norms)
-    # Of these every element is a row: filled up, they would take up to 512 times the memory.
+    # Of these every element is a row: filled up, they would take up to ROW times the memory.
     tiny_counts = [sizes[i] for i in tiny]
     for _, _, elements in pack_small([tensors[i] for i in tiny], tiny_counts):
         blocks.append(elements.to(wide, copy=True))
@@ -255,42 +266,16 @@ def _long_rows(tensors: list[Tensor], slab: int = SLAB) -> Iterator[_Rows]:
 
 
 def _half_rows(tensors: list[Tensor], slab: int) -> Iterator[_Rows]:
-    """As `_long_rows` for half types, in one pass over memory.
-
-    Half types have no vectorised norm with a float32 result on a CPU. But batch normalization
-    computes mean and variance of its channels so, and with rows for channels
-
-        ||row||^2 = ROW * mean^2 + (ROW - 1) * variance.
-
-    It starts one parallel region for each tensor. On busy cores, where each region waits for a
-    thread, 12 gradients of 4M bfloat16 elements took up to 4.3 s through cache-sized scratch.
-    """
-    batch: list[Tensor] = []
-    n_rows = 0
-    for rows in (part for tensor in tensors for part in _split(tensor.view(-1, ROW), slab)):
-        batch.append(rows)
-        n_rows += len(rows)
-        if n_rows > SLAB // ROW:
-            yield from _half_row_norms(batch, n_rows)
-            batch, n_rows = [], 0
-    if batch:
-        yield from _half_row_norms(batch, n_rows)
-
-
-def _half_row_norms(batch: list[Tensor], n_rows: int) -> Iterator[_Rows]:
-    """Norms of rows, float32, a block for each tensor."""
-    mean, variance = torch.zeros(2, n_rows, dtype=torch.float32, device="cpu").unbind()
-    start = 0
-    for rows in batch:
-        stop = start + len(rows)
-        # With a momentum of 1 the running statistics are those of this call, in float32.
-        torch.batch_norm_update_stats(
-            rows.view(1, len(rows), ROW), mean[start:stop], variance[start:stop], 1.0
-        )
-        start = stop
-    squares = mean.to(torch.float64).square_().mul_(ROW).add_(variance, alpha=ROW - 1)
-    norms = squares.sqrt_().to(torch.float32)
-    yield from zip(([rows] for rows in batch), norms.split(list(map(len, batch))), strict=True)
+    """As `_long_rows` for half types, converted through scratch that stays in cache."""
+    most = max(map(Tensor.numel, tensors))
+    scratch = torch.empty(min(LONG_SCRATCH, most), dtype=torch.float32, device="cpu").view(-1, ROW)
+    for tensor in tensors:
+        for rows in _split(tensor.view(-1, ROW), slab):
+            norms = torch.empty(len(rows), dtype=torch.float32, device="cpu")
+            for piece, out in zip(rows.split(len(scratch)), norms.split(len(scratch)), strict=True):
+                wide = scratch[: len(piece)].copy_(piece)
+                torch.linalg.vector_norm(wide, dim=1, out=out)
+            yield [rows], norms
 
 
 def _split(rows: Tensor, size: int) -> Sequence[Tensor]:
