@@ -333,3 +333,21 @@ def test_verify_accepts_float32_beside_float64(device):
     with tritonclip.verify():
         norm = tritonclip.clip_(parameters(grads), 1.0)
     assert norm.dtype == torch.float64
+
+
+@pytest.mark.parametrize("value", [1e-41, 3e-43, 1e-45])
+def test_verify_accepts_a_subnormal_norm(device, value):
+    grads = [torch.full((3,), value, device=device)]
+    with tritonclip.verify():
+        tritonclip.clip_(parameters(grads), 1.0, grad_scale=3.0)
+        tritonclip.get_total_norm(grads)
+
+
+@pytest.mark.parametrize("p", [1e-300, 1e-3, 0.01, 0.1])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_verify_passes_small_orders(device, dtype, p):
+    """The norm is inf where it is over the largest number, and no error."""
+    grads = [normal(size, dtype, device) for size in (1, 40)]
+    with tritonclip.verify():
+        tritonclip.get_total_norm(grads, p)
+        tritonclip.clip_(parameters(grads), ClipByGlobalNorm(0.5, p))
