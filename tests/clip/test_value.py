@@ -218,3 +218,19 @@ def test_clip_by_value_of_dual_gradients_changes_all_or_nothing(n_small):
                 tritonclip.clip_(params, ClipByValue(0.5))
         bound = 0.5 if n_small == 1 else 1.0
         assert all((grad_of(param) == bound).all() for param in params)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz],
+    ids=str,
+)
+@pytest.mark.parametrize("bounds", [(torch.inf,), (-torch.inf, 2.0), (-2.0, torch.inf)], ids=str)
+def test_clip_by_value_to_infinity_in_float8(device, dtype, bounds):
+    """Formats without inf: an infinite bound is no limit there either."""
+    values = torch.tensor([-8.0, -1.0, 0.0, 1.0, 8.0])
+    grad = values.to(dtype).to(device)
+    rule = ClipByValue(*bounds)
+    with tritonclip.verify():
+        tritonclip.clip_([parameter(grad)], rule)
+    assert grad.float().tolist() == values.clamp(rule.min, rule.max).tolist()

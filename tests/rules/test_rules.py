@@ -9,6 +9,7 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
@@ -146,3 +147,27 @@ def test_rule_is_checked_again_when_replaced(rule):
     field = dataclasses.fields(rule)[0].name
     with pytest.raises(ValueError, match=field):
         dataclasses.replace(rule, **{field: math.nan})
+
+
+@pytest.mark.parametrize("bound", [torch.tensor(0.5), torch.tensor([0.5], dtype=torch.float16)])
+def test_rule_by_value_reads_bounds_in_tensors_once(bound):
+    rules = ClipByValue(bound), ClipByValue(-bound, bound)
+    bound.fill_(9.0)
+    assert rules == (ClipByValue(0.5), ClipByValue(0.5))
+    assert all(type(rule.max) is float for rule in rules)
+
+
+@pytest.mark.parametrize(
+    ("bound", "message"),
+    [
+        (torch.ones(2), "must be a number"),
+        (torch.tensor(True), "must be a number"),
+        (torch.ones((), dtype=torch.complex64), "must be a number"),
+        (torch.ones((), device="meta"), r"on the CPU, got one on meta.*item\(\)"),
+    ],
+    ids=["two", "bool", "complex", "device"],
+)
+@pytest.mark.parametrize("make", [ClipByValue, lambda bound: ClipByValue(-9.0, bound)])
+def test_rule_by_value_refuses_tensors_that_are_no_number_on_a_cpu(make, bound, message):
+    with pytest.raises(TypeError, match=message):
+        make(bound)

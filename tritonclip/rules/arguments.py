@@ -5,12 +5,20 @@ from numbers import Real
 
 import torch
 
+# The least normal number of float32.
+_LEAST_SCALE = 2.0**-126
+
 
 def as_number(name: str, value: object) -> float:
     """The argument as a float; TypeError where it is no number, booleans and text among them."""
     if type(value) is float:
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        if value.device.type != "cpu":
+            raise TypeError(
+                f"{name} must be a number or a one-element tensor on the CPU, got one on "
+                f"{value.device}, which would have to be waited for; pass its item()"
+            )
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
@@ -52,7 +60,9 @@ def as_grad_scale(grad_scale: object) -> float | torch.Tensor:
         if grad_scale.device.type != "cpu" or torch.compiler.is_compiling():
             return grad_scale.detach()
     number = as_number("grad_scale", grad_scale)
-    info = torch.finfo(torch.float32)
-    if not info.tiny <= number <= info.max:
-        raise ValueError(f"grad_scale must be positive and fit float32, got {number}")
+    if not _LEAST_SCALE <= number <= 1 / _LEAST_SCALE:
+        raise ValueError(
+            f"grad_scale must be positive, and from 2^-126 to 2^126 to fit float32 with its "
+            f"reciprocal, got {number}"
+        )
     return number

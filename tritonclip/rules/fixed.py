@@ -94,7 +94,8 @@ class ClipByValue(Rule):
         min: least value; or, where it is the only argument, the bound of both sides, 0 or more.
         max: largest value.
 
-    The bounds are rounded to the gradient's dtype first, and a finite bound stays finite there.
+    The bounds are rounded to the gradient's dtype first, and a finite bound stays finite there. A
+    bound may be a one-element tensor on the CPU, which is read once, when the rule is made.
 
     Raises:
         ValueError: `min > max`, a NaN, or a single bound that is negative.
@@ -151,8 +152,10 @@ class ClipByValue(Rule):
 @lru_cache
 def _rounded(bound: float, dtype: torch.dtype) -> float:
     largest = torch.finfo(dtype).max
-    if not math.isinf(bound):
-        bound = min(max(bound, -largest), largest)
+    if math.isinf(bound):
+        # Also for a dtype without inf: no limit.
+        return bound
+    bound = min(max(bound, -largest), largest)
     return float(torch.tensor(bound, dtype=torch.float64, device="cpu").to(dtype))
 
 
