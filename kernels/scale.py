@@ -27,7 +27,7 @@ from tritonclip.kernels.norm import combine
 from tritonclip.kernels.scalars import (
     as_float64,
     coefficient_of,
-    divide,
+    factors_of,
     is_finite,
     load_number,
     number_arguments,
@@ -35,14 +35,14 @@ from tritonclip.kernels.scalars import (
 
 
 @triton.jit
-def _scale_tile(x_ptr, mask, multiplier, erase, MASKED: tl.constexpr):
-    """Multiplies one tile in place; `erase` writes zeros, also over NaN."""
+def _scale_tile(x_ptr, mask, multiplier, rest, erase, MASKED: tl.constexpr):
+    """Multiplies one tile in place by both factors; `erase` writes zeros, also over NaN."""
     if MASKED:
         x = tl.load(x_ptr, mask=mask, other=0.0)
     else:
         x = tl.load(x_ptr)
 
-    y = tl.where(erase, 0.0, x.to(multiplier.dtype) * multiplier).to(x.dtype)
+    y = tl.where(erase, 0.0, x.to(multiplier.dtype) * multiplier * rest).to(x.dtype)
 
     if MASKED:
         tl.store(x_ptr, y, mask=mask)
@@ -51,11 +51,11 @@ def _scale_tile(x_ptr, mask, multiplier, erase, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _scale_masked(x_ptr, n, multiplier, erase, BLOCK: tl.constexpr):
+def _scale_masked(x_ptr, n, multiplier, rest, erase, BLOCK: tl.constexpr):
     """Multiplies x_ptr[0:n] in place."""
     offsets = tl.arange(0, BLOCK)
     for start in range(0, n, BLOCK):
-        _scale_tile(x_ptr + start + offsets, start + offsets < n, multiplier, erase, True)
+        _scale_tile(x_ptr + start + offsets, start + offsets < n, multiplier, rest, erase, True)
 
 
 @triton.jit
@@ -64,6 +64,7 @@ def _scale_chunk(
     start,
     n,
     multiplier,
+    rest,
     erase,
     DTYPE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -76,13 +77,13 @@ def _scale_chunk(
         if n == CHUNK:
             offsets = tl.arange(0, BLOCK)
             for tile in range(0, CHUNK, BLOCK):
-                _scale_tile(x_ptr + tile + offsets, None, multiplier, erase, False)
+                _scale_tile(x_ptr + tile + offsets, None, multiplier, rest, erase, False)
         else:
             n_whole = whole_vectors(n)
-            _scale_masked(x_ptr, n_whole, multiplier, erase, BLOCK)
-            _scale_masked(x_ptr + n_whole, n - n_whole, multiplier, erase, TAIL)
+            _scale_masked(x_ptr, n_whole, multiplier, rest, erase, BLOCK)
+            _scale_masked(x_ptr + n_whole, n - n_whole, multiplier, rest, erase, TAIL)
     else:
-        _scale_masked(any_pointer(address, start, DTYPE), n, multiplier, erase, BLOCK)
+        _scale_masked(any_pointer(address, start, DTYPE), n, multiplier, rest, erase, BLOCK)
 
 
 @launch.jit
@@ -127,7 +128,8 @@ def _scale_kernel(
         norm /= grad_scale
     norm = norm.to(RESULT)
     coefficient = coefficient_of(norm, max_norm, as_float64(eps_bits).to(RESULT))
-    multiplier = divide(coefficient, grad_scale.to(RESULT))
+    LANE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
+    multiplier, rest = factors_of(coefficient, grad_scale.to(RESULT), LANE)
     erase = ERASE & (is_finite(norm) == 0)
 
     if pid == 0:
@@ -135,7 +137,6 @@ def _scale_kernel(
         tl.store(coefficient_ptr, tl.where(erase, 0.0, coefficient))
 
     if (multiplier != 1) | erase:
-        LANE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
         for i in range(pid, n_chunks, tl.num_programs(0)):
             _, address, start, n = find_chunk(
                 pointers_ptr,
@@ -145,7 +146,7 @@ def _scale_kernel(
                 n_chunks - 1 - i,
                 CHUNK,
             )
-            _scale_chunk(address, start, n, multiplier.to(LANE), erase, DTYPE, CHUNK, BLOCK, TAIL)
+            _scale_chunk(address, start, n, multiplier, rest, erase, DTYPE, CHUNK, BLOCK, TAIL)
 
 
 @launch.jit
@@ -199,7 +200,8 @@ def _scale_each_kernel(
     known_tensor = tl.full([], -1, tl.int32)
     norm = grad_scale.to(RESULT)
     coefficient = norm
-    multiplier = norm
+    multiplier = grad_scale.to(LANE)
+    rest = multiplier
     run = tl.cdiv(n_chunks, tl.num_programs(0))
     for i in range(pid * run, tl.minimum(pid * run + run, n_chunks)):
         tensor, address, start, n = find_chunk(
@@ -215,15 +217,13 @@ def _scale_each_kernel(
                 own_norm /= grad_scale
             norm = own_norm.to(RESULT)
             coefficient = coefficient_of(norm, max_norm.to(RESULT), eps)
-            multiplier = divide(coefficient, grad_scale.to(RESULT))
+            multiplier, rest = factors_of(coefficient, grad_scale.to(RESULT), LANE)
         if start == 0:
             tl.store(norm_ptr + tensor, norm)
             tl.store(coefficient_ptr + tensor, tl.where(erase, 0.0, coefficient))
         if WRITE:
             if (multiplier != 1) | erase:
-                _scale_chunk(
-                    address, start, n, multiplier.to(LANE), erase, DTYPE, CHUNK, BLOCK, TAIL
-                )
+                _scale_chunk(address, start, n, multiplier, rest, erase, DTYPE, CHUNK, BLOCK, TAIL)
 
 
 def scale_(

@@ -64,17 +64,18 @@ def clip_(
             look at every parameter.
         clip: :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or :class:`ClipByValue`; a number means
             ClipByGlobalNorm(number).
-        nonfinite: the policy where a norm is NaN or inf (for ClipByValue: where any element is).
+        nonfinite: the policy where a norm is NaN or inf (for ClipByValue: where any element is,
+            before the loss scale is divided out).
             "propagate": nothing special; as in torch, NaN spreads to all gradients that share the
             norm, inf turns their finite ones into 0; ClipByValue brings inf to its bound and keeps
             NaN.
             "error": RuntimeError that names the gradients, none of which is changed; waits for the
             device.
             "zero": every gradient becomes 0; decided on the device.
-        grad_scale: the loss scale that the gradients still carry: a positive number or a
-            one-element floating-point tensor. Gradients are divided by it in the same pass; limits
-            and norms are of the divided gradients. A tensor on a GPU cannot be checked without a
-            sync: if it is not positive, the result is undefined.
+        grad_scale: the loss scale that the gradients still carry: a number from 2^-126 to 2^126 or
+            a one-element floating-point tensor. Gradients are divided by it in the same pass;
+            limits and norms are of the divided gradients. A tensor on a GPU cannot be checked
+            without a sync: if it is not positive, the result is undefined.
 
     Returns:
         ClipByGlobalNorm: the norm of all gradients, a 0-d tensor. ClipByNorm: the norm of each, a

@@ -196,3 +196,54 @@ def test_a_count_of_elements_carries_no_loss_scale(device, rule):
     norm = tritonclip.clip_([parameter(grad)], rule, grad_scale=8.0)
     assert norm.reshape(()) == 100
     assert grad.cpu().tolist() == pytest.approx([0.5 / 8] * 100)
+
+
+@pytest.mark.parametrize("rule", [ClipByGlobalNorm(1e-6), ClipByNorm(1e-6)], ids=["all", "each"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("n", [3, 40])
+def test_grad_scale_of_a_quotient_below_the_least_normal_number(device, rule, dtype, n):
+    """Coefficient 1e-6 over 2^120 is a subnormal number of float32 with ten bits."""
+    grads = [torch.full((5,), 1.1 * 2.0**120, dtype=dtype, device=device) for _ in range(n)]
+    before = copies(grads)
+    with tritonclip.verify():
+        norms = tritonclip.clip_(parameters(grads), rule, grad_scale=2.0**120)
+    # Powers of two are divided out exactly before.
+    expected = [grad.double() / 2.0**120 for grad in before]
+    for i, (grad, unscaled) in enumerate(zip(grads, expected, strict=True)):
+        norm = norms if norms.dim() == 0 else norms[i]
+        by = reference.coefficient(norm, rule.max_norm, rule.eps).double()
+        torch.testing.assert_close(
+            grad.cpu().double(), unscaled * by, rtol=torch.finfo(dtype).eps, atol=0
+        )
+
+
+@pytest.mark.parametrize("rule", [ClipByGlobalNorm(1e-20), ClipByNorm(1e-20)], ids=["all", "each"])
+def test_grad_scale_of_a_quotient_below_every_number(device, rule):
+    """Coefficient 1e-20 over 2^120 is 0 in float32, and the product is not."""
+    grad = torch.full((1,), 2.0**126, device=device)
+    tritonclip.clip_([parameter(grad)], rule, grad_scale=2.0**120)
+    torch.testing.assert_close(grad.cpu(), torch.full((1,), 1e-20), rtol=1e-6, atol=0)
+
+
+def test_a_coefficient_for_float64_below_float32_serves_float32_too(device):
+    """Among float64 gradients a coefficient may be far below the range of float32."""
+    huge = torch.full((1,), 1e60, dtype=torch.float64, device=device)
+    grads = [torch.full((1,), 3e38, device=device), huge]
+    tritonclip.clip_(parameters(grads), 1e10)
+    torch.testing.assert_close(grads[0].cpu(), torch.full((1,), 3e-12), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("scale", [2.0**-127, 2.0**127], ids="{:g}".format)
+def test_grad_scale_whose_reciprocal_is_not_normal_is_refused(device, scale):
+    with pytest.raises(ValueError, match=r"from 2\^-126 to 2\^126"):
+        tritonclip.clip_([parameter(torch.ones(2, device=device))], 1.0, grad_scale=scale)
+
+
+@pytest.mark.parametrize("policy", ["propagate", "error", "zero"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
+def test_grad_scale_by_value_that_overflows_is_brought_to_the_bound(device, policy, dtype):
+    """The policies are for NaN and inf in the gradients, before the loss scale is divided out."""
+    grad = torch.tensor([torch.finfo(dtype).max, -1.0], dtype=dtype, device=device)
+    with tritonclip.verify():
+        tritonclip.clip_([parameter(grad)], ClipByValue(0.5), nonfinite=policy, grad_scale=2.0**-16)
+    assert grad.tolist() == [0.5, -0.5]

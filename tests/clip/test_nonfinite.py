@@ -218,17 +218,12 @@ def test_an_unknown_policy_is_refused(device, rule, policy):
     assert_bits(grads, before)
 
 
-@pytest.mark.parametrize(
-    ("value", "scale", "words"),
-    [(torch.inf, 1.0, r"of parameters\[0\]"), (1e30, 1e-20, "divided by the loss scale")],
-    ids=["inf", "inf after the division"],
-)
-def test_error_of_clip_by_value_says_which_gradients_it_is_about(value, scale, words):
+def test_error_of_clip_by_value_says_which_gradients_it_is_about():
     param = torch.nn.Parameter(torch.zeros(2))
-    param.grad = torch.tensor([3.0, value])
-    with pytest.raises(RuntimeError, match=rf"^The gradients {words} are non-finite"):
-        tritonclip.clip_([param], ClipByValue(1.0), nonfinite="error", grad_scale=scale)
-    assert param.grad.tolist() == torch.tensor([3.0, value]).tolist()
+    param.grad = torch.tensor([3.0, torch.inf])
+    with pytest.raises(RuntimeError, match=r"^The gradients of parameters\[0\] are non-finite"):
+        tritonclip.clip_([param], ClipByValue(1.0), nonfinite="error")
+    assert param.grad.tolist() == [3.0, torch.inf]
 
 
 @pytest.mark.filterwarnings("ignore:tritonclip's kernels read:UserWarning")

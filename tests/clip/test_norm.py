@@ -265,3 +265,37 @@ def test_norm_of_float64_chunks_that_fit_only_apart(device):
     """Sums of squares of each chunk fit float64, and those of two do not."""
     grads = [torch.full((6 * CHUNK,), 8.56e151, dtype=torch.float64, device=device)]
     assert_norm(tritonclip.get_total_norm(grads), reference.total_norm(copies(grads)))
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0, 2.0, 3.0, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float32, torch.float64)], ids=str)
+def test_norm_of_no_elements_is_zero(device, dtypes, p):
+    grads = [torch.zeros(0, dtype=dtype, device=device) for dtype in (*dtypes, *dtypes)]
+    with tritonclip.verify():
+        assert measured(grads, p).item() == 0.0
+        rule = tritonclip.ClipByNorm(1.0, p)
+        assert tritonclip.clip_(parameters(grads), rule).tolist() == [0.0] * len(grads)
+
+
+@pytest.mark.parametrize("limit", [3.5e38, 1e300, 1.7976931348623157e308])
+@pytest.mark.parametrize("kind", [tritonclip.ClipByGlobalNorm, tritonclip.ClipByNorm])
+@pytest.mark.parametrize("policy", ["propagate", "error", "zero"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_limit_over_the_largest_float32_clips_nothing(device, limit, kind, policy, dtype):
+    grads = of_sizes((5, *[3] * 40), dtype, device)
+    before = copies(grads)
+    norm = tritonclip.clip_(parameters(grads), kind(limit), nonfinite=policy)
+    assert norm.isfinite().all()
+    assert_bits(grads, before)
+
+
+def test_a_limit_over_the_largest_float32_limits_float64(device):
+    grad = torch.full((1,), 1e305, dtype=torch.float64, device=device)
+    tritonclip.clip_([parameter(grad)], 1e300)
+    assert grad.item() == pytest.approx(1e300)
+
+
+def test_error_with_a_limit_over_the_largest_float32_names_the_gradient(device):
+    grad = torch.tensor([1.0, torch.nan], device=device)
+    with pytest.raises(RuntimeError, match=r"non-finite.*parameters\[0\]"):
+        tritonclip.clip_([parameter(grad)], 1.7976931348623157e308, nonfinite="error")

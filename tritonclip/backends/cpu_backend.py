@@ -6,6 +6,7 @@ call, and measured by one more.
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from ctypes import c_double, c_float
 from itertools import accumulate
 
@@ -62,6 +63,7 @@ class CpuLayout:
         self.flat = flat
         self.sizes = list(map(Tensor.numel, tensors))
         self.wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+        self.least = torch.finfo(self.wide).tiny
         self.packs = (
             sum(self.sizes) <= PACKED_ELEMENTS
             and len(tensors) <= PACKED_TENSORS
@@ -185,17 +187,24 @@ class CpuBatch:
         multiplier = coefficient
         if scale != 1:
             multiplier = rounded(coefficient / rounded(scale).value).value
-        if multiplier != 1:
+        if self._loses_digits(coefficient, multiplier):
+            factors = self._as_torch().factors_of(torch.full_like(norm, coefficient), scale)
+            multiply_(self.tensors, factors, torch.zeros((), dtype=torch.bool, device="cpu"))
+        elif multiplier != 1:
             self._multiply_(multiplier)
         return norm, coefficient
 
+    def _loses_digits(self, coefficient: float, multiplier: float) -> bool:
+        """Whether a multiplier is less than the least normal number that gradients are read in."""
+        return multiplier < self.layout.least and coefficient > 0
+
     def _multiply_(self, multiplier: float) -> None:
         # In a 0-d tensor: a number would be rounded to a half type first.
-        factors = self.layout.take([multiplier], self.layout.wide)
-        factor = factors.first
+        taken = self.layout.take([multiplier], self.layout.wide)
+        factor = taken.first
         if not in_one_call(torch._foreach_mul_, self.tensors, factor):
-            multiply_(self.tensors, factor, torch.zeros((), dtype=torch.bool, device="cpu"))
-        self.layout.give_back(factors)
+            multiply_(self.tensors, [factor], torch.zeros((), dtype=torch.bool, device="cpu"))
+        self.layout.give_back(taken)
 
     def scale_each_(
         self,
@@ -209,64 +218,75 @@ class CpuBatch:
     ) -> tuple[Tensor, float | Tensor]:
         """Multiplies each gradient by the coefficient of its norm, but not where it is 1."""
         n = len(self.tensors)
-        coefficient: float | Tensor
-        factors: list[float] | Tensor
         if n <= FEW and not isinstance(max_norm, Tensor):
             if isinstance(norms, Tensor):
                 norms = norms[first : first + n].tolist()
-            norm, coefficient, factors = self._few_terms(norms, rule, max_norm, grad_scale)
-            changed = [i for i, factor in enumerate(factors) if factor != 1]
-        else:
-            norm, coefficient, factors = self._as_torch().terms_each(
-                _as_tensor(norms), first, rule, max_norm, grad_scale
-            )
-            changed = (factors != 1).nonzero().flatten().tolist()
+            return self._scale_few_(norms, rule, max_norm, float(grad_scale), erase)
+        norm, coefficient, factors = self._as_torch().terms_each(
+            _as_tensor(norms), first, rule, max_norm, grad_scale
+        )
         if erase is not None and bool(erase):
             zero_(self.tensors)
             return norm, 0.0
-        if changed:
-            self._multiply_each_(changed, factors)
+        changed = (factors[0] != 1).nonzero().flatten().tolist()
+        self._multiply_each_(changed, factors)
         return norm, coefficient
 
-    def _few_terms(
-        self, norms: list[float], rule: Rule, max_norm: float, grad_scale: float | Tensor
-    ) -> tuple[Tensor, float, list[float]]:
-        """Norms, least coefficient and multipliers of a few gradients, in Python's numbers."""
+    def _scale_few_(
+        self,
+        norms: list[float],
+        rule: Rule,
+        max_norm: float,
+        scale: float,
+        erase: Tensor | None,
+    ) -> tuple[Tensor, float]:
+        """As `scale_each_`, with every coefficient in Python's numbers; returns the least."""
         layout, dtype = self.layout, self.dtype
         rounded = c_double if dtype == torch.float64 else c_float
-        scale = float(grad_scale)
         if scale != 1 and rule.norm_type:
             norms = [norm / scale for norm in norms]
         results = layout.take(norms, dtype)
         measured = results.numbers()
         norm = results.together.clone()
         layout.give_back(results)
+        if erase is not None and bool(erase):
+            zero_(self.tensors)
+            return norm, 0.0
         coefficients = [_coefficient(norm, max_norm, rule.eps, rounded) for norm in measured]
         multipliers = coefficients
         if scale != 1:
             divisor = rounded(scale).value
             multipliers = [rounded(coefficient / divisor).value for coefficient in coefficients]
+        changed = [i for i, multiplier in enumerate(multipliers) if multiplier != 1]
+        if any(map(self._loses_digits, coefficients, multipliers)):
+            exact = torch.tensor(coefficients, dtype=dtype, device="cpu")
+            self._multiply_each_(changed, self._as_torch().factors_of(exact, scale))
+        elif changed:
+            factors = layout.take(multipliers, layout.wide)
+            self._multiply_chosen_(changed, factors.each)
+            layout.give_back(factors)
         # min forgets a NaN; a sum does not.
-        least = min(coefficients) if sum(coefficients) >= 0 else math.nan
-        return norm, least, multipliers
+        return norm, min(coefficients) if sum(coefficients) >= 0 else math.nan
 
-    def _multiply_each_(self, changed: list[int], factors: list[float] | Tensor) -> None:
-        """Multiplies some gradients, each by the factor of its index."""
-        tensors, wide, taken = self.tensors, self.layout.wide, None
-        if isinstance(factors, Tensor):
-            each = factors.to(wide).unbind()
-        else:
-            taken = self.layout.take(factors, wide)
-            each = taken.each
+    def _multiply_each_(self, changed: list[int], factors: list[Tensor]) -> None:
+        """Multiplies some gradients, each by the factors of its index."""
+        if len(factors) > 1 and bool((factors[1] != 1).any()):
+            no = torch.zeros((), dtype=torch.bool, device="cpu")
+            for i in changed:
+                multiply_([self.tensors[i]], [factor[i] for factor in factors], no)
+        elif changed:
+            self._multiply_chosen_(changed, factors[0].to(self.layout.wide).unbind())
+
+    def _multiply_chosen_(self, changed: list[int], factors: Sequence[Tensor]) -> None:
+        """Multiplies some gradients, each by the 0-d factor of its index."""
+        tensors = self.tensors
         if len(changed) < len(tensors):
             tensors = [tensors[i] for i in changed]
-            each = tuple(each[i] for i in changed)
-        if not in_one_call(torch._foreach_mul_, tensors, each):
+            factors = [factors[i] for i in changed]
+        if not in_one_call(torch._foreach_mul_, tensors, factors):
             no = torch.zeros((), dtype=torch.bool, device="cpu")
-            for tensor, factor in zip(tensors, each, strict=True):
-                multiply_([tensor], factor, no)
-        if taken is not None:
-            self.layout.give_back(taken)
+            for tensor, factor in zip(tensors, factors, strict=True):
+                multiply_([tensor], [factor], no)
 
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
         """Clamps the gradients, in one pass where they are large."""

@@ -5,6 +5,7 @@ On a CPU, where the host may decide, `cpu_backend` takes its place.
 
 import math
 from collections.abc import Callable, Iterator
+from ctypes import c_float
 from typing import Any
 
 import torch
@@ -46,6 +47,10 @@ class TorchBatch:
         wide = wide_dtype(self.tensors[0].device)
         parts = [[tensor] for tensor in self.tensors] if per_gradient else [self.tensors]
         measured = torch.stack([norm_of(part, norm_type, wide) for part in parts])
+        if per_gradient and norm_type == -math.inf:
+            for i, tensor in enumerate(self.tensors):
+                if tensor.numel() == 0:
+                    measured[i] = 0.0
         return measured if out is None else out.copy_(measured)
 
     def total(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
@@ -71,11 +76,11 @@ class TorchBatch:
         """Multiplies all gradients by one coefficient."""
         norm = self.total(norms, rule.norm_type, grad_scale)
         coefficient = coefficient_of(norm, max_norm, rule.eps)
-        multiplier = coefficient / as_scalar(grad_scale, norm)
+        factors = self.factors_of(coefficient, grad_scale)
         erase = (
             ~torch.isfinite(norm) if erase_nonfinite else torch.zeros_like(norm, dtype=torch.bool)
         )
-        multiply_(self.tensors, multiplier, erase)
+        multiply_(self.tensors, factors, erase)
         return norm, torch.where(erase, 0.0, coefficient)
 
     def scale_each_(
@@ -89,11 +94,11 @@ class TorchBatch:
         erase: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Multiplies each gradient by the coefficient of its norm."""
-        norm, coefficient, multiplier = self.terms_each(norms, first, rule, max_norm, grad_scale)
+        norm, coefficient, factors = self.terms_each(norms, first, rule, max_norm, grad_scale)
         if erase is None:
             erase = torch.zeros((), dtype=torch.bool, device=norm.device)
         for i, tensor in enumerate(self.tensors):
-            multiply_([tensor], multiplier[i], erase)
+            multiply_([tensor], [factor[i] for factor in factors], erase)
         return norm, torch.where(erase, 0.0, coefficient)
 
     def terms_each(
@@ -103,11 +108,27 @@ class TorchBatch:
         rule: Rule,
         max_norm: float | Tensor,
         grad_scale: float | Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Norms, coefficients and multipliers, 1-d."""
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Norms and coefficients, 1-d, and factors for `multiply_`, each 1-d."""
         norm = self.total_each(norms, first, rule.norm_type, grad_scale)
         coefficient = coefficient_of(norm, max_norm, rule.eps)
-        return norm, coefficient, coefficient / as_scalar(grad_scale, norm)
+        return norm, coefficient, self.factors_of(coefficient, grad_scale)
+
+    def factors_of(self, coefficient: Tensor, grad_scale: float | Tensor) -> list[Tensor]:
+        """Factors whose product is coefficient / grad_scale; the first alone where it suffices."""
+        wide = torch.float64 if self.tensors[0].dtype == torch.float64 else torch.float32
+        unscaled = not isinstance(grad_scale, Tensor) and grad_scale == 1
+        if unscaled and wide == coefficient.dtype:
+            return [coefficient]
+        scale = as_scalar(grad_scale, coefficient)
+        multiplier = coefficient / scale
+        # A quotient below the least normal number would lose digits, or all of itself.
+        least = torch.finfo(wide).tiny
+        is_less = multiplier < least
+        return [
+            torch.where(is_less, coefficient / least / scale, multiplier),
+            torch.where(is_less, least, torch.ones_like(multiplier)),
+        ]
 
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
         """Clamps the gradients."""
@@ -161,6 +182,9 @@ def as_scalar(number: float | Tensor, like: Tensor) -> Tensor:
     if isinstance(number, Tensor):
         number = number.to(like.device, like.dtype)
         return number.reshape(()) if number.numel() == 1 else number
+    if like.dtype == torch.float32:
+        # inf beyond its range, where torch.full raises.
+        number = c_float(number).value
     return torch.full((), number, dtype=like.dtype, device=like.device)
 
 
@@ -181,19 +205,22 @@ def coefficient_of(norm: Tensor, max_norm: float | Tensor, eps: float) -> Tensor
     return torch.where(keep, 1.0, ratio)
 
 
-def multiply_(tensors: list[Tensor], multiplier: Tensor, erase: Tensor) -> None:
-    """Multiplies in place, or writes zeros; half types too take the multiplier in float32."""
+def multiply_(tensors: list[Tensor], factors: list[Tensor], erase: Tensor) -> None:
+    """Multiplies in place by each 0-d factor in turn, or writes zeros; half types in float32."""
     if tensors[0].dtype != torch.float64:
-        multiplier = multiplier.to(torch.float32)
-    # Off the CPU, foreach rounds the multiplier to the tensors' dtype first.
-    if tensors[0].dtype == multiplier.dtype and in_one_call(
-        torch._foreach_mul_, tensors, multiplier
-    ):
+        factors = [factor.to(torch.float32) for factor in factors]
+    first, *others = factors
+    # Off the CPU, foreach rounds a factor to the tensors' dtype first.
+    if tensors[0].dtype == first.dtype and in_one_call(torch._foreach_mul_, tensors, first):
+        for factor in others:
+            torch._foreach_mul_(tensors, factor)
         for tensor in tensors:
             tensor.masked_fill_(erase, 0.0)
         return
     for piece in _writable_pieces(tensors):
-        wide = piece.to(multiplier.dtype, copy=True).mul_(multiplier)
+        wide = piece.to(first.dtype, copy=True).mul_(first)
+        for factor in others:
+            wide.mul_(factor)
         _store_(piece, wide.masked_fill_(erase, 0.0))
 
 

@@ -84,7 +84,9 @@ def clip_(
             return clip_(gradients, rule, nonfinite, grad_scale, remedy=remedy)
     norms = None
     if nonfinite != "propagate" or not rule.clamps:
-        norms = measure(gradients, rule.norm_type, rule.per_gradient, grad_scale)
+        # By value, an element counts as it came, before the loss scale is divided out.
+        scale = 1.0 if rule.clamps else grad_scale
+        norms = measure(gradients, rule.norm_type, rule.per_gradient, scale)
         if nonfinite == "error":
             policies.raise_if_nonfinite(gradients, rule, total(gradients, norms), remedy)
     return write_(gradients, rule, norms, grad_scale, zero_nonfinite=nonfinite == "zero").norm
@@ -96,7 +98,7 @@ def measure(
     """Measures the groups of a list that is not empty: one launch each on a GPU."""
     plan = gradients.plan
     assert plan is not None
-    if len(plan.groups) == 1 and not (plan.pairs and norm_type != 2.0):
+    if len(plan.groups) == 1 and not ((plan.pairs or plan.empty) and norm_type != 2.0):
         batch = plan.groups[0].layout.bind(gradients.readable, gradients.addresses)
         partials = batch.norm(norm_type, None, per_gradient=per_gradient)
         return Norms([batch], [partials], [0], norm_type, per_gradient, grad_scale)
@@ -106,7 +108,7 @@ def measure(
 def _measure_groups(
     gradients: Gradients, norm_type: float, per_gradient: bool, grad_scale: float | Tensor
 ) -> Norms:
-    """As `measure`, for several groups, or complex gradients."""
+    """As `measure`, for several groups, complex gradients, or no elements at all."""
     plan = gradients.plan
     assert plan is not None
     batches: list[Batch] = []
@@ -139,6 +141,9 @@ def _measure_groups(
     for batch, device, start, count in zip(measured, devices, starts, counts, strict=True):
         out = own_norms[device][start : start + count]
         batch.norm(norm_type, out, per_gradient=per_gradient)
+        if plan.empty:
+            # The least of no elements would be inf.
+            out.zero_()
     everywhere = _exchange(own_norms, own_first=per_gradient)
     partials = [everywhere[device] for device in devices]
     return Norms(batches, partials, starts, norm_type, per_gradient, grad_scale)
@@ -146,8 +151,8 @@ def _measure_groups(
 
 def _moduli(pairs: Tensor) -> Tensor:
     """The moduli of a complex gradient that is read as pairs, 1-d, in new memory."""
-    # torch has no modulus of half-precision complex numbers on every device.
-    wide = pairs.float() if pairs.dtype == torch.float16 else pairs
+    # Moduli of finite float32 pairs may be over its largest number.
+    wide = pairs.to(wide_dtype(pairs.device))
     return torch.view_as_complex(wide.reshape(-1, 2)).abs()
 
 

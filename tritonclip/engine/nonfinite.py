@@ -26,9 +26,9 @@ def raise_if_nonfinite(gradients: Gradients, rule: Rule, norm: Tensor, remedy: s
         return
     if rule.clamps:
         places = nonfinite_indices(gradients)
-        which = f"of {gradients.labels(places)}" if places else "divided by the loss scale"
         raise RuntimeError(
-            f"The gradients {which} are non-finite, so they cannot be clipped by value. {remedy}"
+            f"The gradients of {gradients.labels(places)} are non-finite, so they cannot be "
+            f"clipped by value. {remedy}"
         )
     if rule.per_gradient:
         places = (~torch.isfinite(norm)).nonzero().flatten().tolist()

@@ -67,6 +67,7 @@ class Plan:
         dtype: of results: float64 where any gradient is, else float32.
         sparse: indices of sparse gradients, of which the values are clipped.
         pairs: complex gradients are among them.
+        empty: no gradient has an element.
         inference: gradients made in inference mode are among them.
         requires_grad: gradients that autograd can differentiate are among them.
         ordinary: none of them is complex, sparse, or made in inference mode: every rule takes them.
@@ -83,6 +84,7 @@ class Plan:
     dtype: torch.dtype
     sparse: tuple[int, ...]
     pairs: bool
+    empty: bool
     inference: bool
     requires_grad: bool
     ordinary: bool = False

@@ -221,6 +221,7 @@ def _build_(
         dtype=torch.float64 if any(g.dtype == torch.float64 for g in groups) else torch.float32,
         sparse=tuple(sparse),
         pairs=any(group.pairs for group in groups),
+        empty=not any(map(Tensor.numel, readable)),
         inference=any(map(Tensor.is_inference, readable)),
         requires_grad=any(grad.requires_grad for grad in readable),
     )

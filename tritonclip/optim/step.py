@@ -101,7 +101,8 @@ class StepClipping:
                 share.norms = self._measure(share, share.rule)
 
     def _measure(self, share: _Share, rule: Rule) -> Norms:
-        return execute.measure(share.gradients, rule.norm_type, rule.per_gradient, self._grad_scale)
+        scale = 1.0 if rule.clamps else self._grad_scale
+        return execute.measure(share.gradients, rule.norm_type, rule.per_gradient, scale)
 
     def _divide(self, rule: Rule) -> list[_Share]:
         """A share for the groups without a rule, and one for each group that has one."""
