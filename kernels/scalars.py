@@ -81,12 +81,12 @@ def factors_of(coefficient, grad_scale, LANE: tl.constexpr):
     """Returns two factors of LANE whose product is coefficient / grad_scale.
 
     The second is 1, or the least normal number where the quotient is below that: it would lose
-    digits, or all of itself.
+    digits, or all of itself. float64 has room for every quotient that matters: always 1 there.
     """
-    LEAST: tl.constexpr = 2.0**-1022 if LANE == tl.float64 else 2.0**-126
-    INVERSE: tl.constexpr = 2.0**1022 if LANE == tl.float64 else 2.0**126
+    LEAST: tl.constexpr = 2.0**-126
+    INVERSE: tl.constexpr = 2.0**126
     multiplier = divide(coefficient, grad_scale)
-    is_less = multiplier < LEAST
+    is_less = (multiplier < LEAST) & (LANE != tl.float64)
     multiplier = tl.where(is_less, divide(coefficient * INVERSE, grad_scale), multiplier)
     return multiplier.to(LANE), tl.where(is_less, LEAST, 1.0).to(LANE)
 

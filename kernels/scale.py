@@ -42,7 +42,10 @@ def _scale_tile(x_ptr, mask, multiplier, rest, erase, MASKED: tl.constexpr):
     else:
         x = tl.load(x_ptr)
 
-    y = tl.where(erase, 0.0, x.to(multiplier.dtype) * multiplier * rest).to(x.dtype)
+    y = x.to(multiplier.dtype) * multiplier
+    if multiplier.dtype != tl.float64:
+        y *= rest
+    y = tl.where(erase, 0.0, y).to(x.dtype)
 
     if MASKED:
         tl.store(x_ptr, y, mask=mask)
