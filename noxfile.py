@@ -64,7 +64,7 @@ def triton_matrix(session: nox.Session, triton: str) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Change the core in one place at a time, and list changes that no test notices; takes days.
+    """Change the core in one place at a time, and list changes that no test notices.
 
     `-- tritonclip/rules` for some of MUTATED. Run again, it goes on where it was ended.
     """

@@ -235,3 +235,11 @@ def test_zero_reaches_lazily_negated_gradients(device, rule):
     ]
     tritonclip.clip_(parameters(grads), rule, nonfinite="zero")
     assert not any(grad.any() for grad in grads)
+
+
+@pytest.mark.parametrize("limit", [1.0, torch.inf])
+def test_nan_norm_makes_every_gradient_nan_under_any_limit(device, limit):
+    """As in torch; a limit of inf changes nothing but that."""
+    grads = [torch.tensor([torch.nan], device=device), torch.ones(3, device=device)]
+    assert tritonclip.clip_(parameters(grads), limit).isnan()
+    assert all(grad.isnan().all() for grad in grads)

@@ -557,3 +557,40 @@ def test_work_on_the_host_does_not_grow_with_the_parameters(rule):
 def test_repr_says_what_it_holds():
     flat = FlatGradients(parameters_of([(2, 3), (4,)]))
     assert repr(flat) == "FlatGradients(2 parameters: 10 of torch.float32 on cpu)"
+
+
+def test_dropped_view_is_noticed_at_the_next_call_among_many():
+    """Whatever its place: the addresses of some are compared at each call."""
+    params = parameters_of([(2,)] * 100)
+    flat = FlatGradients(params)
+    for at in (50, 77):
+        tritonclip.clip_(flat, 1.0)
+        params[at].grad = None
+        with pytest.raises(RuntimeError, match=rf"parameters\[{at}\] is no view"):
+            tritonclip.clip_(flat, 1.0)
+        flat.attach_()
+
+
+@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.5), ClipByNorm(0.5)], ids=["all", "each"])
+def test_calls_after_attach_clip_the_new_buffers(rule):
+    params = parameters_of([(3,), (5,)])
+    flat = FlatGradients(params)
+    tritonclip.clip_(flat, rule)
+    flat.attach_()
+    for seed, param in enumerate(params):
+        grad_of(param).copy_(normal(param.shape, seed=10 + seed))
+    before = copies(grads_of(params))
+    measured = tritonclip.clip_(flat, rule)
+    assert_bits(grads_of(params), reference.clipped(before, rule, measured))
+
+
+def test_call_asks_for_the_backend_of_its_block(monkeypatch):
+    """A plan of another backend is not used."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    flat = FlatGradients(parameters_of([(3,)]))
+    tritonclip.clip_(flat, 1.0)
+    with (
+        tritonclip.use_backend("triton"),
+        pytest.raises(RuntimeError, match="the triton backend was asked for"),
+    ):
+        tritonclip.clip_(flat, 1.0)
