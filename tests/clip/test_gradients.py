@@ -127,6 +127,64 @@ def test_clip_counts_different_parts_of_one_buffer_each(device):
     assert_bits([buffer], [reference.scaled(before, reference.coefficient(norm, 0.5))])
 
 
+GRIDS = {
+    "transposed": lambda grid: grid.t(),
+    "unsqueezed": lambda grid: grid.unsqueeze(1),
+    "unflattened": lambda grid: grid.unflatten(0, (2, 2)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:tritonclip's kernels read:UserWarning")
+@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.5), ClipByNorm(0.5), ClipByValue(0.1)])
+@pytest.mark.parametrize("again", GRIDS)
+def test_clip_counts_the_same_elements_with_gaps_once(device, again, rule):
+    buffer = normal((4, 5), device=device)
+    grad = buffer[:, :3]
+    params = parameters([grad, GRIDS[again](grad), normal(3, device=device)])
+    before = copies([grad, grad_of(params[2])])
+    measured = tritonclip.clip_(params, rule)
+    if isinstance(rule, ClipByNorm):
+        assert_norm(measured, reference.norms(before))
+    elif measured is not None:
+        assert_norm(measured, reference.total_norm(before))
+    assert_bits([grad, grad_of(params[2])], reference.clipped(before, rule, measured))
+
+
+PARTS = {
+    "halves that meet": lambda buffer: (buffer[:21], buffer[20:]),
+    "one inside the other": lambda buffer: (buffer, buffer[7:9]),
+    "columns and rows": lambda buffer: (buffer.view(8, 5)[:, 3], buffer.view(8, 5)[2]),
+    "another dtype": lambda buffer: (buffer, buffer.view(torch.complex64)),
+    "another dtype of one size": lambda buffer: (
+        buffer.view(torch.int32).view(torch.bfloat16),
+        buffer,
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.5), ClipByNorm(0.5), ClipByValue(0.1)])
+@pytest.mark.parametrize("parts", PARTS)
+def test_clip_refuses_gradients_that_share_a_part_of_their_memory(device, parts, rule):
+    """The part would count and be scaled twice."""
+    buffer = normal(40, device=device)
+    params = parameters([normal(5, device=device), *PARTS[parts](buffer)])
+    before = copies([buffer, grad_of(params[0])])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"parameters\[1\] and parameters\[2\] share a part"):
+            tritonclip.clip_(params, rule)
+    assert_bits([buffer, grad_of(params[0])], before)
+
+
+@pytest.mark.filterwarnings("ignore:tritonclip's kernels read:UserWarning")
+@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.5), ClipByNorm(0.5), ClipByValue(0.1)])
+def test_clip_takes_gradients_that_lie_between_one_another(device, rule):
+    buffer = normal((8, 6), device=device)
+    grads = [buffer[:4, 1:3], buffer[:4, 3:], buffer[:4, :1], buffer[4::2], buffer[5::2]]
+    before = copies(grads)
+    measured = tritonclip.clip_(parameters(grads), rule)
+    assert_bits(grads, reference.clipped(before, rule, measured))
+
+
 def test_clip_of_tied_weights_in_a_module(device):
     embedding, head = torch.nn.Embedding(4, 3), torch.nn.Linear(3, 4, bias=False)
     head.weight = embedding.weight

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_bits, bits, copies, each_rule, normal, parameter
+from cases import assert_bits, bits, copies, each_rule, grad_of, normal, parameter
+from workers import NEEDS_FORK, run_in_fork
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm
@@ -30,6 +31,11 @@ REFUSED = {
         ValueError,
         "expanded|overlap",
     ),
+    "overlapping-once": (
+        lambda: torch.ones(13).as_strided((3, 4), (3, 2)),
+        ValueError,
+        "expanded|overlap",
+    ),
     "subclass": (lambda: torch.ones(3).as_subclass(Labelled), TypeError, "Labelled"),
 }
 
@@ -45,6 +51,8 @@ def test_clip_refuses_before_anything_is_written(device, case, rule):
         grads[1] = torch.ones(4, device=device).expand(3, 4)
     elif case == "overlapping":
         grads[1] = torch.ones(9, device=device).as_strided((3, 3), (1, 1))
+    elif case == "overlapping-once":
+        grads[1] = torch.ones(13, device=device).as_strided((3, 4), (3, 2))
     before = [bits(grad) for grad in (grads[0], grads[2])]
     versions = [grad._version for grad in grads]
     with pytest.raises(error, match=word):
@@ -94,9 +102,32 @@ def freed() -> torch.Tensor:
     return grad
 
 
-NO_MEMORY = {"freed": freed, "zero tensor": lambda: torch._efficientzerotensor((5,))}
+def freed_view(start: int = 3) -> torch.Tensor:
+    """Its address is its offset."""
+    grad = torch.ones(start + 5)[start:]
+    grad.untyped_storage().resize_(0)
+    return grad
 
 
+def freed_sparse(part: str, *, coalesced: bool) -> torch.Tensor:
+    index, values = torch.tensor([[0, 1, 2, 3, 4]]), torch.ones(5)
+    grad = torch.sparse_coo_tensor(
+        index, values, (9,), is_coalesced=coalesced, check_invariants=True
+    )
+    getattr(grad, part)().untyped_storage().resize_(0)
+    return grad
+
+
+NO_MEMORY = {
+    "freed": freed,
+    "freed view": freed_view,
+    "freed view far inside": lambda: freed_view(100_000),
+    "zero tensor": lambda: torch._efficientzerotensor((5,)),
+    "view of a zero tensor": lambda: torch._efficientzerotensor((7,))[2:],
+}
+
+
+@NEEDS_FORK
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", NO_MEMORY)
 @pytest.mark.parametrize("n_before", [0, 2])
@@ -107,9 +138,91 @@ def test_clip_refuses_gradients_without_memory(case, n_before, rule):
         params[0].grad, params[1].grad = torch.full((5000,), 3.0), torch.ones(5)
         tritonclip.clip_(params, rule)
     params[0].grad, params[1].grad = torch.full((5000,), 3.0), NO_MEMORY[case]()
-    with pytest.raises(ValueError, match=r"gradient of parameters\[1\] has 5 elements and no mem"):
+
+    def work() -> None:
+        with pytest.raises(ValueError, match=r"parameters\[1\] has 5 elements and no memory"):
+            tritonclip.clip_(params, rule)
+        assert (grad_of(params[0]) == 3).all()
+
+    run_in_fork(work)
+
+
+@NEEDS_FORK
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", NO_MEMORY)
+@pytest.mark.parametrize("coalesced", [True, False], ids=["coalesced", "duplicates"])
+def test_clip_refuses_gradients_without_memory_beside_sparse_ones(coalesced, case, rule):
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[2, 0]]), torch.full((2,), 3.0), (9,), check_invariants=True
+    )
+    grads = [torch.full((3,), 3.0), NO_MEMORY[case](), sparse.coalesce() if coalesced else sparse]
+
+    def work() -> None:
+        with pytest.raises(ValueError, match=r"parameters\[1\] has 5 elements and no memory"):
+            tritonclip.clip_([parameter(grad) for grad in grads], rule)
+        assert (grads[0] == 3).all()
+        assert (grads[2]._values() == 3).all()
+
+    run_in_fork(work)
+
+
+@NEEDS_FORK
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("part", ["_values", "_indices"])
+@pytest.mark.parametrize("coalesced", [True, False], ids=["coalesced", "duplicates"])
+def test_clip_refuses_sparse_gradients_without_memory(coalesced, part, rule):
+    grads = [torch.full((3,), 3.0), freed_sparse(part, coalesced=coalesced)]
+
+    def work() -> None:
+        with pytest.raises(ValueError, match=r"parameters\[1\] has 5 elements and no memory"):
+            tritonclip.clip_([parameter(grad) for grad in grads], rule)
+        assert (grads[0] == 3).all()
+
+    run_in_fork(work)
+
+
+@NEEDS_FORK
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("freed_at", [0, 1])
+def test_clip_refuses_memory_that_is_freed_between_two_calls(freed_at, rule):
+    """Gradients of one buffer: freed, the first has the address 0, and the second its offset."""
+    buffers = [torch.full((10,), 3.0) for _ in range(2)]
+    params = [parameter(grad) for buffer in buffers for grad in (buffer[:4], buffer[4:])]
+    params += [parameter(torch.zeros(0)) for _ in range(2)]
+
+    def work() -> None:
+        for _ in range(2):
+            tritonclip.clip_(params, rule)
+        before = buffers[1 - freed_at].clone()
+        buffers[freed_at].untyped_storage().resize_(0)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="elements and no memory"):
+                tritonclip.clip_(params, rule)
+        assert torch.equal(buffers[1 - freed_at], before)
+        buffers[freed_at].untyped_storage().resize_(40)
+        buffers[freed_at].fill_(3.0)
         tritonclip.clip_(params, rule)
-    assert (params[0].grad == 3).all()
+
+    run_in_fork(work)
+
+
+@NEEDS_FORK
+@pytest.mark.parametrize("rule", RULES)
+def test_clip_refuses_a_view_that_is_freed_where_a_plan_is_known(rule):
+    """The other gradients keep their addresses."""
+    buffer, others = torch.ones(10), [torch.ones(4), torch.ones(4)]
+    params = [parameter(grad) for grad in (others[0], buffer[3:7], others[1])]
+
+    def work() -> None:
+        for _ in range(2):
+            tritonclip.clip_(params, rule)
+        before = [other.clone() for other in others]
+        buffer.untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match=r"parameters\[1\] has 4 elements and no memory"):
+            tritonclip.clip_(params, rule)
+        assert all(map(torch.equal, others, before))
+
+    run_in_fork(work)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -112,6 +112,21 @@ def test_sparse_gradient_and_its_alias_count_once(device):
     assert reference.norm(grad_of(first)) == pytest.approx(1.0, rel=1e-5)
 
 
+def test_sparse_gradients_without_entries_count_each(device):
+    params = [parameter(torch.zeros(5, 2, device=device).to_sparse()) for _ in range(3)]
+    params.append(parameter(torch.tensor([3.0, 4.0], device=device)))
+    assert_norm(tritonclip.clip_(params, ClipByNorm(1.0)), [0.0, 0.0, 0.0, 5.0])
+
+
+def test_sparse_gradient_that_shares_a_part_of_its_values_is_refused(device):
+    sparse = rows(device, coalesced=True)
+    part = sparse._values()[0]
+    before = copies([sparse._values()])
+    with pytest.raises(ValueError, match="share a part of their memory"):
+        tritonclip.clip_(parameters([part, sparse]), 1.0)
+    assert_bits([sparse._values()], before)
+
+
 def test_sparse_gradient_without_values(device):
     empty = torch.zeros(5, 2, device=device).to_sparse()
     params = parameters([empty, torch.tensor([3.0, 4.0], device=device)])

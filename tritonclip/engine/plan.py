@@ -72,8 +72,8 @@ class Plan:
         requires_grad: gradients that autograd can differentiate are among them.
         ordinary: none of them is complex, sparse, or made in inference mode: every rule takes them.
         addresses: those last seen, of distinct gradients.
-        n_addresses: different ones among them.
-        n_empty: gradients without elements, whose address is 0.
+        n_addresses: different ones among them; those without elements have the address 0, which
+            does not count.
         n_bytes: of memory that it takes on the host, at most.
         guards: compare the form of a list; None for a plan that serves one call.
     """
@@ -90,7 +90,6 @@ class Plan:
     ordinary: bool = False
     addresses: list[int] | None = None
     n_addresses: int = 0
-    n_empty: int = 0
     n_bytes: int = 0
     guards: Any = None
 

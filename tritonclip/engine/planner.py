@@ -20,8 +20,14 @@ from torch import Tensor
 from tritonclip import settings
 from tritonclip.backends.choose import layout_of
 from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.memory import OFFSETS, Region, is_freed, region_of
 from tritonclip.engine.plan import Group, Plan, View
-from tritonclip.engine.refusals import refuse_freed, refuse_kind, refuse_overlap
+from tritonclip.engine.refusals import (
+    refuse_freed,
+    refuse_kind,
+    refuse_overlap,
+    refuse_parts_in_common,
+)
 
 try:
     from torch._C._dynamo import guards as _dynamo_guards
@@ -94,8 +100,16 @@ class PlanCache:
         if plan is None or any(map(_get_is_nested, grads)) or not plan.guards.check(*grads):
             return None
         if addresses != plan.addresses:
-            # Empty gradients have no address; a plan knows how many they are.
-            if len(set(addresses)) < plan.n_addresses or addresses.count(0) != plan.n_empty:
+            # Empty gradients, and those freed, have no address.
+            different = set(addresses)
+            different.discard(0)
+            if len(different) < plan.n_addresses:
+                return None
+            if (
+                plan.n_addresses
+                and min(different) < OFFSETS
+                and any(map(is_freed, grads, addresses))
+            ):
                 return None
             plan.addresses = addresses
         try:
@@ -107,8 +121,7 @@ class PlanCache:
 
     def keep(self, plan: Plan, grads: list[Tensor], addresses: list[int], backend: str) -> None:
         """Keeps a plan for lists of this form; `grads` are distinct and none is nested."""
-        plan.addresses, plan.n_empty = addresses, addresses.count(0)
-        plan.n_addresses = len(set(addresses))
+        plan.addresses, plan.n_addresses = addresses, len(set(addresses) - {0})
         plan.guards = _guards_of(grads)
         first, sizes = grads[0], (grads[0].numel(), grads[-1].numel())
         key = len(grads), first.dtype, first.device, first.is_inference(), *sizes, backend
@@ -177,9 +190,15 @@ def _build_(
 ) -> None:
     """Drops repeated gradients, refuses those that cannot be clipped, and makes a plan."""
     grads = list(gradients.tensors)
-    distinct = _distinct(grads, addresses)
+    for index, grad in enumerate(grads):
+        label = partial(gradients.label, index)
+        refuse_kind(grad, label)
+        if addresses is None or addresses[index] < OFFSETS:
+            refuse_freed(grad, label)
+    regions = list(map(_region, grads))
+    distinct = _distinct(grads, regions)
     if distinct is not None:
-        grads = [grads[i] for i in distinct]
+        grads, regions = [grads[i] for i in distinct], [regions[i] for i in distinct]
         gradients.distinct, gradients.tensors = distinct, grads
         addresses = None if addresses is None else [addresses[i] for i in distinct]
     views: list[View] = []
@@ -187,10 +206,6 @@ def _build_(
     members: dict[tuple[torch.device, torch.dtype, bool, bool], list[int]] = {}
     readable: list[Tensor] = []
     for index, grad in enumerate(grads):
-        label = partial(gradients.label, index)
-        if addresses is not None and addresses[index] == 0:
-            refuse_freed(grad, 0, label)
-        refuse_kind(grad, label)
         if grad.layout == torch.sparse_coo:
             sparse.append(index)
             values = _values(grad, gradients)
@@ -199,12 +214,13 @@ def _build_(
         view, flat = _view(index, values)
         tensor = values if view is None else view.of(values)
         if not flat:
-            refuse_overlap(tensor, label)
+            refuse_overlap(tensor, partial(gradients.label, index))
         if view is not None:
             views.append(view)
         readable.append(tensor)
         key = (tensor.device, tensor.dtype, flat, grad.is_complex())
         members.setdefault(key, []).append(index)
+    refuse_parts_in_common([(i, r) for i, r in enumerate(regions) if r is not None], gradients)
     n = len(readable)
     groups = []
     for (device, dtype, flat, pairs), indices in members.items():
@@ -236,25 +252,27 @@ def _build_(
             cache.keep(plan, grads, addresses, backend)
 
 
-def _distinct(grads: list[Tensor], addresses: list[int] | None) -> list[int] | None:
-    """Indices of gradients that are not the very memory of an earlier one; None for all."""
-    if addresses is not None and len(set(addresses)) == len(grads):
-        return None
-    first: dict[object, int] = {}
-    for index, grad in enumerate(grads):
-        first.setdefault(_memory(grad), index)
-    return list(first.values()) if len(first) < len(grads) else None
-
-
-def _memory(grad: Tensor) -> object:
-    """Identifies the memory of a gradient."""
-    if grad.layout == torch.sparse_coo and grad.is_coalesced():
+def _region(grad: Tensor) -> Region | None:
+    """The memory that a gradient is clipped in; None where it has none, or none that is known."""
+    if grad.layout == torch.sparse_coo:
+        if not grad.is_coalesced():
+            return None
         grad = grad._values()
-    if grad.layout != torch.strided or grad.is_nested or grad.data_ptr() == 0:
-        return id(grad)
-    if flat_size(grad) is not None:
-        return grad.data_ptr(), grad.dtype, grad.numel()
-    return grad.data_ptr(), grad.dtype, grad.shape, grad.stride()
+    if grad.is_meta or not grad.numel():
+        return None
+    try:
+        return region_of(grad)
+    except RuntimeError:
+        # A tensor without storage, as inside torch.func.
+        return None
+
+
+def _distinct(grads: list[Tensor], regions: list[Region | None]) -> list[int] | None:
+    """Indices of gradients that are not the very memory of an earlier one; None for all."""
+    first: dict[object, int] = {}
+    for index, (grad, region) in enumerate(zip(grads, regions, strict=True)):
+        first.setdefault(id(grad) if region is None else (grad.dtype, region), index)
+    return list(first.values()) if len(first) < len(grads) else None
 
 
 def _values(grad: Tensor, gradients: Gradients) -> Tensor:

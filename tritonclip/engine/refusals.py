@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tritonclip.engine.memory import Region, find_overlap, has_overlap, is_freed
 from tritonclip.rules import Rule
 
 if TYPE_CHECKING:
@@ -61,27 +62,49 @@ def refuse_kind(grad: Tensor, label: Callable[[], str]) -> None:
 
 
 def refuse_overlap(grad: Tensor, label: Callable[[], str]) -> None:
-    """Refuses a gradient whose elements share memory: one stride lies within smaller ones' span."""
-    span = 0
-    for stride, size in sorted(zip(grad.stride(), grad.shape, strict=True)):
-        if size > 1:
-            if stride <= span:
-                raise ValueError(
-                    f"elements of the gradient of {label()} share memory (shape "
-                    f"{tuple(grad.shape)}, strides {grad.stride()}), so it cannot be scaled in "
-                    "place; expected a gradient without overlap: replace it by grad.clone()"
-                )
-            span += stride * (size - 1)
-
-
-def refuse_freed(grad: Tensor, address: int, label: Callable[[], str]) -> None:
-    """Refuses a gradient that has elements and no memory."""
-    if address == 0 and type(grad) in PLAIN and grad.numel() and not grad.is_meta:
+    """Refuses a gradient whose elements share memory."""
+    if has_overlap(grad):
         raise ValueError(
-            f"the gradient of {label()} has {grad.numel()} elements and no memory: its storage was "
-            "freed, or it is one of PyTorch's zero tensors; expected memory to read and write: "
-            "clip before storage is freed, or replace it by grad.clone()"
+            f"elements of the gradient of {label()} share memory (shape {tuple(grad.shape)}, "
+            f"strides {grad.stride()}), so it cannot be scaled in place; expected a gradient "
+            "without overlap: replace it by grad.clone()"
         )
+
+
+def refuse_parts_in_common(regions: Sequence[tuple[int, Region]], gradients: Gradients) -> None:
+    """Refuses gradients that share a part of their memory, which would be scaled twice.
+
+    Args:
+        regions: indices of gradients, and their memory.
+        gradients: name them.
+    """
+    found = find_overlap([region for _, region in regions])
+    if found is not None:
+        first, second = (gradients.label(regions[at][0]) for at in found)
+        raise ValueError(
+            f"the gradients of {first} and {second} share a part of their memory, which would be "
+            "scaled twice; expected gradients that share all of it, with one dtype, or none: "
+            "replace one of them by grad.clone()"
+        )
+
+
+def refuse_freed(grad: Tensor, label: Callable[[], str]) -> None:
+    """Refuses a gradient that has elements and no memory."""
+    parts = [grad]
+    if grad.layout == torch.sparse_coo:
+        parts = [grad._values(), grad._indices()]
+    for part in parts:
+        try:
+            address = part.data_ptr()
+        except RuntimeError:
+            # A tensor without storage, as inside torch.func.
+            continue
+        if is_freed(part, address):
+            raise ValueError(
+                f"the gradient of {label()} has {part.numel()} elements and no memory: its storage "
+                "was freed, or it is one of PyTorch's zero tensors; expected memory to read and "
+                "write: clip before storage is freed, or replace a zero tensor by grad.clone()"
+            )
 
 
 def refuse_for_rule(gradients: Gradients, rule: Rule) -> None:
