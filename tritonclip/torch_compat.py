@@ -1,5 +1,6 @@
 """Drop-in replacements of torch.nn.utils: its signatures, messages and warnings."""
 
+import math
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import cast
@@ -12,6 +13,7 @@ from tritonclip.engine import compiled, execute
 from tritonclip.engine.gradients import Gradients, of_parameters, of_tensors
 from tritonclip.engine.nonfinite import TORCH_REMEDY
 from tritonclip.engine.planner import plan_
+from tritonclip.engine.refusals import refuse_negative
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.rules import ClipByGlobalNorm, ClipByValue
 from tritonclip.rules.arguments import as_limit, as_norm_type, check_one_float
@@ -131,7 +133,7 @@ def clip_grad_value_(
 
 
 def get_total_norm(
-    tensors: Tensor | Iterable[Tensor] | FlatGradients,
+    tensors: Tensor | Iterable[Tensor | None] | FlatGradients,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
@@ -141,8 +143,8 @@ def get_total_norm(
     A drop-in replacement of `torch.nn.utils.get_total_norm`.
 
     Args:
-        tensors: floating-point or complex: gradients themselves, not parameters; or
-            :class:`FlatGradients`.
+        tensors: floating-point or complex: gradients themselves, not parameters, where None is left
+            out; or :class:`FlatGradients`.
         norm_type: p of the p-norm: positive, 0, inf or -inf, also as text.
         error_if_nonfinite: raise RuntimeError where the norm is NaN or inf; waits for the device.
         foreach: accepted for compatibility; there is one implementation.
@@ -179,8 +181,10 @@ def clip_grads_with_norm_(
     max_norm: float,
     total_norm: Tensor,
     foreach: bool | None = None,
+    *,
+    eps: float = 1e-6,
 ) -> None:
-    """Scales gradients in place by `min(1, max_norm / (total_norm + 1e-6))`.
+    """Scales gradients in place by `min(1, max_norm / (total_norm + eps))`.
 
     For a norm *before* clipping that is known: reduce norms over processes between
     :func:`get_total_norm` and this. A drop-in replacement of
@@ -190,21 +194,33 @@ def clip_grads_with_norm_(
         parameters: as for :func:`clip_`.
         max_norm: largest norm, 0 or more.
         total_norm: the norm that the gradients count as having: a one-element floating-point
-            tensor on any device, or a number.
+            tensor on any device, or a number. A negative one raises ValueError; on another device
+            than a CPU, where reading it would wait for the device, it counts by its magnitude.
         foreach: accepted for compatibility; there is one implementation.
+        eps: added to the norm; with 0, the exact form of Paddle and TensorFlow, a norm equal to
+            `max_norm` changes nothing.
 
     Raises:
         As :func:`clip_`.
+
+    Example:
+        >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> (weight * weight).sum().backward()
+        >>> clip_grads_with_norm_([weight], 5.0, torch.tensor(20.0), eps=0.0)
+        >>> weight.grad
+        tensor([1.5000, 2.0000])
     """
-    limit_to = as_limit("max_norm", _as_float(max_norm))
+    rule = ClipByGlobalNorm(_as_float(max_norm), math.inf, eps)
     if isinstance(total_norm, Tensor):
         check_one_float("total_norm", total_norm)
+        if not torch.compiler.is_compiling():
+            refuse_negative("total_norm", total_norm)
     else:
         total_norm = torch.tensor(
             as_limit("total_norm", total_norm), dtype=torch.float64, device="cpu"
         )
     if torch.compiler.is_compiling():
-        compiled.scale_to_norm_(parameters, limit_to, total_norm)
+        compiled.scale_to_norm_(parameters, rule, total_norm)
     else:
         gradients = _collect(parameters, foreach)
-        execute.scale_(gradients, limit_to, total_norm)
+        execute.scale_(gradients, rule, total_norm)

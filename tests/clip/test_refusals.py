@@ -344,7 +344,7 @@ def test_clip_refuses_a_distributed_tensor():
         distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("total_norm", [-5.0, torch.nan])
+@pytest.mark.parametrize("total_norm", [-5.0, torch.nan, torch.tensor(-5.0), torch.tensor([-5.0])])
 def test_clip_grads_with_norm_refuses_numbers_that_are_no_norm(device, total_norm):
     one = torch.ones(3, requires_grad=True)
     one.grad = torch.ones(3)

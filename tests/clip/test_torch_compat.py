@@ -6,8 +6,9 @@ import inspect
 import warnings
 
 import pytest
+import reference
 import torch
-from cases import assert_bits, copies, named, normal, parameter, parameters
+from cases import assert_bits, copies, grad_of, named, normal, parameter, parameters
 from torch.nn import utils
 
 import tritonclip
@@ -32,7 +33,9 @@ def assert_close(ours, theirs):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_signature_is_torchs(name):
-    ours = inspect.signature(getattr(tritonclip, name)).parameters.values()
+    """Our own options follow, by keyword only."""
+    all_of_ours = inspect.signature(getattr(tritonclip, name)).parameters.values()
+    ours = [one for one in all_of_ours if one.kind is not inspect.Parameter.KEYWORD_ONLY]
     theirs = inspect.signature(getattr(utils, name)).parameters.values()
     assert [(one.name, one.kind, one.default) for one in ours] == [
         (one.name, one.kind, one.default) for one in theirs
@@ -83,6 +86,26 @@ def test_clip_grads_with_norm_gives_torchs_result(device, dtype, total, foreach)
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("eps", [0.0, 0.5])
+@pytest.mark.parametrize("total", [0.0, 3.0, 4.0])
+def test_clip_grads_with_norm_adds_eps(device, total, eps):
+    grads = [normal(shape, device=device) for shape in ((3, 5), (70,))]
+    before = copies(grads)
+    total_norm = torch.tensor(total, device=device)
+    with tritonclip.verify():
+        tritonclip.clip_grads_with_norm_(parameters(grads), 3.0, total_norm, eps=eps)
+    by = reference.coefficient(total_norm, 3.0, eps)
+    assert_bits(grads, [reference.scaled(grad, by) for grad in before])
+
+
+@pytest.mark.parametrize("eps", [-1.0, torch.nan, torch.inf])
+def test_clip_grads_with_norm_refuses_an_eps_that_is_no_number_over_0(device, eps):
+    one = parameter(torch.ones(3, device=device))
+    with pytest.raises(ValueError, match="eps"):
+        tritonclip.clip_grads_with_norm_([one], 1.0, torch.tensor(9.0, device=device), eps=eps)
+    assert grad_of(one).tolist() == [1.0] * 3
+
+
 def test_total_norm_then_clip_is_clip_grad_norm(device):
     """The split of one call in two, as pipelines do it between ranks."""
     ours, again = two_lists(device)
@@ -109,6 +132,21 @@ def test_get_total_norm_takes_one_tensor_and_a_generator(device):
     grad = torch.tensor([3.0, 4.0], device=device)
     assert tritonclip.get_total_norm(grad).item() == 5.0
     assert tritonclip.get_total_norm(one for one in [grad]).item() == 5.0
+
+
+@pytest.mark.parametrize("rest", [[], [torch.tensor([3.0, 4.0])]], ids=["alone", "among others"])
+def test_get_total_norm_leaves_none_out(backend, rest):
+    given = [None, *[tensor.to(backend.device) for tensor in rest], None]
+    expected = tritonclip.get_total_norm([tensor for tensor in given if tensor is not None])
+    assert torch.equal(tritonclip.get_total_norm(given), expected)
+
+
+def test_get_total_norm_names_tensors_by_their_place(device):
+    given = [None, torch.ones(2, device=device), None, torch.ones(2, dtype=torch.int32)]
+    with pytest.raises(TypeError, match=r"tensors\[3\] has dtype"):
+        tritonclip.get_total_norm(given)
+    with pytest.raises(TypeError, match=r"tensors\[2\] must be a tensor, got float"):
+        tritonclip.get_total_norm([None, None, 1.0])  # type: ignore[list-item]
 
 
 def test_get_total_norm_measures_parameters_themselves(device):

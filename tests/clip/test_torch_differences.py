@@ -114,6 +114,34 @@ def test_negative_and_nan_limits_are_refused(device, name, arguments):
     assert ours.grad.tolist() == [3.0, -4.0]
 
 
+def test_negative_norm_is_refused(device):
+    """torch turns the signs. Reading a norm on a GPU would wait for it."""
+    ours, theirs = pair([3.0, -4.0], device)
+    utils.clip_grads_with_norm_([theirs], 1.0, torch.tensor(-5.0))
+    assert theirs.grad.tolist() == pytest.approx([-0.6, 0.8])
+    with pytest.raises(ValueError, match="total_norm must be 0 or more"):
+        tritonclip.clip_grads_with_norm_([ours], 1.0, torch.tensor(-5.0))
+    assert ours.grad.tolist() == [3.0, -4.0]
+
+
+def test_none_among_tensors_has_no_norm(device):
+    """torch asks it for its device."""
+    tensors = [None, torch.tensor([3.0, 4.0], device=device)]
+    with pytest.raises(AttributeError):
+        utils.get_total_norm(tensors)  # type: ignore[arg-type]
+    assert tritonclip.get_total_norm(tensors).item() == 5.0
+
+
+def test_gradients_that_share_a_part_are_refused(device):
+    """torch scales the part twice."""
+    theirs, ours = (torch.full((5,), 2.0, device=device) for _ in range(2))
+    utils.clip_grad_norm_(parameters([theirs[:3], theirs[2:]]), 1.0)
+    assert theirs[2] < theirs[0] / 2
+    with pytest.raises(ValueError, match="share a part of their memory"):
+        tritonclip.clip_grad_norm_(parameters([ours[:3], ours[2:]]), 1.0)
+    assert ours.tolist() == [2.0] * 5
+
+
 def test_clip_grad_value_of_nothing_does_nothing(backend):
     """torch raises an error about nested tensor lists."""
     with pytest.raises(RuntimeError):

@@ -27,6 +27,12 @@ RULES = [
     pytest.param(ClipByValue(-0.1, 0.2), id="by-value"),
 ]
 CALLS = {
+    "clip_grads_with_norm_ without eps": lambda params: tritonclip.clip_grads_with_norm_(
+        params, 0.5, torch.tensor(0.625), eps=0.0
+    ),
+    "get_total_norm with None": lambda params: tritonclip.get_total_norm(
+        [None, *[p.grad for p in params]]
+    ),
     "clip_grad_norm_": lambda params: tritonclip.clip_grad_norm_(params, 0.5),
     "clip_grad_value_": lambda params: tritonclip.clip_grad_value_(params, 0.1),
     "get_total_norm": lambda params: tritonclip.get_total_norm([p.grad for p in params]),
@@ -166,3 +172,31 @@ def test_compiled_clip_takes_a_one_element_grad_scale(device):
     compiled(lambda given: tritonclip.clip_(given, 1.0, grad_scale=scale))([one])
     tritonclip.clip_([other], 1.0, grad_scale=scale)
     assert torch.equal(grad_of(one), grad_of(other))
+
+
+@pytest.mark.parametrize("graph", ["aot_eager", "inductor"])
+def test_compiled_clip_by_norm_refuses_one_memory_met_twice(device, graph):
+    """The graph was promised as many norms as gradients, and has no way to learn of fewer."""
+    grad = torch.tensor([3.0, 4.0], device=device)
+    params = parameters([grad, grad.detach(), torch.tensor([6.0, 8.0], device=device)])
+    step = torch.compile(
+        lambda given: tritonclip.clip_(given, ClipByNorm(1.0)), fullgraph=True, backend=graph
+    )
+    with pytest.raises(ValueError, match=r"gradients\[1\] has the memory of an earlier one"):
+        step(params)
+    assert grad.tolist() == [3.0, 4.0]
+
+
+def test_compiled_clip_counts_one_memory_met_twice_once(device):
+    grad = torch.tensor([3.0, 4.0], device=device)
+    params = parameters([grad, grad.detach()])
+    assert compiled(lambda given: tritonclip.clip_(given, 1.0))(params).item() == 5.0
+    torch.testing.assert_close(grad.cpu(), torch.tensor([0.6, 0.8]))
+
+
+def test_compiled_clip_grads_with_norm_refuses_a_negative_norm(device):
+    one = parameters([torch.tensor([3.0, 4.0], device=device)])[0]
+    step = compiled(lambda norm: tritonclip.clip_grads_with_norm_([one], 1.0, norm))
+    with pytest.raises(ValueError, match=r"total_norm must be 0 or more, got -5\.0"):
+        step(torch.tensor(-5.0))
+    assert grad_of(one).tolist() == [3.0, 4.0]

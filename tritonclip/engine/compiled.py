@@ -15,6 +15,7 @@ from tritonclip import rules
 from tritonclip.engine import execute
 from tritonclip.engine.gradients import Gradients, of_tensors
 from tritonclip.engine.planner import plan_
+from tritonclip.engine.refusals import refuse_negative, refuse_repeated
 from tritonclip.rules import Rule
 from tritonclip.rules.arguments import as_grad_scale
 
@@ -60,17 +61,19 @@ def clip_(
 def total_norm(tensors: object, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """`get_total_norm` in a compiled region."""
     items = [tensors] if isinstance(tensors, Tensor) else list(tensors)  # type: ignore[call-overload]
+    items = [item for item in items if item is not None]
     if not items:
         return torch.zeros((), dtype=torch.float32)
     norm: Tensor = _norm_op([item.detach() for item in items], norm_type, error_if_nonfinite)
     return norm
 
 
-def scale_to_norm_(parameters: object, max_norm: float, norm: Tensor) -> None:
+def scale_to_norm_(parameters: object, rule: Rule, norm: Tensor) -> None:
     """`clip_grads_with_norm_` in a compiled region."""
     grads, names = _collect(parameters)
     if grads:
-        _scale_op(grads, max_norm, norm, names)
+        numbers = [getattr(rule, name) for name in rule.__match_args__]
+        _scale_op(grads, numbers, norm, names)
 
 
 def _result_dtype(grads: Sequence[Tensor]) -> torch.dtype:
@@ -90,7 +93,10 @@ def _clip_op(
 ) -> Tensor:
     rule = getattr(rules, kind)(*numbers)
     scale = as_grad_scale(grad_scale if grad_scale_tensor is None else grad_scale_tensor)
-    norm = execute.clip_(_gradients(grads, names), rule, nonfinite, scale)
+    gradients = _gradients(grads, names)
+    if rule.per_gradient:
+        refuse_repeated(gradients, len(grads))
+    norm = execute.clip_(gradients, rule, nonfinite, scale)
     return grads[0].new_empty(0, dtype=_result_dtype(grads)) if norm is None else norm.clone()
 
 
@@ -121,12 +127,16 @@ def _(tensors: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool) -> 
 
 
 @torch.library.custom_op("tritonclip::scale_to_norm_", mutates_args={"grads"})
-def _scale_op(grads: Sequence[Tensor], max_norm: float, total_norm: Tensor, names: str) -> None:
-    execute.scale_(_gradients(grads, names), max_norm, total_norm)
+def _scale_op(
+    grads: Sequence[Tensor], numbers: Sequence[float], total_norm: Tensor, names: str
+) -> None:
+    refuse_negative("total_norm", total_norm)
+    rule = rules.ClipByGlobalNorm(*numbers)
+    execute.scale_(_gradients(grads, names), rule, total_norm)
 
 
 @_scale_op.register_fake
-def _(grads: Sequence[Tensor], max_norm: float, total_norm: Tensor, names: str) -> None:
+def _(grads: Sequence[Tensor], numbers: Sequence[float], total_norm: Tensor, names: str) -> None:
     return None
 
 

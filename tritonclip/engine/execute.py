@@ -336,8 +336,15 @@ def total_norm(gradients: Gradients, norm_type: float, error_if_nonfinite: bool 
     return norm
 
 
-def scale_(gradients: Gradients, max_norm: float, norm: Tensor) -> None:
-    """Scales a gradient list by the coefficient of a norm that is given."""
+def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
+    """Scales a gradient list by the coefficient of a norm that is given.
+
+    Args:
+        gradients: the list.
+        rule: of norm type inf: under any order, the norm of one given norm is that norm, and inf
+            takes it as it is.
+        norm: one element, on any device.
+    """
     plan = gradients.plan
     if plan is None:
         return
@@ -352,10 +359,8 @@ def scale_(gradients: Gradients, max_norm: float, norm: Tensor) -> None:
             given.to(group.device, non_blocking=uploaded).to(wide_dtype(group.device))
             for group in plan.groups
         ]
-        # The norm of one given norm is that norm under any order; inf takes it as it is.
-        rule = ClipByGlobalNorm(max_norm, float("inf"), 1e-6)
         norms = Norms(batches, partials, [0] * len(batches), rule.norm_type, False, 1.0)
         _scale_(gradients, rule, norms, 1.0, zero_nonfinite=False)
         gradients.finish_writing()
         if expected is not None:
-            expected.check_scale(max_norm, norm)
+            expected.check_scale(rule, norm)

@@ -141,17 +141,23 @@ def of_parameters(parameters: object, label_of: LabelOf = "parameters[{}]".forma
 
 
 def of_tensors(tensors: object, label_of: LabelOf = "tensors[{}]".format) -> Gradients:
-    """The gradients that are the tensors themselves; raises as above."""
+    """The gradients that are the tensors themselves, None left out; raises as above."""
     if isinstance(tensors, Module):
         # Pairs, which are refused: its parameters are no gradients.
         tensors = tensors.named_parameters()
     items = tensors if type(tensors) is list else _as_list(tensors)
     if not PLAIN.issuperset(map(type, items)):
+        numbered = [(place, item) for place, item in enumerate(items) if item is not None]
         refuse_no_tensors(
-            items, "tensors", "the gradients: [p.grad for p in ... if p.grad is not None]"
+            numbered, "tensors", "the gradients: [p.grad for p in ... if p.grad is not None]"
         )
+        items, label_of = [item for _, item in numbered], _picked(label_of, numbered)
     device = items[0].device if items else torch.device("cpu")
     return Gradients(items, device, label_of)
+
+
+def _picked(label_of: LabelOf, numbered: Sequence[tuple[int, object]]) -> LabelOf:
+    return lambda index: label_of(numbered[index][0])
 
 
 def labelled(
@@ -192,5 +198,7 @@ def _unnamed(items: list[Any], label_of: LabelOf) -> tuple[list[Tensor], LabelOf
         names = [name for name, _ in items]
         items = [parameter for _, parameter in items]
         label_of = names.__getitem__
-    refuse_no_tensors(items, "parameters", "tensors, a module, or (name, parameter) pairs")
+    refuse_no_tensors(
+        enumerate(items), "parameters", "tensors, a module, or (name, parameter) pairs"
+    )
     return items, label_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,9 +26,9 @@ def some(labels: Sequence[str]) -> str:
     return ", ".join(labels[:8]) + more
 
 
-def refuse_no_tensors(items: Sequence[object], noun: str, expected: str) -> None:
-    """Refuses items among which one is no tensor."""
-    for position, item in enumerate(items):
+def refuse_no_tensors(items: Iterable[tuple[int, object]], noun: str, expected: str) -> None:
+    """Refuses items, each with its position, among which one is no tensor."""
+    for position, item in items:
         if not isinstance(item, Tensor):
             raise TypeError(
                 f"{noun}[{position}] must be a tensor, got {type(item).__name__}; "
@@ -85,6 +85,17 @@ def refuse_parts_in_common(regions: Sequence[tuple[int, Region]], gradients: Gra
             f"the gradients of {first} and {second} share a part of their memory, which would be "
             "scaled twice; expected gradients that share all of it, with one dtype, or none: "
             "replace one of them by grad.clone()"
+        )
+
+
+def refuse_repeated(gradients: Gradients, n: int) -> None:
+    """Refuses one gradient met twice where there must be a norm for each of n."""
+    if gradients.distinct is not None:
+        again = min(set(range(n)).difference(gradients.distinct))
+        raise ValueError(
+            f"the gradient of {gradients.label_of(again)} has the memory of an earlier one, and a "
+            f"compiled graph expects a norm for each of {n}; expected each gradient once: pass one "
+            "of the two, or clip outside of the compiled region"
         )
 
 
@@ -151,6 +162,12 @@ def refuse_read_only(gradients: Gradients) -> None:
         "which they cannot be written in place; no gradient was changed. Expected gradients made "
         "outside: replace these by grad.clone()"
     )
+
+
+def refuse_negative(name: str, norm: Tensor) -> None:
+    """Refuses a norm below 0 where it can be read at no cost."""
+    if norm.device.type == "cpu" and (number := float(norm.detach())) < 0:
+        raise ValueError(f"{name} must be 0 or more, got {number}")
 
 
 def refuse_shared(lists: Sequence[Gradients]) -> None:

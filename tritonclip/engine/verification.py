@@ -70,9 +70,10 @@ class Expectation:
         norms = [_norm(g, norm_type) for g in self._before]
         self._compare_norms([self._total(norms, norm_type)], result)
 
-    def check_scale(self, max_norm: float, norm: Tensor) -> None:
+    def check_scale(self, rule: Rule, norm: Tensor) -> None:
         """Compares a finished `clip_grads_with_norm_` call."""
-        multiplier = _coefficient(abs(float(norm)), max_norm, 1e-6)
+        given = norm.detach().abs()
+        multiplier = _coefficient(float(given), float(rule.limit(lambda: given)), rule.eps)
         mismatches: list[str] = []
         for index, before in enumerate(self._before):
             mismatches += self._compare(index, _wide(before) * multiplier)
