@@ -84,10 +84,11 @@ def clip_(
 
     Raises:
         TypeError: parameters or clip of another kind; integer, nested and mkldnn gradients; tensor
-            subclasses; ClipByValue on complex gradients.
-        ValueError: gradients whose elements overlap in memory, or whose memory was freed; sparse
-            gradients whose implicit zeros a rule would change or count; an unknown policy; a loss
-            scale that is not positive.
+            subclasses; norms of shards of FullyShardedDataParallel; ClipByValue on complex
+            gradients.
+        ValueError: gradients whose elements overlap in memory, that share a part of it, or whose
+            memory was freed; sparse gradients whose implicit zeros a rule would change or count; an
+            unknown policy; a loss scale that is not positive.
         RuntimeError: a norm that is not finite, with nonfinite="error"; gradients made in inference
             mode, outside of it; a backend that was asked for and cannot serve.
 

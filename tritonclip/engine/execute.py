@@ -68,6 +68,7 @@ def clip_(
     """Clips a gradient list; `remedy` ends the message of nonfinite="error"."""
     plan = gradients.plan
     if plan is None:
+        refuse_for_rule(gradients, rule)
         if text := gradients.warning():
             warnings.warn(text, UserWarning, stacklevel=3)
         shape = 0 if rule.per_gradient else ()

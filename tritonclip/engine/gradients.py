@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip.engine.plan import Plan
-from tritonclip.engine.refusals import PLAIN, refuse_no_tensors, some
+from tritonclip.engine.refusals import PLAIN, refuse_fsdp_shards, refuse_no_tensors, some
 
 LabelOf = Callable[[int], str]
 
@@ -167,9 +167,10 @@ def labelled(
     if isinstance(parameters, Module):
         parameters = parameters.named_parameters()
     items = _as_list(parameters)
-    if PLAIN.issuperset(map(type, items)):
-        return items, label_of
-    return _unnamed(items, label_of)
+    if not PLAIN.issuperset(map(type, items)):
+        items, label_of = _unnamed(items, label_of)
+    refuse_fsdp_shards(items)
+    return items, label_of
 
 
 def _as_list(parameters: object) -> list[Any]:

@@ -70,7 +70,8 @@ class Plan:
         empty: no gradient has an element.
         inference: gradients made in inference mode are among them.
         requires_grad: gradients that autograd can differentiate are among them.
-        ordinary: none of them is complex, sparse, or made in inference mode: every rule takes them.
+        ordinary: none of them is complex, sparse, made in inference mode, or a shard of
+            FullyShardedDataParallel: every rule takes them.
         addresses: those last seen, of distinct gradients.
         n_addresses: different ones among them; those without elements have the address 0, which
             does not count.

@@ -12,6 +12,7 @@ takes a lock: every change is one operation on a dict or a list.
 from collections import OrderedDict
 from functools import partial
 from operator import attrgetter
+from sys import modules
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OFFSETS, Region, is_freed, region_of
 from tritonclip.engine.plan import Group, Plan, View
 from tritonclip.engine.refusals import (
+    FSDP_MARK,
+    are_fsdp_shards,
     refuse_freed,
     refuse_kind,
     refuse_overlap,
@@ -162,7 +165,7 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
         ValueError: gradients whose elements overlap, or that have no memory.
         RuntimeError: the backend asked for cannot serve them.
     """
-    tensors = gradients.tensors
+    tensors, sources = gradients.tensors, gradients.sources
     if not tensors:
         return gradients
     assert isinstance(tensors, list)
@@ -175,10 +178,13 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
         addresses = None
     # No plan fills scratch or tables with tensors that a mode hands out.
     known = addresses is not None and not _n_dispatch_modes()
+    if "torch.distributed.fsdp" in modules and sources and hasattr(sources[0], FSDP_MARK):
+        # A plan of whole gradients says nothing of shards.
+        known = False
     plan = cache.find(tensors, addresses, backend) if known else None  # type: ignore[arg-type]
     if plan is None:
         with torch.no_grad():
-            _build_(gradients, addresses, cache, backend)
+            _build_(gradients, addresses, cache if known else None, backend)
         return gradients
     gradients.plan, gradients.addresses = plan, addresses
     gradients.readable = plan.readable(tensors) if plan.views else tensors
@@ -186,9 +192,16 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
 
 
 def _build_(
-    gradients: Gradients, addresses: list[int] | None, cache: PlanCache, backend: str
+    gradients: Gradients, addresses: list[int] | None, cache: PlanCache | None, backend: str
 ) -> None:
-    """Drops repeated gradients, refuses those that cannot be clipped, and makes a plan."""
+    """Drops repeated gradients, refuses those that cannot be clipped, and makes a plan.
+
+    Args:
+        gradients: at least one.
+        addresses: theirs where they are known.
+        cache: keeps the plan; None for a plan that serves one call.
+        backend: the one asked for.
+    """
     grads = list(gradients.tensors)
     for index, grad in enumerate(grads):
         label = partial(gradients.label, index)
@@ -241,14 +254,15 @@ def _build_(
         inference=any(map(Tensor.is_inference, readable)),
         requires_grad=any(grad.requires_grad for grad in readable),
     )
-    plan.ordinary = not (sparse or plan.pairs or plan.inference)
+    shards = are_fsdp_shards(gradients.sources or ())
+    plan.ordinary = not (sparse or plan.pairs or plan.inference or shards)
     plan.n_bytes = GRADIENT_BYTES * n + sum(group.layout.n_bytes for group in groups)
     for group in groups:
         group.layout.dtype = group.clamping.dtype = plan.dtype
     gradients.plan, gradients.readable = plan, readable
     if addresses is not None and not sparse:
         gradients.addresses = addresses
-        if distinct is None and not _n_dispatch_modes():
+        if distinct is None and cache is not None:
             cache.keep(plan, grads, addresses, backend)
 
 

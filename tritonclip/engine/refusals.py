@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from tritonclip.rules import Rule
 if TYPE_CHECKING:
     from tritonclip.engine.gradients import Gradients
 
+# The attribute of parameters that FullyShardedDataParallel manages.
+FSDP_MARK = "_fsdp_flattened"
 # Types that the library can read; subclasses may hold anything.
 PLAIN = frozenset({Tensor, Parameter})
 
@@ -34,6 +37,39 @@ def refuse_no_tensors(items: Iterable[tuple[int, object]], noun: str, expected: 
                 f"{noun}[{position}] must be a tensor, got {type(item).__name__}; "
                 f"expected {expected}"
             )
+
+
+def refuse_fsdp_shards(parameters: Sequence[Tensor]) -> None:
+    """Refuses norms of parameters that FullyShardedDataParallel has split over processes."""
+    if are_fsdp_shards(parameters):
+        raise TypeError(
+            "the parameters are shards of FullyShardedDataParallel, and their gradients have the "
+            "norm of one process only; expected whole gradients: call clip_grad_norm_ of the "
+            "FullyShardedDataParallel module"
+        )
+
+
+def are_fsdp_shards(parameters: Sequence[Tensor]) -> bool:
+    """Whether FullyShardedDataParallel manages a parameter that is not whole in this process."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    flattened = [parameter for parameter in parameters if hasattr(parameter, FSDP_MARK)]
+    if not flattened:
+        return False
+    distributed = torch.distributed
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return False
+    buffers: dict[int, list[Tensor]] = {}
+    for parameter in flattened:
+        if getattr(parameter, "_is_flat_param", False):
+            # Memory for the whole: only where there are parts.
+            if hasattr(parameter, "_full_param_padded"):
+                return True
+        else:
+            buffers.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+    # With use_orig_params=True, parameters are views of one buffer: of their shapes where it is
+    # whole, else 1-d. A buffer of 1-d parameters only counts as a shard.
+    return any(all(p.dim() == 1 for p in views) for views in buffers.values())
 
 
 def refuse_kind(grad: Tensor, label: Callable[[], str]) -> None:
@@ -120,6 +156,8 @@ def refuse_freed(grad: Tensor, label: Callable[[], str]) -> None:
 
 def refuse_for_rule(gradients: Gradients, rule: Rule) -> None:
     """Refuses gradients that a rule has no meaning for."""
+    if not rule.clamps:
+        refuse_fsdp_shards(gradients.sources or ())
     plan = gradients.plan
     if plan is None:
         return
