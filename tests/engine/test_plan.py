@@ -163,10 +163,40 @@ def test_a_gradient_met_twice_counts_once_in_a_known_form(guards, again):
 
 
 def test_a_list_that_cannot_be_recognised_has_no_plan_kept(plans):
-    """A gradient listed twice."""
+    """A gradient, and another tensor of its memory."""
     grads = [normal(4), normal(5)]
-    planned([*grads, grads[0]], plans)
+    planned([*grads, grads[0].detach()], plans)
     assert not len(plans)
+
+
+@pytest.mark.parametrize("make", LISTS)
+def test_a_list_with_a_gradient_listed_twice_has_a_plan(plans, built, make):
+    grads = make()
+    alone = planned(grads, plans)
+    for tied in ([*grads, grads[0]], [grads[0], *grads], [g for g in grads for _ in range(2)]):
+        for _ in range(2):
+            found = planned(tied, plans)
+            assert found.plan is alone.plan
+            assert described(found) == described(alone)
+            assert found.label(1) == f"tensors[{[g is grads[1] for g in tied].index(True)}]"
+    assert len(built) == 1
+
+
+def test_a_gradient_listed_twice_and_one_of_its_memory_count_once(plans):
+    grads = [normal(4), normal(5)]
+    found = planned([grads[0], grads[0], grads[0].detach(), grads[1]], plans)
+    assert [tensor.data_ptr() for tensor in found.tensors] == [g.data_ptr() for g in grads]
+    assert found.label(1) == "tensors[3]"
+
+
+def test_an_empty_gradient_listed_twice_counts_once_in_a_known_form(guards):
+    planner.plans.clear()
+    two = [torch.empty(0), normal(3), torch.empty(0)]
+    for _ in range(2):
+        assert len(tritonclip.clip_([parameter(g) for g in two], tritonclip.ClipByNorm(1.0))) == 3
+        one = parameter(torch.empty(0))
+        given = [one, parameter(normal(3)), one]
+        assert len(tritonclip.clip_(given, tritonclip.ClipByNorm(1.0))) == 2
 
 
 def test_several_empty_gradients_have_a_plan(plans, built):

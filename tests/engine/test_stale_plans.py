@@ -112,7 +112,8 @@ class World:
         if grad is None or grad.layout != torch.strided or grad.is_neg():
             self.renew(i, (4, 5), torch.float32)
         else:
-            others = [p.grad for p in self.params if p.grad is not None and p.grad is not grad]
+            rest = [*self.params[:i], *self.params[i:][1:]]
+            others = [p.grad for p in rest if p.grad is not None]
             base = memory(grad).data_ptr()
             if any(memory(other).data_ptr() == base for other in others):
                 self.renew(i, tuple(grad.shape), grad.dtype)
@@ -425,6 +426,16 @@ def test_clip_after_one_change_is_right(device, mutation, rule):
     for keep in (True, False):
         for change in ("filled", mutation, mutation):
             take_step(world, (change, 1, (5, 4), torch.float32, keep, rule, "list"))
+
+
+@pytest.mark.parametrize("tied", [tie, alias])
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_clip_after_one_change_of_a_tied_list_is_right(device, mutation, tied):
+    """A list with a gradient twice is known without the second."""
+    world = World(device, [(4, 5), (4, 5), (4, 5)])
+    tied(world, 0, (4, 5), torch.float32)
+    for change in ("filled", "filled", mutation, "filled"):
+        take_step(world, (change, 1, (5, 4), torch.float32, True, "by-norm", "list"))
 
 
 STEPS = st.tuples(

@@ -60,8 +60,8 @@ class PlainGuards:
         self._forms = list(map(_form, grads))
 
     def check(self, *grads: Tensor) -> bool:
-        """Whether these gradients are of the form of the first."""
-        return len(grads) == len(self._forms) and all(
+        """Whether these gradients are of the form of the first, and each is another one."""
+        return len(set(map(id, grads))) == len(self._forms) and all(
             _form(grad) == form for grad, form in zip(grads, self._forms, strict=True)
         )
 
@@ -182,6 +182,12 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
         # A plan of whole gradients says nothing of shards.
         known = False
     plan = cache.find(tensors, addresses, backend) if known else None  # type: ignore[arg-type]
+    if plan is None and (once := _once(tensors)) is not None:
+        # Tied parameters: the list without repeats may be known.
+        tensors = [tensors[i] for i in once]
+        gradients.distinct, gradients.tensors = once, tensors
+        addresses = None if addresses is None else [addresses[i] for i in once]
+        plan = cache.find(tensors, addresses, backend) if known else None  # type: ignore[arg-type]
     if plan is None:
         with torch.no_grad():
             _build_(gradients, addresses, cache if known else None, backend)
@@ -189,6 +195,14 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
     gradients.plan, gradients.addresses = plan, addresses
     gradients.readable = plan.readable(tensors) if plan.views else tensors
     return gradients
+
+
+def _once(tensors: list[Tensor]) -> list[int] | None:
+    """Indices of tensors that are not an earlier one again; None for all."""
+    first: dict[int, int] = {}
+    for index, tensor in enumerate(tensors):
+        first.setdefault(id(tensor), index)
+    return list(first.values()) if len(first) < len(tensors) else None
 
 
 def _build_(
@@ -212,7 +226,9 @@ def _build_(
     distinct = _distinct(grads, regions)
     if distinct is not None:
         grads, regions = [grads[i] for i in distinct], [regions[i] for i in distinct]
-        gradients.distinct, gradients.tensors = distinct, grads
+        once = gradients.distinct
+        gradients.distinct = distinct if once is None else [once[i] for i in distinct]
+        gradients.tensors = grads
         addresses = None if addresses is None else [addresses[i] for i in distinct]
     views: list[View] = []
     sparse: list[int] = []
