@@ -86,6 +86,42 @@ def test_statistics_follow_a_model_that_was_moved():
     assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
+@pytest.mark.parametrize("swapped", [False, True], ids=["replaced", "swapped"])
+def test_statistics_of_a_model_made_on_meta_start_with_its_values(swapped):
+    """`to_empty` replaces parameters, or gives them memory where the user asked for it."""
+    layer = torch.nn.Linear(2, 1, bias=False, device="meta")
+    optimizer = ClippedOptimizer(sgd(layer.parameters()), 1.0)
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(swapped)
+    try:
+        layer.to_empty(device="cpu")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    layer.weight.grad = torch.tensor([[3.0, 4.0]])
+    optimizer.step()
+    if swapped:
+        assert optimizer.stats.summary()["norm"] == 5
+        assert optimizer.stats.summary()["steps"] == 1
+    else:
+        with pytest.raises(RuntimeError, match=r"device meta.*make the optimizer after model\.to_"):
+            optimizer.stats.summary()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_norms_have_their_dtype_whatever_the_default(dtype):
+    _, optimizer = wrapped(sgd)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        made, loaded = wrapped(sgd)[1].stats, wrapped(sgd)[1]
+        loaded.load_state_dict(loaded.optimizer.state_dict())
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(before)
+    for stats in (made, loaded.stats, optimizer.stats):
+        assert stats.last_norm.dtype == stats.last_coefficient.dtype == torch.float32
+
+
 def test_counts_are_on_the_device_of_the_parameters():
     """Made, kept and given back there; nothing can be read from the device meta."""
     param = torch.nn.Parameter(torch.empty(3, device="meta"))

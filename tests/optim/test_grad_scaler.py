@@ -652,6 +652,25 @@ def test_scaler_refuses_a_closure_by_position(fused):
     assert grad_of(weight).tolist() == [3072.0, 4096.0]
 
 
+@pytest.mark.parametrize("scaler_type", SCALERS)
+@pytest.mark.parametrize("how", ["position", "name"])
+def test_scaler_that_is_disabled_hands_a_closure_on(scaler_type, how):
+    weight, optimizer, _ = two(scaler_type)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = (weight * torch.tensor([30.0, 40.0])).sum() + 7
+        loss.backward()
+        return loss
+
+    scaler = scaler_type("cpu", enabled=False)
+    given = {"closure": closure} if how == "name" else {}
+    loss = scaler.step(optimizer, *(() if given else (closure,)), **given)
+    assert loss is not None
+    assert float(torch.as_tensor(loss).detach()) == 7
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_scaler_does_not_unscale_again_after_a_step_that_raised(fused):
     weight, optimizer, scaler = two(tritonclip.GradScaler, fused=fused)

@@ -296,6 +296,19 @@ def test_step_without_any_gradient(nonfinite, zero_size):
     assert (summary["steps"], summary["clipped_steps"]) == (1, 0)
 
 
+@pytest.mark.parametrize("nonfinite", ["propagate", "error", "zero", "skip"])
+def test_step_does_not_heed_the_default_device(nonfinite):
+    """Nor its dtype: that of the parameters counts."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    with torch.device("meta"):
+        optimizer = ClippedOptimizer(torch.optim.SGD([weight], lr=1.0), 0.5, nonfinite=nonfinite)
+        optimizer.step()
+        weight.grad = torch.tensor([3.0, 4.0], device="cpu")
+        optimizer.step()
+        summary = optimizer.stats.summary()
+    assert (summary["norm"], summary["steps"], summary["clipped_steps"]) == (5.0, 2, 1)
+
+
 @pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0), ClipByValue(0.1)], ids=repr)
 def test_group_without_gradients_takes_no_part(rule):
     groups = three_groups()

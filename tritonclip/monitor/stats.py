@@ -66,10 +66,19 @@ class ClipStats:
             measured a norm; NaN without any); for every group that has a rule of its own also
             group<i>_norm and group<i>_coefficient.
 
+        Raises:
+            RuntimeError: parameters on the device meta.
+
         Example:
             >>> ClipStats(torch.device("cpu")).summary()["steps"]
             0
         """
+        if self._counters.is_meta:
+            raise RuntimeError(
+                "the optimizer's parameters are on the device meta, which keeps no values, and so "
+                "are its statistics; expected parameters with values: make the optimizer after "
+                "model.to_empty(), which replaces the parameters"
+            )
         floats = {"norm": self.last_norm, "coefficient": self.last_coefficient}
         for i, norm in self.group_norms.items():
             floats[f"group{i}_norm"] = norm
@@ -124,6 +133,10 @@ class ClipStats:
         """Moves everything, where the model was moved after its optimizer was made."""
         if device == self._counters.device:
             return
+        if self._counters.is_meta:
+            # Without values that could be moved.
+            vars(self).update(vars(ClipStats(device)))
+            return
         self._counters = self._counters.to(device)
         self.last_norm = self.last_norm.to(device)
         self.last_coefficient = self.last_coefficient.to(device)
@@ -137,7 +150,7 @@ class ClipStats:
         return self.group_norms.get(owner, nan), self.group_coefficients.get(owner, nan)
 
     def _nan(self) -> Tensor:
-        return torch.full((), torch.nan, device=self._counters.device)
+        return torch.full((), torch.nan, dtype=torch.float32, device=self._counters.device)
 
     def _count_(self, clipped: Tensor | None, overflow: Tensor | None, skip: Tensor | None) -> None:
         if overflow is None and skip is None:
@@ -170,5 +183,5 @@ class ClipStats:
         for counter, name in zip(self._counters, _COUNTERS, strict=True):
             counter.fill_(state.get(name, 0))
         for name in _LAST:
-            last = torch.as_tensor(state.get(name, torch.nan), device=self._counters.device)
+            last = torch.as_tensor(state.get(name, self._nan()), device=self._counters.device)
             setattr(self, name, last.clone())

@@ -38,7 +38,7 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales, clips and updates, unless a gradient is NaN or inf; see torch's."""
         _refuse_inner(optimizer)
-        if not isinstance(optimizer, ClippedOptimizer):
+        if not self._enabled or not isinstance(optimizer, ClippedOptimizer):
             return super().step(optimizer, *args, **kwargs)
         optimizer._scaler_waits = True
         try:

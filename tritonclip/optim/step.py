@@ -194,7 +194,8 @@ class StepClipping:
                     largest = self._measure(share, _UNLIMITED)
                     flags.append(~torch.isfinite(execute.total(share.gradients, largest)))
         if not flags:
-            return torch.zeros((), dtype=torch.bool)
+            device = self._shares[0].gradients.device if self._shares else torch.device("cpu")
+            return torch.zeros((), dtype=torch.bool, device=device)
         device = flags[0].device
         return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
 
@@ -238,7 +239,10 @@ class StepClipping:
         plan = share.gradients.plan
         if plan is None:
             device = share.gradients.device
-            return torch.zeros((), device=device), torch.ones((), device=device)
+            dtype = torch.float32
+            return torch.zeros((), dtype=dtype, device=device), torch.ones(
+                (), dtype=dtype, device=device
+            )
         norm, by_group = execute.write_(
             share.gradients, share.rule, share.norms, self._grad_scale, zero_nonfinite=self._zero
         )
