@@ -456,7 +456,7 @@ def test_move_of_a_part_is_noticed_within_a_round_of_calls():
     # 80 parameters, 16 a call: the 61st at the fourth.
     for _ in range(3):
         tritonclip.clip_(flat, 1.0)
-    with pytest.raises(RuntimeError, match=r"30\.weight is no view"):
+    with pytest.raises(RuntimeError, match=r"30\.weight, 30\.bias is no view"):
         tritonclip.clip_(flat, 1.0)
 
 
@@ -464,7 +464,7 @@ def test_move_that_spares_the_ends_of_a_small_model_is_noticed_at_once():
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
     flat = FlatGradients(model)
     model[1].double()
-    with pytest.raises(RuntimeError, match=r"1\.weight is no view"):
+    with pytest.raises(RuntimeError, match=r"1\.weight, 1\.bias is no view"):
         flat.zero_()
 
 
@@ -507,19 +507,90 @@ def test_second_one_takes_the_gradients_over():
         tritonclip.clip_(first, 1.0)
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+COPIED = pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
+
+
+@COPIED
 def test_copy_has_buffers_of_its_own(again):
     """Set to 0: copies of parameters, as torch makes them, have no gradients."""
     params = parameters_of()
     flat = FlatGradients(params)
     before = copies(grads_of(params))
-    other = again(flat)
+    twins, other = again((params, flat))
     other.check()
-    assert_views(other, other.parameters)
+    assert_views(other, twins)
     tritonclip.clip_(other, ClipByValue(0.5, 1.0))
-    assert all(bool((g == 0.5).all()) for g in grads_of(other.parameters))
+    assert all(bool((g == 0.5).all()) for g in grads_of(twins))
     flat.check()
     assert_bits(grads_of(params), before)
+
+
+@COPIED
+def test_copy_leaves_out_what_the_original_left_out(again):
+    params = parameters_of(SHAPES[:3])
+    params[1].need_clip = False  # type: ignore[attr-defined]
+    twins, other = again((params, FlatGradients(params)))
+    assert [getattr(p, "need_clip", True) for p in twins] == [True, False, True]
+    assert twins[1].grad is None or again is not copy.deepcopy
+    other.check()
+    assert len(other) == 2
+
+
+@COPIED
+def test_copy_without_its_parameters_says_so(again):
+    params = parameters_of(SHAPES[:3])
+    other = again(FlatGradients(params))
+    for call in (other.check, other.zero_, other.attach_, lambda: tritonclip.clip_(other, 1.0)):
+        with pytest.raises(RuntimeError, match=r"parameters\[0\], .*\[2\] is gone.*let go"):
+            call()
+
+
+@pytest.mark.parametrize("call", ["clip", "zero", "norm", "check", "attach"])
+def test_parameter_that_was_replaced_is_noticed_at_once(call):
+    """As Gaussian splatting does it; no gradient was in the place that is looked at."""
+    params = parameters_of([(2,)] * 60)
+    flat = FlatGradients(params)
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    params[30] = optimizer.param_groups[0]["params"][30] = torch.nn.Parameter(torch.zeros(3))
+    params[30].grad = torch.full((3,), 7.0)
+    before, buffers = copies(grads_of(params)), copies(flat.buffers)
+    with pytest.raises(RuntimeError, match=r"^parameters\[30\] is gone.*Make a new FlatGradients"):
+        {
+            "clip": lambda: tritonclip.clip_(flat, 0.1),
+            "zero": flat.zero_,
+            "norm": lambda: tritonclip.get_total_norm(flat),
+            "check": flat.check,
+            "attach": flat.attach_,
+        }[call]()
+    assert_bits(grads_of(params), before)
+    assert_bits(flat.buffers, buffers)
+    again = FlatGradients(params)
+    assert_norm(tritonclip.clip_(again, 0.1), reference.total_norm(before))
+
+
+@pytest.mark.parametrize("part", ["all", "one"])
+def test_buffers_that_move_into_shared_memory_stay_in_use(part):
+    """All views move with their buffer, also where one of them was meant."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 2) for _ in range(40)))
+    model[30:].bfloat16()
+    flat = FlatGradients(model)
+    for seed, param in enumerate(model.parameters()):
+        grad_of(param).copy_(normal(param.shape, param.dtype, seed=seed))
+    expected = reference.total_norm(copies(map(grad_of, model.parameters())))
+    tritonclip.clip_(flat, 1e9)
+    (model if part == "all" else model[35]).share_memory()
+    assert_norm(tritonclip.clip_(flat, 1e9), expected)
+    flat.check()
+    assert flat.buffers[1].is_shared()
+    assert flat.buffers[0].is_shared() == (part == "all")
+    tritonclip.clip_(flat, ClipByValue(0.0, 0.5))
+    assert all(
+        0 <= float(g.min()) <= float(g.max()) <= 0.5 for g in map(grad_of, model.parameters())
+    )
+    flat.zero_()
+    assert not any(grad_of(p).any() for p in model.parameters())
 
 
 def test_verification_agrees(backend):

@@ -239,6 +239,52 @@ def test_deepcopy_of_model_and_wrapper_trains_on():
     twin_optimizer.flat.check()
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_deepcopy_of_the_wrapper_leaves_out_what_was_left_out(flat):
+    """A copy of a parameter, as torch makes it, has lost the attribute."""
+    model = model_of()
+    bias = model[0].bias  # type: ignore[index]
+    bias.need_clip = False
+    optimizer = optimizer_of(model, 1e-5, flat=flat)
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
+    for one, stepped in ((model, optimizer), (twin, twin_optimizer)):
+        one(torch.ones(4, 6)).square().sum().backward()
+        stepped.step()
+    assert grad_of(twin[0].bias).norm() > 1e-3  # type: ignore[index]
+    assert_bits(map(grad_of, twin.parameters()), map(grad_of, model.parameters()))
+    assert_bits(twin.parameters(), model.parameters())
+
+
+def _densify(optimizer: ClippedOptimizer, at: int) -> Any:
+    """Puts a new parameter in the place of another, with its state, as Gaussian splatting does."""
+    (group,) = optimizer.param_groups
+    old = group["params"][at]
+    group["params"][at] = torch.nn.Parameter(old.detach().clone())
+    optimizer.state[group["params"][at]] = optimizer.state.pop(old, {})
+    return old
+
+
+@pytest.mark.parametrize("at", [0, 31, 59])
+@pytest.mark.parametrize("kept", [False, True], ids=["gone", "kept"])
+def test_parameter_that_was_replaced_in_a_group_is_noticed_at_the_next_step(kept, at):
+    params: list[Any] = [torch.nn.Parameter(torch.full((2,), float(i))) for i in range(60)]
+    optimizer = ClippedOptimizer(AdamW(params, lr=0.1), 0.5, flat=FlatGradients(params))
+    optimizer.step()
+    old = _densify(optimizer, at)
+    if not kept:
+        del old, params
+    now = optimizer.param_groups[0]["params"]
+    now[at].grad = torch.tensor([3.0, 4.0])
+    before = copies(now)
+    with pytest.raises((RuntimeError, ValueError), match=rf"parameters\[{at}\].*a? ?[Nn]ew"):
+        optimizer.step()
+    assert_bits(now, before)
+    assert grad_of(now[at]).tolist() == [3.0, 4.0]
+    optimizer.flat = FlatGradients(now)
+    optimizer.step()
+    assert optimizer.stats.last_norm == 5
+
+
 def test_autocast_leaves_gradients_where_they_are():
     ours, theirs = model_of(), model_of()
     flat = FlatGradients(ours)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
@@ -48,12 +48,17 @@ class FlatGradients:
     Notes:
         Every call outside of torch.compile checks, in constant time, that no view was dropped, and
         compares the addresses of the first, the last and 16 others, in turn. This catches
-        `zero_grad(set_to_none=True)`, an assignment to `.grad` and `backward(create_graph=True)` at
-        once, and a move of a part of the model (`model.layer.to(...)`) or a parameter that was left
-        out and is unfrozen (also 16 of these at every call) after some calls. Missed are
-        a view that somebody else keeps alive, and parameters that were frozen, got
-        `need_clip = False` or left the model later (`load_state_dict(assign=True)`); all but the
-        last :meth:`check` and `verify()` find. A parameter frozen later keeps a gradient of 0.
+        `zero_grad(set_to_none=True)`, an assignment to `.grad`, `backward(create_graph=True)` and a
+        parameter in whose place another one was put (`load_state_dict(assign=True)`) at once, and a
+        move of a part of the model (`model.layer.to(...)`) or a parameter that was left out and is
+        unfrozen (also 16 of these at every call) after some calls. Missed are a view or a replaced
+        parameter that somebody else keeps alive, and parameters that were frozen or got
+        `need_clip = False` later; all but a replaced parameter :meth:`check` and `verify()` find. A
+        :class:`ClippedOptimizer` finds every parameter that was replaced in its groups. A parameter
+        frozen later keeps a gradient of 0.
+
+        It keeps no parameter alive: copy or pickle it together with its model or optimizer.
+        `share_memory()` moves buffers and views together, and they stay in use.
 
         DistributedDataParallel needs `gradient_as_bucket_view=False`, its default: with it, DDP
         makes gradients views of its own buffers. FSDP is not supported.
@@ -89,7 +94,14 @@ class FlatGradients:
                 "expected at least one parameter that requires a gradient and has no "
                 f"need_clip = False, got {len(items)} parameters without"
             )
-        self._named, self._left_out = list(chosen.values()), list(left_out.values())
+        self._hold_(chosen.values(), left_out.values())
+
+    def _hold_(
+        self, named: Iterable[tuple[str, Tensor]], left_out: Iterable[tuple[str, Tensor]]
+    ) -> None:
+        # Weakly: with a parameter that was replaced dies its view, which `_lost` tells at once.
+        self._named = [(label, ref(parameter)) for label, parameter in named]
+        self._left_out = [(label, ref(parameter)) for label, parameter in left_out]
         self.attach_()
 
     @property
@@ -100,11 +112,20 @@ class FlatGradients:
     @property
     def parameters(self) -> list[Tensor]:
         """The parameters, in order."""
-        return [parameter for _, parameter in self._named]
+        return [parameter for _, parameter in self]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and parameters, as `named_parameters()` yields them."""
-        return iter(self._named)
+        """Names and parameters, as `named_parameters()` yields them.
+
+        Raises:
+            RuntimeError: a parameter that is gone.
+        """
+        for label, weak in self._named:
+            parameter = weak()
+            if parameter is None:
+                self._raise_gone()
+            else:
+                yield label, parameter
 
     def __len__(self) -> int:
         return len(self._named)
@@ -117,23 +138,29 @@ class FlatGradients:
 
         Raises:
             TypeError, ValueError: as the constructor; nothing was changed.
+            RuntimeError: a parameter that is gone; nothing was changed.
         """
-        refuse(self._named)
-        buffers, places = lay_out(self._named)
+        named = list(self)
+        refuse(named)
+        buffers, places = lay_out(named)
         views = Views(buffers, places)
         grads = list(views)
-        for (_, parameter), view in zip(self._named, grads, strict=True):
+        for (_, parameter), view in zip(named, grads, strict=True):
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
         # From here on nothing fails. Filled by the death of views: whoever replaces a gradient
         # drops the old one.
         lost: list[str] = []
         watch = []
-        for (label, parameter), view in zip(self._named, grads, strict=True):
+        for (label, parameter), view in zip(named, grads, strict=True):
             parameter.grad = view
-            watch.append((ref(view, _Note(lost, label)), view.data_ptr()))
+            watch.append((ref(parameter), ref(view, _Note(lost, label)), view.data_ptr()))
         self._buffers, self._places, self._views = buffers, places, views
         self._lost, self._watch, self._turn = lost, watch, 0
+        self._device = named[0][1].device
+        firsts = {place.buffer: at for at, place in reversed(list(enumerate(places)))}
+        # One of each buffer, all of which move with it, and the last.
+        self._ends = (*firsts.values(), len(named) - 1)
         self._planned: dict[tuple[bool, str], Gradients] = {}
 
     def zero_(self) -> None:
@@ -150,23 +177,28 @@ class FlatGradients:
         """Checks every parameter.
 
         Raises:
-            RuntimeError: names the parameters whose gradient is no view of the buffers any more,
-                that are frozen or have `need_clip = False` by now, or that no longer are or have.
+            RuntimeError: names the parameters that are gone, whose gradient is no view of the
+                buffers any more, that are frozen or have `need_clip = False` by now, or that no
+                longer are or have.
         """
-        replaced = [
-            label
-            for (label, parameter), view in zip(self._named, self._views, strict=True)
-            if not is_same(parameter.grad, view)
-        ]
-        if replaced or self._lost:
-            self._raise_replaced(replaced or self._lost)
-        left_out = [label for label, p in self._named if not is_wanted(p)]
+        self._check_views()
+        left_out = [label for label, p in self if not is_wanted(p)]
         if left_out:
             raise RuntimeError(
                 f"{some(left_out)} was frozen or got need_clip = False after FlatGradients was "
                 "made, which holds its gradient; do so before, or make a new FlatGradients"
             )
         self._refuse_wanted(self._left_out)
+
+    def _check_views(self) -> None:
+        """Compares the gradient of every parameter with its view."""
+        replaced = [
+            label
+            for (label, parameter), view in zip(self, self._views, strict=True)
+            if not is_same(parameter.grad, view)
+        ]
+        if replaced or self._lost:
+            self._raise_replaced(replaced or self._lost)
 
     def gradients(self, *, per_gradient: bool) -> Gradients:
         """The gradients with their plan, after the check in constant time.
@@ -196,7 +228,7 @@ class FlatGradients:
                 self._buffers[p.buffer][p.offset : p.offset + p.n_elements] for p in self._places
             ]
         labels = [place.label for place in self._places]
-        result = Gradients(pieces, self._named[0][1].device, labels.__getitem__)
+        result = Gradients(pieces, self._device, labels.__getitem__)
         plan_(result, PlanCache(capacity=1))
         result.tensors, result.versions = self._views, self._buffers
         return result
@@ -205,21 +237,33 @@ class FlatGradients:
         """Looks for views that are gone, and at the addresses of some, others at every call."""
         n, n_left_out = len(self._named), len(self._left_out)
         first, self._turn = self._turn * _COMPARED, self._turn + 1
-        start = first % n
-        for at in (0, n - 1, *range(start, min(n, start + _COMPARED))):
-            label, parameter = self._named[at]
-            grad, (view, address) = parameter.grad, self._watch[at]
-            if grad is None or grad is not view() or grad.data_ptr() != address:
-                self._raise_replaced([label])
         if self._lost:
             self._raise_replaced(self._lost)
+        start = first % n
+        for at in (*self._ends, *range(start, min(n, start + _COMPARED))):
+            weak, view, address = self._watch[at]
+            parameter = weak()
+            grad = None if parameter is None else parameter.grad
+            if grad is None or grad is not view() or grad.data_ptr() != address:
+                self._follow_()
+                break
         if n_left_out:
             start = first % n_left_out
             self._refuse_wanted(self._left_out[start : start + _COMPARED])
 
-    def _refuse_wanted(self, left_out: Sequence[tuple[str, Tensor]]) -> None:
+    def _follow_(self) -> None:
+        """Goes on with buffers whose memory moved with all its views, as `share_memory()` does."""
+        self._check_views()
+        self._watch = [
+            (weak, known, view.data_ptr())
+            for (weak, known, _), view in zip(self._watch, self._views, strict=True)
+        ]
+        # Made of addresses.
+        self._planned.clear()
+
+    def _refuse_wanted(self, left_out: Sequence[tuple[str, ref[Tensor]]]) -> None:
         """Refuses to go on without parameters that were left out and should be no more."""
-        wanted = [label for label, parameter in left_out if is_wanted(parameter)]
+        wanted = [label for label, weak in left_out if (p := weak()) is not None and is_wanted(p)]
         if wanted:
             raise RuntimeError(
                 f"{some(wanted)} requires a gradient and has no need_clip = False by now, but did "
@@ -227,7 +271,17 @@ class FlatGradients:
                 "make a new FlatGradients"
             )
 
-    def _raise_replaced(self, labels: Sequence[str]) -> None:
+    def _raise_gone(self) -> NoReturn:
+        gone = [label for label, parameter in self._named if parameter() is None]
+        raise RuntimeError(
+            f"{some(gone)} is gone: another parameter took its place in the model or the "
+            "optimizer, whose gradient FlatGradients would neither clip nor zero, or the model was "
+            "let go. Nothing was changed. Make a new FlatGradients of the parameters that are there"
+        )
+
+    def _raise_replaced(self, labels: Sequence[str]) -> NoReturn:
+        if any(parameter() is None for _, parameter in self._named):
+            self._raise_gone()
         raise RuntimeError(
             f"the gradient of {some(labels)} is no view of FlatGradients any more: "
             "zero_grad(set_to_none=True), which is the default, an assignment to .grad or a move "
@@ -242,11 +296,19 @@ class FlatGradients:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"named": self._named, "left_out": self._left_out}
+        left_out = [(label, p) for label, weak in self._left_out if (p := weak()) is not None]
+        return {
+            "named": list(self),
+            "left_out": left_out,
+            "unclipped": [not getattr(parameter, "need_clip", True) for _, parameter in left_out],
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._named, self._left_out = state["named"], state["left_out"]
-        self.attach_()
+        for (_, parameter), unclipped in zip(state["left_out"], state["unclipped"], strict=True):
+            if unclipped:
+                # Copies of parameters have no attributes.
+                parameter.need_clip = False
+        self._hold_(state["named"], state["left_out"])
 
     def __repr__(self) -> str:
         buffers = ", ".join(f"{b.numel()} of {b.dtype} on {b.device}" for b in self._buffers)

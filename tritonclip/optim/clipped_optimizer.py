@@ -1,5 +1,6 @@
 """An optimizer that clips where clipping belongs: in its own step, once, before the update."""
 
+from operator import is_
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
@@ -22,6 +23,7 @@ from tritonclip.optim.delegating import DelegatingOptimizer
 from tritonclip.optim.param_groups import (
     check_group,
     not_in_buffers,
+    unclipped,
     with_present_rules,
     without_rules,
 )
@@ -155,10 +157,16 @@ class ClippedOptimizer(DelegatingOptimizer):
     @flat.setter
     def flat(self, flat: FlatGradients | None) -> None:
         self._not_in_buffers = not_in_buffers(flat, self.param_groups)
-        self._flat, self._known_sizes = flat, self._sizes()
+        known = [] if flat is None else [list(group["params"]) for group in self.param_groups]
+        self._flat, self._known_params = flat, known
 
-    def _sizes(self) -> list[int]:
-        return [len(group["params"]) for group in self.param_groups]
+    def _groups_changed(self) -> bool:
+        """Whether the groups hold other parameters than those that were compared with `flat`."""
+        groups, known = self.optimizer.param_groups, self._known_params
+        return len(groups) != len(known) or not all(
+            len(group["params"]) == len(params) and all(map(is_, group["params"], params))
+            for group, params in zip(groups, known, strict=True)
+        )
 
     @property
     def nonfinite(self) -> str:
@@ -306,8 +314,8 @@ class ClippedOptimizer(DelegatingOptimizer):
         self, grad_scale: Tensor | float | None = None, *, check_finite: bool = False
     ) -> StepClipping:
         check_finite = check_finite or self._nonfinite in ("skip", "error")
-        if self._flat is not None and self._sizes() != self._known_sizes:
-            # Groups were changed from outside: checks again, and refuses new parameters.
+        if self._flat is not None and self._groups_changed():
+            # From outside: checks again, and refuses new parameters.
             self.flat = self._flat
         return StepClipping(
             self.optimizer.param_groups,
@@ -345,11 +353,15 @@ class ClippedOptimizer(DelegatingOptimizer):
             "nonfinite": self._nonfinite,
             "stats": self.stats,
             "flat": self.flat,
+            "unclipped": unclipped(self.optimizer.param_groups),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A shallow copy would be a second wrapper.
         _check_optimizer(state["optimizer"])
+        for number, position in state["unclipped"]:
+            # Copies of parameters have no attributes.
+            state["optimizer"].param_groups[number]["params"][position].need_clip = False
         self.clip, self.nonfinite, self.stats = state["clip"], state["nonfinite"], state["stats"]
         self._attach(state["optimizer"])
         self.flat = state["flat"]

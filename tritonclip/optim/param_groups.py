@@ -76,12 +76,23 @@ def label_of_member(groups: Groups, index: int, position: int) -> str:
     return f"param_groups[{index}]['params'][{position}]"
 
 
+def unclipped(groups: Groups) -> list[tuple[int, int]]:
+    """The parameters that have `need_clip = False`: (group, position)."""
+    return [
+        (number, position)
+        for number, group in enumerate(groups)
+        for position, parameter in enumerate(group["params"])
+        if not getattr(parameter, "need_clip", True)
+    ]
+
+
 def not_in_buffers(flat: FlatGradients | None, groups: Groups) -> list[tuple[int, int]]:
     """The parameters of an optimizer whose gradients are not in its buffers: (group, position).
 
     Raises:
         TypeError: an argument that is no FlatGradients.
         ValueError: an optimizer that lacks a parameter of the buffers, or has another one to clip.
+        RuntimeError: buffers of a parameter that is gone.
     """
     if flat is None:
         return []
@@ -97,7 +108,8 @@ def not_in_buffers(flat: FlatGradients | None, groups: Groups) -> list[tuple[int
         labels = [label for label, p in flat if id(p) in foreign]
         raise ValueError(
             f"FlatGradients holds {some(labels)}, which the optimizer does not; expected the "
-            "parameters of one optimizer: make a FlatGradients for each"
+            "parameters of one optimizer: make a FlatGradients for each, and a new one after "
+            "parameters were replaced"
         )
     rest = [member for member, p in members.items() if id(p) not in held]
     missing = [f"param_groups[{n}]['params'][{i}]" for n, i in rest if is_wanted(members[n, i])]
