@@ -1,5 +1,6 @@
 """Norms, coefficients and counts of a training run, kept on the device."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -175,6 +176,21 @@ class ClipStats:
         """Copies of all but the norms and coefficients of single groups."""
         counters = dict(zip(_COUNTERS, self._counters.clone(), strict=True))
         return counters | {name: getattr(self, name).clone() for name in _LAST}
+
+    def numbers(self) -> list[float]:
+        """The values of `state_dict`, in order; waits for the device."""
+        if self._counters.is_meta:
+            return ClipStats(torch.device("cpu")).numbers()
+        return [*map(float, self._counters), *(float(getattr(self, name)) for name in _LAST)]
+
+    def load_numbers(self, numbers: Sequence[float]) -> None:
+        """Takes the result of `numbers`."""
+        counts = dict(zip(_COUNTERS, numbers, strict=False))
+        last = torch.tensor(numbers[len(_COUNTERS) :], dtype=torch.float64, device="cpu")
+        narrow = last.float()
+        # Those of float64 gradients have more digits.
+        last = narrow if torch.equal(narrow.double().nan_to_num(), last.nan_to_num()) else last
+        self.load_state_dict({**counts, **dict(zip(_LAST, last, strict=True))})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the result of `state_dict`; missing entries start anew."""

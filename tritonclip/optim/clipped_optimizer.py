@@ -12,6 +12,7 @@ from tritonclip.engine.planner import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim import fused
+from tritonclip.optim.checkpoint import STATS_KEY, split_stats, with_stats
 from tritonclip.optim.closures import (
     NO_LOSS_FOR_LBFGS,
     Closure,
@@ -32,8 +33,6 @@ from tritonclip.rules import Rule, as_rule
 
 StepNonfinite = Literal["propagate", "error", "zero", "skip"]
 _POLICIES = ("propagate", "error", "zero", "skip")
-# Where the wrapper's statistics stand in a checkpoint.
-_STATS_KEY = "tritonclip"
 _wrappers: WeakKeyDictionary[Optimizer, "ref[ClippedOptimizer]"] = WeakKeyDictionary()
 
 
@@ -82,7 +81,8 @@ class ClippedOptimizer(DelegatingOptimizer):
     Notes:
         Rules are not part of a checkpoint: the program states them, as it does the class of the
         optimizer. `state_dict` adds the statistics to the wrapped optimizer's; either one loads
-        the checkpoint of the other.
+        the checkpoint of the other. `torch.distributed.checkpoint` carries the statistics in the
+        parameter groups, under the key `tritonclip`.
 
         With a closure, "skip" and "error" evaluate it before the wrapped optimizer does, and refuse
         one that changes anything before it evaluates. LBFGS then keeps a copy of parameters and
@@ -334,15 +334,21 @@ class ClippedOptimizer(DelegatingOptimizer):
         found_inf: Tensor = self._clipping.nonfinite()
         return found_inf.to(torch.float32)
 
-    def _save(self) -> dict[str, Any]:
+    def _save(self, *, in_groups: bool) -> dict[str, Any]:
         # Also here, for optimizers that do not run their hooks.
-        saved = without_rules(self.optimizer, super()._save())
-        return {**saved, _STATS_KEY: self.stats.state_dict()}
+        saved = without_rules(self.optimizer, self.optimizer.state_dict())
+        if in_groups:
+            return with_stats(saved, self.stats.numbers())
+        return {**saved, STATS_KEY: self.stats.state_dict()}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        rest = dict(state_dict)
+        rest, numbers = split_stats(dict(state_dict))
         stats = ClipStats(fused.device_of(self.optimizer))
-        stats.load_state_dict(rest.pop(_STATS_KEY, {}))
+        saved = rest.pop(STATS_KEY, {})
+        if numbers is None:
+            stats.load_state_dict(saved)
+        else:
+            stats.load_numbers(numbers)
         super()._load(with_present_rules(self.optimizer, rest))
         self.stats.load_state_dict(stats.state_dict())
 

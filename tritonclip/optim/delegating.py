@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonclip.optim.callers import CHECKPOINT, asks
+from tritonclip.optim.checkpoint import filled_state, saved_groups
 from tritonclip.optim.closures import Closure
 
 # Where Optimizer keeps its registered hooks.
@@ -41,6 +43,8 @@ class DelegatingOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's."""
+        if asks(CHECKPOINT):
+            return saved_groups(self.optimizer.param_groups)
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -50,6 +54,8 @@ class DelegatingOptimizer(Optimizer):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """The wrapped optimizer's."""
+        if asks(CHECKPOINT):
+            return filled_state(self.optimizer)
         return self.optimizer.state
 
     @state.setter
@@ -99,7 +105,7 @@ class DelegatingOptimizer(Optimizer):
         """A checkpoint that this class and the bare optimizer load."""
         for before in tuple(self._optimizer_state_dict_pre_hooks.values()):
             before(self)
-        state_dict = self._save()
+        state_dict = self._save(in_groups=asks(CHECKPOINT))
         for after in tuple(self._optimizer_state_dict_post_hooks.values()):
             state_dict = after(self, state_dict) or state_dict
         return state_dict
@@ -112,8 +118,9 @@ class DelegatingOptimizer(Optimizer):
         for after in tuple(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
-    def _save(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
+    def _save(self, *, in_groups: bool) -> dict[str, Any]:
+        """The checkpoint; `in_groups`: whatever is not the wrapped optimizer's goes into groups."""
+        raise NotImplementedError
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)

@@ -1,0 +1,263 @@
+"""Checkpoints by `torch.distributed.checkpoint`: a resumed run goes on as if it had not stopped.
+
+One process, without a process group; the truth is the run that was not interrupted.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_bits, copies, grad_of
+from torch.optim import SGD, AdamW, Optimizer
+from training import state_of
+
+from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer, FlatGradients
+
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="torch without distributed"
+)
+
+OPTIMIZERS = [
+    pytest.param(lambda groups: AdamW(groups, lr=0.05), id="AdamW"),
+    pytest.param(lambda groups: AdamW(groups, lr=0.05, fused=True), id="fused"),
+    pytest.param(
+        lambda groups: AdamW(groups, lr=torch.tensor(0.05), foreach=False), id="tensor-lr"
+    ),
+    pytest.param(lambda groups: SGD(groups, lr=0.05, momentum=0.9), id="momentum"),
+    pytest.param(lambda groups: SGD(groups, lr=0.05), id="stateless"),
+]
+EVERY = pytest.mark.parametrize("make", OPTIMIZERS)
+FLATTEN = pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
+FLAT = pytest.mark.parametrize("flat", [False, True], ids=["own", "flat"])
+LIMIT = 0.05
+
+Make = Callable[[Any], Optimizer]
+
+
+def layers(seed: int) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2))
+
+
+def groups_of(model: torch.nn.Sequential, *, rule: bool) -> list[dict[str, Any]]:
+    own = {"clip": ClipByNorm(0.02)} if rule else {}
+    return [{"params": [*model[0].parameters()], **own}, {"params": [*model[2].parameters()]}]
+
+
+def program(
+    make: Make, seed: int = 0, *, flat: bool, rule: bool = True
+) -> tuple[torch.nn.Sequential, ClippedOptimizer]:
+    """A model and its optimizer, as a program makes them at its start."""
+    model = layers(seed)
+    views = FlatGradients(model) if flat else None
+    return model, ClippedOptimizer(make(groups_of(model, rule=rule)), LIMIT, flat=views)
+
+
+def train(model: torch.nn.Module, optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        batch = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+        model(batch).square().sum().backward()
+        optimizer.step()
+
+
+def checkpoint_of(model: Any, optimizers: Any, flatten: bool) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    weights, states = get_state_dict(model, optimizers, options=options)
+    return {"model": weights, "optimizer": states}
+
+
+def load(model: Any, optimizers: Any, saved: dict[str, Any], flatten: bool) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    set_state_dict(
+        model,
+        optimizers,
+        model_state_dict=saved["model"],
+        optim_state_dict=saved["optimizer"],
+        options=options,
+    )
+
+
+def save_to(folder: Path, model: Any, optimizers: Any, flatten: bool) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
+        save(checkpoint_of(model, optimizers, flatten), checkpoint_id=folder, no_dist=True)
+
+
+def load_from(folder: Path, model: Any, optimizers: Any, flatten: bool, **options: Any) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import load as read
+
+    template = checkpoint_of(model, optimizers, flatten)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
+        read(template, checkpoint_id=folder, no_dist=True, **options)
+    load(model, optimizers, template, flatten)
+
+
+def assert_same_run(ours: Any, theirs: Any) -> None:
+    """Parameters, state, options and statistics to the last bit."""
+    (model, optimizer), (twin, other) = ours, theirs
+    params, twins = [*model.parameters()], [*twin.parameters()]
+    assert_bits(params, twins)
+    assert_bits(state_of(optimizer, params), state_of(other, twins))
+    for one, two in zip(optimizer.param_groups, other.param_groups, strict=True):
+        assert {k: v for k, v in one.items() if k != "params"} == {
+            k: v for k, v in two.items() if k != "params"
+        }
+    if isinstance(optimizer, ClippedOptimizer):
+        assert optimizer.stats.summary() == other.stats.summary()
+
+
+@EVERY
+@FLATTEN
+@FLAT
+@pytest.mark.parametrize("rule", [False, True], ids=["one-rule", "group-rule"])
+def test_resumed_run_equals_one_without_interruption(tmp_path, make, flatten, flat, rule):
+    whole = program(make, flat=flat, rule=rule)
+    train(*whole, range(7))
+    first = program(make, flat=flat, rule=rule)
+    train(*first, range(4))
+    save_to(tmp_path, *first, flatten)
+    second = program(make, seed=9, flat=flat, rule=rule)
+    load_from(tmp_path, *second, flatten)
+    train(*second, range(4, 7))
+    assert_same_run(second, whole)
+
+
+@EVERY
+@FLATTEN
+@FLAT
+def test_saving_changes_nothing(tmp_path, make, flatten, flat):
+    """Also where gradients were dropped, and for an optimizer whose state is always empty."""
+    whole, saved = program(make, flat=flat), program(make, flat=flat)
+    for run in (whole, saved):
+        train(*run, range(3))
+        run[1].zero_grad()
+    save_to(tmp_path, *saved, flatten)
+    assert_same_run(saved, whole)
+    for run in (whole, saved):
+        train(*run, range(3, 5))
+    assert_same_run(saved, whole)
+
+
+@EVERY
+@FLAT
+def test_template_of_a_new_program_leaves_model_gradients_and_statistics(make, flat):
+    model, optimizer = program(make, flat=flat)
+    model(torch.ones(1, 4)).sum().backward()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    params = [*model.parameters()]
+    before, grads = copies(params), copies(map(grad_of, params))
+    checkpoint_of(model, optimizer, flatten=False)
+    assert_bits(params, before)
+    assert_bits(map(grad_of, params), grads)
+    assert all(
+        group["lr"] is rate for group, rate in zip(optimizer.param_groups, rates, strict=True)
+    )
+    assert optimizer.stats.summary()["steps"] == 0
+    assert optimizer.flat is None or optimizer.flat.check() is None  # type: ignore[func-returns-value]
+
+
+@FLATTEN
+def test_rules_are_those_of_the_program_that_loads(tmp_path, flatten):
+    first = program(AdamW, flat=False, rule=True)
+    train(*first, range(2))
+    save_to(tmp_path, *first, flatten)
+    model, optimizer = program(AdamW, flat=False, rule=False)
+    optimizer.param_groups[1]["clip"] = ClipByValue(0.1)
+    load_from(tmp_path, model, optimizer, flatten)
+    assert [group.get("clip") for group in optimizer.param_groups] == [None, ClipByValue(0.1)]
+    assert "clip" not in optimizer.param_groups[0]
+    assert not any("tritonclip" in group for group in optimizer.param_groups)
+
+
+@FLATTEN
+def test_two_wrappers_keep_their_statistics_apart(tmp_path, flatten):
+    def two(seed: int) -> tuple[torch.nn.Sequential, list[ClippedOptimizer]]:
+        model = layers(seed)
+        parts = [model[0].parameters(), model[2].parameters()]
+        return model, [ClippedOptimizer(AdamW(p), LIMIT) for p in parts]
+
+    model, optimizers = two(0)
+    for steps in (1, 2):
+        model(torch.ones(1, 4)).sum().backward()
+        for optimizer in optimizers[:steps]:
+            optimizer.step()
+    save_to(tmp_path, model, optimizers, flatten)
+    again, loaded = two(1)
+    load_from(tmp_path, again, loaded, flatten)
+    assert [o.stats.summary() for o in loaded] == [o.stats.summary() for o in optimizers]
+    assert [o.stats.summary()["steps"] for o in loaded] == [2, 1]
+
+
+@FLATTEN
+@pytest.mark.parametrize("norm", [0.1, 1.0], ids=["long", "short"])
+def test_norms_of_float64_keep_their_digits(tmp_path, flatten, norm):
+    def one() -> tuple[torch.nn.Module, ClippedOptimizer]:
+        layer = torch.nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        return layer, ClippedOptimizer(AdamW(layer.parameters()), 1.0)
+
+    layer, optimizer = one()
+    layer.weight.grad = torch.full((1, 1), norm, dtype=torch.float64)
+    optimizer.step()
+    save_to(tmp_path, layer, optimizer, flatten)
+    again, loaded = one()
+    load_from(tmp_path, again, loaded, flatten)
+    assert float(loaded.stats.last_norm) == float(optimizer.stats.last_norm) == norm
+
+
+@EVERY
+@FLATTEN
+def test_checkpoint_of_the_wrapper_loads_into_the_bare_optimizer(tmp_path, make, flatten):
+    first = program(make, flat=True)
+    train(*first, range(3))
+    save_to(tmp_path, *first, flatten)
+    model = layers(1)
+    bare = make(groups_of(model, rule=False))
+    load_from(tmp_path, model, bare, flatten)
+    assert_bits(model.parameters(), first[0].parameters())
+    assert_bits(
+        state_of(bare, model.parameters()), state_of(first[1].optimizer, first[0].parameters())
+    )
+
+
+@EVERY
+@FLATTEN
+def test_checkpoint_of_the_bare_optimizer_loads_where_statistics_may_be_missing(
+    tmp_path, make, flatten
+):
+    """torch refuses a checkpoint that lacks an entry, unless it is told otherwise."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    model = layers(0)
+    bare = make(groups_of(model, rule=False))
+    train(model, bare, range(3))
+    save_to(tmp_path, model, bare, flatten)
+    twin, wrapper = program(make, seed=1, flat=True)
+    with pytest.raises(CheckpointException, match=r"Missing key .*tritonclip"):
+        load_from(tmp_path, twin, wrapper, flatten)
+    load_from(tmp_path, twin, wrapper, flatten, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert_bits(twin.parameters(), model.parameters())
+    assert_bits(state_of(wrapper, twin.parameters()), state_of(bare, model.parameters()))
+    assert wrapper.stats.summary()["steps"] == 0
+
+
+def test_state_dict_outside_of_torchs_checkpoint_is_as_ever():
+    model, optimizer = program(AdamW, flat=True)
+    checkpoint_of(model, optimizer, flatten=False)
+    assert set(optimizer.state_dict()) == {"state", "param_groups", "tritonclip"}
+    assert not any("tritonclip" in group for group in optimizer.state_dict()["param_groups"])
+    assert optimizer.param_groups is optimizer.optimizer.param_groups
+    assert optimizer.state is optimizer.optimizer.state
