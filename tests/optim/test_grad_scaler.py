@@ -671,9 +671,10 @@ def test_scaler_that_is_disabled_hands_a_closure_on(scaler_type, how):
     torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
 
 
+@pytest.mark.parametrize("scaler_type", SCALERS)
 @pytest.mark.parametrize("fused", [False, True])
-def test_scaler_does_not_unscale_again_after_a_step_that_raised(fused):
-    weight, optimizer, scaler = two(tritonclip.GradScaler, fused=fused)
+def test_scaler_does_not_unscale_again_after_a_step_that_raised(scaler_type, fused):
+    weight, optimizer, scaler = two(scaler_type, fused=fused)
 
     def fail(*_):
         handle.remove()

@@ -12,6 +12,8 @@ from tritonclip.engine.planner import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim import fused
+from tritonclip.optim.attempt import Attempt
+from tritonclip.optim.callers import GRAD_SCALER, asks
 from tritonclip.optim.checkpoint import STATS_KEY, split_stats, with_stats
 from tritonclip.optim.closures import (
     NO_LOSS_FOR_LBFGS,
@@ -131,8 +133,10 @@ class ClippedOptimizer(DelegatingOptimizer):
     def _attach(self, optimizer: Optimizer) -> None:
         self._share(optimizer)
         self._scaler_waits = False
-        # Whether the last step began to divide gradients by a loss scale.
-        self._unscaled = False
+        # From the first gradient that a step writes, until it has updated the parameters.
+        self._attempt: Attempt | None = None
+        # Under "scaler" for one step of it; under "user" as torch's fused optimizers take it.
+        self._scales: dict[str, Any] = {}
         self._clipping: StepClipping | None = None
         self._plans = PlanCache()
         if optimizer not in _wrappers:
@@ -184,7 +188,40 @@ class ClippedOptimizer(DelegatingOptimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a GradScaler hands scale and overflow to `step` instead of dealing with them."""
+        if asks(GRAD_SCALER):
+            # It begins a step; whatever an interrupted one left is void.
+            self._clipping = None
+            self._scales.pop("scaler", None)
+            self.__dict__.pop("found_inf", None)
+            if self._attempt is not None:
+                self._attempt.judge(self._present())
         return self._scaler_waits or fused.takes_scaling(self.optimizer)
+
+    @property
+    def grad_scale(self) -> Any:
+        """The loss scale that gradients carry at the next step; absent where there is none.
+
+        A GradScaler multiplies its scale with one that was set before. It does not find its own,
+        which an interrupted step may have left.
+        """
+        for owner in ("user",) if asks(GRAD_SCALER) else ("scaler", "user"):
+            if owner in self._scales:
+                return self._scales[owner]
+        raise AttributeError("grad_scale: no loss scale is set")
+
+    @grad_scale.setter
+    def grad_scale(self, scale: Any) -> None:
+        self._scales["scaler" if asks(GRAD_SCALER) else "user"] = scale
+
+    @grad_scale.deleter
+    def grad_scale(self) -> None:
+        self._scales.clear()
+
+    def _present(self) -> list[Tensor]:
+        """The gradients, and the buffers that hold them."""
+        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
+        buffers = () if self._flat is None else self._flat.buffers
+        return [*(grad for grad in grads if grad is not None), *buffers]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, which may carry a rule under the key `clip`."""
@@ -200,6 +237,7 @@ class ClippedOptimizer(DelegatingOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients, as the wrapped optimizer does; those of `flat` become 0, never None."""
+        self._attempt = None
         if self.flat is None:
             super().zero_grad(set_to_none)
             return
@@ -231,19 +269,25 @@ class ClippedOptimizer(DelegatingOptimizer):
         """
         try:
             return super().step(closure)
-        except BaseException:
+        except BaseException as error:
+            attempt = self._attempt
+            if attempt is not None:
+                if attempt.outcomes is None and attempt.clipping.is_refused(error):
+                    self._attempt = None
+                else:
+                    attempt.fail()
             # A GradScaler takes these back only from a step that succeeded.
-            for name in ("grad_scale", "found_inf"):
-                self.__dict__.pop(name, None)
+            self._scales.clear()
+            self.__dict__.pop("found_inf", None)
             raise
 
     @torch.compiler.disable(recursive=False)
     def _step(self, closure: Closure | None = None) -> Any:
-        self._unscaled = False
         self.stats.move_(fused.device_of(self.optimizer))
         if closure is None:
             return self._step_with_gradients()
-        if self._scaler_waits or isinstance(getattr(self, "found_inf", None), Tensor):
+        self._attempt = None
+        if isinstance(getattr(self, "found_inf", None), Tensor):
             raise RuntimeError(
                 "a closure computes gradients after the GradScaler looked at them; expected "
                 "scaler.step(optimizer) without one: call backward first"
@@ -260,31 +304,35 @@ class ClippedOptimizer(DelegatingOptimizer):
             raise TypeError(NO_LOSS_FOR_LBFGS)
         clipping, self._clipping = self._clipping, None
         grad_scale = getattr(self, "grad_scale", None)
-        if clipping is None or self._optimizer_step_pre_hooks:
-            # Hooks run after a GradScaler has measured, and may have changed anything.
-            clipping = self._measure(grad_scale)
+        attempt = self._attempt
+        if attempt is None or not attempt.goes_on(self._present()):
+            if clipping is None or grad_scale is None or self._optimizer_step_pre_hooks:
+                # Hooks run after a GradScaler has measured, and may have changed anything.
+                clipping = self._measure(grad_scale)
+            skip = clipping.nonfinite() if self._nonfinite == "skip" else None
+            attempt = Attempt(clipping, skip, scaled=grad_scale is not None)
+            self._attempt = None
         found_inf = getattr(self, "found_inf", None)
         overflow = found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else None
-        skip = clipping.nonfinite() if self._nonfinite == "skip" else None
 
-        stop = _any(overflow, skip)
+        stop = _any(overflow, attempt.skip)
         on_device = stop is not None and fused.takes_found_inf(self.optimizer)
         if stop is not None and not on_device and bool(stop):
             if overflow is None or not bool(overflow):
                 self.stats.record_skip_()
             return None
-        if self._nonfinite == "error" and (overflow is None or not bool(overflow)):
-            clipping.raise_if_nonfinite()
-        outcomes = clipping.write_()
-        self._unscaled = grad_scale is not None
+        if attempt.outcomes is None:
+            if self._nonfinite == "error" and (overflow is None or not bool(overflow)):
+                attempt.clipping.raise_if_nonfinite()
+            self._attempt = attempt
+            attempt.outcomes = attempt.clipping.write_()
 
+        result = fused.step(self.optimizer, stop if on_device else None)
+        self._attempt = None
         if on_device:
-            assert stop is not None
-            result = fused.step_unless(self.optimizer, stop)
-            self.stats.record_(outcomes, overflow, skip)
+            self.stats.record_(attempt.outcomes, overflow, attempt.skip)
         else:
-            result = self.optimizer.step()
-            self.stats.record_(outcomes)
+            self.stats.record_(attempt.outcomes)
         return result
 
     def _step_checking(self, closure: Closure) -> Any:

@@ -38,10 +38,14 @@ def _lacks_momentum(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     )
 
 
-def step_unless(optimizer: Any, stop: Tensor) -> Any:
+def step(optimizer: Any, stop: Tensor | None) -> Any:
     """A step that updates nothing where `stop`, on the device, is true."""
-    optimizer.found_inf = stop.to(torch.float32)
+    # An interrupted step may have left its own.
+    optimizer.__dict__.pop("found_inf", None)
+    if stop is None:
+        return optimizer.step()
     try:
+        optimizer.found_inf = stop.to(torch.float32)
         return optimizer.step()
     finally:
-        del optimizer.found_inf
+        optimizer.__dict__.pop("found_inf", None)

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer, is_wrapped
@@ -40,14 +39,9 @@ class GradScaler(torch.amp.GradScaler):
         _refuse_inner(optimizer)
         if not self._enabled or not isinstance(optimizer, ClippedOptimizer):
             return super().step(optimizer, *args, **kwargs)
-        optimizer._scaler_waits = True
         try:
+            optimizer._scaler_waits = True
             return super().step(optimizer, *args, **kwargs)
-        except BaseException:
-            if optimizer._unscaled:
-                # A second attempt must not divide again.
-                self._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
-            raise
         finally:
             optimizer._scaler_waits = False
             optimizer._clipping = None
@@ -60,7 +54,7 @@ class GradScaler(torch.amp.GradScaler):
         scale = self._get_scale_async()
         assert scale is not None
         # As torch does, which then hands both to the step.
-        found_inf = optimizer._measure_scaled(scale * getattr(optimizer, "grad_scale", 1))
+        found_inf = optimizer._measure_scaled(scale * optimizer._scales.get("user", 1))
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {found_inf.device: found_inf}
         return state

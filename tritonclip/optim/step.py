@@ -84,6 +84,7 @@ class StepClipping:
         self._writes_all = grad_scale is not None
         self._covers_all = check_finite or self._writes_all
         self._groups, self._plans = groups, plans
+        self._begun: _Share | None = None
         if flat is None or any("clip" in group for group in groups):
             self._shares = self._divide(rule)
         else:
@@ -223,6 +224,7 @@ class StepClipping:
         """
         outcomes: Outcomes = {}
         for share in self._shares:
+            self._begun = share
             if not share.unclipped:
                 outcomes[share.group_index] = self._write_share_(share)
             elif self._writes_all and share.norms is not None:
@@ -234,6 +236,19 @@ class StepClipping:
                     zero_nonfinite=False,
                 )
         return outcomes
+
+    def written_to(self) -> list[Tensor]:
+        """The tensors whose versions tell of a write: gradients, or the buffers that hold them."""
+        lists = [share.gradients for share in self._shares]
+        return [grad for g in lists for grad in (g.tensors if g.versions is None else g.versions)]
+
+    def is_refused(self, error: BaseException) -> bool:
+        """Whether `write_` ended by an error about its first rule, before it wrote anything."""
+        return (
+            isinstance(error, TypeError | ValueError)
+            and bool(self._shares)
+            and self._begun in (None, self._shares[0])
+        )
 
     def _write_share_(self, share: _Share) -> tuple[Tensor, Tensor] | None:
         plan = share.gradients.plan

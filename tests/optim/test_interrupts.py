@@ -1,0 +1,175 @@
+"""A step that is interrupted before any of its bytecodes, and the steps that follow.
+
+Parameters and state are those of before or of after the step, and the next step is right: that of a
+run without interruption, bit for bit. Interrupted is the code of the wrapper and of GradScaler, not
+that of the wrapped optimizer.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from cases import copies, grad_of, normal
+from torch import Tensor
+from torch.optim import AdamW
+from training import state_of
+
+import tritonclip
+from tritonclip import ClippedOptimizer, FlatGradients
+
+_TRACED = "/tritonclip/optim/"
+SCALE = 1024.0
+
+
+class _Interrupt:
+    """Raises KeyboardInterrupt before the n-th bytecode that is run in traced code."""
+
+    def __init__(self, n: int) -> None:
+        self.n_seen, self._n = 0, n
+
+    def __enter__(self) -> _Interrupt:
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        # In others torch enters contexts, which Python can leave open where it is interrupted.
+        is_scaler_step = code is torch.amp.GradScaler.step.__code__
+        if not (is_scaler_step or _TRACED in code.co_filename):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._count
+
+    def _count(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "opcode":
+            self.n_seen += 1
+            if self.n_seen == self._n:
+                raise KeyboardInterrupt
+        return self._count
+
+
+class Run:
+    """A program whose gradients are the same in every run."""
+
+    def __init__(self, scaler: Any, *, flat: bool, rule: bool, **options: Any) -> None:
+        self.params: list[Tensor] = [
+            torch.nn.Parameter(normal(shape, seed=at)) for at, shape in enumerate([(3,), (2, 2)])
+        ]
+        own = {"clip": 0.25} if rule else {}
+        groups: list[dict[str, Any]] = [
+            {"params": self.params[:1]},
+            {"params": self.params[1:], **own},
+        ]
+        nonfinite = options.pop("nonfinite", "propagate")
+        self.optimizer = ClippedOptimizer(
+            AdamW(groups, lr=0.1, **options),
+            0.5,
+            nonfinite=nonfinite,
+            flat=FlatGradients(self.params) if flat else None,
+        )
+        self.scaler = scaler("cpu") if scaler else None
+
+    def give_grads(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        for at, param in enumerate(self.params):
+            grad = normal(param.shape, seed=10 * step + at) * (SCALE if self.scaler else 1.0)
+            if self.optimizer.flat is None:
+                param.grad = grad
+            else:
+                grad_of(param).copy_(grad)
+
+    def step(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+
+    def whole(self, step: int) -> None:
+        if self.scaler is not None:
+            self.scaler = type(self.scaler)("cpu", init_scale=SCALE)
+            self.scaler.scale(torch.ones(()))
+        self.give_grads(step)
+        self.step()
+
+    def values(self) -> list[Tensor]:
+        return [*copies(self.params), *state_of(self.optimizer, self.params)]
+
+    @torch.no_grad()
+    def restore(self, values: list[Tensor]) -> None:
+        states = [s for p in self.params for s in self.optimizer.state[p].values()]
+        for tensor, value in zip([*self.params, *states], values, strict=True):
+            tensor.copy_(value)
+
+
+def _equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+RUNS = [
+    pytest.param(torch.amp.GradScaler, {"fused": True, "flat": True}, id="torch"),
+    pytest.param(tritonclip.GradScaler, {"fused": True, "nonfinite": "skip"}, id="tritonclip"),
+    pytest.param(None, {"foreach": True, "rule": True}, id="none"),
+]
+
+
+@pytest.mark.parametrize(("scaler", "options"), RUNS)
+def test_step_interrupted_anywhere_leaves_before_or_after(scaler, options):
+    run = Run(scaler, **{"flat": False, "rule": False, **options})
+    run.whole(1)
+    before = run.values()
+    # Of gradients that take no part: a step to come must not find traces of them.
+    run.whole(3)
+    without = run.values()
+    run.restore(before)
+    run.whole(2)
+    after = run.values()
+    run.whole(3)
+    finished = run.values()
+
+    n_refused = n = 0
+    ended = False
+    while not ended:
+        n += 1
+        run.restore(before)
+        if run.scaler is not None:
+            run.scaler = scaler("cpu", init_scale=SCALE)
+            run.scaler.scale(torch.ones(()))
+        run.give_grads(2)
+        try:
+            with _Interrupt(n):
+                run.step()
+            ended = True
+        except KeyboardInterrupt:
+            pass
+        updated = _equal(run.values(), after)
+        assert updated or _equal(run.values(), before), n
+        # In turn: the same step once more, or the next one at once.
+        if n % 2 and not updated:
+            n_refused += _step_again(run)
+            assert _equal(run.values(), after), n
+        else:
+            run.whole(3)
+            assert _equal(run.values(), finished if updated else without), n
+    assert n > 150
+    # Only where gradients may be written in part.
+    assert n_refused < n / 8
+
+
+def _step_again(run: Run) -> bool:
+    """Takes the interrupted step once more; whether that asked for new gradients."""
+    refusal = ""
+    try:
+        run.step()
+    except RuntimeError as error:
+        refusal = str(error)
+    if refusal:
+        assert "call zero_grad and backward" in refusal
+        run.whole(2)
+    return bool(refusal)
