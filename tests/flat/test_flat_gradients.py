@@ -658,7 +658,8 @@ def test_calls_after_attach_clip_the_new_buffers(rule):
 def test_call_asks_for_the_backend_of_its_block(monkeypatch):
     """A plan of another backend is not used."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    flat = FlatGradients(parameters_of([(3,)]))
+    params = parameters_of([(3,)])
+    flat = FlatGradients(params)
     tritonclip.clip_(flat, 1.0)
     with (
         tritonclip.use_backend("triton"),
