@@ -79,6 +79,9 @@ class PlanCache:
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
+        # The plan found or kept last, its length and backend, and whether its first gradient was
+        # made in inference mode: most lists are that of the call before.
+        self._last: tuple[Plan, int, str, bool] | None = None
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -91,44 +94,41 @@ class PlanCache:
             addresses: theirs.
             backend: the one asked for.
         """
-        first = grads[0]
-        # Cheap; the guards then verify the match. They compare how dispatch sees a tensor, which
-        # depends on where it is asked: inside a custom operator a normal tensor looks as one made
-        # in inference mode does outside. All tensors of a list are compared in one place, so that
-        # the first one tells.
-        sizes = first.numel(), grads[-1].numel()
-        key = len(grads), first.dtype, first.device, first.is_inference(), *sizes, backend
-        plan = self._plans.get(key)
         # At a nested tensor the guards end the process.
-        if plan is None or any(map(_get_is_nested, grads)) or not plan.guards.check(*grads):
+        if any(map(_get_is_nested, grads)):
             return None
-        if addresses != plan.addresses:
-            # Empty gradients, and those freed, have no address.
-            different = set(addresses)
-            different.discard(0)
-            if len(different) < plan.n_addresses:
-                return None
-            if (
-                plan.n_addresses
-                and min(different) < OFFSETS
-                and any(map(is_freed, grads, addresses))
-            ):
-                return None
-            plan.addresses = addresses
+        # The guards compare how dispatch sees a tensor, which depends on where it is asked: inside
+        # a custom operator a normal tensor looks as one made in inference mode does outside. All
+        # tensors of a list are compared in one place, so that the first one tells.
+        inference, last = grads[0].is_inference(), self._last
+        if (
+            last is not None
+            and last[1:] == (len(grads), backend, inference)
+            and last[0].guards.check(*grads)
+        ):
+            plan = last[0]
+            return plan if addresses == plan.addresses or _moves(plan, grads, addresses) else None
+        key = _key(grads, inference, backend)
+        found = self._plans.get(key)
+        if found is None or not found.guards.check(*grads):
+            return None
+        if addresses != found.addresses and not _moves(found, grads, addresses):
+            return None
         try:
             self._plans.move_to_end(key)
         except KeyError:
             # Dropped since, by another thread.
-            self._plans[key] = plan
-        return plan
+            self._plans[key] = found
+        self._last = found, len(grads), backend, inference
+        return found
 
     def keep(self, plan: Plan, grads: list[Tensor], addresses: list[int], backend: str) -> None:
         """Keeps a plan for lists of this form; `grads` are distinct and none is nested."""
         plan.addresses, plan.n_addresses = addresses, len(set(addresses) - {0})
         plan.guards = _guards_of(grads)
-        first, sizes = grads[0], (grads[0].numel(), grads[-1].numel())
-        key = len(grads), first.dtype, first.device, first.is_inference(), *sizes, backend
-        self._plans[key] = plan
+        inference = grads[0].is_inference()
+        self._plans[_key(grads, inference, backend)] = plan
+        self._last = plan, len(grads), backend, inference
         while self._is_full():
             try:
                 self._plans.popitem(last=False)
@@ -144,7 +144,28 @@ class PlanCache:
 
     def clear(self) -> None:
         """Drops all plans."""
+        self._last = None
         self._plans.clear()
+
+
+def _key(grads: list[Tensor], inference: bool, backend: str) -> tuple[object, ...]:
+    """Cheap; the guards then verify the match."""
+    first = grads[0]
+    sizes = first.numel(), grads[-1].numel()
+    return len(grads), first.dtype, first.device, *sizes, inference, backend
+
+
+def _moves(plan: Plan, grads: list[Tensor], addresses: list[int]) -> bool:
+    """Whether a plan's gradients are distinct at new addresses, and all have memory."""
+    # Empty gradients, and those freed, have no address.
+    different = set(addresses)
+    different.discard(0)
+    if len(different) < plan.n_addresses:
+        return False
+    if plan.n_addresses and min(different) < OFFSETS and any(map(is_freed, grads, addresses)):
+        return False
+    plan.addresses = addresses
+    return True
 
 
 def _guards_of(grads: list[Tensor]) -> Any:
