@@ -1,18 +1,25 @@
 """`clip_`, the call in a training loop: its contract and arguments."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from tritonclip.distributed.domain import Copies, Holders, check_holders
 from tritonclip.engine import compiled, execute
 from tritonclip.engine.gradients import Gradients, of_parameters
 from tritonclip.engine.planner import plan_
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue, Rule, as_rule
 from tritonclip.rules.arguments import as_grad_scale
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 Parameters = Tensor | Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | FlatGradients
 Nonfinite = Literal["propagate", "error", "zero"]
@@ -26,6 +33,8 @@ def clip_(
     *,
     nonfinite: Nonfinite = ...,
     grad_scale: float | Tensor | None = ...,
+    process_group: ProcessGroup | DeviceMesh | None = ...,
+    copies: Copies | None = ...,
 ) -> Tensor: ...
 @overload
 def clip_(
@@ -34,6 +43,8 @@ def clip_(
     *,
     nonfinite: Nonfinite = ...,
     grad_scale: float | Tensor | None = ...,
+    process_group: ProcessGroup | DeviceMesh | None = ...,
+    copies: Copies | None = ...,
 ) -> None: ...
 @overload
 def clip_(
@@ -42,6 +53,8 @@ def clip_(
     *,
     nonfinite: Nonfinite = ...,
     grad_scale: float | Tensor | None = ...,
+    process_group: ProcessGroup | DeviceMesh | None = ...,
+    copies: Copies | None = ...,
 ) -> Tensor | None: ...
 def clip_(
     parameters: Parameters,
@@ -49,6 +62,8 @@ def clip_(
     *,
     nonfinite: Nonfinite = "propagate",
     grad_scale: float | Tensor | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    copies: Copies | None = None,
 ) -> Tensor | None:
     r"""Clips the gradients of parameters in place and returns their norm *before* clipping.
 
@@ -76,6 +91,13 @@ def clip_(
             a one-element floating-point tensor. Gradients are divided by it in the same pass;
             limits and norms are of the divided gradients. A tensor on a GPU cannot be checked
             without a sync: if it is not positive, the result is undefined.
+        process_group: the processes that hold the gradients between them, where DTensors do not say
+            so: a ProcessGroup or a DeviceMesh. Plain tensors are then different pieces on each of
+            its processes, as are those of pipeline stages; DTensors differ where their mesh ends.
+            For ClipByGlobalNorm, and for the policies of ClipByValue.
+        copies: how many processes of `process_group` hold the very same piece, for each parameter:
+            a mapping or a function; None for what the two say. 0: counted elsewhere, and scaled all
+            the same.
 
     Returns:
         ClipByGlobalNorm: the norm of all gradients, a 0-d tensor. ClipByNorm: the norm of each, a
@@ -110,18 +132,24 @@ def clip_(
         )
     scale = 1.0 if grad_scale is None else as_grad_scale(grad_scale)
     if torch.compiler.is_compiling():
-        return compiled.clip_(parameters, rule, nonfinite, scale)
-    gradients = collect(parameters, per_gradient=rule.per_gradient)
+        return compiled.clip_(parameters, rule, nonfinite, scale, process_group, copies)
+    holders = None
+    if process_group is not None or copies is not None:
+        holders = check_holders(process_group, copies)
+    gradients = collect(parameters, per_gradient=rule.per_gradient, holders=holders)
     return execute.clip_(gradients, rule, nonfinite, scale)
 
 
-def collect(parameters: object, *, per_gradient: bool = False) -> Gradients:
+def collect(
+    parameters: object, *, per_gradient: bool = False, holders: Holders | None = None
+) -> Gradients:
     """Collects the gradients of the user's argument, with their plan.
 
     Args:
         parameters: as for :func:`clip_`.
         per_gradient: each gradient is measured, rather than all together.
+        holders: the processes that the gradients are spread over.
     """
     if isinstance(parameters, FlatGradients):
-        return parameters.gradients(per_gradient=per_gradient)
-    return plan_(of_parameters(parameters))
+        return parameters.gradients(per_gradient=per_gradient, holders=holders)
+    return plan_(of_parameters(parameters, holders=holders))

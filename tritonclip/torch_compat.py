@@ -1,14 +1,18 @@
 """Drop-in replacements of torch.nn.utils: its signatures, messages and warnings."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from tritonclip.clipping import Parameters, collect
+from tritonclip.distributed.domain import Copies, Holders, check_holders
+from tritonclip.distributed.sharding import without_mesh
 from tritonclip.engine import compiled, execute
 from tritonclip.engine.gradients import Gradients, of_parameters, of_tensors
 from tritonclip.engine.nonfinite import TORCH_REMEDY
@@ -17,6 +21,10 @@ from tritonclip.engine.refusals import refuse_negative
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.rules import ClipByGlobalNorm, ClipByValue
 from tritonclip.rules.arguments import as_limit, as_norm_type, check_one_float
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Where torch has its foreach functions.
 _FOREACH_DEVICES = ("cpu", "cuda", "xpu", "mtia", "privateuseone")
@@ -47,11 +55,13 @@ def _by_value(bound: float) -> ClipByValue:
     return ClipByValue(as_limit("clip_value", bound))
 
 
-def _collect(parameters: Parameters, foreach: bool | None) -> Gradients:
+def _collect(
+    parameters: Parameters, foreach: bool | None, holders: Holders | None = None
+) -> Gradients:
     """Collects gradients, with their plan."""
     if not foreach or isinstance(parameters, FlatGradients):
-        return collect(parameters)
-    gradients = of_parameters(parameters)
+        return collect(parameters, holders=holders)
+    gradients = of_parameters(parameters, holders=holders)
     _check_foreach(gradients)
     return plan_(gradients)
 
@@ -72,6 +82,9 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    copies: Copies | None = None,
 ) -> Tensor:
     """Limits the global norm of gradients in place; returns the norm *before* clipping.
 
@@ -85,6 +98,8 @@ def clip_grad_norm_(
         error_if_nonfinite: raise RuntimeError where the norm is NaN or inf, gradients untouched;
             waits for the device.
         foreach: accepted for compatibility; there is one implementation.
+        process_group: as for :func:`clip_`.
+        copies: as for :func:`clip_`.
 
     Returns:
         The norm, a 0-d tensor: float64 where any gradient is, else float32; on the first gradient's
@@ -102,9 +117,12 @@ def clip_grad_norm_(
     rule = _by_norm(_as_float(max_norm), _as_float(norm_type))
     policy = "error" if error_if_nonfinite else "propagate"
     if torch.compiler.is_compiling():
-        norm = compiled.clip_(parameters, rule, policy, 1.0)
+        norm = compiled.clip_(parameters, rule, policy, 1.0, process_group, copies)
     else:
-        gradients = _collect(parameters, foreach)
+        holders = None
+        if process_group is not None or copies is not None:
+            holders = check_holders(process_group, copies)
+        gradients = _collect(parameters, foreach, holders)
         norm = execute.clip_(gradients, rule, policy, remedy=TORCH_REMEDY)
     return cast(Tensor, norm)
 
@@ -137,6 +155,9 @@ def get_total_norm(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    copies: Copies | None = None,
 ) -> Tensor:
     """The norm of all tensors together; writes nothing.
 
@@ -148,6 +169,9 @@ def get_total_norm(
         norm_type: p of the p-norm: positive, 0, inf or -inf, also as text.
         error_if_nonfinite: raise RuntimeError where the norm is NaN or inf; waits for the device.
         foreach: accepted for compatibility; there is one implementation.
+        process_group: as for :func:`clip_`. Every process of the tensors' meshes has to have a
+            tensor of each mesh: there are no parameters to tell.
+        copies: as for :func:`clip_`, of tensors.
 
     Returns:
         The norm, a 0-d tensor: float64 where any tensor is, else float32; on the first tensor's
@@ -165,11 +189,12 @@ def get_total_norm(
     if torch.compiler.is_compiling():
         if isinstance(tensors, FlatGradients):
             tensors = [p.grad for p in tensors.parameters if p.grad is not None]
-        return compiled.total_norm(tensors, order, error_if_nonfinite)
+        return compiled.total_norm(tensors, order, error_if_nonfinite, process_group, copies)
+    holders = check_holders(process_group, copies)
     if isinstance(tensors, FlatGradients):
-        gradients = tensors.gradients(per_gradient=False)
+        gradients = tensors.gradients(per_gradient=False, holders=holders)
     else:
-        gradients = of_tensors(tensors)
+        gradients = of_tensors(tensors, holders=holders)
         if foreach:
             _check_foreach(gradients)
         plan_(gradients)
@@ -183,22 +208,26 @@ def clip_grads_with_norm_(
     foreach: bool | None = None,
     *,
     eps: float = 1e-6,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    copies: Copies | None = None,
 ) -> None:
     """Scales gradients in place by `min(1, max_norm / (total_norm + eps))`.
 
-    For a norm *before* clipping that is known: reduce norms over processes between
-    :func:`get_total_norm` and this. A drop-in replacement of
+    For a norm *before* clipping that is known. A drop-in replacement of
     `torch.nn.utils.clip_grads_with_norm_`.
 
     Args:
         parameters: as for :func:`clip_`.
         max_norm: largest norm, 0 or more.
         total_norm: the norm that the gradients count as having: a one-element floating-point
-            tensor on any device, or a number. A negative one raises ValueError; on another device
-            than a CPU, where reading it would wait for the device, it counts by its magnitude.
+            tensor on any device, also a DTensor as torch returns, or a number. A negative one
+            raises ValueError; on another device than a CPU, where reading it would wait for the
+            device, it counts by its magnitude.
         foreach: accepted for compatibility; there is one implementation.
         eps: added to the norm; with 0, the exact form of Paddle and TensorFlow, a norm equal to
             `max_norm` changes nothing.
+        process_group: as for :func:`clip_`; nothing is sent.
+        copies: as for :func:`clip_`.
 
     Raises:
         As :func:`clip_`.
@@ -212,6 +241,7 @@ def clip_grads_with_norm_(
     """
     rule = ClipByGlobalNorm(_as_float(max_norm), math.inf, eps)
     if isinstance(total_norm, Tensor):
+        total_norm = without_mesh(total_norm)
         check_one_float("total_norm", total_norm)
         if not torch.compiler.is_compiling():
             refuse_negative("total_norm", total_norm)
@@ -222,5 +252,5 @@ def clip_grads_with_norm_(
     if torch.compiler.is_compiling():
         compiled.scale_to_norm_(parameters, rule, total_norm)
     else:
-        gradients = _collect(parameters, foreach)
+        gradients = _collect(parameters, foreach, check_holders(process_group, copies))
         execute.scale_(gradients, rule, total_norm)

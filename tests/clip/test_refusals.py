@@ -321,29 +321,6 @@ def test_clip_refuses_what_is_no_rule(device, clip, error):
     assert grad.tolist() == [8.0] * 3
 
 
-def test_clip_refuses_a_distributed_tensor():
-    """It would take the norm of the local shard for that of the whole."""
-    distributed: Any = torch.distributed
-    if not distributed.is_available():
-        pytest.skip("this torch is built without torch.distributed")
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        weight = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-        weight.grad = distribute_tensor(torch.full((4,), 8.0), mesh, [Shard(0)])
-        plain = normal(3)
-        before = copies([plain])
-        with pytest.raises(TypeError, match="DTensor"):
-            tritonclip.clip_([parameter(plain), weight], 1.0)
-        assert_bits([plain], before)
-        assert weight.grad.to_local().tolist() == [8.0] * 4
-    finally:
-        distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("total_norm", [-5.0, torch.nan, torch.tensor(-5.0), torch.tensor([-5.0])])
 def test_clip_grads_with_norm_refuses_numbers_that_are_no_norm(device, total_norm):
     one = torch.ones(3, requires_grad=True)

@@ -48,6 +48,12 @@ class Batch(Protocol):
     ) -> Tensor:
         """The norm of each gradient, 1-d, from partial norms: this group's begin at `first`."""
 
+    def norms_each(self, norms: Tensor, norm_type: float) -> Tensor:
+        """The norm of each gradient, 1-d, as wide as this group's partial norms."""
+
+    def partials_each(self, norms: Tensor, norm_type: float) -> Tensor:
+        """Partial norms of this group that give these norms, 1-d, one a gradient; both float64."""
+
     def scale_(
         self,
         norms: PartialNorms,

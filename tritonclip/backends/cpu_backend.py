@@ -161,6 +161,14 @@ class CpuBatch:
         """The norm of each gradient, 1-d."""
         return self._as_torch().total_each(_as_tensor(norms), first, norm_type, grad_scale)
 
+    def norms_each(self, norms: Tensor, norm_type: float) -> Tensor:
+        """The norm of each gradient: there is one partial norm for each."""
+        return norms
+
+    def partials_each(self, norms: Tensor, norm_type: float) -> Tensor:
+        """The same norms."""
+        return norms
+
     def scale_(
         self,
         norms: PartialNorms,

@@ -55,14 +55,22 @@ class TorchBatch:
 
     def total(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms, 0-d."""
-        return _unscaled(combine(norms, norm_type), norm_type, grad_scale).to(self.dtype)
+        return unscaled(combine(norms, norm_type), norm_type, grad_scale).to(self.dtype)
 
     def total_each(
         self, norms: Tensor, first: int, norm_type: float, grad_scale: float | Tensor
     ) -> Tensor:
         """The norm of each gradient, 1-d."""
         own = norms[first : first + len(self.tensors)]
-        return _unscaled(own, norm_type, grad_scale).to(self.dtype)
+        return unscaled(own, norm_type, grad_scale).to(self.dtype)
+
+    def norms_each(self, norms: Tensor, norm_type: float) -> Tensor:
+        """The norm of each gradient: there is one partial norm for each."""
+        return norms
+
+    def partials_each(self, norms: Tensor, norm_type: float) -> Tensor:
+        """The same norms."""
+        return norms
 
     def scale_(
         self,
@@ -188,7 +196,7 @@ def as_scalar(number: float | Tensor, like: Tensor) -> Tensor:
     return torch.full((), number, dtype=like.dtype, device=like.device)
 
 
-def _unscaled(norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
+def unscaled(norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
     """Norms divided by the loss scale; a count of elements carries none."""
     return norms / as_scalar(grad_scale, norms) if norm_type else norms
 

@@ -86,6 +86,27 @@ class TritonBatch:
             write=False,
         )[0]
 
+    def norms_each(self, norms: Tensor, norm_type: float) -> Tensor:
+        """The norm of each gradient, float64[n]."""
+        return scale.scale_each_(
+            self._table,
+            norms,
+            0,
+            max_norm=0.0,
+            norm_type=norm_type,
+            eps=0.0,
+            dtype=torch.float64,
+            grad_scale=1.0,
+            erase=None,
+            write=False,
+        )[0]
+
+    def partials_each(self, norms: Tensor, norm_type: float) -> Tensor:
+        """The norm of each gradient as that of its first chunk, and nothing in the others."""
+        table, nothing = self._table, float("inf") if norm_type == -float("inf") else 0.0
+        partials = norms.new_full((table.n_chunks,), nothing)
+        return partials.index_copy_(0, table.arguments[2], norms)
+
     def scale_(
         self,
         norms: Tensor,

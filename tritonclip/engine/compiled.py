@@ -1,19 +1,22 @@
 """How torch.compile sees a call: custom operators that mutate a list of gradients.
 
 Addresses and pointer tables cannot be traced, so a traced call only collects the gradients; the
-operator does the rest at run time, eagerly, with the same checks and the same code. Nothing of this
-is used outside a compiled region.
+operator does the rest at run time, eagerly, with the same checks and the same code. Operators take
+no DTensors and no process groups: lists over several processes break the graph. Nothing of this is
+used outside a compiled region.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from tritonclip import rules
+from tritonclip.distributed.domain import check_holders
 from tritonclip.engine import execute
-from tritonclip.engine.gradients import Gradients, of_tensors
+from tritonclip.engine.gradients import Gradients, of_parameters, of_tensors
 from tritonclip.engine.planner import plan_
 from tritonclip.engine.refusals import refuse_negative, refuse_repeated
 from tritonclip.rules import Rule
@@ -42,11 +45,32 @@ def _collect(parameters: object) -> tuple[list[Tensor], str]:
     return grads, "\n".join(names) if any(names) else ""
 
 
+def _read_once(parameters: object) -> Any:
+    """The argument, so that it can be read twice."""
+    return parameters if isinstance(parameters, Tensor | Module) else list(parameters)  # type: ignore[call-overload]
+
+
+def _is_spread(grads: Sequence[Tensor]) -> bool:
+    """Whether some gradients are no plain tensors, as DTensors are not."""
+    return any(type(grad) not in (Tensor, Parameter) for grad in grads)
+
+
 def clip_(
-    parameters: object, rule: Rule, nonfinite: str, grad_scale: float | Tensor
+    parameters: object,
+    rule: Rule,
+    nonfinite: str,
+    grad_scale: float | Tensor,
+    process_group: object = None,
+    copies: object = None,
 ) -> Tensor | None:
     """`clip_` in a compiled region."""
+    parameters = _read_once(parameters)
     grads, names = _collect(parameters)
+    if process_group is not None or copies is not None or _is_spread(grads):
+        result: Tensor | None = _clip_eagerly(
+            parameters, rule, nonfinite, grad_scale, process_group, copies
+        )
+        return result
     if not grads:
         shape = 0 if rule.per_gradient else ()
         return None if rule.clamps else torch.zeros(shape, dtype=torch.float32)
@@ -58,22 +82,67 @@ def clip_(
     return None if rule.clamps else norm
 
 
-def total_norm(tensors: object, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+@torch.compiler.disable
+def _clip_eagerly(
+    parameters: object,
+    rule: Rule,
+    nonfinite: str,
+    grad_scale: float | Tensor,
+    process_group: object,
+    copies: object,
+) -> Tensor | None:
+    holders = check_holders(process_group, copies)
+    gradients = plan_(of_parameters(parameters, holders=holders))
+    return execute.clip_(gradients, rule, nonfinite, grad_scale)
+
+
+def total_norm(
+    tensors: object,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    process_group: object = None,
+    copies: object = None,
+) -> Tensor:
     """`get_total_norm` in a compiled region."""
     items = [tensors] if isinstance(tensors, Tensor) else list(tensors)  # type: ignore[call-overload]
     items = [item for item in items if item is not None]
+    if process_group is not None or copies is not None or _is_spread(items):
+        total: Tensor = _measure_eagerly(
+            items, norm_type, error_if_nonfinite, process_group, copies
+        )
+        return total
     if not items:
         return torch.zeros((), dtype=torch.float32)
     norm: Tensor = _norm_op([item.detach() for item in items], norm_type, error_if_nonfinite)
     return norm
 
 
+@torch.compiler.disable
+def _measure_eagerly(
+    tensors: list[Tensor],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    process_group: object,
+    copies: object,
+) -> Tensor:
+    gradients = plan_(of_tensors(tensors, holders=check_holders(process_group, copies)))
+    return execute.total_norm(gradients, norm_type, error_if_nonfinite)
+
+
 def scale_to_norm_(parameters: object, rule: Rule, norm: Tensor) -> None:
     """`clip_grads_with_norm_` in a compiled region."""
+    parameters = _read_once(parameters)
     grads, names = _collect(parameters)
-    if grads:
+    if _is_spread(grads):
+        _scale_eagerly(parameters, rule, norm)
+    elif grads:
         numbers = [getattr(rule, name) for name in rule.__match_args__]
         _scale_op(grads, numbers, norm, names)
+
+
+@torch.compiler.disable
+def _scale_eagerly(parameters: object, rule: Rule, norm: Tensor) -> None:
+    execute.scale_(plan_(of_parameters(parameters)), rule, norm)
 
 
 def _result_dtype(grads: Sequence[Tensor]) -> torch.dtype:

@@ -3,6 +3,7 @@
 The only composition of the backends' verbs. Arguments are checked and the list has its plan.
 """
 
+import math
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache, partial
@@ -14,11 +15,18 @@ from torch import Tensor
 from tritonclip import settings
 from tritonclip.backends.batch import Batch, PartialNorms
 from tritonclip.backends.choose import layout_of, torch_layout
-from tritonclip.backends.torch_backend import wide_dtype
+from tritonclip.backends.torch_backend import coefficient_of, unscaled, wide_dtype
+from tritonclip.distributed.reduce import sum_parts
 from tritonclip.engine import nonfinite as policies
 from tritonclip.engine import verification
+from tritonclip.engine.agreement import Agreement
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.refusals import refuse_for_rule, refuse_read_only, refuse_sparse_minimum
+from tritonclip.engine.refusals import (
+    refuse_for_rule,
+    refuse_read_only,
+    refuse_sparse_minimum,
+    refuse_uncovered,
+)
 from tritonclip.rules import ClipByGlobalNorm, Rule
 
 
@@ -33,6 +41,8 @@ class Norms(NamedTuple):
         norm_type: p of the p-norm.
         per_gradient: partials give the norm of each gradient.
         grad_scale: the loss scale that gradients and partials still carry.
+        reduced: where pieces lie over several processes, the norm of all, or with `per_gradient` of
+            each parameter's gradient; float64, 1-d.
     """
 
     batches: list[Batch]
@@ -41,6 +51,7 @@ class Norms(NamedTuple):
     norm_type: float
     per_gradient: bool
     grad_scale: float | Tensor
+    reduced: Tensor | None = None
 
 
 class Outcome(NamedTuple):
@@ -89,7 +100,8 @@ def clip_(
         scale = 1.0 if rule.clamps else grad_scale
         norms = measure(gradients, rule.norm_type, rule.per_gradient, scale)
         if nonfinite == "error":
-            policies.raise_if_nonfinite(gradients, rule, total(gradients, norms), remedy)
+            norm = total(gradients, norms)
+            policies.raise_if_nonfinite(gradients, rule, norm, remedy, is_finite(gradients, norms))
     return write_(gradients, rule, norms, grad_scale, zero_nonfinite=nonfinite == "zero").norm
 
 
@@ -99,6 +111,8 @@ def measure(
     """Measures the groups of a list that is not empty: one launch each on a GPU."""
     plan = gradients.plan
     assert plan is not None
+    if plan.reduction is not None:
+        return _measure_pieces(gradients, norm_type, per_gradient, grad_scale)
     if len(plan.groups) == 1 and not ((plan.pairs or plan.empty) and norm_type != 2.0):
         batch = plan.groups[0].layout.bind(gradients.readable, gradients.addresses)
         partials = batch.norm(norm_type, None, per_gradient=per_gradient)
@@ -150,6 +164,54 @@ def _measure_groups(
     return Norms(batches, partials, starts, norm_type, per_gradient, grad_scale)
 
 
+def _measure_pieces(
+    gradients: Gradients, norm_type: float, per_gradient: bool, grad_scale: float | Tensor
+) -> Norms:
+    """As `measure`, for pieces of gradients: by one all-reduce in the usual case."""
+    plan = gradients.plan
+    assert plan is not None
+    assert plan.reduction is not None
+    reduction = plan.reduction
+    if not per_gradient:
+        refuse_uncovered(reduction)
+    agreement = Agreement(gradients, norm_type) if settings.verifying() else None
+    batches, own = [], []
+    for group, share in zip(plan.groups, reduction.shares, strict=True):
+        tensors, addresses = gradients.of(group.indices)
+        batch = measured = group.layout.bind(tensors, addresses)
+        batches.append(batch)
+        wholes = sum_parts(tensors, share.piece) if share.piece.sums_over else None
+        if group.pairs and norm_type != 2.0:
+            wholes = [_moduli(tensor) for tensor in wholes or tensors]
+        if wholes is not None:
+            measured = layout_of(wholes, flat=True).bind(wholes, None)
+        out = torch.empty(
+            measured.count_norms(per_gradient=per_gradient),
+            dtype=wide_dtype(group.device),
+            device=group.device,
+        )
+        norms = measured.norm(norm_type, out, per_gradient=per_gradient)
+        if per_gradient:
+            norms = measured.norms_each(norms, norm_type)
+            if norm_type == -math.inf:
+                # A piece without elements has the norm 0 here, but is no part of the whole's.
+                for i, tensor in enumerate(tensors):
+                    if not tensor.numel():
+                        norms[i].fill_(math.inf)
+        own.append(norms)
+    reduced = reduction.norm(own, norm_type, plan.device, each=per_gradient)
+    if agreement is not None:
+        agreement.check(reduced, each=per_gradient)
+    partials = []
+    for group, share, batch in zip(plan.groups, reduction.shares, batches, strict=True):
+        norms = reduced
+        if per_gradient:
+            norms = batch.partials_each(reduced[share.places.on(plan.device)], norm_type)
+        partials.append(norms.to(group.device))
+    starts = [0] * len(batches)
+    return Norms(batches, partials, starts, norm_type, per_gradient, grad_scale, reduced)
+
+
 def _moduli(pairs: Tensor) -> Tensor:
     """The moduli of a complex gradient that is read as pairs, 1-d, in new memory."""
     # Moduli of finite float32 pairs may be over its largest number.
@@ -172,6 +234,8 @@ def _exchange(own: dict[torch.device, Tensor], *, own_first: bool) -> dict[torch
 
 def total(gradients: Gradients, norms: Norms) -> Tensor:
     """The norm before clipping, divided by the loss scale: 0-d, or 1-d in order per gradient."""
+    if norms.reduced is not None:
+        return _total_of_pieces(gradients, norms)
     results = []
     for batch, partials, start in zip(norms.batches, norms.partials, norms.starts, strict=True):
         if not norms.per_gradient:
@@ -180,6 +244,27 @@ def total(gradients: Gradients, norms: Norms) -> Tensor:
             return norm.to(gradients.plan.device)
         results.append(batch.total_each(partials, start, norms.norm_type, norms.grad_scale))
     return _in_order(gradients, results)
+
+
+def _total_of_pieces(gradients: Gradients, norms: Norms) -> Tensor:
+    """As `total`, from norms that are reduced already."""
+    plan = gradients.plan
+    assert plan is not None
+    assert plan.reduction is not None
+    assert norms.reduced is not None
+    reduced = unscaled(norms.reduced, norms.norm_type, norms.grad_scale).to(plan.dtype)
+    if norms.per_gradient:
+        return reduced[plan.reduction.places.on(plan.device)]
+    return reduced.reshape(())
+
+
+def is_finite(gradients: Gradients, norms: Norms) -> Tensor:
+    """Whether every norm is finite, also those of gradients that only other processes have; 0-d."""
+    if norms.reduced is None or not norms.per_gradient:
+        return torch.isfinite(total(gradients, norms)).all()
+    assert gradients.plan is not None
+    every = unscaled(norms.reduced, norms.norm_type, norms.grad_scale)
+    return torch.isfinite(every.to(gradients.plan.dtype)).all()
 
 
 def _in_order(gradients: Gradients, results: list[Tensor]) -> Tensor:
@@ -224,10 +309,11 @@ def write_(
     else:
         assert norms is not None
         outcome = _scale_(gradients, rule, norms, grad_scale, zero_nonfinite=zero_nonfinite)
-    if gradients.plan is not None and gradients.plan.sparse:
+    if gradients.plan is not None and not gradients.plan.ordinary:
         gradients.finish_writing()
     if expected is not None:
-        expected.check_clip(rule, zero_nonfinite, grad_scale, outcome.norm)
+        finite = None if norms is None else bool(is_finite(gradients, norms))
+        expected.check_clip(rule, zero_nonfinite, grad_scale, outcome.norm, finite)
     return outcome
 
 
@@ -253,12 +339,15 @@ def _scale_(
                     norms.partials[i], rule, limit, grad_scale, erase_nonfinite=zero_nonfinite
                 )
             )
+        if not results:
+            norm = total(gradients, norms)
+            results = [(norm, coefficient_of(norm, limit, rule.eps))]
         norm = results[0][0]
     else:
         erase: list[Tensor | None] = [None] * len(norms.batches)
         if zero_nonfinite:
             # One gradient's norm decides for all: every norm is known before the first write.
-            finite = torch.isfinite(total(gradients, norms)).all()
+            finite = is_finite(gradients, norms)
             erase = [~finite.to(group.device) for group in plan.groups]
         for i, batch in enumerate(norms.batches):
             own = _limit_of(limit, plan.groups[i].indices)
@@ -267,7 +356,11 @@ def _scale_(
                     norms.partials[i], norms.starts[i], rule, own, grad_scale, erase=erase[i]
                 )
             )
-        norm = _in_order(gradients, [result[0] for result in results])
+        if norms.reduced is not None:
+            # A piece without elements has nothing that a backend could scale by the norm.
+            norm = total(gradients, norms)
+        else:
+            norm = _in_order(gradients, [result[0] for result in results])
     _count_versions(gradients, norms.batches)
     return Outcome(norm if norm.device == plan.device else norm.to(plan.device), results)
 
@@ -332,7 +425,7 @@ def total_norm(gradients: Gradients, norm_type: float, error_if_nonfinite: bool 
             policies.raise_if_nonfinite(
                 gradients, _unlimited(norm_type), norm, policies.TORCH_REMEDY
             )
-        if settings.verifying():
+        if settings.verifying() and gradients.plan.reduction is None:
             verification.Expectation(gradients).check_norm(norm_type, norm)
     return norm
 
@@ -347,7 +440,7 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
         norm: one element, on any device.
     """
     plan = gradients.plan
-    if plan is None:
+    if plan is None or not plan.groups:
         return
     refuse_read_only(gradients)
     with torch.no_grad():

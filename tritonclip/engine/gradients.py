@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import GeneratorType
 from typing import Any
 
@@ -10,8 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from tritonclip.distributed.domain import Holders
+from tritonclip.distributed.sharding import Piece, Sharding, Shares, shares_of
 from tritonclip.engine.plan import Plan
-from tritonclip.engine.refusals import PLAIN, refuse_fsdp_shards, refuse_no_tensors, some
+from tritonclip.engine.refusals import (
+    PLAIN,
+    are_tensors,
+    refuse_fsdp_shards,
+    refuse_no_tensors,
+    some,
+)
 
 LabelOf = Callable[[int], str]
 
@@ -20,7 +29,7 @@ class Gradients:
     """The gradients of one call.
 
     Attributes:
-        tensors: as users see them, each once, in order.
+        tensors: as users see them, of DTensors the local pieces; each once, in order.
         plan: all that is known of the list; None for an empty one.
         readable: tensors that verbs read and write, one for each of the plan's.
         addresses: theirs where they are known.
@@ -29,6 +38,8 @@ class Gradients:
         handed_over: the user's argument.
         label_of: names the i-th source where it has no name.
         distinct: indices of `tensors` among the gradients of the sources; None for all.
+        sharding: what the tensors are pieces of; None for whole gradients.
+        wrappers: DTensors around the tensors, whose versions count too.
         coalesced: sparse gradients that had to be coalesced into a new tensor, and that tensor.
         versions: tensors of which all readable ones are views; None where they are no views.
     """
@@ -42,9 +53,11 @@ class Gradients:
         "label_of",
         "plan",
         "readable",
+        "sharding",
         "sources",
         "tensors",
         "versions",
+        "wrappers",
     )
 
     def __init__(
@@ -63,6 +76,8 @@ class Gradients:
         self.distinct: list[int] | None = None
         self.coalesced: list[tuple[Tensor, Tensor]] = []
         self.versions: Sequence[Tensor] | None = None
+        self.sharding: Sharding | None = None
+        self.wrappers: list[Tensor] = []
 
     def label(self, index: int) -> str:
         """Names the gradient at an index in messages."""
@@ -87,6 +102,16 @@ class Gradients:
             labels.append(self.label_of(position) if names is None else names[position])
         return labels
 
+    def piece(self, index: int) -> Piece:
+        """What the gradient at an index is a piece of; only for a list that has a sharding."""
+        assert self.sharding is not None
+        return self.sharding.pieces[index if self.distinct is None else self.distinct[index]]
+
+    def position(self, index: int) -> int:
+        """Where the parameter of a gradient stands in a list that has a sharding."""
+        assert self.sharding is not None
+        return self.sharding.positions[index if self.distinct is None else self.distinct[index]]
+
     def indices_where(self, condition: Callable[[Tensor], bool]) -> list[int]:
         """The indices of gradients of a kind."""
         return [index for index, grad in enumerate(self.tensors) if condition(grad)]
@@ -110,11 +135,13 @@ class Gradients:
         return ""
 
     def finish_writing(self) -> None:
-        """Carries values written over to sparse gradients, for autograd too."""
+        """Carries values written over to sparse gradients, and versions to wrappers."""
         for sparse, coalesced in self.coalesced:
             sparse.copy_(coalesced)
         if self.plan is not None and self.plan.sparse:
             torch.autograd.graph.increment_version([self.tensors[i] for i in self.plan.sparse])
+        if self.wrappers:
+            torch.autograd.graph.increment_version(self.wrappers)
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -122,42 +149,96 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return parameter.grad if getattr(parameter, "need_clip", True) else None
 
 
-def of_parameters(parameters: object, label_of: LabelOf = "parameters[{}]".format) -> Gradients:
+def of_parameters(
+    parameters: object,
+    label_of: LabelOf = "parameters[{}]".format,
+    holders: Holders | None = None,
+) -> Gradients:
     """Collects the gradients of tensors, a module, or named parameters.
 
     Args:
         parameters: handed over by the user; read once.
         label_of: names the i-th parameter in messages, where it has no name.
+        holders: the processes that the gradients are spread over, where no DTensor says so.
 
     Raises:
         TypeError: an argument of another kind.
     """
     sources = parameters if type(parameters) is list else _as_list(parameters)
-    if not PLAIN.issuperset(map(type, sources)):
+    if holders is not None or not PLAIN.issuperset(map(type, sources)):
         sources, label_of = _unnamed(sources, label_of)
+        if holders is not None or not PLAIN.issuperset(map(type, sources)):
+            wanted = [p for p in sources if getattr(p, "need_clip", True)]
+            label = partial(_name, wanted, sources, parameters, label_of)
+            shares = shares_of(wanted, [p.grad for p in wanted], holders, label)
+            if shares is not None:
+                device = sources[0].device if sources else torch.device("cpu")
+                gradients = Gradients(shares.tensors, device, label_of, sources, parameters)
+                return _spread(gradients, shares)
     tensors = [g for p in sources if (g := p.grad) is not None and getattr(p, "need_clip", True)]
     device = sources[0].device if sources else torch.device("cpu")
     return Gradients(tensors, device, label_of, sources, parameters)
 
 
-def of_tensors(tensors: object, label_of: LabelOf = "tensors[{}]".format) -> Gradients:
+def of_tensors(
+    tensors: object, label_of: LabelOf = "tensors[{}]".format, holders: Holders | None = None
+) -> Gradients:
     """The gradients that are the tensors themselves, None left out; raises as above."""
     if isinstance(tensors, Module):
         # Pairs, which are refused: its parameters are no gradients.
         tensors = tensors.named_parameters()
     items = tensors if type(tensors) is list else _as_list(tensors)
-    if not PLAIN.issuperset(map(type, items)):
+    if not are_tensors(items):
         numbered = [(place, item) for place, item in enumerate(items) if item is not None]
         refuse_no_tensors(
             numbered, "tensors", "the gradients: [p.grad for p in ... if p.grad is not None]"
         )
         items, label_of = [item for _, item in numbered], _picked(label_of, numbered)
+    if holders is not None or not PLAIN.issuperset(map(type, items)):
+        shares = shares_of(items, items, holders, label_of)
+        if shares is not None:
+            device = items[0].device if items else torch.device("cpu")
+            return _spread(Gradients(shares.tensors, device, label_of), shares)
     device = items[0].device if items else torch.device("cpu")
     return Gradients(items, device, label_of)
 
 
 def _picked(label_of: LabelOf, numbered: Sequence[tuple[int, object]]) -> LabelOf:
     return lambda index: label_of(numbered[index][0])
+
+
+def of_unclipped(
+    parameters: list[Tensor], label_of: LabelOf, holders: Holders | None = None
+) -> Gradients:
+    """The gradients of parameters, also of those with need_clip = False; raises as above."""
+    grads = [parameter.grad for parameter in parameters]
+    there = [i for i, grad in enumerate(grads) if grad is not None]
+    tensors = [grad for grad in grads if grad is not None]
+    device = parameters[0].device if parameters else torch.device("cpu")
+    gradients = Gradients(tensors, device, lambda i: label_of(there[i]))
+    shares = None
+    if holders is not None or not PLAIN.issuperset(map(type, parameters)):
+        shares = shares_of(parameters, grads, holders, label_of)
+    if shares is None:
+        return gradients
+    gradients.tensors = shares.tensors
+    return _spread(gradients, shares)
+
+
+def _name(
+    wanted: list[Tensor], sources: list[Tensor], handed_over: object, label_of: LabelOf, at: int
+) -> str:
+    """Names one of the parameters that are to be clipped."""
+    position = next(i for i, p in enumerate(sources) if p is wanted[at])
+    if isinstance(handed_over, Module):
+        return [name for name, _ in handed_over.named_parameters()][position]
+    return label_of(position)
+
+
+def _spread(gradients: Gradients, shares: Shares) -> Gradients:
+    """Tells a gradient list what its tensors are pieces of."""
+    gradients.sharding, gradients.wrappers = shares.sharding, shares.wrappers
+    return gradients
 
 
 def labelled(
@@ -199,7 +280,8 @@ def _unnamed(items: list[Any], label_of: LabelOf) -> tuple[list[Tensor], LabelOf
         names = [name for name, _ in items]
         items = [parameter for _, parameter in items]
         label_of = names.__getitem__
-    refuse_no_tensors(
-        enumerate(items), "parameters", "tensors, a module, or (name, parameter) pairs"
-    )
+    if not are_tensors(items):
+        refuse_no_tensors(
+            enumerate(items), "parameters", "tensors, a module, or (name, parameter) pairs"
+        )
     return items, label_of

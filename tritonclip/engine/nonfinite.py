@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from tritonclip.distributed.reduce import everyones
 from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.refusals import some
 from tritonclip.rules import Rule
 
 REMEDY = "No gradient was changed. To go on, pass nonfinite='propagate' or 'zero'"
@@ -13,7 +15,9 @@ TORCH_REMEDY = (
 )
 
 
-def raise_if_nonfinite(gradients: Gradients, rule: Rule, norm: Tensor, remedy: str) -> None:
+def raise_if_nonfinite(
+    gradients: Gradients, rule: Rule, norm: Tensor, remedy: str, finite: Tensor | None = None
+) -> None:
     """RuntimeError where a norm is not finite; waits for the device.
 
     Args:
@@ -21,25 +25,26 @@ def raise_if_nonfinite(gradients: Gradients, rule: Rule, norm: Tensor, remedy: s
         rule: that is going to clip.
         norm: before clipping: 0-d, or 1-d for a rule that is per gradient.
         remedy: ends the message.
+        finite: whether every norm is, of other processes too; None to ask `norm`.
     """
-    if bool(torch.isfinite(norm).all()):
+    if bool(torch.isfinite(norm).all() if finite is None else finite):
         return
     if rule.clamps:
-        places = nonfinite_indices(gradients)
+        labels = _blamed(gradients, nonfinite_indices(gradients))
         raise RuntimeError(
-            f"The gradients of {gradients.labels(places)} are non-finite, so they cannot be "
+            f"The gradients of {labels} are non-finite, so they cannot be "
             f"clipped by value. {remedy}"
         )
     if rule.per_gradient:
         places = (~torch.isfinite(norm)).nonzero().flatten().tolist()
         raise RuntimeError(
-            f"The norms of order {rule.norm_type} of {gradients.labels(places)} are non-finite, so "
-            f"they cannot be clipped. {remedy}"
+            f"The norms of order {rule.norm_type} of {_blamed(gradients, places)} are non-finite, "
+            f"so they cannot be clipped. {remedy}"
         )
-    places = nonfinite_indices(gradients)
+    labels = _blamed(gradients, nonfinite_indices(gradients))
     blame = (
-        f"Non-finite gradients: {gradients.labels(places)}"
-        if places
+        f"Non-finite gradients: {labels}"
+        if labels
         else f"Every gradient is finite, but their norm does not fit {norm.dtype}"
     )
     raise RuntimeError(
@@ -50,9 +55,22 @@ def raise_if_nonfinite(gradients: Gradients, rule: Rule, norm: Tensor, remedy: s
 
 def raise_if_any_nonfinite(gradients: Gradients, remedy: str) -> None:
     """RuntimeError for gradients with NaN or inf, which not every norm shows."""
-    places = nonfinite_indices(gradients)
-    if places:
-        raise RuntimeError(f"{remedy}. Non-finite gradients: {gradients.labels(places)}")
+    labels = _blamed(gradients, nonfinite_indices(gradients))
+    if labels:
+        raise RuntimeError(f"{remedy}. Non-finite gradients: {labels}")
+
+
+def _blamed(gradients: Gradients, places: list[int]) -> str:
+    """Some of the gradients to blame, of every process that shares the norm; "" for none."""
+    plan = gradients.plan
+    if plan is None or plan.reduction is None:
+        return gradients.labels(places)
+    ranks: dict[str, list[int]] = {}
+    own = [gradients.label(i) for i in places]
+    for rank, labels in everyones(own, plan.reduction.sharding.domain).items():
+        for label in labels:
+            ranks.setdefault(label, []).append(rank)
+    return some([f"{label} (on rank {', '.join(map(str, at))})" for label, at in ranks.items()])
 
 
 def nonfinite_indices(gradients: Gradients) -> list[int]:

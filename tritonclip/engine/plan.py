@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.batch import Layout
+from tritonclip.distributed.reduce import Reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Plan:
     """All that is known of a gradient list.
 
     Attributes:
-        groups: of all gradients, at least one.
+        groups: of all gradients; none where only other processes have any.
         views: gradients that verbs do not read as they are.
         device: of results: the first gradient's.
         dtype: of results: float64 where any gradient is, else float32.
@@ -70,13 +71,14 @@ class Plan:
         empty: no gradient has an element.
         inference: gradients made in inference mode are among them.
         requires_grad: gradients that autograd can differentiate are among them.
-        ordinary: none of them is complex, sparse, made in inference mode, or a shard of
+        ordinary: none of them is complex, sparse, made in inference mode, a piece, or a shard of
             FullyShardedDataParallel: every rule takes them.
         addresses: those last seen, of distinct gradients.
         n_addresses: different ones among them; those without elements have the address 0, which
             does not count.
         n_bytes: of memory that it takes on the host, at most.
         guards: compare the form of a list; None for a plan that serves one call.
+        reduction: of norms, over the processes that hold the other pieces; None without any.
     """
 
     groups: tuple[Group, ...]
@@ -93,6 +95,7 @@ class Plan:
     n_addresses: int = 0
     n_bytes: int = 0
     guards: Any = None
+    reduction: Reduction | None = None
 
     def readable(self, grads: list[Tensor]) -> list[Tensor]:
         """The tensors of a list of this form that verbs read and write."""

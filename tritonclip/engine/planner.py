@@ -10,6 +10,7 @@ takes a lock: every change is one operation on a dict or a list.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter
 from sys import modules
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from tritonclip import settings
 from tritonclip.backends.choose import layout_of
+from tritonclip.distributed.reduce import Places, Reduction, Share
+from tritonclip.distributed.sharding import Piece, Sharding
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OFFSETS, Region, is_freed, region_of
 from tritonclip.engine.plan import Group, Plan, View
@@ -46,6 +49,10 @@ BUDGET = 32 * 2**20
 # Most that a gradient takes in a plan, beside scratch: 280 bytes where it has one dimension, 360
 # where it has four, 480 where it is then read as a view (glibc's mallinfo2, torch 2.13).
 GRADIENT_BYTES = 512
+
+# What the gradients of a group have in common: device, dtype, density, whether they are complex,
+# and what they are pieces of.
+_Kind = tuple[torch.device, torch.dtype, bool, bool, Piece | None]
 
 _get_is_nested = attrgetter("is_nested")
 _get_form = attrgetter("__class__", "dtype", "device", "shape", "layout", "requires_grad")
@@ -79,20 +86,27 @@ class PlanCache:
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
-        # The plan found or kept last, its length and backend, and whether its first gradient was
-        # made in inference mode: most lists are that of the call before.
-        self._last: tuple[Plan, int, str, bool] | None = None
+        # The plan found or kept last, its length and backend, whether its first gradient was made
+        # in inference mode, and its sharding: most lists are that of the call before.
+        self._last: tuple[Plan, int, str, bool, Sharding | None] | None = None
 
     def __len__(self) -> int:
         return len(self._plans)
 
-    def find(self, grads: list[Tensor], addresses: list[int], backend: str) -> Plan | None:
+    def find(
+        self,
+        grads: list[Tensor],
+        addresses: list[int],
+        backend: str,
+        sharding: Sharding | None = None,
+    ) -> Plan | None:
         """The plan for distinct gradients of a known form; None for others.
 
         Args:
             grads: at least one.
             addresses: theirs.
             backend: the one asked for.
+            sharding: what they are pieces of.
         """
         # At a nested tensor the guards end the process.
         if any(map(_get_is_nested, grads)):
@@ -103,12 +117,12 @@ class PlanCache:
         inference, last = grads[0].is_inference(), self._last
         if (
             last is not None
-            and last[1:] == (len(grads), backend, inference)
+            and last[1:] == (len(grads), backend, inference, sharding)
             and last[0].guards.check(*grads)
         ):
             plan = last[0]
             return plan if addresses == plan.addresses or _moves(plan, grads, addresses) else None
-        key = _key(grads, inference, backend)
+        key = _key(grads, inference, backend, sharding)
         found = self._plans.get(key)
         if found is None or not found.guards.check(*grads):
             return None
@@ -119,16 +133,23 @@ class PlanCache:
         except KeyError:
             # Dropped since, by another thread.
             self._plans[key] = found
-        self._last = found, len(grads), backend, inference
+        self._last = found, len(grads), backend, inference, sharding
         return found
 
-    def keep(self, plan: Plan, grads: list[Tensor], addresses: list[int], backend: str) -> None:
+    def keep(
+        self,
+        plan: Plan,
+        grads: list[Tensor],
+        addresses: list[int],
+        backend: str,
+        sharding: Sharding | None = None,
+    ) -> None:
         """Keeps a plan for lists of this form; `grads` are distinct and none is nested."""
         plan.addresses, plan.n_addresses = addresses, len(set(addresses) - {0})
         plan.guards = _guards_of(grads)
         inference = grads[0].is_inference()
-        self._plans[_key(grads, inference, backend)] = plan
-        self._last = plan, len(grads), backend, inference
+        self._plans[_key(grads, inference, backend, sharding)] = plan
+        self._last = plan, len(grads), backend, inference, sharding
         while self._is_full():
             try:
                 self._plans.popitem(last=False)
@@ -148,11 +169,13 @@ class PlanCache:
         self._plans.clear()
 
 
-def _key(grads: list[Tensor], inference: bool, backend: str) -> tuple[object, ...]:
+def _key(
+    grads: list[Tensor], inference: bool, backend: str, sharding: Sharding | None
+) -> tuple[object, ...]:
     """Cheap; the guards then verify the match."""
     first = grads[0]
     sizes = first.numel(), grads[-1].numel()
-    return len(grads), first.dtype, first.device, *sizes, inference, backend
+    return len(grads), first.dtype, first.device, *sizes, inference, backend, sharding
 
 
 def _moves(plan: Plan, grads: list[Tensor], addresses: list[int]) -> bool:
@@ -188,6 +211,8 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
     """
     tensors, sources = gradients.tensors, gradients.sources
     if not tensors:
+        if gradients.sharding is not None:
+            gradients.plan = _plan_of_nothing(gradients)
         return gradients
     assert isinstance(tensors, list)
     backend = settings.backend()
@@ -199,11 +224,12 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
         addresses = None
     # No plan fills scratch or tables with tensors that a mode hands out.
     known = addresses is not None and not _n_dispatch_modes()
+    sharding = gradients.sharding
     if "torch.distributed.fsdp" in modules and sources and hasattr(sources[0], FSDP_MARK):
         # A plan of whole gradients says nothing of shards.
         known = False
-    plan = cache.find(tensors, addresses, backend) if known else None  # type: ignore[arg-type]
-    if plan is None and (once := _once(tensors)) is not None:
+    plan = cache.find(tensors, addresses, backend, sharding) if known else None  # type: ignore[arg-type]
+    if plan is None and sharding is None and (once := _once(tensors)) is not None:
         # Tied parameters: the list without repeats may be known.
         tensors = [tensors[i] for i in once]
         gradients.distinct, gradients.tensors = once, tensors
@@ -253,8 +279,9 @@ def _build_(
         addresses = None if addresses is None else [addresses[i] for i in distinct]
     views: list[View] = []
     sparse: list[int] = []
-    members: dict[tuple[torch.device, torch.dtype, bool, bool], list[int]] = {}
+    members: dict[_Kind, list[int]] = {}
     readable: list[Tensor] = []
+    sharding = gradients.sharding
     for index, grad in enumerate(grads):
         if grad.layout == torch.sparse_coo:
             sparse.append(index)
@@ -268,31 +295,37 @@ def _build_(
         if view is not None:
             views.append(view)
         readable.append(tensor)
-        key = (tensor.device, tensor.dtype, flat, grad.is_complex())
+        piece = None if sharding is None else gradients.piece(index)
+        key = (tensor.device, tensor.dtype, flat, grad.is_complex(), piece)
         members.setdefault(key, []).append(index)
     refuse_parts_in_common([(i, r) for i, r in enumerate(regions) if r is not None], gradients)
     n = len(readable)
-    groups = []
-    for (device, dtype, flat, pairs), indices in members.items():
+    groups, shares = [], []
+    for (device, dtype, flat, pairs, piece), indices in members.items():
         tensors = readable if len(indices) == n else [readable[i] for i in indices]
         layout = layout_of(tensors, flat=flat)
         negated = any(map(Tensor.is_neg, tensors))
         clamping = layout_of(tensors, flat=flat, negated=True) if negated else layout
         whole = None if len(indices) == n else indices
         groups.append(Group(whole, device, dtype, flat, pairs, layout, clamping))
+        if piece is not None:
+            narrow = dtype != torch.float64
+            places = Places([gradients.position(i) for i in indices])
+            shares.append(Share(piece, places, narrow))
     plan = Plan(
         groups=tuple(groups),
         views=tuple(views),
         device=grads[0].device,
-        dtype=torch.float64 if any(g.dtype == torch.float64 for g in groups) else torch.float32,
+        dtype=_result_dtype([group.dtype for group in groups], sharding),
         sparse=tuple(sparse),
         pairs=any(group.pairs for group in groups),
         empty=not any(map(Tensor.numel, readable)),
         inference=any(map(Tensor.is_inference, readable)),
         requires_grad=any(grad.requires_grad for grad in readable),
     )
-    shards = are_fsdp_shards(gradients.sources or ())
-    plan.ordinary = not (sparse or plan.pairs or plan.inference or shards)
+    plan.reduction = _reduction(gradients, shares)
+    split = sharding is not None or are_fsdp_shards(gradients.sources or ())
+    plan.ordinary = not (sparse or plan.pairs or plan.inference or split)
     plan.n_bytes = GRADIENT_BYTES * n + sum(group.layout.n_bytes for group in groups)
     for group in groups:
         group.layout.dtype = group.clamping.dtype = plan.dtype
@@ -300,7 +333,7 @@ def _build_(
     if addresses is not None and not sparse:
         gradients.addresses = addresses
         if distinct is None and cache is not None:
-            cache.keep(plan, grads, addresses, backend)
+            cache.keep(plan, grads, addresses, backend, sharding)
 
 
 def _region(grad: Tensor) -> Region | None:
@@ -316,6 +349,37 @@ def _region(grad: Tensor) -> Region | None:
     except RuntimeError:
         # A tensor without storage, as inside torch.func.
         return None
+
+
+def _plan_of_nothing(gradients: Gradients) -> Plan:
+    """The plan of a process that has no gradient, where others may have."""
+    return Plan(
+        groups=(),
+        views=(),
+        device=gradients.device,
+        dtype=_result_dtype((), gradients.sharding),
+        sparse=(),
+        pairs=False,
+        empty=True,
+        inference=False,
+        requires_grad=False,
+        reduction=_reduction(gradients, ()),
+    )
+
+
+def _result_dtype(dtypes: Sequence[torch.dtype], sharding: Sharding | None) -> torch.dtype:
+    """float64 where any gradient is; over processes also where any parameter is."""
+    wide = torch.float64 in dtypes or (sharding is not None and sharding.wide)
+    return torch.float64 if wide else torch.float32
+
+
+def _reduction(gradients: Gradients, shares: Sequence[Share]) -> Reduction | None:
+    """How norms are reduced; None where no other process has a piece."""
+    sharding = gradients.sharding
+    if sharding is None or not (sharding.domain.groups or sharding.domain.uncovered):
+        return None
+    places = Places([gradients.position(i) for i in range(len(gradients.tensors))])
+    return Reduction(sharding, shares, places)
 
 
 def _distinct(grads: list[Tensor], regions: list[Region | None]) -> list[int] | None:

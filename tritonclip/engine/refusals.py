@@ -15,6 +15,8 @@ from tritonclip.engine.memory import Region, find_overlap, has_overlap, is_freed
 from tritonclip.rules import Rule
 
 if TYPE_CHECKING:
+    from tritonclip.distributed.reduce import Reduction
+    from tritonclip.distributed.sharding import Sharding
     from tritonclip.engine.gradients import Gradients
 
 # The attribute of parameters that FullyShardedDataParallel manages.
@@ -27,6 +29,11 @@ def some(labels: Sequence[str]) -> str:
     """Names for a message, at most eight of them."""
     more = f" and {len(labels) - 8} more" if len(labels) > 8 else ""
     return ", ".join(labels[:8]) + more
+
+
+def are_tensors(items: Sequence[object]) -> bool:
+    """Whether all items are tensors, of any class."""
+    return all(issubclass(kind, Tensor) for kind in set(map(type, items)))
 
 
 def refuse_no_tensors(items: Iterable[tuple[int, object]], noun: str, expected: str) -> None:
@@ -77,8 +84,8 @@ def refuse_kind(grad: Tensor, label: Callable[[], str]) -> None:
     if type(grad) not in PLAIN:
         raise TypeError(
             f"the gradient of {label()} is a {type(grad).__name__}, a tensor subclass that "
-            "tritonclip cannot read; expected a plain tensor: pass local or full tensors (for "
-            "DTensor: grad.to_local() or grad.full_tensor())"
+            "tritonclip cannot read; expected a plain tensor, or a DTensor of a DTensor parameter: "
+            "pass the tensors that it is made of"
         )
     if grad.is_nested:
         raise TypeError(
@@ -156,11 +163,13 @@ def refuse_freed(grad: Tensor, label: Callable[[], str]) -> None:
 
 def refuse_for_rule(gradients: Gradients, rule: Rule) -> None:
     """Refuses gradients that a rule has no meaning for."""
-    if not rule.clamps:
+    if not rule.clamps and gradients.sharding is None:
         refuse_fsdp_shards(gradients.sources or ())
     plan = gradients.plan
     if plan is None:
         return
+    if gradients.sharding is not None:
+        _refuse_pieces(gradients, gradients.sharding, rule)
     if rule.clamps:
         if plan.pairs:
             places = gradients.indices_where(Tensor.is_complex)
@@ -176,6 +185,30 @@ def refuse_for_rule(gradients: Gradients, rule: Rule) -> None:
             )
     else:
         refuse_sparse_minimum(gradients, rule.norm_type)
+
+
+def _refuse_pieces(gradients: Gradients, sharding: Sharding, rule: Rule) -> None:
+    """Refuses pieces that a rule has no meaning for."""
+    if rule.clamps and sharding.sums:
+        partial = [i for i in range(len(gradients.tensors)) if gradients.piece(i).sums_over]
+        raise TypeError(
+            f"{type(rule).__name__} would clamp the parts of a sum, which does not clamp the sum: "
+            f"the gradients of {gradients.labels(partial)} are DTensors with a Partial "
+            "placement; expected Shard or Replicate: grad.redistribute() them, or clip by norm"
+        )
+    if rule.per_gradient and not sharding.one_list:
+        raise ValueError(
+            f"{type(rule).__name__} measures each gradient, and process_group does not say which "
+            "tensors of its processes are pieces of one; expected DTensors without process_group, "
+            "or a rule with one norm"
+        )
+
+
+def refuse_uncovered(reduction: Reduction) -> None:
+    """Refuses the norm of all gradients where other processes may hold more of them."""
+    uncovered = reduction.sharding.domain.uncovered
+    if uncovered:
+        raise ValueError(uncovered)
 
 
 def refuse_sparse_minimum(gradients: Gradients, norm_type: float) -> None:

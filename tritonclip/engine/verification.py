@@ -34,20 +34,34 @@ class Expectation:
         self._norm_tolerance = _NORM_TOLERANCE[torch.float64 if wide else torch.float32]
 
     def check_clip(
-        self, rule: Rule, zero_nonfinite: bool, grad_scale: float | Tensor, result: Tensor | None
+        self,
+        rule: Rule,
+        zero_nonfinite: bool,
+        grad_scale: float | Tensor,
+        result: Tensor | None,
+        finite: bool | None = None,
     ) -> None:
-        """Compares a finished `clip_` call."""
+        """Compares a finished `clip_` call; `finite` says whether all processes' norms are."""
+        if not self._before:
+            return
+        plan = self._gradients.plan
+        spread = plan is not None and plan.reduction is not None
         scale = float(grad_scale)
         # A count of elements carries no loss scale.
         divisor = 1.0 if rule.clamps or rule.norm_type == 0 else scale
-        norms = [_norm(g, rule.norm_type) / divisor for g in self._before]
+        norms = [norm_of(g, rule.norm_type) / divisor for g in self._before]
         if not (rule.clamps or rule.per_gradient):
             norms = [self._total(norms, rule.norm_type)] * len(norms)
         # A norm beyond the range of the result's dtype is inf there, and its coefficient 0.
         norms = [_rounded(n, self._dtype) for n in norms]
-        if result is not None:
+        if spread and result is not None:
+            # The norm of all pieces, which was compared when it was reduced.
+            norms = (result if rule.per_gradient else result.expand(len(norms))).tolist()
+        elif result is not None:
             self._compare_norms(norms if rule.per_gradient else norms[:1], result)
-        erase = zero_nonfinite and not all(math.isfinite(n) for n in norms)
+        if not spread or finite is None:
+            finite = all(math.isfinite(n) for n in norms)
+        erase = zero_nonfinite and not finite
         limits = _limits(rule, norms)
 
         mismatches: list[str] = []
@@ -67,7 +81,7 @@ class Expectation:
 
     def check_norm(self, norm_type: float, result: Tensor) -> None:
         """Compares a finished `get_total_norm` call."""
-        norms = [_norm(g, norm_type) for g in self._before]
+        norms = [norm_of(g, norm_type) for g in self._before]
         self._compare_norms([self._total(norms, norm_type)], result)
 
     def check_scale(self, rule: Rule, norm: Tensor) -> None:
@@ -146,7 +160,8 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
-def _norm(x: Tensor, norm_type: float) -> float:
+def norm_of(x: Tensor, norm_type: float) -> float:
+    """The norm of a tensor, from float64 copies of its elements."""
     magnitudes = _wide(x).abs().flatten()
     return _combined_tensor(magnitudes, norm_type)
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip import settings
+from tritonclip.distributed.domain import Holders
+from tritonclip.distributed.sharding import shares_of
 from tritonclip.engine.gradients import Gradients, labelled
 from tritonclip.engine.planner import PlanCache, plan_
 from tritonclip.engine.refusals import some
@@ -161,7 +163,7 @@ class FlatGradients:
         firsts = {place.buffer: at for at, place in reversed(list(enumerate(places)))}
         # One of each buffer, all of which move with it, and the last.
         self._ends = (*firsts.values(), len(named) - 1)
-        self._planned: dict[tuple[bool, str], Gradients] = {}
+        self._planned: dict[tuple[bool, str, object], Gradients] = {}
 
     def zero_(self) -> None:
         """Sets all gradients to 0, one memset a buffer.
@@ -200,27 +202,29 @@ class FlatGradients:
         if replaced or self._lost:
             self._raise_replaced(replaced or self._lost)
 
-    def gradients(self, *, per_gradient: bool) -> Gradients:
+    def gradients(self, *, per_gradient: bool, holders: Holders | None = None) -> Gradients:
         """The gradients with their plan, after the check in constant time.
 
         Under `verify()`, after a full check.
 
         Args:
             per_gradient: each gradient is measured, rather than all together.
+            holders: the processes that the gradients are spread over.
 
         Raises:
             RuntimeError: a gradient that is no view any more.
+            ValueError: `copies`, because buffers hold many parameters.
         """
         if settings.verifying():
             self.check()
         self._check_cheaply()
-        key = (per_gradient, settings.backend())
+        key = (per_gradient, settings.backend(), None if holders is None else holders.group)
         planned = self._planned.get(key)
-        if planned is None:
-            planned = self._planned[key] = self._plan(per_gradient)
+        if planned is None or (holders is not None and holders.copies is not None):
+            planned = self._planned[key] = self._plan(per_gradient, holders)
         return planned
 
-    def _plan(self, per_gradient: bool) -> Gradients:
+    def _plan(self, per_gradient: bool, holders: Holders | None) -> Gradients:
         """The buffers as gradients, or the gradients that they hold as flat pieces."""
         pieces = list(self._buffers)
         if per_gradient:
@@ -229,6 +233,15 @@ class FlatGradients:
             ]
         labels = [place.label for place in self._places]
         result = Gradients(pieces, self._device, labels.__getitem__)
+        if holders is not None:
+            if holders.copies is not None:
+                raise ValueError(
+                    "copies counts the holders of single parameters, and FlatGradients measures "
+                    "buffers of many; expected process_group alone, or the parameters in place of "
+                    "the FlatGradients"
+                )
+            shares = shares_of(pieces, pieces, holders, labels.__getitem__)
+            result.sharding = None if shares is None else shares.sharding
         plan_(result, PlanCache(capacity=1))
         result.tensors, result.versions = self._views, self._buffers
         return result

@@ -1,13 +1,16 @@
 """An optimizer that clips where clipping belongs: in its own step, once, before the update."""
 
+from __future__ import annotations
+
 from operator import is_
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from tritonclip.distributed.domain import Copies, check_holders
 from tritonclip.engine.planner import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.stats import ClipStats
@@ -33,9 +36,13 @@ from tritonclip.optim.param_groups import (
 from tritonclip.optim.step import StepClipping
 from tritonclip.rules import Rule, as_rule
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
 StepNonfinite = Literal["propagate", "error", "zero", "skip"]
 _POLICIES = ("propagate", "error", "zero", "skip")
-_wrappers: WeakKeyDictionary[Optimizer, "ref[ClippedOptimizer]"] = WeakKeyDictionary()
+_wrappers: WeakKeyDictionary[Optimizer, ref[ClippedOptimizer]] = WeakKeyDictionary()
 
 
 class ClippedOptimizer(DelegatingOptimizer):
@@ -70,6 +77,9 @@ class ClippedOptimizer(DelegatingOptimizer):
         flat: the :class:`FlatGradients` of the optimizer's parameters; may be replaced. Steps then
             do not look at every parameter (unless a group has a rule of its own), and `zero_grad`
             sets gradients to 0, never to None.
+        process_group: the processes that hold the gradients between them, where DTensors do not say
+            so; see :func:`clip_`.
+        copies: how many of them hold the same piece of a parameter's gradient; see :func:`clip_`.
 
     Attributes:
         optimizer: the wrapped optimizer.
@@ -113,8 +123,11 @@ class ClippedOptimizer(DelegatingOptimizer):
         *,
         nonfinite: StepNonfinite = "propagate",
         flat: FlatGradients | None = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
+        copies: Copies | None = None,
     ) -> None:
         _check_optimizer(optimizer)
+        self._holders = check_holders(process_group, copies)
         if clip is None:
             raise TypeError(
                 "clip must be a number or a rule, got None; to clip only groups that have a rule "
@@ -374,6 +387,7 @@ class ClippedOptimizer(DelegatingOptimizer):
             plans=self._plans,
             flat=self._flat,
             not_in_buffers=self._not_in_buffers,
+            holders=self._holders,
         )
 
     def _measure_scaled(self, grad_scale: Tensor) -> Tensor:
@@ -408,6 +422,7 @@ class ClippedOptimizer(DelegatingOptimizer):
             "stats": self.stats,
             "flat": self.flat,
             "unclipped": unclipped(self.optimizer.param_groups),
+            "holders": self._holders,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -417,6 +432,7 @@ class ClippedOptimizer(DelegatingOptimizer):
             # Copies of parameters have no attributes.
             state["optimizer"].param_groups[number]["params"][position].need_clip = False
         self.clip, self.nonfinite, self.stats = state["clip"], state["nonfinite"], state["stats"]
+        self._holders = state["holders"]
         self._attach(state["optimizer"])
         self.flat = state["flat"]
 

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tritonclip.distributed.domain import Holders
+from tritonclip.distributed.sharding import meshes_of
 from tritonclip.engine import execute
 from tritonclip.engine.execute import Norms
-from tritonclip.engine.gradients import Gradients, of_parameters, of_tensors
+from tritonclip.engine.gradients import Gradients, of_parameters, of_unclipped
 from tritonclip.engine.nonfinite import raise_if_any_nonfinite, raise_if_nonfinite
 from tritonclip.engine.planner import PlanCache, plan_
 from tritonclip.engine.refusals import refuse_for_rule, refuse_read_only, refuse_shared
@@ -61,6 +63,7 @@ class StepClipping:
         plans: of the wrapper.
         flat: the gradients of all groups, but for those of `not_in_buffers`.
         not_in_buffers: parameters that are not in `flat`: (group, position).
+        holders: the processes that the gradients are spread over.
 
     Raises:
         TypeError, ValueError: a `clip` that is no rule, and as for `clip_`.
@@ -78,12 +81,13 @@ class StepClipping:
         plans: PlanCache,
         flat: FlatGradients | None = None,
         not_in_buffers: Sequence[tuple[int, int]] = (),
+        holders: Holders | None = None,
     ) -> None:
         self._zero = nonfinite == "zero"
         self._grad_scale = 1.0 if grad_scale is None else grad_scale
         self._writes_all = grad_scale is not None
         self._covers_all = check_finite or self._writes_all
-        self._groups, self._plans = groups, plans
+        self._groups, self._plans, self._holders = groups, plans, holders
         self._begun: _Share | None = None
         if flat is None or any("clip" in group for group in groups):
             self._shares = self._divide(rule)
@@ -107,6 +111,8 @@ class StepClipping:
 
     def _divide(self, rule: Rule) -> list[_Share]:
         """A share for the groups without a rule, and one for each group that has one."""
+        if any("clip" in group for group in self._groups) or self._covers_all:
+            self._holders = _with_meshes(self._holders, self._groups)
         common: list[int] = []
         unclipped: list[tuple[int, int]] = []
         shares = []
@@ -144,7 +150,8 @@ class StepClipping:
                     "left out of FlatGradients, because it required none or had need_clip = False; "
                     "make a new FlatGradients and set the attribute flat to it"
                 )
-        shares = [_Share(flat.gradients(per_gradient=rule.per_gradient), rule, None)]
+        gradients = flat.gradients(per_gradient=rule.per_gradient, holders=self._holders)
+        shares = [_Share(gradients, rule, None)]
         if self._covers_all:
             shares += self._unclipped(not_in_buffers)
         return shares
@@ -165,19 +172,21 @@ class StepClipping:
                 position -= n
             return label_of_member(groups, index, position)
 
-        return plan_(of_parameters(parameters, label_of), self._plans)
+        return plan_(of_parameters(parameters, label_of, self._holders), self._plans)
 
     def _unclipped(self, members: Sequence[tuple[int, int]]) -> list[_Share]:
         """The gradients that no rule holds for, as one share, if there are any."""
         groups = self._groups
-        grads = {(n, i): groups[n]["params"][i].grad for n, i in members}
-        there = [member for member, grad in grads.items() if grad is not None]
-        if not there:
+        parameters = [groups[n]["params"][i] for n, i in members]
+        if not parameters:
             return []
-        gradients = of_tensors(
-            [grads[m] for m in there], lambda i: label_of_member(groups, *there[i])
+        gradients = of_unclipped(
+            parameters, lambda i: label_of_member(groups, *members[i]), self._holders
         )
-        return [_Share(plan_(gradients, self._plans), _UNLIMITED, None, unclipped=True)]
+        plan_(gradients, self._plans)
+        if gradients.plan is None:
+            return []
+        return [_Share(gradients, _UNLIMITED, None, unclipped=True)]
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -189,7 +198,7 @@ class StepClipping:
         flags = []
         for share in self._shares:
             if share.norms is not None:
-                flags.append(~torch.isfinite(execute.total(share.gradients, share.norms)).all())
+                flags.append(~execute.is_finite(share.gradients, share.norms))
                 if share.rule.norm_type in (0.0, -math.inf):
                     # These norms do not show NaN and inf.
                     largest = self._measure(share, _UNLIMITED)
@@ -210,7 +219,8 @@ class StepClipping:
             if share.norms is not None:
                 if not share.unclipped:
                     norm = execute.total(share.gradients, share.norms)
-                    raise_if_nonfinite(share.gradients, share.rule, norm, remedy)
+                    finite = execute.is_finite(share.gradients, share.norms)
+                    raise_if_nonfinite(share.gradients, share.rule, norm, remedy, finite)
                 raise_if_any_nonfinite(share.gradients, remedy)
 
     @torch.compiler.disable
@@ -265,8 +275,16 @@ class StepClipping:
             return None
         if not share.rule.per_gradient:
             return norm, _as_tensor(by_group[0][1], norm)
+        if not by_group:
+            return norm.new_zeros(()), norm.new_ones(())
         least = [_as_tensor(coefficient, norm).min() for _, coefficient in by_group]
         return norm.max(), least[0] if len(least) == 1 else torch.stack(least).min()
+
+
+def _with_meshes(holders: Holders | None, groups: Groups) -> Holders | None:
+    """Holders of lists that are clipped in one step, which all processes take or skip together."""
+    meshes = meshes_of(p for group in groups for p in group["params"])
+    return (holders or Holders())._replace(meshes=meshes) if meshes else holders
 
 
 def _as_tensor(number: float | Tensor, like: Tensor) -> Tensor:

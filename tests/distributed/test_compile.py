@@ -1,0 +1,49 @@
+"""Lists over several processes in a compiled region: the graph breaks, the result is the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import reference
+import torch
+from cases import assert_norm
+from processes import in_processes
+from spread import mesh_of, parameter, whole
+from torch import distributed as dist
+from torch.distributed.tensor import Shard
+
+import tritonclip
+
+
+def _compiled(call: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(call, backend="eager")
+
+
+@in_processes(2)
+def test_compiled_clip_of_distributed_tensors() -> None:
+    mesh = mesh_of(-1)
+    parameters = [parameter((8, 3), mesh, [Shard(0)], seed=i) for i in range(2)]
+    grads = [one.grad for one in parameters]
+    expected = reference.total_norm([whole(grad) for grad in grads])
+    assert_norm(_compiled(lambda: tritonclip.get_total_norm(grads))(), expected)
+    assert_norm(_compiled(lambda: tritonclip.clip_(iter(parameters), 1.0))(), expected)
+    after = reference.total_norm([whole(grad) for grad in grads])
+    assert after == pytest.approx(1.0, rel=1e-5)
+    norm = torch.tensor(2.0)
+    _compiled(lambda: tritonclip.clip_grads_with_norm_(parameters, 1.0, norm))()
+    assert reference.total_norm([whole(g) for g in grads]) == pytest.approx(0.5, rel=1e-5)
+
+
+@in_processes(2)
+def test_compiled_clip_over_a_group() -> None:
+    one = torch.nn.Parameter(torch.zeros(2))
+    one.grad = torch.full((2,), 3.0 + dist.get_rank())
+    group = dist.group.WORLD
+    for call in (
+        lambda: tritonclip.clip_([one], 100.0, process_group=group),
+        lambda: tritonclip.clip_grad_norm_([one], 100.0, process_group=group),
+        lambda: tritonclip.get_total_norm([one.grad], process_group=group),
+    ):
+        assert_norm(_compiled(call)(), (2 * 9 + 2 * 16) ** 0.5)

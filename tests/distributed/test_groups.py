@@ -1,0 +1,201 @@
+"""Processes that no DTensor names: pipeline stages, Megatron's shards, experts, tied weights."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import reference
+import torch
+from cases import assert_norm
+from processes import in_processes
+from spread import assert_same_everywhere, check_clip, gathered, mesh_of, parameter, values, whole
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm
+
+ORDERS = [2.0, 20.0, math.inf, -math.inf, 0.0]
+
+
+def _plain(shape: tuple[int, ...], seed: int) -> Any:
+    return parameter(shape, None, seed=seed)
+
+
+def _stage() -> list[Any]:
+    """Other parameters in every process, and other numbers of them."""
+    rank = dist.get_rank()
+    return [_plain((3 + rank, 2), 10 * rank + i) for i in range(1 + rank)]
+
+
+def _all_norms(grads: list[torch.Tensor], p: float) -> float:
+    """The norm of the plain gradients of all processes."""
+    gathered_grads: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered_grads, grads)
+    return reference.total_norm([g for part in gathered_grads for g in part], p)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@in_processes(2, 4)
+def test_clip_pipeline_stages_by_group(p: float) -> None:
+    parameters = _stage()
+    expected = _all_norms([one.grad for one in parameters], p)
+    group = dist.group.WORLD
+    check_clip(parameters, ClipByGlobalNorm(0.5, p), expected=expected, process_group=group)
+
+
+@in_processes(2)
+def test_clip_pipeline_stages_without_group_are_apart() -> None:
+    """Plain tensors say nothing of other processes: the norm is that of a stage."""
+    parameters = _stage()
+    norm = tritonclip.clip_(parameters, 0.5)
+    assert norm is not None
+    assert gathered(norm)[0] != gathered(norm)[1]
+
+
+def _sharded_stage() -> tuple[list[Any], float, Any]:
+    """A pipeline of two stages, each on two processes, as fully_shard places it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = dist.get_rank() // 2
+    parameters = [
+        parameter((4, 3), mesh["dp"], [Shard(0)], seed=stage * 10 + i) for i in range(stage + 1)
+    ]
+    other = [values((4, 3), s * 10 + i) for s in range(2) for i in range(s + 1)]
+    return parameters, reference.total_norm(other), mesh
+
+
+@in_processes(4)
+def test_clip_sharded_stages_by_the_group_of_stages() -> None:
+    parameters, expected, mesh = _sharded_stage()
+    group = mesh["pp"].get_group()
+    check_clip(parameters, expected=expected, collectives=2, process_group=group)
+    check_clip(parameters, expected=expected, collectives=2, process_group=mesh["pp"])
+
+
+@in_processes(4)
+def test_clip_sharded_stages_by_all_processes() -> None:
+    parameters, expected, mesh = _sharded_stage()
+    check_clip(parameters, expected=expected, process_group=mesh)
+    check_clip(parameters, expected=expected, process_group=dist.group.WORLD)
+
+
+@in_processes(4)
+def test_clip_sharded_stages_without_group_are_refused() -> None:
+    parameters, _, mesh = _sharded_stage()
+    before = parameters[0].grad.to_local().clone()
+    with pytest.raises(
+        ValueError, match=r"2 of the 4 processes of a mesh \['pp', 'dp'\].*process_group="
+    ):
+        tritonclip.clip_(parameters, 1.0)
+    assert torch.equal(parameters[0].grad.to_local(), before)
+    # Copies over the other dimension.
+    own = [whole(one.grad) for one in parameters]
+    norm = tritonclip.clip_(parameters, 1.0, process_group=mesh["dp"])
+    assert_norm(norm, reference.total_norm(own))
+
+
+@in_processes(4)
+def test_clip_group_that_cuts_a_mesh_is_refused() -> None:
+    mesh = mesh_of(-1)
+    one = parameter((8, 3), mesh, [Shard(0)])
+    half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+    with pytest.raises(ValueError, match="cuts through"):
+        tritonclip.clip_([one], 1.0, process_group=half)
+
+
+@in_processes(2, 4)
+def test_clip_megatron_shards() -> None:
+    """Attributes say which tensors are pieces; the others are copies, tied ones count elsewhere."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    split, copied, tied = _plain((4, 3), 50 + rank), _plain((5,), 1), _plain((2, 2), 2)
+    split.tensor_model_parallel = True
+    tied.shared = rank == world - 1
+    tied.first = rank == 0
+    parameters = [split, copied, tied]
+
+    def copies(p: Any) -> int:
+        if hasattr(p, "shared"):
+            return 0 if not p.first else 1
+        return 1 if getattr(p, "tensor_model_parallel", False) else world
+
+    parts = [values((4, 3), 50 + r) for r in range(world)]
+    for p in ORDERS:
+        expected = reference.total_norm([*parts, copied.grad, tied.grad], p)
+        check_clip(
+            parameters,
+            ClipByGlobalNorm(0.5, p),
+            expected=expected,
+            process_group=dist.group.WORLD,
+            copies=copies,
+        )
+    numbers = {split: 1, copied: world, tied: world}
+    expected = reference.total_norm([*parts, copied.grad, tied.grad])
+    check_clip(parameters, expected=expected, process_group=dist.group.WORLD, copies=numbers)
+
+
+@in_processes(4)
+def test_clip_experts_on_another_mesh() -> None:
+    dense, experts = mesh_of(-1), mesh_of(2, 2, names=("ep", "ep_shard"))
+    parameters = [
+        parameter((8, 3), dense, [Shard(0)], seed=1),
+        parameter((4, 4, 3), experts, [Shard(0), Shard(1)], seed=2),
+        parameter((5,), dense, [Shard(0)], seed=3),
+    ]
+    check_clip(parameters)
+    check_clip(parameters[::-1])
+
+
+@in_processes(4)
+def test_clip_plain_experts_beside_shards() -> None:
+    """Other experts in every process, which no DTensor says."""
+    dense = mesh_of(-1)
+    experts = [_plain((3, 3), 70 + dist.get_rank())]
+    sharded = [parameter((8, 3), dense, [Shard(0)], seed=1)]
+    expected = reference.total_norm(
+        [whole(sharded[0].grad), *[values((3, 3), 70 + r) for r in range(4)]]
+    )
+    numbers = dict.fromkeys(experts, 1)
+    group = dist.group.WORLD
+    check_clip(experts + sharded, expected=expected, process_group=group, copies=numbers)
+    check_clip(sharded + experts, expected=expected, process_group=dense, copies=numbers)
+
+
+@in_processes(4)
+def test_clip_meshes_of_one_dimension_each() -> None:
+    """Rows and columns of a grid, none of which holds the other."""
+    grid = mesh_of(2, 2, names=("a", "b"))
+    rank = dist.get_rank()
+    # Each row its columns, the same in all rows; and the other way round.
+    parameters = [
+        parameter((4, 3), grid["a"], [Shard(0)], seed=1),
+        parameter((4, 3), grid["b"], [Shard(0)], seed=2),
+    ]
+    assert rank == dist.get_rank()
+    check_clip(parameters)
+    check_clip(parameters[::-1])
+
+
+@in_processes(2)
+def test_clip_nothing_changes_for_data_parallel() -> None:
+    """The same gradients everywhere, as DistributedDataParallel leaves them: nothing is sent."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 3))
+    model(values((2, 4), dist.get_rank())).sum().backward()
+    parameters = list(model.parameters())
+    norm = check_clip(parameters, 0.1, collectives=0)
+    assert norm is not None
+    assert_same_everywhere(norm)
+
+
+@in_processes(2)
+def test_flat_gradients_over_a_group() -> None:
+    one = torch.nn.Parameter(torch.zeros(2))
+    one.grad = torch.full((2,), float(dist.get_rank() + 1))
+    flat = tritonclip.FlatGradients([one])
+    with tritonclip.verify():
+        norm = tritonclip.clip_(flat, 1.0, process_group=dist.group.WORLD)
+    assert_norm(norm, math.sqrt(2 * 1 + 2 * 4))
+    with pytest.raises(ValueError, match="FlatGradients measures buffers"):
+        tritonclip.clip_(flat, 1.0, process_group=dist.group.WORLD, copies={one: 1})

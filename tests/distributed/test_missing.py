@@ -1,0 +1,121 @@
+"""Processes that lack gradients, or parameters, take part all the same."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import reference
+import torch
+from cases import assert_norm
+from processes import in_processes
+from spread import assert_same_everywhere, collectives_of, mesh_of, parameter, whole
+from torch import distributed as dist
+from torch.distributed.tensor import Replicate, Shard
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm
+
+ORDERS = [2.0, 20.0, 100.0, math.inf, -math.inf, 0.0]
+
+
+def _without(parameters, rank: int, places: list[int]) -> list[torch.Tensor]:
+    """Takes gradients away in one process; the full gradients that count."""
+    wholes = []
+    for i, one in enumerate(parameters):
+        full = whole(one.grad).double()
+        if i in places:
+            # Only this process's piece is missing.
+            mesh = one.device_mesh
+            own = torch.ones_like(one.grad.to_local())
+            if dist.get_rank() == rank:
+                own.zero_()
+            there = torch.distributed.tensor.DTensor.from_local(
+                own, mesh, one.grad.placements, run_check=False
+            )
+            full = full[whole(there).bool()]
+        wholes.append(full)
+    if dist.get_rank() == rank:
+        for i in places:
+            parameters[i].grad = None
+    return wholes
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@in_processes(2, 4)
+def test_clip_gradient_missing_in_one_process(p: float) -> None:
+    mesh = mesh_of(-1)
+    parameters = [parameter((8, 3), mesh, [Shard(0)], seed=i) for i in range(3)]
+    wholes = _without(parameters, 1, [1])
+    norm = tritonclip.clip_(parameters, ClipByGlobalNorm(0.5, p))
+    assert_norm(norm, reference.total_norm(wholes, p))
+    assert_same_everywhere(norm)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@in_processes(2)
+def test_clip_each_gradient_missing_in_one_process(p: float) -> None:
+    mesh = mesh_of(-1)
+    parameters = [parameter((8, 3), mesh, [Shard(0)], seed=i) for i in range(3)]
+    wholes = _without(parameters, 1, [1])
+    norms = tritonclip.clip_(parameters, ClipByNorm(0.5, p))
+    expected = reference.norms(wholes, p)
+    if dist.get_rank() == 1:
+        del expected[1]
+    assert_norm(norms, expected)
+
+
+@pytest.mark.parametrize("p", ORDERS)
+@in_processes(2, 4)
+def test_clip_process_without_gradients(p: float) -> None:
+    mesh = mesh_of(-1)
+    parameters = [parameter((8, 3), mesh, [Shard(0)], seed=i) for i in range(2)]
+    wholes = _without(parameters, 0, [0, 1])
+    norm, n = collectives_of(lambda: tritonclip.clip_(parameters, ClipByGlobalNorm(0.5, p)))
+    assert n == (2 if p == 100 else 1)
+    assert_same_everywhere(norm)
+    assert_norm(norm, reference.total_norm(wholes, p))
+
+
+@in_processes(2)
+def test_clip_plain_gradients_beside_missing_ones() -> None:
+    """A plain parameter's gradient is all that one process has."""
+    mesh = mesh_of(-1)
+    parameters = [parameter((8, 3), mesh, [Shard(0)], seed=1), parameter((5,), None, seed=2)]
+    wholes = _without(parameters, 1, [0])
+    norm = tritonclip.clip_(parameters, 0.5)
+    assert_norm(norm, reference.total_norm(wholes, 2.0))
+    assert_same_everywhere(norm)
+
+
+@in_processes(2)
+def test_clip_parameters_without_any_gradient() -> None:
+    mesh = mesh_of(-1)
+    parameters = [parameter((8, 3), mesh, [Shard(0)]), parameter((3,), mesh, [Replicate()])]
+    for one in parameters:
+        one.grad = None
+    for p in (2.0, math.inf, -math.inf, 0.0):
+        assert tritonclip.clip_(parameters, ClipByGlobalNorm(1.0, p)) == 0
+        norms = tritonclip.clip_(parameters, ClipByNorm(1.0, p), nonfinite="error")
+        assert norms.shape == (0,)
+
+
+@in_processes(2)
+def test_clip_empty_list_within_a_group() -> None:
+    """A stage without parameters."""
+    one = torch.nn.Parameter(torch.zeros(2))
+    one.grad = torch.tensor([3.0, 4.0])
+    parameters = [one] if dist.get_rank() else []
+    norm = tritonclip.clip_(parameters, 1.0, process_group=dist.group.WORLD)
+    assert_norm(norm, 5.0)
+    torch.testing.assert_close(one.grad, torch.tensor([0.6, 0.8]) if parameters else one.grad)
+
+
+@in_processes(2)
+def test_get_total_norm_of_distributed_tensors() -> None:
+    mesh = mesh_of(-1)
+    grads = [parameter((8, 3), mesh, [Shard(0)], seed=i).grad for i in range(3)]
+    expected = reference.total_norm([whole(grad) for grad in grads])
+    norm = tritonclip.get_total_norm(grads)
+    assert type(norm) is torch.Tensor
+    assert_norm(norm, expected)

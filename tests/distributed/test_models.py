@@ -1,0 +1,153 @@
+"""Real models under every parallelism of torch: the norm, and training as in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import reference
+import torch
+from cases import assert_norm
+from processes import in_processes
+from spread import assert_same_everywhere, collectives_of, grads_of, local, mesh_of, whole
+from torch import distributed as dist
+from torch import nn
+from torch.optim import SGD, AdamW
+from transformer import Transformer, loss_of, parallelize, shard, tokens
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer
+
+STEPS = 50
+
+
+def _fsdp() -> tuple[nn.Module, int, int]:
+    """The model, this process's part of a batch, and of how many."""
+    return shard(Transformer(), mesh_of(-1)), dist.get_rank(), dist.get_world_size()
+
+
+def _hsdp() -> tuple[nn.Module, int, int]:
+    mesh = mesh_of(2, -1, names=("replicate", "shard"))
+    return shard(Transformer(), mesh), dist.get_rank(), dist.get_world_size()
+
+
+def _tp() -> tuple[nn.Module, int, int]:
+    return parallelize(Transformer(), mesh_of(-1), sequence=False), 0, 1
+
+
+def _sp() -> tuple[nn.Module, int, int]:
+    return parallelize(Transformer(), mesh_of(-1), sequence=True), 0, 1
+
+
+def _tp_fsdp() -> tuple[nn.Module, int, int]:
+    mesh = mesh_of(2, -1, names=("dp", "tp"))
+    model = parallelize(Transformer(), mesh["tp"], sequence=False)
+    return shard(model, mesh["dp"]), mesh.get_local_rank("dp"), 2
+
+
+def _sp_fsdp() -> tuple[nn.Module, int, int]:
+    mesh = mesh_of(2, -1, names=("dp", "tp"))
+    model = parallelize(Transformer(), mesh["tp"], sequence=True)
+    return shard(model, mesh["dp"]), mesh.get_local_rank("dp"), 2
+
+
+LAYOUTS: dict[str, tuple[Callable[[], tuple[nn.Module, int, int]], int]] = {
+    # And the collectives of a clip: a second one sums the parts of Partial gradients.
+    "fsdp": (_fsdp, 1),
+    "hsdp": (_hsdp, 1),
+    "tp": (_tp, 1),
+    "sp": (_sp, 2),
+    "tp-fsdp": (_tp_fsdp, 1),
+    "sp-fsdp": (_sp_fsdp, 1),
+}
+
+
+def _backward(model: nn.Module, step: int, part: int, of: int) -> None:
+    loss_of(model, tokens(step).chunk(of)[part]).backward()
+
+
+@pytest.mark.parametrize("p", [2.0, 1.0, 3.0, math.inf, -math.inf, 0.0])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@in_processes(4)
+def test_clip_model(layout: str, p: float) -> None:
+    make, n = LAYOUTS[layout]
+    model, part, of = make()
+    _backward(model, 0, part, of)
+    grads = grads_of(model.parameters())
+    wholes = [whole(grad) for grad in grads]
+    before = [local(grad).clone() for grad in grads]
+    expected = reference.total_norm(wholes, p)
+    norm, count = collectives_of(lambda: tritonclip.clip_(model, ClipByGlobalNorm(expected / 2, p)))
+    assert_norm(norm, expected)
+    assert_same_everywhere(norm)
+    assert count == n
+    right = reference.clipped(before, ClipByGlobalNorm(expected / 2, p), norm)
+    for grad, one in zip(grads, right, strict=True):
+        torch.testing.assert_close(local(grad), one, rtol=0, atol=0)
+    again = tritonclip.clip_(model, ClipByNorm(math.inf, p))
+    assert_norm(again, reference.norms([whole(grad) for grad in grads], p))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@in_processes(2)
+def test_clip_model_in_two(layout: str) -> None:
+    make, _ = LAYOUTS[layout]
+    model, part, of = make()
+    _backward(model, 0, part, of)
+    expected = reference.total_norm([whole(grad) for grad in grads_of(model.parameters())])
+    assert_norm(tritonclip.clip_(model, 0.1), expected)
+    after = reference.total_norm([whole(grad) for grad in grads_of(model.parameters())])
+    assert after == pytest.approx(0.1, rel=1e-4)
+
+
+def _weights(model: nn.Module) -> list[torch.Tensor]:
+    return [whole(one.detach()) for one in model.parameters()]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp-fsdp"])
+@in_processes(4, seconds=55.0)
+def test_training_equals_one_process(layout: str) -> None:
+    """50 steps, nearly all of them clipped."""
+    make, _ = LAYOUTS[layout]
+    model, part, of = make()
+    alone = Transformer()
+    optimizers = [AdamW(m.parameters(), lr=1e-2) for m in (model, alone)]
+    n_clipped = 0
+    for step in range(STEPS):
+        norms = []
+        for one, optimizer, (i, n) in zip(
+            (model, alone), optimizers, ((part, of), (0, 1)), strict=True
+        ):
+            optimizer.zero_grad()
+            _backward(one, step, i, n)
+            norms.append(tritonclip.clip_(one, 0.1))
+            optimizer.step()
+        torch.testing.assert_close(*norms, rtol=1e-7, atol=0)
+        n_clipped += int(norms[0] > 0.1)
+    assert n_clipped > STEPS / 2
+    for ours, theirs in zip(_weights(model), _weights(alone), strict=True):
+        # float64: a step's rounding, 2**-53, grows in 50 steps, by much less than 1e6.
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@in_processes(4)
+def test_clipped_optimizer_trains_as_one_process(layout: str) -> None:
+    make, _ = LAYOUTS[layout]
+    model, part, of = make()
+    alone = Transformer()
+    wrappers = [
+        ClippedOptimizer(SGD(m.parameters(), lr=0.1), 0.3, nonfinite="skip") for m in (model, alone)
+    ]
+    for step in range(5):
+        for one, wrapper, (i, n) in zip(
+            (model, alone), wrappers, ((part, of), (0, 1)), strict=True
+        ):
+            wrapper.zero_grad()
+            _backward(one, step, i, n)
+            wrapper.step()
+    for ours, theirs in zip(_weights(model), _weights(alone), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
+    assert wrappers[0].stats.summary() == pytest.approx(wrappers[1].stats.summary(), rel=1e-6)
+    assert_same_everywhere(wrappers[0].stats.last_norm)

@@ -1,0 +1,127 @@
+"""NaN and inf in one process: every process decides alike, and names the same gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from processes import in_processes
+from spread import assert_same_everywhere, mesh_of, parameter
+from torch import distributed as dist
+from torch.distributed.tensor import Replicate, Shard
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+
+BAD = [pytest.param(math.nan, id="nan"), pytest.param(math.inf, id="inf")]
+RULES = [
+    pytest.param(ClipByGlobalNorm(0.5), id="global"),
+    pytest.param(ClipByGlobalNorm(0.5, math.inf), id="global-inf"),
+    pytest.param(ClipByGlobalNorm(0.5, 8.0), id="global-8"),
+    pytest.param(ClipByGlobalNorm(0.5, 100.0), id="global-100"),
+    pytest.param(ClipByNorm(0.5), id="by-norm"),
+    pytest.param(ClipByNorm(0.5, math.inf), id="by-norm-inf"),
+    pytest.param(ClipByValue(0.5), id="by-value"),
+]
+
+
+def _bad_in_one(bad: float, rank: int = 1) -> dict[str, Any]:
+    """Parameters with a bad element in one process's piece of `second`."""
+    mesh = mesh_of(-1)
+    named = {
+        "first": parameter((8, 3), mesh, [Shard(0)], seed=1),
+        "second": parameter((8, 3), mesh, [Shard(0)], seed=2),
+        "third": parameter((5,), mesh, [Replicate()], seed=3),
+    }
+    if dist.get_rank() == rank:
+        named["second"].grad.to_local().view(-1)[0] = bad
+    return named
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("rule", RULES)
+@in_processes(2, 4)
+def test_clip_error_names_the_same_gradients_everywhere(bad: float, rule: Any) -> None:
+    named = _bad_in_one(bad)
+    before = [one.grad.to_local().clone() for one in named.values()]
+    if rule.per_gradient:
+        where = ", ".join(map(str, range(dist.get_world_size())))
+        message = rf"second \(on rank {where}\)"
+    else:
+        message = r"second \(on rank 1\)"
+    with pytest.raises(RuntimeError, match=message) as caught:
+        tritonclip.clip_(named.items(), rule, nonfinite="error")
+    assert "first" not in str(caught.value)
+    for one, was in zip(named.values(), before, strict=True):
+        torch.testing.assert_close(one.grad.to_local(), was, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("rule", RULES)
+@in_processes(2, 4)
+def test_clip_zero_is_decided_alike(bad: float, rule: Any) -> None:
+    named = _bad_in_one(bad)
+    tritonclip.clip_(named.values(), rule, nonfinite="zero")
+    for one in named.values():
+        assert not one.grad.to_local().any()
+
+
+@in_processes(2)
+def test_clip_by_norm_zero_counts_gradients_of_others() -> None:
+    """The gradient that is NaN is None here."""
+    named = _bad_in_one(math.nan)
+    if dist.get_rank() == 0:
+        named["second"].grad = None
+    tritonclip.clip_(named.values(), ClipByNorm(0.5), nonfinite="zero")
+    assert not named["first"].grad.to_local().any()
+    named = _bad_in_one(math.nan)
+    if dist.get_rank() == 0:
+        named["second"].grad = None
+    with pytest.raises(RuntimeError, match="second"):
+        tritonclip.clip_(named.items(), ClipByNorm(0.5), nonfinite="error")
+
+
+@pytest.mark.parametrize("p", [2.0, math.inf, 8.0, 100.0])
+@in_processes(2)
+def test_clip_propagates_nan_everywhere(p: float) -> None:
+    named = _bad_in_one(math.nan)
+    norm = tritonclip.clip_(named.values(), ClipByGlobalNorm(0.5, p))
+    assert norm.isnan()
+    for one in named.values():
+        assert one.grad.to_local().isnan().all()
+
+
+@in_processes(2)
+def test_clip_propagates_inf_everywhere() -> None:
+    named = _bad_in_one(math.inf)
+    norm = tritonclip.clip_(named.values(), 0.5)
+    assert_same_everywhere(norm)
+    assert norm == math.inf
+    assert not named["first"].grad.to_local().any()
+
+
+@pytest.mark.parametrize("p", [2.0, 1.0, 8.0, math.inf])
+@in_processes(2)
+def test_clip_grad_scale(p: float) -> None:
+    plain, scaled = _bad_in_one(1.0), _bad_in_one(1.0)
+    for one in scaled.values():
+        one.grad.to_local().mul_(1024.0)
+    for rule in (ClipByGlobalNorm(0.5, p), ClipByNorm(0.5, p)):
+        ours = tritonclip.clip_(scaled.values(), rule, grad_scale=1024.0)
+        torch.testing.assert_close(ours, tritonclip.clip_(plain.values(), rule), rtol=0, atol=0)
+        for one, other in zip(plain.values(), scaled.values(), strict=True):
+            assert torch.equal(one.grad.to_local(), other.grad.to_local())
+            other.grad.to_local().mul_(1024.0)
+
+
+@pytest.mark.parametrize("p", [2.0, math.inf])
+@in_processes(2)
+def test_clip_grad_norm_raises_everywhere(p: float) -> None:
+    named = _bad_in_one(math.nan)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        tritonclip.clip_grad_norm_(named.values(), 1.0, p, error_if_nonfinite=True)
+    grads = [one.grad for one in named.values()]
+    with pytest.raises(RuntimeError, match="non-finite"):
+        tritonclip.get_total_norm(grads, p, error_if_nonfinite=True)

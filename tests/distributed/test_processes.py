@@ -1,0 +1,60 @@
+"""The tests in several processes fail where they should, and leave no process behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from multiprocessing import active_children
+from typing import Any
+
+import pytest
+import torch
+from processes import Worlds, in_processes
+from torch import distributed as dist
+
+
+@pytest.fixture
+def own_worlds() -> Iterator[Worlds]:
+    worlds = Worlds()
+    yield worlds
+    worlds.end()
+
+
+def _raise_in_one() -> None:
+    if dist.get_rank() == 1:
+        raise AssertionError("of process 1")
+    dist.all_reduce(torch.ones(1))
+
+
+def _die_in_one() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    dist.all_reduce(torch.ones(1))
+
+
+def _hang_in_one() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+
+
+@in_processes(2)
+def test_in_processes_makes_a_group() -> None:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        pytest.param(_raise_in_one, "AssertionError: of process 1", id="raises"),
+        pytest.param(_die_in_one, "process 1 died with exit code 3", id="dies"),
+        pytest.param(_hang_in_one, "in _hang_in_one", id="hangs"),
+    ],
+)
+def test_in_processes_fails_and_ends_all(own_worlds: Worlds, body: Any, message: str) -> None:
+    before = set(active_children())
+    with pytest.raises(pytest.fail.Exception, match=message):
+        own_worlds.run(2, body, {}, seconds=4.0)
+    assert set(active_children()) <= before

@@ -1,0 +1,98 @@
+"""How the numbers travel: on a device of the group, and by how many collectives."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from processes import in_processes
+from spread import collectives_of, mesh_of, parameter
+from torch import distributed as dist
+from torch.distributed.tensor import Replicate, Shard
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClippedOptimizer
+
+
+class _SentError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("p", [2.0, 8.0, math.inf])
+@in_processes(2)
+def test_clip_sends_numbers_on_a_device_of_the_group(p: float) -> None:
+    """With CPU offload gradients lie on the CPU, for which NCCL has no collective."""
+    parameters = [parameter((8, 3), mesh_of(-1), [Shard(0)])]
+    config, all_reduce = dist.get_backend_config, dist.all_reduce
+
+    def send(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        # Nothing but its device can be seen of a tensor of another kind here.
+        assert tensor.device.type == "meta"
+        raise _SentError
+
+    def backends(group: Any = None) -> str:
+        return "meta:nccl,xpu:xccl"
+
+    dist.get_backend_config, dist.all_reduce = backends, send
+    try:
+        with pytest.raises(_SentError):
+            tritonclip.clip_(parameters, ClipByGlobalNorm(1.0, p))
+    finally:
+        dist.get_backend_config, dist.all_reduce = config, all_reduce
+    # The device was found for one domain; another mesh has its own.
+    tritonclip.clip_([parameter((8, 3), mesh_of(-1), [Shard(0)])], 1.0)
+
+
+@in_processes(2)
+def test_clip_by_default_sends_one_number() -> None:
+    parameters = [parameter((8, 3), mesh_of(-1), [Shard(0)], seed=i) for i in range(3)]
+    all_reduce, sizes = dist.all_reduce, []
+
+    def send(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append((tensor.numel(), tensor.dtype))
+        return all_reduce(tensor, *args, **options)
+
+    dist.all_reduce = send
+    try:
+        tritonclip.clip_(parameters, 1.0)
+        tritonclip.clip_(parameters, tritonclip.ClipByNorm(1.0))
+    finally:
+        dist.all_reduce = all_reduce
+    assert sizes == [(1, torch.float64), (3, torch.float64)]
+
+
+@in_processes(2)
+def test_clip_bumps_versions() -> None:
+    one = parameter((8, 3), mesh_of(-1), [Shard(0)])
+    before = one.grad._version, one.grad._local_tensor._version
+    tritonclip.clip_([one], 0.1)
+    assert one.grad._version > before[0]
+    assert one.grad._local_tensor._version > before[1]
+
+
+@in_processes(2)
+def test_clipped_optimizer_rules_share_a_domain() -> None:
+    """A group whose own parameters lie on a part of the mesh, and one of plain tensors."""
+    mesh = mesh_of(1, -1, names=("dp", "tp"))
+    whole_mesh = parameter((8, 3), mesh, [Replicate(), Shard(0)], seed=1)
+    part = parameter((8,), mesh["tp"], [Shard(0)], seed=2)
+    plain = parameter((5,), None, seed=3)
+    left_out = parameter((5,), None, seed=4)
+    left_out.need_clip = False
+    if dist.get_rank():
+        plain.grad[0] = math.nan
+        left_out.grad = None
+    groups: Any = [
+        {"params": [whole_mesh, left_out]},
+        {"params": [part], "clip": 0.5},
+        {"params": [plain], "clip": ClipByGlobalNorm(0.5)},
+    ]
+    optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 1.0, nonfinite="skip")
+    before = [one.detach().clone() for one in (whole_mesh, part, plain)]
+    _, n = collectives_of(optimizer.step)
+    assert n == 4
+    assert optimizer.stats.summary()["skipped_steps"] == 1
+    for one, was in zip((whole_mesh, part, plain), before, strict=True):
+        assert torch.equal(one.detach(), was)

@@ -1,0 +1,146 @@
+"""Gradients over several processes: models, the truth about them, and the checks of every test."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import reference
+import torch
+from cases import assert_norm
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm
+from tritonclip.rules import Rule
+
+
+def mesh_of(*sizes: int, names: Sequence[str] | None = None) -> DeviceMesh:
+    """A mesh of all processes; -1 for what is left."""
+    world = dist.get_world_size()
+    rest = world // max(1, math.prod(s for s in sizes if s > 0))
+    shape = tuple(rest if size < 0 else size for size in sizes)
+    return init_device_mesh("cpu", shape, mesh_dim_names=None if names is None else tuple(names))
+
+
+def values(
+    shape: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float32, size: float = 1.0
+) -> Tensor:
+    """Random normal values, the same in every process."""
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(tuple(shape), generator=generator, dtype=wide) * size).to(dtype)
+
+
+def parameter(
+    shape: Sequence[int],
+    mesh: DeviceMesh | None,
+    placements: Sequence[Placement] = (),
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    size: float = 1.0,
+) -> Any:
+    """A parameter with a gradient, placed alike; plain without a mesh."""
+    grad = values(shape, seed, dtype, size)
+    if mesh is None:
+        made = nn.Parameter(torch.zeros_like(grad))
+        made.grad = grad
+        return made
+    made = nn.Parameter(distribute_tensor(torch.zeros_like(grad), mesh, placements))
+    made.grad = distribute_tensor(grad, mesh, placements)
+    return made
+
+
+def with_partial(parameter: Any, placements: Sequence[Placement]) -> Any:
+    """Gives a parameter a gradient of parts: other ones in every process."""
+    local = parameter.grad.to_local()
+    own = values(local.shape, 100 + dist.get_rank(), local.dtype)
+    parameter.grad = DTensor.from_local(
+        own,
+        parameter.device_mesh,
+        placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return parameter
+
+
+def whole(grad: Tensor) -> Tensor:
+    """All of a gradient, a plain tensor."""
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad.detach().clone()
+
+
+def local(grad: Tensor) -> Tensor:
+    """The piece of a gradient that lies here."""
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def gathered(tensor: Tensor, group: Any = None) -> list[Tensor]:
+    """A tensor of every process."""
+    n = dist.get_world_size(group)
+    all_of_them = [torch.empty_like(tensor) for _ in range(n)]
+    dist.all_gather(all_of_them, tensor.contiguous(), group=group)
+    return all_of_them
+
+
+def assert_same_everywhere(tensor: Tensor) -> None:
+    """A result has the same bits in every process."""
+    for other in gathered(tensor.detach()):
+        torch.testing.assert_close(other, tensor.detach(), rtol=0, atol=0, equal_nan=True)
+
+
+def grads_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def collectives_of(call: Callable[[], Any]) -> tuple[Any, int]:
+    """The result of a call, and how many collectives it took."""
+    with CommDebugMode() as seen:
+        result = call()
+    return result, seen.get_total_counts()
+
+
+def check_clip(
+    parameters: Sequence[Tensor],
+    rule: Rule | float = 1.0,
+    *,
+    expected: float | Sequence[float] | None = None,
+    collectives: int | None = 1,
+    tolerance: float | None = None,
+    **options: Any,
+) -> Tensor | None:
+    """Clips, and compares norm, gradients and number of collectives with the truth.
+
+    Twice, because the second call has a plan: with the gradients as they were.
+    """
+    rule = rule if isinstance(rule, Rule) else ClipByGlobalNorm(rule)
+    grads = grads_of(parameters)
+    if expected is None:
+        wholes = [whole(grad) for grad in grads]
+        own = reference.norms(wholes, rule.norm_type)
+        expected = own if rule.per_gradient else reference.total_norm(wholes, rule.norm_type)
+    before = [local(grad).clone() for grad in grads]
+    for _ in range(2):
+        norm, count = collectives_of(lambda: tritonclip.clip_(parameters, rule, **options))
+        if rule.clamps:
+            assert norm is None
+        else:
+            assert type(norm) is Tensor
+            assert norm.shape == ((len(grads),) if rule.per_gradient else ())
+            assert_norm(norm, expected)
+            if not rule.per_gradient:
+                assert_same_everywhere(norm)
+        assert collectives is None or count == collectives
+        scaled = reference.clipped(before, rule, norm)
+        for grad, right, was in zip(grads, scaled, before, strict=True):
+            torch.testing.assert_close(local(grad), right, rtol=0, atol=0, equal_nan=True)
+            local(grad).copy_(was)
+    assert norm is None or isinstance(norm, Tensor)
+    return norm

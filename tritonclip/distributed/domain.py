@@ -1,0 +1,220 @@
+"""The processes that hold a gradient list between them, and the process groups that reach them.
+
+The union of the meshes of a list is found from its parameters, so that all processes find the same
+whichever gradients they have. `process_group` extends it. Nothing here creates a group: that would
+be a collective of all processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+Copies = Mapping[Tensor, int] | Callable[[Tensor], int | None]
+
+
+class Holders(NamedTuple):
+    """What the user says about processes that no DTensor names.
+
+    Attributes:
+        group: those that hold the gradients between them: a ProcessGroup or a DeviceMesh; None for
+            those of the DTensors' meshes.
+        copies: how many processes hold a parameter's piece; None for what its placements say.
+        meshes: of other lists that are clipped in the same step, so that one step has one domain.
+    """
+
+    group: Any = None
+    copies: Copies | None = None
+    meshes: tuple[DeviceMesh, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Domain:
+    """Processes to reduce over.
+
+    Attributes:
+        groups: reduced over one after the other; they meet in this process only.
+        size: the processes that they reach together.
+        inner: those in the meshes of the list.
+        uncovered: why pieces of the list may lie outside; "" where they do not.
+        carriers: for each group and type of device, the device that its numbers travel on.
+    """
+
+    groups: tuple[ProcessGroup, ...]
+    size: int
+    inner: int
+    uncovered: str = ""
+    carriers: dict[tuple[int, str], torch.device | None] = field(default_factory=dict)
+
+    def carrier(self, at: int, device: torch.device) -> torch.device | None:
+        """The device on which a group reduces numbers of a device; None for the same one."""
+        key = at, device.type
+        if key not in self.carriers:
+            self.carriers[key] = _carrier(self.groups[at], device)
+        return self.carriers[key]
+
+
+def _carrier(group: ProcessGroup, device: torch.device) -> torch.device | None:
+    """A device that the group has a backend for: with CPU offload, NCCL reduces nothing there."""
+    from torch import distributed as dist
+
+    config = dist.get_backend_config(group)
+    types = [part.split(":")[0] for part in config.split(",") if ":" in part]
+    return None if not types or device.type in types else torch.device(types[0])
+
+
+def check_holders(process_group: object, copies: object) -> Holders | None:
+    """The user's arguments as one; None where neither was given.
+
+    Raises:
+        TypeError, ValueError: an argument of another kind; `copies` without a group.
+    """
+    if process_group is None and copies is None:
+        return None
+    if process_group is None:
+        raise ValueError(
+            "copies says how many processes of process_group hold a gradient, but no process_group "
+            "was given; expected both: pass the processes that hold the model between them"
+        )
+    from torch import distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    expected = "process_group must be a ProcessGroup or a DeviceMesh"
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"{expected} that this process belongs to, got one that it is not in")
+    if not isinstance(process_group, dist.ProcessGroup | DeviceMesh):
+        raise TypeError(f"{expected}, got {process_group!r} of type {type(process_group).__name__}")
+    if isinstance(process_group, DeviceMesh) and process_group.get_coordinate() is None:
+        raise ValueError(f"{expected} that this process belongs to, got {process_group}")
+    if copies is not None and not (callable(copies) or isinstance(copies, Mapping)):
+        raise TypeError(
+            "copies must map parameters to numbers of processes, or be a function that does; got "
+            f"{copies!r:.80} of type {type(copies).__name__}"
+        )
+    return Holders(process_group, copies)
+
+
+def domain_of(meshes: Sequence[DeviceMesh], process_group: Any) -> Domain:
+    """The processes to reduce over.
+
+    Args:
+        meshes: those of the parameters, in order.
+        process_group: the user's, or None.
+
+    Raises:
+        ValueError: meshes that overlap in part; a group that cuts through them.
+    """
+    from torch import distributed as dist
+
+    here = [mesh for mesh in meshes if mesh.size() > 1 and mesh.get_coordinate() is not None]
+    groups, members, inner = _union(here)
+    if process_group is None:
+        return Domain(groups, inner, inner, _uncovered(meshes, members, inner))
+    chain, outer = _chain_of(process_group)
+    if members <= outer:
+        return Domain(chain if len(outer) > 1 else (), len(outer), inner)
+    if outer & members == {dist.get_rank()}:
+        return Domain((*groups, *chain), inner * len(outer), inner)
+    raise ValueError(
+        f"process_group holds the processes {sorted(outer)} and cuts through the mesh of the "
+        f"gradients, {sorted(members)}; expected a group that holds all of that mesh, or that "
+        "shares this process only with it, as a dimension for pipeline stages does"
+    )
+
+
+def _ranks_of(mesh: DeviceMesh) -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())
+
+
+def _chain_of(group: Any) -> tuple[tuple[ProcessGroup, ...], frozenset[int]]:
+    """The groups of the user's argument, and the processes that they reach."""
+    from torch import distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(group, DeviceMesh):
+        return _groups_of(group), _ranks_of(group)
+    return (group,), frozenset(dist.get_process_group_ranks(group))
+
+
+def _groups_of(mesh: DeviceMesh) -> tuple[ProcessGroup, ...]:
+    """The groups that reach a mesh: the one of all processes, or one a dimension."""
+    from torch import distributed as dist
+
+    if mesh.size() == dist.get_world_size():
+        return (dist.group.WORLD,)  # type: ignore[return-value]  # there is one: meshes need it
+    return tuple(mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1)
+
+
+def _union(meshes: Sequence[DeviceMesh]) -> tuple[tuple[ProcessGroup, ...], frozenset[int], int]:
+    """The groups that reach all meshes of this process, the processes known, and their number."""
+    from torch import distributed as dist
+
+    if not meshes:
+        return (), frozenset([dist.get_rank() if dist.is_initialized() else 0]), 1
+    # The first mesh of several with the same processes: the same one everywhere.
+    sets: dict[frozenset[int], DeviceMesh] = {}
+    for mesh in meshes:
+        sets.setdefault(_ranks_of(mesh), mesh)
+    largest = max(sets, key=len)
+    if all(ranks <= largest for ranks in sets):
+        return _groups_of(sets[largest]), largest, len(largest)
+    return _grid(meshes)
+
+
+def _grid(meshes: Sequence[DeviceMesh]) -> tuple[tuple[ProcessGroup, ...], frozenset[int], int]:
+    """Meshes none of which holds all: their one-dimensional groups, where these span a grid."""
+    from torch import distributed as dist
+
+    # In the order of the parameters: an order by ranks would differ between processes, and with it
+    # the terms of each sum.
+    groups: dict[frozenset[int], ProcessGroup] = {}
+    for mesh in meshes:
+        for dim in range(mesh.ndim):
+            if mesh.size(dim) > 1:
+                group = mesh.get_group(dim)
+                groups.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
+    sets = [ranks for ranks in groups if not any(ranks < other for other in groups)]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    size = math.prod(map(len, sets))
+    apart = all(a & b == {rank} for i, a in enumerate(sets) for b in sets[:i])
+    if not apart or size > world:
+        raise ValueError(
+            f"the gradients lie on meshes that overlap in part ({[sorted(s) for s in sets]}); "
+            "expected meshes of which one holds all others, or that meet in one process: pass "
+            "process_group= and copies="
+        )
+    if size == world:
+        return (dist.group.WORLD,), frozenset(range(world)), world  # type: ignore[return-value]
+    return tuple(groups[ranks] for ranks in sets), frozenset().union(*sets), size
+
+
+def _uncovered(meshes: Sequence[DeviceMesh], members: frozenset[int], size: int) -> str:
+    """Why processes that no placement names may hold other pieces, with the remedy; else ""."""
+    for mesh in meshes:
+        if mesh.get_coordinate() is None:
+            return (
+                f"parameters lie on a mesh of the processes {sorted(_ranks_of(mesh))}, to which "
+                "this one does not belong; expected process_group=: the processes that hold the "
+                "model between them"
+            )
+        # No public part of PyTorch; without it, the mesh speaks for itself.
+        root = getattr(mesh, "_get_root_mesh", lambda mesh=mesh: mesh)()
+        ranks = _ranks_of(root)
+        if len(ranks | members) > size:
+            names = list(root.mesh_dim_names or ()) or list(root.mesh.shape)
+            return (
+                f"gradients lie on {len(ranks & members)} of the {len(ranks)} processes of a mesh "
+                f"{names}: do the others hold copies of them, or other parameters? Expected "
+                "process_group=: the processes that hold the model between them (for copies, the "
+                "mesh of the gradients)"
+            )
+    return ""

@@ -1,0 +1,311 @@
+"""DTensors taken apart: the piece of each gradient that lies here, and how much it counts.
+
+    shares = shares_of(parameters, holders)        None for plain tensors of one process
+    shares.tensors                                  the local pieces, which verbs read and write
+    shares.sharding.pieces[i].weight                1 / the processes that hold this very piece
+    shares.sharding.domain.groups                   to be reduced over, one after the other
+
+The norm of all pieces is the root of the sum of weight * norm**p over all processes. No process is
+elected, and none leaves a reduction out: the domain depends on the parameters alone, never on the
+gradients that are there. Shard and _StridedShard split a gradient, Replicate copies it. Of a
+Partial one the sum is measured, after an all-reduce of its elements; the parts are scaled, which
+scales the sum.
+
+A `Sharding` is kept for lists alike: DTensors keep their spec from step to step, so a list that was
+met before is recognised by the identity of its specs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tritonclip.distributed.domain import Domain, Holders, domain_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+CAPACITY = 32
+# Partial gradients whose local pieces are scaled by what their sum is scaled by.
+_LINEAR = ("sum", "avg")
+_NOBODY = Holders()
+_PLAIN = frozenset({Tensor, Parameter})
+_WIDE = frozenset({torch.float64, torch.complex128})
+
+
+class Piece(NamedTuple):
+    """What a process holds of a gradient.
+
+    Attributes:
+        weight: 1 / the processes of the domain that hold this very piece; 0: counted elsewhere.
+        sums_over: groups whose pieces are parts of a sum.
+        divisor: of that sum, to make it a mean.
+    """
+
+    weight: float
+    sums_over: tuple[ProcessGroup, ...] = ()
+    divisor: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class Sharding:
+    """All that is known of a list over processes, but for its local pieces.
+
+    Attributes:
+        domain: the processes to reduce over.
+        pieces: of the gradients that are there, in order.
+        where: what tells each piece from the others of its gradient.
+        positions: theirs among the parameters.
+        n_parameters: with and without a gradient.
+        wide: a parameter is float64.
+        one_list: every process of the domain has the same parameters, in the same order.
+        sums: some gradients are Partial.
+    """
+
+    domain: Domain
+    pieces: tuple[Piece, ...]
+    where: tuple[tuple[int, ...], ...]
+    positions: tuple[int, ...]
+    n_parameters: int
+    wide: bool
+    one_list: bool
+    sums: bool
+
+
+class Shares(NamedTuple):
+    """The pieces of a gradient list that lie here.
+
+    Attributes:
+        tensors: plain, one a gradient.
+        wrappers: the DTensors around them, whose versions count too.
+        sharding: what they are pieces of.
+    """
+
+    tensors: list[Tensor]
+    wrappers: list[Tensor]
+    sharding: Sharding
+
+
+class _Known(NamedTuple):
+    """A sharding, and the list that it was made for: specs of parameters and gradients."""
+
+    specs: list[Any]
+    forms: list[Any]
+    said: list[int | None]
+    # Kept alive for the key, which has their ids.
+    group: object
+    meshes: tuple[Any, ...]
+    sharding: Sharding
+
+    def has(self, specs: list[Any], forms: list[Any]) -> bool:
+        """Whether these are its very specs."""
+        return all(map(is_, specs, self.specs)) and all(map(is_, forms, self.forms))
+
+    def serves(self, specs: list[Any], forms: list[Any], said: list[int | None]) -> bool:
+        """Whether a list of as many parameters is laid out alike."""
+        if said != self.said:
+            return False
+        return self.has(specs, forms) or (
+            all(map(_alike, specs, self.specs)) and all(map(_alike, forms, self.forms))
+        )
+
+
+_known: OrderedDict[tuple[object, ...], _Known] = OrderedDict()
+
+
+def shares_of(
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    holders: Holders | None,
+    label: Callable[[int], str],
+) -> Shares | None:
+    """The local pieces of gradients; None where there is no DTensor and nobody named a group.
+
+    Args:
+        parameters: all that are to be clipped, with and without a gradient.
+        grads: of each parameter, or None.
+        holders: what the user says.
+        label: names the i-th parameter in messages.
+
+    Raises:
+        TypeError: a Partial gradient that is no sum.
+        ValueError: meshes or groups that cannot be reduced over; a wrong number of copies.
+    """
+    # Where nobody imported it, nothing is a DTensor.
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None and holders is None:
+        return None
+    kind: Any = () if module is None else module.DTensor
+    specs = [p._spec if isinstance(p, kind) else None for p in parameters]
+    # False where there is no gradient, None where it is plain.
+    forms = [g._spec if isinstance(g, kind) else False if g is None else None for g in grads]
+    if holders is None and not any(specs) and not any(forms):
+        return None
+    user = holders or _NOBODY
+    said = _said(parameters, user.copies)
+    wide = not _WIDE.isdisjoint([p.dtype for p in parameters])
+    ends = [None if spec is None else spec.placements for spec in (*specs[:1], *specs[-1:])]
+    key = len(specs), wide, *ends, id(user.group), *map(id, user.meshes)
+    known = _known.get(key)
+    if known is None or not known.serves(specs, forms, said):
+        sharding = _sharding_of(specs, forms, said, user, label, wide=wide)
+    elif known.has(specs, forms):
+        return _shares(grads, kind, known.sharding)
+    else:
+        # Other specs, of the same content: from now on these are recognised at once.
+        sharding = known.sharding
+    _keep(key, _Known(specs, forms, said, user.group, user.meshes, sharding))
+    return _shares(grads, kind, sharding)
+
+
+def without_mesh(tensor: Tensor) -> Tensor:
+    """A plain tensor with all elements of a DTensor; others as they are."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and isinstance(tensor, module.DTensor):
+        whole: Tensor = tensor.full_tensor()
+        return whole
+    return tensor
+
+
+def meshes_of(parameters: Iterable[Tensor]) -> tuple[Any, ...]:
+    """The meshes of the DTensors among parameters, in order."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return ()
+    return tuple(
+        {
+            id(p._spec.mesh): p._spec.mesh for p in parameters if isinstance(p, module.DTensor)
+        }.values()
+    )
+
+
+def _said(parameters: Sequence[Tensor], copies: Any) -> list[int | None]:
+    """The user's numbers of holders."""
+    if copies is None:
+        return [None] * len(parameters)
+    find = copies.get if isinstance(copies, Mapping) else copies
+    return [find(parameter) for parameter in parameters]
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two specs place a tensor alike; meshes are compared by identity, for their groups."""
+    if a is b or not a or not b:
+        return a is b
+    return a.mesh is b.mesh and a.placements == b.placements
+
+
+def _keep(key: tuple[object, ...], known: _Known) -> None:
+    _known[key] = known
+    _known.move_to_end(key)
+    while len(_known) > CAPACITY:
+        try:
+            _known.popitem(last=False)
+        except KeyError:
+            # Emptied by another thread.
+            break
+
+
+def _shares(grads: Sequence[Tensor | None], kind: Any, sharding: Sharding) -> Shares:
+    there = [g for g in grads if g is not None]
+    tensors: list[Any] = [g._local_tensor if isinstance(g, kind) else g for g in there]
+    if not _PLAIN.issuperset(map(type, tensors)):
+        # Results of collectives that may still run.
+        tensors = [t.wait() if hasattr(t, "trigger_wait") else t for t in tensors]
+    return Shares(tensors, [g for g in there if isinstance(g, kind)], sharding)
+
+
+def _sharding_of(
+    specs: list[Any],
+    forms: list[Any],
+    said: list[int | None],
+    user: Holders,
+    label: Callable[[int], str],
+    *,
+    wide: bool,
+) -> Sharding:
+    """Finds the domain from the parameters, then the weight of each gradient."""
+    # Of tensors that are no parameters, the gradient is all there is.
+    places = [spec or form or None for spec, form in zip(specs, forms, strict=True)]
+    meshes = {id(place.mesh): place.mesh for place in places if place is not None}
+    for mesh in user.meshes:
+        meshes.setdefault(id(mesh), mesh)
+    domain = domain_of(list(meshes.values()), user.group)
+    positions = tuple(i for i, form in enumerate(forms) if form is not False)
+    for at, copies in enumerate(said):
+        if copies is not None:
+            _check_copies(copies, domain, label(at))
+    pieces = tuple(_piece(forms[i], said[i], domain, partial(label, i)) for i in positions)
+    return Sharding(
+        domain=domain,
+        pieces=pieces,
+        where=tuple(_where(forms[i]) for i in positions),
+        positions=positions,
+        n_parameters=len(specs),
+        wide=wide,
+        one_list=user.group is None,
+        sums=any(piece.sums_over for piece in pieces),
+    )
+
+
+def _piece(spec: Any, copies: int | None, domain: Domain, label: Callable[[], str]) -> Piece:
+    """What lies here of a gradient; `spec` is None for a plain one."""
+    if spec is None:
+        return Piece(_weight(copies, 1, domain))
+    if spec.mesh.get_coordinate() is None:
+        # A piece without elements, on a mesh of other processes.
+        return Piece(0.0)
+    mesh, n_pieces, sums_over, divisor = spec.mesh, 1, [], 1
+    for dim, placement in enumerate(spec.placements):
+        if placement.is_partial():
+            if placement.reduce_op not in _LINEAR:
+                raise TypeError(
+                    f"the gradient of {label()} is a DTensor with the placement {placement}; "
+                    "expected parts of a sum or a mean, Partial('sum') or Partial('avg'): "
+                    "grad.redistribute() it before clipping"
+                )
+            if mesh.size(dim) > 1:
+                sums_over.append(mesh.get_group(dim))
+                divisor *= mesh.size(dim) if placement.reduce_op == "avg" else 1
+        elif not placement.is_replicate():
+            # Shard, and _StridedShard, which is no subclass of it.
+            n_pieces *= mesh.size(dim)
+    return Piece(_weight(copies, n_pieces, domain), tuple(sums_over), divisor)
+
+
+def _where(spec: Any) -> tuple[int, ...]:
+    """The coordinates of this process in the dimensions of the mesh that a gradient is split by."""
+    if spec is None:
+        return ()
+    coordinates = spec.mesh.get_coordinate() or [-1] * spec.mesh.ndim
+    return tuple(
+        -1 if placement.is_replicate() or placement.is_partial() else coordinate
+        for coordinate, placement in zip(coordinates, spec.placements, strict=True)
+    )
+
+
+def _weight(copies: int | None, n_pieces: int, domain: Domain) -> float:
+    if copies is not None:
+        return 1.0 / copies if copies else 0.0
+    return n_pieces / domain.inner
+
+
+def _check_copies(copies: object, domain: Domain, label: str) -> None:
+    if isinstance(copies, bool) or not isinstance(copies, int):
+        raise TypeError(
+            f"copies must give numbers of processes, got {copies!r} of type "
+            f"{type(copies).__name__} for {label}"
+        )
+    if not 0 <= copies <= domain.size:
+        raise ValueError(
+            f"copies must be from 0 to {domain.size}, the processes of process_group and of the "
+            f"DTensors' meshes, got {copies} for {label}"
+        )
