@@ -364,7 +364,7 @@ def test_threads_leave_one_scratch_behind():
     run_in_threads(work, 8)
     (plan,) = planner.plans._plans.values()
     (group,) = plan.groups
-    assert len(group.layout._scratch) == 1  # type: ignore[attr-defined]
+    assert len(group.layout.scratch) == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("is_last", [True, False], ids=["last list", "earlier list"])

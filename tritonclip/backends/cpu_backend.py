@@ -22,6 +22,7 @@ from tritonclip.backends.packed import (
     VIEW_BYTES,
     Numbers,
     Scratch,
+    is_trusted,
     scratch_bytes,
 )
 from tritonclip.backends.torch_backend import (
@@ -76,10 +77,10 @@ class CpuLayout:
             least = 0 if len(tensors) == 1 else ONE_PASS
         self.clamped_alone = [i for i, n in enumerate(self.sizes) if n >= least]
         self.clamped_together = [i for i, n in enumerate(self.sizes) if n < least]
-        # Memory that no call uses: a call takes it and puts it back, each in one operation, so that
-        # threads, and a signal handler within a call, never share any. One of each kind is kept.
-        self._scratch: deque[Scratch] = deque(maxlen=1)
-        self._numbers: dict[torch.dtype, deque[Numbers]] = {
+        # Memory that no call uses: a call takes it and appends it again, each in one operation, so
+        # that threads, and a signal handler within a call, never share any. One of each is kept.
+        self.scratch: deque[Scratch] = deque(maxlen=1)
+        self.numbers: dict[torch.dtype, deque[Numbers]] = {
             dtype: deque(maxlen=1) for dtype in (torch.float32, torch.float64)
         }
         # One a gradient where there are few; else one for all.
@@ -92,28 +93,12 @@ class CpuLayout:
         """The gradients of a call."""
         return CpuBatch(tensors, self)
 
-    def packed_norm(self, tensors: list[Tensor], *, per_gradient: bool) -> list[float] | None:
-        """The 2-norm of all gradients, or of each; None where float64 does not hold a square."""
+    def take_numbers(self, dtype: torch.dtype) -> Numbers:
+        """Numbers of a dtype that tensors share."""
         try:
-            scratch = self._scratch.pop()
+            return self.numbers[dtype].pop()
         except IndexError:
-            scratch = Scratch(tensors, self.sizes)
-        measured = scratch.norms(tensors) if per_gradient else scratch.norm(tensors)
-        self._scratch.append(scratch)
-        return measured
-
-    def take(self, numbers: list[float], dtype: torch.dtype) -> Numbers:
-        """Tensors of up to FEW numbers, to be given back."""
-        try:
-            taken = self._numbers[dtype].pop()
-        except IndexError:
-            taken = Numbers(self._n_numbers, dtype)
-        taken.store(numbers)
-        return taken
-
-    def give_back(self, taken: Numbers) -> None:
-        """Lets another call use them."""
-        self._numbers[taken.together.dtype].append(taken)
+            return Numbers(self._n_numbers, dtype)
 
 
 class CpuBatch:
@@ -135,10 +120,23 @@ class CpuBatch:
     def norm(self, norm_type: float, out: Tensor | None, *, per_gradient: bool) -> PartialNorms:
         """Measures the gradients."""
         measured: PartialNorms | None = None
+        layout = self.layout
         if norm_type != 2.0:
             measured = self._as_torch().norm(norm_type, None, per_gradient=per_gradient)
-        elif self.layout.packs:
-            measured = self.layout.packed_norm(self.tensors, per_gradient=per_gradient)
+        elif layout.packs:
+            try:
+                scratch = layout.scratch.pop()
+            except IndexError:
+                scratch = Scratch(self.tensors, layout.sizes)
+            torch._foreach_copy_(scratch.slots, self.tensors)
+            if per_gradient:
+                measured = scratch.norms()
+            else:
+                elements = scratch.elements
+                measured = [math.sqrt(torch.dot(elements, elements).item())]
+            layout.scratch.append(scratch)
+            if layout.wide == torch.float64 and not all(map(is_trusted, measured)):
+                measured = None
         if measured is None:
             measured = self._two_norm(per_gradient)
         return measured if out is None else out.copy_(_as_tensor(measured))
@@ -181,38 +179,38 @@ class CpuBatch:
         """Multiplies all gradients by one coefficient, but not where it is 1."""
         if isinstance(norms, Tensor):
             norms = [float(norms if norms.numel() == 1 else combine(norms, rule.norm_type))]
-        rounded = c_double if self.dtype == torch.float64 else c_float
-        scale = float(grad_scale)
+        layout, dtype, scale = self.layout, self.dtype, float(grad_scale)
+        numbers = layout.take_numbers(dtype)
         # A count of elements carries no loss scale.
-        measured = rounded(norms[0] / scale if rule.norm_type else norms[0]).value
-        results = self.layout.take([measured], self.dtype)
-        norm = results.first.clone()
-        self.layout.give_back(results)
+        numbers.memory[0] = norms[0] / scale if rule.norm_type else norms[0]
+        measured: float = numbers.memory[0]
+        norm = numbers.first.clone()
+        layout.numbers[dtype].append(numbers)
         if erase_nonfinite and not math.isfinite(measured):
             zero_(self.tensors)
             return norm, 0.0
+        rounded = c_double if dtype == torch.float64 else c_float
         coefficient = _coefficient(measured, float(max_norm), rule.eps, rounded)
         multiplier = coefficient
         if scale != 1:
             multiplier = rounded(coefficient / rounded(scale).value).value
-        if self._loses_digits(coefficient, multiplier):
+        if multiplier < layout.least and coefficient > 0:
+            # It would lose digits.
             factors = self._as_torch().factors_of(torch.full_like(norm, coefficient), scale)
             multiply_(self.tensors, factors, torch.zeros((), dtype=torch.bool, device="cpu"))
         elif multiplier != 1:
             self._multiply_(multiplier)
         return norm, coefficient
 
-    def _loses_digits(self, coefficient: float, multiplier: float) -> bool:
-        """Whether a multiplier is less than the least normal number that gradients are read in."""
-        return multiplier < self.layout.least and coefficient > 0
-
     def _multiply_(self, multiplier: float) -> None:
+        layout = self.layout
         # In a 0-d tensor: a number would be rounded to a half type first.
-        taken = self.layout.take([multiplier], self.layout.wide)
-        factor = taken.first
-        if not in_one_call(torch._foreach_mul_, self.tensors, factor):
-            multiply_(self.tensors, [factor], torch.zeros((), dtype=torch.bool, device="cpu"))
-        self.layout.give_back(taken)
+        numbers = layout.take_numbers(layout.wide)
+        numbers.memory[0] = multiplier
+        if not in_one_call(torch._foreach_mul_, self.tensors, numbers.first):
+            no = torch.zeros((), dtype=torch.bool, device="cpu")
+            multiply_(self.tensors, [numbers.first], no)
+        layout.numbers[layout.wide].append(numbers)
 
     def scale_each_(
         self,
@@ -253,10 +251,11 @@ class CpuBatch:
         rounded = c_double if dtype == torch.float64 else c_float
         if scale != 1 and rule.norm_type:
             norms = [norm / scale for norm in norms]
-        results = layout.take(norms, dtype)
-        measured = results.numbers()
-        norm = results.together.clone()
-        layout.give_back(results)
+        numbers = layout.take_numbers(dtype)
+        numbers.memory[:] = norms
+        measured: list[float] = numbers.memory[:]
+        norm = numbers.together.clone()
+        layout.numbers[dtype].append(numbers)
         if erase is not None and bool(erase):
             zero_(self.tensors)
             return norm, 0.0
@@ -266,13 +265,15 @@ class CpuBatch:
             divisor = rounded(scale).value
             multipliers = [rounded(coefficient / divisor).value for coefficient in coefficients]
         changed = [i for i, multiplier in enumerate(multipliers) if multiplier != 1]
-        if any(map(self._loses_digits, coefficients, multipliers)):
+        least = layout.least
+        if any(m < least and c > 0 for m, c in zip(multipliers, coefficients, strict=True)):
             exact = torch.tensor(coefficients, dtype=dtype, device="cpu")
             self._multiply_each_(changed, self._as_torch().factors_of(exact, scale))
         elif changed:
-            factors = layout.take(multipliers, layout.wide)
+            factors = layout.take_numbers(layout.wide)
+            factors.memory[:] = multipliers
             self._multiply_chosen_(changed, factors.each)
-            layout.give_back(factors)
+            layout.numbers[layout.wide].append(factors)
         # min forgets a NaN; a sum does not.
         return norm, min(coefficients) if sum(coefficients) >= 0 else math.nan
 

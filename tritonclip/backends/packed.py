@@ -37,52 +37,45 @@ class Scratch:
 
     Squares of narrower dtypes neither overflow nor vanish there.
 
+    Attributes:
+        elements: float64[n], rows of all gradients end to end, filled up with zeros.
+        slots: a view for each gradient, of its shape.
+
     Args:
         tensors: gradients of one dtype.
         sizes: theirs.
     """
 
-    __slots__ = ("_elements", "_rows", "_slots", "_spans", "_trusted")
+    __slots__ = ("_rows", "_spans", "elements", "slots")
 
     def __init__(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
         length = _row_length(sizes)
         padded = [n + -n % length for n in sizes]
         # Never inference tensors, which no later call could write to.
         with torch.inference_mode(False):
-            self._elements = torch.zeros(sum(padded), dtype=torch.float64, device="cpu")
-            self._rows = self._elements.view(-1, length)
-            self._slots = [
+            self.elements = torch.zeros(sum(padded), dtype=torch.float64, device="cpu")
+            self.slots = [
                 room[:n].view(tensor.shape)
-                for room, tensor, n in zip(
-                    self._elements.split(padded), tensors, sizes, strict=True
-                )
+                for room, tensor, n in zip(self.elements.split(padded), tensors, sizes, strict=True)
             ]
+            self._rows = self.elements.view(-1, length)
         ends = [end // length for end in accumulate(padded)]
         # Of each gradient, its first row and the one after its last; None for one row each.
-        self._spans = (
-            None
-            if ends == list(range(1, len(ends) + 1))
-            else list(zip([0, *ends], ends, strict=False))
-        )
-        self._trusted = tensors[0].dtype != torch.float64
+        self._spans = None
+        if ends != list(range(1, len(ends) + 1)):
+            self._spans = list(zip([0, *ends[:-1]], ends, strict=True))
 
-    def norm(self, tensors: list[Tensor]) -> list[float] | None:
-        """The 2-norm of all gradients, one number; None where float64 does not hold its square."""
-        torch._foreach_copy_(self._slots, tensors)
-        square = torch.dot(self._elements, self._elements).item()
-        norm = math.sqrt(square)
-        return [norm] if self._trusted or _SMALLEST <= norm < _LARGEST else None
-
-    def norms(self, tensors: list[Tensor]) -> list[float] | None:
-        """The 2-norm of each gradient; None where float64 does not hold a square."""
-        torch._foreach_copy_(self._slots, tensors)
-        rows = torch.linalg.vector_norm(self._rows, dim=1).tolist()
-        if not (self._trusted or all(_SMALLEST <= norm < _LARGEST for norm in rows)):
-            return None
+    def norms(self) -> list[float]:
+        """The 2-norm of each gradient in the slots."""
+        rows: list[float] = torch.linalg.vector_norm(self._rows, dim=1).tolist()
         if self._spans is None:
-            norms: list[float] = rows
-            return norms
+            return rows
         return [math.sqrt(sum([x * x for x in rows[i:j]])) for i, j in self._spans]
+
+
+def is_trusted(norm: float) -> bool:
+    """Whether float64 held the squares of float64 elements: none was lost or overflowed."""
+    return _SMALLEST <= norm < _LARGEST
 
 
 class Numbers:
@@ -91,6 +84,7 @@ class Numbers:
     To store ten and clone them takes 2.7 us, torch.tensor 11. (torch 2.13, Xeon.)
 
     Attributes:
+        memory: the numbers; what is stored there is rounded.
         together: the numbers, 1-d.
         first: a 0-d view of the first.
 
@@ -100,9 +94,9 @@ class Numbers:
     """
 
     def __init__(self, n: int, dtype: torch.dtype) -> None:
-        self._memory = ((c_double if dtype == torch.float64 else c_float) * n)()
+        self.memory = ((c_double if dtype == torch.float64 else c_float) * n)()
         with torch.inference_mode(False):
-            self.together = torch.frombuffer(self._memory, dtype=dtype)
+            self.together = torch.frombuffer(self.memory, dtype=dtype)
             self.first = self.together[0]
 
     @cached_property
@@ -110,12 +104,3 @@ class Numbers:
         """A 0-d view of each number."""
         with torch.inference_mode(False):
             return self.together.unbind()
-
-    def store(self, numbers: list[float]) -> None:
-        """Replaces the first numbers, or all."""
-        self._memory[: len(numbers)] = numbers
-
-    def numbers(self) -> list[float]:
-        """The numbers, rounded."""
-        numbers: list[float] = self._memory[:]
-        return numbers

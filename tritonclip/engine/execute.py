@@ -21,6 +21,7 @@ from tritonclip.engine import nonfinite as policies
 from tritonclip.engine import verification
 from tritonclip.engine.agreement import Agreement
 from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.plan import Group
 from tritonclip.engine.refusals import (
     refuse_for_rule,
     refuse_read_only,
@@ -361,7 +362,9 @@ def _scale_(
             norm = total(gradients, norms)
         else:
             norm = _in_order(gradients, [result[0] for result in results])
-    _count_versions(gradients, norms.batches)
+    for i, batch in enumerate(norms.batches):
+        if not batch.counts_versions:
+            _count_version(gradients, plan.groups[i])
     return Outcome(norm if norm.device == plan.device else norm.to(plan.device), results)
 
 
@@ -395,18 +398,16 @@ def _clamp_(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Non
     for i, batch in enumerate(batches):
         low, high = rule.bounds(plan.groups[i].dtype)
         batch.clamp_(low, high, grad_scale)
-    _count_versions(gradients, batches)
-
-
-def _count_versions(gradients: Gradients, batches: list[Batch]) -> None:
-    """Makes writes through addresses visible to autograd."""
-    assert gradients.plan is not None
-    for i, batch in enumerate(batches):
         if not batch.counts_versions:
-            written = gradients.versions
-            if written is None:
-                written = gradients.of(gradients.plan.groups[i].indices)[0]
-            torch.autograd.graph.increment_version(written)
+            _count_version(gradients, plan.groups[i])
+
+
+def _count_version(gradients: Gradients, group: Group) -> None:
+    """Makes a write through addresses visible to autograd."""
+    written = gradients.versions
+    if written is None:
+        written = gradients.of(group.indices)[0]
+    torch.autograd.graph.increment_version(written)
 
 
 @lru_cache
