@@ -1,0 +1,201 @@
+"""ClippedOptimizer and scalers over sharded models: every process takes or skips a step alike."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from processes import in_processes
+from spread import (
+    assert_same_everywhere,
+    gathered,
+    grads_of,
+    local,
+    mesh_of,
+    parameter,
+    values,
+    whole,
+)
+from torch import distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from training import MODES, SCALERS
+
+import tritonclip
+from tritonclip import ClipByNorm, ClippedOptimizer
+
+
+def _model(*, sharded: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    if sharded:
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh_of(-1))
+        fully_shard(model, mesh=mesh_of(-1))
+    return model
+
+
+def _loss(model: nn.Module, step: int, *, sharded: bool = True) -> torch.Tensor:
+    batch = values((8, 6), step)
+    if sharded:
+        batch = batch.chunk(dist.get_world_size())[dist.get_rank()]
+    loss: torch.Tensor = model(batch).square().mean()
+    return loss
+
+
+def _weights(model: nn.Module) -> list[torch.Tensor]:
+    return [whole(one.detach()) for one in model.parameters()]
+
+
+def _spoil(model: nn.Module, bad: float) -> None:
+    """Makes one element bad, in one process."""
+    if dist.get_rank() == 1:
+        local(grads_of(model.parameters())[0]).view(-1)[0] = bad
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero", "error", "skip"])
+@in_processes(2)
+def test_step_equals_one_process(mode: str, nonfinite: Any) -> None:
+    models = [_model(), _model(sharded=False)]
+    wrappers = [
+        ClippedOptimizer(
+            torch.optim.AdamW(m.parameters(), lr=0.1, **MODES[mode]), 0.05, nonfinite=nonfinite
+        )
+        for m in models
+    ]
+    for step in range(4):
+        for sharded, model, wrapper in zip((True, False), models, wrappers, strict=True):
+            _loss(model, step, sharded=sharded).backward()
+            wrapper.step()
+            wrapper.zero_grad()
+    for ours, theirs in zip(*map(_weights, models), strict=True):
+        # Adam divides by roots of squares, which makes differences of 1e-7 a thousand times larger.
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    ours, theirs = (wrapper.stats.summary() for wrapper in wrappers)
+    assert ours["clipped_steps"] == theirs["clipped_steps"] == 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@in_processes(2)
+def test_step_is_skipped_everywhere(mode: str, bad: float) -> None:
+    model = _model()
+    wrapper = ClippedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.1, **MODES[mode]), 0.05, nonfinite="skip"
+    )
+    _loss(model, 0).backward()
+    wrapper.step()
+    before = _weights(model)
+    _spoil(model, bad)
+    wrapper.step()
+    for ours, was in zip(_weights(model), before, strict=True):
+        assert torch.equal(ours, was)
+    summary = wrapper.stats.summary()
+    assert (summary["steps"], summary["skipped_steps"]) == (1, 1)
+
+
+@in_processes(2)
+def test_step_raises_everywhere() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    wrapper = ClippedOptimizer(optimizer, 0.05, nonfinite="error")
+    _loss(model, 0).backward()
+    _spoil(model, math.nan)
+    before = _weights(model)
+    with pytest.raises(RuntimeError, match=r"0\.weight \(on rank 1\)"):
+        wrapper.step()
+    for ours, was in zip(_weights(model), before, strict=True):
+        assert torch.equal(ours, was)
+
+
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("mode", ["foreach", "fused"])
+@in_processes(2)
+def test_scaler_skips_everywhere(scaler: Any, mode: str) -> None:
+    model, alone = _model(), _model(sharded=False)
+    wrappers = [
+        # torch has no fused SGD for DTensors.
+        ClippedOptimizer(torch.optim.AdamW(m.parameters(), lr=0.1, **MODES[mode]), 0.05)
+        for m in (model, alone)
+    ]
+    scalers = [scaler("cpu", init_scale=1024.0) for _ in wrappers]
+    for step in range(4):
+        for sharded, one, wrapper, its in zip(
+            (True, False), (model, alone), wrappers, scalers, strict=True
+        ):
+            wrapper.zero_grad()
+            its.scale(_loss(one, step, sharded=sharded)).backward()
+            if step == 2:
+                if sharded:
+                    _spoil(one, math.inf)
+                else:
+                    grads_of(one.parameters())[0].view(-1)[0] = math.inf
+            its.step(wrapper)
+            its.update()
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 512.0
+    for ours, theirs in zip(_weights(model), _weights(alone), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@in_processes(2)
+def test_groups_have_their_rules() -> None:
+    model, alone = _model(), _model(sharded=False)
+    wrappers = []
+    for one in (model, alone):
+        first, _, last = one.children()
+        groups: Any = [
+            {"params": first.parameters()},
+            {"params": [last.weight], "clip": ClipByNorm(0.01)},
+            {"params": [last.bias], "clip": None},
+        ]
+        wrappers.append(ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 0.05, nonfinite="skip"))
+    for sharded, one, wrapper in zip((True, False), (model, alone), wrappers, strict=True):
+        _loss(one, 0, sharded=sharded).backward()
+        wrapper.step()
+    for ours, theirs in zip(_weights(model), _weights(alone), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert wrappers[0].stats.summary() == pytest.approx(wrappers[1].stats.summary(), rel=1e-5)
+
+
+@in_processes(2)
+def test_checkpoint_holds_the_same_statistics_everywhere() -> None:
+    model = _model()
+    wrapper = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 0.05)
+    _loss(model, 0).backward()
+    wrapper.step()
+    saved = wrapper.state_dict()
+    for value in saved["tritonclip"].values():
+        assert_same_everywhere(value)
+    wrapper.load_state_dict(saved)
+
+
+@in_processes(2)
+def test_clip_leaves_out_parameters_that_need_none() -> None:
+    mesh = mesh_of(-1)
+    parameters = [parameter((4, 3), mesh, [Shard(0)], seed=i) for i in range(3)]
+    parameters[1].need_clip = False
+    before = whole(parameters[1].grad)
+    norm = tritonclip.clip_(parameters, 0.1)
+    expected = torch.cat([values((4, 3), i).flatten() for i in (0, 2)]).norm()
+    torch.testing.assert_close(norm, expected)
+    assert torch.equal(whole(parameters[1].grad), before)
+
+
+@in_processes(2)
+def test_clip_waits_for_pieces_that_are_on_their_way() -> None:
+    """The local tensor of a DTensor may be the result of a collective that still runs."""
+    one = parameter((4, 3), mesh_of(-1), [Shard(0)])
+    total = torch.stack(gathered(one.grad._local_tensor)).sum(0)
+    world: Any = dist.group.WORLD
+    coming = all_reduce(one.grad._local_tensor, "sum", world)
+    assert isinstance(coming, AsyncCollectiveTensor)
+    one.grad._local_tensor = coming
+    norm = tritonclip.clip_([one], 0.1)
+    torch.testing.assert_close(norm, total.norm() * math.sqrt(dist.get_world_size()))
+    right = total * (0.1 / (norm + 1e-6))
+    torch.testing.assert_close(coming.wait(), right, rtol=1e-6, atol=0)
