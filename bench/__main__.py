@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: `python -m bench speed|accuracy|host|codegen|report`.
+"""The command line: `python -m bench speed|accuracy|host|distributed|codegen|report`.
 
 Each command but `report` measures, prints a table, and writes rows with their provenance to
 bench/results/, or to `--out`.
@@ -153,6 +153,18 @@ def host(
     else:
         rows = run(parts or PARTS, repetitions, longest, threads)
     finish(rows, torch.device("cpu"), out, "host", caption=CAPTION)
+
+
+@main.command()
+@click.option("--samples", type=click.IntRange(2), default=15, show_default=True)
+@OUT
+def distributed(samples: int, out: Path | None) -> None:
+    """Clips over four processes, and times DTensors on the host; no GPU is needed."""
+    from bench.distributed import CAPTION, LAYOUTS, PROVIDERS, run
+
+    torch.set_num_threads(1)
+    rows = run(list(LAYOUTS), list(PROVIDERS), samples)
+    finish(rows, torch.device("cpu"), out, "distributed", caption=CAPTION)
 
 
 @main.command()

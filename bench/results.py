@@ -36,7 +36,7 @@ class Row:
     """One measurement.
 
     Attributes:
-        benchmark: "speed", "accuracy", "host" or "codegen".
+        benchmark: "speed", "accuracy", "host", "distributed" or "codegen".
         case: what was measured, by names of COLUMNS; no two rows of a file share it.
         values: the figures, by names of COLUMNS; a figure that was not measured is absent. Medians
             stand beside quartiles NAME_lo and NAME_hi; NAME_goal is the most that is accepted.
@@ -70,6 +70,7 @@ COLUMNS = {
     ),
     "step": Column("step", "", "clipped or unclipped: whether the rule changes the gradients"),
     "busy": Column("busy", "d", "other processes that kept cores busy meanwhile"),
+    "layout": Column("layout", "", "how the gradients lie on processes"),
     "provider": Column("provider", "", "what clipped"),
     "path": Column("path", "", "cpu: PyTorch; triton: Triton, launches replaced by nothing"),
     "call": Column("call", "", "the call"),
@@ -99,6 +100,9 @@ COLUMNS = {
     "truth": Column("truth", ".7g", "the norm in float64"),
     "norm": Column("norm", ".7g", "the norm that was returned"),
     "distinct": Column("distinct", "d", "different results, bit for bit, of 20 calls"),
+    # Several processes.
+    "collectives": Column("collectives", "d", "of one call"),
+    "outcome": Column("outcome", "", "in place of a norm"),
     # Host.
     "functions": Column("functions", "d", "Python functions of the library that a call enters"),
     "modules": Column("modules", "d", "modules of the library that a call enters"),

@@ -1,0 +1,249 @@
+"""`python -m bench distributed`: clipping over several processes; needs no GPU.
+
+Layouts: four gloo processes hold the same gradients in several layouts. Each provider clips them,
+and a row says how many collectives that took (torch's CommDebugMode counts them), how far the norm
+is from the float64 norm of the full gradients, and whether it differs between processes. Where a
+provider is known to wait for ever, it is not run.
+
+Host: one process of a group that does nothing, whose size is eight: time of a call on shards of 64
+elements, interleaved with torch's on the same tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.multiprocessing.spawn import spawn
+
+import tritonclip
+from bench import results, timing
+from bench.results import Row, spread
+from bench.timing import Timed
+
+CAPTION = "outcome: of a provider that gives no norm, or another one in every process"
+N_PROCESSES, N_OF_FAKE_GROUP = 4, 8
+SIZES, ELEMENTS = (10, 100, 1000, 3000), 64
+# Of torch's host time on as many DTensors.
+SHARE = 0.25
+MAX_NORM = 1e-3
+Clip = Callable[[list[Any], float, float], Any]
+
+
+class Layout(NamedTuple):
+    """Gradients of one kind.
+
+    Attributes:
+        make: the parameters of this process.
+        norm_type: p of the p-norm.
+        hangs: providers that wait for ever.
+    """
+
+    make: Callable[[], list[Any]]
+    norm_type: float = 2.0
+    hangs: Sequence[str] = ()
+
+
+def _mesh(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)
+
+
+def _parameter(
+    shape: Sequence[int],
+    mesh: DeviceMesh | None,
+    placements: Sequence[Placement] = (),
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    size: float = 1.0,
+) -> Any:
+    """A parameter and its gradient, placed alike; plain without a mesh."""
+    generator = torch.Generator().manual_seed(seed)
+    grad = (torch.randn(*shape, generator=generator, dtype=torch.float64) * size).to(dtype)
+    if mesh is None:
+        made = nn.Parameter(torch.zeros_like(grad))
+        made.grad = grad
+        return made
+    made = nn.Parameter(distribute_tensor(torch.zeros_like(grad), mesh, placements))
+    made.grad = distribute_tensor(grad, mesh, placements)
+    return made
+
+
+def _shards(mesh: DeviceMesh, *placements: Placement, **options: Any) -> list[Any]:
+    return [_parameter((64, 32), mesh, placements, seed, **options) for seed in range(3)]
+
+
+def _parts(mesh: DeviceMesh) -> Any:
+    """A gradient of other parts in every process."""
+    one = _parameter((32,), mesh, [Replicate()], 9)
+    local = torch.randn(32, generator=torch.Generator().manual_seed(dist.get_rank()))
+    one.grad = DTensor.from_local(local, mesh, [Partial()], run_check=False)
+    return one
+
+
+def _two_meshes() -> list[Any]:
+    """Matrices on both dimensions, norms on one: tensor parallelism with FSDP2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return [*_shards(mesh, Shard(0), Shard(1)), _parameter((32,), mesh["dp"], [Shard(0)], 8)]
+
+
+def _experts() -> list[Any]:
+    experts = _parameter((4, 16, 8), _mesh(2, 2), [Shard(0), Shard(1)], 8)
+    return [*_shards(_mesh(4), Shard(0)), experts]
+
+
+BOTH = ("torch", "accelerate")
+LAYOUTS = {
+    "FSDP2": Layout(lambda: _shards(_mesh(4), Shard(0))),
+    "HSDP 2x2": Layout(lambda: _shards(_mesh(2, 2), Replicate(), Shard(0))),
+    "TP 2 x FSDP2 2, norms on one mesh": Layout(_two_meshes),
+    "experts on (2, 2), dense on (4)": Layout(_experts),
+    "FSDP2 beside a plain tensor": Layout(
+        lambda: [*_shards(_mesh(4), Shard(0)), _parameter((32,), None, seed=8)]
+    ),
+    "FSDP2 beside a Partial gradient": Layout(
+        lambda: [*_shards(_mesh(4), Shard(0)), _parts(_mesh(4))]
+    ),
+    "FSDP2, elements of 1e30": Layout(lambda: _shards(_mesh(4), Shard(0), size=1e30)),
+    "FSDP2, elements of 1e-30": Layout(lambda: _shards(_mesh(4), Shard(0), size=1e-30)),
+    "FSDP2, bfloat16": Layout(lambda: _shards(_mesh(4), Shard(0), dtype=torch.bfloat16)),
+    "FSDP2, order inf": Layout(lambda: _shards(_mesh(4), Shard(0)), math.inf),
+    "an empty shard, order inf": Layout(
+        lambda: [_parameter((9,), _mesh(4), [Shard(0)])], math.inf, BOTH
+    ),
+}
+
+
+def _accelerate() -> Clip:
+    from accelerate import Accelerator
+
+    # The method that it uses for FSDP2, which reads nothing of the object.
+    clip: Any = Accelerator._clip_grad_norm_dtensor_aware
+    return lambda parameters, max_norm, p: clip(None, parameters, max_norm, p)
+
+
+PROVIDERS: dict[str, Callable[[], Clip]] = {
+    "torch": lambda: torch.nn.utils.clip_grad_norm_,
+    "accelerate": _accelerate,
+    "tritonclip": lambda: tritonclip.clip_grad_norm_,
+}
+
+
+def _truth(grads: Sequence[Tensor], p: float) -> float:
+    """The float64 norm of full gradients; their elements are made to fit a square."""
+    wholes = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+    values = torch.cat([whole.double().flatten() for whole in wholes])
+    largest = float(values.abs().max())
+    return largest * float(torch.linalg.vector_norm(values / largest, p))
+
+
+def layout_rows(names: Sequence[str], providers: Sequence[str]) -> Iterator[Row]:
+    """Rows of layouts, in every process of a group; each has the same ones."""
+    for name in names:
+        layout = LAYOUTS[name]
+        for provider in providers:
+            case = {"layout": name, "provider": provider}
+            if provider in layout.hangs:
+                yield Row("distributed", case, {"outcome": "hangs: not run"})
+            else:
+                yield _clipped(case, layout, PROVIDERS[provider]())
+
+
+def _clipped(case: dict[str, Any], layout: Layout, clip: Clip) -> Row:
+    parameters = layout.make()
+    truth = _truth([one.grad for one in parameters], layout.norm_type)
+    ours = case["provider"] == "tritonclip"
+    with CommDebugMode() as seen:
+        try:
+            returned = clip(parameters, MAX_NORM * truth, layout.norm_type)
+            norm = float(returned)
+        except (RuntimeError, ValueError) as raised:
+            dist.barrier()
+            outcome = f"raises {type(raised).__name__}"
+            return Row("distributed", case, {"outcome": outcome}, False if ours else None)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, norm)
+    error = abs(everywhere[0] - truth) / truth
+    values: dict[str, Any] = {"collectives": seen.get_total_counts()}
+    if len(set(everywhere)) > 1:
+        values["outcome"] = "differs by process"
+    elif norm == 0 or not math.isfinite(norm):
+        values["outcome"] = f"norm {norm:g}"
+    else:
+        values["norm_error"] = error
+    correct = len(set(everywhere)) == 1 and error <= 1e-6
+    return Row("distributed", case, values, correct if ours else None)
+
+
+def host_rows(sizes: Sequence[int], n_samples: int, seconds: float) -> Iterator[Row]:
+    """Rows of calls on shards of a group that does nothing, in the process of such a group."""
+    mesh = init_device_mesh("cpu", (N_OF_FAKE_GROUP,))
+    for n in sizes:
+        parameters = []
+        for seed in range(n):
+            local = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed))
+            one = nn.Parameter(DTensor.from_local(torch.zeros(ELEMENTS), mesh, [Shard(0)]))
+            one.grad = DTensor.from_local(local, mesh, [Shard(0)])
+            parameters.append(one)
+        calls: list[Callable[[], Any]] = [
+            lambda p=parameters: tritonclip.clip_(p, 1e9),  # type: ignore[misc]
+            lambda p=parameters: torch.nn.utils.clip_grad_norm_(p, 1e9),  # type: ignore[misc]
+        ]
+        pair, _ = timing.interleaved(
+            [Timed(call, None) for call in calls], torch.device("cpu"), n_samples, seconds
+        )
+        ours, theirs = (samples.walls for samples in pair)
+        share = sorted(a / b for a, b in zip(ours, theirs, strict=True))[len(ours) // 2]
+        values = {**spread("total_us", ours), "torch_us": sorted(theirs)[len(theirs) // 2]}
+        values["share"] = share
+        if n == 1000:
+            values["share_goal"] = SHARE
+        case = {"layout": "shards, on the host", "tensors": n, "provider": "tritonclip"}
+        yield Row("distributed", case, values)
+
+
+def run(names: Sequence[str], providers: Sequence[str], n_samples: int) -> list[Row]:
+    """All rows: layouts in four processes, host time in one."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        if names:
+            spawn(_serve, (folder, list(names), list(providers)), N_PROCESSES)
+            rows += results.read(Path(folder) / "rows.json")[1]
+    rows += _in_fake_group(n_samples)
+    return rows
+
+
+def _serve(rank: int, folder: str, names: Sequence[str], providers: Sequence[str]) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=N_PROCESSES)
+    rows = list(layout_rows(names, providers))
+    if rank == 0:
+        results.write(Path(folder) / "rows.json", {}, rows)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _in_fake_group(n_samples: int) -> list[Row]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N_OF_FAKE_GROUP)
+    try:
+        return list(host_rows(SIZES, n_samples, seconds=1.0))
+    finally:
+        dist.destroy_process_group()
