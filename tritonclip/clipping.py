@@ -76,7 +76,8 @@ def clip_(
             once. Parameters without `.grad`, and those with `need_clip = False`, are left out; a
             gradient that is met twice counts once. Any floating-point or complex dtype, any device,
             strided or sparse COO; dtypes and devices may mix. :class:`FlatGradients` spares the
-            look at every parameter.
+            look at every parameter. DTensors are clipped by the norm of all their pieces, by one
+            all-reduce, in which each process has to take part.
         clip: :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or :class:`ClipByValue`; a number means
             ClipByGlobalNorm(number).
         nonfinite: the policy where a norm is NaN or inf (for ClipByValue: where any element is,
@@ -106,11 +107,14 @@ def clip_(
 
     Raises:
         TypeError: parameters or clip of another kind; integer, nested and mkldnn gradients; tensor
-            subclasses; norms of shards of FullyShardedDataParallel; ClipByValue on complex
-            gradients.
+            subclasses other than DTensor; norms of shards of FullyShardedDataParallel without
+            `process_group`; ClipByValue on complex and on Partial gradients; Partial gradients that
+            are no sum or mean.
         ValueError: gradients whose elements overlap in memory, that share a part of it, or whose
             memory was freed; sparse gradients whose implicit zeros a rule would change or count; an
-            unknown policy; a loss scale that is not positive.
+            unknown policy; a loss scale that is not positive; DTensors on a part of a mesh, whose
+            other processes may hold other gradients, without `process_group`; a group that cuts
+            through a mesh, `copies` without a group, ClipByNorm with one.
         RuntimeError: a norm that is not finite, with nonfinite="error"; gradients made in inference
             mode, outside of it; a backend that was asked for and cannot serve.
 

@@ -47,6 +47,8 @@ def test_clip_flat_parameters_by_group(strategy: Any, original: bool) -> None:
     )
     _backward(sharded, dist.get_rank())
     group = sharded.process_group
+    with pytest.raises(TypeError, match="expected process_group="):
+        tritonclip.clip_(sharded, 1.0)
     norm = tritonclip.clip_(sharded, expected / 2, process_group=group)
     assert_norm(norm, expected)
     assert_same_everywhere(norm)

@@ -67,6 +67,8 @@ def test_clip_by_default_sends_one_number() -> None:
 def test_clip_bumps_versions() -> None:
     one = parameter((8, 3), mesh_of(-1), [Shard(0)])
     before = one.grad._version, one.grad._local_tensor._version
+    tritonclip.clip_([one], math.inf)
+    assert before == (one.grad._version, one.grad._local_tensor._version)
     tritonclip.clip_([one], 0.1)
     assert one.grad._version > before[0]
     assert one.grad._local_tensor._version > before[1]

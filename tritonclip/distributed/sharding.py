@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import is_
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -38,6 +38,8 @@ CAPACITY = 32
 # Partial gradients whose local pieces are scaled by what their sum is scaled by.
 _LINEAR = ("sum", "avg")
 _NOBODY = Holders()
+# What a DTensor is made of; `to_local` and `placements` call Python for each.
+_get_spec, _get_local = attrgetter("_spec"), attrgetter("_local_tensor")
 _PLAIN = frozenset({Tensor, Parameter})
 _WIDE = frozenset({torch.float64, torch.complex128})
 
@@ -69,6 +71,7 @@ class Sharding:
         wide: a parameter is float64.
         one_list: every process of the domain has the same parameters, in the same order.
         sums: some gradients are Partial.
+        mixed: some gradients are plain.
     """
 
     domain: Domain
@@ -79,6 +82,7 @@ class Sharding:
     wide: bool
     one_list: bool
     sums: bool
+    mixed: bool
 
 
 class Shares(NamedTuple):
@@ -145,19 +149,23 @@ def shares_of(
     if module is None and holders is None:
         return None
     kind: Any = () if module is None else module.DTensor
-    specs = [p._spec if isinstance(p, kind) else None for p in parameters]
-    # False where there is no gradient, None where it is plain.
-    forms = [g._spec if isinstance(g, kind) else False if g is None else None for g in grads]
-    if holders is None and not any(specs) and not any(forms):
+    if holders is None and not any(isinstance(one, kind) for one in (*parameters, *grads)):
         return None
+    # Of plain parameters the dtype: a spec has it.
+    specs = _specs(parameters)
+    if specs is None:
+        specs = [p._spec if isinstance(p, kind) else p.dtype for p in parameters]
+    forms = _specs(grads)
+    if forms is None:
+        # False where there is no gradient, None where it is plain.
+        forms = [g._spec if isinstance(g, kind) else False if g is None else None for g in grads]
     user = holders or _NOBODY
     said = _said(parameters, user.copies)
-    wide = not _WIDE.isdisjoint([p.dtype for p in parameters])
-    ends = [None if spec is None else spec.placements for spec in (*specs[:1], *specs[-1:])]
-    key = len(specs), wide, *ends, id(user.group), *map(id, user.meshes)
+    ends = [getattr(spec, "placements", spec) for spec in (*specs[:1], *specs[-1:])]
+    key = len(specs), *ends, id(user.group), *map(id, user.meshes)
     known = _known.get(key)
     if known is None or not known.serves(specs, forms, said):
-        sharding = _sharding_of(specs, forms, said, user, label, wide=wide)
+        sharding = _sharding_of(specs, forms, said, user, label)
     elif known.has(specs, forms):
         return _shares(grads, kind, known.sharding)
     else:
@@ -198,14 +206,29 @@ def _said(parameters: Sequence[Tensor], copies: Any) -> list[int | None]:
 
 def _alike(a: Any, b: Any) -> bool:
     """Whether two specs place a tensor alike; meshes are compared by identity, for their groups."""
-    if a is b or not a or not b:
-        return a is b
-    return a.mesh is b.mesh and a.placements == b.placements
+    if a is b:
+        return True
+    mesh = _mesh_of(a)
+    if mesh is None or mesh is not _mesh_of(b):
+        return False
+    return bool(a.placements == b.placements) and _dtype_of(a) == _dtype_of(b)
+
+
+def _mesh_of(spec: Any) -> Any:
+    """The mesh of a spec; None for what stands in place of one."""
+    return getattr(spec, "mesh", None)
+
+
+def _dtype_of(spec: Any) -> torch.dtype | None:
+    """The dtype of a parameter, where it is known."""
+    if isinstance(spec, torch.dtype):
+        return spec
+    return getattr(getattr(spec, "tensor_meta", None), "dtype", None)
 
 
 def _keep(key: tuple[object, ...], known: _Known) -> None:
+    _known.pop(key, None)
     _known[key] = known
-    _known.move_to_end(key)
     while len(_known) > CAPACITY:
         try:
             _known.popitem(last=False)
@@ -214,13 +237,25 @@ def _keep(key: tuple[object, ...], known: _Known) -> None:
             break
 
 
+def _specs(tensors: Sequence[Tensor | None]) -> list[Any] | None:
+    """The specs of DTensors; None where others are among them."""
+    try:
+        return list(map(_get_spec, tensors))
+    except AttributeError:
+        return None
+
+
 def _shares(grads: Sequence[Tensor | None], kind: Any, sharding: Sharding) -> Shares:
-    there = [g for g in grads if g is not None]
-    tensors: list[Any] = [g._local_tensor if isinstance(g, kind) else g for g in there]
+    there: list[Any] = [g for g in grads if g is not None]
+    if not sharding.mixed:
+        wrappers, tensors = there, list(map(_get_local, there))
+    else:
+        wrappers = [g for g in there if isinstance(g, kind)]
+        tensors = [g._local_tensor if isinstance(g, kind) else g for g in there]
     if not _PLAIN.issuperset(map(type, tensors)):
         # Results of collectives that may still run.
         tensors = [t.wait() if hasattr(t, "trigger_wait") else t for t in tensors]
-    return Shares(tensors, [g for g in there if isinstance(g, kind)], sharding)
+    return Shares(tensors, wrappers, sharding)
 
 
 def _sharding_of(
@@ -229,15 +264,11 @@ def _sharding_of(
     said: list[int | None],
     user: Holders,
     label: Callable[[int], str],
-    *,
-    wide: bool,
 ) -> Sharding:
     """Finds the domain from the parameters, then the weight of each gradient."""
     # Of tensors that are no parameters, the gradient is all there is.
-    places = [spec or form or None for spec, form in zip(specs, forms, strict=True)]
-    meshes = {id(place.mesh): place.mesh for place in places if place is not None}
-    for mesh in user.meshes:
-        meshes.setdefault(id(mesh), mesh)
+    found = [_mesh_of(a) or _mesh_of(b) for a, b in zip(specs, forms, strict=True)]
+    meshes = {id(mesh): mesh for mesh in (*found, *user.meshes) if mesh is not None}
     domain = domain_of(list(meshes.values()), user.group)
     positions = tuple(i for i, form in enumerate(forms) if form is not False)
     for at, copies in enumerate(said):
@@ -250,9 +281,10 @@ def _sharding_of(
         where=tuple(_where(forms[i]) for i in positions),
         positions=positions,
         n_parameters=len(specs),
-        wide=wide,
+        wide=not _WIDE.isdisjoint(map(_dtype_of, specs)),
         one_list=user.group is None,
         sums=any(piece.sums_over for piece in pieces),
+        mixed=any(forms[i] is None for i in positions),
     )
 
 

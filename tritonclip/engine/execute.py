@@ -311,11 +311,18 @@ def write_(
         assert norms is not None
         outcome = _scale_(gradients, rule, norms, grad_scale, zero_nonfinite=zero_nonfinite)
     if gradients.plan is not None and not gradients.plan.ordinary:
-        gradients.finish_writing()
+        gradients.finish_writing(wrote=_wrote(rule, grad_scale, outcome))
     if expected is not None:
         finite = None if norms is None else bool(is_finite(gradients, norms))
         expected.check_clip(rule, zero_nonfinite, grad_scale, outcome.norm, finite)
     return outcome
+
+
+def _wrote(rule: Rule, grad_scale: float | Tensor, outcome: Outcome) -> bool:
+    """Whether gradients may have been written: coefficients on the host may say that none was."""
+    if rule.clamps or isinstance(grad_scale, Tensor) or grad_scale != 1:
+        return True
+    return any(isinstance(c, Tensor) or c != 1 for _, c in outcome.by_group)
 
 
 def _scale_(

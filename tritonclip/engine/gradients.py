@@ -134,13 +134,13 @@ class Gradients:
             )
         return ""
 
-    def finish_writing(self) -> None:
+    def finish_writing(self, *, wrote: bool = True) -> None:
         """Carries values written over to sparse gradients, and versions to wrappers."""
         for sparse, coalesced in self.coalesced:
             sparse.copy_(coalesced)
         if self.plan is not None and self.plan.sparse:
             torch.autograd.graph.increment_version([self.tensors[i] for i in self.plan.sparse])
-        if self.wrappers:
+        if self.wrappers and wrote:
             torch.autograd.graph.increment_version(self.wrappers)
 
 

@@ -51,8 +51,8 @@ def refuse_fsdp_shards(parameters: Sequence[Tensor]) -> None:
     if are_fsdp_shards(parameters):
         raise TypeError(
             "the parameters are shards of FullyShardedDataParallel, and their gradients have the "
-            "norm of one process only; expected whole gradients: call clip_grad_norm_ of the "
-            "FullyShardedDataParallel module"
+            "norm of one process only; expected process_group=: that of the "
+            "FullyShardedDataParallel module, its attribute process_group"
         )
 
 
