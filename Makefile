@@ -71,6 +71,7 @@ bench: $(INSTALLED)
 	$(RUN) -m bench speed
 	$(RUN) -m bench accuracy
 	$(RUN) -m bench host
+	$(RUN) -m bench distributed
 	$(RUN) -m bench codegen
 	$(PYTEST) bench/test_functions.py
 	$(RUN) -m bench report

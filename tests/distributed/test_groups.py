@@ -136,6 +136,15 @@ def test_clip_megatron_shards() -> None:
     check_clip(parameters, expected=expected, process_group=dist.group.WORLD, copies=numbers)
 
 
+@in_processes(2)
+def test_clip_weight_tied_over_stages() -> None:
+    """Embedding and output of a pipeline: the same gradient in both stages."""
+    tied, own = _plain((4, 3), 1), _plain((5,), 10 + dist.get_rank())
+    expected = reference.total_norm([tied.grad, values((5,), 10), values((5,), 11)])
+    group = dist.group.WORLD
+    check_clip([tied, own], expected=expected, process_group=group, copies={tied: 2})
+
+
 @in_processes(4)
 def test_clip_experts_on_another_mesh() -> None:
     dense, experts = mesh_of(-1), mesh_of(2, 2, names=("ep", "ep_shard"))
