@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from tritonclip import rules
-from tritonclip.distributed.domain import check_holders
 from tritonclip.engine import execute
-from tritonclip.engine.gradients import Gradients, of_parameters, of_tensors
+from tritonclip.engine.gradients import Gradients, of_tensors
 from tritonclip.engine.planner import plan_
 from tritonclip.engine.refusals import refuse_negative, refuse_repeated
 from tritonclip.rules import Rule
@@ -67,7 +66,9 @@ def clip_(
     parameters = _read_once(parameters)
     grads, names = _collect(parameters)
     if process_group is not None or copies is not None or _is_spread(grads):
-        result: Tensor | None = _clip_eagerly(
+        from tritonclip.engine import graph_break
+
+        result: Tensor | None = graph_break.clip_(
             parameters, rule, nonfinite, grad_scale, process_group, copies
         )
         return result
@@ -82,20 +83,6 @@ def clip_(
     return None if rule.clamps else norm
 
 
-@torch.compiler.disable
-def _clip_eagerly(
-    parameters: object,
-    rule: Rule,
-    nonfinite: str,
-    grad_scale: float | Tensor,
-    process_group: object,
-    copies: object,
-) -> Tensor | None:
-    holders = check_holders(process_group, copies)
-    gradients = plan_(of_parameters(parameters, holders=holders))
-    return execute.clip_(gradients, rule, nonfinite, grad_scale)
-
-
 def total_norm(
     tensors: object,
     norm_type: float,
@@ -107,7 +94,9 @@ def total_norm(
     items = [tensors] if isinstance(tensors, Tensor) else list(tensors)  # type: ignore[call-overload]
     items = [item for item in items if item is not None]
     if process_group is not None or copies is not None or _is_spread(items):
-        total: Tensor = _measure_eagerly(
+        from tritonclip.engine import graph_break
+
+        total: Tensor = graph_break.total_norm(
             items, norm_type, error_if_nonfinite, process_group, copies
         )
         return total
@@ -117,32 +106,17 @@ def total_norm(
     return norm
 
 
-@torch.compiler.disable
-def _measure_eagerly(
-    tensors: list[Tensor],
-    norm_type: float,
-    error_if_nonfinite: bool,
-    process_group: object,
-    copies: object,
-) -> Tensor:
-    gradients = plan_(of_tensors(tensors, holders=check_holders(process_group, copies)))
-    return execute.total_norm(gradients, norm_type, error_if_nonfinite)
-
-
 def scale_to_norm_(parameters: object, rule: Rule, norm: Tensor) -> None:
     """`clip_grads_with_norm_` in a compiled region."""
     parameters = _read_once(parameters)
     grads, names = _collect(parameters)
     if _is_spread(grads):
-        _scale_eagerly(parameters, rule, norm)
+        from tritonclip.engine import graph_break
+
+        graph_break.scale_(parameters, rule, norm)
     elif grads:
         numbers = [getattr(rule, name) for name in rule.__match_args__]
         _scale_op(grads, numbers, norm, names)
-
-
-@torch.compiler.disable
-def _scale_eagerly(parameters: object, rule: Rule, norm: Tensor) -> None:
-    execute.scale_(plan_(of_parameters(parameters)), rule, norm)
 
 
 def _result_dtype(grads: Sequence[Tensor]) -> torch.dtype:

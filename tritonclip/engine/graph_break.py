@@ -1,0 +1,48 @@
+"""Calls at which torch.compile breaks the graph: those on lists over several processes.
+
+Imported only while it traces, because `torch.compiler.disable` imports the compiler, and that
+triton.
+"""
+
+import torch
+from torch import Tensor
+
+from tritonclip.distributed.domain import check_holders
+from tritonclip.engine import execute
+from tritonclip.engine.gradients import of_parameters, of_tensors
+from tritonclip.engine.planner import plan_
+from tritonclip.rules import Rule
+
+
+@torch.compiler.disable
+def clip_(
+    parameters: object,
+    rule: Rule,
+    nonfinite: str,
+    grad_scale: float | Tensor,
+    process_group: object,
+    copies: object,
+) -> Tensor | None:
+    """`clip_`, eagerly."""
+    holders = check_holders(process_group, copies)
+    gradients = plan_(of_parameters(parameters, holders=holders))
+    return execute.clip_(gradients, rule, nonfinite, grad_scale)
+
+
+@torch.compiler.disable
+def total_norm(
+    tensors: list[Tensor],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    process_group: object,
+    copies: object,
+) -> Tensor:
+    """`get_total_norm`, eagerly."""
+    gradients = plan_(of_tensors(tensors, holders=check_holders(process_group, copies)))
+    return execute.total_norm(gradients, norm_type, error_if_nonfinite)
+
+
+@torch.compiler.disable
+def scale_(parameters: object, rule: Rule, norm: Tensor) -> None:
+    """`clip_grads_with_norm_`, eagerly."""
+    execute.scale_(plan_(of_parameters(parameters)), rule, norm)
