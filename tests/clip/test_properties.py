@@ -24,7 +24,9 @@ def tensors(elements):
 
 
 LISTS = st.one_of(tensors(ELEMENTS), tensors(USUAL))
-LIMITS = st.floats(1e-3, 1e3)
+# From 1 on, the coefficient of 60 elements of 2**120 is a normal float32, 1.25e-38: subnormal ones
+# keep fewer digits than the tolerances allow for.
+LIMITS = st.floats(1.0, 1e3)
 NORM_TYPES = st.sampled_from([1.0, 2.0, 3.0, torch.inf])
 RULES = [ClipByGlobalNorm, ClipByNorm]
 
