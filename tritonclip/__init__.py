@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any
 from tritonclip.clipping import clip_
 from tritonclip.engine.verification import VerificationError
 from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from tritonclip.rules import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByOwnHistory,
+    ClipByQuantile,
+    ClipByRMS,
+    ClipByValue,
+    ClipByZScore,
+    ClipState,
+    Outlier,
+)
 from tritonclip.settings import use_backend, verify
 from tritonclip.torch_compat import (
     clip_grad_norm_,
@@ -27,11 +37,17 @@ __version__ = "0.1.0"
 __all__ = [
     "ClipByGlobalNorm",
     "ClipByNorm",
+    "ClipByOwnHistory",
+    "ClipByQuantile",
+    "ClipByRMS",
     "ClipByValue",
+    "ClipByZScore",
+    "ClipState",
     "ClipStats",
     "ClippedOptimizer",
     "FlatGradients",
     "GradScaler",
+    "Outlier",
     "VerificationError",
     "clip_",
     "clip_grad_norm_",

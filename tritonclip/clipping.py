@@ -14,7 +14,19 @@ from tritonclip.engine import compiled, execute
 from tritonclip.engine.gradients import Gradients, of_parameters
 from tritonclip.engine.planner import plan_
 from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue, Rule, as_rule
+from tritonclip.rules import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByOwnHistory,
+    ClipByQuantile,
+    ClipByRMS,
+    ClipByValue,
+    ClipByZScore,
+    ClipState,
+    Rule,
+    as_rule,
+    follow,
+)
 from tritonclip.rules.arguments import as_grad_scale
 
 if TYPE_CHECKING:
@@ -22,6 +34,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Parameters = Tensor | Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | FlatGradients
+# Rules that measure a norm, or one for each gradient.
+NormRule = (
+    ClipByGlobalNorm | ClipByNorm | ClipByOwnHistory | ClipByQuantile | ClipByRMS | ClipByZScore
+)
 Nonfinite = Literal["propagate", "error", "zero"]
 _POLICIES = ("propagate", "error", "zero")
 
@@ -29,10 +45,11 @@ _POLICIES = ("propagate", "error", "zero")
 @overload
 def clip_(
     parameters: Parameters,
-    clip: float | ClipByGlobalNorm | ClipByNorm,
+    clip: float | NormRule,
     *,
     nonfinite: Nonfinite = ...,
     grad_scale: float | Tensor | None = ...,
+    state: ClipState | None = ...,
     process_group: ProcessGroup | DeviceMesh | None = ...,
     copies: Copies | None = ...,
 ) -> Tensor: ...
@@ -43,6 +60,7 @@ def clip_(
     *,
     nonfinite: Nonfinite = ...,
     grad_scale: float | Tensor | None = ...,
+    state: ClipState | None = ...,
     process_group: ProcessGroup | DeviceMesh | None = ...,
     copies: Copies | None = ...,
 ) -> None: ...
@@ -53,6 +71,7 @@ def clip_(
     *,
     nonfinite: Nonfinite = ...,
     grad_scale: float | Tensor | None = ...,
+    state: ClipState | None = ...,
     process_group: ProcessGroup | DeviceMesh | None = ...,
     copies: Copies | None = ...,
 ) -> Tensor | None: ...
@@ -62,6 +81,7 @@ def clip_(
     *,
     nonfinite: Nonfinite = "propagate",
     grad_scale: float | Tensor | None = None,
+    state: ClipState | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
     copies: Copies | None = None,
 ) -> Tensor | None:
@@ -78,8 +98,8 @@ def clip_(
             strided or sparse COO; dtypes and devices may mix. :class:`FlatGradients` spares the
             look at every parameter. DTensors are clipped by the norm of all their pieces, by one
             all-reduce, in which each process has to take part.
-        clip: :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or :class:`ClipByValue`; a number means
-            ClipByGlobalNorm(number).
+        clip: a rule, such as :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or
+            :class:`ClipByValue`; a number means ClipByGlobalNorm(number).
         nonfinite: the policy where a norm is NaN or inf (for ClipByValue: where any element is,
             before the loss scale is divided out).
             "propagate": nothing special; as in torch, NaN spreads to all gradients that share the
@@ -92,6 +112,8 @@ def clip_(
             a one-element floating-point tensor. Gradients are divided by it in the same pass;
             limits and norms are of the divided gradients. A tensor on a GPU cannot be checked
             without a sync: if it is not positive, the result is undefined.
+        state: the memory of a rule whose limit changes from call to call: a :class:`ClipState`, the
+            same at every call. A call that raises leaves it as it was.
         process_group: the processes that hold the gradients between them, where DTensors do not say
             so: a ProcessGroup or a DeviceMesh. Plain tensors are then different pieces on each of
             its processes, as are those of pipeline stages; DTensors differ where their mesh ends.
@@ -110,7 +132,8 @@ def clip_(
             subclasses other than DTensor; norms of shards of FullyShardedDataParallel without
             `process_group`; ClipByValue on complex and on Partial gradients; Partial gradients that
             are no sum or mean.
-        ValueError: gradients whose elements overlap in memory, that share a part of it, or whose
+        ValueError: a rule that needs a `state`, or a state of another rule or list; gradients whose
+            elements overlap in memory, that share a part of it, or whose
             memory was freed; sparse gradients whose implicit zeros a rule would change or count; an
             unknown policy; a loss scale that is not positive; DTensors on a part of a mesh, whose
             other processes may hold other gradients, without `process_group`; a group that cuts
@@ -136,12 +159,18 @@ def clip_(
         )
     scale = 1.0 if grad_scale is None else as_grad_scale(grad_scale)
     if torch.compiler.is_compiling():
-        return compiled.clip_(parameters, rule, nonfinite, scale, process_group, copies)
+        return compiled.clip_(parameters, rule, nonfinite, scale, state, process_group, copies)
+    following = None
+    if state is not None:
+        rule = following = follow(rule, state)
     holders = None
     if process_group is not None or copies is not None:
         holders = check_holders(process_group, copies)
     gradients = collect(parameters, per_gradient=rule.per_gradient, holders=holders)
-    return execute.clip_(gradients, rule, nonfinite, scale)
+    norm = execute.clip_(gradients, rule, nonfinite, scale)
+    if following is not None:
+        following.commit()
+    return norm
 
 
 def collect(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer
-from tritonclip.rules import Rule
+from tritonclip.rules import Measured, Rule
 
 SIZES = (5, 0, 3 * CHUNK + 7, 40, 1)
 
@@ -27,8 +26,8 @@ class Following(Rule):
     norm_type: float = 2.0
     eps: float = 0.0
 
-    def limit(self, norm: Callable[[], Tensor]) -> Tensor:
-        return norm() * self.share
+    def limit(self, measured: Measured) -> Tensor:
+        return measured.norm() * self.share
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Given(Rule):
     norm_type: float = 2.0
     eps: float = 1e-6
 
-    def limit(self, norm: Callable[[], Tensor]) -> Tensor:
+    def limit(self, measured: Measured) -> Tensor:
         return self.max_norm
 
 

@@ -2,8 +2,8 @@
 
 Addresses and pointer tables cannot be traced, so a traced call only collects the gradients; the
 operator does the rest at run time, eagerly, with the same checks and the same code. Operators take
-no DTensors and no process groups: lists over several processes break the graph. Nothing of this is
-used outside a compiled region.
+no DTensors, no process groups and no state: lists over several processes and limits that change
+break the graph. Nothing of this is used outside a compiled region.
 """
 
 from collections.abc import Sequence
@@ -59,17 +59,19 @@ def clip_(
     rule: Rule,
     nonfinite: str,
     grad_scale: float | Tensor,
+    state: object = None,
     process_group: object = None,
     copies: object = None,
 ) -> Tensor | None:
     """`clip_` in a compiled region."""
     parameters = _read_once(parameters)
     grads, names = _collect(parameters)
-    if process_group is not None or copies is not None or _is_spread(grads):
+    said = state is not None or process_group is not None or copies is not None
+    if said or not rule.fixed or _is_spread(grads):
         from tritonclip.engine import graph_break
 
         result: Tensor | None = graph_break.clip_(
-            parameters, rule, nonfinite, grad_scale, process_group, copies
+            parameters, rule, nonfinite, grad_scale, state, process_group, copies
         )
         return result
     if not grads:

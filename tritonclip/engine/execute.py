@@ -6,7 +6,7 @@ The only composition of the backends' verbs. Arguments are checked and the list 
 import math
 import warnings
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -42,6 +42,7 @@ class Norms(NamedTuple):
         norm_type: p of the p-norm.
         per_gradient: partials give the norm of each gradient.
         grad_scale: the loss scale that gradients and partials still carry.
+        gradients: the list that was measured.
         reduced: where pieces lie over several processes, the norm of all, or with `per_gradient` of
             each parameter's gradient; float64, 1-d.
     """
@@ -52,7 +53,38 @@ class Norms(NamedTuple):
     norm_type: float
     per_gradient: bool
     grad_scale: float | Tensor
+    gradients: Gradients
     reduced: Tensor | None = None
+
+    def norm(self) -> Tensor:
+        """The norm before clipping, or one for each gradient, of other processes too."""
+        plan = self.gradients.plan
+        if self.reduced is not None and self.per_gradient and plan is not None:
+            return unscaled(self.reduced, self.norm_type, self.grad_scale).to(plan.dtype)
+        return total(self.gradients, self)
+
+    def sizes(self) -> Tensor:
+        """The number of elements of each of these gradients; uploaded once for a plan."""
+        gradients, plan = self.gradients, self.gradients.plan
+        assert plan is not None
+        if plan.sizes is None:
+            whole = gradients.tensors
+            if self.reduced is not None and gradients.sources is not None:
+                whole = [p for p in gradients.sources if getattr(p, "need_clip", True)]
+            sizes = [tensor.numel() for tensor in whole]
+            with torch.inference_mode(False):
+                plan.sizes = torch.tensor(sizes, dtype=wide_dtype(plan.device), device=plan.device)
+        return plan.sizes
+
+    def positions(self) -> tuple[Sequence[int] | None, int]:
+        """Where the gradients stand among the parameters, and how many parameters there are."""
+        gradients = self.gradients
+        if self.reduced is not None:
+            return None, len(self.reduced)
+        places = gradients.places()
+        if gradients.sources is None:
+            return places, len(gradients.tensors) if places is None else max(places) + 1
+        return places, len(gradients.sources)
 
 
 class Outcome(NamedTuple):
@@ -117,7 +149,7 @@ def measure(
     if len(plan.groups) == 1 and not ((plan.pairs or plan.empty) and norm_type != 2.0):
         batch = plan.groups[0].layout.bind(gradients.readable, gradients.addresses)
         partials = batch.norm(norm_type, None, per_gradient=per_gradient)
-        return Norms([batch], [partials], [0], norm_type, per_gradient, grad_scale)
+        return Norms([batch], [partials], [0], norm_type, per_gradient, grad_scale, gradients)
     return _measure_groups(gradients, norm_type, per_gradient, grad_scale)
 
 
@@ -162,7 +194,7 @@ def _measure_groups(
             out.zero_()
     everywhere = _exchange(own_norms, own_first=per_gradient)
     partials = [everywhere[device] for device in devices]
-    return Norms(batches, partials, starts, norm_type, per_gradient, grad_scale)
+    return Norms(batches, partials, starts, norm_type, per_gradient, grad_scale, gradients)
 
 
 def _measure_pieces(
@@ -210,7 +242,7 @@ def _measure_pieces(
             norms = batch.partials_each(reduced[share.places.on(plan.device)], norm_type)
         partials.append(norms.to(group.device))
     starts = [0] * len(batches)
-    return Norms(batches, partials, starts, norm_type, per_gradient, grad_scale, reduced)
+    return Norms(batches, partials, starts, norm_type, per_gradient, grad_scale, gradients, reduced)
 
 
 def _moduli(pairs: Tensor) -> Tensor:
@@ -336,9 +368,9 @@ def _scale_(
     """Scales every group."""
     plan = gradients.plan
     assert plan is not None
-    limit = rule.limit(partial(total, gradients, norms))
+    limit = rule.limit(norms)
     if type(limit) is not float:
-        limit = _checked_limit(limit, len(gradients.tensors) if norms.per_gradient else 1)
+        limit = _checked_limit(limit, norms)
     results: list[tuple[Tensor, float | Tensor]] = []
     if not norms.per_gradient:
         for i, batch in enumerate(norms.batches):
@@ -383,18 +415,23 @@ def _limit_of(max_norm: float | Tensor, indices: Sequence[int] | None) -> float 
     return torch.cat([pieces[i] for i in indices])
 
 
-def _checked_limit(limit: float | Tensor, n: int) -> float | Tensor:
-    """A rule's limit: a number, or a 0-d or contiguous 1-d tensor, one for each of n gradients."""
+def _checked_limit(limit: float | Tensor, norms: Norms) -> float | Tensor:
+    """A rule's limit: a number, or a 0-d or contiguous 1-d tensor, one for each gradient here."""
     if not isinstance(limit, Tensor):
         return limit
     if limit.numel() == 1:
         return limit.detach().reshape(())
-    if limit.shape != (n,):
+    n = norms.positions()[1] if norms.reduced is not None else len(norms.gradients.tensors)
+    if limit.shape != (n,) or not norms.per_gradient:
         raise ValueError(
-            f"a rule's limit must be a number, one element, or one for each of {n} gradients; got "
-            f"shape {tuple(limit.shape)}"
+            "a rule's limit must be a number, one element, or one for each of "
+            f"{n if norms.per_gradient else 1} gradients; got shape {tuple(limit.shape)}"
         )
-    return limit.detach().contiguous()
+    plan = norms.gradients.plan
+    assert plan is not None
+    if plan.reduction is None:
+        return limit.detach().contiguous()
+    return limit.detach()[plan.reduction.places.on(limit.device)]
 
 
 def _clamp_(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> None:
@@ -461,7 +498,8 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
             given.to(group.device, non_blocking=uploaded).to(wide_dtype(group.device))
             for group in plan.groups
         ]
-        norms = Norms(batches, partials, [0] * len(batches), rule.norm_type, False, 1.0)
+        starts = [0] * len(batches)
+        norms = Norms(batches, partials, starts, rule.norm_type, False, 1.0, gradients)
         _scale_(gradients, rule, norms, 1.0, zero_nonfinite=False)
         gradients.finish_writing()
         if expected is not None:

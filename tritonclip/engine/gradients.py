@@ -89,18 +89,19 @@ class Gradients:
 
     def _labels(self, indices: Iterable[int]) -> list[str]:
         """Looks names up in the user's argument; only messages need them."""
-        positions: Sequence[int] | None = None
-        if self.sources is not None:
-            positions = [i for i, p in enumerate(self.sources) if gradient_of(p) is not None]
         names: list[str] | None = None
         if isinstance(self.handed_over, Module):
             names = [name for name, _ in self.handed_over.named_parameters()]
-        labels = []
-        for index in indices:
-            at = index if self.distinct is None else self.distinct[index]
-            position = at if positions is None else positions[at]
-            labels.append(self.label_of(position) if names is None else names[position])
-        return labels
+        places = self.places()
+        at = [index if places is None else places[index] for index in indices]
+        return [self.label_of(i) if names is None else names[i] for i in at]
+
+    def places(self) -> Sequence[int] | None:
+        """Where the gradients stand among the sources; None where every source has one."""
+        if self.sources is None or len(self.sources) == len(self.tensors):
+            return self.distinct
+        there = [i for i, p in enumerate(self.sources) if gradient_of(p) is not None]
+        return there if self.distinct is None else [there[i] for i in self.distinct]
 
     def piece(self, index: int) -> Piece:
         """What the gradient at an index is a piece of; only for a list that has a sharding."""

@@ -1,4 +1,4 @@
-"""Calls at which torch.compile breaks the graph: those on lists over several processes.
+"""Calls at which torch.compile breaks the graph: over several processes, or with a state.
 
 Imported only while it traces, because `torch.compiler.disable` imports the compiler, and that
 triton.
@@ -11,7 +11,7 @@ from tritonclip.distributed.domain import check_holders
 from tritonclip.engine import execute
 from tritonclip.engine.gradients import of_parameters, of_tensors
 from tritonclip.engine.planner import plan_
-from tritonclip.rules import Rule
+from tritonclip.rules import Rule, follow
 
 
 @torch.compiler.disable
@@ -20,13 +20,18 @@ def clip_(
     rule: Rule,
     nonfinite: str,
     grad_scale: float | Tensor,
+    state: object,
     process_group: object,
     copies: object,
 ) -> Tensor | None:
     """`clip_`, eagerly."""
+    following = None if state is None else follow(rule, state)
     holders = check_holders(process_group, copies)
     gradients = plan_(of_parameters(parameters, holders=holders))
-    return execute.clip_(gradients, rule, nonfinite, grad_scale)
+    norm = execute.clip_(gradients, following or rule, nonfinite, grad_scale)
+    if following is not None:
+        following.commit()
+    return norm
 
 
 @torch.compiler.disable

@@ -79,6 +79,7 @@ class Plan:
         n_bytes: of memory that it takes on the host, at most.
         guards: compare the form of a list; None for a plan that serves one call.
         reduction: of norms, over the processes that hold the other pieces; None without any.
+        sizes: elements of each gradient, on the device of results; None before a rule asks.
     """
 
     groups: tuple[Group, ...]
@@ -96,6 +97,7 @@ class Plan:
     n_bytes: int = 0
     guards: Any = None
     reduction: Reduction | None = None
+    sizes: Tensor | None = None
 
     def readable(self, grads: list[Tensor]) -> list[Tensor]:
         """The tensors of a list of this form that verbs read and write."""

@@ -174,7 +174,7 @@ def refuse_for_rule(gradients: Gradients, rule: Rule) -> None:
         if plan.pairs:
             places = gradients.indices_where(Tensor.is_complex)
             raise TypeError(
-                f"{type(rule).__name__} cannot order complex gradients "
+                f"{rule.name} cannot order complex gradients "
                 f"({gradients.labels(places)}); expected real ones: clip by norm instead"
             )
         if plan.sparse and not rule.keeps_zero:
@@ -192,13 +192,13 @@ def _refuse_pieces(gradients: Gradients, sharding: Sharding, rule: Rule) -> None
     if rule.clamps and sharding.sums:
         partial = [i for i in range(len(gradients.tensors)) if gradients.piece(i).sums_over]
         raise TypeError(
-            f"{type(rule).__name__} would clamp the parts of a sum, which does not clamp the sum: "
+            f"{rule.name} would clamp the parts of a sum, which does not clamp the sum: "
             f"the gradients of {gradients.labels(partial)} are DTensors with a Partial "
             "placement; expected Shard or Replicate: grad.redistribute() them, or clip by norm"
         )
     if rule.per_gradient and not sharding.one_list:
         raise ValueError(
-            f"{type(rule).__name__} measures each gradient, and process_group does not say which "
+            f"{rule.name} measures each gradient, and process_group does not say which "
             "tensors of its processes are pieces of one; expected DTensors without process_group, "
             "or a rule with one norm"
         )

@@ -5,6 +5,8 @@ it checks. Switched on by `verify()` or by TRITONCLIP_VERIFY=1, see `tritonclip.
 """
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,7 +64,7 @@ class Expectation:
         if not spread or finite is None:
             finite = all(math.isfinite(n) for n in norms)
         erase = zero_nonfinite and not finite
-        limits = _limits(rule, norms)
+        limits = self._limits(rule, norms)
 
         mismatches: list[str] = []
         for index, (norm, max_norm) in enumerate(zip(norms, limits, strict=True)):
@@ -87,11 +89,32 @@ class Expectation:
     def check_scale(self, rule: Rule, norm: Tensor) -> None:
         """Compares a finished `clip_grads_with_norm_` call."""
         given = norm.detach().abs()
-        multiplier = _coefficient(float(given), float(rule.limit(lambda: given)), rule.eps)
+        limit = float(rule.limit(_Reference(given, [])))
+        multiplier = _coefficient(float(given), limit, rule.eps)
         mismatches: list[str] = []
         for index, before in enumerate(self._before):
             mismatches += self._compare(index, _wide(before) * multiplier)
         _raise(mismatches)
+
+    def _limits(self, rule: Rule, norms: list[float]) -> list[float]:
+        """The rule's limit for each gradient."""
+        given = norms if rule.per_gradient else norms[0]
+        measured = torch.tensor(given, dtype=torch.float64, device="cpu")
+        reference = _Reference(measured, [self._n_elements(i) for i in range(len(norms))])
+        limit = torch.as_tensor(rule.limit(reference), dtype=torch.float64).reshape(-1)
+        if len(limit) not in (1, len(norms)):
+            # Found in the call already, for gradients that only other processes have, too.
+            limit = limit[[self._gradients.position(i) for i in range(len(norms))]]
+        limits: list[float] = limit.expand(len(norms)).tolist()
+        return limits
+
+    def _n_elements(self, index: int) -> int:
+        """The number of elements of a gradient, also of those that other processes have."""
+        gradients = self._gradients
+        if gradients.sharding is None or gradients.sources is None:
+            return self._before[index].numel()
+        wanted = [p for p in gradients.sources if getattr(p, "need_clip", True)]
+        return wanted[gradients.position(index)].numel()
 
     def _total(self, norms: list[float], norm_type: float) -> float:
         """The norm of all elements, from the norms of gradients; empty ones do not count."""
@@ -206,9 +229,20 @@ def _coefficient(norm: float, max_norm: float, eps: float) -> float:
     return min(1.0, max_norm / (norm + eps))
 
 
-def _limits(rule: Rule, norms: list[float]) -> list[float]:
-    """The rule's limit for each gradient."""
-    measured = torch.tensor(norms if rule.per_gradient else norms[0], dtype=torch.float64)
-    limit = rule.limit(lambda: measured)
-    limits: list[float] = torch.as_tensor(limit, dtype=torch.float64).expand(len(norms)).tolist()
-    return limits
+class _Reference(NamedTuple):
+    """What a rule is told: the norms of the reference."""
+
+    norms: Tensor
+    n_elements: list[int]
+
+    def norm(self) -> Tensor:
+        """The norm of all gradients, or of each."""
+        return self.norms
+
+    def sizes(self) -> Tensor:
+        """The number of elements of each gradient."""
+        return torch.tensor(self.n_elements, dtype=torch.float64, device="cpu")
+
+    def positions(self) -> tuple[Sequence[int] | None, int]:
+        """Of all."""
+        return None, len(self.n_elements)

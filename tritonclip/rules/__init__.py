@@ -1,6 +1,25 @@
 """Rules: limits for gradients."""
 
+from tritonclip.rules.each import ClipByOwnHistory, ClipByRMS
 from tritonclip.rules.fixed import ClipByGlobalNorm, ClipByNorm, ClipByValue, as_rule
-from tritonclip.rules.rule import Rule
+from tritonclip.rules.rule import Measured, Rule
+from tritonclip.rules.state import ClipState, Following, follow
+from tritonclip.rules.window import ClipByQuantile, Outlier
+from tritonclip.rules.zscore import ClipByZScore
 
-__all__ = ["ClipByGlobalNorm", "ClipByNorm", "ClipByValue", "Rule", "as_rule"]
+__all__ = [
+    "ClipByGlobalNorm",
+    "ClipByNorm",
+    "ClipByOwnHistory",
+    "ClipByQuantile",
+    "ClipByRMS",
+    "ClipByValue",
+    "ClipByZScore",
+    "ClipState",
+    "Following",
+    "Measured",
+    "Outlier",
+    "Rule",
+    "as_rule",
+    "follow",
+]

@@ -1,10 +1,13 @@
 """Checks of arguments: numbers, limits, norm types and loss scales."""
 
 import math
-from numbers import Real
+from collections.abc import Callable
+from numbers import Integral, Real
 
 import torch
 
+# A number that depends on the step: how many calls or steps came before.
+Schedule = Callable[[int], float]
 # The least normal number of float32.
 _LEAST_SCALE = 2.0**-126
 
@@ -32,6 +35,38 @@ def as_limit(name: str, value: object) -> float:
         raise ValueError(f"{name} must be 0 or more, got {number}")
     # -0.0 becomes 0.0: as a limit it would turn the sign of every gradient.
     return number + 0.0
+
+
+def as_limit_or_schedule(name: str, value: object) -> float | Schedule:
+    """As `as_limit`, or a function of the step."""
+    if callable(value) and not isinstance(value, type | torch.nn.Module):
+        return value
+    return as_limit(name, value)
+
+
+def as_share(name: str, value: object) -> float:
+    """The argument as a float between 0 and 1, neither of them."""
+    number = as_number(name, value)
+    if not 0 < number < 1:
+        raise ValueError(f"{name} must lie between 0 and 1, got {number}")
+    return number
+
+
+def as_positive(name: str, value: object) -> float:
+    """The argument as a float that is positive and finite."""
+    number = as_number(name, value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {number}")
+    return number
+
+
+def as_count(name: str, value: object, least: int) -> int:
+    """The argument as an integer that is not below the least."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be {least} or more, got {value}")
+    return int(value)
 
 
 def as_norm_type(value: object) -> float:

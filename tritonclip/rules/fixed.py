@@ -1,33 +1,39 @@
-"""Rules with limits that never change: small frozen values, checked when they are made."""
+"""Rules with limits that depend on no norm: small frozen values, checked when they are made."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from tritonclip.rules.arguments import as_limit, as_norm_type, as_number
-from tritonclip.rules.rule import Rule
+from tritonclip.rules.arguments import (
+    Schedule,
+    as_limit,
+    as_limit_or_schedule,
+    as_norm_type,
+    as_number,
+)
+from tritonclip.rules.rule import Measured, Rule, needs_state
 
 
 @dataclass(frozen=True, slots=True)
 class _ClipNorm(Rule):
-    max_norm: float
+    max_norm: float | Schedule
     norm_type: float = 2.0
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "max_norm", as_limit("max_norm", self.max_norm))
+        object.__setattr__(self, "max_norm", as_limit_or_schedule("max_norm", self.max_norm))
         object.__setattr__(self, "norm_type", as_norm_type(self.norm_type))
         object.__setattr__(self, "eps", as_limit("eps", self.eps))
         if math.isinf(self.eps):
             raise ValueError("eps must be finite, got inf")
 
-    def limit(self, norm: Callable[[], Tensor]) -> float:
-        """The constant `max_norm`."""
+    def limit(self, measured: Measured) -> float:
+        """`max_norm`."""
+        if type(self.max_norm) is not float:
+            raise needs_state(self)
         return self.max_norm
 
 
@@ -39,7 +45,8 @@ class ClipByGlobalNorm(_ClipNorm):
         g \leftarrow g \cdot \min(1, \text{max\_norm} / (\|(g_1, \dots, g_n)\|_p + \text{eps}))
 
     Args:
-        max_norm: largest norm of all gradients together; 0 or more, inf clips nothing.
+        max_norm: largest norm of all gradients together; 0 or more, inf clips nothing. Or a
+            function of the step; see :class:`ClipState`.
         norm_type: p of the p-norm: positive, inf, -inf, or 0 for the number of nonzero elements.
         eps: added to the norm. `torch.nn.utils.clip_grad_norm_` adds 1e-6; with 0, the
             exact form of Paddle and TensorFlow, a norm equal to `max_norm` changes nothing.
@@ -65,7 +72,8 @@ class ClipByNorm(_ClipNorm):
     .. math:: g_i \leftarrow g_i \cdot \min(1, \text{max\_norm} / (\|g_i\|_p + \text{eps}))
 
     Args:
-        max_norm: largest norm of a gradient; 0 or more, inf clips nothing.
+        max_norm: largest norm of a gradient; 0 or more, inf clips nothing. Or a function of the
+            step; see :class:`ClipState`.
         norm_type: p of the p-norm: positive, inf, -inf, or 0 for the number of nonzero elements.
         eps: added to the norm; see :class:`ClipByGlobalNorm`.
 
@@ -92,7 +100,7 @@ class ClipByValue(Rule):
 
     Args:
         min: least value; or, where it is the only argument, the bound of both sides, 0 or more.
-        max: largest value.
+        max: largest value. Both may be functions of the step; see :class:`ClipState`.
 
     The bounds are rounded to the gradient's dtype first, and a finite bound stays finite there. A
     bound may be a one-element tensor on the CPU, which is read once, when the rule is made.
@@ -111,42 +119,51 @@ class ClipByValue(Rule):
         Paddle, `ClipGradByValue`; TensorFlow, `clip_by_value`.
     """
 
-    min: float
-    max: float
+    min: float | Schedule
+    max: float | Schedule
 
     clamps: ClassVar[bool] = True
     # Measured by the policies for NaN and inf alone.
     norm_type: ClassVar[float] = math.inf  # type: ignore[misc]  # a constant here
     eps: ClassVar[float] = 0.0  # type: ignore[misc]
 
-    def __init__(self, min: float, max: float | None = None) -> None:
+    def __init__(self, min: float | Schedule, max: float | Schedule | None = None) -> None:
         if max is None:
-            high = as_limit("min, the bound of both sides where max is not given,", min)
-            low = -high
-        else:
-            low, high = as_number("min", min), as_number("max", max)
-            if not low <= high:
-                raise ValueError(f"min must not exceed max, got min={low} and max={high}")
-        object.__setattr__(self, "min", low)
-        object.__setattr__(self, "max", high)
+            max = as_limit_or_schedule("min, the bound of both sides where max is not given,", min)
+            min = partial(_negative, max) if callable(max) else -max
+        elif not (callable(min) or callable(max)):
+            min, max = as_number("min", min), as_number("max", max)
+            if not min <= max:
+                raise ValueError(f"min must not exceed max, got min={min} and max={max}")
+        object.__setattr__(self, "min", min)
+        object.__setattr__(self, "max", max)
 
-    def limit(self, norm: Callable[[], Tensor]) -> float:
+    def limit(self, measured: Measured) -> float:
         """No limit: a norm is measured to find NaN and inf."""
         return math.inf
 
     def bounds(self, dtype: torch.dtype) -> tuple[float, float]:
         """`min` and `max`, rounded to the dtype; a finite bound stays finite."""
-        if self.min and self.max:
-            return _rounded_bounds(self.min, self.max, dtype)
+        low, high = self._numbers_only()
+        if low and high:
+            return _rounded_bounds(low, high, dtype)
         # lru_cache finds 0.0 for -0.0.
-        low = _rounded(self.min, dtype) if self.min else self.min
-        high = _rounded(self.max, dtype) if self.max else self.max
-        return low, high
+        return _rounded(low, dtype) if low else low, _rounded(high, dtype) if high else high
 
     @property
     def keeps_zero(self) -> bool:
         """Whether the bounds include 0."""
-        return self.min <= 0 <= self.max
+        low, high = self._numbers_only()
+        return low <= 0 <= high
+
+    def _numbers_only(self) -> tuple[float, float]:
+        if callable(self.min) or callable(self.max):
+            raise needs_state(self)
+        return self.min, self.max
+
+
+def _negative(schedule: Schedule, step: int) -> float:
+    return -schedule(step)
 
 
 @lru_cache

@@ -3,11 +3,30 @@
 The engine asks a rule and never its class, so that a new rule is a new file.
 """
 
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
+
+
+class Measured(Protocol):
+    """What a call has measured, and has not written yet; nothing here waits for the device."""
+
+    def norm(self) -> Tensor:
+        """The norm before clipping, divided by the loss scale; costs a launch on a GPU.
+
+        0-d; or 1-d with one for each gradient, also of those that only other processes have.
+        """
+
+    def sizes(self) -> Tensor:
+        """The number of elements of each gradient; float64, 1-d."""
+
+    def positions(self) -> tuple[Sequence[int] | None, int]:
+        """Where the gradients stand among the parameters, and how many parameters there are.
+
+        None where every parameter has a gradient.
+        """
 
 
 class Rule:
@@ -30,17 +49,36 @@ class Rule:
     per_gradient: ClassVar[bool] = False
     clamps: ClassVar[bool] = False
 
-    def limit(self, norm: Callable[[], Tensor]) -> float | Tensor:
+    def limit(self, measured: Measured) -> float | Tensor:
         """The largest norm after clipping.
 
         Args:
-            norm: returns the norm before clipping, 0-d, or 1-d where `per_gradient`, on its device;
-                costs a launch on a GPU.
+            measured: the norm before clipping, or the norms where `per_gradient`.
 
         Returns:
-            A number, or a tensor on any device: 0-d, or 1-d with a limit for each gradient.
+            A number, or a tensor on any device: 0-d, or 1-d with a limit for each norm.
         """
         raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """Names the rule in messages."""
+        return type(self).__name__
+
+    @property
+    def fixed(self) -> bool:
+        """Whether every call has the same limit, so that nothing needs to be remembered."""
+        return not any(map(callable, self._numbers()))
+
+    def at(self, step: int) -> "Rule":
+        """The rule of a step: numbers that are functions of the step become their values."""
+        if self.fixed:
+            return self
+        numbers = [n(step) if callable(n) else n for n in self._numbers()]
+        return type(self)(*numbers)
+
+    def _numbers(self) -> list[object]:
+        return [getattr(self, name) for name in self.__match_args__]
 
     def bounds(self, dtype: torch.dtype) -> tuple[float, float]:
         """The least and the largest value of an element, as `dtype` holds them."""
@@ -50,3 +88,12 @@ class Rule:
     def keeps_zero(self) -> bool:
         """Whether an element that is 0 stays 0."""
         return True
+
+
+def needs_state(rule: Rule) -> ValueError:
+    """The error for a rule whose limit changes from call to call, and no memory of these."""
+    return ValueError(
+        f"{rule.name} has a limit that changes from call to call; expected an object that "
+        "remembers them: make state = tritonclip.ClipState() before the loop and pass state=state, "
+        "or use ClippedOptimizer, which remembers"
+    )

@@ -1,0 +1,110 @@
+"""Adaptive rules as their papers have them, in NumPy, one norm after the other; and norms to feed.
+
+What is NaN, inf or 0 enters no history here either: the papers' codes do not say so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+Limits = Callable[[float], float]
+
+
+def norms(n: int = 400, seed: int = 0, *, bad: bool = True) -> list[float]:
+    """Norms that drift, with spikes and, where `bad`, with NaN, inf and zeros between them."""
+    random = np.random.default_rng(seed)
+    values = np.exp(0.3 * random.standard_normal(n) - 0.004 * np.arange(n))
+    values[random.random(n) < 0.03] *= 50
+    if bad:
+        for at, value in ((3, math.nan), (4, math.inf), (5, 0.0), (50, 0.0)):
+            values[at] = value
+        values[random.random(n) < 0.02] = math.nan
+        values[random.random(n) < 0.02] = math.inf
+    return [float(value) for value in values]
+
+
+def enters(norm: float) -> bool:
+    return math.isfinite(norm) and norm > 0
+
+
+def quantile(q: float, window: int, max_norm: float = math.inf) -> Limits:
+    """AutoClip, with a window."""
+    history: list[float] = []
+
+    def limit(norm: float) -> float:
+        if enters(norm):
+            history.append(norm)
+        return min(float(np.quantile(history[-window:], q)) if history else math.inf, max_norm)
+
+    return limit
+
+
+def zscore(threshold: float, decay: float, warmup: int, max_norm: float = math.inf) -> Limits:
+    """ZClip, with adaptive scaling."""
+    first: list[float] = []
+    mean = variance = math.nan
+
+    def limit(norm: float) -> float:
+        nonlocal mean, variance
+        if len(first) < warmup:
+            if enters(norm):
+                first.append(norm)
+                mean, variance = float(np.mean(first)), float(np.var(first))
+            return max_norm
+        std = math.sqrt(variance)
+        z = (norm - mean) / (std + 1e-6)
+        limit = mean + threshold * std / (z / threshold) if z > threshold else math.inf
+        if enters(norm):
+            entering = min(norm, limit)
+            mean = decay * mean + (1 - decay) * entering
+            variance = decay * variance + (1 - decay) * (entering - mean) ** 2
+        return min(limit, max_norm)
+
+    return limit
+
+
+def outlier(sigmas: float, window: int) -> Limits:
+    """OLMo-core's test: mean and sample deviation of the last norms, once half are there."""
+    history: list[float] = []
+
+    def limit(norm: float) -> float:
+        last = history[-window:]
+        found = math.inf
+        if len(last) >= window // 2:
+            found = float(np.mean(last) + sigmas * np.std(last, ddof=1))
+        if enters(norm):
+            history.append(norm)
+        return found
+
+    return limit
+
+
+def own_history(
+    ratio: float, decay: float, warmup: int, max_norm: float
+) -> Callable[[Sequence[float]], list[float]]:
+    """AdaGC, with a warm-up that counts the norms of each gradient."""
+    averages: list[float] = []
+    counts: list[int] = []
+
+    def limits(norms: Sequence[float]) -> list[float]:
+        if not averages:
+            averages.extend([math.inf] * len(norms))
+            counts.extend([0] * len(norms))
+        total = math.sqrt(sum(norm * norm for norm in norms))
+        found = []
+        for i, norm in enumerate(norms):
+            warm = counts[i] >= warmup
+            together = norm * (max_norm / total) if total else math.inf
+            limit = ratio * averages[i] if warm else together
+            found.append(limit)
+            clipped = float(np.minimum(norm, limit))
+            if enters(norm) and enters(clipped):
+                counts[i] += 1
+                average = decay * averages[i] + (1 - decay) * clipped
+                averages[i] = average if warm else min(averages[i], clipped)
+        return found
+
+    return limits

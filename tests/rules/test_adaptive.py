@@ -1,0 +1,373 @@
+"""Limits that follow the norms of earlier calls: beside references, at bad norms, and resumed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pickle
+from typing import Any
+
+import histories
+import pytest
+import torch
+from cases import INTERPRETED, grad_of, normal, parameters
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tritonclip
+from tritonclip import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByOwnHistory,
+    ClipByQuantile,
+    ClipByRMS,
+    ClipByValue,
+    ClipByZScore,
+    ClipState,
+    Outlier,
+)
+
+# 15 digits of float64, and sums of some hundred norms.
+RELATIVE = 1e-12
+GLOBAL = [
+    pytest.param(ClipByQuantile(0.9, 50), histories.quantile, (0.9, 50), id="quantile"),
+    pytest.param(ClipByQuantile(0.5, 7, 0.8), histories.quantile, (0.5, 7, 0.8), id="median"),
+    pytest.param(ClipByZScore(), histories.zscore, (2.5, 0.97, 25), id="zscore"),
+    pytest.param(
+        ClipByZScore(2.0, 0.9, 10, 1.0), histories.zscore, (2.0, 0.9, 10, 1.0), id="zscore-bounded"
+    ),
+]
+ADAPTIVE = [
+    pytest.param(ClipByQuantile(0.7, 20), id="quantile"),
+    pytest.param(ClipByZScore(warmup=10), id="zscore"),
+    pytest.param(ClipByOwnHistory(warmup=10), id="own-history"),
+]
+
+
+def of_norm(size: float, shape: int = 5, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A gradient of this norm."""
+    if not math.isfinite(size):
+        return torch.tensor([1.0] * (shape - 1) + [size], dtype=dtype)
+    direction = normal(shape, torch.float64)
+    length = float(direction.norm())
+    return (direction / length * size).to(dtype)
+
+
+@pytest.mark.parametrize(("rule", "make", "numbers"), GLOBAL)
+def test_clip_follows_the_reference_over_400_steps(rule, make, numbers):
+    reference, state, seen = make(*numbers), ClipState(), 0
+    for norm in histories.norms():
+        (weight,) = parameters([of_norm(norm)])
+        before = grad_of(weight).clone()
+        found = tritonclip.clip_(weight, rule, state=state)
+        limit = reference(norm)
+        if not math.isfinite(norm):
+            assert not torch.isfinite(found)
+        elif norm > limit * (1 + RELATIVE):
+            assert float(grad_of(weight).norm()) == pytest.approx(limit, rel=RELATIVE)
+            seen += 1
+        elif norm < limit * (1 - RELATIVE):
+            assert torch.equal(grad_of(weight), before)
+    assert seen > 10
+
+
+@pytest.mark.parametrize("bad", [True, False], ids=["bad", "finite"])
+def test_clip_by_own_history_follows_the_reference_over_400_steps(bad):
+    rule, state = ClipByOwnHistory(warmup=30), ClipState()
+    reference = histories.own_history(1.05, 0.98, 30, 1.0)
+    series = [histories.norms(seed=seed, bad=bad) for seed in (1, 2, 3)]
+    # A gradient that is 0 throughout the warm-up must not stay 0 for ever.
+    series[2][:40] = [0.0] * 40
+    seen = 0
+    for norms in zip(*series, strict=True):
+        weights = parameters([of_norm(norm) for norm in norms])
+        tritonclip.clip_(weights, rule, state=state)
+        for weight, norm, limit in zip(weights, norms, reference(norms), strict=True):
+            after = float(grad_of(weight).norm())
+            if math.isfinite(norm) and math.isfinite(limit):
+                assert after == pytest.approx(min(norm, limit), rel=RELATIVE)
+                seen += after < 0.99 * norm
+    assert seen > 100
+
+
+def test_outlier_follows_the_reference_over_400_steps():
+    rule, reference = Outlier(3.0, 32), histories.outlier(3.0, 32)
+    state = torch.tensor(rule.start(), dtype=torch.float64)
+    found, expected = [], []
+    for norm in histories.norms():
+        limit, state = rule.advance(state, torch.tensor(norm, dtype=torch.float64))
+        found.append(float(limit))
+        expected.append(reference(norm))
+    assert found == pytest.approx(expected, rel=RELATIVE)
+    assert sum(math.isfinite(limit) for limit in found) > 300
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses to read a tensor on the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a host sync"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rule", ADAPTIVE)
+def test_advance_reads_nothing_on_the_host(rule):
+    n = (3,) if rule.per_gradient else ()
+    state = torch.tensor(rule.start(), dtype=torch.float64).expand(*n, -1)
+    norm = torch.rand(n, dtype=torch.float64)
+    with NoSync():
+        for _ in range(15):
+            limit, state = rule.advance(state, norm)
+    assert limit.shape == norm.shape
+
+
+@pytest.mark.parametrize("rule", ADAPTIVE)
+def test_clip_waits_for_no_device(backend, rule):
+    if backend.module == "cpu_backend" or INTERPRETED:
+        pytest.skip("a CPU decides on the host, and so does the interpreter")
+    state = ClipState()
+    for step in range(15):
+        grads = [of_norm(2.0 + step), of_norm(1.0)]
+        weights = parameters([grad.to(backend.device) for grad in grads])
+        with NoSync():
+            tritonclip.clip_(weights, rule, state=state)
+
+
+def run(rule: Any, state: ClipState, steps: range) -> list[Tensor]:
+    grads = []
+    for step in steps:
+        size = histories.norms(60, seed=5)[step]
+        weights = parameters([of_norm(size), of_norm(1.0, 3)])
+        tritonclip.clip_(weights, rule, state=state)
+        grads += [grad_of(weight) for weight in weights]
+    return grads
+
+
+@pytest.mark.parametrize(
+    "rule", [*ADAPTIVE, pytest.param(ClipByNorm(lambda t: 1 / (1 + t)), id="schedule")]
+)
+@pytest.mark.parametrize("how", ["state_dict", "deepcopy", "pickle"])
+def test_a_resumed_state_clips_as_one_that_went_on(rule, how):
+    state = ClipState()
+    run(rule, state, range(30))
+    if how == "state_dict":
+        other = ClipState()
+        other.load_state_dict(copy.deepcopy(state.state_dict()))
+    else:
+        other = copy.deepcopy(state) if how == "deepcopy" else pickle.loads(pickle.dumps(state))
+    expected, found = run(rule, state, range(30, 60)), run(rule, other, range(30, 60))
+    assert all(
+        map(torch.equal, [g.nan_to_num() for g in found], [g.nan_to_num() for g in expected])
+    )
+    assert other.steps == 60
+
+
+def test_state_dict_is_a_copy():
+    state = ClipState()
+    run(ClipByZScore(), state, range(3))
+    saved = state.state_dict()
+    before = saved["values"].clone()
+    run(ClipByZScore(), state, range(3))
+    assert torch.equal(saved["values"], before)
+
+
+@pytest.mark.parametrize("rule", ADAPTIVE)
+def test_a_call_that_raises_leaves_the_state(rule):
+    state = ClipState()
+    run(rule, state, range(3))
+    before = state.state_dict()
+    weights = parameters([of_norm(math.nan), of_norm(1.0, 3)])
+    with pytest.raises(RuntimeError, match="non-finite"):
+        tritonclip.clip_(weights, rule, state=state, nonfinite="error")
+    after = state.state_dict()
+    assert torch.equal(after["values"].nan_to_num(-1), before["values"].nan_to_num(-1))
+    assert after["steps"] == before["steps"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
+@pytest.mark.parametrize("rule", ADAPTIVE)
+def test_a_norm_that_is_no_measure_leaves_the_values(rule, value):
+    state = ClipState()
+    run(rule, state, range(1))
+    before = state.state_dict()["values"]
+    tritonclip.clip_(parameters([of_norm(value), of_norm(value, 3)]), rule, state=state)
+    assert torch.equal(state.state_dict()["values"].nan_to_num(-1), before.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("rule", ADAPTIVE)
+def test_max_norm_bounds_every_limit(rule):
+    """For its own history, in the warm-up."""
+    bounded, state = dataclasses.replace(rule, max_norm=0.25), ClipState()
+    for step in range(8):
+        (weight,) = parameters([of_norm(1.0 + step)])
+        tritonclip.clip_(weight, bounded, state=state)
+        assert float(grad_of(weight).norm()) == pytest.approx(0.25, rel=RELATIVE)
+
+
+def test_a_quantile_follows_a_new_level_after_its_window():
+    rule, state = ClipByQuantile(0.5, 8), ClipState()
+    for size in [1.0] * 20 + [100.0] * 8:
+        (weight,) = parameters([of_norm(size)])
+        tritonclip.clip_(weight, rule, state=state)
+    assert float(grad_of(weight).norm()) == pytest.approx(100.0)
+
+
+def test_own_history_keeps_to_parameters_that_have_a_gradient_now_and_then():
+    """The state is by parameter, not by place among the gradients that are there."""
+    rule, state = ClipByOwnHistory(warmup=2, max_norm=math.inf), ClipState()
+    weights = parameters([of_norm(1.0), of_norm(8.0), of_norm(64.0)])
+    for step in range(20):
+        for weight, size in zip(weights, (1.0, 8.0, 64.0), strict=True):
+            weight.grad = of_norm(size)
+        if step % 2:
+            weights[step % 3].grad = None
+        tritonclip.clip_(weights, rule, state=state)
+    for weight in weights:
+        weight.grad = of_norm(1000.0)
+    weights[0].grad = None
+    tritonclip.clip_(weights, rule, state=state)
+    assert float(grad_of(weights[1]).norm()) == pytest.approx(1.05 * 8, rel=1e-9)
+    assert float(grad_of(weights[2]).norm()) == pytest.approx(1.05 * 64, rel=1e-9)
+
+
+def test_rms_bounds_the_root_mean_square_of_each_gradient(device):
+    grads = [normal(400, device=device) * 3, normal((5, 7), device=device, seed=1) / 8]
+    weights, before = parameters(grads), [grad.clone() for grad in grads]
+    norms = tritonclip.clip_(weights, ClipByRMS(1.5))
+    torch.testing.assert_close(norms, torch.stack([g.norm() for g in before]), rtol=1e-6, atol=0.0)
+    rms = grad_of(weights[0]).double().square().mean().sqrt()
+    assert float(rms) == pytest.approx(1.5, rel=1e-6)
+    assert torch.equal(grad_of(weights[1]), before[1])
+
+
+def test_rms_of_a_gradient_without_elements_clips_nothing():
+    weights = parameters([torch.zeros(0), torch.full((4,), 2.0)])
+    tritonclip.clip_(weights, ClipByRMS(1.0))
+    assert grad_of(weights[1]).tolist() == [1.0] * 4
+
+
+SCHEDULED: list[Any] = [
+    pytest.param(ClipByGlobalNorm, lambda g, by: g * (by / (g.norm() + 1e-6)), id="global"),
+    pytest.param(ClipByNorm, lambda g, by: g * (by / (g.norm() + 1e-6)), id="by-norm"),
+    pytest.param(ClipByValue, lambda g, by: g.clamp(-by, by), id="by-value"),
+    pytest.param(ClipByRMS, lambda g, by: g * (by / g.square().mean().sqrt()), id="rms"),
+]
+
+
+@pytest.mark.parametrize(("kind", "formula"), SCHEDULED)
+def test_a_limit_may_be_a_function_of_the_step(kind, formula):
+    rule, state = kind(lambda step: 0.5 / (1 + step)), ClipState()
+    for step in range(4):
+        (weight,) = parameters([of_norm(100.0)])
+        expected = formula(grad_of(weight).clone(), 0.5 / (1 + step))
+        tritonclip.clip_(weight, rule, state=state)
+        torch.testing.assert_close(grad_of(weight), expected, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [*ADAPTIVE, *(p.values[0](lambda t: 1.0) for p in SCHEDULED)],
+    ids=lambda r: type(r).__name__,
+)
+def test_a_rule_that_changes_needs_a_state(rule):
+    (weight,) = parameters([of_norm(100.0)])
+    before = grad_of(weight).clone()
+    with pytest.raises(ValueError, match=r"ClipState\(\)"):
+        tritonclip.clip_(weight, rule)
+    assert torch.equal(grad_of(weight), before)
+
+
+@pytest.mark.parametrize("other", [ClipByZScore(), ClipByQuantile(0.7, 21)], ids=["rule", "window"])
+def test_a_state_refuses_another_rule(other):
+    state = ClipState()
+    run(ClipByQuantile(0.7, 20), state, range(2))
+    (weight,) = parameters([of_norm(100.0)])
+    with pytest.raises(ValueError, match=r"remembers norms for ClipByQuantile.*new ClipState"):
+        tritonclip.clip_(weight, other, state=state)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_state_refuses_another_list(n):
+    state = ClipState()
+    run(ClipByOwnHistory(), state, range(2))
+    weights = parameters([of_norm(1.0)] * n)
+    with pytest.raises(ValueError, match=f"norms of 2 parameters, and there are {n}"):
+        tritonclip.clip_(weights, ClipByOwnHistory(), state=state)
+
+
+@pytest.mark.parametrize("wrong", [{}, {"steps": 1}, [1], None], ids=repr)
+def test_load_state_dict_refuses_what_is_no_state(wrong):
+    with pytest.raises(ValueError, match=r"ClipState\.state_dict"):
+        ClipState().load_state_dict(wrong)
+
+
+def test_state_must_be_a_state():
+    with pytest.raises(TypeError, match="state must be a ClipState, got dict"):
+        tritonclip.clip_([], 1.0, state={})  # type: ignore[call-overload]
+
+
+WRONG: list[Any] = [
+    (ClipByQuantile, {"quantile": 0.0}, ValueError, "quantile must lie between 0 and 1"),
+    (ClipByQuantile, {"quantile": 1}, ValueError, "quantile must lie between 0 and 1"),
+    (ClipByQuantile, {"quantile": math.nan}, ValueError, "quantile"),
+    (ClipByQuantile, {"window": 0}, ValueError, "window must be 1 or more"),
+    (ClipByQuantile, {"window": 2.5}, TypeError, "window must be an integer"),
+    (ClipByQuantile, {"max_norm": -1.0}, ValueError, "max_norm"),
+    (ClipByQuantile, {"norm_type": -1.0}, ValueError, "norm_type"),
+    (ClipByZScore, {"threshold": 0.0}, ValueError, "threshold must be positive"),
+    (ClipByZScore, {"decay": 1.0}, ValueError, "decay must lie between"),
+    (ClipByZScore, {"warmup": 1}, ValueError, "warmup must be 2 or more"),
+    (ClipByOwnHistory, {"ratio": math.inf}, ValueError, "ratio must be positive and finite"),
+    (ClipByOwnHistory, {"warmup": True}, TypeError, "warmup must be an integer"),
+    (ClipByOwnHistory, {"max_norm": "1"}, TypeError, "max_norm"),
+    (ClipByRMS, {"max_rms": math.nan}, ValueError, "max_rms"),
+    (Outlier, {"sigmas": -1.0}, ValueError, "sigmas must be positive"),
+    (Outlier, {"window": 0}, ValueError, "window must be 4 or more"),
+]
+
+
+@pytest.mark.parametrize(("kind", "arguments", "error", "message"), WRONG)
+def test_rule_refuses(kind, arguments, error, message):
+    with pytest.raises(error, match=message):
+        kind(**arguments)
+
+
+def test_a_schedule_that_gives_no_limit_is_refused():
+    (weight,) = parameters([of_norm(100.0)])
+    with pytest.raises(ValueError, match="max_norm must be 0 or more, got -1"):
+        tritonclip.clip_(weight, ClipByGlobalNorm(lambda step: -1.0), state=ClipState())
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_limits_are_of_unscaled_gradients(scale):
+    plain, scaled = ClipState(), ClipState()
+    rule = ClipByQuantile(0.5, 9)
+    for step in range(9):
+        ours, theirs = parameters([of_norm(1.0 + step) * scale, of_norm(1.0 + step)])
+        tritonclip.clip_(ours, rule, state=scaled, grad_scale=scale)
+        tritonclip.clip_(theirs, rule, state=plain)
+        assert torch.equal(grad_of(ours), grad_of(theirs))
+
+
+@pytest.mark.parametrize("rule", [*ADAPTIVE, pytest.param(ClipByRMS(0.1), id="rms")])
+def test_verify_accepts_every_rule(device, rule):
+    state = ClipState()
+    with tritonclip.verify():
+        for step in range(14):
+            grads = [normal(40, device=device, seed=step) * step, normal((3, 5), device=device)]
+            tritonclip.clip_(parameters(grads), rule, state=state)
+
+
+def test_clip_with_a_state_breaks_the_graph_and_clips_the_same():
+    rule, state, compiled_state = ClipByQuantile(0.5, 9), ClipState(), ClipState()
+    ours, theirs = parameters([of_norm(1.0)] * 2)
+
+    @torch.compile(backend="eager")
+    def step() -> Tensor | None:
+        return tritonclip.clip_([ours], rule, state=compiled_state)
+
+    for size in (1.0, 2.0, 30.0, 4.0):
+        ours.grad, theirs.grad = of_norm(size), of_norm(size)
+        torch.testing.assert_close(step(), tritonclip.clip_([theirs], rule, state=state))
+        assert torch.equal(grad_of(ours), grad_of(theirs))

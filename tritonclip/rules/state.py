@@ -1,0 +1,221 @@
+"""What a rule remembers from call to call, and the rule of one call that is made of it."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonclip.rules.adaptive import Adaptive
+from tritonclip.rules.rule import Measured, Rule
+
+
+class ClipState:
+    """The memory of one rule for one list of parameters, where its limit changes from call to call.
+
+    Two kinds of rules need one: those that follow the norms of earlier calls, and those with a
+    limit that is a function of the step. The step is the number of calls before this one, an int:
+    ``ClipByGlobalNorm(lambda step: 10.0 if step < 100 else 1.0)``. A :class:`ClippedOptimizer`
+    keeps such memories itself; the step is then the number of its steps so far, skipped ones too.
+
+    Norms are remembered in a tensor on the gradients' device, which no call waits for. A captured
+    CUDA graph goes on to remember; the step of a schedule stays that of the capture.
+
+    Example:
+        >>> from tritonclip import ClipByQuantile, clip_
+        >>> weight = torch.tensor([0.0, 0.0], requires_grad=True)
+        >>> state = ClipState()
+        >>> rule = ClipByQuantile(0.5, window=100)
+        >>> for size in (1.0, 1.0, 50.0):
+        ...     weight.grad = torch.tensor([0.0, size])
+        ...     norm = clip_(weight, rule, state=state)
+        >>> weight.grad
+        tensor([0., 1.])
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._kind = ""
+        self._values: Tensor | None = None
+        self._places: tuple[tuple[object, ...], Tensor] | None = None
+
+    @property
+    def steps(self) -> int:
+        """Calls so far."""
+        return self._steps
+
+    def follow(self, rule: Rule, *, may_grow: bool = False) -> "Following":
+        """The rule of the next call.
+
+        Args:
+            rule: any rule.
+            may_grow: parameters may have been added, behind those that were there.
+
+        Raises:
+            ValueError: a rule of another kind than the one whose norms are remembered.
+        """
+        self._check(rule)
+        return Following(rule.at(self._steps), self, may_grow=may_grow)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of everything: `kind`, `steps`, and `values`, a tensor or None."""
+        values = None if self._values is None else self._values.clone()
+        return {"kind": self._kind, "steps": self._steps, "values": values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the result of `state_dict`; tensors stay on the device that they are on.
+
+        Raises:
+            ValueError: anything else.
+        """
+        if not isinstance(state, dict) or set(state) != {"kind", "steps", "values"}:
+            raise ValueError(
+                "expected the result of ClipState.state_dict(), with kind, steps and values, got "
+                f"{sorted(state) if isinstance(state, dict) else type(state).__name__}"
+            )
+        values = state["values"]
+        self._kind, self._steps = state["kind"], int(state["steps"])
+        self._values = None if values is None else torch.as_tensor(values).clone()
+        self._places = None
+
+    def _check(self, rule: Rule) -> None:
+        kind = _kind_of(rule)
+        if kind and self._kind and kind != self._kind:
+            raise ValueError(
+                f"this state remembers norms for {self._kind}, and the rule is {kind}; expected "
+                "the rule that it began with: make a new ClipState() for another one"
+            )
+
+    def advance(self, rule: Any, measured: Measured, *, may_grow: bool) -> tuple[Tensor, Tensor]:
+        """The limit for what was measured, and the values after it."""
+        norm = measured.norm()
+        # Some devices have no float64.
+        norm = norm.to(torch.float32 if norm.device.type == "mps" else torch.float64)
+        if not getattr(rule, "per_gradient", False):
+            limit, values = rule.advance(self._values_for(rule, norm, None, may_grow), norm)
+            return limit, values
+        positions, n = measured.positions()
+        values = self._values_for(rule, norm, n, may_grow)
+        if positions is None:
+            limit, values = rule.advance(values, norm)
+            return limit, values
+        places = self._places_of(positions, norm.device)
+        limit, rows = rule.advance(values[places], norm)
+        return limit, values.index_copy(0, places, rows)
+
+    def _values_for(self, rule: Any, norm: Tensor, n: int | None, may_grow: bool) -> Tensor:
+        """The values, made where there are none: one row, or one for each of n parameters."""
+        values = self._values
+        if values is not None and (values.device, values.dtype) != (norm.device, norm.dtype):
+            values = self._values = values.to(norm.device, norm.dtype)
+        n_known = 0 if values is None or n is None else len(values)
+        if values is not None and (n is None or n == n_known):
+            return values
+        if values is not None and not (may_grow and n is not None and n > n_known):
+            raise ValueError(
+                f"this state remembers norms of {n_known} parameters, and there are {n}; expected "
+                "the list that it began with: make a new ClipState() for another one"
+            )
+        self._kind = _kind_of(rule)
+        # Never an inference tensor, which no later call could write to.
+        with torch.inference_mode(False):
+            # Uploads once.
+            row = torch.tensor(rule.start(), dtype=norm.dtype, device=norm.device)
+            if n is not None:
+                row = row.repeat(n - n_known, 1)
+            self._values = row if values is None else torch.cat([values, row])
+        return self._values
+
+    def _places_of(self, positions: Sequence[int], device: torch.device) -> Tensor:
+        """Positions on the device; uploaded where they are not those of the call before."""
+        key = (device, *positions)
+        if self._places is None or self._places[0] != key:
+            places = torch.tensor(positions, dtype=torch.int64, device=device)
+            self._places = key, places
+        return self._places[1]
+
+    def commit(self, values: Tensor | None, left_out: Tensor | None) -> None:
+        """Goes on to the next step, with new values unless the step was left out."""
+        self._steps += 1
+        if values is None or self._values is None:
+            return
+        if left_out is not None:
+            values = torch.where(left_out.to(values.device), self._values, values)
+        # In place, for CUDA graphs, and in one piece.
+        self._values.copy_(values)
+
+    def __repr__(self) -> str:
+        return f"<ClipState of {self._kind or 'no norms'} after {self._steps} calls>"
+
+
+class Following(Rule):
+    """The rule of one call, with the limit that its state gives it; found once."""
+
+    def __init__(self, rule: Any, state: ClipState, *, may_grow: bool = False) -> None:
+        self.rule, self._state, self._may_grow = rule, state, may_grow
+        self._limit: float | Tensor | None = None
+        self._values: Tensor | None = None
+        if isinstance(rule, Rule):
+            self.norm_type, self.eps = rule.norm_type, rule.eps
+            self.per_gradient = rule.per_gradient  # type: ignore[misc]  # of this rule
+            self.clamps = rule.clamps  # type: ignore[misc]
+
+    def limit(self, measured: Measured) -> float | Tensor:
+        """The limit of the step; later calls get the same."""
+        if self._limit is None:
+            if isinstance(self.rule, Adaptive):
+                self._limit, self._values = self._state.advance(
+                    self.rule, measured, may_grow=self._may_grow
+                )
+            else:
+                self._limit = self.rule.limit(measured)
+        return self._limit
+
+    def bounds(self, dtype: torch.dtype) -> tuple[float, float]:
+        """As the rule's."""
+        low, high = self.rule.bounds(dtype)
+        return low, high
+
+    @property
+    def keeps_zero(self) -> bool:
+        """As the rule's."""
+        return bool(self.rule.keeps_zero)
+
+    @property
+    def name(self) -> str:
+        """As the rule's."""
+        return str(self.rule.name)
+
+    def __repr__(self) -> str:
+        return repr(self.rule)
+
+    def commit(self, left_out: Tensor | None = None) -> None:
+        """Makes the state remember this call; a step that was left out only counts.
+
+        Args:
+            left_out: whether it was; 0-d bool on any device, None for no.
+        """
+        self._state.commit(self._values, left_out)
+
+
+def follow(rule: Rule, state: object) -> Following:
+    """The rule of the next call, as the user's `state` gives it.
+
+    Raises:
+        TypeError, ValueError: no state, or one of another rule.
+    """
+    if not isinstance(state, ClipState):
+        raise TypeError(
+            f"state must be a ClipState, got {type(state).__name__}; make state = "
+            "tritonclip.ClipState() before the loop"
+        )
+    return state.follow(rule)
+
+
+@lru_cache(maxsize=64)
+def _kind_of(rule: Any) -> str:
+    """What a state must have in common with a rule: its class, and the length of a row."""
+    if not isinstance(rule, Adaptive):
+        return ""
+    return f"{type(rule).__name__} with {len(rule.start())} numbers"

@@ -1,0 +1,100 @@
+"""A limit from the moving mean and deviation of the norms."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from tritonclip.rules.adaptive import AdaptiveRule, bounded, counts
+from tritonclip.rules.arguments import (
+    Schedule,
+    as_count,
+    as_limit_or_schedule,
+    as_norm_type,
+    as_positive,
+    as_share,
+)
+
+# Added to the deviation, as in ZClip: norms that are all equal have none.
+_LEAST_DEVIATION = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ClipByZScore(AdaptiveRule):
+    r"""Clips by global norm, where the norm is far above its moving average.
+
+    .. math::
+        z_t = (n_t - \mu) / (\sigma + 10^{-6}), \qquad
+        \text{limit} = \mu + \text{threshold} \cdot \sigma \cdot \text{threshold} / z_t
+        \quad \text{where } z_t > \text{threshold}
+
+    The larger the spike, the lower the limit: towards the mean. Mean and variance are those of the
+    first `warmup` norms, and from then on exponential moving averages, which a spike enters as the
+    norm that it was clipped to.
+
+    Args:
+        threshold: largest z-score that is not clipped; positive.
+        decay: of the moving averages, between 0 and 1.
+        warmup: norms before the first spike is looked for; 2 or more. NaN, inf and 0 do not count.
+        max_norm: largest limit, also during the warm-up; 0 or more. ZClip's is 1. Or a function of
+            the step; see :class:`ClipState`.
+        norm_type: p of the p-norm: positive, inf, -inf, or 0 for the number of nonzero elements.
+
+    Raises:
+        ValueError, TypeError: an argument that is out of range, or no number.
+
+    Notes:
+        In :func:`clip_` it needs a :class:`ClipState`. In ZClip one NaN turns the rule off for
+        good.
+
+    Example:
+        >>> ClipByZScore(max_norm=1.0)
+        ClipByZScore(threshold=2.5, decay=0.97, warmup=25, max_norm=1.0, norm_type=2.0)
+
+    References:
+        Kumar, Owen, Chowdhury, Güra, `ZClip: Adaptive Spike Mitigation for LLM Pre-Training
+        <https://arxiv.org/abs/2504.02507>`_, 2025
+    """
+
+    threshold: float = 2.5
+    decay: float = 0.97
+    warmup: int = 25
+    max_norm: float | Schedule = math.inf
+    norm_type: float = 2.0
+
+    eps: ClassVar[float] = 0.0  # type: ignore[misc]  # a constant here
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "threshold", as_positive("threshold", self.threshold))
+        object.__setattr__(self, "decay", as_share("decay", self.decay))
+        object.__setattr__(self, "warmup", as_count("warmup", self.warmup, 2))
+        object.__setattr__(self, "max_norm", as_limit_or_schedule("max_norm", self.max_norm))
+        object.__setattr__(self, "norm_type", as_norm_type(self.norm_type))
+
+    def start(self) -> Sequence[float]:
+        """Mean, variance, and the number of norms."""
+        return (0.0, 0.0, 0.0)
+
+    def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """The limit of a spike, inf for others; the moments with this norm as it was clipped."""
+        mean, variance, n = state.unbind()
+        warm = n >= self.warmup
+        deviation = variance.sqrt()
+        z = (norm - mean) / (deviation + _LEAST_DEVIATION)
+        reduced = mean + self.threshold * deviation * (self.threshold / z)
+        limit = torch.where(warm & (z > self.threshold), reduced, math.inf)
+
+        value = torch.minimum(norm, limit)
+        moved = value - mean
+        # Welford's update in the warm-up.
+        plain_mean = mean + moved / (n + 1)
+        plain_variance = (variance * n + moved * (value - plain_mean)) / (n + 1)
+        moving_mean = self.decay * mean + (1 - self.decay) * value
+        moving_variance = self.decay * variance + (1 - self.decay) * (value - moving_mean).square()
+        moving = torch.stack([moving_mean, moving_variance, n + 1])
+        plain = torch.stack([plain_mean, plain_variance, n + 1])
+        after = torch.where(counts(norm), torch.where(warm, moving, plain), state)
+        return bounded(limit, self.max_norm), after
