@@ -18,7 +18,7 @@ from training import give_grads, new_params, sgd, wrapped
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, ClipStats
 
 COUNTS = {"steps", "clipped_steps", "skipped_steps"}
-KEYS = {"norm", "coefficient", "clipped_share", *COUNTS}
+KEYS = {"norm", "coefficient", "limit", "clipped_share", *COUNTS}
 
 
 def torch_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> float:

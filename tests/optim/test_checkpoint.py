@@ -16,7 +16,15 @@ from cases import assert_bits, copies, grad_of
 from torch.optim import SGD, AdamW, Optimizer
 from training import state_of
 
-from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer, FlatGradients
+from tritonclip import (
+    ClipByNorm,
+    ClipByOwnHistory,
+    ClipByQuantile,
+    ClipByValue,
+    ClippedOptimizer,
+    FlatGradients,
+    Outlier,
+)
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch without distributed"
@@ -116,7 +124,7 @@ def assert_same_run(ours: Any, theirs: Any) -> None:
             k: v for k, v in two.items() if k != "params"
         }
     if isinstance(optimizer, ClippedOptimizer):
-        assert optimizer.stats.summary() == other.stats.summary()
+        assert repr(optimizer.stats.summary()) == repr(other.stats.summary())
 
 
 @EVERY
@@ -133,6 +141,37 @@ def test_resumed_run_equals_one_without_interruption(tmp_path, make, flatten, fl
     load_from(tmp_path, *second, flatten)
     train(*second, range(4, 7))
     assert_same_run(second, whole)
+
+
+@FLATTEN
+@FLAT
+@pytest.mark.parametrize("rule", [ClipByQuantile(0.5, 5), ClipByOwnHistory(warmup=2)], ids=repr)
+def test_norms_that_a_rule_remembers_come_back(tmp_path, flatten, flat, rule):
+    def one(seed: int = 0) -> tuple[torch.nn.Module, ClippedOptimizer]:
+        model, optimizer = program(OPTIMIZERS[0].values[0], seed, flat=flat, rule=False)
+        optimizer.clip, optimizer.skip_above = rule, Outlier(2.0, 4)
+        return model, optimizer
+
+    whole = one()
+    train(*whole, range(9))
+    first = one()
+    train(*first, range(5))
+    save_to(tmp_path, *first, flatten)
+    second = one(seed=9)
+    load_from(tmp_path, *second, flatten)
+    train(*second, range(5, 9))
+    memory = second[1].state_dict()["tritonclip"]["memory"]
+    torch.testing.assert_close(
+        [memory[owner]["values"] for owner in ("rule", "outliers")],
+        [
+            whole[1].state_dict()["tritonclip"]["memory"][owner]["values"]
+            for owner in ("rule", "outliers")
+        ],
+        rtol=0,
+        atol=0,
+        equal_nan=True,
+    )
+    assert_bits(second[0].parameters(), whole[0].parameters())
 
 
 @EVERY

@@ -377,6 +377,7 @@ def test_lbfgs_undoes_a_step_whose_later_evaluation_is_not_finite(policy, search
     else:
         optimizer.step(closure)
         stats["skipped_steps"] += 1
+        stats["consecutive_skips"] += 1
     assert len(losses) == bad + 1
     assert everything(optimizer, params) == before
     assert_bits(optimizer.stats.state_dict().values(), stats.values())

@@ -95,10 +95,12 @@ class Outcome(NamedTuple):
             that clamps.
         by_group: of each group norm and coefficient, on the group's device; a coefficient may be a
             number.
+        limit: the rule's, a number or 0-d; NaN where each gradient has its own.
     """
 
     norm: Tensor | None
     by_group: list[tuple[Tensor, float | Tensor]]
+    limit: float | Tensor = math.nan
 
 
 def clip_(
@@ -404,7 +406,9 @@ def _scale_(
     for i, batch in enumerate(norms.batches):
         if not batch.counts_versions:
             _count_version(gradients, plan.groups[i])
-    return Outcome(norm if norm.device == plan.device else norm.to(plan.device), results)
+    norm = norm if norm.device == plan.device else norm.to(plan.device)
+    is_one = not isinstance(limit, Tensor) or limit.dim() == 0
+    return Outcome(norm, results, limit if is_one else math.nan)
 
 
 def _limit_of(max_norm: float | Tensor, indices: Sequence[int] | None) -> float | Tensor:

@@ -98,10 +98,11 @@ class Expectation:
 
     def _limits(self, rule: Rule, norms: list[float]) -> list[float]:
         """The rule's limit for each gradient."""
-        given = norms if rule.per_gradient else norms[0]
-        measured = torch.tensor(given, dtype=torch.float64, device="cpu")
+        own = norms if rule.per_gradient else norms[0]
+        measured = torch.tensor(own, dtype=torch.float64, device="cpu")
         reference = _Reference(measured, [self._n_elements(i) for i in range(len(norms))])
-        limit = torch.as_tensor(rule.limit(reference), dtype=torch.float64).reshape(-1)
+        given = rule.limit(reference)
+        limit = torch.as_tensor(given, dtype=torch.float64, device="cpu").reshape(-1)
         if len(limit) not in (1, len(norms)):
             # Found in the call already, for gradients that only other processes have, too.
             limit = limit[[self._gradients.position(i) for i in range(len(norms))]]

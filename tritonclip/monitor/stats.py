@@ -1,17 +1,30 @@
 """Norms, coefficients and counts of a training run, kept on the device."""
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-# Norm and coefficient, 0-d, by parameter group, under None for the wrapper's own rule; None for a
-# rule that measures nothing.
-Outcomes = dict[int | None, tuple[Tensor, Tensor] | None]
+
+class Clipped(NamedTuple):
+    """The outcome of one rule at one step.
+
+    Attributes:
+        norm: before clipping, 0-d; the largest one for a rule that is per gradient.
+        coefficient: 0-d; the least one for a rule that is per gradient.
+        limit: the largest norm after clipping, a number or 0-d; NaN where there is not one.
+    """
+
+    norm: Tensor
+    coefficient: Tensor
+    limit: float | Tensor
+
+
+# By parameter group, under None for the wrapper's own rule; None for a rule that measures nothing.
+Outcomes = dict[int | None, Clipped | None]
 # In this order in one tensor, so that they move together.
 _COUNTERS = ("steps", "measured_steps", "clipped_steps", "skipped_steps")
-_LAST = ("last_norm", "last_coefficient")
+_LAST = ("last_norm", "last_coefficient", "last_limit", "consecutive_skips")
 
 
 class ClipStats:
@@ -25,6 +38,9 @@ class ClipStats:
             none, and before the first step.
         last_coefficient: the factor of the gradients at the last step, under the same rule;
             0-d. The least one for ClipByNorm, 1 where nothing was clipped.
+        last_limit: the largest norm that the same rule allowed at the last step; 0-d. NaN where
+            each gradient had a limit of its own, for ClipByValue, and before the first step.
+        consecutive_skips: steps that were skipped since the last one that was not; 0-d int64.
         group_norms: `last_norm` of the parameter groups that have a rule of their own, by the
             number of the group.
         group_coefficients: `last_coefficient` of these.
@@ -34,6 +50,10 @@ class ClipStats:
         # Never an inference tensor, which no later step could add to.
         with torch.inference_mode(False):
             self._counters = torch.zeros(len(_COUNTERS), dtype=torch.int64, device=device)
+            self.consecutive_skips = torch.zeros((), dtype=torch.int64, device=device)
+        # Spares a step without skips an operation.
+        self._may_have_skipped = False
+        self._limit: float | Tensor = torch.nan
         self.last_norm = self._nan()
         self.last_coefficient = self._nan()
         self.group_norms: dict[int, Tensor] = {}
@@ -56,16 +76,22 @@ class ClipStats:
 
     @property
     def skipped_steps(self) -> Tensor:
-        """Steps that nonfinite="skip" left out; 0-d int64. A GradScaler's do not count."""
+        """Steps that nonfinite="skip" or skip_above left out; 0-d int64. A GradScaler's do not."""
         return self._counters[3].clone()
+
+    @property
+    def last_limit(self) -> Tensor:
+        """See the class; 0-d, of the dtype of `last_norm`."""
+        dtype, device = self.last_norm.dtype, self.last_norm.device
+        return torch.as_tensor(self._limit, dtype=dtype, device=device)
 
     def summary(self) -> dict[str, float | int]:
         """Everything as plain numbers, for a logger; the one call that waits for the device.
 
         Returns:
-            norm, coefficient, steps, clipped_steps, skipped_steps, clipped_share (of the steps that
-            measured a norm; NaN without any); for every group that has a rule of its own also
-            group<i>_norm and group<i>_coefficient.
+            norm, coefficient, limit, steps, clipped_steps, skipped_steps, clipped_share (of the
+            steps that measured a norm; NaN without any); for every group that has a rule of its own
+            also group<i>_norm and group<i>_coefficient.
 
         Raises:
             RuntimeError: parameters on the device meta.
@@ -80,7 +106,11 @@ class ClipStats:
                 "are its statistics; expected parameters with values: make the optimizer after "
                 "model.to_empty(), which replaces the parameters"
             )
-        floats = {"norm": self.last_norm, "coefficient": self.last_coefficient}
+        floats = {
+            "norm": self.last_norm,
+            "coefficient": self.last_coefficient,
+            "limit": self.last_limit,
+        }
         for i, norm in self.group_norms.items():
             floats[f"group{i}_norm"] = norm
             floats[f"group{i}_coefficient"] = self.group_coefficients[i]
@@ -111,17 +141,18 @@ class ClipStats:
         self.group_norms, self.group_coefficients = {}, {}
         # Without groups that have the wrapper's rule, its norm is not known.
         for owner, outcome in {None: None, **outcomes}.items():
-            norm, coefficient = outcome or (self._nan(), self._nan())
+            norm, coefficient, limit = outcome or (self._nan(), self._nan(), torch.nan)
             norm, coefficient = norm.to(device), coefficient.to(device)
             if left_out is not None and owner in last:
                 old_norm, old_coefficient = last[owner]
                 norm = torch.where(left_out, old_norm.to(norm.dtype), norm)
                 coefficient = torch.where(left_out, old_coefficient.to(norm.dtype), coefficient)
+                limit = torch.where(left_out, self.last_limit.to(norm.dtype), limit)
             if owner is None:
-                self.last_norm, self.last_coefficient = norm, coefficient
+                self.last_norm, self.last_coefficient, self._limit = norm, coefficient, limit
             else:
                 self.group_norms[owner], self.group_coefficients[owner] = norm, coefficient
-        flags = [coefficient.to(device) < 1 for _, coefficient in measured]
+        flags = [outcome.coefficient.to(device) < 1 for outcome in measured]
         clipped = flags[0] if len(flags) == 1 else torch.stack(flags).any() if flags else None
         self._count_(clipped, overflow, skip)
 
@@ -129,6 +160,8 @@ class ClipStats:
     def record_skip_(self) -> None:
         """Counts a step that was left out."""
         self._counters[3].add_(1)
+        self.consecutive_skips.add_(1)
+        self._may_have_skipped = True
 
     def move_(self, device: torch.device) -> None:
         """Moves everything, where the model was moved after its optimizer was made."""
@@ -139,6 +172,7 @@ class ClipStats:
             vars(self).update(vars(ClipStats(device)))
             return
         self._counters = self._counters.to(device)
+        self.consecutive_skips = self.consecutive_skips.to(device)
         self.last_norm = self.last_norm.to(device)
         self.last_coefficient = self.last_coefficient.to(device)
         self.group_norms = {i: norm.to(device) for i, norm in self.group_norms.items()}
@@ -155,6 +189,9 @@ class ClipStats:
 
     def _count_(self, clipped: Tensor | None, overflow: Tensor | None, skip: Tensor | None) -> None:
         if overflow is None and skip is None:
+            if self._may_have_skipped:
+                self.consecutive_skips.zero_()
+                self._may_have_skipped = False
             if clipped is None:
                 self._counters[0].add_(1)
             else:
@@ -168,6 +205,8 @@ class ClipStats:
         taken = ~(overflow | skip)
         measured, clipped = (no, no) if clipped is None else (taken, clipped & taken)
         self._counters.add_(torch.stack([taken, measured, clipped, skip]))
+        self.consecutive_skips.add_(skip).mul_(~taken)
+        self._may_have_skipped = True
 
     def __repr__(self) -> str:
         return f"<ClipStats on {self._counters.device}; summary() reads it>"
@@ -177,27 +216,14 @@ class ClipStats:
         counters = dict(zip(_COUNTERS, self._counters.clone(), strict=True))
         return counters | {name: getattr(self, name).clone() for name in _LAST}
 
-    def numbers(self) -> list[float]:
-        """The values of `state_dict`, in order; waits for the device."""
-        if self._counters.is_meta:
-            return ClipStats(torch.device("cpu")).numbers()
-        return [*map(float, self._counters), *(float(getattr(self, name)) for name in _LAST)]
-
-    def load_numbers(self, numbers: Sequence[float]) -> None:
-        """Takes the result of `numbers`."""
-        counts = dict(zip(_COUNTERS, numbers, strict=False))
-        last = torch.tensor(numbers[len(_COUNTERS) :], dtype=torch.float64, device="cpu")
-        narrow = last.float()
-        # Those of float64 gradients have more digits.
-        last = narrow if torch.equal(narrow.double().nan_to_num(), last.nan_to_num()) else last
-        self.load_state_dict({**counts, **dict(zip(_LAST, last, strict=True))})
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the result of `state_dict`; missing entries start anew."""
         self.group_norms.clear()
         self.group_coefficients.clear()
         for counter, name in zip(self._counters, _COUNTERS, strict=True):
             counter.fill_(state.get(name, 0))
-        for name in _LAST:
+        self.consecutive_skips.fill_(state.get("consecutive_skips", 0))
+        self._may_have_skipped = True
+        for name, own in (("last_norm",) * 2, ("last_coefficient",) * 2, ("last_limit", "_limit")):
             last = torch.as_tensor(state.get(name, self._nan()), device=self._counters.device)
-            setattr(self, name, last.clone())
+            setattr(self, own, last.clone())

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from tritonclip.monitor.stats import Outcomes
+from tritonclip.optim.memory import Judgement
 from tritonclip.optim.step import StepClipping
 
 
@@ -13,12 +14,20 @@ class Attempt:
 
     Attributes:
         clipping: the gradients, measured.
-        skip: the flag of nonfinite="skip", on the device.
+        skip: whether to leave the step out, on the device; None for no.
+        outlier: the verdict of the test for outliers, where there is one.
         outcomes: of the clipping, as soon as all gradients are written.
     """
 
-    def __init__(self, clipping: StepClipping, skip: Tensor | None, *, scaled: bool) -> None:
-        self.clipping, self.skip = clipping, skip
+    def __init__(
+        self,
+        clipping: StepClipping,
+        skip: Tensor | None,
+        outlier: Judgement | None,
+        *,
+        scaled: bool,
+    ) -> None:
+        self.clipping, self.skip, self.outlier = clipping, skip, outlier
         self.outcomes: Outcomes | None = None
         self._scaled = scaled
         self._seen: list[tuple[Tensor, int]] = []

@@ -4,8 +4,8 @@ Its functions know an optimizer by `state`, `param_groups` and `state_dict` only
 state by a step, unless a gradient is there; of `state_dict` they carry the state and the groups.
 """
 
+import io
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from tritonclip.optim.param_groups import Groups
 
-# Under this key the statistics stand in each group of such a checkpoint.
+# Under this key the wrapper's own part stands: statistics, and what rules remember.
 STATS_KEY = "tritonclip"
 
 
@@ -53,24 +53,29 @@ def _fill_(optimizer: Optimizer) -> None:
 
 
 def saved_groups(groups: Groups) -> list[dict[str, Any]]:
-    """Groups with the keys that they have in a checkpoint: without rules, with statistics."""
+    """Groups with the keys of a checkpoint: without rules, with the wrapper's part."""
     return [
         {STATS_KEY: None, **{key: value for key, value in group.items() if key != "clip"}}
         for group in groups
     ]
 
 
-def with_stats(state_dict: dict[str, Any], numbers: Sequence[float]) -> dict[str, Any]:
-    """A checkpoint with the statistics in its groups, as plain numbers."""
-    groups = [{**group, STATS_KEY: list(numbers)} for group in state_dict["param_groups"]]
+def with_own(state_dict: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint with the wrapper's own part in its groups, as bytes."""
+    # torch compares the values of a group's parameters: those of bytes, where a NaN equals itself.
+    buffer = io.BytesIO()
+    torch.save(own, buffer)
+    groups = [{**group, STATS_KEY: buffer.getvalue()} for group in state_dict["param_groups"]]
     return {**state_dict, "param_groups": groups}
 
 
-def split_stats(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Sequence[float] | None]:
-    """A checkpoint without the statistics in its groups, and these."""
+def split_own(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A checkpoint without the wrapper's own part, and this; empty where there is none."""
     groups = state_dict["param_groups"]
     found = [group[STATS_KEY] for group in groups if STATS_KEY in group]
-    if not found:
-        return state_dict, None
     groups = [{k: v for k, v in group.items() if k != STATS_KEY} for group in groups]
-    return {**state_dict, "param_groups": groups}, found[0]
+    own = state_dict.get(STATS_KEY, {})
+    if found and found[0] is not None:
+        own = torch.load(io.BytesIO(found[0]), map_location="cpu", weights_only=True)
+    rest = {key: value for key, value in state_dict.items() if key != STATS_KEY}
+    return {**rest, "param_groups": groups}, own

@@ -13,11 +13,11 @@ from torch.optim import LBFGS, Optimizer
 from tritonclip.distributed.domain import Copies, check_holders
 from tritonclip.engine.planner import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.monitor.stats import ClipStats
+from tritonclip.monitor.stats import ClipStats, Outcomes
 from tritonclip.optim import fused
 from tritonclip.optim.attempt import Attempt
 from tritonclip.optim.callers import GRAD_SCALER, asks
-from tritonclip.optim.checkpoint import STATS_KEY, split_stats, with_stats
+from tritonclip.optim.checkpoint import STATS_KEY, split_own, with_own
 from tritonclip.optim.closures import (
     NO_LOSS_FOR_LBFGS,
     Closure,
@@ -26,15 +26,17 @@ from tritonclip.optim.closures import (
     step_evaluating,
 )
 from tritonclip.optim.delegating import DelegatingOptimizer
+from tritonclip.optim.memory import Judgement, Memory, SkipWatch
 from tritonclip.optim.param_groups import (
     check_group,
     not_in_buffers,
+    rule_of,
     unclipped,
     with_present_rules,
     without_rules,
 )
 from tritonclip.optim.step import StepClipping
-from tritonclip.rules import Rule, as_rule
+from tritonclip.rules import Outlier, Rule, as_rule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -63,8 +65,9 @@ class ClippedOptimizer(DelegatingOptimizer):
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
-        clip: :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or :class:`ClipByValue`; a number means
-            ClipByGlobalNorm(number).
+        clip: a rule, such as :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or
+            :class:`ClipByValue`; a number means ClipByGlobalNorm(number). What adaptive rules
+            remember is part of checkpoints.
         nonfinite: what happens at a step whose gradients or norms are NaN or inf.
             "propagate", "zero": as for :func:`clip_`, for those that share a rule.
             "error": RuntimeError that names the parameters; nothing is changed; waits for the
@@ -74,6 +77,13 @@ class ClippedOptimizer(DelegatingOptimizer):
             device; with any other every step waits for the device.
             "error" and "skip" look at all gradients, also at those that are not clipped. A step
             that a GradScaler skips because of an overflow is neither an error nor counted.
+        skip_above: steps whose gradients have a larger norm are left out as those of "skip" are:
+            the largest norm that is not skipped, or :class:`Outlier` for one that follows the
+            norms. Compared is the 2-norm before clipping of all gradients that are clipped; inf is
+            above, NaN is not. None skips none.
+        max_consecutive_skips: steps in a row that may be skipped before `step` raises RuntimeError;
+            None for no error, and a warning after 100. On a GPU it raises some steps later, when
+            the number has arrived, because nothing waits for it.
         flat: the :class:`FlatGradients` of the optimizer's parameters; may be replaced. Steps then
             do not look at every parameter (unless a group has a rule of its own), and `zero_grad`
             sets gradients to 0, never to None.
@@ -92,9 +102,10 @@ class ClippedOptimizer(DelegatingOptimizer):
 
     Notes:
         Rules are not part of a checkpoint: the program states them, as it does the class of the
-        optimizer. `state_dict` adds the statistics to the wrapped optimizer's; either one loads
-        the checkpoint of the other. `torch.distributed.checkpoint` carries the statistics in the
-        parameter groups, under the key `tritonclip`.
+        optimizer. `state_dict` adds the statistics, and the norms that rules remember, to the
+        wrapped optimizer's; either one loads the checkpoint of the other.
+        `torch.distributed.checkpoint` carries them in the parameter groups, under the key
+        `tritonclip`.
 
         With a closure, "skip" and "error" evaluate it before the wrapped optimizer does, and refuse
         one that changes anything before it evaluates. LBFGS then keeps a copy of parameters and
@@ -122,6 +133,8 @@ class ClippedOptimizer(DelegatingOptimizer):
         clip: float | Rule,
         *,
         nonfinite: StepNonfinite = "propagate",
+        skip_above: float | Outlier | None = None,
+        max_consecutive_skips: int | None = None,
         flat: FlatGradients | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
         copies: Copies | None = None,
@@ -135,6 +148,8 @@ class ClippedOptimizer(DelegatingOptimizer):
             )
         self.clip = as_rule(clip)
         self.nonfinite = nonfinite
+        self._memory = Memory(skip_above)
+        self._watch = SkipWatch(max_consecutive_skips)
         for number, group in enumerate(optimizer.param_groups):
             check_group(number, group, optimizer.defaults)
         # Refuses wrong parameters, while this does not count as a wrapper.
@@ -197,6 +212,15 @@ class ClippedOptimizer(DelegatingOptimizer):
                 f"nonfinite must be 'propagate', 'error', 'zero' or 'skip', got {nonfinite!r}"
             )
         self._nonfinite = nonfinite
+
+    @property
+    def skip_above(self) -> float | Outlier | None:
+        """The largest norm of a step that is not skipped; replaceable."""
+        return self._memory.skip_above
+
+    @skip_above.setter
+    def skip_above(self, skip_above: float | Outlier | None) -> None:
+        self._memory.skip_above = skip_above
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -305,9 +329,15 @@ class ClippedOptimizer(DelegatingOptimizer):
                 "a closure computes gradients after the GradScaler looked at them; expected "
                 "scaler.step(optimizer) without one: call backward first"
             )
-        if self._nonfinite in ("propagate", "zero"):
-            loss, outcomes = step_evaluating(self.optimizer, closure, self._measure)
-            self.stats.record_(outcomes)
+        if self._nonfinite in ("propagate", "zero") and self.skip_above is None:
+            clippings: list[StepClipping] = []
+
+            def measure() -> StepClipping:
+                clippings.append(self._measure())
+                return clippings[-1]
+
+            loss, outcomes = step_evaluating(self.optimizer, closure, measure)
+            self._finish(clippings[0], outcomes)
             return loss
         return self._step_checking(closure)
 
@@ -322,8 +352,10 @@ class ClippedOptimizer(DelegatingOptimizer):
             if clipping is None or grad_scale is None or self._optimizer_step_pre_hooks:
                 # Hooks run after a GradScaler has measured, and may have changed anything.
                 clipping = self._measure(grad_scale)
-            skip = clipping.nonfinite() if self._nonfinite == "skip" else None
-            attempt = Attempt(clipping, skip, scaled=grad_scale is not None)
+            nonfinite = clipping.nonfinite() if self._nonfinite == "skip" else None
+            outlier = self._judge(clipping)
+            skip = nonfinite if outlier is None else _any(nonfinite, outlier.flag)
+            attempt = Attempt(clipping, skip, outlier, scaled=grad_scale is not None)
             self._attempt = None
         found_inf = getattr(self, "found_inf", None)
         overflow = found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else None
@@ -332,7 +364,9 @@ class ClippedOptimizer(DelegatingOptimizer):
         on_device = stop is not None and fused.takes_found_inf(self.optimizer)
         if stop is not None and not on_device and bool(stop):
             if overflow is None or not bool(overflow):
-                self.stats.record_skip_()
+                self._leave_out(attempt.clipping, attempt.outlier)
+            else:
+                attempt.clipping.commit(left_out=True)
             return None
         if attempt.outcomes is None:
             if self._nonfinite == "error" and (overflow is None or not bool(overflow)):
@@ -343,10 +377,40 @@ class ClippedOptimizer(DelegatingOptimizer):
         result = fused.step(self.optimizer, stop if on_device else None)
         self._attempt = None
         if on_device:
-            self.stats.record_(attempt.outcomes, overflow, attempt.skip)
+            self._finish(
+                attempt.clipping, attempt.outcomes, overflow, attempt.skip, attempt.outlier
+            )
         else:
-            self.stats.record_(attempt.outcomes)
+            self._finish(attempt.clipping, attempt.outcomes, outlier=attempt.outlier)
         return result
+
+    def _judge(self, clipping: StepClipping) -> Judgement | None:
+        """Whether a measured step is an outlier, if outliers are skipped."""
+        return None if self.skip_above is None else self._memory.judge(clipping.global_norm())
+
+    def _finish(
+        self,
+        clipping: StepClipping,
+        outcomes: Outcomes,
+        overflow: Tensor | None = None,
+        skip: Tensor | None = None,
+        outlier: Judgement | None = None,
+    ) -> None:
+        """Remembers and counts a step; flags say on the device that it was left out after all."""
+        clipping.commit(_any(overflow, skip))
+        if outlier is not None:
+            outlier.commit(overflow)
+        self.stats.record_(outcomes, overflow, skip)
+        if skip is not None:
+            self._watch.look(self.stats.consecutive_skips)
+
+    def _leave_out(self, clipping: StepClipping, outlier: Judgement | None) -> None:
+        """Counts a step that was left out, and remembers the norm of an outlier."""
+        clipping.commit(left_out=True)
+        if outlier is not None:
+            outlier.commit(None)
+        self.stats.record_skip_()
+        self._watch.look(self.stats.consecutive_skips)
 
     def _step_checking(self, closure: Closure) -> Any:
         """Evaluates a closure before the wrapped optimizer does, while nothing has changed yet."""
@@ -356,18 +420,20 @@ class ClippedOptimizer(DelegatingOptimizer):
             self._step_with_gradients()
             return loss
         clipping = self._measure()
-        skip = self._nonfinite == "skip"
-        if skip and bool(clipping.nonfinite()):
-            self.stats.record_skip_()
+        outlier = self._judge(clipping)
+        nonfinite = self._nonfinite == "skip" and bool(clipping.nonfinite())
+        if nonfinite or (outlier is not None and bool(outlier.flag)):
+            self._leave_out(clipping, outlier)
             return loss
-        clipping.raise_if_nonfinite()
+        if self._nonfinite == "error":
+            clipping.raise_if_nonfinite()
         result, outcomes = step_checking(
-            self.optimizer, closure, loss, clipping, self._measure, skip
+            self.optimizer, closure, loss, clipping, self._measure, self._nonfinite
         )
         if outcomes is None:
-            self.stats.record_skip_()
+            self._leave_out(clipping, outlier)
         else:
-            self.stats.record_(outcomes)
+            self._finish(clipping, outcomes, outlier=outlier)
         return result
 
     @torch.compiler.disable
@@ -385,6 +451,7 @@ class ClippedOptimizer(DelegatingOptimizer):
             grad_scale,
             check_finite=check_finite,
             plans=self._plans,
+            memory=self._memory,
             flat=self._flat,
             not_in_buffers=self._not_in_buffers,
             holders=self._holders,
@@ -399,26 +466,36 @@ class ClippedOptimizer(DelegatingOptimizer):
     def _save(self, *, in_groups: bool) -> dict[str, Any]:
         # Also here, for optimizers that do not run their hooks.
         saved = without_rules(self.optimizer, self.optimizer.state_dict())
-        if in_groups:
-            return with_stats(saved, self.stats.numbers())
-        return {**saved, STATS_KEY: self.stats.state_dict()}
+        own: dict[str, Any] = self.stats.state_dict()
+        memory = self._memory.state_dict()
+        if memory:
+            own["memory"] = memory
+        return with_own(saved, own) if in_groups else {**saved, STATS_KEY: own}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        rest, numbers = split_stats(dict(state_dict))
+        rest, own = split_own(state_dict)
+        own = dict(own)
+        memory = Memory(self.skip_above)
+        memory.load_state_dict(own.pop("memory", {}), self._rules())
         stats = ClipStats(fused.device_of(self.optimizer))
-        saved = rest.pop(STATS_KEY, {})
-        if numbers is None:
-            stats.load_state_dict(saved)
-        else:
-            stats.load_numbers(numbers)
+        stats.load_state_dict(own)
         super()._load(with_present_rules(self.optimizer, rest))
         self.stats.load_state_dict(stats.state_dict())
+        self._memory = memory
+
+    def _rules(self) -> dict[str, Rule]:
+        """The rules of the program, by their owners in a checkpoint."""
+        groups = enumerate(self.optimizer.param_groups)
+        own = {f"group{i}": rule_of(i, group) for i, group in groups if "clip" in group}
+        return {"rule": self._rule, **{owner: rule for owner, rule in own.items() if rule}}
 
     def __getstate__(self) -> dict[str, Any]:
         return {
             "optimizer": self.optimizer,
             "clip": self.clip,
             "nonfinite": self._nonfinite,
+            "memory": self._memory,
+            "max_consecutive_skips": self._watch.most,
             "stats": self.stats,
             "flat": self.flat,
             "unclipped": unclipped(self.optimizer.param_groups),
@@ -432,6 +509,8 @@ class ClippedOptimizer(DelegatingOptimizer):
             # Copies of parameters have no attributes.
             state["optimizer"].param_groups[number]["params"][position].need_clip = False
         self.clip, self.nonfinite, self.stats = state["clip"], state["nonfinite"], state["stats"]
+        self._memory = state["memory"]
+        self._watch = SkipWatch(state["max_consecutive_skips"])
         self._holders = state["holders"]
         self._attach(state["optimizer"])
         self.flat = state["flat"]

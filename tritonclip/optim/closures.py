@@ -52,9 +52,14 @@ def step_evaluating(
 
 
 def step_checking(
-    inner: Optimizer, closure: Closure, first: Any, clipping: StepClipping, measure: Any, skip: bool
+    inner: Optimizer,
+    closure: Closure,
+    first: Any,
+    clipping: StepClipping,
+    measure: Any,
+    nonfinite: str,
 ) -> tuple[Any, Outcomes | None]:
-    """Clips a first evaluation that is finite, and hands the optimizer its result.
+    """Clips a first evaluation that may be used, and hands the optimizer its result.
 
     Args:
         inner: the wrapped optimizer.
@@ -62,7 +67,7 @@ def step_checking(
         first: the loss of the first evaluation.
         clipping: of the first evaluation.
         measure: makes that of a later one.
-        skip: whether to undo a step with a later evaluation that is not finite, rather than raise.
+        nonfinite: the policy for a later evaluation: "skip" undoes the step, "error" raises.
 
     Returns:
         The result of its step, and the outcomes of all evaluations; None where it was undone.
@@ -82,15 +87,15 @@ def step_checking(
                 raise RuntimeError(
                     f"{type(inner).__name__} changes parameters or gradients before it evaluates "
                     "its closure, so that the evaluation that was looked at is not the one it asks "
-                    "for: nonfinite='skip' and 'error' cannot be kept. Use nonfinite='propagate' "
-                    "or 'zero', or wrap the optimizer inside it"
+                    "for: nonfinite='skip' and 'error' and skip_above cannot be kept. Use "
+                    "nonfinite='propagate' or 'zero', or wrap the optimizer inside it"
                 )
             return losses.pop()
         loss = evaluate(closure, inner.param_groups)
         later = measure()
-        if skip and bool(later.nonfinite()):
+        if nonfinite == "skip" and bool(later.nonfinite()):
             raise _NonfiniteEvaluationError
-        if not skip:
+        if nonfinite == "error":
             later.raise_if_nonfinite(remedy)
         outcomes.append(later.write_())
         return loss
@@ -121,7 +126,8 @@ def _merged(evaluations: list[Outcomes]) -> Outcomes:
         for index, outcome in outcomes.items():
             known = merged.get(index)
             if outcome is not None and known is not None:
-                merged[index] = known[0], torch.minimum(known[1], outcome[1].to(known[1]))
+                least = torch.minimum(known.coefficient, outcome.coefficient.to(known.coefficient))
+                merged[index] = known._replace(coefficient=least)
     return merged
 
 

@@ -19,12 +19,15 @@ from tritonclip.engine.nonfinite import raise_if_any_nonfinite, raise_if_nonfini
 from tritonclip.engine.planner import PlanCache, plan_
 from tritonclip.engine.refusals import refuse_for_rule, refuse_read_only, refuse_shared
 from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.monitor.stats import Outcomes
+from tritonclip.monitor.stats import Clipped, Outcomes
+from tritonclip.optim.memory import Memory
 from tritonclip.optim.param_groups import Groups, label_of_member, rule_of
-from tritonclip.rules import ClipByGlobalNorm, Rule
+from tritonclip.rules import ClipByGlobalNorm, Following, Rule
 
 # Scales nothing but a loss scale; its norm is finite where every gradient is.
 _UNLIMITED = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
+# The norm that is compared with skip_above.
+_WHOLE = ClipByGlobalNorm(math.inf, eps=0.0)
 _REMEDY = (
     "Neither gradients nor parameters were changed. To go on, set nonfinite to 'propagate', 'zero' "
     "or 'skip'"
@@ -41,6 +44,7 @@ class _Share:
         group_index: the one parameter group that they belong to; None for several.
         unclipped: no rule holds for them.
         norms: before clipping, where they were measured.
+        following: the rule, where its limit changes from step to step.
     """
 
     gradients: Gradients
@@ -48,6 +52,7 @@ class _Share:
     group_index: int | None
     unclipped: bool = False
     norms: Norms | None = None
+    following: Following | None = None
 
 
 class StepClipping:
@@ -61,6 +66,7 @@ class StepClipping:
         check_finite: `nonfinite` will be asked for. It covers every gradient, also those that no
             rule holds for.
         plans: of the wrapper.
+        memory: of the wrapper, for rules whose limit changes from step to step.
         flat: the gradients of all groups, but for those of `not_in_buffers`.
         not_in_buffers: parameters that are not in `flat`: (group, position).
         holders: the processes that the gradients are spread over.
@@ -79,6 +85,7 @@ class StepClipping:
         *,
         check_finite: bool,
         plans: PlanCache,
+        memory: Memory,
         flat: FlatGradients | None = None,
         not_in_buffers: Sequence[tuple[int, int]] = (),
         holders: Holders | None = None,
@@ -94,6 +101,8 @@ class StepClipping:
         else:
             self._shares = self._divide_flat(rule, flat, not_in_buffers)
         for share in self._shares:
+            if not share.rule.fixed:
+                share.rule = share.following = memory.follow(share.group_index, share.rule)
             plan = share.gradients.plan
             if plan is not None and not plan.ordinary:
                 refuse_read_only(share.gradients)
@@ -211,6 +220,43 @@ class StepClipping:
 
     @torch.compiler.disable
     @torch.no_grad()
+    def global_norm(self) -> Tensor:
+        """The 2-norm before clipping of all gradients that a rule holds for; 0-d.
+
+        It is on the device of the first gradient and does not wait for it.
+        """
+        parts = []
+        for share in self._shares:
+            norms = share.norms
+            if share.unclipped or share.gradients.plan is None:
+                continue
+            if norms is None or norms.norm_type != 2.0:
+                norms = self._measure(share, _WHOLE)
+            norm = norms.norm()
+            parts.append(_norm_of(norm) if norms.per_gradient else norm)
+        if len(parts) == 1:
+            return parts[0]
+        device = self._shares[0].gradients.device if self._shares else torch.device("cpu")
+        if not parts:
+            return torch.zeros((), device=device)
+        return _norm_of(torch.stack([part.to(device).double() for part in parts]))
+
+    def measured(self) -> Tensor | None:
+        """The norm under the wrapper's own rule, 0-d; None where none was measured."""
+        for share in self._shares:
+            if share.group_index is None and not share.unclipped and share.norms is not None:
+                norm = execute.total(share.gradients, share.norms)
+                return norm if norm.dim() == 0 else norm.max() if len(norm) else norm.sum()
+        return None
+
+    def commit(self, left_out: Tensor | bool | None) -> None:
+        """Makes the rules whose limit changes remember this step; see `Following.commit`."""
+        for share in self._shares:
+            if share.following is not None:
+                share.following.commit(left_out)
+
+    @torch.compiler.disable
+    @torch.no_grad()
     def raise_if_nonfinite(self, remedy: str = _REMEDY) -> None:
         """RuntimeError that names the parameters with NaN or inf; waits for the device."""
         if not bool(self.nonfinite()):
@@ -260,31 +306,35 @@ class StepClipping:
             and self._begun in (None, self._shares[0])
         )
 
-    def _write_share_(self, share: _Share) -> tuple[Tensor, Tensor] | None:
+    def _write_share_(self, share: _Share) -> Clipped | None:
         plan = share.gradients.plan
         if plan is None:
-            device = share.gradients.device
-            dtype = torch.float32
-            return torch.zeros((), dtype=dtype, device=device), torch.ones(
-                (), dtype=dtype, device=device
-            )
-        norm, by_group = execute.write_(
+            zero = torch.zeros((), dtype=torch.float32, device=share.gradients.device)
+            return Clipped(zero, torch.ones_like(zero), math.nan)
+        norm, by_group, limit = execute.write_(
             share.gradients, share.rule, share.norms, self._grad_scale, zero_nonfinite=self._zero
         )
         if norm is None:
             return None
         if not share.rule.per_gradient:
-            return norm, _as_tensor(by_group[0][1], norm)
+            return Clipped(norm, _as_tensor(by_group[0][1], norm), limit)
         if not by_group:
-            return norm.new_zeros(()), norm.new_ones(())
+            return Clipped(norm.new_zeros(()), norm.new_ones(()), limit)
         least = [_as_tensor(coefficient, norm).min() for _, coefficient in by_group]
-        return norm.max(), least[0] if len(least) == 1 else torch.stack(least).min()
+        coefficient = least[0] if len(least) == 1 else torch.stack(least).min()
+        return Clipped(norm.max(), coefficient, limit)
 
 
 def _with_meshes(holders: Holders | None, groups: Groups) -> Holders | None:
     """Holders of lists that are clipped in one step, which all processes take or skip together."""
     meshes = meshes_of(p for group in groups for p in group["params"])
     return (holders or Holders())._replace(meshes=meshes) if meshes else holders
+
+
+def _norm_of(norms: Tensor) -> Tensor:
+    """The norm of all from the 2-norms of parts, in float64: none of them overflows."""
+    norm: Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
+    return norm
 
 
 def _as_tensor(number: float | Tensor, like: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ class ClipState:
     Two kinds of rules need one: those that follow the norms of earlier calls, and those with a
     limit that is a function of the step. The step is the number of calls before this one, an int:
     ``ClipByGlobalNorm(lambda step: 10.0 if step < 100 else 1.0)``. A :class:`ClippedOptimizer`
-    keeps such memories itself; the step is then the number of its steps so far, skipped ones too.
+    keeps such memories itself; the step is then the number of calls of its `step` before, of those
+    that skipped too.
 
     Norms are remembered in a tensor on the gradients' device, which no call waits for. A captured
     CUDA graph goes on to remember; the step of a schedule stays that of the capture.
@@ -55,7 +56,11 @@ class ClipState:
         Raises:
             ValueError: a rule of another kind than the one whose norms are remembered.
         """
-        self._check(rule)
+        if not self.remembers(rule):
+            raise ValueError(
+                f"this state remembers norms for {self._kind}, and the rule is {_kind_of(rule)}; "
+                "expected the rule that it began with: make a new ClipState() for another one"
+            )
         return Following(rule.at(self._steps), self, may_grow=may_grow)
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,13 +84,13 @@ class ClipState:
         self._values = None if values is None else torch.as_tensor(values).clone()
         self._places = None
 
-    def _check(self, rule: Rule) -> None:
+    def remembers(self, rule: Any) -> bool:
+        """Whether it can go on with a rule: one that needs no norms, or of the kind it began with.
+
+        A kind is a class of rules, with the same window.
+        """
         kind = _kind_of(rule)
-        if kind and self._kind and kind != self._kind:
-            raise ValueError(
-                f"this state remembers norms for {self._kind}, and the rule is {kind}; expected "
-                "the rule that it began with: make a new ClipState() for another one"
-            )
+        return not kind or self._kind in ("", kind)
 
     def advance(self, rule: Any, measured: Measured, *, may_grow: bool) -> tuple[Tensor, Tensor]:
         """The limit for what was measured, and the values after it."""
@@ -190,13 +195,15 @@ class Following(Rule):
     def __repr__(self) -> str:
         return repr(self.rule)
 
-    def commit(self, left_out: Tensor | None = None) -> None:
-        """Makes the state remember this call; a step that was left out only counts.
+    def commit(self, left_out: Tensor | bool | None = None) -> None:
+        """Makes the state remember this call; one that was left out is only counted.
 
         Args:
-            left_out: whether it was; 0-d bool on any device, None for no.
+            left_out: whether it was; a 0-d bool may be on any device. None for no.
         """
-        self._state.commit(self._values, left_out)
+        known = isinstance(left_out, bool)
+        values = None if known and left_out else self._values
+        self._state.commit(values, None if known else left_out)
 
 
 def follow(rule: Rule, state: object) -> Following:

@@ -1,0 +1,242 @@
+"""Rules that follow the norms of earlier steps under a wrapper: in its memory and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_bits, copies, grad_of, normal
+from torch import Tensor
+from torch.optim import SGD
+from training import PLAIN_AND_FUSED, SCALERS, give_grads, new_params, sgd, state_of, wrapped
+
+import tritonclip
+from tritonclip import (
+    ClipByGlobalNorm,
+    ClipByOwnHistory,
+    ClipByQuantile,
+    ClipByRMS,
+    ClipByZScore,
+    ClippedOptimizer,
+    ClipState,
+    FlatGradients,
+    Outlier,
+)
+
+RULES: list[Any] = [
+    pytest.param(ClipByQuantile(0.5, 9), id="quantile"),
+    pytest.param(ClipByZScore(warmup=4), id="zscore"),
+    pytest.param(ClipByOwnHistory(warmup=4), id="own-history"),
+    pytest.param(ClipByGlobalNorm(_halving := (lambda step: 4.0 * 0.5**step)), id="schedule"),
+]
+SIZES = [1.0, 2.0, 0.5, 1.5, 40.0, 1.0, 3.0, 1.0, 0.25, 60.0, 1.0, 2.0]
+
+
+def steps(optimizer: ClippedOptimizer, params: list[Tensor], numbers: range) -> None:
+    for number in numbers:
+        give_grads(params, number, size=SIZES[number])
+        optimizer.step()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_step_clips_as_clip_with_a_state(rule):
+    params, optimizer = wrapped(sgd, rule)
+    twins = new_params()
+    inner, state = sgd(twins), ClipState()
+    for number, size in enumerate(SIZES):
+        give_grads(params, number, size=size)
+        give_grads(twins, number, size=size)
+        optimizer.step()
+        norm = tritonclip.clip_(twins, rule, state=state)
+        inner.step()
+        assert norm is not None
+        assert float(optimizer.stats.last_norm) == float(norm.max())
+    assert_bits(params, copies(twins))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_step_clips_flat_gradients_alike(rule):
+    params, optimizer = wrapped(sgd, rule)
+    twins = new_params()
+    flat = FlatGradients(twins)
+    other = ClippedOptimizer(sgd(twins), rule, flat=flat)
+    for number, size in enumerate(SIZES):
+        for param, grad in zip(twins, give_grads(params, number, size=size), strict=True):
+            grad_of(param).copy_(grad)
+        optimizer.step()
+        other.step()
+        # The norm of one buffer is the sum of other rows.
+        for ours, theirs in zip(params, twins, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["state_dict", "torch.save", "deepcopy"])
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_resumed_run_is_an_uninterrupted_one(rule, make, how):
+    options: dict[str, Any] = {"skip_above": Outlier(3.0, 4)}
+    params, optimizer = wrapped(make, rule, **options)
+    steps(optimizer, params, range(7))
+    if how == "deepcopy":
+        other = copy.deepcopy(optimizer)
+        twins = other.param_groups[0]["params"]
+    else:
+        twins, other = wrapped(make, rule, **options)
+        saved = copy.deepcopy(optimizer.state_dict())
+        if how == "torch.save":
+            file = io.BytesIO()
+            torch.save(saved, file)
+            saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        other.load_state_dict(saved)
+        for twin, param in zip(twins, params, strict=True):
+            twin.data.copy_(param.data)
+    steps(optimizer, params, range(7, 12))
+    steps(other, twins, range(7, 12))
+    assert_bits(twins, copies(params))
+    assert_bits(state_of(other, twins), state_of(optimizer, params))
+    torch.testing.assert_close(
+        other.state_dict()["tritonclip"]["memory"]["outliers"]["values"],
+        optimizer.state_dict()["tritonclip"]["memory"]["outliers"]["values"],
+        rtol=0,
+        atol=0,
+        equal_nan=True,
+    )
+    assert repr(other.stats.summary()) == repr(optimizer.stats.summary())
+
+
+def test_a_checkpoint_of_another_rule_is_refused():
+    params, optimizer = wrapped(sgd, ClipByQuantile(0.5, 9))
+    steps(optimizer, params, range(2))
+    saved = optimizer.state_dict()
+    _, other = wrapped(sgd, ClipByZScore())
+    before = other.state_dict()
+    with pytest.raises(ValueError, match=r"ClipByQuantile.*the program has ClipByZScore.*delete"):
+        other.load_state_dict(saved)
+    torch.testing.assert_close(other.state_dict(), before, equal_nan=True)
+    del saved["tritonclip"]["memory"]["rule"]
+    other.load_state_dict(saved)
+
+
+def test_a_checkpoint_without_a_memory_begins_anew():
+    params, optimizer = wrapped(sgd, 1.0)
+    steps(optimizer, params, range(2))
+    _, other = wrapped(sgd, ClipByQuantile(0.5, 9))
+    other.load_state_dict(optimizer.state_dict())
+    assert int(other.stats.steps) == 2
+
+
+def test_a_new_rule_begins_anew():
+    params, optimizer = wrapped(sgd, ClipByQuantile(0.5, 9))
+    steps(optimizer, params, range(4))
+    optimizer.clip = ClipByZScore(warmup=4)
+    steps(optimizer, params, range(4))
+    twins, other = wrapped(sgd, ClipByZScore(warmup=4))
+    steps(other, twins, range(4))
+    assert float(optimizer.stats.last_limit) == float(other.stats.last_limit)
+
+
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+@pytest.mark.parametrize("rule", RULES[:3])
+def test_a_skipped_step_is_not_remembered(rule, make):
+    params, optimizer = wrapped(make, rule, nonfinite="skip")
+    twins, other = wrapped(make, rule, nonfinite="skip")
+    for number, size in enumerate(SIZES):
+        # The norm of one gradient stays finite; those of the others would be remembered.
+        give_grads(params, 99, size=5.0, bad=math.nan)
+        optimizer.step()
+        give_grads(params, number, size=size)
+        give_grads(twins, number, size=size)
+        optimizer.step()
+        other.step()
+    assert_bits(params, copies(twins))
+
+
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+@pytest.mark.parametrize("rule", RULES[:3])
+def test_a_step_that_overflows_is_not_remembered(rule, make, scaler):
+    params, optimizer = wrapped(make, rule)
+    twins, other = wrapped(make, rule)
+    scale = scaler("cpu", init_scale=8.0, growth_interval=1000)
+    for number, size in enumerate(SIZES):
+        for bad in (math.inf, None):
+            give_grads(params, number, size=size, bad=bad)
+            factor = scale.scale(torch.ones(()))
+            for param in params:
+                grad_of(param).mul_(factor)
+            scale.step(optimizer)
+            scale.update(8.0)
+        give_grads(twins, number, size=size)
+        other.step()
+    assert_bits(params, copies(twins))
+
+
+def test_groups_remember_norms_of_their_own():
+    params = new_params()
+    groups = [{"params": params[:2]}, {"params": params[2:], "clip": ClipByQuantile(0.5, 9)}]
+    optimizer = ClippedOptimizer(SGD(groups, lr=0.1), ClipByQuantile(0.5, 9))
+    state, twins = [ClipState(), ClipState()], new_params()
+    inner = sgd(twins)
+    for number, size in enumerate(SIZES):
+        give_grads(params, number, size=size)
+        give_grads(twins, number, size=size)
+        optimizer.step()
+        tritonclip.clip_(twins[:2], ClipByQuantile(0.5, 9), state=state[0])
+        tritonclip.clip_(twins[2:], ClipByQuantile(0.5, 9), state=state[1])
+        inner.step()
+    assert_bits(params, copies(twins))
+    assert set(optimizer.state_dict()["tritonclip"]["memory"]) == {"rule", "group1"}
+
+
+def test_added_parameters_begin_their_own_history():
+    params, optimizer = wrapped(sgd, ClipByOwnHistory(warmup=2, max_norm=math.inf))
+    steps(optimizer, params, range(4))
+    added = torch.nn.Parameter(normal(3))
+    optimizer.add_param_group({"params": [added]})
+    for size in (1.0, 2.0, 50.0):
+        give_grads(params)
+        added.grad = normal(3) * size
+        before = float(grad_of(added).norm())
+        optimizer.step()
+        # Two norms of warm-up, then the least of them times 1.05.
+        expected = before if size < 50 else 1.05 * float(normal(3).norm())
+        assert float(grad_of(added).norm()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_closure_counts_one_norm_a_step():
+    params, optimizer = wrapped(lambda p: torch.optim.LBFGS(p, max_iter=4), ClipByQuantile(0.5, 9))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = sum(((param - 1) ** 2).sum() for param in params)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    values = optimizer.state_dict()["tritonclip"]["memory"]["rule"]["values"]
+    assert int(values[-1]) == 3
+
+
+@pytest.mark.parametrize("rule", [*RULES[:2], pytest.param(1.5, id="fixed")])
+def test_last_limit_is_the_limit_of_the_step(rule):
+    params, optimizer = wrapped(sgd, rule)
+    assert math.isnan(float(optimizer.stats.last_limit))
+    for number, size in enumerate(SIZES):
+        give_grads(params, number, size=size)
+        optimizer.step()
+        norm, limit = float(optimizer.stats.last_norm), float(optimizer.stats.last_limit)
+        coefficient = float(optimizer.stats.last_coefficient)
+        assert coefficient == pytest.approx(min(1.0, limit / norm), rel=1e-5)
+
+
+def test_last_limit_of_each_gradient_is_nan():
+    params, optimizer = wrapped(sgd, ClipByRMS(0.1))
+    steps(optimizer, params, range(2))
+    assert math.isnan(float(optimizer.stats.last_limit))
+    assert float(optimizer.stats.last_coefficient) < 1

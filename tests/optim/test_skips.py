@@ -1,0 +1,260 @@
+"""Steps that are skipped: because of outliers, and how many in a row."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_bits, copies, grad_of
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from training import INNERS, PLAIN_AND_FUSED, SCALERS, give_grads, sgd, state_of, wrapped
+
+import tritonclip
+from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer, Outlier
+from tritonclip.backends import choose
+
+CLIPS: list[Any] = [
+    pytest.param(1.0, id="global"),
+    pytest.param(tritonclip.ClipByGlobalNorm(1.0, math.inf), id="global p=inf"),
+    pytest.param(ClipByNorm(1.0), id="by-norm"),
+    pytest.param(ClipByValue(0.5), id="by-value"),
+]
+
+
+@pytest.mark.parametrize("rule", CLIPS)
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+def test_skip_above_leaves_everything_as_it_was(make, rule):
+    """The 2-norm of all is compared, whatever the rule measures: 6.6 and 664 here."""
+    params, optimizer = wrapped(make, rule, skip_above=20.0)
+    give_grads(params)
+    optimizer.step()
+    before, state = copies(params), state_of(optimizer, params)
+    give_grads(params, size=100.0)
+    optimizer.step()
+    assert_bits(params, before)
+    assert_bits(state_of(optimizer, params), state)
+    summary = optimizer.stats.summary()
+    assert (summary["steps"], summary["skipped_steps"]) == (1, 1)
+
+
+@pytest.mark.parametrize("make", INNERS)
+def test_outliers_between_steps_leave_no_trace(make):
+    params, optimizer = wrapped(make, 1.0, skip_above=20.0)
+    twins, other = wrapped(make, 1.0)
+    for number in range(6):
+        give_grads(params, number, size=100.0)
+        optimizer.step()
+        for each in (params, twins):
+            give_grads(each, number)
+        optimizer.step()
+        other.step()
+    assert_bits(params, copies(twins))
+    assert_bits(state_of(optimizer, params), state_of(other, twins))
+
+
+@pytest.mark.parametrize(("value", "skips"), [(math.inf, 1), (math.nan, 0)])
+def test_inf_is_above_and_nan_is_not(value, skips):
+    params, optimizer = wrapped(sgd, skip_above=1e30)
+    give_grads(params, bad=value)
+    optimizer.step()
+    assert int(optimizer.stats.skipped_steps) == skips
+
+
+def test_a_norm_that_equals_the_bound_is_not_skipped():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = ClippedOptimizer(sgd([weight]), 1.0, skip_above=5.0)
+    weight.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    assert int(optimizer.stats.skipped_steps) == 0
+
+
+def test_unclipped_gradients_do_not_count():
+    params, optimizer = wrapped(sgd, skip_above=20.0)
+    params[1].need_clip = False  # type: ignore[attr-defined]
+    give_grads(params)
+    grad_of(params[1]).mul_(1e6)
+    optimizer.step()
+    assert int(optimizer.stats.steps) == 1
+
+
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+def test_outlier_skips_spikes_once_half_a_window_is_filled(make):
+    params, optimizer = wrapped(make, skip_above=Outlier(4.0, 16))
+    skipped = []
+    for step in range(40):
+        # The window forgets the first spike after 16 steps; the second it remembers at the third.
+        give_grads(params, size=100.0 if step in (2, 25, 26) else 1.0 + 0.1 * (step % 3))
+        optimizer.step()
+        if int(optimizer.stats.consecutive_skips):
+            skipped.append(step)
+    assert skipped == [25]
+
+
+def test_outlier_accepts_a_new_level():
+    params, optimizer = wrapped(sgd, skip_above=Outlier(4.0, 16))
+    for size in [1.0, 1.1] * 10 + [50.0, 51.0] * 10:
+        give_grads(params, size=size)
+        optimizer.step()
+    assert int(optimizer.stats.consecutive_skips) == 0
+    assert 1 <= int(optimizer.stats.skipped_steps) < 10
+
+
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_skip_above_compares_unscaled_norms(scaler, make):
+    params, optimizer = wrapped(make, skip_above=20.0)
+    scale = scaler("cpu", init_scale=1024.0)
+    for size in (1.0, 100.0):
+        give_grads(params, size=size)
+        factor = scale.scale(torch.ones(()))
+        for param in params:
+            grad_of(param).mul_(factor)
+        scale.step(optimizer)
+        scale.update()
+        assert scale.get_scale() == 1024.0
+    assert optimizer.stats.summary()["steps"] == 1
+    assert optimizer.stats.summary()["skipped_steps"] == 1
+
+
+def test_skip_above_looks_at_a_closure_first():
+    params, optimizer = wrapped(sgd, skip_above=20.0)
+    before, losses = copies(params), []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = 100.0 * sum((param.square().sum() for param in params), torch.zeros(()))
+        loss.backward()
+        losses.append(loss)
+        return loss
+
+    assert optimizer.step(closure) is losses[0]
+    assert_bits(params, before)
+    assert int(optimizer.stats.skipped_steps) == 1
+
+
+class NoSync(TorchDispatchMode):
+    """Refuses to read a tensor on the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a host sync"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("above", [20.0, Outlier(4.0, 8)], ids=["fixed", "outlier"])
+def test_skip_above_waits_for_no_device_where_the_optimizer_is_fused(above, monkeypatch):
+    """As for tensors of a GPU; a CPU's optimizer itself reads its numbers."""
+    monkeypatch.setattr(choose, "host_decides", lambda device: False)
+    monkeypatch.setattr(tritonclip.optim.memory.SkipWatch, "_read", lambda self, n: 0)
+    params, optimizer = wrapped(PLAIN_AND_FUSED[1].values[0], skip_above=above)
+    monkeypatch.setattr(optimizer.optimizer, "step", lambda: None)
+    with tritonclip.use_backend("torch"), NoSync():
+        for step in range(12):
+            give_grads(params, step)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+@pytest.mark.parametrize("how", ["nonfinite", "skip_above"])
+def test_too_many_skips_in_a_row_raise(how, make):
+    options: dict[str, Any] = {"nonfinite": "skip"} if how == "nonfinite" else {"skip_above": 20.0}
+    params, optimizer = wrapped(make, max_consecutive_skips=3, **options)
+
+    def step(ok: bool) -> None:
+        give_grads(params, size=1.0 if ok else math.inf)
+        optimizer.step()
+
+    for ok in (False, False, True, False, False):
+        step(ok)
+    before = copies(params)
+    with pytest.raises(RuntimeError, match="3 steps in a row were skipped"):
+        step(False)
+    assert_bits(params, before)
+    # It goes on where the user does.
+    step(True)
+    step(False)
+    assert int(optimizer.stats.steps) == 2
+
+
+def test_a_hundred_skips_in_a_row_are_said_once():
+    params, optimizer = wrapped(sgd, nonfinite="skip")
+    give_grads(params, bad=math.nan)
+    for _ in range(99):
+        optimizer.step()
+    with pytest.warns(RuntimeWarning, match="100 steps in a row were skipped"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["loaded", "same"])
+def test_consecutive_skips_are_saved(fresh):
+    params, optimizer = wrapped(sgd, nonfinite="skip", max_consecutive_skips=4)
+    give_grads(params, bad=math.nan)
+    for _ in range(3):
+        optimizer.step()
+    if fresh:
+        saved = optimizer.state_dict()
+        params, optimizer = wrapped(sgd, nonfinite="skip", max_consecutive_skips=4)
+        optimizer.load_state_dict(saved)
+        give_grads(params, bad=math.nan)
+    with pytest.raises(RuntimeError, match="4 steps in a row"):
+        optimizer.step()
+
+
+def test_an_overflow_of_a_scaler_is_no_skip():
+    params, optimizer = wrapped(PLAIN_AND_FUSED[1].values[0], nonfinite="skip")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for _ in range(3):
+        scaler.scale(torch.ones(()))
+        give_grads(params, bad=math.inf)
+        scaler.step(optimizer)
+        scaler.update()
+    assert int(optimizer.stats.consecutive_skips) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"skip_above": -1.0}, ValueError, "skip_above must be 0 or more"),
+        ({"skip_above": math.nan}, ValueError, "skip_above"),
+        ({"skip_above": "6 sigma"}, TypeError, "skip_above must be a number .* an Outlier"),
+        ({"skip_above": ClipByNorm(1.0)}, TypeError, "skip_above must be a number"),
+        ({"max_consecutive_skips": 0}, ValueError, "max_consecutive_skips must be 1 or more"),
+        ({"max_consecutive_skips": 1.5}, TypeError, "max_consecutive_skips must be an integer"),
+    ],
+)
+def test_wrapper_refuses(options, error, message):
+    with pytest.raises(error, match=message):
+        wrapped(sgd, **options)
+
+
+def test_skip_above_may_be_replaced():
+    params, optimizer = wrapped(sgd, skip_above=1e-3)
+    give_grads(params)
+    optimizer.step()
+    optimizer.skip_above = None
+    optimizer.step()
+    assert optimizer.stats.summary()["steps"] == 1
+    with pytest.raises(ValueError, match="skip_above"):
+        optimizer.skip_above = -1.0
+
+
+def test_skips_in_a_row_of_a_gpu_are_read_when_they_have_arrived(cuda_backend):
+    """No step waits for its own count; the error comes a few steps later."""
+    params, optimizer = wrapped(
+        PLAIN_AND_FUSED[1].values[0],
+        device=cuda_backend.device,
+        nonfinite="skip",
+        max_consecutive_skips=3,
+    )
+    give_grads(params, bad=math.nan)
+    for _ in range(3):
+        optimizer.step()
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="steps in a row were skipped"):
+        optimizer.step()

@@ -1,0 +1,182 @@
+"""What a wrapper remembers from step to step beside its statistics: norms, and skips in a row."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonclip.rules import ClipState, Following, Outlier, Rule
+from tritonclip.rules.arguments import as_count, as_limit
+
+# A run that skips so many steps in a row is no run; nobody may have noticed.
+_SUSPICIOUS = 100
+_OUTLIERS = "outliers"
+
+
+class _Norm(NamedTuple):
+    """A measured norm, as a state asks for it."""
+
+    value: Tensor
+
+    def norm(self) -> Tensor:
+        """The norm."""
+        return self.value
+
+    def sizes(self) -> Tensor:
+        """Not asked for."""
+        raise NotImplementedError
+
+    def positions(self) -> tuple[None, int]:
+        """Of one norm."""
+        return None, 1
+
+
+class Memory:
+    """The states of the rules of an optimizer, and of its test for outliers.
+
+    Args:
+        skip_above: the largest norm that is no outlier, or :class:`Outlier`; None for no test.
+    """
+
+    def __init__(self, skip_above: object = None) -> None:
+        self._states: dict[str, ClipState] = {}
+        self.skip_above = skip_above
+
+    @property
+    def skip_above(self) -> float | Outlier | None:
+        """The largest norm that is no outlier."""
+        return self._skip_above
+
+    @skip_above.setter
+    def skip_above(self, skip_above: object) -> None:
+        if not (skip_above is None or isinstance(skip_above, Outlier)):
+            try:
+                skip_above = as_limit("skip_above", skip_above)
+            except TypeError:
+                raise TypeError(
+                    "skip_above must be a number (the largest norm that is not skipped), an "
+                    f"Outlier or None, got {skip_above!r:.80}"
+                ) from None
+        self._skip_above = skip_above
+
+    def follow(self, group_index: int | None, rule: Rule) -> Following:
+        """The rule of the next step for the groups that share it."""
+        owner = "rule" if group_index is None else f"group{group_index}"
+        state = self._states.get(owner)
+        if state is None or not state.remembers(rule):
+            state = self._states[owner] = ClipState()
+        return state.follow(rule, may_grow=True)
+
+    def judge(self, norm: Tensor) -> Judgement:
+        """Whether a norm is an outlier, by those before; 0-d bool, waits for nothing."""
+        above = self._skip_above
+        assert above is not None
+        if not isinstance(above, Outlier):
+            return Judgement(norm > above, None, None)
+        state = self._states.setdefault(_OUTLIERS, ClipState())
+        if not state.remembers(above):
+            state = self._states[_OUTLIERS] = ClipState()
+        limit, values = state.advance(above, _Norm(norm), may_grow=False)
+        return Judgement(norm > limit.to(norm.device), state, values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of all states."""
+        return {owner: state.state_dict() for owner, state in self._states.items()}
+
+    def load_state_dict(self, states: dict[str, Any], rules: dict[str, Rule]) -> None:
+        """Takes the result of `state_dict`.
+
+        Args:
+            states: as saved.
+            rules: those of the program, by owner.
+
+        Raises:
+            ValueError: norms that were remembered for another rule.
+        """
+        loaded: dict[str, ClipState] = {}
+        for owner, saved in states.items():
+            state = loaded[owner] = ClipState()
+            state.load_state_dict(saved)
+            present: Any = self._skip_above if owner == _OUTLIERS else rules.get(owner)
+            follows = isinstance(present, Outlier) or not getattr(present, "fixed", True)
+            if follows and not state.remembers(present):
+                raise ValueError(
+                    f"the checkpoint has {state!r} for {owner!r}, where the program has {present}; "
+                    "expected the rule that the run began with. To begin anew, delete "
+                    f"state_dict['tritonclip']['memory'][{owner!r}]"
+                )
+        self._states = loaded
+
+
+class Judgement(NamedTuple):
+    """Whether a step is an outlier, and what is remembered of it.
+
+    Attributes:
+        flag: 0-d bool, on the device.
+        state: of the test; None where it has none.
+        values: of the state after this step.
+    """
+
+    flag: Tensor
+    state: ClipState | None
+    values: Tensor | None
+
+    def commit(self, overflow: Tensor | None) -> None:
+        """Remembers the norm, of a step that was skipped too, but not of one that overflowed."""
+        if self.state is not None:
+            self.state.commit(self.values, overflow)
+
+
+class SkipWatch:
+    """Looks at the number of steps skipped in a row; a GPU's is read when it has arrived.
+
+    Args:
+        most: steps in a row after which RuntimeError is raised; None to warn at 100.
+    """
+
+    def __init__(self, most: object = None) -> None:
+        self.most = None if most is None else as_count("max_consecutive_skips", most, 1)
+        self._warned = False
+        self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def look(self, in_a_row: Tensor) -> None:
+        """Raises or warns where too many steps were skipped in a row, on a GPU some steps later."""
+        n = self._read(in_a_row)
+        if self.most is not None and n >= self.most:
+            raise RuntimeError(
+                f"{n} steps in a row were skipped, max_consecutive_skips={self.most} of them were "
+                "allowed: their gradients were NaN or inf, or above skip_above. Parameters are "
+                "those of the last step that was taken. Look for the first NaN with "
+                "nonfinite='error', lower the learning rate, or raise the limits"
+            )
+        if self.most is None and n >= _SUSPICIOUS and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{n} steps in a row were skipped, because their gradients were NaN or inf, or "
+                "above skip_above: nothing is learned. nonfinite='error' names the gradients; "
+                "max_consecutive_skips raises an error in place of this warning",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _read(self, in_a_row: Tensor) -> int:
+        """The number, or the last one that has arrived; 0 where none has."""
+        if in_a_row.device.type == "cpu":
+            return int(in_a_row)
+        if in_a_row.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return 0
+        n = 0
+        if self._arriving is not None:
+            copied, event = self._arriving
+            if not event.query():
+                return 0
+            n = int(copied)
+        copied = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
+        copied.copy_(in_a_row, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(in_a_row.device))
+        self._arriving = copied, event
+        return n
