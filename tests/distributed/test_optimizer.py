@@ -26,7 +26,15 @@ from torch.distributed.tensor import Shard
 from training import MODES, SCALERS
 
 import tritonclip
-from tritonclip import ClipByNorm, ClippedOptimizer
+from tritonclip import (
+    ClipByNorm,
+    ClipByOwnHistory,
+    ClipByQuantile,
+    ClipByRMS,
+    ClipByZScore,
+    ClippedOptimizer,
+    Outlier,
+)
 
 
 def _model(*, sharded: bool = True) -> nn.Module:
@@ -199,3 +207,35 @@ def test_clip_waits_for_pieces_that_are_on_their_way() -> None:
     torch.testing.assert_close(norm, total.norm() * math.sqrt(dist.get_world_size()))
     right = total * (0.1 / (norm + 1e-6))
     torch.testing.assert_close(coming.wait(), right, rtol=1e-6, atol=0)
+
+
+def _trained_by(rule: Any, steps: int = 12, *, sharded: bool, **options: Any) -> Any:
+    """A model after some steps under a rule that follows the norms, and its optimizer."""
+    model = _model(sharded=sharded)
+    optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule, **options)
+    for step in range(steps):
+        optimizer.zero_grad()
+        (_loss(model, step, sharded=sharded) * (100.0 if step % 5 == 4 else 1.0)).backward()
+        if step == 6:
+            # A gradient that no process has in this step.
+            next(iter(model.parameters())).grad = None
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [ClipByQuantile(0.5, 6), ClipByZScore(warmup=4), ClipByOwnHistory(warmup=3), ClipByRMS(0.05)],
+    ids=lambda rule: type(rule).__name__,
+)
+@in_processes(2)
+def test_limits_that_follow_are_those_of_one_process(rule):
+    model, optimizer = _trained_by(rule, sharded=True, skip_above=Outlier(5.0, 6))
+    alone, other = _trained_by(rule, sharded=False, skip_above=Outlier(5.0, 6))
+    for ours, theirs in zip(_weights(model), _weights(alone), strict=True):
+        # Sums of the shards' gradients are rounded in another order.
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert int(optimizer.stats.skipped_steps) == int(other.stats.skipped_steps)
+    for state in optimizer.state_dict()["tritonclip"].get("memory", {}).values():
+        if state["values"] is not None:
+            assert_same_everywhere(state["values"].nan_to_num(-1))
