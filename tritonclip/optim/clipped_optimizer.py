@@ -26,7 +26,7 @@ from tritonclip.optim.closures import (
     step_evaluating,
 )
 from tritonclip.optim.delegating import DelegatingOptimizer
-from tritonclip.optim.memory import Judgement, Memory, SkipWatch
+from tritonclip.optim.memory import Judgement, Memory, SkipWatch, as_skip_bound
 from tritonclip.optim.param_groups import (
     check_group,
     not_in_buffers,
@@ -148,7 +148,7 @@ class ClippedOptimizer(DelegatingOptimizer):
             )
         self.clip = as_rule(clip)
         self.nonfinite = nonfinite
-        self._memory = Memory(skip_above)
+        self._memory = Memory(as_skip_bound(skip_above))
         self._watch = SkipWatch(max_consecutive_skips)
         for number, group in enumerate(optimizer.param_groups):
             check_group(number, group, optimizer.defaults)
@@ -220,7 +220,7 @@ class ClippedOptimizer(DelegatingOptimizer):
 
     @skip_above.setter
     def skip_above(self, skip_above: float | Outlier | None) -> None:
-        self._memory.skip_above = skip_above
+        self._memory.skip_above = as_skip_bound(skip_above)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -386,7 +386,9 @@ class ClippedOptimizer(DelegatingOptimizer):
 
     def _judge(self, clipping: StepClipping) -> Judgement | None:
         """Whether a measured step is an outlier, if outliers are skipped."""
-        return None if self.skip_above is None else self._memory.judge(clipping.global_norm())
+        if self._memory.skip_above is None:
+            return None
+        return self._memory.judge(clipping.global_norm())
 
     def _finish(
         self,
@@ -397,7 +399,8 @@ class ClippedOptimizer(DelegatingOptimizer):
         outlier: Judgement | None = None,
     ) -> None:
         """Remembers and counts a step; flags say on the device that it was left out after all."""
-        clipping.commit(_any(overflow, skip))
+        if clipping.follows:
+            clipping.commit(_any(overflow, skip))
         if outlier is not None:
             outlier.commit(overflow)
         self.stats.record_(outcomes, overflow, skip)

@@ -34,33 +34,33 @@ class _Norm(NamedTuple):
         return None, 1
 
 
+def as_skip_bound(skip_above: object) -> float | Outlier | None:
+    """The user's `skip_above`.
+
+    Raises:
+        TypeError, ValueError: neither a limit, nor :class:`Outlier`, nor None.
+    """
+    if skip_above is None or isinstance(skip_above, Outlier):
+        return skip_above
+    try:
+        return as_limit("skip_above", skip_above)
+    except TypeError:
+        raise TypeError(
+            "skip_above must be a number (the largest norm that is not skipped), an Outlier or "
+            f"None, got {skip_above!r:.80}"
+        ) from None
+
+
 class Memory:
     """The states of the rules of an optimizer, and of its test for outliers.
 
-    Args:
+    Attributes:
         skip_above: the largest norm that is no outlier, or :class:`Outlier`; None for no test.
     """
 
-    def __init__(self, skip_above: object = None) -> None:
+    def __init__(self, skip_above: float | Outlier | None = None) -> None:
         self._states: dict[str, ClipState] = {}
         self.skip_above = skip_above
-
-    @property
-    def skip_above(self) -> float | Outlier | None:
-        """The largest norm that is no outlier."""
-        return self._skip_above
-
-    @skip_above.setter
-    def skip_above(self, skip_above: object) -> None:
-        if not (skip_above is None or isinstance(skip_above, Outlier)):
-            try:
-                skip_above = as_limit("skip_above", skip_above)
-            except TypeError:
-                raise TypeError(
-                    "skip_above must be a number (the largest norm that is not skipped), an "
-                    f"Outlier or None, got {skip_above!r:.80}"
-                ) from None
-        self._skip_above = skip_above
 
     def follow(self, group_index: int | None, rule: Rule) -> Following:
         """The rule of the next step for the groups that share it."""
@@ -72,7 +72,7 @@ class Memory:
 
     def judge(self, norm: Tensor) -> Judgement:
         """Whether a norm is an outlier, by those before; 0-d bool, waits for nothing."""
-        above = self._skip_above
+        above = self.skip_above
         assert above is not None
         if not isinstance(above, Outlier):
             return Judgement(norm > above, None, None)
@@ -100,7 +100,7 @@ class Memory:
         for owner, saved in states.items():
             state = loaded[owner] = ClipState()
             state.load_state_dict(saved)
-            present: Any = self._skip_above if owner == _OUTLIERS else rules.get(owner)
+            present: Any = self.skip_above if owner == _OUTLIERS else rules.get(owner)
             follows = isinstance(present, Outlier) or not getattr(present, "fixed", True)
             if follows and not state.remembers(present):
                 raise ValueError(

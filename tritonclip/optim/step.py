@@ -56,7 +56,7 @@ class _Share:
 
 
 class StepClipping:
-    """The gradients of one step: measured by `measure`, written by `write_`.
+    """The gradients of one step: measured when it is made, written by `write_`.
 
     Args:
         groups: parameter groups of an optimizer.
@@ -70,6 +70,9 @@ class StepClipping:
         flat: the gradients of all groups, but for those of `not_in_buffers`.
         not_in_buffers: parameters that are not in `flat`: (group, position).
         holders: the processes that the gradients are spread over.
+
+    Attributes:
+        follows: a rule has a limit that changes from step to step.
 
     Raises:
         TypeError, ValueError: a `clip` that is no rule, and as for `clip_`.
@@ -100,8 +103,10 @@ class StepClipping:
             self._shares = self._divide(rule)
         else:
             self._shares = self._divide_flat(rule, flat, not_in_buffers)
+        self.follows = False
         for share in self._shares:
             if not share.rule.fixed:
+                self.follows = True
                 share.rule = share.following = memory.follow(share.group_index, share.rule)
             plan = share.gradients.plan
             if plan is not None and not plan.ordinary:

@@ -30,6 +30,11 @@ class _ClipNorm(Rule):
         if math.isinf(self.eps):
             raise ValueError("eps must be finite, got inf")
 
+    @property
+    def fixed(self) -> bool:
+        """Whether `max_norm` is a number."""
+        return type(self.max_norm) is float
+
     def limit(self, measured: Measured) -> float:
         """`max_norm`."""
         if type(self.max_norm) is not float:
