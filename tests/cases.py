@@ -106,6 +106,13 @@ def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone().cpu() for tensor in tensors]
 
 
+def bounds_of(rule: ClipByValue) -> tuple[float, float]:
+    """The bounds of a rule whose bounds are numbers."""
+    assert not callable(rule.min)
+    assert not callable(rule.max)
+    return rule.min, rule.max
+
+
 def clipped(grads: Sequence[Tensor], rule: Any) -> tuple[Any, list[Tensor]]:
     """Clips gradients in place; what was measured, and the gradients by the rule's formula."""
     before = copies(grads)

@@ -28,7 +28,10 @@ from tritonclip.torch_compat import (
 )
 
 if TYPE_CHECKING:
+    from tritonclip.monitor.recorder import Recorder, record
     from tritonclip.monitor.stats import ClipStats
+    from tritonclip.monitor.suggestion import suggest_max_norm
+    from tritonclip.norms import norms_by_name
     from tritonclip.optim.clipped_optimizer import ClippedOptimizer
     from tritonclip.optim.grad_scaler import GradScaler
 
@@ -48,12 +51,16 @@ __all__ = [
     "FlatGradients",
     "GradScaler",
     "Outlier",
+    "Recorder",
     "VerificationError",
     "clip_",
     "clip_grad_norm_",
     "clip_grad_value_",
     "clip_grads_with_norm_",
     "get_total_norm",
+    "norms_by_name",
+    "record",
+    "suggest_max_norm",
     "use_backend",
     "verify",
 ]
@@ -64,6 +71,10 @@ _LAZY = {
     "ClipStats": "monitor.stats",
     "ClippedOptimizer": "optim.clipped_optimizer",
     "GradScaler": "optim.grad_scaler",
+    "Recorder": "monitor.recorder",
+    "norms_by_name": "norms",
+    "record": "monitor.recorder",
+    "suggest_max_norm": "monitor.suggestion",
 }
 
 

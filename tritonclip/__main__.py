@@ -1,88 +1,33 @@
-"""`python -m tritonclip`: versions, devices, and for each its backend and a short self-test."""
+"""`python -m tritonclip [doctor | suggest FILE | plot FILE]`.
 
-import platform
+Without a command it is the doctor, which needs nothing but the package.
+"""
+
 import sys
-from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
-
-import torch
-
-import tritonclip
-from tritonclip import settings
-from tritonclip.backends import choose
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_RULES = (
-    tritonclip.ClipByGlobalNorm(1.0),
-    tritonclip.ClipByNorm(1.0),
-    tritonclip.ClipByValue(0.5),
-)
+from collections.abc import Sequence
 
 
-def main() -> int:
-    """Prints the report; 1 where a self-test failed or the environment asks for nonsense."""
+def main(arguments: Sequence[str]) -> int:
+    """Runs a command; returns the exit status."""
+    if list(arguments) in ([], ["doctor"]):
+        from tritonclip.doctor import examine
+
+        return examine()
     try:
-        backend, verifying = settings.backend(), settings.verifying()
-    except ValueError as error:
-        print(error)
+        from tritonclip.commands import run
+    except ModuleNotFoundError as error:
+        package = (error.name or "tritonclip").split(".")[0]
+        if package == "tritonclip":
+            raise
+        print(
+            f"python -m tritonclip {arguments[0]} needs {package}, which is not installed; "
+            'expected the extra: pip install "tritonclip[monitor]". Without it there is '
+            "python -m tritonclip doctor",
+            file=sys.stderr,
+        )
         return 1
-    for name, text in (
-        ("tritonclip", tritonclip.__version__),
-        ("python", platform.python_version()),
-        ("torch", torch.__version__),
-        ("triton", _version("triton")),
-        ("backend", backend),
-        ("verify", "on" if verifying else "off"),
-    ):
-        print(f"{name:<12}{text}")
-    failed = False
-    for device in _devices():
-        backend, verdict = _report(device)
-        failed |= verdict != "ok"
-        print(f"{device!s:<12}{_device_name(device)}: {backend} backend, self-test {verdict}")
-    return int(failed)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _devices() -> list[torch.device]:
-    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    return [torch.device("cpu"), *gpus]
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-
-
-def _report(device: torch.device) -> tuple[str, str]:
-    """The backend of a device, and the result of a self-test of every dtype and rule there."""
-    try:
-        backend = choose.backend_name(device, torch.float32)
-        with tritonclip.verify():
-            for dtype in _DTYPES:
-                for rule in _RULES:
-                    _clip_sample(device, dtype, rule)
-    except Exception as error:
-        return "no", f"failed: {type(error).__name__}: {error}"
-    return backend, "ok"
-
-
-def _clip_sample(device: torch.device, dtype: torch.dtype, rule: tritonclip.rules.Rule) -> None:
-    """Clips gradients of awkward sizes; verification raises where something is wrong."""
-    random: Callable[..., torch.Tensor] = torch.randn
-    generator = torch.Generator().manual_seed(0)
-    parameters = []
-    for size in (1, 15, 4097, 20001):
-        parameter = torch.zeros(size, dtype=dtype, device=device, requires_grad=True)
-        parameter.grad = random(size, generator=generator).to(device, dtype)
-        parameters.append(parameter)
-    tritonclip.clip_(parameters, rule)
+    return run(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -177,7 +177,10 @@ def test_a_step_that_overflows_is_not_remembered(rule, make, scaler):
 
 def test_groups_remember_norms_of_their_own():
     params = new_params()
-    groups = [{"params": params[:2]}, {"params": params[2:], "clip": ClipByQuantile(0.5, 9)}]
+    groups: list[dict[str, Any]] = [
+        {"params": params[:2]},
+        {"params": params[2:], "clip": ClipByQuantile(0.5, 9)},
+    ]
     optimizer = ClippedOptimizer(SGD(groups, lr=0.1), ClipByQuantile(0.5, 9))
     state, twins = [ClipState(), ClipState()], new_params()
     inner = sgd(twins)

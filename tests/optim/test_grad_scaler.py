@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from cases import assert_bits, assert_norm, copies, grad_of, normal
+from cases import assert_bits, assert_norm, bounds_of, copies, grad_of, normal
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 from training import (
@@ -72,10 +72,11 @@ def hand_clip(rule: Any, grads: list[Tensor]) -> list[Tensor]:
     """What a rule makes of gradients, in float64 and rounded once."""
     wide = [g.double() for g in grads]
     if isinstance(rule, ClipByValue):
-        return [g.clamp(rule.min, rule.max).float() for g in wide]
+        return [g.clamp(*bounds_of(rule)).float() for g in wide]
+    limit: float = rule.max_norm
     if isinstance(rule, ClipByNorm):
-        return [(g * min(1.0, rule.max_norm / (reference.norm(g) + 1e-6))).float() for g in wide]
-    coefficient = min(1.0, rule.max_norm / (reference.total_norm(wide) + 1e-6))
+        return [(g * min(1.0, limit / (reference.norm(g) + 1e-6))).float() for g in wide]
+    coefficient = min(1.0, limit / (reference.total_norm(wide) + 1e-6))
     return [(g * coefficient).float() for g in wide]
 
 

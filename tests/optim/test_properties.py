@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from cases import assert_bits, copies, grad_of, normal
+from cases import assert_bits, bounds_of, copies, grad_of, normal
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -78,7 +78,7 @@ def clipped(grads: list[Tensor], rule: Any, policy: str) -> list[Tensor]:
     if policy == "zero" and not all(bool(grad.isfinite().all()) for grad in grads):
         return [torch.zeros_like(grad) for grad in grads]
     if isinstance(rule, ClipByValue):
-        return [grad.clamp(rule.min, rule.max) for grad in grads]
+        return [grad.clamp(*bounds_of(rule)) for grad in grads]
     result = []
     for share in [[grad] for grad in grads] if isinstance(rule, ClipByNorm) else [grads]:
         norm = torch.tensor(reference.total_norm(share, rule.norm_type), dtype=torch.float64)

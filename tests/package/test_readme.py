@@ -109,10 +109,18 @@ def _accelerate(names: dict[str, Any]) -> Iterator[None]:
     reset(reset_partial_state=True)
 
 
+@contextlib.contextmanager
+def _long_run(names: dict[str, Any]) -> Iterator[None]:
+    """Some hundred steps."""
+    names["loader"] = names["loader"] * 50
+    yield
+
+
 SETTINGS: dict[str, Callable[[dict[str, Any]], contextlib.AbstractContextManager[None]]] = {
     "recipes-pytorch-lightning": _lightning,
     "recipes-hugging-face-trainer": _trainer,
     "recipes-accelerate": _accelerate,
+    "choosing_max_norm-record-and-ask": _long_run,
 }
 
 

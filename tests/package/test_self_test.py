@@ -7,12 +7,13 @@ import torch
 from workers import python
 
 import tritonclip
-from tritonclip import __main__ as self_test
+from tritonclip import doctor
 from tritonclip.backends.cpu_backend import CpuBatch
 
 
-def test_self_test_prints_a_report():
-    done = python("-m", "tritonclip", TRITONCLIP_BACKEND="torch")
+@pytest.mark.parametrize("command", [(), ("doctor",)], ids=["bare", "doctor"])
+def test_self_test_prints_a_report(command):
+    done = python("-m", "tritonclip", *command, TRITONCLIP_BACKEND="torch")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert lines["tritonclip"] == tritonclip.__version__
@@ -33,7 +34,7 @@ def test_self_test_fails_with_a_reason_where_a_backend_is_wrong(monkeypatch, cap
 
     monkeypatch.setattr(CpuBatch, "norm", wrong)
     with tritonclip.use_backend("torch"):
-        assert self_test.main() == 1
+        assert doctor.examine() == 1
     assert "self-test failed: VerificationError: " in capsys.readouterr().out
 
 

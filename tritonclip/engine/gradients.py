@@ -87,8 +87,12 @@ class Gradients:
         """Some gradients for a message."""
         return some(self._labels(indices))
 
+    def names(self) -> list[str]:
+        """The name of every gradient, in order; repeated where the user's names are."""
+        return self._labels(range(len(self.tensors)))
+
     def _labels(self, indices: Iterable[int]) -> list[str]:
-        """Looks names up in the user's argument; only messages need them."""
+        """Looks names up in the user's argument; clipping never needs them."""
         names: list[str] | None = None
         if isinstance(self.handed_over, Module):
             names = [name for name, _ in self.handed_over.named_parameters()]

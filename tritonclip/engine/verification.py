@@ -86,6 +86,11 @@ class Expectation:
         norms = [norm_of(g, norm_type) for g in self._before]
         self._compare_norms([self._total(norms, norm_type)], result)
 
+    def check_norms(self, norm_type: float, grad_scale: float | Tensor, result: Tensor) -> None:
+        """Compares a finished `norms_by_name` call, before norms of groups are combined."""
+        norms = [norm_of(g, norm_type) / float(grad_scale) for g in self._before]
+        self._compare_norms([_rounded(n, self._dtype) for n in norms], result)
+
     def check_scale(self, rule: Rule, norm: Tensor) -> None:
         """Compares a finished `clip_grads_with_norm_` call."""
         given = norm.detach().abs()

@@ -27,6 +27,7 @@ from tritonclip.optim.closures import (
 )
 from tritonclip.optim.delegating import DelegatingOptimizer
 from tritonclip.optim.memory import Judgement, Memory, SkipWatch, as_skip_bound
+from tritonclip.optim.observation import Observation, as_recorder
 from tritonclip.optim.param_groups import (
     check_group,
     not_in_buffers,
@@ -41,6 +42,8 @@ from tritonclip.rules import Outlier, Rule, as_rule
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from tritonclip.monitor.recorder import Recorder
 
 StepNonfinite = Literal["propagate", "error", "zero", "skip"]
 _POLICIES = ("propagate", "error", "zero", "skip")
@@ -84,6 +87,8 @@ class ClippedOptimizer(DelegatingOptimizer):
         max_consecutive_skips: steps in a row that may be skipped before `step` raises RuntimeError;
             None for no error, and a warning after 100. On a GPU it raises some steps later, when
             the number has arrived, because nothing waits for it.
+        recorder: of :func:`record`: takes norm, coefficient, limit and skips of every step, and the
+            norms of groups that have a rule; may be replaced. Copies of the wrapper have none.
         flat: the :class:`FlatGradients` of the optimizer's parameters; may be replaced. Steps then
             do not look at every parameter (unless a group has a rule of its own), and `zero_grad`
             sets gradients to 0, never to None.
@@ -135,6 +140,7 @@ class ClippedOptimizer(DelegatingOptimizer):
         nonfinite: StepNonfinite = "propagate",
         skip_above: float | Outlier | None = None,
         max_consecutive_skips: int | None = None,
+        recorder: Recorder | None = None,
         flat: FlatGradients | None = None,
         process_group: ProcessGroup | DeviceMesh | None = None,
         copies: Copies | None = None,
@@ -150,6 +156,7 @@ class ClippedOptimizer(DelegatingOptimizer):
         self.nonfinite = nonfinite
         self._memory = Memory(as_skip_bound(skip_above))
         self._watch = SkipWatch(max_consecutive_skips)
+        self.recorder = recorder
         for number, group in enumerate(optimizer.param_groups):
             check_group(number, group, optimizer.defaults)
         # Refuses wrong parameters, while this does not count as a wrapper.
@@ -221,6 +228,15 @@ class ClippedOptimizer(DelegatingOptimizer):
     @skip_above.setter
     def skip_above(self, skip_above: float | Outlier | None) -> None:
         self._memory.skip_above = as_skip_bound(skip_above)
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """What takes the norms of every step; replaceable."""
+        return self._recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._recorder = as_recorder(recorder)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -367,6 +383,7 @@ class ClippedOptimizer(DelegatingOptimizer):
                 self._leave_out(attempt.clipping, attempt.outlier)
             else:
                 attempt.clipping.commit(left_out=True)
+                self._record(attempt.clipping, None, True)
             return None
         if attempt.outcomes is None:
             if self._nonfinite == "error" and (overflow is None or not bool(overflow)):
@@ -404,6 +421,8 @@ class ClippedOptimizer(DelegatingOptimizer):
         if outlier is not None:
             outlier.commit(overflow)
         self.stats.record_(outcomes, overflow, skip)
+        if self._recorder is not None:
+            self._record(clipping, outcomes, _any(overflow, skip))
         if skip is not None:
             self._watch.look(self.stats.consecutive_skips)
 
@@ -413,7 +432,15 @@ class ClippedOptimizer(DelegatingOptimizer):
         if outlier is not None:
             outlier.commit(None)
         self.stats.record_skip_()
+        self._record(clipping, None, True)
         self._watch.look(self.stats.consecutive_skips)
+
+    def _record(
+        self, clipping: StepClipping, outcomes: Outcomes | None, skipped: Tensor | bool | None
+    ) -> None:
+        """Hands a step to the recorder, if there is one."""
+        if self._recorder is not None and clipping.observation is not None:
+            clipping.observation.add_to(self._recorder, outcomes, skipped)
 
     def _step_checking(self, closure: Closure) -> Any:
         """Evaluates a closure before the wrapped optimizer does, while nothing has changed yet."""
@@ -447,7 +474,7 @@ class ClippedOptimizer(DelegatingOptimizer):
         if self._flat is not None and self._groups_changed():
             # From outside: checks again, and refuses new parameters.
             self.flat = self._flat
-        return StepClipping(
+        clipping = StepClipping(
             self.optimizer.param_groups,
             self._rule,
             self._nonfinite,
@@ -459,6 +486,11 @@ class ClippedOptimizer(DelegatingOptimizer):
             not_in_buffers=self._not_in_buffers,
             holders=self._holders,
         )
+        if self._recorder is not None:
+            clipping.observation = Observation(
+                clipping, self._recorder, self.optimizer.param_groups, self._flat, grad_scale
+            )
+        return clipping
 
     def _measure_scaled(self, grad_scale: Tensor) -> Tensor:
         """Measures for the step to come, and says whether it overflows: float32, 0-d, 0 or 1."""
@@ -473,6 +505,8 @@ class ClippedOptimizer(DelegatingOptimizer):
         memory = self._memory.state_dict()
         if memory:
             own["memory"] = memory
+        if self._recorder is not None:
+            own["recorder"] = self._recorder.state_dict()
         return with_own(saved, own) if in_groups else {**saved, STATS_KEY: own}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
@@ -480,11 +514,14 @@ class ClippedOptimizer(DelegatingOptimizer):
         own = dict(own)
         memory = Memory(self.skip_above)
         memory.load_state_dict(own.pop("memory", {}), self._rules())
+        recorded = own.pop("recorder", None)
         stats = ClipStats(fused.device_of(self.optimizer))
         stats.load_state_dict(own)
         super()._load(with_present_rules(self.optimizer, rest))
         self.stats.load_state_dict(stats.state_dict())
         self._memory = memory
+        if self._recorder is not None and recorded is not None:
+            self._recorder.load_state_dict(recorded)
 
     def _rules(self) -> dict[str, Rule]:
         """The rules of the program, by their owners in a checkpoint."""
@@ -512,7 +549,7 @@ class ClippedOptimizer(DelegatingOptimizer):
             # Copies of parameters have no attributes.
             state["optimizer"].param_groups[number]["params"][position].need_clip = False
         self.clip, self.nonfinite, self.stats = state["clip"], state["nonfinite"], state["stats"]
-        self._memory = state["memory"]
+        self._memory, self._recorder = state["memory"], None
         self._watch = SkipWatch(state["max_consecutive_skips"])
         self._holders = state["holders"]
         self._attach(state["optimizer"])

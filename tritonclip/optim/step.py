@@ -3,9 +3,12 @@
 All groups are measured before the first gradient is written, so that a step can still be refused.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,6 +35,10 @@ _REMEDY = (
     "Neither gradients nor parameters were changed. To go on, set nonfinite to 'propagate', 'zero' "
     "or 'skip'"
 )
+
+
+if TYPE_CHECKING:
+    from tritonclip.optim.observation import Observation
 
 
 @dataclass(slots=True)
@@ -73,6 +80,7 @@ class StepClipping:
 
     Attributes:
         follows: a rule has a limit that changes from step to step.
+        observation: for a recorder; None without one.
 
     Raises:
         TypeError, ValueError: a `clip` that is no rule, and as for `clip_`.
@@ -99,6 +107,7 @@ class StepClipping:
         self._covers_all = check_finite or self._writes_all
         self._groups, self._plans, self._holders = groups, plans, holders
         self._begun: _Share | None = None
+        self.observation: Observation | None = None
         if flat is None or any("clip" in group for group in groups):
             self._shares = self._divide(rule)
         else:
@@ -246,13 +255,21 @@ class StepClipping:
             return torch.zeros((), device=device)
         return _norm_of(torch.stack([part.to(device).double() for part in parts]))
 
-    def measured(self) -> Tensor | None:
-        """The norm under the wrapper's own rule, 0-d; None where none was measured."""
+    @torch.compiler.disable
+    @torch.no_grad()
+    def norms(self) -> dict[int | None, Tensor]:
+        """Norms before clipping, 0-d, by group, None for the wrapper's rule; the largest of each.
+
+        Of rules that measure one, also where no gradient is there.
+        """
+        found = {}
         for share in self._shares:
-            if share.group_index is None and not share.unclipped and share.norms is not None:
-                norm = execute.total(share.gradients, share.norms)
-                return norm if norm.dim() == 0 else norm.max() if len(norm) else norm.sum()
-        return None
+            if not (share.unclipped or share.rule.clamps):
+                norm = torch.zeros((), device=share.gradients.device)
+                if share.norms is not None:
+                    norm = execute.total(share.gradients, share.norms)
+                found[share.group_index] = norm.max() if norm.numel() else norm.sum()
+        return found
 
     def commit(self, left_out: Tensor | bool | None) -> None:
         """Makes the rules whose limit changes remember this step; see `Following.commit`."""

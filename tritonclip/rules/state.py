@@ -201,9 +201,10 @@ class Following(Rule):
         Args:
             left_out: whether it was; a 0-d bool may be on any device. None for no.
         """
-        known = isinstance(left_out, bool)
-        values = None if known and left_out else self._values
-        self._state.commit(values, None if known else left_out)
+        if isinstance(left_out, bool):
+            self._state.commit(None if left_out else self._values, None)
+        else:
+            self._state.commit(self._values, left_out)
 
 
 def follow(rule: Rule, state: object) -> Following:

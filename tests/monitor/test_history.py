@@ -1,0 +1,132 @@
+"""Files of a run, from a recorder or from elsewhere; files that are none say what to do."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tritonclip.monitor.history import read
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a file and returns its path."""
+
+    def write(name, text):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "norm\n1.5\n2\n"),
+        ("a.csv", "step,norm\n1,1.5\n2,2\n"),
+        ("a.csv", "\ufeffstep, norm ,loss\r\n1,1.5,a\r\n2,2,\r\n"),
+        ("a.csv", "step,norm\n1,1.5\n\n2,2"),
+        ("a.CSV", "step,norm,lr\n1,1.5,\n1.0,,0.1\n2.0,2,\n"),
+        ("a.jsonl", '{"norm": 1.5, "lr": "x"}\n\n{"norm": 2}'),
+        ("a.jsonl", '{"step": 1, "norm": "1.5"}\n{"step": 2, "norm": 2, "extra": [1]}\n'),
+    ],
+    ids=["norms", "steps", "spreadsheet", "no end", "gaps", "json", "json text"],
+)
+def test_read_takes_files_from_elsewhere(write, name, text):
+    history = read(write(name, text))
+    assert history.norms.tolist() == [1.5, 2.0]
+    assert history.steps.tolist() == [1, 2]
+    assert history.limits.isnan().all()
+    assert not history.is_clipped.any()
+    assert not history.is_skipped.any()
+    assert history.parts == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "norm"),
+    [("nan", math.nan), ("NaN", math.nan), ("inf", math.inf), ("Infinity", math.inf)],
+)
+def test_read_takes_norms_that_are_not_finite(write, text, norm):
+    (found,) = read(write("a.csv", f"norm\n{text}\n")).norms.tolist()
+    assert found == norm or (math.isnan(found) and math.isnan(norm))
+
+
+def test_read_takes_truth_values_in_words(write):
+    text = "norm,limit,skipped\n3,1,true\n3,1,False\n3,1,\n0.5,1,0\n"
+    history = read(write("a.csv", text))
+    assert history.is_skipped.tolist() == [True, False, False, False]
+    assert history.is_clipped.tolist() == [False, True, True, False]
+
+
+def test_coefficients_decide_before_limits(write):
+    text = "norm,coefficient,limit\n3,1,1\n0.5,0.1,1\n3,,1\nnan,0.5,1\ninf,0,1\n"
+    assert read(write("a.csv", text)).is_clipped.tolist() == [False, True, True, False, False]
+
+
+def test_rows_of_a_resumed_run_take_the_place_of_earlier_ones(write):
+    text = "step,norm\n1,1\n2,2\n3,99\n4,99\n3,3\n4,4\n5,99\n5,5\n"
+    history = read(write("a.csv", text))
+    assert history.steps.tolist() == [1, 2, 3, 4, 5]
+    assert history.norms.tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "step,norm,limit\n1,1,1\n2,2,1\n3,"),
+        ("a.csv", "step,norm\n1,1\n2,2\n3,4.5e-"),
+        ("a.jsonl", '{"step": 1, "norm": 1}\n{"step": 2, "norm": 2}\n{"step": 3, "no'),
+    ],
+    ids=["csv", "number", "json"],
+)
+def test_a_last_line_that_was_cut_off_is_left_out(write, name, text):
+    assert read(write(name, text)).norms.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "", "at least one row with a norm, got none"),
+        ("a.csv", "step,norm\n", "at least one row with a norm, got none"),
+        ("a.csv", "step,norm\n1,\n", "at least one row with a norm, got none"),
+        ("a.csv", "step,loss\n1,2\n", "line 2: expected a column 'norm', got columns 'step', 'lo"),
+        ("a.csv", "1,2\n3,4\n", "line 2: expected a column 'norm', got columns '1', '2'"),
+        ("a.csv", "norm,step\n1\n2,2\n", "line 2: expected 2 cells, as the first line has, got 1"),
+        ("a.csv", "norm\n1\nhello\n2\n", "line 3: expected norm to be a number, got 'hello'"),
+        ("a.csv", "norm\n1\n-2\n", "line 3: expected norm 0 or more, got -2.0"),
+        ("a.csv", "norm,step\n1,1.5\n", "line 2: expected step to be a whole number, got 1.5"),
+        ("a.csv", "norm,step\n1,\n", "line 2: expected step to be a whole number, got nan"),
+        ("a.csv", "norm\nhello", "line 2: expected norm to be a number"),
+        ("a.csv", b"\x89PNG\r\n\x1a\n\xff\xfe", "expected text in UTF-8, got other bytes"),
+        ("a.csv", 'norm\n"' + "1" * 200_000 + '"\n', "expected comma-separated values"),
+        ("a.jsonl", "step,norm\n1,2\n", "line 1: expected a JSON object"),
+        ("a.jsonl", "[1, 2]\n", r"line 1: expected a JSON object, got \[1, 2\]"),
+        ("a.jsonl", '{"norm": 1}\n{"norm": [2]}\n', "line 2: expected norm to be a number"),
+        ("a.jsonl", '{"norm": 1}\n{"loss": 2}\n', "line 2: expected a column 'norm'"),
+        ("a.jsonl", '{"norm": 1, "step": 1}\n{"norm": 2}\n', "line 2: expected 'step' in every"),
+    ],
+)
+def test_read_says_what_is_wrong_with_a_file_and_what_to_do(write, name, text, message):
+    path = write(name, text)
+    with pytest.raises(ValueError, match=message) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path} is no history: ")
+    assert "recorder writes" in str(caught.value) or "record(...) writes" in str(caught.value)
+
+
+def test_read_says_where_there_is_no_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"expected a history file, got none; .* flush"):
+        read(tmp_path / "run.csv")
+
+
+def test_read_refuses_a_folder(tmp_path):
+    (tmp_path / "run.csv").mkdir()
+    with pytest.raises(ValueError, match="got a folder; name the file in it"):
+        read(tmp_path / "run.csv")
+
+
+def test_read_refuses_other_endings(write):
+    with pytest.raises(ValueError, match=r"ends in \.csv or \.jsonl.*got \.txt; rename"):
+        read(write("a.txt", "norm\n1\n"))

@@ -1,0 +1,226 @@
+"""The file of a recorder: begun, gone on with, and never mixed up with another."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import tritonclip
+from tritonclip.monitor.history import read
+
+COLUMNS = ["step", "norm", "coefficient", "limit", "skipped"]
+ENDINGS = ["csv", "jsonl"]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.csv"
+
+
+def test_csv_is_plain(path):
+    with tritonclip.record(path) as recorder:
+        recorder.add_(torch.tensor(0.5), limit=1.0, skipped=False, norms={"a, b": 0.25})
+    assert path.read_text() == (
+        'step,norm,coefficient,limit,skipped,"norm/a, b"\n1,0.5,,1.0,0,0.25\n'
+    )
+
+
+def test_json_lines_are_strict_json(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with tritonclip.record(path) as recorder:
+        for norm in (math.nan, math.inf, 1.5):
+            recorder.add_(torch.tensor(norm), skipped=False)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    rows = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+    assert [row["norm"] for row in rows] == ["NaN", "Infinity", 1.5]
+    assert rows[0] == dict.fromkeys(COLUMNS) | {"step": 1, "norm": "NaN", "skipped": False}
+    norms = read(path).norms.tolist()
+    assert math.isnan(norms[0])
+    assert norms[1:] == [math.inf, 1.5]
+
+
+@hypothesis.given(
+    norms=st.lists(st.floats(min_value=0.0) | st.just(math.nan), min_size=1, max_size=20),
+    every=st.integers(1, 7),
+    ending=st.sampled_from(ENDINGS),
+    as_tensors=st.lists(st.booleans(), min_size=20, max_size=20),
+)
+def test_record_gives_every_float64_back(tmp_path_factory, norms, every, ending, as_tensors):
+    path = tmp_path_factory.mktemp("runs") / f"run.{ending}"
+    with tritonclip.record(path, every=every) as recorder:
+        for norm, as_tensor in zip(norms, as_tensors, strict=False):
+            recorder.add_(torch.tensor(norm, dtype=torch.float64) if as_tensor else norm)
+    expected = torch.tensor(norms, dtype=torch.float64)
+    torch.testing.assert_close(read(path).norms, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_record_goes_on_in_a_file(tmp_path, ending):
+    path = tmp_path / f"run.{ending}"
+    for start in (0, 3):
+        with tritonclip.record(path) as recorder:
+            assert recorder.steps == start
+            for step in range(start, start + 3):
+                recorder.add_(float(step), norms={"body": 1.0})
+    history = read(path)
+    assert history.steps.tolist() == [1, 2, 3, 4, 5, 6]
+    assert history.norms.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert history.parts["body"].tolist() == [1.0] * 6
+
+
+def test_record_goes_on_after_an_earlier_checkpoint(path):
+    with tritonclip.record(path) as recorder:
+        for step in range(3):
+            recorder.add_(float(step))
+        saved = recorder.state_dict()
+        recorder.add_(100.0)
+        recorder.add_(100.0)
+    with tritonclip.record(path) as recorder:
+        recorder.load_state_dict(saved)
+        recorder.add_(3.0)
+    history = read(path)
+    assert history.steps.tolist() == [1, 2, 3, 4]
+    assert history.norms.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("state", [{}, {"steps": -1}, {"steps": 1.5}, {"steps": True}], ids=str)
+def test_load_refuses_a_state_that_is_none(path, state):
+    recorder = tritonclip.record(path)
+    with pytest.raises(ValueError, match=r"expected the result of Recorder\.state_dict"):
+        recorder.load_state_dict(state)
+    assert recorder.steps == 0
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_record_goes_on_after_a_crash_in_the_middle_of_a_line(tmp_path, ending):
+    path = tmp_path / f"run.{ending}"
+    with tritonclip.record(path) as recorder:
+        for _ in range(3):
+            recorder.add_(1.0)
+    path.write_bytes(path.read_bytes()[:-4])
+    with tritonclip.record(path) as recorder:
+        assert recorder.steps == 2
+        recorder.add_(2.0)
+    assert read(path).norms.tolist() == [1.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.csv", "time,loss\n1,2\n"),
+        ("run.csv", "step,norm\n1,2\n"),
+        ("run.csv", "step,norm,coefficient,limit,skipped\n"),
+        ("run.csv", "step,norm,coefficient,limit,skipped\nx,1,,,\n"),
+        ("run.csv", "no line break"),
+        ("run.csv", "\xff\n\xff\n"),
+        ("run.jsonl", "[1, 2]\n"),
+        ("run.jsonl", '{"loss": 1}\n'),
+        ("run.jsonl", "{\n"),
+    ],
+    ids=["other", "fewer", "empty", "step", "text", "bytes", "array", "object", "no json"],
+)
+def test_record_refuses_a_file_that_no_recorder_wrote(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"is there and no recorder's file: .*another path"):
+        tritonclip.record(path)
+    assert path.read_bytes() == text.encode("latin-1")
+
+
+def test_record_refuses_a_file_with_other_columns(path):
+    with tritonclip.record(path) as recorder:
+        recorder.add_(1.0, norms={"body": 1.0})
+    before = path.read_text()
+    recorder = tritonclip.record(path)
+    with pytest.raises(ValueError, match=r"norms of body; expected the same.*got head"):
+        recorder.add_(1.0, norms={"head": 1.0})
+    recorder.close()
+    assert path.read_text() == before
+
+
+def test_record_begins_in_an_empty_file(path):
+    path.touch()
+    with tritonclip.record(path) as recorder:
+        recorder.add_(1.0)
+    assert len(read(path)) == 1
+
+
+@pytest.mark.parametrize("name", ["run.txt", "run", "run.json"])
+def test_record_refuses_other_endings(tmp_path, name):
+    with pytest.raises(ValueError, match=r"ends in \.csv or \.jsonl"):
+        tritonclip.record(tmp_path / name)
+
+
+def test_record_refuses_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match="make it first"):
+        tritonclip.record(tmp_path / "runs" / "run.csv")
+
+
+def test_record_refuses_a_folder_in_place_of_the_file(path):
+    path.mkdir()
+    with pytest.raises(ValueError, match="another path"):
+        tritonclip.record(path)
+
+
+def test_two_recorders_of_one_file_are_noticed(path):
+    first, second = tritonclip.record(path), tritonclip.record(path)
+    for recorder in (first, second):
+        recorder.add_(1.0)
+    first.flush()
+    with pytest.raises(RuntimeError, match=r"something else writes to it.*write=rank == 0"):
+        second.flush()
+    assert len(read(path)) == 1
+    # What it holds has nowhere to go.
+    path.unlink()
+    second.close()
+
+
+def test_rows_stay_until_they_can_be_written(path, monkeypatch):
+    recorder = tritonclip.record(path)
+    recorder.add_(1.0)
+    recorder.flush()
+    recorder.add_(2.0)
+    whole = Path.open
+
+    def open_full(self: Path, *args: Any, **kwargs: Any) -> Any:
+        file = whole(self, *args, **kwargs)
+
+        def write(data: memoryview) -> Any:
+            if len(data) < 6:
+                raise OSError(28, "No space left on device")
+            return file.write(data[:-3])
+
+        return _File(file, write)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", open_full)
+        with pytest.raises(OSError, match="No space"):
+            recorder.flush()
+    assert len(read(path)) == 1
+    recorder.close()
+    assert read(path).norms.tolist() == [1.0, 2.0]
+
+
+class _File(SimpleNamespace):
+    """A file whose `write` is another one."""
+
+    def __init__(self, file: Any, write: Any) -> None:
+        super().__init__(seek=file.seek, truncate=file.truncate, write=write, close=file.close)
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

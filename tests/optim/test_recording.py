@@ -1,0 +1,152 @@
+"""A wrapper with a recorder: every step in the file, with its norm, limit and verdict."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import grad_of
+from torch.optim import SGD
+from training import PLAIN_AND_FUSED, SCALERS, give_grads, new_params, sgd, wrapped
+
+import tritonclip
+from tritonclip import ClipByNorm, ClipByQuantile, ClipByValue, ClippedOptimizer, FlatGradients
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def numbers(rows: list[dict[str, str]], column: str) -> list[float]:
+    return [float(row[column]) if row[column] else math.nan for row in rows]
+
+
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+def test_every_step_is_a_row(tmp_path, make):
+    norms, limits, coefficients = [], [], []
+    with tritonclip.record(tmp_path / "run.csv", every=4) as recorder:
+        params, optimizer = wrapped(make, ClipByQuantile(0.5, 9), recorder=recorder)
+        for step in range(10):
+            give_grads(params, step, size=1.0 + step % 3)
+            optimizer.step()
+            norms.append(float(optimizer.stats.last_norm))
+            limits.append(float(optimizer.stats.last_limit))
+            coefficients.append(float(optimizer.stats.last_coefficient))
+    rows = rows_of(tmp_path / "run.csv")
+    assert [int(row["step"]) for row in rows] == [*range(1, 11)]
+    assert numbers(rows, "norm") == pytest.approx(norms, rel=1e-6)
+    assert numbers(rows, "limit") == pytest.approx(limits, rel=1e-6)
+    assert numbers(rows, "coefficient") == pytest.approx(coefficients, rel=1e-6)
+
+
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+def test_skipped_steps_are_rows(tmp_path, make):
+    with tritonclip.record(tmp_path / "run.csv") as recorder:
+        params, optimizer = wrapped(make, nonfinite="skip", skip_above=20.0, recorder=recorder)
+        for bad, size in ((None, 1.0), (math.nan, 1.0), (None, 100.0), (None, 2.0)):
+            give_grads(params, size=size, bad=bad)
+            optimizer.step()
+    rows = rows_of(tmp_path / "run.csv")
+    assert numbers(rows, "skipped") == [0, 1, 1, 0]
+    norms = numbers(rows, "norm")
+    assert math.isnan(norms[1])
+    assert norms[2] == pytest.approx(100 * norms[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_norms_of_a_scaler_are_unscaled(tmp_path, scaler, make):
+    with tritonclip.record(tmp_path / "run.csv", each=True) as recorder:
+        params, optimizer = wrapped(make, recorder=recorder)
+        scale = scaler("cpu", init_scale=64.0)
+        grads = give_grads(params)
+        for param in params:
+            grad_of(param).mul_(scale.scale(torch.ones(())))
+        scale.step(optimizer)
+    (row,) = rows_of(tmp_path / "run.csv")
+    norm = float(tritonclip.get_total_norm(grads))
+    assert float(row["norm"]) == pytest.approx(norm, rel=1e-6)
+    name = "norm/param_groups[0]['params'][1]"
+    assert float(row[name]) == pytest.approx(float(grads[1].norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["own", "flat"])
+def test_each_records_norms_by_name(tmp_path, flat):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    views = FlatGradients(model) if flat else None
+    with tritonclip.record(tmp_path / "run.csv", each=True) as recorder:
+        inner = SGD(model.named_parameters(), lr=0.1)
+        optimizer = ClippedOptimizer(inner, 1e-3, recorder=recorder, flat=views)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(1, 3)).square().sum().backward()
+            norms = [float(grad_of(p).norm()) for p in model.parameters()]
+            optimizer.step()
+    last = rows_of(tmp_path / "run.csv")[-1]
+    found = [float(last["norm/weight"]), float(last["norm/bias"])]
+    # Before clipping.
+    assert found == pytest.approx(norms, rel=1e-6)
+
+
+def test_groups_with_a_rule_have_columns(tmp_path):
+    params = new_params()
+    groups: list[dict[str, Any]] = [
+        {"params": params[:1]},
+        {"params": params[1:2], "clip": ClipByNorm(0.5)},
+        {"params": params[2:], "clip": ClipByValue(0.5)},
+    ]
+    with tritonclip.record(tmp_path / "run.csv") as recorder:
+        optimizer = ClippedOptimizer(SGD(groups, lr=0.1), 1.0, recorder=recorder)
+        grads = give_grads(params)
+        optimizer.step()
+        params[1].grad = None
+        optimizer.step()
+    rows = rows_of(tmp_path / "run.csv")
+    assert float(rows[0]["norm"]) == pytest.approx(float(grads[0].norm()), rel=1e-6)
+    assert numbers(rows, "norm/group1") == pytest.approx([float(grads[1].norm()), 0.0], rel=1e-6)
+    assert "norm/group2" not in rows[0]
+
+
+def test_a_rule_that_measures_nothing_records_the_norm_of_all(tmp_path):
+    with tritonclip.record(tmp_path / "run.csv") as recorder:
+        params, optimizer = wrapped(sgd, ClipByValue(1e-3), recorder=recorder)
+        grads = give_grads(params)
+        optimizer.step()
+    (row,) = rows_of(tmp_path / "run.csv")
+    assert float(row["norm"]) == pytest.approx(float(tritonclip.get_total_norm(grads)), rel=1e-6)
+    assert row["coefficient"] == row["limit"] == ""
+
+
+def test_a_resumed_run_counts_on(tmp_path):
+    params, optimizer = wrapped(sgd)
+    with tritonclip.record(tmp_path / "run.csv") as recorder:
+        optimizer.recorder = recorder
+        for _ in range(3):
+            give_grads(params)
+            optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+    params, other = wrapped(sgd)
+    with tritonclip.record(tmp_path / "again.csv") as recorder:
+        other.recorder = recorder
+        other.load_state_dict(saved)
+        give_grads(params)
+        other.step()
+    assert rows_of(tmp_path / "again.csv")[0]["step"] == "4"
+
+
+def test_a_copy_of_the_wrapper_records_nothing(tmp_path):
+    with tritonclip.record(tmp_path / "run.csv") as recorder:
+        _, optimizer = wrapped(sgd, recorder=recorder)
+        assert copy.deepcopy(optimizer).recorder is None
+
+
+def test_recorder_must_be_one():
+    with pytest.raises(TypeError, match=r"recorder must be a Recorder or None, got str.*record"):
+        wrapped(sgd, recorder="run.csv")

@@ -1,0 +1,183 @@
+"""`python -m tritonclip suggest|plot FILE`: what is printed, and how bad input ends."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+from workers import python
+
+import tritonclip
+from tritonclip.__main__ import main
+
+pytest.importorskip("click", reason="needs tritonclip[monitor]")
+pytest.importorskip("matplotlib", reason="needs tritonclip[monitor]")
+pytest.importorskip("rich", reason="needs tritonclip[monitor]")
+
+
+@pytest.fixture
+def path(tmp_path):
+    """The file of a run with 3% spikes."""
+    numbers = random.Random(0)
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path) as recorder:
+        for step in range(600):
+            norm = numbers.lognormvariate(0.0, 0.2)
+            recorder.add_(20 * norm if step % 33 == 32 else norm, limit=2.0)
+    return path
+
+
+def test_suggest_prints_candidates_spikes_and_the_recommendation(path, capsys):
+    suggestion = tritonclip.suggest_max_norm(path)
+    assert main(["suggest", str(path)]) == 0
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert lines[-1] == f"max_norm: {suggestion.max_norm:g}"
+    assert suggestion.reason[:50] in printed
+    for candidate in suggestion.candidates:
+        (row,) = [line for line in lines if candidate.origin in line and line.startswith("│")]
+        assert f" {candidate.max_norm:g} " in row
+        assert f" {candidate.share:.1%} " in row
+        assert f"x {candidate.coefficients[0]:.3g} " in row
+    for spike in suggestion.spikes:
+        assert f"step {spike.step}" in printed
+        assert f"norm {spike.norm:.4g}" in printed
+
+
+def test_suggest_says_where_nothing_needs_clipping(tmp_path, capsys):
+    path = tmp_path / "run.jsonl"
+    with tritonclip.record(path) as recorder:
+        for step in range(100):
+            recorder.add_(1.0 + step % 7 / 10 + step / 1e4)
+    assert main(["suggest", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "No step needs clipping" in printed
+    assert printed.endswith("max_norm: none\n")
+
+
+def test_suggest_says_where_something_else_clipped(tmp_path, capsys):
+    path = tmp_path / "run.csv"
+    path.write_text("norm\n" + "".join(f"{min(1, 0.5 + i % 7 / 10)}\n" for i in range(99)))
+    assert main(["suggest", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "something clips before the norm is measured" in printed
+    assert printed.endswith("max_norm: none\n")
+    assert "clips  " not in printed
+
+
+def test_suggest_leaves_out_the_warmup_that_is_given(path, capsys):
+    assert main(["suggest", str(path), "--warmup", "100"]) == 0
+    assert "500 steps after a warm-up of 100" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("out", ["a.png", "a.svg", None])
+def test_plot_writes_a_figure_and_prints_its_path(path, tmp_path, capsys, out):
+    target = path.with_suffix(".png") if out is None else tmp_path / out
+    options = [] if out is None else ["--out", str(target)]
+    assert main(["plot", str(path), *options]) == 0
+    assert capsys.readouterr().out == f"{target}\n"
+    assert target.stat().st_size > 5000
+
+
+def test_plot_draws_a_run_that_is_too_short_for_a_suggestion(tmp_path, capsys):
+    path = tmp_path / "run.csv"
+    path.write_text("norm\n1\n2\n")
+    assert main(["plot", str(path)]) == 0
+    assert "The figure has no candidates: expected at least 20" in capsys.readouterr().err
+    assert path.with_suffix(".png").exists()
+
+
+@pytest.mark.parametrize("command", ["suggest", "plot"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "expected a history file, got none"),
+        ("loss\n1\n", "is no history: line 2: expected a column 'norm'"),
+        ("", "is no history: expected at least one row"),
+    ],
+    ids=["missing", "other", "empty"],
+)
+def test_a_file_that_is_no_history_ends_with_a_message(tmp_path, capsys, command, text, message):
+    path = tmp_path / "run.csv"
+    if text is not None:
+        path.write_text(text)
+    assert main([command, str(path)]) == 1
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert printed.err.startswith("Error: ")
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["nonsense"], ["suggest"], ["suggest", "a.csv", "--warmup", "-1"], ["plot", "a.csv", "b.png"]],
+    ids=["command", "no file", "warmup", "two files"],
+)
+def test_wrong_usage_ends_with_status_2(capsys, arguments):
+    assert main(arguments) == 2
+    assert "Usage: python -m tritonclip" in capsys.readouterr().err
+
+
+def test_help_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"\n  {command} " in printed for command in ("doctor", "plot", "suggest"))
+
+
+def test_commands_run_as_a_program(path):
+    done = python("-m", "tritonclip", "suggest", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "max_norm: " in done.stdout
+    failed = python("-m", "tritonclip", "plot", str(path), "--out", "run.pdf")
+    assert failed.returncode == 1
+    assert "expected a name that ends in .png or .svg" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "command"), [("click", "--help"), ("matplotlib", "plot"), ("rich", "suggest")]
+)
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(package, command):
+    blocked = f"import sys; sys.modules[{package!r}] = None; sys.argv[1:] = [{command!r}, 'a.csv']"
+    done = python(
+        "-c", f"{blocked}\nfrom tritonclip.__main__ import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    assert done.returncode == 1
+    assert f"needs {package}, which is not installed" in done.stderr
+    assert 'pip install "tritonclip[monitor]"' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["doctor"]], ids=["bare", "doctor"])
+def test_the_doctor_needs_no_extra(arguments):
+    blocked = "import sys; sys.modules.update(dict.fromkeys(('click', 'matplotlib', 'rich')))"
+    done = python(
+        "-c",
+        f"{blocked}\nfrom tritonclip.__main__ import main\nsys.exit(main({arguments}))",
+        TRITONCLIP_BACKEND="torch",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "self-test ok" in done.stdout
+
+
+def test_import_of_the_package_imports_no_recorder_and_no_extra():
+    done = python(
+        "-c",
+        "import sys, tritonclip\n"
+        "found = {'click', 'matplotlib', 'rich', 'tritonclip.monitor.recorder',"
+        " 'tritonclip.monitor.suggestion'} & set(sys.modules)\n"
+        "assert not found, found\n"
+        "assert callable(tritonclip.record) and callable(tritonclip.suggest_max_norm)\n"
+        "tritonclip.record, tritonclip.Recorder, tritonclip.norms_by_name\n"
+        "found = {'click', 'matplotlib', 'rich'} & set(sys.modules)\n"
+        "assert not found, found\n",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_are_listed():
+    names = {"Recorder", "norms_by_name", "record", "suggest_max_norm"}
+    assert names <= set(tritonclip.__all__)
+    assert names <= set(dir(tritonclip))
+    assert isinstance(sys.modules["tritonclip"].Recorder, type)

@@ -1,0 +1,199 @@
+"""Norms by name: of each parameter's gradient, and of groups of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import reference
+import torch
+from cases import FLOATS, LARGE, assert_norm, normal
+from torch import nn
+
+import tritonclip
+
+SHAPES = {"body.weight": (7, 5), "body.bias": (7,), "head.weight": (3,), "head.bias": ()}
+
+
+def new_model(dtype=torch.float32, device="cpu"):
+    """Named parameters with random gradients."""
+    named = []
+    for seed, (name, shape) in enumerate(SHAPES.items()):
+        parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+        parameter.grad = normal(shape, dtype, device, seed=seed) * 10**seed
+        named.append((name, parameter))
+    return named
+
+
+def expected_norms(named, p=2.0):
+    return {name: reference.norms([one.grad], p)[0] for name, one in named}
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 3.0, 20.0, math.inf])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_norms_are_those_of_each_gradient(device, dtype, p):
+    named = new_model(dtype, device)
+    norms = tritonclip.norms_by_name(named, norm_type=p)
+    assert list(norms) == list(SHAPES)
+    for name, expected in expected_norms(named, p).items():
+        assert norms[name].shape == ()
+        assert norms[name].device.type == device.type
+        assert norms[name].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        assert_norm(norms[name], expected)
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 20.0, math.inf])
+def test_group_of_measures_groups_together(device, p):
+    named = new_model(device=device)
+    norms = tritonclip.norms_by_name(named, group_of=lambda name: name.split(".")[0], norm_type=p)
+    assert list(norms) == ["body", "head"]
+    for group, norm in norms.items():
+        grads = [one.grad for name, one in named if name.startswith(group)]
+        assert_norm(norm, reference.total_norm(grads, p))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_groups_neither_overflow_nor_underflow(device, size):
+    named = [(f"w{i}", torch.zeros(3, device=device, requires_grad=True)) for i in range(2)]
+    grads = [torch.full((3,), size, device=device) for _ in named]
+    for (_, one), grad in zip(named, grads, strict=True):
+        one.grad = grad
+    (norm,) = tritonclip.norms_by_name(named, group_of=lambda name: "all").values()
+    assert_norm(norm, reference.total_norm(grads, 2.0))
+
+
+def test_parameters_of_one_name_are_one_group():
+    named = [("group0", one) for _, one in new_model()]
+    norms = tritonclip.norms_by_name(named)
+    assert list(norms) == ["group0"]
+    assert_norm(norms["group0"], reference.total_norm([one.grad for _, one in named], 2.0))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_norms_that_are_not_finite_stay_with_their_names(device, value):
+    named = new_model(device=device)
+    named[0][1].grad[0, 0] = value
+    norms = tritonclip.norms_by_name(named, group_of=lambda name: name.split(".")[0])
+    assert not math.isfinite(norms["body"])
+    assert math.isfinite(norms["head"])
+    assert math.isnan(norms["body"]) == math.isnan(value)
+
+
+def test_modules_lists_and_buffers_give_the_same_norms():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    flat = tritonclip.FlatGradients(model)
+    model(torch.ones(5, 3)).sum().backward()
+    norms = {name: float(norm) for name, norm in tritonclip.norms_by_name(model).items()}
+    assert {name: float(norm) for name, norm in tritonclip.norms_by_name(flat).items()} == norms
+    unnamed = tritonclip.norms_by_name(model.parameters())
+    assert list(unnamed) == [f"parameters[{i}]" for i in range(4)]
+    assert list(map(float, unnamed.values())) == list(norms.values())
+
+
+def test_a_large_gradient_is_measured_as_by_clip(device):
+    weight = torch.zeros(LARGE, device=device, requires_grad=True)
+    weight.grad = normal(LARGE, device=device)
+    assert_norm(
+        tritonclip.norms_by_name(weight)["parameters[0]"], float(weight.grad.double().norm())
+    )
+
+
+def test_sparse_complex_and_empty_gradients_are_measured():
+    rows = nn.Embedding(5, 3, sparse=True)
+    rows(torch.tensor([1, 1, 2])).sum().backward()
+    before = rows.weight.grad
+    pairs = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    pairs.grad = torch.tensor([3 + 4j, 12j])
+    none = nn.Parameter(torch.zeros(0))
+    none.grad = torch.zeros(0)
+    named = [("rows", rows.weight), ("pairs", pairs), ("none", none)]
+    norms = tritonclip.norms_by_name(named)
+    # Row 1 has the gradient 2, row 2 has 1, in three columns.
+    assert_norm(norms["rows"], 15**0.5)
+    assert_norm(norms["pairs"], 13.0)
+    assert float(norms["none"]) == 0.0
+    assert before is not None
+    assert rows.weight.grad is before
+    assert not before.is_coalesced()
+
+
+def test_a_gradient_that_is_met_twice_counts_under_its_first_name():
+    one = nn.Parameter(torch.zeros(2))
+    one.grad = torch.tensor([3.0, 4.0])
+    norms = tritonclip.norms_by_name([("first", one), ("second", one)])
+    assert {name: float(norm) for name, norm in norms.items()} == {"first": 5.0, "second": 0.0}
+
+
+def test_names_stay_where_a_gradient_is_missing():
+    named = new_model()
+    named[1][1].grad = None
+    norms = tritonclip.norms_by_name(named)
+    assert list(norms) == list(SHAPES)
+    assert float(norms["body.bias"]) == 0.0
+
+
+def test_left_out_are_parameters_that_are_not_clipped_or_frozen():
+    named = new_model()
+    named[0][1].need_clip = False
+    named[1][1].grad = None
+    named[1][1].requires_grad_(False)
+    assert list(tritonclip.norms_by_name(named)) == ["head.weight", "head.bias"]
+
+
+def test_no_gradient_at_all_gives_zeros():
+    layer = nn.Linear(2, 1)
+    assert list(map(float, tritonclip.norms_by_name(layer).values())) == [0.0, 0.0]
+
+
+def test_tensors_that_are_no_parameters_are_noticed():
+    with pytest.warns(UserWarning, match="no gradient clipping will occur"):
+        assert tritonclip.norms_by_name([torch.ones(2)]) == {}
+
+
+@pytest.mark.parametrize("scale", [8.0, torch.tensor(8.0)], ids=["number", "tensor"])
+def test_norms_are_divided_by_the_loss_scale(scale):
+    named = new_model()
+    whole = tritonclip.norms_by_name(named)
+    for name, norm in tritonclip.norms_by_name(named, grad_scale=scale).items():
+        assert float(norm) == float(whole[name]) / 8
+
+
+def test_gradients_are_not_changed(device):
+    named = new_model(device=device)
+    before = [(one.grad.clone(), one.grad._version) for _, one in named]
+    tritonclip.norms_by_name(named)
+    for (grad, version), (_, one) in zip(before, named, strict=True):
+        assert torch.equal(grad, one.grad)
+        assert one.grad._version == version
+
+
+def test_verification_covers_the_norms(monkeypatch):
+    from tritonclip.backends.cpu_backend import CpuBatch
+
+    real = CpuBatch.total_each
+    monkeypatch.setattr(CpuBatch, "total_each", lambda *args: real(*args) * 1.01)
+    wrong = pytest.raises(tritonclip.VerificationError, match=r"norm of body\.weight")
+    with tritonclip.use_backend("torch"), tritonclip.verify(), wrong:
+        tritonclip.norms_by_name(new_model())
+
+
+@pytest.mark.parametrize("p", [0.0, -math.inf, -1.0, math.nan])
+def test_norm_types_that_do_not_combine_are_refused(p):
+    with pytest.raises(ValueError, match="norm_type must be positive"):
+        tritonclip.norms_by_name(new_model(), norm_type=p)
+
+
+def test_groups_that_are_no_text_are_refused():
+    with pytest.raises(TypeError, match=r"group_of must return text for 'body\.weight', got 3"):
+        tritonclip.norms_by_name(new_model(), group_of=lambda name: 3)
+
+
+def test_norms_go_into_a_recorder(tmp_path):
+    path = tmp_path / "run.csv"
+    named = new_model()
+    with tritonclip.record(path) as recorder:
+        norms = tritonclip.norms_by_name(named)
+        recorder.add_(tritonclip.clip_(named, 1.0), limit=1.0, norms=norms)
+    header, row = path.read_text().splitlines()
+    assert header.split(",")[5:] == [f"norm/{name}" for name in SHAPES]
+    assert list(map(float, row.split(",")[5:])) == list(map(float, norms.values()))

@@ -1,0 +1,164 @@
+"""The history of a run: norms, coefficients and limits by step, read from a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tritonclip.monitor.formats import Cell, format_of
+
+# A recorder writes these, in this order, and then one for each norm of a part.
+COLUMNS = ("step", "norm", "coefficient", "limit", "skipped")
+# Begins the columns of groups and parameters, so that no name collides with those above.
+PART = "norm/"
+_WRITTEN_BY = "record(...) writes such files, and a file from elsewhere needs a column 'norm'"
+
+
+@dataclass(frozen=True)
+class History:
+    """Steps of a run, in order.
+
+    Attributes:
+        steps: their numbers; 1-d int64.
+        norms: global norms *before* clipping; 1-d float64, as are the next three.
+        coefficients: factors of the gradients; NaN where unknown.
+        limits: of the norm; NaN where unknown.
+        skipped: 1 for steps that were left out; NaN where unknown.
+        parts: norms of groups or parameters, by name.
+    """
+
+    steps: Tensor
+    norms: Tensor
+    coefficients: Tensor
+    limits: Tensor
+    skipped: Tensor
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def is_clipped(self) -> Tensor:
+        """Steps whose coefficient is below 1 or, where it is unknown, whose norm is over the limit.
+
+        A step that is not finite is not clipped, nor is one that was skipped; 1-d bool.
+        """
+        by_limit = self.norms > self.limits
+        clipped = torch.where(self.coefficients.isnan(), by_limit, self.coefficients < 1)
+        return clipped & self.norms.isfinite() & ~self.is_skipped
+
+    @property
+    def is_skipped(self) -> Tensor:
+        """Steps that were left out; 1-d bool."""
+        return self.skipped == 1
+
+
+def read(path: str | os.PathLike[str]) -> History:
+    """Reads a history file, which a :class:`Recorder` or another program wrote.
+
+    Args:
+        path: of a .csv or .jsonl file with a column `norm`. Columns `step`, `coefficient`, `limit`
+            and `skipped` are optional, as are norms of parts under names that begin with `norm/`;
+            others are not read. Rows without a norm are left out.
+
+    Returns:
+        The steps in order. Where a run went on from an earlier checkpoint, so that numbers of steps
+        come again, the later rows count.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file that is no history.
+    """
+    path = Path(path)
+    form = format_of(path)
+    text = read_text(path)
+    rows: list[dict[str, float]] = []
+    last = text.count("\n") + 1 if not text.endswith("\n") else None
+    try:
+        for number, cells in form.decode(text):
+            row = _numbers(number, cells)
+            if row is not None:
+                if rows and ("step" in row) != ("step" in rows[0]):
+                    raise ValueError(f"line {number}: expected 'step' in every row or in none")
+                while rows and row.get("step", torch.inf) <= rows[-1].get("step", 0):
+                    rows.pop()
+                rows.append(row)
+    except ValueError as error:
+        # A crash may have cut the last line off.
+        if last is None or f"line {last}:" not in str(error) or not rows:
+            raise ValueError(f"{path} is no history: {error}; {_WRITTEN_BY}") from None
+    if not rows:
+        raise ValueError(
+            f"{path} is no history: expected at least one row with a norm, got none; a recorder "
+            "writes after every `every` steps, and at flush() and close()"
+        )
+    return _history(rows)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; an error that says what to do where there is none."""
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path}: expected a history file, got none; a recorder writes it at its first flush, "
+            "after `every` steps or at close()"
+        )
+    if not path.is_file():
+        raise ValueError(f"{path}: expected a file, got a folder; name the file in it")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"{path} is no history: expected text in UTF-8, got other bytes; {_WRITTEN_BY}"
+        ) from None
+
+
+def _numbers(number: int, cells: dict[str, Cell]) -> dict[str, float] | None:
+    """The numbers of a row; None for one without a norm."""
+    if "norm" not in cells:
+        found = ", ".join(map(repr, list(cells)[:8])) or "none"
+        raise ValueError(f"line {number}: expected a column 'norm', got columns {found}")
+    if cells["norm"] is None:
+        return None
+    wanted = [name for name in cells if name in COLUMNS or name.startswith(PART)]
+    row = {name: _number(number, name, cells[name]) for name in wanted}
+    if row["norm"] < 0:
+        raise ValueError(f"line {number}: expected norm 0 or more, got {row['norm']}")
+    step = row.get("step", 0.0)
+    if not step.is_integer():
+        raise ValueError(f"line {number}: expected step to be a whole number, got {step}")
+    return row
+
+
+def _number(number: int, name: str, cell: Cell) -> float:
+    if cell is None:
+        return torch.nan
+    if isinstance(cell, str) and cell.strip().lower() in ("true", "false"):
+        return float(cell.strip().lower() == "true")
+    try:
+        return float(cell)
+    except (TypeError, ValueError):
+        expected = f"line {number}: expected {name} to be a number"
+        raise ValueError(f"{expected}, got {cell!r:.40}") from None
+
+
+def _history(rows: list[dict[str, float]]) -> History:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+
+    def column(name: str) -> Tensor:
+        values = [row.get(name, torch.nan) for row in rows]
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
+
+    steps = column("step") if "step" in names else torch.arange(1, len(rows) + 1, device="cpu")
+    return History(
+        steps.long(),
+        column("norm"),
+        column("coefficient"),
+        column("limit"),
+        column("skipped"),
+        {name.removeprefix(PART): column(name) for name in names if name.startswith(PART)},
+    )

@@ -1,0 +1,267 @@
+"""The figure of a run: its norms over steps, and their histogram beside candidates for a limit.
+
+Needs matplotlib: `pip install "tritonclip[monitor]"`. The colours are those of Okabe and Ito, which
+colour-blind readers tell from one another; each kind of mark has a shape as well.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from torch import Tensor
+
+from tritonclip.monitor.candidates import Candidate
+from tritonclip.monitor.history import History
+from tritonclip.monitor.suggestion import Suggestion
+
+ENDINGS = (".png", ".svg")
+NORM, MEDIAN, BAR, GREY = "#9ab4c8", "#1f3b57", "#b9c9d6", "0.45"
+CLIPPED, SKIPPED, NONFINITE, RECOMMENDED = "#e69f00", "#0072b2", "#000000", "#d55e00"
+# Above it, single marks do not show in a vector graphic, and only make it slow.
+_MANY = 5_000
+# Parts of a run whose medians draw its trend.
+_PARTS = 100
+_BINS = 40
+# Marks of a kind, above which they are drawn small.
+_CROWDED = 200
+# Least distance of two labels, as a part of the axis' height.
+_GAP = 0.075
+_STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    # Text stays text, and the same figure gives the same file.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "tritonclip",
+}
+
+
+def save(
+    path: str | os.PathLike[str], history: History, suggestion: Suggestion | None = None
+) -> None:
+    """Draws a run into a file.
+
+    Args:
+        path: ends in .png or .svg.
+        history: the run.
+        suggestion: for it; None for a figure without candidates.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: another ending; a run without a finite norm over 0.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in ENDINGS:
+        raise ValueError(
+            f"{path}: expected a name that ends in .png or .svg, got {path.suffix or 'no ending'}; "
+            "write --out run.png"
+        )
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(
+            f"{path}: expected the folder of a figure, got {path.absolute().parent}, which is not "
+            "there; make it first"
+        )
+    with mpl.rc_context(_STYLE):
+        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
+        draw(history, suggestion).savefig(path, dpi=200, metadata=metadata)
+
+
+def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
+    """The figure; raises as `save`."""
+    shown = history.norms.isfinite() & (history.norms > 0)
+    if not shown.any():
+        raise ValueError(
+            f"expected a finite norm over 0 to draw, got none in {len(history)} steps; "
+            "clip_(..., nonfinite='error') names the gradients that are NaN or inf"
+        )
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    over_steps, histogram = figure.subplots(1, 2, sharey=True, width_ratios=(3.2, 1))
+    over_steps.set_yscale("log")
+    _draw_norms(over_steps, history, shown)
+    _draw_marks(over_steps, history)
+    warmup = 0 if suggestion is None else suggestion.warmup
+    if warmup:
+        end = float(history.steps[min(warmup, len(history)) - 1])
+        over_steps.axvspan(float(history.steps[0]), end, color="0.93", lw=0, label="warm-up")
+    after = shown.clone()
+    after[:warmup] = False
+    candidates = () if suggestion is None else suggestion.candidates
+    low, high = float(history.norms[shown].min()), float(history.norms[shown].max())
+    # Limits far from every norm would leave little of the axis for these.
+    candidates = tuple(c for c in candidates if low / 3 <= c.max_norm <= high * 3)
+    near = (history.limits >= low / 3) & (history.limits <= high * 3)
+    ends = [low, high, *(c.max_norm for c in candidates), *history.limits[near].tolist()]
+    over_steps.set_ylim(min(ends) / 1.3, max(ends) * 1.6)
+    _draw_histogram(histogram, history.norms[after if after.any() else shown], candidates)
+    if suggestion is not None and suggestion.max_norm is not None:
+        over_steps.axhline(suggestion.max_norm, color=RECOMMENDED, lw=1, zorder=1.5)
+    _label(over_steps, histogram)
+    legend = figure.legend(loc="outside lower center", ncols=8, frameon=False, columnspacing=1.2)
+    for sample in legend.get_lines():
+        sample.set_markersize(5)
+    return figure
+
+
+def _draw_norms(axes: Axes, history: History, shown: Tensor) -> None:
+    """Norms, the medians of parts of the run, and the limit."""
+    steps, norms = history.steps[shown], history.norms[shown]
+    many = len(steps) > _MANY
+    axes.plot(steps, norms, color=NORM, lw=0.6, label="norm", rasterized=many, zorder=1.2)
+    n_parts = min(_PARTS, max(1, len(steps) // 10))
+    centres = [float(part.double().mean()) for part in steps.tensor_split(n_parts)]
+    medians = [float(part.quantile(0.5)) for part in norms.tensor_split(n_parts)]
+    if n_parts > 1:
+        axes.plot(centres, medians, color=MEDIAN, lw=1.3, label="median", zorder=3.5)
+    limited = history.limits.isfinite() & (history.limits > 0)
+    if limited.any():
+        axes.plot(
+            history.steps,
+            torch.where(limited, history.limits, torch.nan),
+            color="black",
+            ls=(0, (5, 2)),
+            lw=1.1,
+            drawstyle="steps-mid",
+            label="limit",
+            zorder=2.2,
+        )
+
+
+def _draw_marks(axes: Axes, history: History) -> None:
+    """Clipped and skipped steps at their norms, those without one at the edges."""
+    positive = history.norms.isfinite() & (history.norms > 0)
+    edges = axes.get_xaxis_transform()
+    for chosen, label, color, marker, size in (
+        (history.is_clipped & positive, "clipped", CLIPPED, "o", 3.2),
+        (history.is_skipped & positive, "skipped", SKIPPED, "v", 5.0),
+    ):
+        if chosen.any():
+            crowded = int(chosen.sum()) > _CROWDED
+            axes.plot(
+                history.steps[chosen],
+                history.norms[chosen],
+                ls="",
+                marker=marker,
+                ms=size / 2 if crowded else size,
+                mec="none" if crowded else "white",
+                mew=0.3,
+                color=color,
+                label=label,
+                rasterized=int(chosen.sum()) > _MANY,
+                zorder=3,
+            )
+    for chosen, label, height, marker in (
+        (~history.norms.isfinite(), "NaN or inf", 0.985, "x"),
+        (history.norms == 0, "zero", 0.015, "+"),
+    ):
+        if chosen.any():
+            axes.plot(
+                history.steps[chosen],
+                [height] * int(chosen.sum()),
+                ls="",
+                marker=marker,
+                ms=5,
+                mew=1.2,
+                color=NONFINITE,
+                label=label,
+                transform=edges,
+                clip_on=False,
+                zorder=4,
+            )
+
+
+def _draw_histogram(axes: Axes, norms: Tensor, candidates: Sequence[Candidate]) -> None:
+    """Steps by norm, in bins of equal width on the log axis, and the candidates."""
+    low, high = float(norms.min()), float(norms.max())
+    width = math.log(high / low * 1.04) / _BINS
+    bins = [low / 1.02 * math.exp(i * width) for i in range(_BINS + 1)]
+    axes.hist(norms, bins=bins, orientation="horizontal", color=BAR)
+    # Spikes are few among many steps.
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set_xlim(0, None)
+    heights = [
+        float(axes.transLimits.transform((0, math.log10(c.max_norm)))[1]) for c in candidates
+    ]
+    for candidate, place in zip(candidates, _spread(heights), strict=True):
+        _draw_candidate(axes, candidate, place)
+
+
+def _draw_candidate(axes: Axes, candidate: Candidate, place: float) -> None:
+    """A line at the limit, and a label beside the axis."""
+    chosen = candidate.origin == "recommended"
+    color = RECOMMENDED if chosen else "black" if candidate.origin == "in use" else GREY
+    axes.axhline(candidate.max_norm, color=color, lw=1.2 if chosen else 0.7, zorder=3)
+    note = "" if candidate.origin.startswith("about") else f", {candidate.origin}"
+    axes.annotate(
+        f"{candidate.max_norm:g} clips {_percent(candidate.share)}{note}",
+        xy=(1, candidate.max_norm),
+        xycoords=axes.get_yaxis_transform(),
+        xytext=(1.09, place),
+        textcoords="axes fraction",
+        va="center",
+        fontsize=8,
+        fontweight="bold" if chosen else "normal",
+        color=color,
+        annotation_clip=False,
+        arrowprops={
+            "arrowstyle": "-",
+            "color": color,
+            "lw": 0.6,
+            "shrinkA": 1,
+            "shrinkB": 0,
+            "relpos": (0, 0.5),
+        },
+    )
+
+
+def _label(over_steps: Axes, histogram: Axes) -> None:
+    over_steps.set_xlabel("step")
+    over_steps.set_ylabel("gradient norm before clipping")
+    over_steps.margins(x=0.01)
+    over_steps.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+    over_steps.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    over_steps.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.9g}"))
+    over_steps.yaxis.set_minor_formatter(NullFormatter())
+    over_steps.grid(axis="y", color="0.9", lw=0.6)
+    over_steps.set_axisbelow(True)
+    histogram.tick_params(labelleft=False)
+    histogram.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _thousands(value)))
+    histogram.set_xlabel("number of steps")
+
+
+def _spread(heights: Sequence[float]) -> list[float]:
+    """Places near ascending heights, in parts of the axis, where labels do not overlap."""
+    # Labels that would overlap stand side by side around the mean of their heights.
+    blocks: list[list[float]] = []
+    for height in heights:
+        blocks.append([height])
+        while len(blocks) > 1 and _top(blocks[-2]) + _GAP > _bottom(blocks[-1]):
+            last = blocks.pop()
+            blocks[-1] += last
+    return [_bottom(block) + i * _GAP for block in blocks for i in range(len(block))]
+
+
+def _bottom(block: Sequence[float]) -> float:
+    """The lowest label of a block, which is as high as the axis allows."""
+    extent = (len(block) - 1) * _GAP
+    return min(max(sum(block) / len(block) - extent / 2, 0.0), 1.0 - extent)
+
+
+def _top(block: Sequence[float]) -> float:
+    return _bottom(block) + (len(block) - 1) * _GAP
+
+
+def _thousands(count: float) -> str:
+    return f"{count:g}" if count < 1000 else f"{count / 1000:g}k"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%" if share < 0.995 else "100%"

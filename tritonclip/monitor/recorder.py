@@ -1,0 +1,293 @@
+"""`record`: the norms of a run in a file, without waiting for the device."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from tritonclip.monitor.history_file import HistoryFile
+from tritonclip.monitor.row_buffer import Row, RowBuffer, Value
+from tritonclip.monitor.rows import cells_of, checked_value
+
+
+class Recorder:
+    """Writes the norms of a run to a history file; made by :func:`record`.
+
+    Attributes:
+        path: of the file.
+        every: steps between two flushes.
+        each: a ClippedOptimizer adds the norms of single parameters.
+        steps: the number of the last step, counted from 1 and over resumed runs.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        every: int = 100,
+        each: bool = False,
+        write: bool | None = None,
+    ) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a number of steps, 1 or more, got {every!r}")
+        if write not in (None, True, False):
+            raise TypeError(f"write must be True, False or None, got {write!r}")
+        self.every, self.each = every, bool(each)
+        self._write = _rank_decides() if write is None else write
+        # Absolute, so that a program may change its folder.
+        self.path = Path(path).absolute()
+        # Of a process that does not write, the folder may be on another machine.
+        self._pages = _Pages(HistoryFile(self.path, find=self._write is not False), every)
+        self.steps = self._pages.file.last_step
+        self._names: tuple[str, ...] | None = None
+        # Also at the end of the program.
+        self._close = weakref.finalize(self, self._pages.flush)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the recording has ended."""
+        return not self._close.alive
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes; decided for good at the first step."""
+        if self._write is None:
+            self._write = _rank_decides() is not False
+        return self._write
+
+    @torch.compiler.disable
+    def add_(
+        self,
+        norm: float | Tensor,
+        *,
+        coefficient: float | Tensor | None = None,
+        limit: float | Tensor | None = None,
+        skipped: bool | Tensor | None = None,
+        norms: Mapping[str, float | Tensor] | None = None,
+    ) -> None:
+        """Adds a step. Values stay on their device until a flush; nothing waits for it.
+
+        Args:
+            norm: the global norm *before* clipping: a number or a one-element tensor of any device,
+                as are the others.
+            coefficient: the factor of the gradients; None where it is not known.
+            limit: of the norm.
+            skipped: whether the step was left out.
+            norms: further norms, by the name of a group or parameter, the same names at every step;
+                see :func:`norms_by_name`.
+
+        Raises:
+            TypeError: a value of another kind.
+            ValueError: several elements; a negative norm; other names than at the step before, or
+                than in the file.
+            RuntimeError: a recorder that is closed, or belongs to another process; inside the
+                capture of a CUDA graph.
+            OSError: the file cannot be written; the rows are kept for the next flush.
+        """
+        self._check_open()
+        if norm is None:
+            raise TypeError(
+                "norm must be a number or a one-element tensor, got None, as clip_ returns by "
+                "value; measure it by get_total_norm before clipping"
+            )
+        named = {} if norms is None else dict(norms)
+        row: list[Value] = [
+            checked_value("norm", norm, least=0.0),
+            checked_value("coefficient", coefficient),
+            checked_value("limit", limit),
+            checked_value("skipped", skipped, of_truth=True),
+            *(checked_value(f"norms[{name!r}]", value, least=0.0) for name, value in named.items()),
+        ]
+        self._check_names(tuple(named))
+        if self.writes:
+            self._pages.add_(self.steps + 1, row)
+        self.steps += 1
+        if self.steps % self.every == 0:
+            self._pages.flush(wait=False)
+
+    def flush(self) -> None:
+        """Writes all rows; waits for the device.
+
+        Raises:
+            OSError: the file cannot be written; the rows are kept for the next flush.
+            RuntimeError: as for `add_`; something else writes to the file.
+        """
+        self._check_open()
+        self._pages.flush()
+
+    def close(self) -> None:
+        """Writes all rows and ends the recording; a second call does nothing."""
+        if not self.is_closed:
+            self.flush()
+            self._close.detach()
+
+    def __enter__(self) -> Recorder:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of the last step, for a checkpoint."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on after the step of a checkpoint.
+
+        The file keeps the steps that came after it; a reader takes the later row of each number.
+
+        Raises:
+            ValueError: no result of `state_dict`.
+        """
+        steps = state.get("steps")
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise ValueError(
+                f"expected the result of Recorder.state_dict(), {{'steps': number}}, got {state!r}"
+            )
+        self.steps = steps
+
+    def _check_names(self, names: tuple[str, ...]) -> None:
+        if names == self._names:
+            return
+        if self._names is not None:
+            changed = sorted(set(names) ^ set(self._names)) or ["another order"]
+            raise ValueError(
+                f"norms must have the same names at every step; at step {self.steps + 1} expected "
+                f"{len(self._names)} names, got {len(names)}; different: "
+                f"{', '.join(changed[:4])}; for other names make a new recorder"
+            )
+        for name in names:
+            if not isinstance(name, str) or not name or "\n" in name or "\r" in name:
+                raise ValueError(
+                    f"norms must have names of one line each, got {name!r}; rename the group"
+                )
+        if self.writes:
+            self._pages.file.begin(names)
+        self._names = names
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise RuntimeError(
+                f"the recorder of {self.path} is closed; expected an open one: make a new one by "
+                "record(path), which goes on in the same file"
+            )
+        if os.getpid() != self._pages.process:
+            raise RuntimeError(
+                f"the recorder of {self.path} belongs to process {self._pages.process}, got a call "
+                "from a fork of it; record in the first one, or make a recorder with another path"
+            )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a Recorder cannot be copied or pickled, since both would write to {self.path}; save "
+            "state_dict(), and make a new one by record(path)"
+        )
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.is_closed else ""
+        return f"<Recorder of {self.path}, {self.steps} steps{state}>"
+
+
+def record(
+    path: str | os.PathLike[str],
+    *,
+    every: int = 100,
+    each: bool = False,
+    write: bool | None = None,
+) -> Recorder:
+    """Makes a recorder of the norms of a run; `python -m tritonclip suggest` and `plot` read it.
+
+    Norms stay in a buffer on their device. Every `every` steps the buffer is copied to the host: on
+    CUDA and ROCm into pinned memory, in the background, and the copy is written at the first flush
+    after it arrived, usually the next; on a CPU it is written at once; on other devices the copy
+    waits for the device. `flush`, `close`, the end of a `with` block and the end of the program
+    write everything. A process that is killed loses the rows of at most the last flushes.
+
+    Args:
+        path: of the file; ends in .csv or .jsonl, which decides its form. Made at the first flush.
+            To a recorder's file with the same columns rows are appended, and the count of steps
+            goes on.
+        every: steps between two flushes.
+        each: whether a ClippedOptimizer adds the norm of every parameter by its name, which reads
+            all gradients once more. The optimizer knows names if it was made from
+            `model.named_parameters()`.
+        write: whether this process writes; of several, let one. None: the process of rank 0, where
+            torch.distributed is initialized at the first step. The others check and count only, and
+            look at no file if it is initialized already.
+
+    Returns:
+        The recorder, also a context manager. `ClippedOptimizer(..., recorder=recorder)` adds every
+        step to it; in a loop with :func:`clip_`, call its `add_`.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        TypeError: a `write` of another kind.
+        ValueError: another ending, or `every` below 1; a file that no recorder wrote.
+
+    Notes:
+        A recorder cannot be copied or pickled, and a fork cannot use it. In a CUDA graph, call
+        `add_` after each replay. Under torch.compile it breaks the graph.
+
+        The columns are step, norm, coefficient, limit, skipped, and norm/<name> for each of
+        `norms`. Unknown values are empty (null in JSON Lines). A run that resumes from a checkpoint
+        loads `state_dict()`; without it, steps are counted on from the last row.
+
+    Example:
+        >>> import tempfile, tritonclip
+        >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> path = Path(tempfile.mkdtemp(), "run.csv")
+        >>> with record(path) as recorder:
+        ...     for step in range(2):
+        ...         weight.grad = torch.tensor([0.3, 0.4]) * 10**step
+        ...         recorder.add_(tritonclip.clip_(weight, 1.0), limit=1.0)
+        >>> print(path.read_text(), end="")
+        step,norm,coefficient,limit,skipped
+        1,0.5,,1.0,
+        2,5.0,,1.0,
+    """
+    return Recorder(path, every=every, each=each, write=write)
+
+
+class _Pages:
+    """The rows of a recorder, which outlive it until they are written."""
+
+    def __init__(self, file: HistoryFile, every: int) -> None:
+        self.file, self.buffer = file, RowBuffer(every)
+        self.process = os.getpid()
+        # Arrived on the host, and not written.
+        self._rows: list[Row] = []
+
+    def add_(self, step: int, row: list[Value]) -> None:
+        self.buffer.add_([step, *row])
+
+    def flush(self, *, wait: bool = True) -> None:
+        """Writes what has arrived on the host, or everything; nothing in a fork."""
+        if os.getpid() != self.process:
+            return
+        self.buffer.send_()
+        self._rows += self.buffer.take(wait=wait)
+        if self._rows:
+            self.file.append(list(map(cells_of, self._rows)))
+            self._rows = []
+
+
+def _rank_decides() -> bool | None:
+    """Whether this process has rank 0; None where torch.distributed is not initialized."""
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    return distributed.get_rank() == 0

@@ -1,0 +1,150 @@
+"""Rows of numbers and of 0-d tensors, which reach the host without making it wait."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Value = float | Tensor | None
+Row = list[float | None]
+
+# Values of a block: 1 MiB in float64. A full one is sent, whether its rows are due or not.
+_BLOCK = 2**17
+
+
+class _Copy(NamedTuple):
+    """Rows on their way to the host.
+
+    Attributes:
+        rows: with None in place of each tensor.
+        places: the columns of each row's tensors.
+        values: theirs, on the host once `arrival` is over.
+        arrival: None where nothing is on its way.
+    """
+
+    rows: list[Row]
+    places: list[tuple[int, ...]]
+    values: Tensor | None
+    arrival: Any
+
+
+class RowBuffer:
+    """Keeps rows; values on a device stay in a block there until `send_`, or until it is full.
+
+    Args:
+        capacity: the most rows of a block.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._rows: list[Row] = []
+        self._places: list[tuple[int, ...]] = []
+        self._block: Tensor | None = None
+        # The CUDA stream that wrote to the block last.
+        self._stream: Any = None
+        self._copies: deque[_Copy] = deque()
+
+    @torch.no_grad()
+    def add_(self, row: Sequence[Value]) -> None:
+        """Adds a row: numbers, one-element tensors of any device, or None for unknown values."""
+        tensors = {i: value for i, value in enumerate(row) if isinstance(value, Tensor)}
+        if tensors:
+            self._write_(list(tensors.values()))
+        self._rows.append([None if i in tensors else value for i, value in enumerate(row)])  # type: ignore[misc]
+        self._places.append(tuple(tensors))
+
+    def _write_(self, values: list[Tensor]) -> None:
+        """Puts values into the block, on its device."""
+        device = _device_of(values)
+        if device.type == "cuda":
+            _refuse_capture()
+        if self._block is not None and len(self._rows) >= len(self._block):
+            self.send_()
+        block = self._block
+        if block is None or block.device != device or block.shape[1] < len(values):
+            self.send_()
+            n_rows = max(1, min(self._capacity, _BLOCK // len(values)))
+            # Never an inference tensor, which no later step could write to.
+            with torch.inference_mode(False):
+                block = torch.empty((n_rows, len(values)), dtype=_wide_dtype(device), device=device)
+            self._block, self._stream = block, None
+        if device.type == "cuda":
+            self._follow_stream(block)
+        flat = [value.detach().to(device, non_blocking=True).reshape(()) for value in values]
+        row = block[len(self._rows), : len(flat)]
+        row.copy_(flat[0] if len(flat) == 1 else torch.stack(flat))
+
+    def _follow_stream(self, block: Tensor) -> None:
+        """Orders this stream's work on the block after that of another stream."""
+        stream = torch.cuda.current_stream(block.device)
+        if self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+            block.record_stream(stream)
+        self._stream = stream
+
+    def send_(self) -> None:
+        """Begins to copy the rows to the host; waits only on devices other than CPU and CUDA."""
+        if not self._rows:
+            return
+        values, arrival = None, None
+        if self._block is not None and any(self._places):
+            if self._block.device.type == "cuda":
+                _refuse_capture()
+                self._follow_stream(self._block)
+            values, arrival = _copy(self._block[: len(self._rows)])
+            if values.device == self._block.device:
+                # The copy is the block.
+                self._block = None
+        self._copies.append(_Copy(self._rows, self._places, values, arrival))
+        self._rows, self._places = [], []
+
+    def take(self, *, wait: bool) -> list[Row]:
+        """The rows that have arrived since the last call, in order; `wait`: all that were sent."""
+        taken: list[Row] = []
+        while self._copies:
+            rows, places, values, arrival = self._copies[0]
+            if arrival is not None:
+                if wait:
+                    arrival.synchronize()
+                elif not arrival.query():
+                    break
+            self._copies.popleft()
+            numbers: list[list[float]] = [] if values is None else values.tolist()
+            for row, place, found in zip(rows, places, numbers, strict=False):
+                for i, number in zip(place, found, strict=False):
+                    row[i] = number
+            taken += rows
+        return taken
+
+
+def _copy(block: Tensor) -> tuple[Tensor, Any]:
+    """A block on the host, or to be there after an event."""
+    if block.device.type == "cuda":
+        host = torch.empty(block.shape, dtype=block.dtype, device="cpu", pin_memory=True)
+        host.copy_(block, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(block.device))
+        return host, event
+    return block.cpu(), None
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph is being captured, whose replays would all write to one row; expected a "
+            "call outside of it: add the norm after graph.replay()"
+        )
+
+
+def _device_of(values: list[Tensor]) -> torch.device:
+    """The device of a row: an accelerator where there is one, since uploads need no waiting."""
+    return next((v.device for v in values if v.device.type != "cpu"), torch.device("cpu"))
+
+
+def _wide_dtype(device: torch.device) -> torch.dtype:
+    """float64 where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64

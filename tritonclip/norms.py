@@ -1,0 +1,117 @@
+"""`norms_by_name`: the norm of each parameter's gradient, or of each group of them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tritonclip import settings
+from tritonclip.backends.torch_backend import wide_dtype
+from tritonclip.clipping import Parameters
+from tritonclip.engine import execute, verification
+from tritonclip.engine.gradients import Gradients, labelled, of_parameters
+from tritonclip.engine.planner import plan_
+from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.rules.arguments import as_grad_scale, as_norm_type
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def norms_by_name(
+    parameters: Parameters,
+    *,
+    group_of: Callable[[str], str] | None = None,
+    norm_type: float = 2.0,
+    grad_scale: float | Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Measures the gradient of each parameter, or of each group, and changes nothing.
+
+    Call it *before* clipping, for the `norms` of :meth:`Recorder.add_`. It reads all gradients once
+    more, in one launch for each device and dtype on a GPU, and waits for nothing.
+
+    Args:
+        parameters: as for :func:`clip_`. Those with `need_clip = False` are left out, as are those
+            that neither have nor require a gradient. Parameters of one name are one group;
+            parameters without names are called `parameters[0]`, and so on.
+        group_of: the group of a name, whose gradients are measured together. None: every name for
+            itself. `lambda name: name.split(".")[0]`: by the outermost module.
+        norm_type: p of the p-norm: positive, or inf.
+        grad_scale: the loss scale that the gradients still carry, as for :func:`clip_`.
+
+    Returns:
+        Norms by name, in order; 0-d, with dtype and device as for :func:`clip_`. 0 where there is
+        no gradient, so that the names are those of the step before.
+
+    Raises:
+        TypeError, ValueError: as for :func:`clip_`; norm_type 0 or negative.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> model(torch.tensor([3.0, 4.0])).backward()
+        >>> norms_by_name(model)
+        {'weight': tensor(5.), 'bias': tensor(1.)}
+    """
+    p = as_norm_type(norm_type)
+    if not p > 0:
+        raise ValueError(
+            f"norm_type must be positive or inf, got {p}; norms of other types of groups do not "
+            "follow from those of their gradients"
+        )
+    scale = as_grad_scale(grad_scale)
+    if isinstance(parameters, FlatGradients):
+        gradients = parameters.gradients(per_gradient=True)
+        wanted = [name for name, _ in parameters]
+    else:
+        items, label_of = labelled(parameters)
+        wanted = [label_of(i) for i, item in enumerate(items) if _is_wanted(item)]
+        gradients = plan_(of_parameters(items, label_of))
+    if gradients.plan is None and (text := gradients.warning()):
+        warnings.warn(text, UserWarning, stacklevel=3)
+    members: dict[str, list[Tensor]] = {_group(name, group_of): [] for name in wanted}
+    norms = _measured(gradients, p, scale)
+    for name, norm in zip(gradients.names(), norms, strict=True):
+        members[_group(name, group_of)].append(norm)
+    return {name: _combined(own, p, norms) for name, own in members.items()}
+
+
+def _is_wanted(parameter: Tensor) -> bool:
+    needs = parameter.requires_grad or parameter.grad is not None
+    return needs and bool(getattr(parameter, "need_clip", True))
+
+
+def _group(name: str, group_of: Callable[[str], str] | None) -> str:
+    if group_of is None:
+        return name
+    group = group_of(name)
+    if not isinstance(group, str):
+        raise TypeError(f"group_of must return text for {name!r}, got {group!r:.80}")
+    return group
+
+
+def _measured(gradients: Gradients, p: float, grad_scale: float | Tensor) -> Tensor:
+    """The norm of each gradient, 1-d."""
+    if gradients.plan is None:
+        return torch.zeros(0, dtype=torch.float32, device=gradients.device)
+    expected = verification.Expectation(gradients) if settings.verifying() else None
+    norms = execute.total(gradients, execute.measure(gradients, p, True, grad_scale))
+    if expected is not None and gradients.plan.reduction is None:
+        expected.check_norms(p, grad_scale, norms)
+    return norms
+
+
+def _combined(norms: list[Tensor], p: float, like: Tensor) -> Tensor:
+    """The norm of gradients from the norm of each."""
+    if len(norms) < 2:
+        return norms[0] if norms else like.new_zeros(())
+    stacked = torch.stack(norms).to(wide_dtype(like.device))
+    largest = stacked.max()
+    if p == math.inf:
+        return largest.to(like.dtype)
+    # Over the largest, no power overflows.
+    unit = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)
+    norm: Tensor = torch.linalg.vector_norm(stacked / unit, p) * unit
+    return norm.to(like.dtype)
