@@ -78,7 +78,7 @@ def test_drift_is_told(drift, spikes):
     assert (a > b > c) if drift < 1 else (a < b < c)
     if spikes:
         assert suggestion.verdict == "drift"
-        assert "A limit that follows the norm fits better" in suggestion.reason
+        assert "that follows the norm, such as ClipByQuantile, fits better" in suggestion.reason
     else:
         assert suggestion.verdict == "nothing to clip"
 

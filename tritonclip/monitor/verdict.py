@@ -46,7 +46,7 @@ def judge(norms: Tensor, trend: Trend, limit: float) -> tuple[Verdict, str]:
         shares = _listed(f"{share_over(third, limit):.1%}" for third in norms.tensor_split(3))
         return "drift", (
             f"{drift}A fixed limit of {limit:g} stands at {times} times these, and clips {shares} "
-            "of the steps. A limit that follows the norm fits better."
+            "of the steps. A limit that follows the norm, such as ClipByQuantile, fits better."
         )
     return "clip", _why_clip(norms, trend, limit)
 
