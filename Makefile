@@ -69,6 +69,7 @@ wheel: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(RUN) -m bench speed
+	$(RUN) -m bench functional
 	$(RUN) -m bench accuracy
 	$(RUN) -m bench host
 	$(RUN) -m bench distributed

@@ -1,4 +1,4 @@
-"""The command line: `python -m bench speed|accuracy|host|distributed|codegen|report`.
+"""The command line: `python -m bench speed|functional|accuracy|host|distributed|codegen|report`.
 
 Each command but `report` measures, prints a table, and writes rows with their provenance to
 bench/results/, or to `--out`.
@@ -111,6 +111,27 @@ def speed(
     name = f"{where.type}{'-quick' * quick}{f'-busy{busy}' if busy else ''}"
     caption = "ratio: the best torch variant's time over this one's, median of paired samples"
     finish(rows, where, out, name, caption=caption, hidden=("bytes_moved", "batch", "repetitions"))
+
+
+@main.command()
+@several("--workload", list(WORKLOADS), "only these, in float32 by all rules")
+@click.option("--samples", type=click.IntRange(2), default=9, show_default=True)
+@DEVICE
+@THREADS
+@OUT
+def functional(
+    workload: Sequence[str], samples: int, device: str, threads: int, out: Path | None
+) -> None:
+    """Times clipping out of place, beside the idioms of PyTorch, TensorFlow and optax."""
+    from bench.functional import CAPTION, PLAN, PROVIDERS
+    from bench.speed import CLIPS, Effort, Task, run
+
+    torch.set_num_threads(threads)
+    where = device_of(device)
+    tasks = [Task(name, "float32", CLIPS) for name in workload] or PLAN
+    rows = run(tasks, where, Effort(samples), lambda task, rule: list(PROVIDERS), terminal())
+    hidden = ("bytes_moved", "batch", "repetitions")
+    finish(rows, where, out, f"functional-{where.type}", caption=CAPTION, hidden=hidden)
 
 
 @main.command()

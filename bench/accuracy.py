@@ -108,10 +108,10 @@ class Gradients:
             return min(SIGMA * 3, self.largest / 2) if clipped else SIGMA * 100
         return self.norm * (0.5 if clipped else 10)
 
-    def multipliers(self, rule: str, limit: float) -> list[float]:
-        """What clipping by a norm multiplies each gradient by."""
+    def multipliers(self, rule: str, limit: float, eps: float = EPS) -> list[float]:
+        """What clipping by a norm multiplies each gradient by; eps is added to the norm."""
         norms = self.norms if rule == "gradient" else [self.norm] * len(self.fresh)
-        return [min(1.0, limit / (norm + EPS)) for norm in norms]
+        return [min(1.0, limit / (norm + eps)) for norm in norms]
 
     def norm_error(self, rule: str, measured: Sequence[float]) -> float:
         """The largest relative error of measured norms, before clipping, against float64."""
@@ -119,7 +119,12 @@ class Gradients:
         return max(abs(m / t - 1) for m, t in zip(measured, truth, strict=True))
 
     def check(
-        self, grads: Sequence[Tensor], rule: str, limit: float | None, tolerance: float
+        self,
+        grads: Sequence[Tensor],
+        rule: str,
+        limit: float | None,
+        tolerance: float,
+        eps: float = EPS,
     ) -> None:
         """Compares clipped gradients with float64.
 
@@ -129,12 +134,13 @@ class Gradients:
             limit: what they were clipped to; None where they must be as they were.
             tolerance: largest error relative to the largest element of a gradient, on top of one
                 unit in the last place of their dtype.
+            eps: what is added to a norm.
 
         Raises:
             WrongResultError: one differs.
         """
         keep = limit is None or rule == "value"
-        multipliers = [1.0] * len(self.fresh) if keep else self.multipliers(rule, limit or 0.0)
+        multipliers = [1.0] * len(self.fresh) if keep else self.multipliers(rule, limit or 0.0, eps)
         bound = limit if rule == "value" else None
         for i, (grad, fresh) in enumerate(zip(grads, self.fresh, strict=True)):
             if grad.shape != fresh.shape or grad.dtype != fresh.dtype:

@@ -80,6 +80,7 @@ class Provider:
         compiles: left out for lists of more than MOST_COMPILED tensors.
         flat: it sees one buffer instead of many gradients.
         tolerance: largest relative error of norms and gradients that is let pass.
+        eps: what it adds to a norm.
         absent: why it cannot run on gradients; None where it can.
     """
 
@@ -91,6 +92,7 @@ class Provider:
     compiles: bool = False
     flat: bool = False
     tolerance: float = LENIENT
+    eps: float = EPS
     absent: Callable[[Gradients], str | None] = field(default=lambda gradients: None)
 
     def why_absent(self, gradients: Gradients) -> str | None:

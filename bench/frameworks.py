@@ -68,7 +68,7 @@ class ForeignEntry(Entry):
         return [] if output[1] is None else [float(norm) for norm in output[1]]
 
 
-def _tensorflow(gradients: Gradients, rule: str, limit: float) -> Entry:
+def tensorflow(gradients: Gradients, rule: str, limit: float) -> Entry:
     """Eager, like torch: the functions return new tensors."""
     tf = importlib.import_module("tensorflow")
     tf.config.set_soft_device_placement(True)
@@ -117,17 +117,17 @@ def _paddle(gradients: Gradients, rule: str, limit: float) -> Entry:
     return ForeignEntry(gradients, fill, clip, keep=True)
 
 
-def _optax(gradients: Gradients, rule: str, limit: float) -> Entry:
-    """Under jit, with its arguments donated, as in a training step."""
-    jax, optax = importlib.import_module("jax"), importlib.import_module("optax")
-    rules = {"norm": optax.clip_by_global_norm, "value": optax.clip}
+def optax(gradients: Gradients, rule: str, limit: float, *, donate: bool = True) -> Entry:
+    """Under jit, with its arguments donated, as in a training step, or out of place."""
+    jax, library = importlib.import_module("jax"), importlib.import_module("optax")
+    rules = {"norm": library.clip_by_global_norm, "value": library.clip}
     transform = rules[rule](limit)
 
     def update(arrays: list[Any]) -> tuple[list[Any], list[Any] | None]:
         clipped = transform.update(arrays, transform.init(arrays))[0]
-        return clipped, [optax.global_norm(arrays)] if rule == "norm" else None
+        return clipped, [library.global_norm(arrays)] if rule == "norm" else None
 
-    compiled = jax.jit(update, donate_argnums=0)
+    compiled = jax.jit(update, donate_argnums=0 if donate else ())
 
     def fill(tensor: Tensor) -> Any:
         return jax.numpy.array(jax.dlpack.from_dlpack(tensor), copy=True)
@@ -135,7 +135,7 @@ def _optax(gradients: Gradients, rule: str, limit: float) -> Entry:
     def clip(arrays: list[Any]) -> tuple[list[Any], list[Any] | None]:
         return jax.block_until_ready(compiled(arrays))  # type: ignore[no-any-return]
 
-    return ForeignEntry(gradients, fill, clip, keep=True)
+    return ForeignEntry(gradients, fill, clip, keep=donate)
 
 
 def _apex(gradients: Gradients, rule: str, limit: float) -> Entry:
@@ -175,7 +175,7 @@ def _is_installed(module: str) -> bool:
     return find_spec(package) is not None and (not inner or find_spec(module) is not None)
 
 
-def _needs(
+def needs(
     *modules: str,
     devices: tuple[str, ...] = ("cpu",),
     mixed: bool = True,
@@ -206,28 +206,28 @@ OPTIONAL = (
     # Eager TensorFlow clamps in two operators.
     Provider(
         "tensorflow",
-        _tensorflow,
+        tensorflow,
         {"norm": 3, "value": 4, "gradient": 3},
-        absent=_needs("tensorflow", mixed=False),
+        absent=needs("tensorflow", mixed=False),
     ),
     Provider(
         "paddle",
         _paddle,
         {"norm": 3, "value": 2, "gradient": 3},
-        absent=_needs("paddle", devices=BOTH, half_on_cpu=False),
+        absent=needs("paddle", devices=BOTH, half_on_cpu=False),
     ),
     Provider(
         "optax",
-        _optax,
+        optax,
         {"norm": 3, "value": 2},
         compiles=True,
-        absent=_needs("jax", "optax", devices=BOTH),
+        absent=needs("jax", "optax", devices=BOTH),
     ),
-    Provider("apex", _apex, {"norm": 3}, absent=_needs("apex.contrib", devices=("cuda",))),
+    Provider("apex", _apex, {"norm": 3}, absent=needs("apex.contrib", devices=("cuda",))),
     Provider(
         "transformer_engine",
         _transformer_engine,
         {"norm": None},
-        absent=_needs("transformer_engine.pytorch", devices=("cuda",), mixed=False),
+        absent=needs("transformer_engine.pytorch", devices=("cuda",), mixed=False),
     ),
 )

@@ -229,7 +229,8 @@ def checked(
     if norm_error is not None and not norm_error <= provider.tolerance:
         raise WrongResultError(f"the norm is off by {norm_error:.2g}")
     given = entry.grads(output)
-    gradients.check(given, rule, limit if provider.clips else None, provider.tolerance)
+    most = limit if provider.clips else None
+    gradients.check(given, rule, most, provider.tolerance, provider.eps)
     return entry, norm_error
 
 

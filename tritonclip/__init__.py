@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tritonclip import functional
 from tritonclip.clipping import clip_
 from tritonclip.engine.verification import VerificationError
 from tritonclip.flat.flat_gradients import FlatGradients
@@ -57,6 +58,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "clip_grads_with_norm_",
+    "functional",
     "get_total_norm",
     "norms_by_name",
     "record",

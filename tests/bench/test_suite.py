@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 import tritonclip
-from bench import codegen, host, results, speed, timing, workloads
+from bench import codegen, functional, host, results, speed, timing, workloads
 from bench.__main__ import main
 from bench.accuracy import DTYPES, RULES, Gradients, WrongResultError
 from bench.baselines import PROVIDERS, SUMMED, Entry, Provider
@@ -133,6 +133,20 @@ def test_provider_clips_right(name, rule, dtype):
         output = entry.call()
         limit = gradients.limit(rule, clipped) if provider.clips else None
         gradients.check(entry.grads(output), rule, limit, provider.tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize("rule", RULES[:3])
+@pytest.mark.parametrize("provider", functional.PROVIDERS, ids=lambda provider: provider.name)
+def test_functional_provider_clips_right_and_leaves_its_gradients(provider, rule, dtype):
+    gradients = Gradients(SMALL, dtype, CPU)
+    absent = provider.why_absent(gradients)
+    if absent or rule not in provider.passes:
+        pytest.skip(absent or "does not serve this rule")
+    for clipped in (False, True):
+        checked(provider, gradients, rule, clipped)
+        for given, fresh in zip(gradients.grads, gradients.fresh, strict=True):
+            assert torch.equal(given, fresh)
 
 
 def wrong(gradients: Gradients, rule: str, limit: float) -> Entry:
@@ -359,6 +373,19 @@ def test_speed_measures_checks_and_writes(tmp_path, command):
     assert {row.get("provider") for row in rows} == {"tritonclip", "torch"}
     assert all(row.correct for row in rows)
     assert "lenet5" in done.output
+
+
+def test_functional_measures_checks_and_writes(tmp_path, command):
+    out = tmp_path / "rows.json"
+    options = ["--workload", "small_1", "--device", "cpu", "--samples", "2"]
+    done = command("functional", *options, "--out", out)
+    assert done.exit_code == 0, done.output
+    rows = results.read(out)[1]
+    assert {(row.get("rule"), row.get("step")) for row in rows} == {
+        (rule, step) for rule in RULES[:3] for step in ("unclipped", "clipped")
+    }
+    ours = [row for row in rows if row.get("provider") == "tritonclip"]
+    assert all(row.correct and row.get("baseline").startswith("torch ") for row in ours)
 
 
 def test_speed_refuses_an_unknown_provider(command):

@@ -74,6 +74,15 @@ def backend_name(
     return "triton"
 
 
+def warn_without_kernels(device: torch.device, dtype: torch.dtype, where: str) -> None:
+    """Says once that kernels cannot serve a place, for tensors that they serve elsewhere."""
+    if backend_name(device, dtype) == "triton":
+        _warn_once(
+            f"tritonclip's kernels cannot read tensors {where}: clipping takes the slower PyTorch "
+            "operators; clip outside where speed matters"
+        )
+
+
 @cache
 def triton_fault() -> str | None:
     """Why triton cannot be imported, with a remedy; None where it can."""

@@ -152,6 +152,11 @@ class CpuBatch:
 
     def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms, 0-d."""
+        if not isinstance(norms, Tensor) and not isinstance(grad_scale, Tensor):
+            # One number, for which tensors take five operators.
+            (norm,) = norms
+            number = norm / grad_scale if norm_type else norm
+            return torch.tensor(number, dtype=self.dtype, device="cpu")
         return self._as_torch().total(_as_tensor(norms), norm_type, grad_scale)
 
     def total_each(

@@ -463,13 +463,20 @@ def _unlimited(norm_type: float) -> Rule:
     return ClipByGlobalNorm(float("inf"), norm_type, eps=0.0)
 
 
-def total_norm(gradients: Gradients, norm_type: float, error_if_nonfinite: bool = False) -> Tensor:
-    """The norm of a gradient list."""
+def total_norm(
+    gradients: Gradients,
+    norm_type: float,
+    error_if_nonfinite: bool = False,
+    *,
+    per_gradient: bool = False,
+) -> Tensor:
+    """The norm of a gradient list, 0-d, or, `per_gradient`, the norm of each, 1-d."""
     if gradients.plan is None:
-        return torch.zeros((), dtype=torch.float32, device=gradients.device)
+        shape = 0 if per_gradient else ()
+        return torch.zeros(shape, dtype=torch.float32, device=gradients.device)
     refuse_sparse_minimum(gradients, norm_type)
     with torch.no_grad():
-        norm = total(gradients, measure(gradients, norm_type, per_gradient=False))
+        norm = total(gradients, measure(gradients, norm_type, per_gradient))
         if error_if_nonfinite:
             policies.raise_if_nonfinite(
                 gradients, _unlimited(norm_type), norm, policies.TORCH_REMEDY

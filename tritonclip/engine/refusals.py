@@ -25,6 +25,10 @@ FSDP_MARK = "_fsdp_flattened"
 PLAIN = frozenset({Tensor, Parameter})
 
 
+class OverlapError(ValueError):
+    """Tensors share memory in a way in which they cannot be written."""
+
+
 def some(labels: Sequence[str]) -> str:
     """Names for a message, at most eight of them."""
     more = f" and {len(labels) - 8} more" if len(labels) > 8 else ""
@@ -107,7 +111,7 @@ def refuse_kind(grad: Tensor, label: Callable[[], str]) -> None:
 def refuse_overlap(grad: Tensor, label: Callable[[], str]) -> None:
     """Refuses a gradient whose elements share memory."""
     if has_overlap(grad):
-        raise ValueError(
+        raise OverlapError(
             f"elements of the gradient of {label()} share memory (shape {tuple(grad.shape)}, "
             f"strides {grad.stride()}), so it cannot be scaled in place; expected a gradient "
             "without overlap: replace it by grad.clone()"
@@ -124,7 +128,7 @@ def refuse_parts_in_common(regions: Sequence[tuple[int, Region]], gradients: Gra
     found = find_overlap([region for _, region in regions])
     if found is not None:
         first, second = (gradients.label(regions[at][0]) for at in found)
-        raise ValueError(
+        raise OverlapError(
             f"the gradients of {first} and {second} share a part of their memory, which would be "
             "scaled twice; expected gradients that share all of it, with one dtype, or none: "
             "replace one of them by grad.clone()"

@@ -82,9 +82,9 @@ class Expectation:
         _raise(mismatches)
 
     def check_norm(self, norm_type: float, result: Tensor) -> None:
-        """Compares a finished `get_total_norm` call."""
+        """Compares a measured norm, 0-d, or the norms of all gradients, 1-d."""
         norms = [norm_of(g, norm_type) for g in self._before]
-        self._compare_norms([self._total(norms, norm_type)], result)
+        self._compare_norms(norms if result.dim() else [self._total(norms, norm_type)], result)
 
     def check_norms(self, norm_type: float, grad_scale: float | Tensor, result: Tensor) -> None:
         """Compares a finished `norms_by_name` call, before norms of groups are combined."""

@@ -1,0 +1,107 @@
+"""Limits, bounds and dimensions that have no meaning are refused, with a remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tritonclip import functional
+
+X = torch.ones(2, 3)
+BY_LIMIT: dict[str, Callable[..., Any]] = {
+    "norm": functional.clip_by_norm,
+    "average": functional.clip_by_average_norm,
+    "rms": functional.clip_by_rms,
+    "global": functional.clip_by_global_norm,
+    "known": lambda x, norm: functional.clip_by_global_norm(x, 1.0, use_norm=norm),
+}
+
+
+@pytest.mark.parametrize("limit", [-1.0, math.nan, torch.tensor(-1.0), torch.tensor([1.0, -2.0])])
+@pytest.mark.parametrize("name", BY_LIMIT)
+def test_negative_and_nan_limits_are_refused(name, limit):
+    with pytest.raises(ValueError, match="must be 0 or more, got"):
+        BY_LIMIT[name](X, limit)
+
+
+def test_nan_as_a_limit_is_refused_and_as_a_known_norm_is_a_measurement():
+    nan = torch.tensor(math.nan)
+    with pytest.raises(ValueError, match="max_norm must be 0 or more"):
+        functional.clip_by_norm(X, nan)
+    (clipped,), _ = functional.clip_by_global_norm([X], 1.0, use_norm=nan)
+    assert bool(clipped.isnan().all())
+
+
+@pytest.mark.parametrize("limit", [True, "1", None, 1j, torch.tensor(1), torch.tensor([1j])])
+@pytest.mark.parametrize("name", ["norm", "average", "rms", "global"])
+def test_limits_that_are_no_numbers_are_refused(name, limit):
+    with pytest.raises(TypeError, match="must be a number"):
+        BY_LIMIT[name](X, limit)
+
+
+@pytest.mark.parametrize("name", BY_LIMIT)
+def test_several_limits_without_dimensions_are_refused(name):
+    with pytest.raises(ValueError, match=r"one-element tensor.*got shape \(3,\)"):
+        BY_LIMIT[name](X, torch.ones(3))
+
+
+def test_limits_that_do_not_broadcast_are_refused():
+    with pytest.raises(ValueError, match=r"broadcasts to the norms over dim; got shape \(3,\)"):
+        functional.clip_by_norm(X, torch.ones(3), dim=1)
+    with pytest.raises(ValueError, match=r"got shape \(2, 2, 1\)"):
+        functional.clip_by_norm(X, torch.ones(2, 2, 1), dim=1)
+
+
+@pytest.mark.parametrize("dim", [2, -3, (), (0, 0), (1, -1)], ids=str)
+def test_dimensions_that_a_tensor_lacks_are_refused(dim):
+    with pytest.raises(ValueError, match=r"distinct dimensions of a tensor of shape \(2, 3\)"):
+        functional.clip_by_norm(X, 1.0, dim=dim)
+
+
+@pytest.mark.parametrize("norm_type", [-1.0, math.nan, -2])
+def test_orders_that_name_no_norm_are_refused(norm_type):
+    with pytest.raises(ValueError, match="norm_type must be positive, 0, inf or -inf"):
+        functional.clip_by_norm(X, 1.0, norm_type=norm_type)
+
+
+def test_value_needs_a_bound():
+    with pytest.raises(ValueError, match="expected a bound, got None for both"):
+        functional.clip_by_value(X)
+
+
+def test_value_refuses_bounds_that_cross():
+    with pytest.raises(ValueError, match=r"min must not exceed max, got min=1.0 and max=0.5"):
+        functional.clip_by_value(X, 1.0, 0.5)
+
+
+def test_value_refuses_nan():
+    with pytest.raises(ValueError, match="max must be a number or None for no bound, got NaN"):
+        functional.clip_by_value(X, 0.0, math.nan)
+
+
+@pytest.mark.parametrize("bound", [True, "1", 1j, torch.tensor([True]), torch.tensor([1j])])
+def test_value_refuses_bounds_that_are_no_real_numbers(bound):
+    with pytest.raises(TypeError, match="min must be a"):
+        functional.clip_by_value(X, bound)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2, 3), (4, 3)], ids=str)
+def test_value_refuses_bounds_that_do_not_broadcast_into_the_tensor(shape):
+    with pytest.raises(ValueError, match="does not broadcast to x of shape"):
+        functional.clip_by_value(X, torch.zeros(shape))
+
+
+def test_value_refuses_fractions_for_integers():
+    with pytest.raises(ValueError, match=r"bounds must be whole for torch.int64, got 0.5"):
+        functional.clip_by_value(torch.tensor([1, 2]), 0.5, 2)
+
+
+def test_a_call_that_raises_has_changed_nothing():
+    x = torch.tensor([3.0, 4.0])
+    with pytest.raises(TypeError):
+        functional.clip_by_global_norm([x, 1.0], 1.0)
+    assert x.tolist() == [3.0, 4.0]

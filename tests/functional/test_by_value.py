@@ -1,0 +1,70 @@
+"""Clipping by value: bounds of every kind, and their rounding."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import assert_bits, normal
+
+from tritonclip import functional
+
+X = torch.tensor([[-2.0, -0.5, 0.5], [2.0, math.nan, math.inf]])
+
+
+def test_one_bound_leaves_the_other_side():
+    x = X.nan_to_num(9.0, 8.0)
+    assert functional.clip_by_value(x, min=1.0).tolist() == [[1.0, 1.0, 1.0], [2.0, 9.0, 8.0]]
+    assert functional.clip_by_value(x, max=1.0).tolist() == [[-2.0, -0.5, 0.5], [1.0, 1.0, 1.0]]
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_nan_stays_and_inf_comes_to_its_bound(requires_grad):
+    x = torch.tensor([math.nan, math.inf, -math.inf], requires_grad=requires_grad)
+    for low, high in ((-4.0, 4.0), (torch.tensor(-4.0), 4.0)):
+        y = functional.clip_by_value(x, low, high)
+        assert y[0].isnan()
+        assert y[1:].tolist() == [4.0, -4.0]
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_bounds_broadcast(requires_grad):
+    x = normal((2, 3)).requires_grad_(requires_grad)
+    low, high = torch.tensor([[-0.1], [-0.2]]), torch.tensor([0.1, 0.2, 0.3])
+    expected = torch.minimum(torch.maximum(x, low), high)
+    assert_bits([functional.clip_by_value(x, low, high)], [expected])
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_tensors_that_cross_give_the_upper_bound(requires_grad):
+    x = torch.tensor([0.0, 2.0], requires_grad=requires_grad)
+    y = functional.clip_by_value(x, torch.tensor([1.0, 3.0]), torch.tensor([-1.0, 0.0]))
+    assert y.tolist() == [-1.0, 0.0]
+
+
+def test_finite_bounds_beyond_the_dtype_stay_finite():
+    x = torch.tensor([math.inf, 1.0], dtype=torch.float16)
+    assert functional.clip_by_value(x, max=1e6).tolist() == [65504.0, 1.0]
+
+
+def test_infinite_bounds_are_none():
+    x = torch.tensor([math.inf, -math.inf])
+    y = functional.clip_by_value(x, -math.inf, math.inf)
+    assert y.tolist() == [math.inf, -math.inf]
+    assert y.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64, torch.uint8], ids=str)
+def test_integers_are_clamped_within_their_range(dtype):
+    x = torch.tensor([1, 2, 3, 4, 5, 6], dtype=dtype)
+    y = functional.clip_by_value(x, 2, 1e30)
+    assert y.tolist() == [2, 2, 3, 4, 5, 6]
+    assert y.dtype == dtype
+
+
+def test_derivative_is_one_inside_and_zero_outside():
+    x = torch.tensor([-2.0, 0.0, 2.0, 1.0], requires_grad=True)
+    functional.clip_by_value(x, -1.0, 1.0).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.0, 1.0, 0.0, 0.5]

@@ -1,0 +1,271 @@
+"""Derivatives of first and second order are those of the formulas, by finite differences.
+
+On a limit the derivative is the mean of both sides, which is what a central difference converges
+to; a second one does not exist there, and the mean of both sides is compared with formulas.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import INTERPRETED, grad_of, normal
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+
+from tritonclip import functional
+
+DOUBLE = torch.float64
+ORDERS = [pytest.param(p, id=f"p={p}") for p in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, math.inf, -math.inf)]
+
+
+def matrix():
+    return normal((3, 4), DOUBLE)
+
+
+def row():
+    return normal(3, DOUBLE, seed=1)
+
+
+def globally(max_norm, **options):
+    """Both results of a clip of two tensors, as a tuple."""
+
+    def function(x, y):
+        (first, second), norm = functional.clip_by_global_norm((x, y), max_norm, **options)
+        return first, second, norm
+
+    return function
+
+
+# Name: function and points, away from limits. The norm of `matrix` is 3.55, of both 3.79.
+CASES = {
+    "norm-clipped": (lambda x: functional.clip_by_norm(x, 0.5), (matrix,)),
+    "norm-unclipped": (lambda x: functional.clip_by_norm(x, 50.0), (matrix,)),
+    "norm-to-zero": (lambda x: functional.clip_by_norm(x, 0.0), (matrix,)),
+    "norm-unlimited": (lambda x: functional.clip_by_norm(x, math.inf), (matrix,)),
+    "norm-of-zero": (lambda x: functional.clip_by_norm(x * 0.0, 1.0), (matrix,)),
+    "norm-of-each": (lambda x, y: functional.clip_by_norm([x, y], 1.5), (matrix, row)),
+    "rows": (lambda x: functional.clip_by_norm(x, 1.5, dim=1), (matrix,)),
+    "rows-of-order-3": (lambda x: functional.clip_by_norm(x, 1.5, dim=1, norm_type=3), (matrix,)),
+    "average": (lambda x: functional.clip_by_average_norm(x, 0.1), (matrix,)),
+    "average-unclipped": (lambda x: functional.clip_by_average_norm(x, 9.0), (matrix,)),
+    "rms": (lambda x: functional.clip_by_rms(x, 0.1), (matrix,)),
+    "rms-unclipped": (lambda x: functional.clip_by_rms(x, 9.0), (matrix,)),
+    "value": (lambda x: functional.clip_by_value(x, -0.3, 0.4), (matrix,)),
+    "value-least": (lambda x: functional.clip_by_value(x, min=-0.3), (matrix,)),
+    "value-most": (lambda x: functional.clip_by_value(x, max=0.3), (matrix,)),
+    "value-unlimited": (lambda x: functional.clip_by_value(x, -math.inf), (matrix,)),
+    "value-equal": (lambda x: functional.clip_by_value(x, 0.5, 0.5), (matrix,)),
+    "global-norm": (lambda x, y: functional.global_norm([x, y]), (matrix, row)),
+    "global-clipped": (globally(1.0), (matrix, row)),
+    "global-unclipped": (globally(9.0), (matrix, row)),
+    "global-known": (globally(1.0, use_norm=2.0), (matrix, row)),
+}
+
+
+def points_of(makers):
+    return [make().requires_grad_() for make in makers]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_derivatives_are_right_to_second_order(name):
+    function, makers = CASES[name]
+    gradcheck(function, points_of(makers))
+    gradgradcheck(function, points_of(makers))
+
+
+@pytest.mark.parametrize("clips", [True, False], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("norm_type", ORDERS)
+def test_derivatives_of_every_order_of_norm_are_right(norm_type, clips):
+    x = matrix().requires_grad_()
+    limit = 0.01 if clips else 1e4
+
+    def function(x):
+        return functional.clip_by_norm(x, limit, norm_type=norm_type)
+
+    gradcheck(function, x)
+    gradgradcheck(function, x)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf], ids="p={}".format)
+def test_derivatives_of_complex_tensors_are_right(norm_type):
+    x = normal(4, torch.complex128).requires_grad_()
+
+    def function(x):
+        return functional.clip_by_norm(x, 0.5, norm_type=norm_type)
+
+    gradcheck(function, x)
+    gradgradcheck(function, x)
+
+
+def test_derivatives_in_the_limits_are_right():
+    x, limits = matrix(), torch.tensor([[0.5], [1.0], [9.0]], dtype=DOUBLE)
+    one = torch.tensor(0.5, dtype=DOUBLE)
+    given = [point.requires_grad_() for point in (x, limits)]
+    gradcheck(lambda x, limits: functional.clip_by_norm(x, limits, dim=1), given)
+    gradgradcheck(lambda x, limits: functional.clip_by_norm(x, limits, dim=1), given)
+    known = [x, one.requires_grad_(), torch.tensor(2.0, dtype=DOUBLE, requires_grad=True)]
+    for function in (
+        lambda x, limit, norm: functional.clip_by_global_norm([x], limit, norm)[0][0],
+        lambda x, limit, norm: functional.clip_by_rms(x, limit) * norm,
+        lambda x, limit, norm: functional.clip_by_average_norm(x, limit) * norm,
+    ):
+        gradcheck(function, known)
+        gradgradcheck(function, known)
+
+
+def test_derivatives_in_the_bounds_are_right():
+    low = normal(4, DOUBLE, seed=2).sub_(1.0).requires_grad_()
+    high = normal((3, 1), DOUBLE, seed=3).add_(1.0).requires_grad_()
+    given = [matrix().requires_grad_(), low, high]
+    gradcheck(functional.clip_by_value, given)
+    gradgradcheck(functional.clip_by_value, given)
+
+
+AT_LIMIT = {
+    "norm": lambda x: functional.clip_by_norm(x, 5.0),
+    "norm-1": lambda x: functional.clip_by_norm(x, 7.0, norm_type=1.0),
+    "row": lambda x: functional.clip_by_norm(x[None], 5.0, dim=1),
+    "global": lambda x: functional.clip_by_global_norm([x], 5.0)[0][0],
+    "average": lambda x: functional.clip_by_average_norm(x, 2.5),
+    "value": lambda x: functional.clip_by_value(x, 3.0, 4.0),
+    "value-of-tensors": lambda x: functional.clip_by_value(
+        x, torch.tensor([3.0, 0.0], dtype=DOUBLE), torch.tensor([9.0, 4.0], dtype=DOUBLE)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_LIMIT)
+def test_derivative_at_the_limit_is_the_mean_of_both_sides(name):
+    x = torch.tensor([3.0, 4.0], dtype=DOUBLE, requires_grad=True)
+    assert AT_LIMIT[name](x).flatten().tolist() == [3.0, 4.0]
+    gradcheck(AT_LIMIT[name], x)
+
+
+def test_second_derivative_at_the_limit_is_the_mean_of_both_sides():
+    hessians = [
+        torch.autograd.functional.hessian(
+            lambda x, limit=limit: functional.clip_by_norm(x, limit)[0],
+            torch.tensor([3.0, 4.0], dtype=DOUBLE),
+        )
+        for limit in (5.0 - 1e-9, 5.0, 5.0 + 1e-9)
+    ]
+    torch.testing.assert_close(hessians[1], (hessians[0] + hessians[2]) / 2, rtol=1e-6, atol=1e-9)
+    assert bool((hessians[0] != 0).all())
+
+
+AT_ZERO = {
+    "norm": lambda x: functional.clip_by_norm(x, 1.0),
+    "row": lambda x: functional.clip_by_norm(x[None], 1.0, dim=1),
+    "norm-1": lambda x: functional.clip_by_norm(x, 1.0, norm_type=1.0),
+    "norm-half": lambda x: functional.clip_by_norm(x, 1.0, norm_type=0.5),
+    "norm-inf": lambda x: functional.clip_by_norm(x, 1.0, norm_type=math.inf),
+    "global": lambda x: functional.clip_by_global_norm([x], 1.0)[0][0],
+    "average": lambda x: functional.clip_by_average_norm(x, 1.0),
+    "rms": lambda x: functional.clip_by_rms(x, 1.0),
+    "value": lambda x: functional.clip_by_value(x, -1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("dtype", [DOUBLE, torch.float32], ids=str)
+@pytest.mark.parametrize("name", AT_ZERO)
+def test_derivatives_at_zero_are_those_of_the_identity(name, dtype):
+    x = torch.zeros(3, dtype=dtype, requires_grad=True)
+    (slope,) = torch.autograd.grad(AT_ZERO[name](x).sum(), x, create_graph=True)
+    assert slope.tolist() == [1.0, 1.0, 1.0]
+    if dtype == DOUBLE:
+        gradcheck(AT_ZERO[name], x)
+        gradgradcheck(AT_ZERO[name], x)
+
+
+def test_limit_of_zero_has_derivative_zero_at_zero():
+    x = torch.zeros(3, dtype=DOUBLE, requires_grad=True)
+    gradcheck(lambda x: functional.clip_by_norm(x, 0.0), x)
+    gradgradcheck(lambda x: functional.clip_by_norm(x, 0.0), x)
+
+
+@pytest.mark.parametrize("dims", [None, 0], ids=["whole", "dim"])
+def test_norm_has_derivative_zero_at_zero(dims):
+    """The mean of the slopes on all sides; the second derivative is finite too."""
+    x = torch.zeros(3, dtype=DOUBLE, requires_grad=True)
+
+    def norm(x):
+        if dims is None:
+            return functional.global_norm([x])
+        return functional.clip_by_global_norm([x], 1.0)[1]
+
+    gradcheck(norm, x)
+    (slope,) = torch.autograd.grad(norm(x), x, create_graph=True)
+    (curvature,) = torch.autograd.grad(slope.sum(), x, allow_unused=True)
+    assert slope.tolist() == [0.0, 0.0, 0.0]
+    assert curvature is None or curvature.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [1e30, 1e-30, 3e38])
+def test_derivatives_survive_squares_that_overflow_or_vanish(device, value):
+    """Of x * limit / norm, a direction across x shrinks as x does, and x itself does not move."""
+    x = torch.tensor([0.6, 0.8], device=device).mul_(value).requires_grad_()
+    along, across = torch.tensor([0.6, 0.8]), torch.tensor([0.8, -0.6])
+    for y in (
+        functional.clip_by_norm(x, value / 2),
+        functional.clip_by_norm(x[None], value / 2, dim=1)[0],
+        functional.clip_by_global_norm([x], value / 2)[0][0],
+    ):
+        slopes = [
+            torch.autograd.grad(y, x, way.to(device), retain_graph=True)[0].cpu()
+            for way in (along, across)
+        ]
+        torch.testing.assert_close(slopes[0], torch.zeros(2), rtol=0, atol=1e-6)
+        torch.testing.assert_close(slopes[1], across / 2, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_derivatives_of_narrow_tensors_are_those_of_float64(device, dtype):
+    tensors = [
+        normal(size, dtype, device, seed).requires_grad_() for seed, size in enumerate((7, 9))
+    ]
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    for given in (tensors, wide):
+        clipped, norm = functional.clip_by_global_norm(given, 0.5)
+        (sum((y * y[0]).sum() for y in clipped) + norm).backward()
+    for x, truth in zip(tensors, wide, strict=True):
+        # Each element of a clipped tensor, and each product with it, is rounded once.
+        torch.testing.assert_close(
+            grad_of(x).double(),
+            grad_of(truth),
+            rtol=8 * torch.finfo(dtype).eps,
+            atol=torch.finfo(dtype).eps,
+        )
+
+
+def test_derivatives_reach_only_tensors_that_want_them(device):
+    x, y = normal(3, device=device).requires_grad_(), normal(3, device=device, seed=1)
+    (_, second), norm = functional.clip_by_global_norm([x, y], 0.5)
+    # The second moves with the norm, which moves with the first.
+    assert second.requires_grad
+    (slope,) = torch.autograd.grad(second.sum(), x)
+    assert bool((slope != 0).all())
+    assert norm.requires_grad
+
+
+def test_without_grad_mode_nothing_is_recorded(device):
+    x = normal(3, device=device).requires_grad_()
+    with torch.no_grad():
+        for y in (functional.clip_by_norm(x, 0.5), functional.clip_by_value(x, -0.1, 0.1)):
+            assert not y.requires_grad
+
+
+@pytest.mark.skipif(INTERPRETED, reason="forward mode runs in PyTorch operators")
+# Of torch itself, when it first makes a dual tensor.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_forward_derivatives_are_those_of_backward():
+    x, way = matrix(), normal((3, 4), DOUBLE, seed=5)
+    for function in (
+        lambda x: functional.clip_by_norm(x, 0.5),
+        lambda x: functional.clip_by_value(x, -0.3, 0.4),
+        lambda x: functional.clip_by_global_norm([x], 0.5)[1],
+    ):
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(x, way))).tangent
+        _, expected = torch.autograd.functional.jvp(function, x, way)
+        torch.testing.assert_close(tangent, expected)

@@ -1,0 +1,14 @@
+"""Clipping as functions of tensors: out of place, and differentiable."""
+
+from tritonclip.functional.by_global_norm import clip_by_global_norm, global_norm
+from tritonclip.functional.by_norm import clip_by_average_norm, clip_by_norm, clip_by_rms
+from tritonclip.functional.by_value import clip_by_value
+
+__all__ = [
+    "clip_by_average_norm",
+    "clip_by_global_norm",
+    "clip_by_norm",
+    "clip_by_rms",
+    "clip_by_value",
+    "global_norm",
+]

@@ -1,0 +1,110 @@
+"""Clipping all tensors by their norm together, and the norm alone."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tritonclip.backends.torch_backend import wide_dtype
+from tritonclip.functional import formulas
+from tritonclip.functional.limits import as_limit_or_tensor, coefficients_of, one_element
+from tritonclip.functional.norms import norm_of_all
+from tritonclip.functional.products import scaled
+from tritonclip.functional.trees import Tree
+
+T = TypeVar("T")
+
+
+def global_norm(tensors: Any) -> Tensor:
+    r"""The 2-norm over all elements of all tensors.
+
+    .. math:: \|(x_1, \dots, x_n)\|_2 = \sqrt{\textstyle\sum_i \|x_i\|_2^2}
+
+    Args:
+        tensors: as for :func:`clip_by_global_norm`.
+
+    Returns:
+        A 0-d tensor on the first tensor's device: float64 where any tensor is, else float32. 0
+        without any. Differentiable; the derivative at 0 is 0.
+
+    Raises:
+        TypeError: a leaf that is no plain floating-point or complex tensor.
+
+    Example:
+        >>> global_norm({"weight": torch.tensor([3.0]), "bias": torch.tensor([4.0])})
+        tensor(5.)
+
+    References:
+        TensorFlow, `tf.linalg.global_norm`; optax, `optax.global_norm`.
+    """
+    values = Tree(tensors, "tensors").values
+    return _norm_of(values).to(formulas.result_dtype(values))
+
+
+def clip_by_global_norm(
+    tensors: T, max_norm: float | Tensor, use_norm: float | Tensor | None = None
+) -> tuple[T, Tensor]:
+    r"""Scales all tensors by one coefficient if their norm exceeds `max_norm`, in new memory.
+
+    .. math:: y_i = x_i \cdot \min(1, \text{max\_norm} / \|(x_1, \dots, x_n)\|_2)
+
+    Args:
+        tensors: a tensor, or a nested structure of tensors and None: lists, dicts, tuples,
+            dataclasses, and classes registered with `torch.utils._pytree`. Real or complex, strided
+            or sparse COO, whose values at one index are added up first; dtypes and devices may mix.
+            A tensor met twice counts twice.
+        max_norm: largest norm of all tensors together, 0 or more: a number or a one-element tensor,
+            which may have a derivative. A negative or NaN tensor raises on a CPU; elsewhere, where
+            reading it would wait, the result is undefined.
+        use_norm: the norm that the tensors count as having, where it is known; as `max_norm`.
+
+    Returns:
+        The same structure with new tensors, which share no memory with `tensors`, in their dtypes;
+        None stays None. And the norm before clipping, or `use_norm`: a 0-d tensor, float64 where
+        any tensor is, else float32, on the first tensor's device.
+
+    Raises:
+        TypeError: a leaf that is no plain floating-point or complex tensor.
+        ValueError: a limit or a norm that is negative or NaN, or has several elements.
+
+    There is no eps: a norm equal to `max_norm` changes nothing. A NaN makes every tensor NaN; inf
+    makes the finite elements 0. `max_norm=inf` changes nothing. Differentiable twice, both results:
+    at the limit the derivative is the mean of both sides, at 0 that of the identity.
+
+    Example:
+        >>> gradients = [torch.tensor([3.0]), None, torch.tensor([4.0])]
+        >>> clipped, norm = clip_by_global_norm(gradients, 1.0)
+        >>> clipped
+        [tensor([0.6000]), None, tensor([0.8000])]
+        >>> norm
+        tensor(5.)
+
+    References:
+        TensorFlow, `tf.clip_by_global_norm`; optax, `clip_by_global_norm`; Pascanu, Mikolov,
+        Bengio, `On the difficulty of training recurrent neural networks
+        <https://arxiv.org/abs/1211.5063>`_, 2013
+    """
+    tree, limit = Tree(tensors, "tensors"), as_limit_or_tensor("max_norm", max_norm)
+    values, dtype = tree.values, formulas.result_dtype(tree.values)
+    norm = _norm_of(values) if use_norm is None else _given(use_norm, values, dtype)
+    clipped = values
+    if values:
+        clipped = scaled(values, coefficients_of(norm, [limit], dtype, "max_norm"))
+    result: T = tree.rebuild(clipped)
+    return result, norm.to(dtype)
+
+
+def _norm_of(values: list[Tensor]) -> Tensor:
+    """The norm in the wide dtype."""
+    return norm_of_all(values) if values else torch.zeros(())
+
+
+def _given(norm: float | Tensor, values: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """A norm from outside, rounded to the dtype of results, in the wide dtype."""
+    known = as_limit_or_tensor("use_norm", norm, may_be_nan=True)
+    device = values[0].device if values else torch.device("cpu")
+    if not isinstance(known, Tensor):
+        known = torch.full((), known, dtype=torch.float64, device=device)
+    return one_element("use_norm", known).to(device, dtype).to(wide_dtype(device))

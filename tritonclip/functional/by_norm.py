@@ -1,0 +1,182 @@
+"""Clipping each tensor by its own norm: whole, by dimensions, by average, by root mean square."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from tritonclip.functional import formulas
+from tritonclip.functional.limits import as_limit_or_tensor, coefficient_over, coefficients_of
+from tritonclip.functional.norms import norms_of_each
+from tritonclip.functional.products import scaled
+from tritonclip.functional.trees import Tree
+from tritonclip.rules.arguments import as_norm_type
+
+T = TypeVar("T")
+
+
+def clip_by_norm(
+    x: T,
+    max_norm: float | Tensor,
+    dim: int | Sequence[int] | None = None,
+    norm_type: float = 2.0,
+) -> T:
+    r"""Scales each tensor whose norm exceeds `max_norm` to that norm, in new memory.
+
+    .. math:: y = x \cdot \min(1, \text{max\_norm} / \|x\|_p)
+
+    Args:
+        x: a tensor, or a nested structure of tensors and None, each clipped by its own norm: dicts,
+            lists, tuples, dataclasses, and classes registered with `torch.utils._pytree`. Real or
+            complex, strided or sparse COO; any dtypes and devices.
+        max_norm: largest norm, 0 or more; a floating-point tensor where limits differ or have
+            derivatives: of one element, or, with `dim`, one that broadcasts to the norms. A
+            negative or NaN element raises on a CPU; elsewhere, where reading it would wait, the
+            result is undefined.
+        dim: dimensions over which a norm is taken, with all indices of the others apart, as the
+            axes of TensorFlow: `dim=1` clips each row of a matrix, `dim=(1, 2, 3)` each example of
+            a batch. None: all. Of a sparse tensor, dense dimensions only.
+        norm_type: p of the p-norm: positive, inf, -inf, or 0 for the number of nonzero elements.
+
+    Returns:
+        The same structure with new tensors, which share no memory with `x`, in its dtypes.
+
+    Raises:
+        TypeError: a leaf that is no plain floating-point or complex tensor.
+        ValueError: a limit that is negative, NaN or does not broadcast; a `norm_type` that names no
+            norm; dimensions that a tensor does not have.
+
+    There is no eps: a norm equal to `max_norm` changes nothing. NaN in a tensor makes all of what
+    shares its norm NaN; inf makes the finite elements 0. `max_norm=inf` changes nothing.
+    Differentiable twice: at the limit the derivative is the mean of both sides, at 0 that of the
+    identity. A gradient of a norm of 0 is 0.
+
+    Example:
+        >>> clip_by_norm(torch.tensor([3.0, 4.0]), 1.0)
+        tensor([0.6000, 0.8000])
+        >>> clip_by_norm(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0, dim=1)
+        tensor([[0.6000, 0.8000],
+                [0.3000, 0.4000]])
+
+    References:
+        TensorFlow, `tf.clip_by_norm`; Keras, `clipnorm` and `MaxNorm`.
+    """
+    tree = Tree(x, "x")
+    order, limit = as_norm_type(norm_type), as_limit_or_tensor("max_norm", max_norm)
+    if dim is None:
+        if order == -math.inf:
+            tree.refuse_sparse("norm_type", "-inf is the least magnitude, of implicit zeros")
+        clipped = _clip_each(tree.values, [limit], "max_norm", order)
+    else:
+        clipped = [
+            _clip_over(value, _dims_of(tensor, dim), limit, order)
+            for tensor, value in zip(tree.tensors, tree.values, strict=True)
+        ]
+    result: T = tree.rebuild(clipped)
+    return result
+
+
+def clip_by_average_norm(x: T, max_norm: float | Tensor) -> T:
+    r"""Scales each tensor whose norm over its number of elements exceeds `max_norm`.
+
+    .. math:: y = x \cdot \min(1, \text{max\_norm} \cdot n / \|x\|_2)
+
+    The average norm of TensorFlow, which is not the root mean square: :func:`clip_by_rms` is.
+
+    Args:
+        x: as for :func:`clip_by_norm`; all elements of a sparse tensor count.
+        max_norm: largest average norm, 0 or more: a number or a one-element tensor.
+
+    Returns:
+        As :func:`clip_by_norm`, with the same derivatives.
+
+    Raises:
+        As :func:`clip_by_norm`.
+
+    Example:
+        >>> clip_by_average_norm(torch.tensor([3.0, 4.0]), 1.25)
+        tensor([1.5000, 2.0000])
+
+    References:
+        TensorFlow, `tf.compat.v1.clip_by_average_norm`.
+    """
+    tree, limit = Tree(x, "x"), as_limit_or_tensor("max_norm", max_norm)
+    limits = [limit * tensor.numel() if tensor.numel() else limit for tensor in tree.tensors]
+    result: T = tree.rebuild(_clip_each(tree.values, limits, "max_norm"))
+    return result
+
+
+def clip_by_rms(x: T, max_rms: float | Tensor) -> T:
+    r"""Scales each tensor whose root mean square exceeds `max_rms`.
+
+    .. math:: y = x / \max(1, \text{rms}(x) / \text{max\_rms}), \quad
+        \text{rms}(x) = \|x\|_2 / \sqrt{n}
+
+    Args:
+        x: as for :func:`clip_by_norm`; all elements of a sparse tensor count.
+        max_rms: largest root mean square, 0 or more: a number or a one-element tensor.
+
+    Returns:
+        As :func:`clip_by_norm`, with the same derivatives.
+
+    Raises:
+        As :func:`clip_by_norm`.
+
+    Example:
+        >>> clip_by_rms(torch.tensor([3.0, 4.0, 0.0, 0.0]), 1.0)
+        tensor([1.2000, 1.6000, 0.0000, 0.0000])
+
+    References:
+        optax, `clip_by_block_rms`; Shazeer, Stern, `Adafactor: Adaptive Learning Rates with
+        Sublinear Memory Cost <https://arxiv.org/abs/1804.04235>`_, 2018
+    """
+    tree, limit = Tree(x, "x"), as_limit_or_tensor("max_rms", max_rms)
+    limits = [limit * math.sqrt(max(1, tensor.numel())) for tensor in tree.tensors]
+    result: T = tree.rebuild(_clip_each(tree.values, limits, "max_rms"))
+    return result
+
+
+def _clip_each(
+    values: Sequence[Tensor],
+    limits: Sequence[float | Tensor],
+    name: str,
+    norm_type: float = 2.0,
+) -> list[Tensor]:
+    """Each tensor by its own norm: the limits are one for all, or one for each."""
+    if not values:
+        return []
+    norms = norms_of_each(values, norm_type)
+    dtype = formulas.result_dtype(values)
+    coefficients = coefficients_of(norms, limits, dtype, name)
+    return scaled(values, coefficients)
+
+
+def _clip_over(x: Tensor, dim: tuple[int, ...], limit: float | Tensor, norm_type: float) -> Tensor:
+    """One tensor by its norms over some dimensions."""
+    dtype = formulas.result_dtype([x])
+    norms = formulas.within(formulas.norm_of(x, norm_type, dim), dtype)
+    (clipped,) = scaled([x], [coefficient_over(norms, limit, dtype, "max_norm")])
+    return clipped
+
+
+def _dims_of(x: Tensor, dim: int | Sequence[int]) -> tuple[int, ...]:
+    """Dimensions of the tensor that has the elements of `x`."""
+    given = (dim,) if isinstance(dim, int) else tuple(dim)
+    dims = tuple(d + x.dim() if d < 0 else d for d in given)
+    if not dims or len(set(dims)) < len(dims) or not all(0 <= d < x.dim() for d in dims):
+        raise ValueError(
+            f"dim must name distinct dimensions of a tensor of shape {tuple(x.shape)}, got {dim}"
+        )
+    if x.layout == torch.strided:
+        return dims
+    if min(dims) < x.sparse_dim():
+        raise ValueError(
+            f"dim must name dense dimensions of a sparse tensor, from {x.sparse_dim()} on, got "
+            f"{dim}; expected others, or a tensor made dense with to_dense()"
+        )
+    # Values have one dimension in place of the sparse ones.
+    return tuple(d - x.sparse_dim() + 1 for d in dims)

@@ -1,0 +1,133 @@
+"""The formulas in PyTorch operators: right for every magnitude, differentiable twice everywhere.
+
+They serve what no kernel can read: tensors inside torch.func and torch.compile, norms over some
+dimensions, derivatives of norms of other orders than 2. Where a derivative does not exist it is the
+mean of both sides: at the limit of a coefficient, at a bound. Of a norm it is 0 at 0.
+
+Arithmetic is in the widest dtype that a device has, float64 but on MPS, so that neither values nor
+derivatives of narrower tensors overflow on the way. Each branch that a `where` leaves out gets
+harmless numbers, because a derivative of NaN or inf times 0 would be NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tritonclip.backends.torch_backend import wide_dtype
+
+_WIDE = frozenset({torch.float64, torch.complex128})
+
+
+def result_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype of norms: float64 where any tensor is, else float32."""
+    narrow = _WIDE.isdisjoint({x.dtype for x in tensors})
+    return torch.float32 if narrow else torch.float64
+
+
+def norm_of(x: Tensor, norm_type: float, dim: tuple[int, ...] | None = None) -> Tensor:
+    """The p-norm of a tensor in the wide dtype: 0-d, or over `dim`, whose sizes become 1."""
+    if dim is None:
+        return norm_of(x.reshape(-1), norm_type, (0,)).reshape(())
+    parts, over = x, dim
+    if x.is_complex():
+        parts, over = torch.view_as_real(x.resolve_conj()), (*dim, x.dim())
+    parts = parts.to(wide_dtype(x.device))
+    if x.numel() == 0:
+        norm = parts.sum(over, keepdim=True)
+    elif norm_type == 0:
+        is_zero = parts == 0
+        if x.is_complex():
+            is_zero = is_zero.all(-1, keepdim=True)
+        norm = (~is_zero).sum(over, keepdim=True).to(parts.dtype)
+    elif norm_type == 2 and parts.dtype == torch.float64 and x.dtype not in _WIDE:
+        # Squares of narrower dtypes neither overflow nor vanish in float64.
+        norm = _norm_of_parts(parts, norm_type, over, is_complex=x.is_complex())
+    else:
+        # Of a factor that is taken out, the norm is independent: it has no derivative.
+        largest = parts.detach().abs().amax(over, keepdim=True)
+        scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
+        norm = scale * _norm_of_parts(parts / scale, norm_type, over, is_complex=x.is_complex())
+    if not x.is_complex():
+        return norm
+    return norm.squeeze(-1)
+
+
+def _norm_of_parts(
+    parts: Tensor, norm_type: float, over: tuple[int, ...], *, is_complex: bool
+) -> Tensor:
+    """The norm of parts whose powers fit their dtype; complex ones are pairs."""
+    if norm_type == 2:
+        return _power(parts.square().sum(over, keepdim=True), 0.5)
+    magnitudes = parts.abs()
+    if is_complex:
+        magnitudes = _power(parts.square().sum(-1, keepdim=True), 0.5)
+    if norm_type == math.inf:
+        return magnitudes.amax(over, keepdim=True)
+    if norm_type == -math.inf:
+        return magnitudes.amin(over, keepdim=True)
+    return _power(_power(magnitudes, norm_type).sum(over, keepdim=True), 1 / norm_type)
+
+
+def _power(x: Tensor, exponent: float) -> Tensor:
+    """A power of numbers that are not negative, with derivative 0 at 0."""
+    if exponent == 1:
+        return x
+    is_zero = x == 0
+    base = torch.where(is_zero, 1.0, x)
+    return torch.where(is_zero, 0.0, base.sqrt() if exponent == 0.5 else base.pow(exponent))
+
+
+def norm_of_all(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+    """The norm over all tensors, 0-d in the wide dtype of the first one's device.
+
+    Args:
+        tensors: at least one.
+        norm_type: p of the p-norm.
+        dtype: of the result in the end, beyond whose range a norm is inf.
+    """
+    device = tensors[0].device
+    norms = torch.stack([norm_of(x, norm_type).to(device) for x in tensors])
+    norm = norms.sum() if norm_type == 0 else norm_of(norms, norm_type)
+    return within(norm, dtype)
+
+
+def within(norm: Tensor, dtype: torch.dtype) -> Tensor:
+    """A norm, or inf where it is beyond the range of a dtype."""
+    return torch.where(norm > torch.finfo(dtype).max, math.inf, norm)
+
+
+def slope_of(x: Tensor, norm: Tensor, grad: Tensor) -> Tensor:
+    """The derivative of a 2-norm, times `grad`: grad * x / norm, but 0 where the norm is 0."""
+    norm, grad = norm.to(x.device), grad.to(x.device)
+    wide = torch.complex128 if x.is_complex() else wide_dtype(x.device)
+    is_zero = norm == 0
+    unit = x.to(wide) / torch.where(is_zero, 1.0, norm)
+    return (torch.where(is_zero, 0.0, grad) * unit).to(x.dtype)
+
+
+def coefficient_of(norm: Tensor, limit: Tensor) -> Tensor:
+    """min(1, limit / norm), both in the wide dtype; 0/0 counts as 0, inf/inf as 1."""
+    keeps = (norm < limit) | ((norm == math.inf) & (limit == math.inf))
+    divisor = torch.where(keeps | (norm == 0), 1.0, norm)
+    ratio = torch.where(keeps, 1.0, limit) / divisor
+    is_at_limit = (norm == limit) & (limit > 0) & ~keeps
+    return torch.where(is_at_limit, (1 + ratio) / 2, ratio)
+
+
+def product_of(x: Tensor, coefficient: Tensor) -> Tensor:
+    """A tensor times a coefficient of its arithmetic, float32 or float64, rounded once."""
+    narrow, wide = arithmetic_of(x.dtype), wide_dtype(x.device)
+    exact = coefficient.to(x.device, wide)
+    # Rounded without a cast, in which a derivative might overflow.
+    rounded = exact + (exact.detach().to(narrow).to(wide) - exact.detach())
+    # Of float32, a product in float64 is exact.
+    return (x.to(wide) * rounded).to(narrow).to(x.dtype)
+
+
+def arithmetic_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a real tensor is multiplied."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

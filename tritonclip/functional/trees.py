@@ -1,0 +1,185 @@
+"""Nested structures: their tensors in order, and the structure around other ones.
+
+torch.utils._pytree knows dicts, lists, tuples, named tuples, and the classes that are registered
+with it. Dataclasses that are not are taken apart here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils import _pytree as pytree
+
+_PLAIN = frozenset({Tensor, Parameter})
+_Form = tuple[torch.dtype, torch.layout, bool]
+
+
+class Tree:
+    """The tensors of a nested structure, each as the strided tensor that has its elements.
+
+    Attributes:
+        tensors: as they came.
+        values: of each; of a sparse one the values at distinct indices.
+        is_sparse: whether any is.
+
+    Args:
+        tree: a tensor, or tensors and None in nested containers.
+        name: of the argument, for messages.
+        ordered: integers may be among the tensors, and complex ones may not.
+
+    Raises:
+        TypeError: a leaf that is neither a tensor nor None, or a tensor of another kind.
+    """
+
+    def __init__(self, tree: Any, name: str, *, ordered: bool = False) -> None:
+        leaves, self._rebuild = _flatten(tree)
+        present = [leaf for leaf in leaves if leaf is not None]
+        known = _PLAIN.issuperset(map(type, present))
+        forms = {_form_of(x) for x in present} if known else set()
+        if not known or any(_fault_of_form(*form, ordered) for form in forms):
+            _refuse(leaves, tree, name, ordered)
+        self.tensors: list[Tensor] = present
+        self.is_sparse = any(layout != torch.strided for _, layout, _ in forms)
+        self._is_there = [leaf is not None for leaf in leaves]
+        self.values = present
+        if self.is_sparse:
+            self._coalesced = [x if x.layout == torch.strided else x.coalesce() for x in present]
+            self.values = [x if x.layout == torch.strided else x.values() for x in self._coalesced]
+
+    def rebuild(self, values: Sequence[Tensor]) -> Any:
+        """The same structure around other values."""
+        if self.is_sparse:
+            values = [_around(x, v) for x, v in zip(self._coalesced, values, strict=True)]
+        if len(values) == len(self._is_there):
+            return self._rebuild(list(values))
+        made = iter(values)
+        return self._rebuild([next(made) if there else None for there in self._is_there])
+
+    def refuse_sparse(self, name: str, why: str) -> None:
+        """ValueError for sparse tensors, whose implicit zeros an argument would change."""
+        if self.is_sparse:
+            raise ValueError(
+                f"{name} {why} of sparse tensors; expected another {name}, or tensors made dense "
+                "with to_dense()"
+            )
+
+
+def _refuse(leaves: Sequence[Any], tree: Any, name: str, ordered: bool) -> None:
+    """TypeError for the first leaf that cannot be clipped."""
+    for index, leaf in enumerate(leaves):
+        fault = None if leaf is None else _fault_of(leaf, ordered)
+        if fault is not None:
+            raise TypeError(f"{name}{list(_paths(tree))[index]} {fault}")
+
+
+def _fault_of(leaf: Any, ordered: bool) -> str | None:
+    """Why a leaf cannot be clipped, with a remedy; None where it can."""
+    if not isinstance(leaf, Tensor):
+        return (
+            f"must be a tensor or None, got {type(leaf).__name__}; expected a tensor, or tensors "
+            "in nested dicts, lists, tuples and dataclasses: make a list of an iterator"
+        )
+    if type(leaf) not in _PLAIN:
+        return (
+            f"is a {type(leaf).__name__}, a tensor subclass that tritonclip cannot read; expected "
+            "plain tensors: pass those that it is made of, or clip in place with clip_"
+        )
+    return _fault_of_form(*_form_of(leaf), ordered)
+
+
+def _form_of(x: Tensor) -> _Form:
+    return x.dtype, x.layout, x.is_nested
+
+
+def _fault_of_form(
+    dtype: torch.dtype, layout: torch.layout, nested: bool, ordered: bool
+) -> str | None:
+    """As `_fault_of`, for a plain tensor."""
+    if nested or layout not in (torch.strided, torch.sparse_coo):
+        return (
+            f"has layout {'nested' if nested else layout}; expected strided or sparse_coo: convert "
+            "it with to_dense() or unbind()"
+        )
+    if dtype.is_complex and ordered:
+        return f"has dtype {dtype}, which has no order; expected a real one: clip by norm"
+    if dtype == torch.bool or not (ordered or dtype.is_floating_point or dtype.is_complex):
+        return f"has dtype {dtype}; expected a floating-point dtype: convert it with float()"
+    return None
+
+
+def _around(like: Tensor, values: Tensor) -> Tensor:
+    """A tensor with these values: sparse where the one in whose place it stands is."""
+    if like.layout == torch.strided:
+        return values
+    indices = like.indices().clone()
+    return torch.sparse_coo_tensor(
+        indices, values, like.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The leaves of a tree, and the function that puts others in their places."""
+    if isinstance(tree, Tensor):
+        return [tree], lambda others: others[0]
+    # The usual ones, without the registry: it takes 1 us a tensor.
+    if type(tree) is list and _PLAIN.issuperset(map(type, tree)):
+        return tree, list
+    if type(tree) is dict and _PLAIN.issuperset(map(type, tree.values())):
+        return list(tree.values()), lambda others: dict(zip(tree, others, strict=True))
+    leaves, spec = pytree.tree_flatten(tree)
+    if not any(map(_is_record, leaves)):
+        return leaves, lambda others: pytree.tree_unflatten(others, spec)
+    parts = [_flatten_record(leaf) if _is_record(leaf) else None for leaf in leaves]
+    flat: list[Any] = []
+    for leaf, part in zip(leaves, parts, strict=True):
+        flat += [leaf] if part is None else part[0]
+
+    def rebuild(others: list[Any]) -> Any:
+        rest = list(others)
+        made = []
+        for part in parts:
+            n = 1 if part is None else len(part[0])
+            own, rest = rest[:n], rest[n:]
+            made.append(own[0] if part is None else part[1](own))
+        return pytree.tree_unflatten(made, spec)
+
+    return flat, rebuild
+
+
+def _is_record(leaf: Any) -> bool:
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def _flatten_record(record: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """As `_flatten` for a dataclass; fields without a tensor stay as they are."""
+    leaves, rebuild = _flatten(_fields_of(record))
+    return leaves, lambda others: dataclasses.replace(record, **rebuild(others))
+
+
+def _fields_of(record: Any) -> dict[str, Any]:
+    fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    return {
+        name: value
+        for name, value in fields.items()
+        if any(isinstance(leaf, Tensor) for leaf in _flatten(value)[0])
+    }
+
+
+def _paths(tree: Any) -> Iterator[str]:
+    """How to write each leaf of a tree in Python, in order."""
+    if isinstance(tree, Tensor):
+        yield ""
+        return
+    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+        key = pytree.keystr(path)
+        if not _is_record(leaf):
+            yield key
+            continue
+        for name, value in _fields_of(leaf).items():
+            for inner in _paths(value):
+                yield f"{key}.{name}{inner}"
