@@ -6,6 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tritonclip import functional
+from tritonclip.backward.activations import ClipBackward, clip_backward
+from tritonclip.backward.arrival import clip_on_backward_
 from tritonclip.clipping import clip_
 from tritonclip.engine.verification import VerificationError
 from tritonclip.flat.flat_gradients import FlatGradients
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ClipBackward",
     "ClipByGlobalNorm",
     "ClipByNorm",
     "ClipByOwnHistory",
@@ -55,9 +58,11 @@ __all__ = [
     "Recorder",
     "VerificationError",
     "clip_",
+    "clip_backward",
     "clip_grad_norm_",
     "clip_grad_value_",
     "clip_grads_with_norm_",
+    "clip_on_backward_",
     "functional",
     "get_total_norm",
     "norms_by_name",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip.distributed.domain import Copies, Holders, check_holders
-from tritonclip.engine import compiled, execute
+from tritonclip.engine import compiled, execute, twice
 from tritonclip.engine.gradients import Gradients, of_parameters
 from tritonclip.engine.planner import plan_
 from tritonclip.flat.flat_gradients import FlatGradients
@@ -170,6 +170,8 @@ def clip_(
     norm = execute.clip_(gradients, rule, nonfinite, scale)
     if following is not None:
         following.commit()
+    if twice.calls:
+        twice.remember(gradients, rule)
     return norm
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from tritonclip.clipping import Parameters, collect
 from tritonclip.distributed.domain import Copies, Holders, check_holders
 from tritonclip.distributed.sharding import without_mesh
-from tritonclip.engine import compiled, execute
+from tritonclip.engine import compiled, execute, twice
 from tritonclip.engine.gradients import Gradients, of_parameters, of_tensors
 from tritonclip.engine.nonfinite import TORCH_REMEDY
 from tritonclip.engine.planner import plan_
@@ -124,6 +124,8 @@ def clip_grad_norm_(
             holders = check_holders(process_group, copies)
         gradients = _collect(parameters, foreach, holders)
         norm = execute.clip_(gradients, rule, policy, remedy=TORCH_REMEDY)
+        if twice.calls:
+            twice.remember(gradients, rule)
     return cast(Tensor, norm)
 
 
@@ -148,6 +150,8 @@ def clip_grad_value_(
     else:
         gradients = _collect(parameters, foreach)
         execute.clip_(gradients, rule)
+        if twice.calls:
+            twice.remember(gradients, rule)
 
 
 def get_total_norm(
@@ -254,3 +258,5 @@ def clip_grads_with_norm_(
     else:
         gradients = _collect(parameters, foreach, check_holders(process_group, copies))
         execute.scale_(gradients, rule, total_norm)
+        if twice.calls:
+            twice.remember(gradients, rule)

@@ -32,8 +32,11 @@ def _as_torchrun(environment: pytest.MonkeyPatch) -> None:
         environment.setenv(name, value)
 
 
+@pytest.mark.parametrize("by", ["hand", "callback"])
 @in_processes(2)
-def test_model_parallel_strategy_trains_as_one_process() -> None:
+def test_model_parallel_strategy_trains_as_one_process(by: str) -> None:
+    from tritonclip.integrations.lightning import Clipping
+
     class Model(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -44,7 +47,8 @@ def test_model_parallel_strategy_trains_as_one_process() -> None:
                 self.network = fully_shard(_network(), mesh=self.device_mesh["data_parallel"])
 
         def configure_optimizers(self) -> Any:
-            return tritonclip.ClippedOptimizer(torch.optim.SGD(self.parameters(), lr=0.1), MAX_NORM)
+            inner = torch.optim.SGD(self.parameters(), lr=0.1)
+            return tritonclip.ClippedOptimizer(inner, MAX_NORM) if by == "hand" else inner
 
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
             loss: torch.Tensor = self.network(batch).square().mean()
@@ -63,6 +67,7 @@ def test_model_parallel_strategy_trains_as_one_process() -> None:
             accelerator="cpu",
             devices=dist.get_world_size(),
             strategy=strategy,
+            callbacks=[Clipping(MAX_NORM)] if by == "callback" else [],
             max_steps=STEPS,
             logger=False,
             enable_checkpointing=False,

@@ -1,4 +1,4 @@
-"""ClippedOptimizer under PyTorch Lightning: clips once a step, and its norms reach the logger."""
+"""ClippedOptimizer under PyTorch Lightning, wrapped by hand: clips once a step, and is logged."""
 
 import csv
 
@@ -28,7 +28,7 @@ PRECISIONS = ["32-true", "bf16-mixed", "16-mixed", "16-mixed-tritonclip"]
 
 
 class Digits(lightning.LightningModule):
-    """The recipe of the README."""
+    """The recipe of docs/recipes.md."""
 
     def __init__(self):
         super().__init__()

@@ -1,9 +1,9 @@
-"""ClippedOptimizer under the Hugging Face Trainer: it clips once a step, and its norms are logged.
+"""`ClippingTrainer`: the Hugging Face Trainer that clips once a step, and logs its norms.
 
 The Trainer's own loop, with clipping by hand just before a bare optimizer's step, is the truth.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,31 +15,15 @@ pytest.importorskip("transformers", reason="needs tritonclip[integrations]")
 pytest.importorskip("accelerate", reason="needs tritonclip[integrations]")
 
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
+
+from tritonclip.integrations.transformers import ClippingMixin, ClippingTrainer
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate", "one_thread")
 
 MAX_NORM = 0.5
 STEPS = 6
 BATCH = 4
-
-
-class ClippingTrainer(Trainer):
-    """The recipe of docs/recipes.md."""
-
-    optimizer: Any
-
-    def create_optimizer(self, *args, **kwargs):
-        if self.optimizer is None:
-            inner = super().create_optimizer(*args, **kwargs)
-            self.optimizer = tritonclip.ClippedOptimizer(inner, MAX_NORM)
-        return self.optimizer
-
-    def log(self, logs, start_time=None):
-        # Not for evaluation, which may come before Accelerate wraps the optimizer once more.
-        if "loss" in logs:
-            stats = self.optimizer.optimizer.stats.summary()
-            logs |= {"clip/norm": stats["norm"], "clip/share": stats["clipped_share"]}
-        super().log(logs, start_time)
 
 
 class ClipByHand(TrainerCallback):
@@ -77,16 +61,29 @@ def language_model():
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
-def trainer_of(folder, kind=ClippingTrainer, accumulate=1, callbacks=(), **options):
+def trainer_of(folder, kind=ClippingTrainer, accumulate=1, callbacks=(), clip=None, **options):
     """A trainer with SGD, to which the length of a gradient matters."""
+    clipping = {}
+    if issubclass(kind, ClippingMixin):
+        clipping["clip"] = MAX_NORM if clip is None else clip
+    else:
+        options = {"max_grad_norm": 0.0, **options}
+    return kind(
+        model=language_model(),
+        args=arguments_of(folder, gradient_accumulation_steps=accumulate, **options),
+        train_dataset=sequences(accumulate),
+        callbacks=[*callbacks],
+        **clipping,
+    )
+
+
+def arguments_of(folder, **options):
     arguments = {
         "output_dir": str(folder),
         "optim": "sgd",
         "learning_rate": 0.2,
         "weight_decay": 0.01,
-        "gradient_accumulation_steps": accumulate,
         "logging_steps": 1,
-        "max_grad_norm": 0.0,
         "per_device_train_batch_size": BATCH,
         "num_train_epochs": 1,
         "report_to": "none",
@@ -95,12 +92,7 @@ def trainer_of(folder, kind=ClippingTrainer, accumulate=1, callbacks=(), **optio
         "use_cpu": True,
         **options,
     }
-    return kind(
-        model=language_model(),
-        args=TrainingArguments(**arguments),
-        train_dataset=sequences(accumulate),
-        callbacks=[*callbacks],
-    )
+    return TrainingArguments(**arguments)
 
 
 def stats_of(trainer):
@@ -150,7 +142,7 @@ def test_log_writes_the_norm_before_clipping(tmp_path):
 
     trainer_of(tmp_path, Trainer, callbacks=[hand]).train()
     assert column(trainer, "clip/norm") == report.norms == hand.norms
-    assert column(trainer, "clip/share")[-1] == stats_of(trainer)["clipped_share"]
+    assert column(trainer, "clip/clipped_share")[-1] == stats_of(trainer)["clipped_share"]
 
 
 def test_log_leaves_evaluation_alone(tmp_path):
@@ -163,17 +155,75 @@ def test_log_leaves_evaluation_alone(tmp_path):
 
 
 def test_grad_norm_of_the_trainer_is_that_before_clipping(tmp_path):
-    """With max_grad_norm=0 a Trainer of today still measures, and logs it without our help."""
     trainer = trainer_of(tmp_path)
 
     trainer.train()
 
-    if "grad_norm" not in trainer.state.log_history[0]:
-        pytest.skip("this release of transformers measures only where it clips")
-    # torch adds up the squares of at most 4,096 numbers (the largest weight) in float32, which
-    # costs 4096 * 2**-24 = 2.4e-4 of the sum at worst, and half of it in the root.
-    expected = pytest.approx(column(trainer, "clip/norm"), rel=1.2e-4)
-    assert column(trainer, "grad_norm") == expected
+    assert column(trainer, "grad_norm") == column(trainer, "clip/norm")
+
+
+def test_statistics_are_read_at_the_logging_interval_only(tmp_path, monkeypatch):
+    reads = []
+    summary = tritonclip.ClipStats.summary
+
+    def counting(stats):
+        reads.append(1)
+        return summary(stats)
+
+    monkeypatch.setattr(tritonclip.ClipStats, "summary", counting)
+
+    trainer_of(tmp_path, logging_steps=3).train()
+
+    assert len(reads) == STEPS // 3
+
+
+def test_gradients_are_measured_by_the_wrapper_alone(tmp_path, monkeypatch):
+    """With max_grad_norm=0 a Trainer of today still measures, by an infinite limit."""
+    calls = []
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *args, **_: calls.append(args))
+
+    trainer_of(tmp_path).train()
+
+    assert calls == []
+
+
+def test_rules_that_measure_nothing_log_nothing(tmp_path):
+    trainer = trainer_of(tmp_path, clip=tritonclip.ClipByValue(1e-3))
+
+    trainer.train()
+
+    assert stats_of(trainer)["steps"] == STEPS
+    assert not any(name.startswith("clip") for row in trainer.state.log_history for name in row)
+
+
+def test_second_training_goes_on_with_one_wrapper(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.train()
+
+    trainer.train()
+
+    assert isinstance(trainer.optimizer.optimizer, tritonclip.ClippedOptimizer)
+    assert not isinstance(trainer.optimizer.optimizer.optimizer, tritonclip.ClippedOptimizer)
+    assert stats_of(trainer)["clipped_steps"] > 0
+
+
+def test_optimizer_of_the_user_is_wrapped(tmp_path):
+    """With its scheduler, which was made for the bare one."""
+    model = language_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
+    trainer = ClippingTrainer(
+        model,
+        arguments_of(tmp_path),
+        train_dataset=sequences(1),
+        optimizers=(inner, scheduler),
+        clip=MAX_NORM,
+    )
+
+    trainer.train()
+
+    assert trainer.optimizer.optimizer.optimizer is inner
+    assert stats_of(trainer)["clipped_steps"] > 0
 
 
 def test_resumed_run_equals_one_that_went_on(tmp_path):
@@ -192,13 +242,84 @@ def test_resumed_run_equals_one_that_went_on(tmp_path):
     assert_bits(resumed.model.parameters(), whole.model.parameters())
 
 
-def test_max_grad_norm_clips_before_the_wrapper(tmp_path):
-    """Why the recipe sets it to 0: the wrapper then measures what is clipped already."""
-    trainer = trainer_of(tmp_path, max_grad_norm=MAX_NORM / 100)
+def test_recorder_reaches_the_wrapper(tmp_path, monkeypatch):
+    recorders = []
 
-    trainer.train()
+    class Recording(tritonclip.ClippedOptimizer):
+        def __init__(self, *args, recorder, **options):
+            super().__init__(*args, **options)
+            recorders.append(recorder)
 
-    # The norm of torch's clipped gradient misses the limit by its 1e-6 and by roundings.
-    expected = pytest.approx([MAX_NORM / 100] * STEPS, rel=1e-3)
-    assert column(trainer, "clip/norm") == expected
-    assert stats_of(trainer)["clipped_steps"] == 0
+    monkeypatch.setattr("tritonclip.integrations.transformers.ClippedOptimizer", Recording)
+    trainer = ClippingTrainer(language_model(), arguments_of(tmp_path), clip=1.0, recorder="ours")
+
+    trainer.create_optimizer()
+
+    assert recorders == ["ours"]
+
+
+class WithDeepSpeed(Trainer):
+    """Stands for a Trainer under DeepSpeed, which is not installed."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.is_deepspeed_enabled = True
+
+
+class StepsInBackward(Trainer):
+    """Stands for one with optim="galore_adamw_layerwise"."""
+
+    def create_optimizer(self, *args, **options):
+        self.optimizer = LayerWiseDummyOptimizer()
+        return self.optimizer
+
+
+class ClippingWithDeepSpeed(ClippingMixin, WithDeepSpeed): ...
+
+
+class ClippingStepsInBackward(ClippingMixin, StepsInBackward): ...
+
+
+def test_deepspeed_is_refused(tmp_path):
+    with pytest.raises(RuntimeError, match="DeepSpeed clips in its engine"):
+        trainer_of(tmp_path, ClippingWithDeepSpeed)
+
+
+def test_optimizers_that_step_inside_backward_are_refused(tmp_path):
+    trainer = trainer_of(tmp_path, ClippingStepsInBackward)
+
+    with pytest.raises(RuntimeError, match="steps inside backward, before all gradients"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("limit", [{}, {"max_grad_norm": 0.0}], ids=["default", "off"])
+def test_clipping_of_the_trainer_is_turned_off(tmp_path, limit):
+    trainer = trainer_of(tmp_path, **limit)
+
+    assert trainer.args.max_grad_norm == 0
+
+
+def test_chosen_max_grad_norm_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"max_grad_norm=0\.3 would clip before the optimizer"):
+        trainer_of(tmp_path, max_grad_norm=0.3)
+
+
+def test_wrapped_optimizers_are_refused(tmp_path):
+    model = language_model()
+    wrapped = tritonclip.ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 1.0)
+
+    with pytest.raises(ValueError, match="optimizers= has a ClippedOptimizer"):
+        ClippingTrainer(model, arguments_of(tmp_path), optimizers=(wrapped, None), clip=1.0)
+
+
+def test_marks_on_modules_are_refused(tmp_path):
+    trainer = trainer_of(tmp_path)
+    trainer.model.lm_head.need_clip = False
+
+    with pytest.raises(ValueError, match=r"module\.lm_head .* has need_clip = False"):
+        trainer.train()
+
+
+def test_other_clips_than_rules_are_refused():
+    with pytest.raises(TypeError, match="clip must be a number"):
+        ClippingTrainer(clip=cast(Any, "1.0"))

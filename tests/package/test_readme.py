@@ -136,6 +136,8 @@ def test_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 # The Trainer asks for pinned memory by default.
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
+# Lightning's advice where TensorBoard is missing.
+@pytest.mark.filterwarnings("ignore:Starting from v1.9.0")
 @pytest.mark.parametrize(("section", "blocks"), [*_sections().items()], ids=[*_sections()])
 def test_docs_code_runs(
     section: str, blocks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from tritonclip.distributed.domain import Holders
 from tritonclip.distributed.sharding import Piece, Sharding, Shares, shares_of
+from tritonclip.engine.modules import parameters_of, walk
 from tritonclip.engine.plan import Plan
 from tritonclip.engine.refusals import (
     PLAIN,
@@ -249,13 +250,22 @@ def _spread(gradients: Gradients, shares: Shares) -> Gradients:
 def labelled(
     parameters: object, label_of: LabelOf = "parameters[{}]".format
 ) -> tuple[list[Tensor], LabelOf]:
+    """As `with_labels`, for parameters whose gradients are whole."""
+    items, label_of = with_labels(parameters, label_of)
+    refuse_fsdp_shards(items)
+    return items, label_of
+
+
+def with_labels(
+    parameters: object, label_of: LabelOf = "parameters[{}]".format
+) -> tuple[list[Tensor], LabelOf]:
     """The parameters in an argument of `clip_`, and the name of the i-th; raises as above."""
     if isinstance(parameters, Module):
+        walk(parameters)
         parameters = parameters.named_parameters()
     items = _as_list(parameters)
     if not PLAIN.issuperset(map(type, items)):
         items, label_of = _unnamed(items, label_of)
-    refuse_fsdp_shards(items)
     return items, label_of
 
 
@@ -264,7 +274,7 @@ def _as_list(parameters: object) -> list[Any]:
     if isinstance(parameters, Tensor):
         return [parameters]
     if isinstance(parameters, Module):
-        return list(parameters.parameters())
+        return parameters_of(parameters)
     if isinstance(parameters, Iterable) and not isinstance(parameters, str | bytes):
         return list(parameters)
     raise TypeError(

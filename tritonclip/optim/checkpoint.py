@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonclip.optim.guard import opened
 from tritonclip.optim.param_groups import Groups
 
 # Under this key the wrapper's own part stands: statistics, and what rules remember.
@@ -44,7 +45,8 @@ def _fill_(optimizer: Optimizer) -> None:
             if "lr" in group:
                 rate = group["lr"]
                 group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-        optimizer.step()
+        with opened(optimizer):
+            optimizer.step()
     finally:
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad

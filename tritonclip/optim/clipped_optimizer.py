@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from operator import is_
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, ref
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from tritonclip.distributed.domain import Copies, check_holders
+from tritonclip.engine import twice
 from tritonclip.engine.planner import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.stats import ClipStats, Outcomes
@@ -26,6 +28,7 @@ from tritonclip.optim.closures import (
     step_evaluating,
 )
 from tritonclip.optim.delegating import DelegatingOptimizer
+from tritonclip.optim.guard import guard_
 from tritonclip.optim.memory import Judgement, Memory, SkipWatch, as_skip_bound
 from tritonclip.optim.observation import Observation, as_recorder
 from tritonclip.optim.param_groups import (
@@ -47,6 +50,11 @@ if TYPE_CHECKING:
 
 StepNonfinite = Literal["propagate", "error", "zero", "skip"]
 _POLICIES = ("propagate", "error", "zero", "skip")
+_CLIPPED_TWICE = (
+    "clip_ has clipped these gradients, and the ClippedOptimizer clips them again, so that its "
+    "statistics are of clipped gradients; expected one of the two: remove the call, or use the "
+    "bare optimizer. To measure only, call get_total_norm"
+)
 _wrappers: WeakKeyDictionary[Optimizer, ref[ClippedOptimizer]] = WeakKeyDictionary()
 
 
@@ -174,6 +182,9 @@ class ClippedOptimizer(DelegatingOptimizer):
         self._scales: dict[str, Any] = {}
         self._clipping: StepClipping | None = None
         self._plans = PlanCache()
+        self._guard = guard_(optimizer, self)
+        # Steps after which calls of `clip_` are looked out for.
+        self._watches = 2
         if optimizer not in _wrappers:
             optimizer.register_state_dict_post_hook(without_rules)
             optimizer.register_load_state_dict_pre_hook(with_present_rules)
@@ -320,6 +331,7 @@ class ClippedOptimizer(DelegatingOptimizer):
             TypeError: a closure that computes gradients and returns None; gradients as for
                 :func:`clip_`.
         """
+        self._guard.open = True
         try:
             return super().step(closure)
         except BaseException as error:
@@ -333,6 +345,8 @@ class ClippedOptimizer(DelegatingOptimizer):
             self._scales.clear()
             self.__dict__.pop("found_inf", None)
             raise
+        finally:
+            self._guard.open = False
 
     @torch.compiler.disable(recursive=False)
     def _step(self, closure: Closure | None = None) -> Any:
@@ -373,6 +387,8 @@ class ClippedOptimizer(DelegatingOptimizer):
             skip = nonfinite if outlier is None else _any(nonfinite, outlier.flag)
             attempt = Attempt(clipping, skip, outlier, scaled=grad_scale is not None)
             self._attempt = None
+            if twice.remembered and twice.is_noticed(clipping.written_to()):
+                warnings.warn(_CLIPPED_TWICE, UserWarning, stacklevel=8)
         found_inf = getattr(self, "found_inf", None)
         overflow = found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else None
 
@@ -393,6 +409,9 @@ class ClippedOptimizer(DelegatingOptimizer):
 
         result = fused.step(self.optimizer, stop if on_device else None)
         self._attempt = None
+        if self._watches:
+            self._watches -= 1
+            twice.watch()
         if on_device:
             self._finish(
                 attempt.clipping, attempt.outcomes, overflow, attempt.skip, attempt.outlier

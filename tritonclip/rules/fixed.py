@@ -149,7 +149,7 @@ class ClipByValue(Rule):
 
     def bounds(self, dtype: torch.dtype) -> tuple[float, float]:
         """`min` and `max`, rounded to the dtype; a finite bound stays finite."""
-        low, high = self._numbers_only()
+        low, high = self.interval()
         if low and high:
             return _rounded_bounds(low, high, dtype)
         # lru_cache finds 0.0 for -0.0.
@@ -158,10 +158,11 @@ class ClipByValue(Rule):
     @property
     def keeps_zero(self) -> bool:
         """Whether the bounds include 0."""
-        low, high = self._numbers_only()
+        low, high = self.interval()
         return low <= 0 <= high
 
-    def _numbers_only(self) -> tuple[float, float]:
+    def interval(self) -> tuple[float, float]:
+        """`min` and `max`."""
         if callable(self.min) or callable(self.max):
             raise needs_state(self)
         return self.min, self.max

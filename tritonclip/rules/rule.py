@@ -80,6 +80,10 @@ class Rule:
     def _numbers(self) -> list[object]:
         return [getattr(self, name) for name in self.__match_args__]
 
+    def interval(self) -> tuple[float, float]:
+        """The least and the largest value of an element, for a rule that clamps."""
+        raise NotImplementedError
+
     def bounds(self, dtype: torch.dtype) -> tuple[float, float]:
         """The least and the largest value of an element, as `dtype` holds them."""
         raise NotImplementedError

@@ -177,6 +177,11 @@ class Following(Rule):
                 self._limit = self.rule.limit(measured)
         return self._limit
 
+    def interval(self) -> tuple[float, float]:
+        """As the rule's."""
+        low, high = self.rule.interval()
+        return low, high
+
     def bounds(self, dtype: torch.dtype) -> tuple[float, float]:
         """As the rule's."""
         low, high = self.rule.bounds(dtype)

@@ -1,0 +1,58 @@
+"""What the integrations log of a clipped optimizer."""
+
+from typing import Any
+
+import torch
+from cases import normal, parameter
+
+from tritonclip import ClipByValue, ClippedOptimizer
+from tritonclip.integrations.metrics import metrics_of, wrapper_in
+
+
+def made(clip=1.0, **group):
+    parameters = [parameter(normal(4, seed=i)) for i in range(2)]
+    groups = [{"params": parameters[:1]}, {"params": parameters[1:], **group}]
+    return ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), clip)
+
+
+def test_metrics_of_has_norm_coefficient_limit_and_share():
+    optimizer = made()
+    optimizer.step()
+
+    summary = optimizer.stats.summary()
+
+    names = ("norm", "coefficient", "limit", "clipped_share")
+    assert metrics_of(optimizer) == {f"clip/{name}": summary[name] for name in names}
+
+
+def test_metrics_of_has_the_norms_of_groups_with_a_rule():
+    optimizer = made(clip=0.5)
+    optimizer.param_groups[1]["clip"] = 0.25
+    optimizer.step()
+
+    metrics = metrics_of(optimizer, "norms/")
+
+    assert metrics["norms/group1_norm"] == float(optimizer.stats.group_norms[1])
+    assert metrics["norms/group1_coefficient"] < 1
+
+
+def test_metrics_of_is_empty_where_nothing_was_measured():
+    by_value = made(ClipByValue(0.5))
+    by_value.step()
+
+    assert metrics_of(made()) == {}
+    assert metrics_of(by_value) == {}
+
+
+def test_wrapper_in_looks_through_the_wrappers_of_trainers():
+    class Prepared:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    optimizer: Any = made()
+
+    inner = optimizer.optimizer
+
+    assert wrapper_in(Prepared(Prepared(optimizer))) is optimizer
+    assert wrapper_in(Prepared(inner)) is None
+    assert wrapper_in(None) is None

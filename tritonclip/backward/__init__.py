@@ -1,0 +1,1 @@
+"""Clipping inside backward: of activation gradients, and of gradients as they arrive."""

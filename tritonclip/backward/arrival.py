@@ -1,0 +1,172 @@
+"""`clip_on_backward_`: clips each gradient when backward has accumulated it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+from tritonclip.backward.arguments import check_policy, rule_for_one
+from tritonclip.backward.plans import plans
+from tritonclip.engine import compiled, execute
+from tritonclip.engine.gradients import of_parameters, with_labels
+from tritonclip.engine.planner import plan_
+from tritonclip.engine.refusals import FSDP_MARK, some
+from tritonclip.rules import ClipByNorm, ClipByValue
+
+
+class ClippingHandle:
+    """The hooks of one call of :func:`clip_on_backward_`; also a context that removes them."""
+
+    def __init__(self, handles: list[RemovableHandle]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Ends the clipping; a second call does nothing."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def __enter__(self) -> ClippingHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def clip_on_backward_(
+    parameters: Tensor | Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
+    rule: ClipByNorm | ClipByValue,
+    *,
+    nonfinite: str = "propagate",
+) -> ClippingHandle:
+    r"""Clips the gradient of each parameter in place as soon as backward has accumulated it.
+
+    For optimizers that step inside backward, and free each gradient before the next one is there.
+    Call it before their hooks are registered, so that they find clipped gradients.
+
+    Args:
+        parameters: an iterable of tensors, one tensor, a module, or (name, parameter) pairs; read
+            once. Frozen parameters are clipped from the time that they are trained. A parameter
+            with `need_clip = False` at the time of a gradient is left alone.
+        rule: :class:`ClipByNorm`, with the norm of each gradient, or :class:`ClipByValue`.
+        nonfinite: the policy for NaN and inf; see :func:`clip_`. "error" raises from within
+            `backward`, when earlier gradients are there already.
+
+    Returns:
+        A handle; its `remove()` ends the clipping, as does leaving a `with` block of it.
+
+    Raises:
+        TypeError: parameters of another kind, or of FullyShardedDataParallel; a rule for several
+            gradients, a number among them.
+        ValueError: no parameters; an unknown policy; parameters that are no leaves of the graph;
+            those with hooks from before, which would find gradients that are not clipped.
+
+    Warns:
+        UserWarning: the module is a DistributedDataParallel, which averages gradients afterwards.
+
+    Notes:
+        A gradient is clipped whenever something was added to it. With accumulation over
+        micro-batches this is the sum so far, each time.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+        >>> handle = clip_on_backward_(weight, ClipByValue(0.5))
+        >>> (3 * weight).sum().backward()
+        >>> weight.grad
+        tensor([0.5000, 0.5000])
+        >>> handle.remove()
+    """
+    rule = rule_for_one(rule, "clip_on_backward_")
+    check_policy(nonfinite)
+    _warn_of_ddp(parameters)
+    members, label_of = with_labels(parameters)
+    # Others never have a gradient, as those of quantized layers.
+    trainable = [(i, p) for i, p in enumerate(members) if p.is_floating_point() or p.is_complex()]
+    named = {id(p): (label_of(i), p) for i, p in trainable}
+    _refuse(named.values())
+    if not named:
+        raise ValueError(
+            "expected floating-point parameters, got none; a generator can be read only once"
+        )
+    handles = [
+        _register(parameter, _Clip(label, rule, nonfinite)) for label, parameter in named.values()
+    ]
+    return ClippingHandle(handles)
+
+
+class _Clip:
+    """The hook of one parameter."""
+
+    def __init__(self, label: str, rule: ClipByNorm | ClipByValue, nonfinite: str) -> None:
+        self._label, self._rule, self._nonfinite = label, rule, nonfinite
+
+    def __call__(self, parameter: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            # A graph of compiled autograd.
+            compiled.clip_([(self._label, parameter)], self._rule, self._nonfinite, 1.0)
+            return
+        gradients = of_parameters([parameter], lambda _: self._label)
+        execute.clip_(plan_(gradients, plans), self._rule, self._nonfinite)
+
+
+def _register(parameter: Tensor, hook: _Clip) -> RemovableHandle:
+    """Registers a hook, also with a frozen parameter, which torch refuses."""
+    frozen = not parameter.requires_grad
+    if frozen:
+        parameter.requires_grad_()
+    try:
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
+    finally:
+        if frozen:
+            parameter.requires_grad_(False)
+    return handle
+
+
+def _refuse(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuses parameters whose gradients would never be clipped, or too late."""
+    if any(hasattr(parameter, FSDP_MARK) for _, parameter in named):
+        raise TypeError(
+            "the parameters are those of FullyShardedDataParallel, which accumulates and averages "
+            "gradients elsewhere; expected parameters that receive them: use fully_shard, or clip_ "
+            "with process_group= after backward"
+        )
+    inner = [label for label, parameter in named if not parameter.is_leaf]
+    if inner:
+        raise ValueError(
+            f"expected parameters, whose gradients backward accumulates, got results of operators: "
+            f"{some(inner)}; for these there is clip_backward"
+        )
+    hooked = [label for label, parameter in named if _has_hooks(parameter)]
+    if hooked:
+        raise ValueError(
+            f"{some(hooked)} have hooks of register_post_accumulate_grad_hook already, which would "
+            "run before the clipping; expected none, but for those of clip_on_backward_: remove "
+            "them, call clip_on_backward_, and register them again"
+        )
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    """Whether hooks of others would find its gradient before it is clipped."""
+    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return any(not isinstance(hook, _Clip) for hook in hooks.values())
+
+
+def _warn_of_ddp(parameters: object) -> None:
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    kind = getattr(module, "DistributedDataParallel", None)
+    if not isinstance(parameters, Module) or kind is None:
+        return
+    if any(isinstance(m, kind) for m in parameters.modules()):
+        warnings.warn(
+            "DistributedDataParallel averages gradients after they have arrived, so each process "
+            "clips the gradient of its own part of the batch. To clip the average, use clip_ or a "
+            "ClippedOptimizer after backward; if this is meant, pass model.parameters()",
+            UserWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,7 @@
+"""The plans of gradients that are clipped one at a time, apart from those of `clip_`."""
+
+from tritonclip.engine.planner import PlanCache
+
+# More than the forms of the gradients of most models, which come in turn; their memory is bounded
+# all the same.
+plans = PlanCache(capacity=256)

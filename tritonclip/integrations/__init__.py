@@ -1,0 +1,1 @@
+"""Trainers of other packages; importing one of these modules imports the package that it serves."""

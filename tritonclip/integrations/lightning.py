@@ -1,0 +1,110 @@
+"""PyTorch Lightning: a callback that clips in every optimizer of a module.
+
+`lightning` and `pytorch_lightning` are the same classes under two names; both are served.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ModuleNotFoundError:
+    from pytorch_lightning import Callback, LightningModule, Trainer
+
+from tritonclip.engine.modules import walk
+from tritonclip.integrations.metrics import metrics_of
+from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite
+from tritonclip.rules import Rule, as_rule
+
+
+class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
+    """Wraps each optimizer of `configure_optimizers` in a :class:`ClippedOptimizer`.
+
+    For automatic and manual optimization, accumulation and mixed precision. At the logging interval
+    of the trainer it logs `clip/norm`, `clip/coefficient` and `clip/clipped_share`; of several
+    optimizers the i-th has the prefix `clip<i>/`. Checkpoints carry the statistics.
+
+    Args:
+        clip: a rule, or a number for ClipByGlobalNorm(number); each optimizer has a norm of its
+            own. A parameter group may carry another rule under the key `clip`.
+        nonfinite: the policy for NaN and inf; see :class:`ClippedOptimizer`.
+        log: whether to log; waits for the device when it does.
+        recorder: handed to each ClippedOptimizer.
+
+    Raises:
+        TypeError, ValueError: a `clip` that is no rule.
+
+    Notes:
+        `fit` raises a RuntimeError where Lightning would clip too, by `gradient_clip_val` or by
+        `configure_gradient_clipping` of the module, and under DeepSpeed, which clips in its engine.
+        It raises a ValueError where an optimizer is a ClippedOptimizer already, or a module has
+        `need_clip = False`, which belongs on parameters.
+
+    Example:
+        >>> import lightning
+        >>> trainer = lightning.Trainer(callbacks=[Clipping(1.0)])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        clip: float | Rule,
+        *,
+        nonfinite: StepNonfinite = "propagate",
+        log: bool = True,
+        recorder: Any = None,
+    ) -> None:
+        self.clip, self.nonfinite, self.recorder = as_rule(clip), nonfinite, recorder
+        # Lightning puts a method at the name `log`.
+        self._logs = log
+        self._logged_step = -1
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuses a trainer or a module that clips too."""
+        if stage != "fit":
+            return
+        if trainer.gradient_clip_val:
+            raise RuntimeError(
+                "the callback Clipping clips in the optimizer, and Trainer(gradient_clip_val="
+                f"{trainer.gradient_clip_val}) would clip before it; expected one of the two: "
+                "leave gradient_clip_val at None, or remove the callback"
+            )
+        if _overrides_clipping(pl_module):
+            raise RuntimeError(
+                f"{type(pl_module).__name__}.configure_gradient_clipping would clip before the "
+                "optimizer, in which the callback Clipping clips; expected one of the two: remove "
+                "the method, and look at gradients in on_before_optimizer_step"
+            )
+        if any(kind.__name__ == "DeepSpeedStrategy" for kind in type(trainer.strategy).__mro__):
+            raise RuntimeError(
+                "DeepSpeed clips in its engine, out of reach of an optimizer; expected another "
+                "strategy, or gradient_clipping in the configuration of DeepSpeed and no callback "
+                "Clipping"
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wraps the optimizers, before their checkpoints are loaded."""
+        walk(pl_module)
+        trainer.strategy.optimizers = [self._wrap(inner) for inner in trainer.optimizers]
+        self._logged_step = trainer.global_step
+
+    def _wrap(self, inner: Any) -> ClippedOptimizer:
+        options = {} if self.recorder is None else {"recorder": self.recorder}
+        return ClippedOptimizer(inner, self.clip, nonfinite=self.nonfinite, **options)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Logs, if this batch ended in a step and the trainer logs it."""
+        stepped = trainer.global_step != self._logged_step
+        self._logged_step = trainer.global_step
+        # As the callbacks of Lightning ask.
+        if not (self._logs and stepped and trainer._logger_connector.should_update_logs):
+            return
+        several = len(trainer.optimizers) > 1
+        for i, optimizer in enumerate(trainer.optimizers):
+            if isinstance(optimizer, ClippedOptimizer):
+                pl_module.log_dict(metrics_of(optimizer, f"clip{i}/" if several else "clip/"))
+
+
+def _overrides_clipping(module: LightningModule) -> bool:
+    method = type(module).configure_gradient_clipping
+    return bool(method.__qualname__ != "LightningModule.configure_gradient_clipping")

@@ -1,0 +1,116 @@
+"""Hugging Face Trainer: a trainer that clips in its optimizer, and the mixin that it is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import transformers
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
+
+from tritonclip.engine.modules import walk
+from tritonclip.integrations.metrics import metrics_of, wrapper_in
+from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite
+from tritonclip.rules import Rule, as_rule
+
+
+class ClippingMixin:
+    """Makes a `transformers.Trainer` clip by a :class:`ClippedOptimizer`, and by nothing else.
+
+    To be named before the class of the trainer, which may be any subclass of Trainer:
+    `class MyTrainer(ClippingMixin, trl.SFTTrainer): ...`
+
+    The clipping of the Trainer is turned off: `max_grad_norm` becomes 0. At the Trainer's logging
+    interval `clip/norm`, `clip/coefficient` and `clip/clipped_share` stand beside the loss.
+    `grad_norm` is the norm before clipping, too. Checkpoints carry the statistics.
+
+    Args:
+        *args: for the trainer.
+        clip: a rule, or a number for ClipByGlobalNorm(number).
+        nonfinite: the policy for NaN and inf; see :class:`ClippedOptimizer`.
+        recorder: handed to the ClippedOptimizer.
+        **kwargs: for the trainer.
+
+    Raises:
+        ValueError: `max_grad_norm` is neither its default nor 0; `optimizers=` has a
+            ClippedOptimizer; a module has `need_clip = False`, which belongs on parameters.
+        RuntimeError: DeepSpeed, which clips in its engine; optimizers that step inside backward.
+    """
+
+    args: Any
+    model: Any
+    optimizer: Any
+    is_deepspeed_enabled: bool
+
+    def __init__(
+        self,
+        *args: Any,
+        clip: float | Rule,
+        nonfinite: StepNonfinite = "propagate",
+        recorder: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self._clip, self._nonfinite, self._recorder = as_rule(clip), nonfinite, recorder
+        super().__init__(*args, **kwargs)
+        if self.is_deepspeed_enabled:
+            raise RuntimeError(
+                "DeepSpeed clips in its engine, out of reach of an optimizer; expected a trainer "
+                "without DeepSpeed, or gradient_clipping in its configuration and a plain Trainer"
+            )
+        if wrapper_in(self.optimizer) is not None:
+            raise ValueError(
+                "optimizers= has a ClippedOptimizer, and clip= would wrap it once more; expected a "
+                "bare optimizer"
+            )
+        _turn_off_clipping(self.args)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer of the trainer, wrapped."""
+        inner = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if wrapper_in(inner) is None:
+            walk(self.model)
+            if isinstance(inner, LayerWiseDummyOptimizer):
+                raise RuntimeError(
+                    f"optim={self.args.optim} steps inside backward, before all gradients are "
+                    "there; expected another optimizer, or clip_on_backward_ before the trainer is "
+                    "made, and a plain Trainer"
+                )
+            options = {} if self._recorder is None else {"recorder": self._recorder}
+            self.optimizer = ClippedOptimizer(
+                inner, self._clip, nonfinite=self._nonfinite, **options
+            )
+        return self.optimizer
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Nothing: the Trainer would read and write all gradients once more."""
+        return grad_norm
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds the measurements to the logs of training."""
+        clipped = wrapper_in(self.optimizer)
+        if "loss" in logs and clipped is not None:
+            metrics = metrics_of(clipped)
+            if "clip/norm" in metrics:
+                logs["grad_norm"] = metrics["clip/norm"]
+            logs.update(metrics)
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+
+class ClippingTrainer(ClippingMixin, transformers.Trainer):  # type: ignore[misc]  # untyped
+    """A `transformers.Trainer` with the argument `clip`; see :class:`ClippingMixin`.
+
+    Example:
+        >>> trainer = ClippingTrainer(model, arguments, clip=1.0)  # doctest: +SKIP
+    """
+
+
+def _turn_off_clipping(arguments: Any) -> None:
+    """Sets max_grad_norm to 0, unless somebody chose a limit."""
+    fields = {field.name: field for field in dataclasses.fields(arguments)}
+    limit = arguments.max_grad_norm
+    if limit and limit != fields["max_grad_norm"].default:
+        raise ValueError(
+            f"max_grad_norm={limit} would clip before the optimizer, in which clip= clips; "
+            "expected one of the two: max_grad_norm=0.0, or a plain Trainer"
+        )
+    arguments.max_grad_norm = 0.0

@@ -1,0 +1,68 @@
+"""Warns of steps that the wrapped optimizer makes by itself: they are not clipped."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.optim import Optimizer
+
+
+class StepGuard:
+    """A step pre-hook of a wrapped optimizer.
+
+    Attributes:
+        open: the wrapper is in its step, or another one that is meant.
+        wrapper: while it is alive, steps without it are not.
+    """
+
+    def __init__(self, wrapper: Optimizer) -> None:
+        self.open = False
+        self.wrapper = ref(wrapper)
+        self._warned = False
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Warns, unless the step is meant; a compiled step is not seen."""
+        if torch.compiler.is_compiling() or self.open or self._warned or self.wrapper() is None:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{type(optimizer).__name__}.step() was called on the optimizer inside a "
+            "ClippedOptimizer, so nothing was clipped or counted; expected step() of the "
+            "ClippedOptimizer. To update without clipping, set its attribute clip to float('inf')",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def guard_(optimizer: Optimizer, wrapper: Optimizer) -> StepGuard:
+    """Guards the steps of an optimizer from now on, for a new wrapper."""
+    guard = _guard_of(optimizer)
+    if guard is None:
+        guard = StepGuard(wrapper)
+        optimizer.register_step_pre_hook(guard)
+    guard.wrapper = ref(wrapper)
+    return guard
+
+
+@contextmanager
+def opened(optimizer: Optimizer) -> Iterator[None]:
+    """Steps of the optimizer in the block are meant."""
+    guard = _guard_of(optimizer)
+    if guard is None:
+        yield
+        return
+    before, guard.open = guard.open, True
+    try:
+        yield
+    finally:
+        guard.open = before
+
+
+def _guard_of(optimizer: Optimizer) -> StepGuard | None:
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, StepGuard)), None)
