@@ -73,11 +73,11 @@ class ChunkTables:
             pinned_memory.refill()
         known = self._known.get(stream)
         if known is None:
-            table = lay_out(self._device, self._dtype, self._sizes, addresses, capturing)
+            table = self._lay_out(addresses, capturing)
         elif known[0] is addresses or known[0] == addresses:
             table = known[1]
         else:
-            pointers = _upload(_on_cpu(addresses), self._device, capturing)
+            pointers = upload(on_cpu(addresses), self._device, capturing)
             table = replace(known[1], arguments=(pointers, *known[1].arguments[1:]))
         if capturing:
             # A graph reads its tables at every replay, and those that it uploads hold nothing
@@ -89,6 +89,9 @@ class ChunkTables:
             while len(self._known) > STREAMS:
                 self._known.pop(next(iter(self._known)), None)
         return table
+
+    def _lay_out(self, addresses: list[int], capturing: bool) -> ChunkTable:
+        return lay_out(self._device, self._dtype, self._sizes, addresses, capturing)
 
 
 class PinnedMemory:
@@ -143,15 +146,15 @@ def lay_out(
     capturing: bool = False,
 ) -> ChunkTable:
     """Makes all tables of a gradient list, in two uploads."""
-    size = _on_cpu(sizes)
+    size = on_cpu(sizes)
     n_own = ((size + CHUNK - 1) // CHUNK).clamp_min(1)
     first = torch.cumsum(n_own, 0) - n_own
     tensors = torch.arange(len(sizes), dtype=torch.int32, device="cpu")
     tensor_of_chunk = torch.repeat_interleave(tensors, n_own)
     n, n_chunks = len(sizes), len(tensor_of_chunk)
 
-    packed = torch.cat([_on_cpu(addresses), size, first])
-    tables = _upload(packed, device, capturing)
+    packed = torch.cat([on_cpu(addresses), size, first])
+    tables = upload(packed, device, capturing)
     return ChunkTable(
         device=device,
         dtype=dtype,
@@ -161,7 +164,7 @@ def lay_out(
             tables[:n],
             tables[n : 2 * n],
             tables[2 * n :],
-            _upload(tensor_of_chunk, device, capturing),
+            upload(tensor_of_chunk, device, capturing),
         ),
         programs={
             occupancy: min(n_chunks, wave(device, occupancy))
@@ -170,7 +173,7 @@ def lay_out(
     )
 
 
-def _upload(table: torch.Tensor, device: torch.device, capturing: bool) -> torch.Tensor:
+def upload(table: torch.Tensor, device: torch.device, capturing: bool) -> torch.Tensor:
     """The table on the device, by an asynchronous copy from pinned memory that nothing reuses."""
     if device.type == "cpu":
         return table
@@ -180,7 +183,7 @@ def _upload(table: torch.Tensor, device: torch.device, capturing: bool) -> torch
     return staged.to(device, non_blocking=True)
 
 
-def _on_cpu(numbers: Sequence[int]) -> torch.Tensor:
+def on_cpu(numbers: Sequence[int]) -> torch.Tensor:
     """The numbers as int64[n], whatever the default device is."""
     # Half the time of torch.tensor.
     return torch.frombuffer(array("q", numbers), dtype=torch.int64)

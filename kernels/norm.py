@@ -208,7 +208,7 @@ def _add_scaled(scale_a, total_a, scale_b, total_b, P: tl.constexpr):
 
 
 @triton.jit
-def _chunk_norm(
+def chunk_norm(
     address,
     start,
     n,
@@ -239,7 +239,7 @@ def _chunk_norm(
 
 
 @triton.jit
-def _norm_of(scale, total, P: tl.constexpr):
+def norm_of(scale, total, P: tl.constexpr):
     """The norm that a (scale, total) pair stands for."""
     if P == 0.0 or P == INF or P == -INF:
         norm = total
@@ -266,7 +266,7 @@ def combine(norms_ptr, start, stop, P: tl.constexpr):
             norm = _masked_total(norms_ptr + start, n, tl.float64, P, SLOW_BLOCK)
     else:
         scale, total = _scaled_sum(norms_ptr + start, n, P)
-        norm = _norm_of(scale, total, P)
+        norm = norm_of(scale, total, P)
     return norm
 
 
@@ -301,9 +301,9 @@ def _norm_kernel(
         _, address, start, n = find_chunk(
             pointers_ptr, sizes_ptr, first_chunks_ptr, tensor_of_chunk_ptr, chunk, CHUNK
         )
-        chunk_scale, chunk_total = _chunk_norm(address, start, n, DTYPE, P, CHUNK, BLOCK)
+        chunk_scale, chunk_total = chunk_norm(address, start, n, DTYPE, P, CHUNK, BLOCK)
         if EACH:
-            norm = _norm_of(chunk_scale, chunk_total, P)
+            norm = norm_of(chunk_scale, chunk_total, P)
             if P == -INF:
                 # The least of no elements is inf, but a gradient without elements has the norm 0.
                 norm = tl.where(n == 0, 0.0, norm)
@@ -314,7 +314,7 @@ def _norm_kernel(
             scale, total = _add_scaled(scale, total, chunk_scale, chunk_total, P)
 
     if not EACH:
-        tl.store(norms_ptr + pid, _norm_of(scale, total, P))
+        tl.store(norms_ptr + pid, norm_of(scale, total, P))
 
 
 @cache

@@ -62,7 +62,7 @@ def _scale_masked(x_ptr, n, multiplier, rest, erase, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scale_chunk(
+def scale_chunk(
     address,
     start,
     n,
@@ -149,7 +149,7 @@ def _scale_kernel(
                 n_chunks - 1 - i,
                 CHUNK,
             )
-            _scale_chunk(address, start, n, multiplier, rest, erase, DTYPE, CHUNK, BLOCK, TAIL)
+            scale_chunk(address, start, n, multiplier, rest, erase, DTYPE, CHUNK, BLOCK, TAIL)
 
 
 @launch.jit
@@ -226,7 +226,7 @@ def _scale_each_kernel(
             tl.store(coefficient_ptr + tensor, tl.where(erase, 0.0, coefficient))
         if WRITE:
             if (multiplier != 1) | erase:
-                _scale_chunk(address, start, n, multiplier, rest, erase, DTYPE, CHUNK, BLOCK, TAIL)
+                scale_chunk(address, start, n, multiplier, rest, erase, DTYPE, CHUNK, BLOCK, TAIL)
 
 
 def scale_(

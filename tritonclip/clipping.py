@@ -20,6 +20,7 @@ from tritonclip.rules import (
     ClipByOwnHistory,
     ClipByQuantile,
     ClipByRMS,
+    ClipByUnitNorm,
     ClipByValue,
     ClipByZScore,
     ClipState,
@@ -36,7 +37,13 @@ if TYPE_CHECKING:
 Parameters = Tensor | Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | FlatGradients
 # Rules that measure a norm, or one for each gradient.
 NormRule = (
-    ClipByGlobalNorm | ClipByNorm | ClipByOwnHistory | ClipByQuantile | ClipByRMS | ClipByZScore
+    ClipByGlobalNorm
+    | ClipByNorm
+    | ClipByOwnHistory
+    | ClipByQuantile
+    | ClipByRMS
+    | ClipByUnitNorm
+    | ClipByZScore
 )
 Nonfinite = Literal["propagate", "error", "zero"]
 _POLICIES = ("propagate", "error", "zero")
@@ -123,21 +130,21 @@ def clip_(
             the same.
 
     Returns:
-        ClipByGlobalNorm: the norm of all gradients, a 0-d tensor. ClipByNorm: the norm of each, a
-        1-d tensor in order. ClipByValue: None. float64 where any gradient is, else float32, on the
-        first gradient's device.
+        ClipByGlobalNorm: the norm of all gradients, a 0-d tensor. ClipByNorm, ClipByUnitNorm: the
+        norm of each, a 1-d tensor in order. ClipByValue: None. float64 where any gradient is, else
+        float32, on the first gradient's device.
 
     Raises:
         TypeError: parameters or clip of another kind; integer, nested and mkldnn gradients; tensor
             subclasses other than DTensor; norms of shards of FullyShardedDataParallel without
             `process_group`; ClipByValue on complex and on Partial gradients; Partial gradients that
-            are no sum or mean.
+            are no sum or mean; ClipByUnitNorm on sparse gradients, and on DTensors that split rows.
         ValueError: a rule that needs a `state`, or a state of another rule or list; gradients whose
             elements overlap in memory, that share a part of it, or whose
             memory was freed; sparse gradients whose implicit zeros a rule would change or count; an
             unknown policy; a loss scale that is not positive; DTensors on a part of a mesh, whose
             other processes may hold other gradients, without `process_group`; a group that cuts
-            through a mesh, `copies` without a group, ClipByNorm with one.
+            through a mesh, `copies` without a group, ClipByNorm and ClipByUnitNorm with one.
         RuntimeError: a norm that is not finite, with nonfinite="error"; gradients made in inference
             mode, outside of it; a backend that was asked for and cannot serve.
 
@@ -166,7 +173,9 @@ def clip_(
     holders = None
     if process_group is not None or copies is not None:
         holders = check_holders(process_group, copies)
-    gradients = collect(parameters, per_gradient=rule.per_gradient, holders=holders)
+    gradients = collect(
+        parameters, per_gradient=rule.per_gradient, holders=holders, weights=rule.per_unit
+    )
     norm = execute.clip_(gradients, rule, nonfinite, scale)
     if following is not None:
         following.commit()
@@ -176,7 +185,11 @@ def clip_(
 
 
 def collect(
-    parameters: object, *, per_gradient: bool = False, holders: Holders | None = None
+    parameters: object,
+    *,
+    per_gradient: bool = False,
+    holders: Holders | None = None,
+    weights: bool = False,
 ) -> Gradients:
     """Collects the gradients of the user's argument, with their plan.
 
@@ -184,7 +197,8 @@ def collect(
         parameters: as for :func:`clip_`.
         per_gradient: each gradient is measured, rather than all together.
         holders: the processes that the gradients are spread over.
+        weights: the parameters will be read too.
     """
     if isinstance(parameters, FlatGradients):
-        return parameters.gradients(per_gradient=per_gradient, holders=holders)
+        return parameters.gradients(per_gradient=per_gradient, holders=holders, weights=weights)
     return plan_(of_parameters(parameters, holders=holders))

@@ -80,6 +80,32 @@ def _clamp(table: Any, p: float, variant: str) -> None:
     _module("clamp").clamp_(table, -1.0, 1.0, torch.ones(1) if variant == "zero" else 1.0)
 
 
+def _unit_table(table: Any) -> Any:
+    """Many long rows of gradients and weights of one dtype."""
+    made = _module("unit_table").UnitTables(
+        table.device, table.dtype, table.dtype, [64], [_module("chunk_access").CHUNK]
+    )
+    return made.table([16, 16])
+
+
+def _unit_norms(table: Any, p: float, variant: str) -> None:
+    _module("units").unit_norms(_unit_table(table))
+
+
+def _scale_units(table: Any, p: float, variant: str) -> None:
+    unit_table = _unit_table(table)
+    zero = variant == "zero"
+    _module("units").scale_units_(
+        unit_table,
+        torch.empty(2, unit_table.n_norms, dtype=torch.float64),
+        ratio=torch.ones(1) if zero else 1.0,
+        eps=1e-3,
+        dtype=torch.float64 if table.dtype == torch.float64 else torch.float32,
+        grad_scale=torch.ones(1) if zero else 1.0,
+        erase=torch.zeros((), dtype=torch.bool) if zero else None,
+    )
+
+
 @dataclass(frozen=True)
 class Verb:
     """How a kernel is launched, and the tile loops that it has for whole chunks (and as many more
@@ -95,6 +121,8 @@ VERBS = {
     "scale": Verb(_scale, 1, 1),
     "scale_each": Verb(_scale_each, 1, 1),
     "clamp": Verb(_clamp, 2, 1),
+    "unit_norms": Verb(_unit_norms, 1, 0),
+    "scale_units": Verb(_scale_units, 1, 1),
 }
 
 
@@ -130,7 +158,7 @@ def _cases() -> list[Case]:
     made += [
         Case(verb, target, torch.float32, variant="zero")
         for target in ("sm_90", "gfx942")
-        for verb in ("scale", "scale_each", "clamp")
+        for verb in ("scale", "scale_each", "clamp", "scale_units")
     ]
     return made
 

@@ -11,6 +11,7 @@ from tritonclip import settings
 from tritonclip.backends.batch import Layout
 from tritonclip.backends.cpu_backend import CpuLayout
 from tritonclip.backends.torch_backend import TorchLayout
+from tritonclip.backends.units import TorchUnitLayout, UnitLayout
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -38,6 +39,47 @@ def layout_of(tensors: list[Tensor], *, flat: bool, negated: bool = False) -> La
 def torch_layout(tensors: list[Tensor], *, flat: bool) -> Layout:
     """The layout of the torch backend: on a CPU the one that decides on the host."""
     return CpuLayout(tensors, flat=flat) if host_decides(tensors[0].device) else TorchLayout()
+
+
+def unit_layout_of(
+    grads: list[Tensor], weights: list[Tensor], dtype: torch.dtype, *, flat: bool
+) -> UnitLayout:
+    """The layout of some gradients for a rule by unit, of the backend that serves them.
+
+    Args:
+        grads: of one device and dtype, as users see them; at least one.
+        weights: theirs.
+        dtype: of results.
+        flat: each gradient is dense in memory.
+
+    Raises:
+        RuntimeError: triton was asked for by name and cannot serve the device.
+    """
+    device, kinds = grads[0].device, {weight.dtype for weight in weights}
+    if backend_name(device, grads[0].dtype.to_real(), flat=flat) == "triton":
+        known = len(kinds) == 1 and next(iter(kinds)).to_real() in KERNEL_DTYPES
+        if known and all(map(_has_dense_units, [*grads, *weights])):
+            backend = importlib.import_module("tritonclip.backends.triton_units")
+            layout: UnitLayout = backend.TritonUnitLayout(grads, weights, dtype)
+            return layout
+        _warn_once(
+            "tritonclip's kernels read units that are dense in memory, and weights of one dtype: "
+            "others take the slower torch backend; make parameters contiguous or channels_last "
+            "where speed matters"
+        )
+    return TorchUnitLayout(grads, dtype, on_host=host_decides(device))
+
+
+def _has_dense_units(tensor: Tensor) -> bool:
+    """Whether the slices along the first dimension lie end to end, each dense in any order."""
+    if tensor.is_contiguous():
+        return True
+    if tensor.dim() < 2:
+        return False
+    unit = tensor[0]
+    order = sorted(range(unit.dim()), key=unit.stride, reverse=True)
+    dense = unit.permute(order).is_contiguous()
+    return dense and (len(tensor) == 1 or tensor.stride(0) == unit.numel())
 
 
 def host_decides(device: torch.device) -> bool:

@@ -229,7 +229,7 @@ def multiply_(tensors: list[Tensor], factors: list[Tensor], erase: Tensor) -> No
         wide = piece.to(first.dtype, copy=True).mul_(first)
         for factor in others:
             wide.mul_(factor)
-        _store_(piece, wide.masked_fill_(erase, 0.0))
+        store_(piece, wide.masked_fill_(erase, 0.0))
 
 
 def zero_(tensors: list[Tensor]) -> None:
@@ -255,7 +255,8 @@ def in_one_call(foreach: Callable[..., None], tensors: list[Tensor], *operands: 
     return True
 
 
-def _store_(piece: Tensor, values: Tensor) -> None:
+def store_(piece: Tensor, values: Tensor) -> None:
+    """Writes values, rounded to the dtype of the tensor that they go to."""
     # From float32 to a lazily negated float16 tensor on a CPU, copy_ forgets the sign (torch 2.13).
     piece.copy_(values.to(piece.dtype) if piece.is_neg() else values)
 
@@ -283,4 +284,4 @@ def unscale_and_clamp_(
     one = torch.ones((), dtype=wide, device=tensors[0].device)
     factor = one / as_scalar(grad_scale, one)
     for piece in _writable_pieces(tensors):
-        _store_(piece, piece.to(wide, copy=True).mul_(factor).clamp_(low, high))
+        store_(piece, piece.to(wide, copy=True).mul_(factor).clamp_(low, high))

@@ -37,10 +37,10 @@ _EXPONENTS = 1100.0
 class Places:
     """Positions of gradients among the parameters; on a device from the first use on."""
 
-    __slots__ = ("_on", "_positions")
+    __slots__ = ("_on", "positions")
 
     def __init__(self, positions: Sequence[int]) -> None:
-        self._positions = positions
+        self.positions = positions
         self._on: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:
@@ -48,7 +48,7 @@ class Places:
         if device not in self._on:
             # Never an inference tensor, which belongs to one mode.
             with torch.inference_mode(False):
-                self._on[device] = torch.tensor(self._positions, dtype=torch.int64, device=device)
+                self._on[device] = torch.tensor(self.positions, dtype=torch.int64, device=device)
         return self._on[device]
 
 

@@ -23,8 +23,11 @@ from tritonclip.rules import Rule
 from tritonclip.rules.arguments import as_grad_scale
 
 
-def _collect(parameters: object) -> tuple[list[Tensor], str]:
-    """Gradients, each once, and their names line by line ("" without any), in traceable code."""
+def _collect(parameters: object) -> tuple[list[Tensor], str, list[Tensor]]:
+    """Gradients, each once, their names line by line ("" without any), and their parameters.
+
+    In traceable code.
+    """
     if isinstance(parameters, Tensor):
         items = [("", parameters)]
     elif isinstance(parameters, Module):
@@ -34,6 +37,7 @@ def _collect(parameters: object) -> tuple[list[Tensor], str]:
         items = [p if isinstance(p, tuple) else ("", p) for p in parameters]  # type: ignore[attr-defined]
     grads: list[Tensor] = []
     names: list[str] = []
+    owners: list[Tensor] = []
     for name, parameter in items:
         grad = parameter.grad
         if (
@@ -43,7 +47,8 @@ def _collect(parameters: object) -> tuple[list[Tensor], str]:
         ):
             grads.append(grad)
             names.append(name)
-    return grads, "\n".join(names) if any(names) else ""
+            owners.append(parameter)
+    return grads, "\n".join(names) if any(names) else "", owners
 
 
 def _read_once(parameters: object) -> Any:
@@ -67,7 +72,7 @@ def clip_(
 ) -> Tensor | None:
     """`clip_` in a compiled region."""
     parameters = _read_once(parameters)
-    grads, names = _collect(parameters)
+    grads, names, owners = _collect(parameters)
     said = state is not None or process_group is not None or copies is not None
     if said or not rule.fixed or _is_spread(grads):
         from tritonclip.engine import graph_break
@@ -80,9 +85,23 @@ def clip_(
         shape = 0 if rule.per_gradient else ()
         return None if rule.clamps else torch.zeros(shape, dtype=torch.float32)
     kind = type(rule).__name__
-    numbers = [getattr(rule, name) for name in rule.__match_args__]
     scale = grad_scale if isinstance(grad_scale, Tensor) else None
     number = 1.0 if isinstance(grad_scale, Tensor) else grad_scale
+    if rule.per_unit:
+        weights = [owner.detach() for owner in owners]
+        norms: Tensor = _clip_units_op(
+            grads,
+            weights,
+            kind,
+            rule.exempt(owners),
+            list(rule.numbers),
+            nonfinite,
+            number,
+            scale,
+            names,
+        )
+        return norms
+    numbers = list(rule.numbers)
     norm = _clip_op(grads, kind, numbers, nonfinite, number, scale, names)
     return None if rule.clamps else norm
 
@@ -113,14 +132,13 @@ def total_norm(
 def scale_to_norm_(parameters: object, rule: Rule, norm: Tensor) -> None:
     """`clip_grads_with_norm_` in a compiled region."""
     parameters = _read_once(parameters)
-    grads, names = _collect(parameters)
+    grads, names, _ = _collect(parameters)
     if _is_spread(grads):
         from tritonclip.engine import graph_break
 
         graph_break.scale_(parameters, rule, norm)
     elif grads:
-        numbers = [getattr(rule, name) for name in rule.__match_args__]
-        _scale_op(grads, numbers, norm, names)
+        _scale_op(grads, list(rule.numbers), norm, names)
 
 
 def _result_dtype(grads: Sequence[Tensor]) -> torch.dtype:
@@ -160,6 +178,43 @@ def _(
     rule: type[Rule] = getattr(rules, kind)
     shape = (0,) if rule.clamps else (len(grads),) if rule.per_gradient else ()
     return grads[0].new_empty(shape, dtype=_result_dtype(grads))
+
+
+@torch.library.custom_op("tritonclip::clip_units_", mutates_args={"grads"})
+def _clip_units_op(
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    kind: str,
+    exempt: Sequence[bool],
+    numbers: Sequence[float],
+    nonfinite: str,
+    grad_scale: float,
+    grad_scale_tensor: Tensor | None,
+    names: str,
+) -> Tensor:
+    exclude = [weight for weight, free in zip(weights, exempt, strict=True) if free]
+    rule = getattr(rules, kind)(*numbers, exclude=exclude)
+    scale = as_grad_scale(grad_scale if grad_scale_tensor is None else grad_scale_tensor)
+    gradients = _gradients(grads, names).beside(list(weights))
+    refuse_repeated(gradients, len(grads))
+    norm = execute.clip_(gradients, rule, nonfinite, scale)
+    assert norm is not None
+    return norm.clone()
+
+
+@_clip_units_op.register_fake
+def _(
+    grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    kind: str,
+    exempt: Sequence[bool],
+    numbers: Sequence[float],
+    nonfinite: str,
+    grad_scale: float,
+    grad_scale_tensor: Tensor | None,
+    names: str,
+) -> Tensor:
+    return grads[0].new_empty((len(grads),), dtype=_result_dtype(grads))
 
 
 @torch.library.custom_op("tritonclip::total_norm", mutates_args=())

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from tritonclip.engine.refusals import (
     refuse_sparse_minimum,
     refuse_uncovered,
 )
+from tritonclip.engine.units import Units
 from tritonclip.rules import ClipByGlobalNorm, Rule
 
 
@@ -133,11 +134,25 @@ def clip_(
     if nonfinite != "propagate" or not rule.clamps:
         # By value, an element counts as it came, before the loss scale is divided out.
         scale = 1.0 if rule.clamps else grad_scale
-        norms = measure(gradients, rule.norm_type, rule.per_gradient, scale)
+        if rule.per_unit:
+            norms = measure_units(gradients, rule, scale)
+        else:
+            norms = measure(gradients, rule.norm_type, rule.per_gradient, scale)
         if nonfinite == "error":
             norm = total(gradients, norms)
             policies.raise_if_nonfinite(gradients, rule, norm, remedy, is_finite(gradients, norms))
     return write_(gradients, rule, norms, grad_scale, zero_nonfinite=nonfinite == "zero").norm
+
+
+def measure_units(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Norms:
+    """Measures the units of a list that is not empty, and of its weights."""
+    with torch.no_grad():
+        units = Units(gradients, rule)
+        partials, reduced = units.measure()
+    # Batches of units have the verbs for norms by gradient, and no others.
+    batches: list[Any] = [*units.batches]
+    starts = [0] * len(batches)
+    return Norms(batches, partials, starts, 2.0, True, grad_scale, gradients, reduced)
 
 
 def measure(
@@ -408,7 +423,7 @@ def _scale_(
             _count_version(gradients, plan.groups[i])
     norm = norm if norm.device == plan.device else norm.to(plan.device)
     is_one = not isinstance(limit, Tensor) or limit.dim() == 0
-    return Outcome(norm, results, limit if is_one else math.nan)
+    return Outcome(norm, results, limit if is_one and not rule.per_unit else math.nan)
 
 
 def _limit_of(max_norm: float | Tensor, indices: Sequence[int] | None) -> float | Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import partial
 from types import GeneratorType
 from typing import Any
@@ -36,6 +37,7 @@ class Gradients:
         addresses: theirs where they are known.
         device: of results where there is no gradient.
         sources: the parameters, or the tensors themselves, that the list was collected from.
+        parameters: one for each gradient that was collected, where these are no `sources`.
         handed_over: the user's argument.
         label_of: names the i-th source where it has no name.
         distinct: indices of `tensors` among the gradients of the sources; None for all.
@@ -52,6 +54,7 @@ class Gradients:
         "distinct",
         "handed_over",
         "label_of",
+        "parameters",
         "plan",
         "readable",
         "sharding",
@@ -71,6 +74,7 @@ class Gradients:
     ) -> None:
         self.tensors, self.device, self.label_of = tensors, device, label_of
         self.sources, self.handed_over = sources, handed_over
+        self.parameters: Sequence[Tensor] | None = None
         self.plan: Plan | None = None
         self.readable: list[Tensor] = []
         self.addresses: list[int] | None = None
@@ -79,6 +83,16 @@ class Gradients:
         self.versions: Sequence[Tensor] | None = None
         self.sharding: Sharding | None = None
         self.wrappers: list[Tensor] = []
+
+    def beside(self, parameters: Sequence[Tensor]) -> Gradients:
+        """The same list, beside the parameters that it was not collected from.
+
+        Args:
+            parameters: one for each gradient, those met twice included.
+        """
+        twin = copy(self)
+        twin.parameters = parameters
+        return twin
 
     def label(self, index: int) -> str:
         """Names the gradient at an index in messages."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.batch import Layout
+from tritonclip.backends.units import UnitLayout
 from tritonclip.distributed.reduce import Reduction
 
 
@@ -46,6 +47,7 @@ class Group:
         layout: for norms and scaling.
         clamping: for clamping, where the sign of an element counts: another layout where the first
             reads lazily negated gradients without their sign.
+        units: for a rule by unit, made where one is first met.
     """
 
     indices: Sequence[int] | None
@@ -55,6 +57,7 @@ class Group:
     pairs: bool
     layout: Layout
     clamping: Layout
+    units: UnitLayout | None = None
 
 
 @dataclass(slots=True)

@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tritonclip.distributed.sharding import without_mesh
 from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.units import parameters_of, weights_of
 from tritonclip.rules import Rule
 
 # A norm is promised to 1e-6 (1e-12); a coefficient adds the rounding of a sum and two divisions,
@@ -65,6 +67,7 @@ class Expectation:
             finite = all(math.isfinite(n) for n in norms)
         erase = zero_nonfinite and not finite
         limits = self._limits(rule, norms)
+        beside = _UnitReference(self._gradients, rule) if rule.per_unit else None
 
         mismatches: list[str] = []
         for index, (norm, max_norm) in enumerate(zip(norms, limits, strict=True)):
@@ -74,6 +77,10 @@ class Expectation:
                 expected = torch.zeros_like(_wide(before))
             elif rule.clamps:
                 expected = (before.double() / scale).clamp(*rule.bounds(before.dtype))
+            elif beside is not None:
+                by, within = beside.coefficients(index, before, norm, max_norm, scale)
+                expected = _wide(before) * (by / scale)
+                exact = exact and within
             else:
                 expected = _wide(before) * (_coefficient(norm, max_norm, rule.eps) / scale)
                 # Near the limit, the norm's own error decides whether anything is written.
@@ -166,6 +173,35 @@ class Expectation:
             f"{self._gradients.label(index)}{list(at)}: got {ours[at].item()!r}, expected "
             f"{expected[at].item()!r} ({len(wrong)} of {ours.numel()} elements differ)"
         ]
+
+
+class _UnitReference:
+    """Coefficients of units, from float64 copies of weights."""
+
+    def __init__(self, gradients: Gradients, rule: Rule) -> None:
+        self._parameters = parameters_of(gradients)
+        self._exempt, self._eps = rule.exempt(self._parameters), rule.eps
+
+    def coefficients(
+        self, index: int, before: Tensor, norm: float, ratio: float, scale: float
+    ) -> tuple[Tensor, bool]:
+        """The coefficient of each element, and whether every unit is well within its limit."""
+        parameter = self._parameters[index].detach()
+        if self._exempt[index] or ratio == math.inf:
+            own = torch.full((), norm, dtype=torch.float64, device=before.device)
+            return torch.where(own.isnan(), math.nan, 1.0), not math.isnan(norm)
+        if before.dim() < 2:
+            # Of a DTensor, all of it.
+            norms, weights = [norm], [norm_of(without_mesh(parameter), 2.0)]
+        else:
+            norms = [norm_of(row, 2.0) / scale for row in before]
+            weights = [norm_of(row, 2.0) for row in weights_of([parameter])[0]]
+        limits = [w if math.isnan(w) else ratio * max(w, self._eps) for w in weights]
+        by = [_coefficient(n, limit, 0.0) for n, limit in zip(norms, limits, strict=True)]
+        within = all(n * (1 + 1e-5) < limit for n, limit in zip(norms, limits, strict=True))
+        shape = (len(by), *(1,) * (before.dim() - 1)) if before.dim() > 1 else ()
+        wide = torch.tensor(by, dtype=torch.float64, device=before.device)
+        return wide.reshape(shape), within
 
 
 def _raise(mismatches: list[str]) -> None:

@@ -202,7 +202,9 @@ class FlatGradients:
         if replaced or self._lost:
             self._raise_replaced(replaced or self._lost)
 
-    def gradients(self, *, per_gradient: bool, holders: Holders | None = None) -> Gradients:
+    def gradients(
+        self, *, per_gradient: bool, holders: Holders | None = None, weights: bool = False
+    ) -> Gradients:
         """The gradients with their plan, after the check in constant time.
 
         Under `verify()`, after a full check.
@@ -210,6 +212,7 @@ class FlatGradients:
         Args:
             per_gradient: each gradient is measured, rather than all together.
             holders: the processes that the gradients are spread over.
+            weights: the parameters will be read too, all of which are then looked up.
 
         Raises:
             RuntimeError: a gradient that is no view any more.
@@ -222,7 +225,7 @@ class FlatGradients:
         planned = self._planned.get(key)
         if planned is None or (holders is not None and holders.copies is not None):
             planned = self._planned[key] = self._plan(per_gradient, holders)
-        return planned
+        return planned.beside(self.parameters) if weights else planned
 
     def _plan(self, per_gradient: bool, holders: Holders | None) -> Gradients:
         """The buffers as gradients, or the gradients that they hold as flat pieces."""

@@ -34,10 +34,11 @@ class ClipStats:
 
     Attributes:
         last_norm: the norm *before* clipping at the last step, under the wrapper's own rule; 0-d,
-            floating-point. The largest one for ClipByNorm. NaN for ClipByValue, which measures
-            none, and before the first step.
-        last_coefficient: the factor of the gradients at the last step, under the same rule;
-            0-d. The least one for ClipByNorm, 1 where nothing was clipped.
+            floating-point. The largest of all gradients for rules that are per gradient. NaN for
+            ClipByValue, which measures none, and before the first step.
+        last_coefficient: the factor of the gradients at the last step, under the same rule; 0-d.
+            The least one for rules that are per gradient, and of all units for ClipByUnitNorm; 1
+            where nothing was clipped.
         last_limit: the largest norm that the same rule allowed at the last step; 0-d. NaN where
             each gradient had a limit of its own, for ClipByValue, and before the first step.
         consecutive_skips: steps that were skipped since the last one that was not; 0-d int64.

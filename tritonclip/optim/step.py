@@ -130,6 +130,8 @@ class StepClipping:
 
     def _measure(self, share: _Share, rule: Rule) -> Norms:
         scale = 1.0 if rule.clamps else self._grad_scale
+        if rule.per_unit:
+            return execute.measure_units(share.gradients, rule, scale)
         return execute.measure(share.gradients, rule.norm_type, rule.per_gradient, scale)
 
     def _divide(self, rule: Rule) -> list[_Share]:
@@ -173,7 +175,9 @@ class StepClipping:
                     "left out of FlatGradients, because it required none or had need_clip = False; "
                     "make a new FlatGradients and set the attribute flat to it"
                 )
-        gradients = flat.gradients(per_gradient=rule.per_gradient, holders=self._holders)
+        gradients = flat.gradients(
+            per_gradient=rule.per_gradient, holders=self._holders, weights=rule.per_unit
+        )
         shares = [_Share(gradients, rule, None)]
         if self._covers_all:
             shares += self._unclipped(not_in_buffers)

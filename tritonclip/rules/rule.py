@@ -4,7 +4,7 @@ The engine asks a rule and never its class, so that a new rule is a new file.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ class Rule:
         norm_type: p of the p-norm that is measured.
         eps: added to the norm before the limit is divided by it.
         per_gradient: each gradient has its own norm and coefficient, rather than all one.
+        per_unit: each slice of a gradient along its first dimension has its own coefficient.
+            `limit` is the largest norm of a slice in norms of its weights, and `eps` the norm that
+            weights count with at least.
         clamps: elements are clamped to `bounds`; a norm is measured only where a policy for NaN and
             inf asks for one.
     """
@@ -47,6 +50,7 @@ class Rule:
     norm_type: float
     eps: float
     per_gradient: ClassVar[bool] = False
+    per_unit: ClassVar[bool] = False
     clamps: ClassVar[bool] = False
 
     def limit(self, measured: Measured) -> float | Tensor:
@@ -68,16 +72,15 @@ class Rule:
     @property
     def fixed(self) -> bool:
         """Whether every call has the same limit, so that nothing needs to be remembered."""
-        return not any(map(callable, self._numbers()))
+        return not any(map(callable, self._fields()))
 
     def at(self, step: int) -> "Rule":
         """The rule of a step: numbers that are functions of the step become their values."""
         if self.fixed:
             return self
-        numbers = [n(step) if callable(n) else n for n in self._numbers()]
-        return type(self)(*numbers)
+        return type(self)(*[f(step) if callable(f) else f for f in self._fields()])
 
-    def _numbers(self) -> list[object]:
+    def _fields(self) -> list[Any]:
         return [getattr(self, name) for name in self.__match_args__]
 
     def interval(self) -> tuple[float, float]:
@@ -92,6 +95,18 @@ class Rule:
     def keeps_zero(self) -> bool:
         """Whether an element that is 0 stays 0."""
         return True
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The arguments of its constructor that are numbers, in order."""
+        return tuple(self._fields())
+
+    def exempt(self, parameters: Sequence[Tensor]) -> list[bool]:
+        """Whether the gradient of each of these parameters has no limit; for `per_unit`.
+
+        The constructor of such a rule takes those that have none as `exclude`.
+        """
+        return [False] * len(parameters)
 
 
 def needs_state(rule: Rule) -> ValueError:

@@ -164,6 +164,7 @@ class Following(Rule):
         if isinstance(rule, Rule):
             self.norm_type, self.eps = rule.norm_type, rule.eps
             self.per_gradient = rule.per_gradient  # type: ignore[misc]  # of this rule
+            self.per_unit = rule.per_unit  # type: ignore[misc]
             self.clamps = rule.clamps  # type: ignore[misc]
 
     def limit(self, measured: Measured) -> float | Tensor:
@@ -191,6 +192,11 @@ class Following(Rule):
     def keeps_zero(self) -> bool:
         """As the rule's."""
         return bool(self.rule.keeps_zero)
+
+    def exempt(self, parameters: Sequence[Tensor]) -> list[bool]:
+        """As the rule's."""
+        exempt: list[bool] = self.rule.exempt(parameters)
+        return exempt
 
     @property
     def name(self) -> str:

@@ -1,0 +1,185 @@
+"""Clipping by unit on meshes: rows are whole, vectors are not, and every process agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_norm
+from processes import in_processes
+from spread import assert_same_everywhere, local, mesh_of, values, whole
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
+from units import assert_clipped, expected
+
+import tritonclip
+from tritonclip import ClipByUnitNorm, ClippedOptimizer
+
+RULE = ClipByUnitNorm(0.05)
+
+
+def parameter(
+    shape: Sequence[int],
+    mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] = (),
+    seed: int = 0,
+) -> Any:
+    """A parameter with a gradient, placed alike; plain without a mesh."""
+    weight, grad = values(shape, seed), values(shape, seed + 100)
+    if mesh is not None:
+        weight = distribute_tensor(weight, mesh, placements)
+        grad = distribute_tensor(grad, mesh, placements)
+    made = nn.Parameter(weight)
+    made.grad = grad
+    return made
+
+
+def check(parameters: Sequence[Any], rule: ClipByUnitNorm = RULE, **options: Any) -> None:
+    """Clips, and compares with the formula on whole gradients and weights."""
+    # Of a replicated one, the whole is the local tensor.
+    grads = [whole(one.grad).clone() for one in parameters]
+    weights = [whole(one.detach()) for one in parameters]
+    exempt = rule.exempt(parameters)
+    with CommDebugMode() as mode:
+        norms = tritonclip.clip_(parameters, rule, **options)
+    assert mode.get_total_counts() == 1
+    assert_norm(norms, [float(grad.norm(dtype=torch.float64)) for grad in grads])
+    assert_same_everywhere(norms)
+    for one, grad, weight, free in zip(parameters, grads, weights, exempt, strict=True):
+        if free:
+            assert torch.equal(whole(one.grad), grad)
+        else:
+            assert_clipped(whole(one.grad), expected(grad, weight, rule))
+
+
+@in_processes(2, 4)
+def test_clip_by_unit_of_shards() -> None:
+    mesh = mesh_of(-1)
+    parameters = [
+        parameter((8, 3), mesh, [Shard(0)], 1),
+        parameter((7, 5, 2), mesh, [Shard(0)], 2),
+        parameter((9,), mesh, [Shard(0)], 3),
+        parameter((1, 3), mesh, [Shard(0)], 4),
+        parameter((3,), mesh, [Shard(0)], 5),
+        parameter((4, 4), mesh, [Replicate()], 6),
+        parameter((6,), mesh, [Replicate()], 7),
+        parameter((5, 3), None, (), 8),
+        parameter((5,), None, (), 9),
+    ]
+    check(parameters)
+    check(parameters, ClipByUnitNorm(0.01, exclude=[parameters[0], parameters[2]]))
+
+
+@in_processes(2)
+def test_clip_by_unit_of_shards_passes_verification() -> None:
+    mesh = mesh_of(-1)
+    parameters = [
+        parameter((8, 3), mesh, [Shard(0)], 1),
+        parameter((9,), mesh, [Shard(0)], 3),
+        parameter((6,), mesh, [Replicate()], 7),
+    ]
+    with tritonclip.verify():
+        tritonclip.clip_(parameters, RULE)
+        tritonclip.clip_(parameters, ClipByUnitNorm(0.001), grad_scale=2.0)
+
+
+@in_processes(4)
+def test_clip_by_unit_on_two_dimensions() -> None:
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    check(
+        [
+            parameter((8, 4), mesh, [Shard(0), Replicate()], 1),
+            parameter((8, 4), mesh, [_StridedShard(0, split_factor=2), Shard(0)], 2),
+            parameter((6,), mesh, [Shard(0), Replicate()], 3),
+            parameter((8,), mesh, [_StridedShard(0, split_factor=2), Shard(0)], 4),
+        ]
+    )
+
+
+@pytest.mark.parametrize("placement", [Shard(1), Partial()], ids=["shard-1", "partial"])
+@in_processes(2)
+def test_clip_by_unit_refuses_split_rows(placement: Placement) -> None:
+    mesh = mesh_of(-1)
+    kept = parameter((8, 4), mesh, [Shard(0)], 1)
+    if placement.is_partial():
+        split = parameter((8, 4), mesh, [Replicate()], 2)
+        split.grad = torch.distributed.tensor.DTensor.from_local(
+            split.grad.to_local(), mesh, [placement], run_check=False
+        )
+    else:
+        split = parameter((8, 4), mesh, [placement], 2)
+    before = local(kept.grad).clone()
+    with pytest.raises(
+        TypeError, match=r"parameters\[1\] has the placements.*Shard\(0\), as fully"
+    ):
+        tritonclip.clip_([kept, split], RULE)
+    assert torch.equal(local(kept.grad), before)
+
+
+@in_processes(2)
+def test_clip_by_unit_refuses_plain_pieces_of_a_group() -> None:
+    with pytest.raises(ValueError, match="ClipByUnitNorm measures each gradient"):
+        tritonclip.clip_([parameter((4, 4))], RULE, process_group=dist.group.WORLD)
+
+
+@pytest.mark.parametrize("policy", ["propagate", "zero", "error"])
+@in_processes(2)
+def test_clip_by_unit_agrees_on_nan_of_one_process(policy: Any) -> None:
+    mesh = mesh_of(-1)
+    parameters = [parameter((8, 3), mesh, [Shard(0)], 1), parameter((9,), mesh, [Shard(0)], 2)]
+    if dist.get_rank() == 1:
+        local(parameters[0].grad)[0, 0] = torch.nan
+    if policy == "error":
+        with pytest.raises(RuntimeError, match=r"parameters\[0\] \(on rank"):
+            tritonclip.clip_(parameters, RULE, nonfinite=policy)
+        return
+    norms = tritonclip.clip_(parameters, RULE, nonfinite=policy)
+    assert norms.isnan().tolist() == [True, False]
+    if policy == "zero":
+        assert not any(local(one.grad).any() for one in parameters)
+    else:
+        # The other rows of the gradient are whole, and finite.
+        assert whole(parameters[0].grad).isnan().all(1).sum() == 1
+        assert whole(parameters[1].grad).isfinite().all()
+
+
+@in_processes(2)
+def test_clipped_optimizer_by_unit_over_fsdp_trains_as_one_process() -> None:
+    def train(*, sharded: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        if sharded:
+            for layer in (model[0], model[2]):
+                fully_shard(layer, mesh=mesh_of(-1))
+            fully_shard(model, mesh=mesh_of(-1))
+        rule = ClipByUnitNorm(0.02, exclude=model[2])
+        optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), rule)
+        for step in range(5):
+            batch = values((8, 6), step)
+            if sharded:
+                batch = batch.chunk(2)[dist.get_rank()]
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        assert optimizer.stats.summary()["clipped_steps"] == 5
+        return [whole(one.detach()) for one in model.parameters()]
+
+    for ours, one in zip(train(sharded=True), train(sharded=False), strict=True):
+        torch.testing.assert_close(ours, one, rtol=1e-5, atol=1e-6)
+
+
+@in_processes(2)
+def test_clip_by_unit_says_that_fully_shard_replaced_what_was_excluded() -> None:
+    model = nn.Linear(4, 4)
+    rule = ClipByUnitNorm(exclude=model)
+    fully_shard(model, mesh=mesh_of(-1))
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="for fully_shard, after it"):
+        tritonclip.clip_(model, rule)

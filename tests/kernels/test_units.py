@@ -1,0 +1,144 @@
+"""How many kernels a call by unit launches, and what the tables of rows say that reach them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from cases import CHUNK, copies, grad_of
+from hypothesis import given
+from hypothesis import strategies as st
+from units import assert_clipped, expected, make, truths
+
+import tritonclip
+from tritonclip import ClipByUnitNorm, FlatGradients
+
+pytest.importorskip("triton", reason="tritonclip.kernels needs triton")
+
+BOTH = ["_unit_norms_kernel", "_scale_units_kernel"]
+
+
+def kernels(name: str) -> Any:
+    return importlib.import_module(f"tritonclip.kernels.{name}")
+
+
+@pytest.fixture
+def launches(backend, monkeypatch):
+    """The names of the kernels that the test launches, in order; they run as usual."""
+    if backend.name != "triton":
+        pytest.skip("the torch backend launches no kernels of ours")
+    module = kernels("launch")
+    real, seen = module.launch, []
+
+    def launch(kernel, *arguments, **constants):
+        seen.append(kernel.fn.__name__)
+        real(kernel, *arguments, **constants)
+
+    monkeypatch.setattr(module, "launch", launch)
+    return seen
+
+
+@pytest.mark.parametrize("count", [1, 2, 60])
+@pytest.mark.parametrize("policy", ["propagate", "error"])
+def test_clip_by_unit_launches_two_kernels_for_any_list(device, launches, count, policy):
+    parameters = make([(3, 1 + i % 5) for i in range(count)], device=device)
+    tritonclip.clip_(parameters, ClipByUnitNorm(exclude=parameters[0]))
+    assert launches == BOTH
+
+
+def test_clip_by_unit_launches_two_kernels_for_a_flat_buffer(device, launches):
+    parameters = make([(3, 4), (5,)], device=device)
+    tritonclip.clip_(FlatGradients(parameters), ClipByUnitNorm())
+    assert launches == BOTH
+
+
+def test_clip_by_unit_launches_two_kernels_for_channels_last(device, launches):
+    (one,) = make([(6, 5, 4, 3)], device=device)
+    one.data = one.data.contiguous(memory_format=torch.channels_last)
+    one.grad = grad_of(one).contiguous(memory_format=torch.channels_last)
+    truth = truths([one], ClipByUnitNorm())
+    tritonclip.clip_([one], ClipByUnitNorm())
+    assert launches == BOTH
+    assert_clipped(grad_of(one), truth[0])
+
+
+def test_clip_by_unit_launches_once_more_to_write_zeros(device, launches):
+    """Every norm is known before the first gradient is written."""
+    parameters = make([(3, 4), (5,)], device=device)
+    tritonclip.clip_(parameters, ClipByUnitNorm(), nonfinite="zero")
+    assert launches == [*BOTH, "_scale_units_kernel"]
+
+
+def test_clip_by_unit_launches_once_more_for_weights_of_another_dtype(device, launches):
+    if not hasattr(torch.nn.Parameter, "grad_dtype"):
+        pytest.skip("this torch keeps gradients in the dtype of their parameter")
+    (one,) = make([(3, 40)], torch.bfloat16, device)
+    grad = grad_of(one).float()
+    one.grad = None
+    one.grad_dtype = None
+    one.grad = grad
+    truth = expected(grad.clone(), one, ClipByUnitNorm())
+    tritonclip.clip_([one], ClipByUnitNorm())
+    assert launches == [BOTH[0], *BOTH]
+    assert_clipped(grad, truth)
+
+
+def test_clip_by_unit_falls_back_with_a_warning(device, launches):
+    (one,) = make([(4, 6)], device=device)
+    one.grad = grad_of(one).t().contiguous().t()
+    before = copies([one.grad])[0]
+    with pytest.warns(UserWarning, match="kernels read units that are dense in memory"):
+        tritonclip.clip_([one], ClipByUnitNorm())
+    assert launches == []
+    assert_clipped(one.grad, expected(before, one, ClipByUnitNorm()))
+
+
+@pytest.fixture
+def one_multiprocessor(monkeypatch):
+    """A number of multiprocessors, which a CPU does not have."""
+    monkeypatch.setattr(kernels("launch"), "multiprocessors", lambda device: 1)
+
+
+def _table(counts: list[int], lengths: list[int]) -> Any:
+    cpu = torch.device("cpu")
+    tables = kernels("unit_table").UnitTables(cpu, torch.float32, torch.float32, counts, lengths)
+    return tables.table(list(range(16, 16 + 32 * len(counts), 16)))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 600),
+            st.one_of(st.integers(0, 700), st.integers(CHUNK - 2, 3 * CHUNK)),
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_pieces_have_every_element_once(one_multiprocessor, forms):
+    """Also of tensors too large for this machine: tables depend on shapes alone."""
+    counts, lengths = [rows for rows, _ in forms], [length for _, length in forms]
+    table = _table(counts, lengths)
+    addresses, shapes, pieces = table.arguments
+    assert addresses.tolist() == list(range(16, 16 + 32 * len(forms), 16))
+    assert len(pieces) == 4 * table.n_pieces
+    chunks = [max(1, -(-length // CHUNK)) for length in lengths]
+    norms = [rows * n for rows, n in zip(counts, chunks, strict=True)]
+    starts = [[sum(sizes[:i]) for i in range(len(forms))] for sizes in (norms, counts)]
+    rows_of = [list(row) for row in zip(counts, lengths, *starts, strict=True)]
+    assert shapes.view(-1, 4).tolist() == rows_of
+    assert (table.n_norms, table.n_units) == (sum(norms), sum(counts))
+    seen = []
+    for tensor, first, n_rows, chunk in pieces.view(-1, 4).tolist():
+        assert n_rows * min(lengths[tensor], CHUNK) <= CHUNK
+        seen += [(tensor, row, chunk) for row in range(first, first + n_rows)]
+    assert len(set(seen)) == len(seen)
+    assert len(seen) == sum(norms)
+
+
+def test_rows_beyond_two_to_the_31_elements_have_their_places(one_multiprocessor):
+    table = _table([3, 2], [3 * 2**31, 2**32])
+    tensor, row, n_rows, chunk = table.arguments[2].view(-1, 4)[-1].tolist()
+    assert (tensor, row, n_rows, chunk) == (1, 1, 1, 2**32 // CHUNK - 1)

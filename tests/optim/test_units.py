@@ -1,0 +1,174 @@
+"""ClippedOptimizer with a rule by unit: steps, statistics, scalers, policies and copies."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from cases import grad_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from units import assert_clipped, expected
+
+import tritonclip
+from tritonclip import ClipByUnitNorm, ClippedOptimizer, FlatGradients
+
+
+def make_model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+
+
+def loss_of(model: torch.nn.Module) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.ones(4, 6)).square().sum()
+    return loss
+
+
+def backward(model: torch.nn.Module) -> None:
+    loss_of(model).backward()
+
+
+def grads(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["loose", "flat"])
+def test_step_clips_each_unit_and_leaves_what_is_excluded(flat):
+    model = make_model()
+    rule = ClipByUnitNorm(0.01, exclude=model[2])
+    buffers = FlatGradients(model) if flat else None
+    optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), rule, flat=buffers)
+    backward(model)
+    before = grads(model)
+    optimizer.step()
+    for i, (one, grad) in enumerate(zip(model.parameters(), before, strict=True)):
+        assert one.grad is not None
+        if i < 2:
+            assert_clipped(one.grad, expected(grad, one, rule))
+        else:
+            assert torch.equal(one.grad, grad)
+
+
+def test_stats_have_the_least_coefficient_of_all_units():
+    model = make_model()
+    rule = ClipByUnitNorm(0.01)
+    optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), rule)
+    backward(model)
+    before = grads(model)
+    least = min(
+        float((torch.from_numpy(expected(g, p, rule)) / g.double()).nan_to_num(nan=1.0).min())
+        for g, p in zip(before, model.parameters(), strict=True)
+    )
+    optimizer.step()
+    stats = optimizer.stats.summary()
+    assert stats["coefficient"] == pytest.approx(least, rel=1e-5)
+    assert stats["norm"] == pytest.approx(max(float(g.norm()) for g in before), rel=1e-6)
+    assert (stats["clipped_steps"], stats["clipped_share"]) == (1, 1.0)
+
+
+def test_a_step_within_all_limits_is_not_counted_as_clipped():
+    model = make_model()
+    optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), ClipByUnitNorm(1e6))
+    backward(model)
+    optimizer.step()
+    stats = optimizer.stats.summary()
+    assert (stats["steps"], stats["clipped_steps"], stats["coefficient"]) == (1, 0, 1.0)
+
+
+def test_parameter_groups_may_have_rules_by_unit():
+    model = make_model()
+    groups: list[dict[str, Any]] = [
+        {"params": model[0].parameters(), "clip": ClipByUnitNorm(0.001)},
+        {"params": model[2].parameters()},
+    ]
+    optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 1e9)
+    backward(model)
+    before = grads(model)
+    weights = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    after = grads(model)
+    assert_clipped(after[0], expected(before[0], weights[0], ClipByUnitNorm(0.001)))
+    assert torch.equal(after[2], before[2])
+    assert optimizer.stats.group_coefficients[0] < 1
+    assert optimizer.stats.last_coefficient == 1
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, tritonclip.GradScaler])
+def test_scaler_unscales_before_the_comparison_also_what_is_excluded(kind):
+    plain, scaled = make_model(), make_model()
+    for model, scaler in ((plain, None), (scaled, kind("cpu", init_scale=1024.0))):
+        rule = ClipByUnitNorm(0.01, exclude=model[2])
+        optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule)
+        for _ in range(3):
+            optimizer.zero_grad()
+            if scaler is None:
+                backward(model)
+                optimizer.step()
+            else:
+                scaler.scale(loss_of(model)).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    for ours, theirs in zip(scaled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_with_nan_is_skipped():
+    model = make_model()
+    optimizer = ClippedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), ClipByUnitNorm(), nonfinite="skip"
+    )
+    before = [p.detach().clone() for p in model.parameters()]
+    backward(model)
+    grad_of(list(model.parameters())[2])[0, 0] = torch.nan
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    assert optimizer.stats.summary()["skipped_steps"] == 1
+
+
+def test_error_names_the_parameters():
+    model = make_model()
+    optimizer = ClippedOptimizer(
+        torch.optim.SGD(model.named_parameters(), lr=0.1), ClipByUnitNorm(), nonfinite="error"
+    )
+    backward(model)
+    grad_of(list(model.parameters())[3])[0] = torch.inf
+    with pytest.raises(RuntimeError, match=r"2\.bias are non-finite"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["with-model", "alone"])
+def test_copied_optimizer_excludes_the_parameters_of_the_copy(together):
+    model = make_model()
+    rule = ClipByUnitNorm(0.0, exclude=model[2])
+    optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule)
+    if together:
+        _, twin = copy.deepcopy((model, optimizer))
+    else:
+        twin = copy.deepcopy(optimizer)
+    members = twin.param_groups[0]["params"]
+    for one in members:
+        one.grad = torch.ones_like(one)
+    twin.step()
+    assert [bool(one.grad.any()) for one in members] == [False, False, True, True]
+
+
+class _NoItem(TorchDispatchMode):
+    """Refuses what would wait for a device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in func.__name__, func
+        return func(*args, **(kwargs or {}))
+
+
+def test_step_waits_for_no_device(backend):
+    if backend.module == "cpu_backend":
+        pytest.skip("a CPU is not waited for")
+    model = make_model().to(backend.device)
+    rule = ClipByUnitNorm(0.01, exclude=model[2])
+    optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule)
+    model(torch.ones(4, 6, device=backend.device)).square().sum().backward()
+    optimizer.step()
+    with _NoItem():
+        optimizer.step()
+    assert optimizer.stats.summary()["clipped_steps"] == 2

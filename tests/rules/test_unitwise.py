@@ -1,0 +1,596 @@
+"""Clipping by unit, compared with the paper's formula in NumPy and float64."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from cases import FLOATS, assert_bits, assert_norm, bits, copies, grad_of, named, normal
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from units import SHAPES, assert_clipped, expected, make, truths, unit_norms, wide
+
+import tritonclip
+from tritonclip import ClipByUnitNorm, FlatGradients
+
+
+def test_rule_by_unit_has_the_papers_defaults():
+    rule = ClipByUnitNorm()
+    assert (rule.ratio, rule.eps) == (0.01, 1e-3)
+    assert repr(rule) == "ClipByUnitNorm(ratio=0.01, eps=0.001, exclude=None)"
+
+
+@pytest.mark.parametrize("argument", ["ratio", "eps"])
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [(-1.0, ValueError), (math.nan, ValueError), (True, TypeError), ("big", TypeError)],
+    ids=repr,
+)
+def test_rule_by_unit_refuses(argument, value, error):
+    with pytest.raises(error, match=argument):
+        ClipByUnitNorm(**{argument: value})
+
+
+def test_rule_by_unit_refuses_an_infinite_eps():
+    with pytest.raises(ValueError, match="eps must be finite"):
+        ClipByUnitNorm(eps=math.inf)
+
+
+@pytest.mark.parametrize("exclude", ["head", 3, ["head"], [1.0], {"head": 1}], ids=repr)
+def test_rule_by_unit_refuses_to_exclude_what_is_no_parameter(exclude):
+    with pytest.raises(TypeError, match=r"exclude must be a module, a parameter.*got"):
+        ClipByUnitNorm(exclude=exclude)
+
+
+def test_rule_by_unit_is_frozen_and_compares_by_value():
+    layer = torch.nn.Linear(2, 2)
+    rule = ClipByUnitNorm(0.1, exclude=layer)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rule.ratio = 1.0  # type: ignore[misc]
+    assert rule == ClipByUnitNorm(0.1, exclude=[layer.weight, layer.bias]) == copy.copy(rule)
+    assert hash(rule) == hash(copy.copy(rule))
+    assert rule != ClipByUnitNorm(0.1)
+    assert dataclasses.replace(rule, ratio=0.2).exclude == rule.exclude
+
+
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
+def test_rule_by_unit_copied_with_a_model_excludes_the_copys_parameters(again):
+    model = torch.nn.Linear(2, 2)
+    rule, twin = again((ClipByUnitNorm(exclude=model.bias), model))
+    assert rule.exempt([model.bias, twin.bias, twin.weight]) == [False, True, False]
+
+
+def test_rule_by_unit_keeps_no_parameter_alive_and_says_when_one_is_gone():
+    kept, head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    rule = ClipByUnitNorm(exclude=head)
+    del head
+    (kept(torch.ones(1, 2)) ** 2).sum().backward()
+    before = bits(grad_of(kept.weight))
+    with pytest.raises(
+        RuntimeError, match=r"2 of 2 parameters that exclude named are gone.*make the rule once"
+    ):
+        tritonclip.clip_(kept, rule)
+    assert torch.equal(bits(grad_of(kept.weight)), before)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("ratio", [0.01, 0.5, 1e-4], ids="ratio={:g}".format)
+def test_clip_by_unit_scales_by_the_papers_formula(device, dtype, ratio):
+    parameters, rule = make(dtype=dtype, device=device), ClipByUnitNorm(ratio)
+    expected_grads = truths(parameters, rule)
+    tritonclip.clip_(parameters, rule)
+    for parameter, truth in zip(parameters, expected_grads, strict=True):
+        assert_clipped(grad_of(parameter), truth)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_clip_by_unit_returns_the_norm_of_each_gradient(device, dtype):
+    parameters = make(dtype=dtype, device=device)
+    norms = tritonclip.clip_(parameters, ClipByUnitNorm())
+    grads = [wide(g) for g in copies(map(grad_of, make(dtype=dtype)))]
+    assert_norm(norms, [float(np.linalg.norm(g)) for g in grads])
+
+
+def test_clip_by_unit_takes_eps_for_weights_below_it(device):
+    weight = torch.nn.Parameter(torch.zeros(2, 3, device=device))
+    weight.data[1] = 2e-4
+    weight.grad = torch.ones(2, 3, device=device)
+    tritonclip.clip_([weight], ClipByUnitNorm(0.5, eps=0.01))
+    torch.testing.assert_close(weight.grad.norm(dim=1).cpu(), torch.full((2,), 0.005))
+
+
+def test_clip_by_unit_without_eps_sets_the_gradient_of_zero_weights_to_zero(device):
+    weight = torch.nn.Parameter(torch.zeros(2, 3, device=device))
+    weight.grad = torch.ones(2, 3, device=device)
+    tritonclip.clip_([weight], ClipByUnitNorm(0.5, eps=0.0))
+    assert weight.grad.tolist() == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_clip_by_unit_leaves_units_within_the_limit_bit_for_bit(device, dtype):
+    parameters = make(dtype=dtype, device=device)
+    before = [bits(grad_of(p)) for p in parameters]
+    tritonclip.clip_(parameters, ClipByUnitNorm(1e4, eps=1.0))
+    for parameter, old in zip(parameters, before, strict=True):
+        assert torch.equal(bits(grad_of(parameter)), old)
+
+
+def test_clip_by_unit_clips_only_the_rows_over_their_limit(device):
+    weight = torch.nn.Parameter(torch.ones(4, 100, device=device))
+    weight.grad = torch.full((4, 100), 0.05, device=device)
+    weight.grad[2] = 3.0
+    before = bits(weight.grad)
+    tritonclip.clip_([weight], ClipByUnitNorm(0.1))
+    now = bits(weight.grad)
+    assert torch.equal(now[[0, 1, 3]], before[[0, 1, 3]])
+    assert weight.grad[2].norm().item() == pytest.approx(1.0, rel=2e-6)
+
+
+@pytest.mark.parametrize("ratio", [0.0, math.inf])
+def test_clip_by_unit_to_nothing_and_to_infinity(device, ratio):
+    parameters = make(device=device)
+    before = copies(map(grad_of, parameters))
+    tritonclip.clip_(parameters, ClipByUnitNorm(ratio, eps=0.0))
+    for parameter, old in zip(parameters, before, strict=True):
+        assert_bits([grad_of(parameter).abs()], [old.abs() if ratio else torch.zeros_like(old)])
+
+
+def test_clip_by_unit_twice_is_clip_by_unit_once(device):
+    parameters, rule = make(device=device), ClipByUnitNorm()
+    tritonclip.clip_(parameters, rule)
+    once = copies(map(grad_of, parameters))
+    tritonclip.clip_(parameters, rule)
+    for parameter, first in zip(parameters, once, strict=True):
+        torch.testing.assert_close(grad_of(parameter).cpu(), first, rtol=3e-7, atol=0)
+
+
+@given(
+    st.integers(0, 40),
+    st.integers(0, 60),
+    st.floats(-30, 30),
+    st.floats(-30, 30),
+    st.integers(0, 9),
+)
+def test_clip_by_unit_never_exceeds_the_limit(device, rows, length, weights, grads, seed):
+    weight = torch.nn.Parameter(normal((rows, length), device=device, seed=seed) * 10**weights)
+    weight.grad = normal((rows, length), device=device, seed=seed + 1) * 10**grads
+    rule = ClipByUnitNorm(0.3)
+    truth = expected(weight.grad, weight, rule)
+    tritonclip.clip_([weight], rule)
+    assert_clipped(weight.grad, truth)
+
+
+MAGNITUDES = [
+    pytest.param(dtype, magnitude, id=f"{str(dtype).removeprefix('torch.')}-{magnitude:g}")
+    for dtype, magnitudes in {
+        torch.float32: (1e30, 1e-30),
+        torch.bfloat16: (1e30, 1e-30),
+        torch.float16: (6e4, 1e-6),
+        torch.float64: (1e200, 1e-200),
+    }.items()
+    for magnitude in magnitudes
+]
+
+
+@pytest.mark.parametrize(("dtype", "magnitude"), MAGNITUDES)
+def test_clip_by_unit_neither_overflows_nor_underflows(device, dtype, magnitude):
+    shapes = [(40, 30), (3, 600), (2000,)]
+    parameters = []
+    for seed, shape in enumerate(shapes):
+        one = torch.nn.Parameter(torch.full(shape, magnitude, dtype=dtype, device=device))
+        sign = torch.where(normal(shape, torch.float64, device, seed) < 0, -1.0, 1.0)
+        one.grad = (sign.double() * magnitude).to(dtype)
+        parameters.append(one)
+    # Also where the norm itself does not fit the dtype.
+    rule = ClipByUnitNorm(0.25, eps=0.0)
+    tritonclip.clip_(parameters, rule)
+    for one in parameters:
+        quarter = torch.full_like(one, magnitude).cpu().double() / 4
+        assert_clipped(grad_of(one).abs(), quarter.numpy())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_clip_by_unit_keeps_nan_and_inf_within_their_unit(device, value):
+    parameters = make([(5, 8), (3, 700), (6,)], device=device)
+    rule = ClipByUnitNorm()
+    grad_of(parameters[0])[1, 2] = value
+    grad_of(parameters[1])[2, 650] = value
+    expected_grads = truths(parameters, rule)
+    tritonclip.clip_(parameters, rule)
+    for parameter, truth in zip(parameters, expected_grads, strict=True):
+        assert_clipped(grad_of(parameter), truth)
+    hit = grad_of(parameters[0])[1].cpu()
+    others = torch.arange(8) != 2
+    assert hit[2].isnan()
+    assert (hit[others].isnan() if math.isnan(value) else hit[others] == 0).all()
+
+
+def test_clip_by_unit_leaves_zero_gradients_alone(device):
+    parameters = make([(5, 8), (3, 700), (6,)], device=device)
+    for one in parameters:
+        one.data.zero_()
+        grad_of(one).zero_()
+    norms = tritonclip.clip_(parameters, ClipByUnitNorm(eps=0.0))
+    assert norms.tolist() == [0.0] * 3
+    assert not any(grad_of(one).any() for one in parameters)
+
+
+def test_clip_by_unit_makes_the_gradient_of_nan_weights_nan(device):
+    weight = torch.nn.Parameter(torch.tensor([[1.0, math.nan], [3.0, 4.0]], device=device))
+    weight.grad = torch.full((2, 2), 0.01, device=device)
+    tritonclip.clip_([weight], ClipByUnitNorm())
+    assert weight.grad.isnan().tolist() == [[True, True], [False, False]]
+
+
+def test_clip_by_unit_names_gradients_that_are_not_finite(device):
+    parameters = make([(5, 8), (3, 700)], device=device)
+    grad_of(parameters[1])[2, 5] = math.nan
+    before = [bits(grad_of(p)) for p in parameters]
+    names = zip(("first", "second"), parameters, strict=True)
+    with pytest.raises(RuntimeError, match=r"norms of order 2\.0 of second are non-finite"):
+        tritonclip.clip_(names, ClipByUnitNorm(), nonfinite="error")
+    for parameter, old in zip(parameters, before, strict=True):
+        assert torch.equal(bits(grad_of(parameter)), old)
+
+
+def test_clip_by_unit_zeroes_everything_where_a_norm_is_not_finite(device):
+    parameters = make([(5, 8), (3, 700), (70,)], device=device)
+    grad_of(parameters[1])[2, 5] = math.inf
+    tritonclip.clip_(parameters, ClipByUnitNorm(exclude=parameters[0]), nonfinite="zero")
+    assert not any(grad_of(one).any() for one in parameters)
+    parameters = make([(5, 8)], device=device)
+    truth = truths(parameters, ClipByUnitNorm())
+    tritonclip.clip_(parameters, ClipByUnitNorm(), nonfinite="zero")
+    assert_clipped(grad_of(parameters[0]), truth[0])
+
+
+@pytest.mark.parametrize("in_tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_clip_by_unit_divides_by_the_loss_scale_first(device, dtype, in_tensor):
+    parameters, rule = make(dtype=dtype, device=device), ClipByUnitNorm(0.5)
+    expected_grads = truths(parameters, rule, 8.0)
+    scale = torch.tensor(8.0, device=device) if in_tensor else 8.0
+    norms = tritonclip.clip_(parameters, rule, grad_scale=scale)
+    assert_norm(norms, [float(np.linalg.norm(wide(grad_of(p)))) / 8 for p in make(dtype=dtype)])
+    for parameter, truth in zip(parameters, expected_grads, strict=True):
+        assert_clipped(grad_of(parameter), truth)
+
+
+def test_clip_by_unit_divides_by_a_loss_scale_whose_quotient_is_denormal(device):
+    parameters, rule = make(device=device, grad_scale=2.0**60), ClipByUnitNorm(2.0**-40)
+    expected_grads = truths(parameters, rule, 2.0**100)
+    tritonclip.clip_(parameters, rule, grad_scale=2.0**100)
+    for parameter, truth in zip(parameters, expected_grads, strict=True):
+        assert_clipped(grad_of(parameter), truth)
+
+
+def test_clip_by_unit_leaves_what_is_excluded(device):
+    parameters = make([(5, 8), (3, 700), (70,), (2, 2)], device=device)
+    rule = ClipByUnitNorm(1e-4, exclude=[parameters[1], parameters[2]])
+    before = copies(map(grad_of, parameters))
+    norms = tritonclip.clip_(parameters, rule)
+    assert_norm(norms, [float(np.linalg.norm(wide(g))) for g in before])
+    now = copies(map(grad_of, parameters))
+    assert_bits(now[1:3], before[1:3])
+    assert all((a.abs() < b.abs()).all() for a, b in zip(now[::3], before[::3], strict=True))
+
+
+def test_clip_by_unit_unscales_what_is_excluded(device):
+    parameters = make([(5, 8), (3, 700)], device=device)
+    before = copies(map(grad_of, parameters))
+    tritonclip.clip_(parameters, ClipByUnitNorm(0.0, exclude=parameters[1]), grad_scale=4.0)
+    assert_bits([grad_of(parameters[1])], [before[1] / 4])
+
+
+def test_clip_by_unit_excludes_a_module(device):
+    body, head = torch.nn.Linear(4, 4, device=device), torch.nn.Linear(4, 2, device=device)
+    model = torch.nn.Sequential(body, head)
+    (model(torch.ones(3, 4, device=device)) ** 2).sum().backward()
+    before = copies(map(grad_of, model.parameters()))
+    tritonclip.clip_(model, ClipByUnitNorm(1e-6, exclude=head))
+    now = copies(map(grad_of, model.parameters()))
+    assert_bits(now[2:], before[2:])
+    assert not torch.equal(now[0], before[0])
+
+
+def test_clip_by_unit_leaves_out_what_needs_no_clipping(device):
+    parameters = make([(5, 8), (3, 7)], device=device)
+    parameters[0].need_clip = False  # type: ignore[attr-defined]
+    before = copies(map(grad_of, parameters))
+    assert tritonclip.clip_(parameters, ClipByUnitNorm(0.0)).shape == (1,)
+    assert_bits([grad_of(parameters[0])], before[:1])
+    assert not grad_of(parameters[1]).any()
+
+
+LAYOUTS = {
+    "contiguous": lambda x: x.contiguous(),
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "gaps": lambda x: torch.stack([x, x], -1)[..., 0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:tritonclip's kernels read")
+@pytest.mark.parametrize("grad_layout", LAYOUTS)
+@pytest.mark.parametrize("weight_layout", LAYOUTS)
+def test_clip_by_unit_takes_any_strides(device, grad_layout, weight_layout):
+    weight = torch.nn.Parameter(LAYOUTS[weight_layout](normal((6, 5, 4, 3), device=device)))
+    weight.grad = LAYOUTS[grad_layout](normal((6, 5, 4, 3), device=device, seed=1))
+    assert weight.stride() != weight.grad.stride() or grad_layout == weight_layout
+    rule = ClipByUnitNorm()
+    truth = expected(weight.grad, weight, rule)
+    tritonclip.clip_([weight], rule)
+    assert_clipped(weight.grad, truth)
+
+
+@pytest.mark.filterwarnings("ignore:tritonclip's kernels")
+@pytest.mark.parametrize("weight_dtype", named((torch.bfloat16, torch.float64)))
+def test_clip_by_unit_takes_weights_of_another_dtype(device, weight_dtype):
+    if not hasattr(torch.nn.Parameter, "grad_dtype"):
+        pytest.skip("this torch keeps gradients in the dtype of their parameter")
+    weight = torch.nn.Parameter(normal((70, 30), weight_dtype, device))
+    weight.grad_dtype = None
+    weight.grad = normal((70, 30), torch.float32, device, 1)
+    rule = ClipByUnitNorm()
+    truth = expected(weight.grad, weight, rule)
+    tritonclip.clip_([weight], rule)
+    assert_clipped(weight.grad, truth)
+
+
+@pytest.mark.filterwarnings("ignore:tritonclip's kernels")
+def test_clip_by_unit_of_mixed_dtypes_keeps_the_order(device):
+    dtypes = [torch.float32, torch.float16, torch.float64, torch.bfloat16, torch.complex64] * 2
+    parameters = [make([(3 + i, 5)], dtype, device)[0] for i, dtype in enumerate(dtypes)]
+    rule = ClipByUnitNorm()
+    grads = copies(map(grad_of, parameters))
+    expected_grads = truths(parameters, rule)
+    norms = tritonclip.clip_(parameters, rule)
+    assert norms.dtype == torch.float64
+    sizes = [float(np.linalg.norm(wide(g))) for g in grads]
+    np.testing.assert_allclose(norms.cpu().numpy(), sizes, rtol=1e-6)
+    for parameter, truth in zip(parameters, expected_grads, strict=True):
+        assert_clipped(grad_of(parameter), truth)
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (7,), ()], ids=str)
+def test_clip_by_unit_measures_complex_units_by_modulus(device, shape):
+    parameters, rule = make([shape], torch.complex64, device), ClipByUnitNorm()
+    expected_grads = truths(parameters, rule)
+    tritonclip.clip_(parameters, rule)
+    assert_clipped(grad_of(parameters[0]), expected_grads[0])
+
+
+@pytest.mark.filterwarnings("ignore:tritonclip's kernels")
+def test_clip_by_unit_takes_lazily_conjugated_and_negated_gradients(device):
+    rule = ClipByUnitNorm()
+    for view in (torch.Tensor.conj, lambda x: x.conj().imag):
+        base = normal((6, 5), torch.complex64, device, 1)
+        grad = view(base)
+        weight = torch.nn.Parameter(normal((6, 5), grad.dtype, device))
+        weight.grad = grad
+        truth = expected(grad, weight, rule)
+        tritonclip.clip_([weight], rule)
+        assert_clipped(weight.grad, truth)
+
+
+def test_clip_by_unit_clips_a_gradient_met_twice_once(device):
+    (one,) = make([(5, 8)], device=device)
+    rule = ClipByUnitNorm()
+    truth = truths([one], rule)
+    assert tritonclip.clip_([one, one], rule).shape == (1,)
+    assert_clipped(grad_of(one), truth[0])
+
+
+def test_clip_by_unit_follows_weights_and_gradients_that_moved(device):
+    """The second list has the form of the first, and other memory."""
+    rule = ClipByUnitNorm()
+    for factor in (1.0, 30.0):
+        parameters = make([(5, 8), (3, 700)], device=device, weight_scale=factor)
+        expected_grads = truths(parameters, rule)
+        tritonclip.clip_(parameters, rule)
+        for parameter, truth in zip(parameters, expected_grads, strict=True):
+            assert_clipped(grad_of(parameter), truth)
+
+
+def test_clip_by_unit_follows_weights_whose_layout_changed(device):
+    (one,) = make([(6, 5, 4, 3)], device=device)
+    rule, grad = ClipByUnitNorm(), grad_of(one).clone()
+    for change in (LAYOUTS["contiguous"], LAYOUTS["channels_last"], lambda x: x):
+        one.data = change(one.data * 2)
+        grad_of(one).copy_(grad)
+        truth = truths([one], rule)
+        tritonclip.clip_([one], rule)
+        assert_clipped(grad_of(one), truth[0])
+
+
+def test_clip_by_unit_of_another_rule_excludes_others(device):
+    """The form of the list is the same, so that all but the rule is known."""
+    parameters = make([(5, 8), (3, 700)], device=device)
+    for kept in (0, 1, 0):
+        for i, one in enumerate(parameters):
+            grad_of(one).copy_(normal(one.shape, seed=i))
+        before = copies(map(grad_of, parameters))
+        tritonclip.clip_(parameters, ClipByUnitNorm(exclude=parameters[kept]))
+        now = copies(map(grad_of, parameters))
+        assert [torch.equal(a, b) for a, b in zip(now, before, strict=True)] == [
+            kept == i for i in range(2)
+        ]
+
+
+def test_clip_by_unit_of_an_empty_list(device):
+    norms = tritonclip.clip_([torch.nn.Parameter(torch.ones(2, device=device))], ClipByUnitNorm())
+    assert norms.shape == (0,)
+
+
+def test_clip_by_unit_is_visible_to_autograd(device):
+    (one,) = make([(5, 8)], device=device)
+    grad = grad_of(one)
+    before = grad._version
+    tritonclip.clip_([one], ClipByUnitNorm())
+    assert grad._version > before
+    assert one._version == 0
+
+
+def test_clip_by_unit_writes_nothing_within_the_limits_on_a_cpu():
+    (one,) = make([(5, 8)])
+    grad, before = grad_of(one), grad_of(one)._version
+    with tritonclip.use_backend("torch"):
+        tritonclip.clip_([one], ClipByUnitNorm(1e9))
+    assert grad._version == before
+
+
+def test_clip_by_unit_of_a_flat_buffer(device):
+    parameters = make([(5, 8), (3, 700), (70,), (6, 5, 4, 3)], device=device)
+    rule = ClipByUnitNorm(exclude=parameters[1])
+    expected_grads = truths(parameters, rule)
+    expected_grads[1] = wide(grad_of(parameters[1]))
+    flat = FlatGradients(parameters)
+    tritonclip.clip_(flat, rule)
+    for parameter, truth in zip(parameters, expected_grads, strict=True):
+        assert_clipped(grad_of(parameter), truth)
+    flat.check()
+
+
+def test_clip_by_unit_refuses_sparse_gradients():
+    layer = torch.nn.Embedding(5, 3, sparse=True)
+    layer(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(TypeError, match=r"sparse gradients \(weight\).*sparse=False.*need_clip"):
+        tritonclip.clip_(layer, ClipByUnitNorm())
+
+
+def test_clip_by_unit_refuses_weights_of_another_shape(device):
+    (one,) = make([(4, 6)], device=device)
+    before = bits(grad_of(one))
+    one.data = torch.ones(6, 4, device=device)
+    with pytest.raises(ValueError, match=r"\[0\] has shape \(6, 4\) and its gradient \(4, 6\)"):
+        tritonclip.clip_([one], ClipByUnitNorm(0.0))
+    assert torch.equal(bits(grad_of(one)), before)
+
+
+def test_clip_by_unit_refuses_weights_without_memory():
+    (one,) = make([(4, 6)])
+    one.data.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="no memory: its storage was freed"):
+        tritonclip.clip_([one], ClipByUnitNorm())
+
+
+class _NoItem(TorchDispatchMode):
+    """Refuses what would wait for a device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__
+        assert not name.startswith(("_local_scalar_dense", "item", "is_nonzero", "nonzero")), name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("policy", ["propagate", "zero"])
+def test_clip_by_unit_waits_for_no_device(backend, device, policy):
+    if backend.module == "cpu_backend":
+        pytest.skip("a CPU is not waited for")
+    parameters = make(device=device)
+    rule = ClipByUnitNorm(exclude=parameters[0])
+    tritonclip.clip_(parameters, rule, nonfinite=policy)
+    with _NoItem():
+        tritonclip.clip_(parameters, rule, grad_scale=4.0, nonfinite=policy)
+
+
+@pytest.mark.parametrize("policy", ["propagate", "zero"])
+@pytest.mark.parametrize("kind", ["normal", "nan", "inf", "zero"])
+def test_verify_agrees_with_clip_by_unit(device, policy, kind):
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.complex64):
+        parameters = make([(5, 8), (3, 700), (70,), (6, 5, 4, 3), ()], dtype, device)
+        if kind == "zero":
+            grad_of(parameters[0])[2] = 0
+        elif kind != "normal":
+            grad_of(parameters[0])[2, 1] = float(kind)
+        rule = ClipByUnitNorm(exclude=parameters[3])
+        with tritonclip.verify():
+            tritonclip.clip_(parameters, rule, nonfinite=policy)
+            tritonclip.clip_(parameters, rule, nonfinite=policy, grad_scale=4.0)
+
+
+def test_verify_finds_a_wrong_unit(monkeypatch):
+    from tritonclip.backends import units
+
+    parameters = make([(5, 8)])
+    real = units.unit_norms
+    monkeypatch.setattr(units, "unit_norms", lambda x, wide: real(x, wide).flip(0))
+    with tritonclip.verify(), pytest.raises(tritonclip.VerificationError, match=r"parameters\[0\]"):
+        tritonclip.clip_(parameters, ClipByUnitNorm())
+
+
+def test_optax_adaptive_grad_clip():
+    """After each of 50 steps with a lower ratio every norm is within it; clipping again agrees."""
+    weights = [torch.nn.Parameter(torch.tensor(w)) for w in ([1.0, 2.0], [3.0, 4.0])]
+    first = [torch.tensor([500.0, 5.0]), torch.tensor([300.0, 3.0])]
+    for weight, grad in zip(weights, first, strict=True):
+        weight.grad = grad.clone()
+    for i in range(1, 51):
+        rule = ClipByUnitNorm(1 / i)
+        tritonclip.clip_(weights, rule)
+        again = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
+        for weight, twin, grad in zip(weights, again, first, strict=True):
+            assert grad_of(weight).norm() - weight.norm() / i < 1e-6
+            twin.grad = grad.clone()
+        tritonclip.clip_(again, rule)
+        for weight, twin in zip(weights, again, strict=True):
+            torch.testing.assert_close(grad_of(weight), grad_of(twin), rtol=1e-6, atol=1e-6)
+
+
+def test_optax_adaptive_grad_clip_with_axis():
+    """A 5-d kernel and a matrix: within the limit after clipping, unchanged where it was below."""
+    for shape, value in (((4, 3, 2, 2, 2), 2.0), ((6, 5), 3.0)):
+        weight = torch.nn.Parameter(torch.ones(shape))
+        weight.grad = torch.full(shape, value)
+        tritonclip.clip_([weight], ClipByUnitNorm(0.5))
+        own, limit = (unit_norms(wide(x)) for x in (grad_of(weight), weight))
+        assert (own <= 0.5 * limit + 1e-6).all()
+    weight = torch.nn.Parameter(torch.ones(4, 3, 2, 2, 2))
+    weight.grad = torch.full_like(weight, 0.1)
+    tritonclip.clip_([weight], ClipByUnitNorm(2.0))
+    assert (weight.grad == 0.1).all()
+
+
+def test_optax_matrix_of_one_column_is_one_unit_there_and_rows_here():
+    weight = torch.nn.Parameter(torch.ones(4, 1))
+    weight.grad = torch.tensor([[4.0], [0.1], [0.1], [0.1]])
+    tritonclip.clip_([weight], ClipByUnitNorm(0.5))
+    torch.testing.assert_close(weight.grad, torch.tensor([[0.5], [0.1], [0.1], [0.1]]))
+
+
+def _timm_adaptive_clip_grad(parameters, ratio: float, eps: float) -> list[np.ndarray]:
+    """Its result in float64: kept where the norm is below the limit, else scaled; floor of 1e-6."""
+    result = []
+    for one in parameters:
+        grad, limit = wide(grad_of(one)), ratio * np.maximum(unit_norms(wide(one)), eps)
+        own = unit_norms(grad)
+        result.append(np.where(own < limit, grad, grad * (limit / np.maximum(own, 1e-6))))
+    return result
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_timm_adaptive_clip_grad(device, dtype):
+    """Its clip_factor and eps are our ratio and eps, its units ours."""
+    shapes = [shape for shape in SHAPES if 0 not in shape]
+    parameters = make(shapes, dtype, device)
+    expected_grads = _timm_adaptive_clip_grad(parameters, 0.02, 1e-3)
+    tritonclip.clip_(parameters, ClipByUnitNorm(0.02, eps=1e-3))
+    for parameter, truth in zip(parameters, expected_grads, strict=True):
+        assert_clipped(grad_of(parameter), truth)
+
+
+def test_timm_floor_of_gradient_norms_is_not_ours():
+    """It divides by 1e-6 at least, so that tiny gradients over their limit shrink too much."""
+    weight = torch.nn.Parameter(torch.full((1, 4), 1e-7))
+    weight.grad = torch.full((1, 4), 2e-7)
+    assert unit_norms(_timm_adaptive_clip_grad([weight], 1.0, 1e-9)[0]).item() < 1e-7
+    tritonclip.clip_([weight], ClipByUnitNorm(1.0, eps=1e-9))
+    torch.testing.assert_close(weight.grad, torch.full((1, 4), 1e-7))

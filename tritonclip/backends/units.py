@@ -1,0 +1,336 @@
+"""Unit-wise clipping in PyTorch: the norm of every unit of gradients and weights, and its scaling.
+
+A unit is a slice along the first dimension of a parameter, or all of one with fewer than two. The
+partial norms of a group are a float64[2, n]: norms of each unit's gradient, gradient after
+gradient, and below them those of its weights; inf for weights that set no limit. Here there is one
+of each for every unit.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tritonclip.backends.batching import PIECE
+from tritonclip.backends.torch_backend import (
+    ARITHMETIC,
+    TorchBatch,
+    as_scalar,
+    coefficient_of,
+    combine,
+    multiply_,
+    norm_of,
+    store_,
+    unscaled,
+    wide_dtype,
+    zero_,
+)
+from tritonclip.rules import Rule
+
+
+class UnitBatch(Protocol):
+    """The gradients of a group in one call, beside their weights.
+
+    `total_each` and `scale_each_` are called as those of
+    :class:`tritonclip.backends.batch.Batch`; `norm_type` is 2, and `first` 0.
+
+    Attributes:
+        counts_versions: autograd's version counters see the verbs' writes.
+    """
+
+    counts_versions: bool
+
+    def measure(self) -> Tensor:
+        """Measures gradients and weights, by unit: partial norms."""
+
+    def total_each(
+        self, norms: Tensor, first: int, norm_type: float, grad_scale: float | Tensor
+    ) -> Tensor:
+        """The norm of each gradient, 1-d, from partial norms."""
+
+    def norms_each(self, norms: Tensor) -> Tensor:
+        """The norm of each gradient, 1-d, as wide as partial norms and still loss-scaled."""
+
+    def scale_each_(
+        self,
+        norms: Tensor,
+        first: int,
+        rule: Rule,
+        max_norm: float | Tensor,
+        grad_scale: float | Tensor,
+        *,
+        erase: Tensor | None,
+    ) -> tuple[Tensor, float | Tensor]:
+        """Multiplies each unit by its coefficient.
+
+        Args:
+            norms: partial norms.
+            first: 0.
+            rule: gives eps.
+            max_norm: the rule's limit: the largest norm of a unit in norms of its weights; a
+                number, a one-element tensor, or 1-d with one for each gradient.
+            grad_scale: the loss scale that gradients and partial norms still carry.
+            erase: 0-d bool on the gradients' device: whether to write zeros; None for no.
+
+        Returns:
+            The norm of each gradient before clipping, and coefficients, 1-d, or the least.
+        """
+
+    def weight_norms_each(self, norms: Tensor) -> Tensor:
+        """The norm of each gradient's weights, 1-d, from partial norms."""
+
+    def with_whole(self, norms: Tensor, gradients: Tensor, weights: Tensor) -> Tensor:
+        """Partial norms in which gradients that are one unit have other norms.
+
+        Args:
+            norms: partial norms.
+            gradients: float64, the norm of each gradient of the group.
+            weights: float64, the norm of each gradient's weights.
+        """
+
+
+class UnitLayout(Protocol):
+    """All that a backend derives from the form of a group and of its weights; holds neither."""
+
+    def serves(self, weights: list[Tensor]) -> bool:
+        """Whether weights are of the form that it was made for."""
+
+    def bind(self, grads: list[Tensor], weights: list[Tensor | None]) -> UnitBatch:
+        """The gradients of a call, as users see them, and their weights.
+
+        Args:
+            grads: of the form that it was made for.
+            weights: of the gradients' shapes; None for one without a limit.
+        """
+
+
+def count_units(tensor: Tensor) -> int:
+    """The units of a parameter; one of length 0 where it has no elements."""
+    return max(1, tensor.shape[0]) if tensor.dim() > 1 else 1
+
+
+class TorchUnitLayout:
+    """The units of each gradient.
+
+    Args:
+        grads: of one device and dtype; at least one.
+        dtype: of results.
+        on_host: the device's values can be read without waiting for it.
+    """
+
+    def __init__(self, grads: list[Tensor], dtype: torch.dtype, *, on_host: bool) -> None:
+        self.dtype, self.on_host = dtype, on_host
+        self.counts = list(map(count_units, grads))
+        self.ends = list(accumulate(self.counts))
+        self.whole = [grad.dim() < 2 for grad in grads]
+
+    def serves(self, weights: list[Tensor]) -> bool:
+        """Any weights."""
+        return True
+
+    def bind(self, grads: list[Tensor], weights: list[Tensor | None]) -> "TorchUnits":
+        """The gradients of a call, and their weights."""
+        return (HostUnits if self.on_host else TorchUnits)(grads, weights, self)
+
+
+class TorchUnits:
+    """Verbs that leave every decision to the device; see :class:`UnitBatch`."""
+
+    counts_versions = True
+
+    def __init__(
+        self, grads: list[Tensor], weights: list[Tensor | None], layout: TorchUnitLayout
+    ) -> None:
+        self.grads, self.weights = grads, weights
+        self.layout, self.dtype = layout, layout.dtype
+        self._real_dtype = grads[0].dtype.to_real()
+
+    def measure(self) -> Tensor:
+        """Measures gradients and weights, by unit."""
+        wide = wide_dtype(self.grads[0].device)
+        own = [unit_norms(grad, wide) for grad in self.grads]
+        limits = [
+            torch.full_like(norms, torch.inf) if weight is None else unit_norms(weight, wide)
+            for norms, weight in zip(own, self.weights, strict=True)
+        ]
+        return torch.cat([*own, *limits]).view(2, -1)
+
+    def total_each(
+        self, norms: Tensor, first: int, norm_type: float, grad_scale: float | Tensor
+    ) -> Tensor:
+        """The norm of each gradient, 1-d."""
+        return unscaled(self.norms_each(norms), 2.0, grad_scale).to(self.dtype)
+
+    def norms_each(self, norms: Tensor) -> Tensor:
+        """The norm of each gradient, 1-d, as wide as partial norms."""
+        return self._of_all_units(norms[0])
+
+    def weight_norms_each(self, norms: Tensor) -> Tensor:
+        """The norm of each gradient's weights."""
+        return self._of_all_units(norms[1])
+
+    def _of_all_units(self, norms: Tensor) -> Tensor:
+        """The norm of each tensor from those of its units."""
+        layout = self.layout
+        if len(norms) == len(layout.counts):
+            return norms
+        if norms.dtype != torch.float64 or self._real_dtype == torch.float64:
+            # Squares may leave the range.
+            return torch.stack([combine(own, 2.0) for own in norms.split(layout.counts)])
+        return torch.stack(torch._foreach_norm(norms.split(layout.counts)))
+
+    def with_whole(self, norms: Tensor, gradients: Tensor, weights: Tensor) -> Tensor:
+        """Partial norms in which gradients that are one unit have other norms."""
+        layout, parts = self.layout, []
+        # By slices, not by an index tensor: that would be an upload.
+        for row, given in zip(norms.unbind(), (gradients, weights), strict=True):
+            pairs = zip(row.split(layout.counts), given.split(1), strict=True)
+            parts += [
+                new if whole else old for (old, new), whole in zip(pairs, layout.whole, strict=True)
+            ]
+        return torch.cat(parts).view(2, -1)
+
+    def coefficients(
+        self, norms: Tensor, rule: Rule, ratio: float | Tensor, grad_scale: float | Tensor
+    ) -> Tensor:
+        """The coefficient of each unit, computed as wide as norms, then rounded once."""
+        ratio = as_scalar(ratio, norms)
+        if ratio.dim():
+            own_ratios = zip(ratio.split(1), self.layout.counts, strict=True)
+            ratio = torch.cat([one.expand(n) for one, n in own_ratios])
+        own, weights = norms.unbind()
+        floor = torch.where(weights < rule.eps, rule.eps, weights)
+        unlimited = (weights == torch.inf) | (ratio == torch.inf)
+        limit = torch.where(unlimited, torch.inf, ratio * floor)
+        return coefficient_of(unscaled(own, 2.0, grad_scale), limit, 0.0).to(self.dtype)
+
+    def scale_each_(
+        self,
+        norms: Tensor,
+        first: int,
+        rule: Rule,
+        max_norm: float | Tensor,
+        grad_scale: float | Tensor,
+        *,
+        erase: Tensor | None,
+    ) -> tuple[Tensor, float | Tensor]:
+        """Multiplies each unit by its coefficient; `max_norm` is the limit of the ratio."""
+        norm = self.total_each(norms, first, 2.0, grad_scale)
+        coefficient = self.coefficients(norms, rule, max_norm, grad_scale)
+        factors = self._factors_of(coefficient, grad_scale)
+        if erase is None:
+            erase = torch.zeros((), dtype=torch.bool, device=norm.device)
+        self._multiply_(range(len(self.grads)), factors, erase)
+        return norm, torch.where(erase, 0.0, coefficient)
+
+    def _factors_of(self, coefficient: Tensor, grad_scale: float | Tensor) -> list[Tensor]:
+        """Factors whose product is coefficient / grad_scale, each 1-d."""
+        return TorchBatch([_real(self.grads[0])], self.dtype).factors_of(coefficient, grad_scale)
+
+    def _multiply_(
+        self, chosen: Sequence[int] | range, factors: list[Tensor], erase: Tensor
+    ) -> None:
+        """Multiplies the units of some gradients by each of their factors, or writes zeros."""
+        wide = torch.float64 if self._real_dtype == torch.float64 else torch.float32
+        by_gradient = [factor.to(wide).split(self.layout.counts) for factor in factors]
+        for i in chosen:
+            _multiply_units_(self.grads[i], [own[i] for own in by_gradient], erase)
+
+
+class HostUnits(TorchUnits):
+    """The verbs on a CPU, where the host decides: no gradient within its limits is written."""
+
+    def scale_each_(
+        self,
+        norms: Tensor,
+        first: int,
+        rule: Rule,
+        max_norm: float | Tensor,
+        grad_scale: float | Tensor,
+        *,
+        erase: Tensor | None,
+    ) -> tuple[Tensor, float | Tensor]:
+        """Multiplies each unit by its coefficient; no gradient whose coefficients are all 1."""
+        norm = self.total_each(norms, first, 2.0, grad_scale)
+        if erase is not None and bool(erase):
+            zero_(self.grads)
+            return norm, 0.0
+        coefficient = self.coefficients(norms, rule, max_norm, grad_scale)
+        factors = self._factors_of(coefficient, grad_scale)
+        changed = (factors[0] != 1).nonzero().flatten()
+        if changed.numel():
+            if len(factors) > 1 and not bool((factors[1] != 1).any()):
+                factors = factors[:1]
+            ends = torch.tensor(self.layout.ends, device="cpu")
+            places = torch.searchsorted(ends, changed, right=True).unique_consecutive()
+            no = torch.zeros((), dtype=torch.bool, device="cpu")
+            self._multiply_(places.tolist(), factors, no)
+        return norm, float(coefficient.min())
+
+
+def unit_norms(tensor: Tensor, wide: torch.dtype) -> Tensor:
+    """The 2-norm of each unit, 1-d, computed in `wide` whatever the dtype; by modulus if complex.
+
+    Large tensors are converted piece by piece.
+    """
+    rows = _rows(_real(tensor), whole=tensor.dim() < 2)
+    n, length = len(rows), rows[0].numel()
+    if not length:
+        return torch.zeros(n, dtype=wide, device=tensor.device)
+    if length > PIECE:
+        return torch.stack([norm_of([row], 2.0, wide) for row in rows])
+    pieces = rows.split(PIECE // length) if rows.numel() > PIECE else [rows]
+    norms = [_norms_of_rows(piece, wide) for piece in pieces]
+    return norms[0] if len(norms) == 1 else torch.cat(norms)
+
+
+def _norms_of_rows(rows: Tensor, wide: torch.dtype) -> Tensor:
+    """The 2-norm of each slice of a small tensor."""
+    x = rows.to(wide).reshape(len(rows), -1)
+    if wide == torch.float64 and rows.dtype != wide:
+        # Squares of narrower numbers fit float64, whatever they are.
+        norms: Tensor = torch.linalg.vector_norm(x, dim=1)
+        return norms
+    largest = x.abs().amax(1, keepdim=True)
+    # Dividing by 1 instead of 0, inf and NaN gives just these.
+    scale = torch.where((largest > 0) & (largest < torch.inf), largest, 1.0)
+    rest: Tensor = torch.linalg.vector_norm(x / scale, dim=1)
+    return scale[:, 0] * rest
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs of reals; of a conjugated one those of the memory."""
+    tensor = tensor.detach()
+    if not tensor.is_complex():
+        return tensor
+    return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
+
+
+def _rows(real: Tensor, *, whole: bool) -> Tensor:
+    """A tensor whose slices along the first dimension are the units."""
+    return real.unsqueeze(0) if whole or not real.shape[0] else real
+
+
+def _multiply_units_(grad: Tensor, factors: list[Tensor], erase: Tensor) -> None:
+    """Multiplies the units of a gradient in place by 1-d factors, rounding once."""
+    rows = _rows(_real(grad), whole=grad.dim() < 2)
+    columns = [factor.view(-1, *(1,) * (rows.dim() - 1)) for factor in factors]
+    if rows.dtype == factors[0].dtype and rows.dtype in ARITHMETIC:
+        for column in columns:
+            rows.mul_(column)
+        rows.masked_fill_(erase, 0.0)
+        return
+    length = max(1, rows[0].numel())
+    if length > PIECE:
+        for i, row in enumerate(rows):
+            multiply_([row], [factor[i] for factor in factors], erase)
+        return
+    n = PIECE // length
+    parts = [column.split(n) for column in columns]
+    for piece, *own in zip(rows.split(n), *parts, strict=True):
+        values = piece.to(factors[0].dtype, copy=True)
+        for column in own:
+            values.mul_(column)
+        store_(piece, values.masked_fill_(erase, 0.0))

@@ -1,0 +1,180 @@
+"""Rules that compare the gradient of each unit with the weights of that unit."""
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from weakref import ref
+
+from torch import Tensor
+from torch.nn import Module
+
+from tritonclip.rules.arguments import Schedule, as_limit, as_limit_or_schedule
+from tritonclip.rules.rule import Measured, Rule, needs_state
+
+_EXPECTED = "exclude must be a module, a parameter, or an iterable of these"
+
+
+class Excluded:
+    """Parameters that a rule sets no limit for, compared by identity.
+
+    It keeps none of them alive. A copy, or what pickle makes of it, has the copies of the
+    parameters: copy it together with their model or optimizer.
+
+    Args:
+        parameters: tensors.
+    """
+
+    __slots__ = ("_ids", "_refs")
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._refs = tuple(map(ref, parameters))
+        self._ids = tuple(map(id, parameters))
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters.
+
+        Raises:
+            RuntimeError: one that is gone.
+        """
+        # torch.compile cannot trace an assignment within a comprehension.
+        found = [one() for one in self._refs]
+        alive = [parameter for parameter in found if parameter is not None]
+        if len(alive) < len(self._refs):
+            raise RuntimeError(
+                f"{len(self._refs) - len(alive)} of {len(self._refs)} parameters that exclude "
+                "named are gone: others took their place in the model, or the model was let go; "
+                "expected parameters that are there: make the rule once the model is complete (for "
+                "fully_shard, after it), and copy it together with the model"
+            )
+        return alive
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Excluded) and self._ids == other._ids
+
+    def __hash__(self) -> int:
+        return hash(self._ids)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} parameters>" if self._refs else "None"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Excluded, (self.parameters,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Excluded":
+        return Excluded([copy.deepcopy(parameter, memo) for parameter in self.parameters])
+
+
+@dataclass(frozen=True, slots=True)
+class ClipByUnitNorm(Rule):
+    r"""Scales each unit of a gradient whose norm before clipping exceeds a share of its weights'.
+
+    Adaptive gradient clipping, for each unit :math:`u` by its own coefficient:
+
+    .. math::
+        g_u \leftarrow g_u \cdot \min(1, \text{ratio} \cdot \max(\|w_u\|_2, \text{eps})
+        / \|g_u\|_2)
+
+    The units of a parameter are its slices along the first dimension: the rows of a linear layer,
+    the filters of a convolution, the vectors of an embedding. A parameter with fewer than two
+    dimensions is one unit.
+
+    Args:
+        ratio: largest norm of a unit's gradient, in norms of its weights; 0 or more, inf clips
+            nothing. Or a function of the step; see :class:`ClipState`.
+        eps: norm that weights count with at least, so that those that start at 0 can grow; 0 or
+            more, finite.
+        exclude: parameters without a limit: a module (those that it has now), a parameter, or an
+            iterable of these. The authors exclude the last linear layer. Their gradients are
+            measured, divided by the loss scale and zeroed as the others are; `need_clip = False`
+            leaves a parameter out altogether. A rule keeps no parameter alive.
+
+    Raises:
+        ValueError: a ratio or `eps` that is negative or NaN, an infinite `eps`.
+        TypeError: an argument of another kind.
+
+    Notes:
+        NaN spreads within its unit only; an inf turns the finite elements of its unit into 0, and
+        becomes NaN. A unit whose gradient is 0 stays 0. Norms and coefficients are computed in
+        float64; nothing waits for the device. timm has the same units. optax finds them by rank,
+        for weights with the output dimension last, and takes a matrix of one row or column for one
+        unit.
+
+    Example:
+        >>> import torch, tritonclip
+        >>> layer = torch.nn.Linear(2, 2, bias=False)
+        >>> _ = layer.weight.data.copy_(torch.tensor([[3.0, 4.0], [0.6, 0.8]]))
+        >>> layer.weight.grad = torch.tensor([[0.3, 0.4], [0.3, 0.4]])
+        >>> tritonclip.clip_(layer, ClipByUnitNorm(0.1))
+        tensor([0.7071])
+        >>> layer.weight.grad
+        tensor([[0.3000, 0.4000],
+                [0.0600, 0.0800]])
+
+    References:
+        Brock, De, Smith, Simonyan, `High-performance large-scale image recognition without
+        normalization <https://arxiv.org/abs/2102.06171>`_, 2021
+    """
+
+    ratio: float | Schedule = 0.01
+    eps: float = 1e-3
+    exclude: Module | Tensor | Iterable[Module | Tensor] | Excluded | None = None
+
+    per_gradient: ClassVar[bool] = True
+    per_unit: ClassVar[bool] = True
+    norm_type: ClassVar[float] = 2.0  # type: ignore[misc]  # a constant here
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ratio", as_limit_or_schedule("ratio", self.ratio))
+        object.__setattr__(self, "eps", as_limit("eps", self.eps))
+        if math.isinf(self.eps):
+            raise ValueError("eps must be finite, got inf")
+        object.__setattr__(self, "exclude", _as_excluded(self.exclude))
+
+    def limit(self, measured: Measured) -> float:
+        """`ratio`."""
+        if callable(self.ratio):
+            raise needs_state(self)
+        return self.ratio
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The arguments before `exclude`."""
+        if callable(self.ratio):
+            raise needs_state(self)
+        return self.ratio, self.eps
+
+    def exempt(self, parameters: Sequence[Tensor]) -> list[bool]:
+        """Whether `exclude` named each of these parameters."""
+        assert isinstance(self.exclude, Excluded)
+        if not len(self.exclude):
+            return [False] * len(parameters)
+        known = set(map(id, self.exclude.parameters))
+        return [id(parameter) in known for parameter in parameters]
+
+
+def _as_excluded(exclude: object) -> Excluded:
+    """The parameters of the user's argument, each once."""
+    if isinstance(exclude, Excluded):
+        return exclude
+    if exclude is None:
+        exclude = ()
+    if isinstance(exclude, Module | Tensor):
+        exclude = [exclude]
+    if isinstance(exclude, str | bytes) or not isinstance(exclude, Iterable):
+        raise TypeError(f"{_EXPECTED}, got {exclude!r:.80} of type {type(exclude).__name__}")
+    parameters: dict[int, Tensor] = {}
+    for position, item in enumerate(exclude):
+        if not isinstance(item, Module | Tensor):
+            raise TypeError(
+                f"{_EXPECTED}, got {item!r:.80} of type {type(item).__name__} at position "
+                f"{position}; write exclude=model.head, or exclude=model.head.parameters()"
+            )
+        members = [item] if isinstance(item, Tensor) else item.parameters()
+        parameters.update((id(parameter), parameter) for parameter in members)
+    return Excluded(list(parameters.values()))
