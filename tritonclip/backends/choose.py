@@ -11,7 +11,8 @@ from tritonclip import settings
 from tritonclip.backends.batch import Layout
 from tritonclip.backends.cpu_backend import CpuLayout
 from tritonclip.backends.torch_backend import TorchLayout
-from tritonclip.backends.units import TorchUnitLayout, UnitLayout
+from tritonclip.backends.unit_batch import UnitLayout
+from tritonclip.backends.units import TorchUnitLayout
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

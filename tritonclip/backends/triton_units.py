@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from tritonclip.backends.units import count_units
+from tritonclip.backends.unit_batch import count_units
 from tritonclip.kernels import units
 from tritonclip.kernels.unit_table import UnitTable, UnitTables, count_chunks
 from tritonclip.rules import Rule
@@ -57,7 +57,7 @@ class TritonUnitLayout:
 
 
 class TritonUnits:
-    """Verbs that launch one kernel each; see :class:`tritonclip.backends.units.UnitBatch`."""
+    """Verbs that launch one kernel each; see :class:`tritonclip.backends.unit_batch.UnitBatch`."""
 
     # Kernels write through addresses, which autograd does not see.
     counts_versions = False

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.batch import Layout
-from tritonclip.backends.units import UnitLayout
+from tritonclip.backends.unit_batch import UnitLayout
 from tritonclip.distributed.reduce import Reduction
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from tritonclip.backends.choose import unit_layout_of
-from tritonclip.backends.units import UnitBatch
+from tritonclip.backends.unit_batch import UnitBatch
 from tritonclip.distributed.reduce import Places, Reduction, Share
 from tritonclip.engine.gradients import Gradients, gradient_of
 from tritonclip.engine.memory import OFFSETS, is_freed
