@@ -199,7 +199,7 @@ def as_rule(clip: object) -> Rule:
         return ClipByGlobalNorm(clip)  # type: ignore[arg-type]  # the rule checks
     except TypeError:
         raise TypeError(
-            "clip must be a number (the largest global norm) or one of ClipByGlobalNorm, "
+            "clip must be a number (the largest global norm) or a rule, such as ClipByGlobalNorm, "
             f"ClipByNorm and ClipByValue, got {clip!r} of type {type(clip).__name__}"
         ) from None
 
