@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import nn
 
 import tritonclip
 from tritonclip import ClipByNorm
-from tritonclip.engine.modules import parameters_of, walk
+from tritonclip.engine.modules import parameters_of
 
 
 class Renamed(nn.Module):
@@ -61,7 +63,6 @@ def test_parameters_of_finds_those_of_torch_in_order(make):
     model = make()
 
     assert list(map(id, parameters_of(model))) == list(map(id, model.parameters()))
-    assert list(map(id, walk(model))) == list(map(id, model.modules()))
 
 
 def marked(name: str) -> Any:
@@ -139,3 +140,73 @@ def test_compiled_calls_refuse_marks():
 
     with pytest.raises(Exception, match="need_clip = False"):
         torch.compile(lambda: tritonclip.clip_(model, 0.0), backend="aot_eager")()
+
+
+def with_unclipped_bias() -> Any:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    model[1][0].bias.need_clip = False
+    return model
+
+
+def marks_of(model: Any) -> list[bool]:
+    return [getattr(parameter, "need_clip", True) for parameter in model.parameters()]
+
+
+MEETINGS: dict[str, Any] = {
+    "clip_": lambda m: tritonclip.clip_(m, 1.0),
+    "FlatGradients": tritonclip.FlatGradients,
+    "clip_on_backward_": lambda m: tritonclip.clip_on_backward_(m, ClipByNorm(1.0)),
+}
+
+
+@pytest.mark.parametrize("meet", MEETINGS.values(), ids=MEETINGS)
+def test_copies_of_a_known_model_keep_need_clip(meet):
+    model = with_unclipped_bias()
+    meet(model)
+
+    twin = copy.deepcopy(model)
+    again = copy.deepcopy(twin)
+
+    assert marks_of(twin) == marks_of(again) == [True, True, True, False]
+
+
+def test_copies_of_shared_parameters_keep_need_clip():
+    model: Any = tied()
+    model[1].weight.need_clip = False
+    tritonclip.clip_(model, 1.0)
+
+    twin = copy.deepcopy(model)
+
+    assert twin[0].weight is twin[1].weight
+    assert marks_of(twin) == [False]
+
+
+def test_copies_follow_the_marks_at_the_time_of_the_copy():
+    model = with_unclipped_bias()
+    tritonclip.clip_(model, 1.0)
+    model[1][0].bias.need_clip = True
+    model[1][0].weight = nn.Parameter(torch.zeros(2, 2))
+
+    assert marks_of(copy.deepcopy(model)) == [True] * 4
+
+
+def test_pickled_models_keep_need_clip_and_need_no_tritonclip():
+    model = with_unclipped_bias()
+    tritonclip.clip_(model, 1.0)
+
+    pickled = pickle.dumps(model)
+
+    assert b"tritonclip." not in pickled
+    loaded = pickle.loads(pickled)
+    assert marks_of(loaded) == [True, True, True, False]
+    tritonclip.clip_(loaded, 1.0)
+    assert marks_of(copy.deepcopy(loaded)) == [True, True, True, False]
+
+
+def test_state_of_a_known_model_is_the_same():
+    model, twin = with_unclipped_bias(), with_unclipped_bias()
+
+    tritonclip.clip_(model, 1.0)
+
+    assert list(model.state_dict()) == list(twin.state_dict())
+    assert repr(model) == repr(twin)

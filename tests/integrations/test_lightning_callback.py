@@ -245,6 +245,28 @@ def test_trainer_fits_a_second_module(tmp_path):
     assert_bits(module.model.parameters(), by_hand.parameters())
 
 
+class KeepsItsOptimizer(Digits):
+    def __init__(self):
+        super().__init__()
+        self.inner = sgd(self.model)
+
+    def configure_optimizers(self):
+        return self.inner
+
+
+def test_module_that_keeps_its_optimizer_is_fitted_again(tmp_path):
+    module = KeepsItsOptimizer()
+    first = trainer_of(tmp_path / "first")
+    first.fit(module, loader())
+
+    second = trainer_of(tmp_path / "second", Clipping(0.5 * MAX_NORM))
+    second.fit(module, loader())
+
+    assert second.optimizers[0] is first.optimizers[0]
+    assert second.optimizers[0].clip == tritonclip.ClipByGlobalNorm(0.5 * MAX_NORM)
+    assert stats_of(second)["steps"] == 2 * BATCHES
+
+
 def test_learning_rates_are_monitored_as_before(tmp_path):
     trainer = trainer_of(tmp_path, callbacks=[LearningRateMonitor()])
 

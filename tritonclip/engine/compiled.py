@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from tritonclip import rules
 from tritonclip.engine import execute
 from tritonclip.engine.gradients import Gradients, of_tensors
-from tritonclip.engine.modules import walk
+from tritonclip.engine.modules import check_marks
 from tritonclip.engine.planner import plan_
 from tritonclip.engine.refusals import refuse_negative, refuse_repeated
 from tritonclip.rules import Rule
@@ -31,7 +31,7 @@ def _collect(parameters: object) -> tuple[list[Tensor], str, list[Tensor]]:
     if isinstance(parameters, Tensor):
         items = [("", parameters)]
     elif isinstance(parameters, Module):
-        walk(parameters)
+        check_marks(parameters)
         items = list(parameters.named_parameters())
     else:
         items = [p if isinstance(p, tuple) else ("", p) for p in parameters]  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from tritonclip.distributed.domain import Holders
 from tritonclip.distributed.sharding import Piece, Sharding, Shares, shares_of
-from tritonclip.engine.modules import parameters_of, walk
+from tritonclip.engine.modules import check_marks, parameters_of
 from tritonclip.engine.plan import Plan
 from tritonclip.engine.refusals import (
     PLAIN,
@@ -275,7 +275,7 @@ def with_labels(
 ) -> tuple[list[Tensor], LabelOf]:
     """The parameters in an argument of `clip_`, and the name of the i-th; raises as above."""
     if isinstance(parameters, Module):
-        walk(parameters)
+        check_marks(parameters)
         parameters = parameters.named_parameters()
     items = _as_list(parameters)
     if not PLAIN.issuperset(map(type, items)):

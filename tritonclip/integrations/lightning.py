@@ -6,16 +6,20 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ModuleNotFoundError:
     from pytorch_lightning import Callback, LightningModule, Trainer
 
-from tritonclip.engine.modules import walk
+from tritonclip.engine.modules import check_marks
 from tritonclip.integrations.metrics import metrics_of
-from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite
+from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite, wrapper_of
 from tritonclip.rules import Rule, as_rule
+
+# Wrappers of all callbacks.
+_made: WeakSet[ClippedOptimizer] = WeakSet()
 
 
 class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
@@ -84,13 +88,20 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wraps the optimizers, before their checkpoints are loaded."""
-        walk(pl_module)
+        check_marks(pl_module)
         trainer.strategy.optimizers = [self._wrap(inner) for inner in trainer.optimizers]
         self._logged_step = trainer.global_step
 
     def _wrap(self, inner: Any) -> ClippedOptimizer:
+        known = wrapper_of(inner)
+        if known is not None and known in _made and self.recorder is None:
+            # A module that keeps its optimizer is fitted once more.
+            known.clip, known.nonfinite = self.clip, self.nonfinite
+            return known
         options = {} if self.recorder is None else {"recorder": self.recorder}
-        return ClippedOptimizer(inner, self.clip, nonfinite=self.nonfinite, **options)
+        wrapper = ClippedOptimizer(inner, self.clip, nonfinite=self.nonfinite, **options)
+        _made.add(wrapper)
+        return wrapper
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Logs, if this batch ended in a step and the trainer logs it."""

@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-from tritonclip.engine.modules import walk
+from tritonclip.engine.modules import check_marks
 from tritonclip.integrations.metrics import metrics_of, wrapper_in
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite
 from tritonclip.rules import Rule, as_rule
@@ -68,7 +68,7 @@ class ClippingMixin:
         """The optimizer of the trainer, wrapped."""
         inner = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if wrapper_in(inner) is None:
-            walk(self.model)
+            check_marks(self.model)
             if isinstance(inner, LayerWiseDummyOptimizer):
                 raise RuntimeError(
                     f"optim={self.args.optim} steps inside backward, before all gradients are "

@@ -581,10 +581,15 @@ class ClippedOptimizer(DelegatingOptimizer):
         )
 
 
+def wrapper_of(optimizer: Optimizer) -> ClippedOptimizer | None:
+    """The ClippedOptimizer around an optimizer, if one is alive."""
+    wrapper = _wrappers.get(optimizer)
+    return None if wrapper is None else wrapper()
+
+
 def is_wrapped(optimizer: Optimizer) -> bool:
     """Whether a ClippedOptimizer around this optimizer is alive."""
-    wrapper = _wrappers.get(optimizer)
-    return wrapper is not None and wrapper() is not None
+    return wrapper_of(optimizer) is not None
 
 
 def _check_optimizer(optimizer: object) -> None:
