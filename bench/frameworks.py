@@ -125,7 +125,7 @@ def optax(gradients: Gradients, rule: str, limit: float, *, donate: bool = True)
 
     def update(arrays: list[Any]) -> tuple[list[Any], list[Any] | None]:
         clipped = transform.update(arrays, transform.init(arrays))[0]
-        return clipped, [library.global_norm(arrays)] if rule == "norm" else None
+        return clipped, [library.tree.norm(arrays)] if rule == "norm" else None
 
     compiled = jax.jit(update, donate_argnums=0 if donate else ())
 

@@ -100,6 +100,11 @@ def test_value_refuses_fractions_for_integers():
         functional.clip_by_value(torch.tensor([1, 2]), 0.5, 2)
 
 
+def test_value_refuses_floating_bounds_for_integers():
+    with pytest.raises(ValueError, match="max must be of integers for"):
+        functional.clip_by_value(torch.tensor([1], dtype=torch.int32), max=torch.tensor(0.5))
+
+
 def test_a_call_that_raises_has_changed_nothing():
     x = torch.tensor([3.0, 4.0])
     with pytest.raises(TypeError):

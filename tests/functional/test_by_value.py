@@ -55,12 +55,36 @@ def test_infinite_bounds_are_none():
     assert y.data_ptr() != x.data_ptr()
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_infinite_bounds_of_the_other_sign_leave_nothing(requires_grad):
+    x = torch.ones(2, dtype=torch.float16, requires_grad=requires_grad)
+    assert functional.clip_by_value(x, max=-math.inf).tolist() == [-math.inf, -math.inf]
+    assert functional.clip_by_value(x, min=math.inf).tolist() == [math.inf, math.inf]
+    whole = functional.clip_by_value(torch.tensor([3], dtype=torch.uint8), min=math.inf)
+    assert whole.tolist() == [255]
+
+
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64, torch.uint8], ids=str)
 def test_integers_are_clamped_within_their_range(dtype):
     x = torch.tensor([1, 2, 3, 4, 5, 6], dtype=dtype)
     y = functional.clip_by_value(x, 2, 1e30)
     assert y.tolist() == [2, 2, 3, 4, 5, 6]
     assert y.dtype == dtype
+
+
+def test_integer_bounds_are_exact_and_stay_in_range():
+    large = 2**60 + 1
+    assert functional.clip_by_value(torch.tensor([2**62]), max=large).tolist() == [large]
+    x = torch.tensor([1, 200], dtype=torch.uint8)
+    y = functional.clip_by_value(x, torch.tensor(-5), torch.tensor([300, 100]))
+    assert y.tolist() == [1, 100]
+
+
+def test_float8_is_clamped():
+    x = torch.tensor([3.0, -4.0, 0.5]).to(torch.float8_e4m3fn)
+    y = functional.clip_by_value(x, -2.0, 2.0)
+    assert y.dtype == x.dtype
+    assert y.float().tolist() == [2.0, -2.0, 0.5]
 
 
 def test_derivative_is_one_inside_and_zero_outside():

@@ -68,14 +68,14 @@ def test_derivatives_in_the_values_are_right(name):
 
 def test_bounds_that_exclude_zero_are_refused():
     x = sparse(normal((3, 2)))
-    for bounds in ((0.1, 0.5), (-0.5, -0.1), (torch.zeros(2), None), (None, torch.ones(2))):
+    for bounds in ((0.1, None), (-0.5, -0.1), (torch.zeros(2), None), (None, torch.ones(2))):
         with pytest.raises(ValueError, match="implicit zeros"):
             functional.clip_by_value(x, *bounds)
 
 
 def test_least_magnitude_and_sparse_dimensions_are_refused():
     x = sparse(normal((3, 2)))
-    with pytest.raises(ValueError, match="norm_type"):
+    with pytest.raises(ValueError, match="norm_type=-inf is not supported for sparse"):
         functional.clip_by_norm(x, 1.0, norm_type=-math.inf)
     for dim in (0, (0, 1), -2):
         with pytest.raises(ValueError, match="dense dimensions of a sparse tensor, from 1 on"):

@@ -143,6 +143,30 @@ def test_compile_traces_structures(tree):
 
 
 @pytest.mark.plain_empty
+@named
+def test_export_keeps_the_values(name):
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return FUNCTIONS[name](x)
+
+    x = normal((3, 4))
+    exported = torch.export.export(Model(), (normal((3, 4), seed=1),)).module()
+    torch.testing.assert_close(exported(x), FUNCTIONS[name](x), **CLOSE)
+
+
+@pytest.mark.plain_empty
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_parameters_are_tensors():
+    layer = torch.nn.Linear(3, 2)
+
+    def norm():
+        return functional.global_norm(list(layer.parameters()))
+
+    traced = torch.compile(norm, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(traced(), norm(), **CLOSE)
+
+
+@pytest.mark.plain_empty
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_vmap_is_eager_vmap():
     batch = normal((5, 3, 4))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from tritonclip import functional
 
@@ -105,6 +106,20 @@ def test_gradients_of_torch_func_are_clipped_as_one_tree():
     assert float(norm) > 1.0
     torch.testing.assert_close(functional.global_norm(clipped), torch.tensor(1.0))
     assert clipped.keys() == gradients.keys()
+
+
+def test_registered_classes_are_taken_apart():
+    class Box:
+        def __init__(self, inside):
+            self.inside = inside
+
+    pytree.register_pytree_node(
+        Box, lambda box: ([box.inside], None), lambda inside, _: Box(*inside)
+    )
+    tree: Any = {"a": Box(three()), "b": [four()]}
+    clipped, norm = functional.clip_by_global_norm(tree, 1.0)
+    assert float(norm) == 5.0
+    torch.testing.assert_close(clipped["a"].inside, torch.tensor([0.6]))
 
 
 def test_fields_without_tensors_stay_the_same_objects():

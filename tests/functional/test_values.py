@@ -101,6 +101,18 @@ def test_clip_by_norm_over_dimensions_measures_each_slice(device, dtype, dim):
     torch.testing.assert_close(y.double(), expected, rtol=1.2e-6 + torch.finfo(dtype).eps, atol=0)
 
 
+@pytest.mark.parametrize("dim", [0, (0, 2), 1], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.complex64], ids=str)
+def test_clip_by_norm_over_dimensions_of_a_large_tensor(dtype, dim):
+    """In pieces, the last of which is shorter."""
+    x = normal((61, 67, 71), dtype)
+    y = functional.clip_by_norm(x, 7.0, dim)
+    wide = x.to(torch.complex128 if dtype.is_complex else torch.float64)
+    norms = torch.linalg.vector_norm(wide, dim=dim, keepdim=True)
+    expected = (wide * (7.0 / norms).clamp(max=1.0)).to(dtype)
+    torch.testing.assert_close(y, expected)
+
+
 def test_clip_by_norm_takes_a_limit_for_each_slice(device):
     x = torch.ones(3, 4, device=device)
     limits = torch.tensor([[1.0], [2.0], [4.0]], device=device)
@@ -226,6 +238,10 @@ def test_norm_equal_to_the_limit_changes_nothing(device):
 
 def test_limits_of_counts_may_be_tensors(device):
     x = normal(100, device=device)
+    # The product of limit and count would not fit the limit's dtype.
+    half = torch.tensor(1000.0, dtype=torch.float16, device=device)
+    large = torch.full((100,), 2e4, device=device)
+    assert_norm(functional.global_norm(functional.clip_by_average_norm(large, half)), 1e5)
     for function in (functional.clip_by_rms, functional.clip_by_average_norm):
         tensors, small = [x, x[:7]], torch.tensor(0.01, device=device)
         for ours, expected in zip(function(tensors, small), function(tensors, 0.01), strict=True):

@@ -9,9 +9,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from tritonclip.backends.torch_backend import wide_dtype
 from tritonclip.functional import formulas
 from tritonclip.functional.limits import as_limit_or_tensor, coefficient_over, coefficients_of
-from tritonclip.functional.norms import norms_of_each
+from tritonclip.functional.norms import norms_of_each, norms_over
 from tritonclip.functional.products import scaled
 from tritonclip.functional.trees import Tree
 from tritonclip.rules.arguments import as_norm_type
@@ -68,8 +69,11 @@ def clip_by_norm(
     tree = Tree(x, "x")
     order, limit = as_norm_type(norm_type), as_limit_or_tensor("max_norm", max_norm)
     if dim is None:
-        if order == -math.inf:
-            tree.refuse_sparse("norm_type", "-inf is the least magnitude, of implicit zeros")
+        if order == -math.inf and tree.is_sparse:
+            raise ValueError(
+                "norm_type=-inf is not supported for sparse tensors, whose implicit zeros count; "
+                "expected another norm_type, or tensors made dense with to_dense()"
+            )
         clipped = _clip_each(tree.values, [limit], "max_norm", order)
     else:
         clipped = [
@@ -105,7 +109,7 @@ def clip_by_average_norm(x: T, max_norm: float | Tensor) -> T:
         TensorFlow, `tf.compat.v1.clip_by_average_norm`.
     """
     tree, limit = Tree(x, "x"), as_limit_or_tensor("max_norm", max_norm)
-    limits = [limit * tensor.numel() if tensor.numel() else limit for tensor in tree.tensors]
+    limits = [_times(limit, tensor.numel()) for tensor in tree.tensors]
     result: T = tree.rebuild(_clip_each(tree.values, limits, "max_norm"))
     return result
 
@@ -135,9 +139,17 @@ def clip_by_rms(x: T, max_rms: float | Tensor) -> T:
         Sublinear Memory Cost <https://arxiv.org/abs/1804.04235>`_, 2018
     """
     tree, limit = Tree(x, "x"), as_limit_or_tensor("max_rms", max_rms)
-    limits = [limit * math.sqrt(max(1, tensor.numel())) for tensor in tree.tensors]
+    limits = [_times(limit, math.sqrt(tensor.numel())) for tensor in tree.tensors]
     result: T = tree.rebuild(_clip_each(tree.values, limits, "max_rms"))
     return result
+
+
+def _times(limit: float | Tensor, factor: float) -> float | Tensor:
+    """A limit times a number, in a dtype that holds it."""
+    if factor == 0:
+        # Of a tensor without elements, inf times 0 would be NaN.
+        return limit
+    return factor * (limit.to(wide_dtype(limit.device)) if isinstance(limit, Tensor) else limit)
 
 
 def _clip_each(
@@ -158,7 +170,7 @@ def _clip_each(
 def _clip_over(x: Tensor, dim: tuple[int, ...], limit: float | Tensor, norm_type: float) -> Tensor:
     """One tensor by its norms over some dimensions."""
     dtype = formulas.result_dtype([x])
-    norms = formulas.within(formulas.norm_of(x, norm_type, dim), dtype)
+    norms = formulas.within(norms_over(x, norm_type, dim), dtype)
     (clipped,) = scaled([x], [coefficient_over(norms, limit, dtype, "max_norm")])
     return clipped
 

@@ -53,63 +53,85 @@ def clip_by_value(x: T, min: float | Tensor | None = None, max: float | Tensor |
     References:
         TensorFlow, `tf.clip_by_value`; optax, `optax.clip`; Keras, `clipvalue`.
     """
-    low, high = _bound("min", min), _bound("max", max)
-    if low is None and high is None:
+    if min is None and max is None:
         raise ValueError("expected a bound, got None for both: pass min, max, or both")
-    if isinstance(low, float) and isinstance(high, float) and low > high:
-        raise ValueError(f"min must not exceed max, got min={low} and max={high}")
+    low, high = _bound("min", min, none=-math.inf), _bound("max", max, none=math.inf)
     tree = Tree(x, "x", ordered=True)
-    for name, bound, sign in (("min", low, 1), ("max", high, -1)):
-        if isinstance(bound, Tensor) or (bound is not None and bound * sign > 0):
-            tree.refuse_sparse(name, "would change implicit zeros, or may,")
-    if isinstance(low, Tensor) or isinstance(high, Tensor) or not _is_plain(tree.values):
+    if isinstance(low, Tensor) or isinstance(high, Tensor):
+        if tree.is_sparse:
+            raise ValueError(
+                "bounds of sparse tensors, whose implicit zeros stay, must be numbers; expected "
+                "numbers, or tensors made dense with to_dense()"
+            )
         clamped = [_clamped(value, low, high) for value in tree.values]
     else:
-        clamped = _clamped_by_numbers(tree.values, low, high)
+        _check_numbers(low, high, sparse=tree.is_sparse)
+        differentiable = not is_readable(tree.values) or needs_grad(tree.values)
+        clamp = _clamped_each if differentiable else _clamped_by_numbers
+        clamped = clamp(tree.values, low, high)
     result: T = tree.rebuild(clamped)
     return result
 
 
-def _is_plain(values: list[Tensor]) -> bool:
-    """Whether nothing differentiates values or traces them."""
-    return is_readable(values) and not needs_grad(values)
+def _check_numbers(low: float | None, high: float | None, *, sparse: bool) -> None:
+    least, most = -math.inf if low is None else low, math.inf if high is None else high
+    if least > most:
+        raise ValueError(f"min must not exceed max, got min={least} and max={most}")
+    if sparse and not least <= 0 <= most:
+        raise ValueError(
+            f"bounds from {least} to {most} would change the implicit zeros of sparse tensors; "
+            "expected bounds that include 0, or tensors made dense with to_dense()"
+        )
+
+
+def _clamped_each(values: list[Tensor], low: float | None, high: float | None) -> list[Tensor]:
+    return [_clamped(value, low, high) for value in values]
 
 
 def _clamped_by_numbers(
     values: list[Tensor], low: float | None, high: float | None
 ) -> list[Tensor]:
-    """As `_clamped`, in one pass without derivatives."""
-    bounds = {}
-    for dtype in {x.dtype for x in values}:
-        bounds[dtype] = _within(low, dtype), _within(high, dtype)
-    none = (None, None)
-    return [
-        x.clone() if bounds[x.dtype] == none else torch.clamp(x, *bounds[x.dtype]) for x in values
-    ]
+    """As `_clamped_each`, in one pass without derivatives."""
+    dtypes = {x.dtype for x in values}
+    if len(dtypes) != 1:
+        return [y for x in values for y in _clamped_by_numbers([x], low, high)]
+    (dtype,) = dtypes
+    least, most = _within(low, dtype), _within(high, dtype)
+    if least is None and most is None:
+        return [x.clone() for x in values]
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        # torch does not clamp float8.
+        return [torch.clamp(x.float(), least, most).to(dtype) for x in values]
+    return [torch.clamp(x, least, most) for x in values]
 
 
-def _bound(name: str, bound: object) -> float | Tensor | None:
+def _bound(name: str, bound: object, none: float) -> float | Tensor | None:
+    """The user's bound; None also for `none`, which bounds nothing."""
     if bound is None:
         return None
     if isinstance(bound, Tensor):
         if bound.is_complex() or bound.dtype == torch.bool:
             raise TypeError(f"{name} must be a real tensor or a number, got {bound.dtype}")
         return bound
+    if type(bound) is int:
+        # A float might not hold it.
+        return bound
     number = as_number(name, bound)
     if math.isnan(number):
         raise ValueError(f"{name} must be a number or None for no bound, got NaN")
-    return number
+    return None if number == none else number
 
 
 def _clamped(x: Tensor, low: float | Tensor | None, high: float | Tensor | None) -> Tensor:
     """As `torch.clamp`, but on a bound with the mean of the derivatives of both sides."""
     least, most = _as_tensor("min", low, x), _as_tensor("max", high, x)
-    y = x if least is None else torch.maximum(x, least)
-    y = y.clone() if most is None else torch.minimum(y, most)
-    if least is None or most is None:
+    if least is None:
+        return x.clone() if most is None else torch.minimum(x, most)
+    y = torch.maximum(x, least)
+    if most is None:
         return y
     # Between equal bounds nothing moves; NaN stays.
-    return torch.where((least == most) & (x == x), most, y)
+    return torch.where((least == most) & (x == x), most, torch.minimum(y, most))
 
 
 def _as_tensor(name: str, bound: float | Tensor | None, x: Tensor) -> Tensor | None:
@@ -122,17 +144,24 @@ def _as_tensor(name: str, bound: float | Tensor | None, x: Tensor) -> Tensor | N
             f"{name} of shape {tuple(bound.shape)} does not broadcast to x of shape "
             f"{tuple(x.shape)}"
         )
-    return bound.to(x.device, x.dtype)
+    if x.dtype.is_floating_point:
+        return bound.to(x.device, x.dtype)
+    if bound.is_floating_point():
+        raise ValueError(
+            f"{name} must be of integers for {x.dtype}, got {bound.dtype}; convert x with float()"
+        )
+    whole = torch.iinfo(x.dtype)
+    return bound.to(x.device, torch.int64).clamp(whole.min, whole.max).to(x.dtype)
 
 
 def _within(bound: float | None, dtype: torch.dtype) -> float | None:
     """A bound in the range of a dtype, an int for integers; None for no bound."""
-    if bound is None or math.isinf(bound):
+    if bound is None:
         return None
     if dtype.is_floating_point:
         info = torch.finfo(dtype)
-        return sorted((info.min, bound, info.max))[1]
-    if not bound.is_integer():
+        return bound if math.isinf(bound) else sorted((info.min, bound, info.max))[1]
+    if math.isfinite(bound) and bound != int(bound):
         raise ValueError(f"bounds must be whole for {dtype}, got {bound}; convert x with float()")
     whole = torch.iinfo(dtype)
-    return sorted((whole.min, int(bound), whole.max))[1]
+    return int(sorted((whole.min, bound, whole.max))[1])

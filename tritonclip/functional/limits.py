@@ -34,8 +34,7 @@ def as_limit_or_tensor(name: str, value: object, *, may_be_nan: bool = False) ->
             f"{name} must be a number or a floating-point tensor, got {value.dtype}: convert it "
             "with float()"
         )
-    hidden = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if hidden or value.device.type != "cpu":
+    if value.device.type != "cpu" or not is_readable([]):
         return value
     if not bool(((value >= 0) | (value.isnan() & may_be_nan)).all()):
         raise ValueError(f"{name} must be 0 or more, got {value.detach()}")

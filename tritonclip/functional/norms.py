@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tritonclip.backends import choose
+from tritonclip.backends.batching import PIECE
 from tritonclip.backends.torch_backend import wide_dtype
 from tritonclip.engine import execute
 from tritonclip.engine.gradients import Gradients, of_tensors
@@ -62,6 +63,24 @@ def norms_of_each(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         each: Tensor = _Norm.apply(True, *tensors)  # type: ignore[no-untyped-call]
         return each
     return _each(tensors, norm_type)
+
+
+def norms_over(x: Tensor, norm_type: float, dim: tuple[int, ...]) -> Tensor:
+    """The norm over some dimensions, whose sizes become 1, in the wide dtype."""
+    others = [d for d in range(x.dim()) if d not in dim]
+    if (
+        not is_readable([x])
+        or needs_grad([x])
+        or not choose.host_decides(x.device)
+        or x.numel() <= PIECE
+        or not others
+    ):
+        return formulas.norm_of(x, norm_type, dim)
+    # Temporaries in float64 stay in cache.
+    along = max(others, key=lambda d: x.shape[d])
+    size = max(1, PIECE * x.shape[along] // x.numel())
+    pieces = x.detach().split(size, along)
+    return torch.cat([formulas.norm_of(piece, norm_type, dim) for piece in pieces], along)
 
 
 class _Norm(torch.autograd.Function):

@@ -86,7 +86,8 @@ class _Product(torch.autograd.Function):
         x, coefficient = ctx.saved_tensors
         of_x, of_coefficient = None, None
         if ctx.needs_input_grad[0]:
-            (of_x,) = scaled([grad], [coefficient])
+            # By operators that torch can batch, as for is_grads_batched=True.
+            of_x = formulas.product_of(grad, coefficient)
         if ctx.needs_input_grad[1]:
             wide = wide_dtype(x.device)
             shares = (grad.to(wide) * x.to(wide)).sum_to_size(coefficient.shape)
@@ -97,7 +98,12 @@ class _Product(torch.autograd.Function):
 def _product(x: Tensor, coefficient: Tensor) -> Tensor:
     """As `formulas.product_of`, in the narrowest dtype that gives its bits."""
     narrow = formulas.arithmetic_of(x.dtype)
-    return (x.to(narrow) * coefficient.to(x.device, narrow)).to(x.dtype)
+    factor = coefficient.to(x.device, narrow)
+    if x.dtype in ARITHMETIC and x.dim():
+        # A 0-d factor would be rounded to a half type first.
+        factor = factor.reshape(factor.shape or (1,))
+        return torch.mul(x, factor, out=torch.empty_like(x))
+    return (x.to(narrow) * factor).to(x.dtype)
 
 
 def _times(x: Tensor, number: float) -> Tensor:
@@ -153,7 +159,7 @@ def _products_of_group(tensors: list[Tensor], coefficient: Tensor) -> list[Tenso
 
 
 class _By(Rule):
-    """Scales a list of norm 1 by a coefficient."""
+    """Scales by a coefficient that is given, as if the norm were 1."""
 
     norm_type = float("inf")
     eps = 0.0
@@ -162,5 +168,5 @@ class _By(Rule):
         self._coefficient = coefficient
 
     def limit(self, norm: object) -> Tensor:
-        """The coefficient, which is what a norm of 1 is divided into."""
+        """The coefficient itself."""
         return self._coefficient

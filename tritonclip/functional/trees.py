@@ -39,7 +39,10 @@ class Tree:
     def __init__(self, tree: Any, name: str, *, ordered: bool = False) -> None:
         leaves, self._rebuild = _flatten(tree)
         present = [leaf for leaf in leaves if leaf is not None]
-        known = _PLAIN.issuperset(map(type, present))
+        # What torch.export hands over in place of tensors is of other classes.
+        known = _PLAIN.issuperset(map(type, present)) or (
+            torch.compiler.is_compiling() and all(isinstance(x, Tensor) for x in present)
+        )
         forms = {_form_of(x) for x in present} if known else set()
         if not known or any(_fault_of_form(*form, ordered) for form in forms):
             _refuse(leaves, tree, name, ordered)
@@ -59,14 +62,6 @@ class Tree:
             return self._rebuild(list(values))
         made = iter(values)
         return self._rebuild([next(made) if there else None for there in self._is_there])
-
-    def refuse_sparse(self, name: str, why: str) -> None:
-        """ValueError for sparse tensors, whose implicit zeros an argument would change."""
-        if self.is_sparse:
-            raise ValueError(
-                f"{name} {why} of sparse tensors; expected another {name}, or tensors made dense "
-                "with to_dense()"
-            )
 
 
 def _refuse(leaves: Sequence[Any], tree: Any, name: str, ordered: bool) -> None:
