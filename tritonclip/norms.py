@@ -14,6 +14,7 @@ from tritonclip.backends.torch_backend import wide_dtype
 from tritonclip.clipping import Parameters
 from tritonclip.engine import execute, verification
 from tritonclip.engine.gradients import Gradients, labelled, of_parameters
+from tritonclip.engine.measure import total
 from tritonclip.engine.planner import plan_
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
@@ -97,7 +98,7 @@ def _measured(gradients: Gradients, p: float, grad_scale: float | Tensor) -> Ten
     if gradients.plan is None:
         return torch.zeros(0, dtype=torch.float32, device=gradients.device)
     expected = verification.Expectation(gradients) if settings.verifying() else None
-    norms = execute.total(gradients, execute.measure(gradients, p, True, grad_scale))
+    norms = total(execute.measure(gradients, p, True, grad_scale))
     if expected is not None and gradients.plan.reduction is None:
         expected.check_norms(p, grad_scale, norms)
     return norms

@@ -16,8 +16,8 @@ from torch import Tensor
 from tritonclip.distributed.domain import Holders
 from tritonclip.distributed.sharding import meshes_of
 from tritonclip.engine import execute
-from tritonclip.engine.execute import Norms
 from tritonclip.engine.gradients import Gradients, of_parameters, of_unclipped
+from tritonclip.engine.measure import Norms, is_finite, measure_units, total
 from tritonclip.engine.nonfinite import raise_if_any_nonfinite, raise_if_nonfinite
 from tritonclip.engine.planner import PlanCache, plan_
 from tritonclip.engine.refusals import refuse_for_rule, refuse_read_only, refuse_shared
@@ -131,7 +131,7 @@ class StepClipping:
     def _measure(self, share: _Share, rule: Rule) -> Norms:
         scale = 1.0 if rule.clamps else self._grad_scale
         if rule.per_unit:
-            return execute.measure_units(share.gradients, rule, scale)
+            return measure_units(share.gradients, rule, scale)
         return execute.measure(share.gradients, rule.norm_type, rule.per_gradient, scale)
 
     def _divide(self, rule: Rule) -> list[_Share]:
@@ -225,11 +225,11 @@ class StepClipping:
         flags = []
         for share in self._shares:
             if share.norms is not None:
-                flags.append(~execute.is_finite(share.gradients, share.norms))
+                flags.append(~is_finite(share.norms))
                 if share.rule.norm_type in (0.0, -math.inf):
                     # These norms do not show NaN and inf.
                     largest = self._measure(share, _UNLIMITED)
-                    flags.append(~torch.isfinite(execute.total(share.gradients, largest)))
+                    flags.append(~torch.isfinite(total(largest)))
         if not flags:
             device = self._shares[0].gradients.device if self._shares else torch.device("cpu")
             return torch.zeros((), dtype=torch.bool, device=device)
@@ -271,7 +271,7 @@ class StepClipping:
             if not (share.unclipped or share.rule.clamps):
                 norm = torch.zeros((), device=share.gradients.device)
                 if share.norms is not None:
-                    norm = execute.total(share.gradients, share.norms)
+                    norm = total(share.norms)
                 found[share.group_index] = norm.max() if norm.numel() else norm.sum()
         return found
 
@@ -290,8 +290,8 @@ class StepClipping:
         for share in self._shares:
             if share.norms is not None:
                 if not share.unclipped:
-                    norm = execute.total(share.gradients, share.norms)
-                    finite = execute.is_finite(share.gradients, share.norms)
+                    norm = total(share.norms)
+                    finite = is_finite(share.norms)
                     raise_if_nonfinite(share.gradients, share.rule, norm, remedy, finite)
                 raise_if_any_nonfinite(share.gradients, remedy)
 

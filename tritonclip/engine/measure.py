@@ -1,0 +1,243 @@
+"""Norms of a gradient list before clipping: measured by group, of pieces, and put together."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonclip import settings
+from tritonclip.backends.batch import Batch, PartialNorms
+from tritonclip.backends.choose import layout_of, torch_layout
+from tritonclip.backends.torch_backend import unscaled, wide_dtype
+from tritonclip.distributed.reduce import sum_parts
+from tritonclip.engine.agreement import Agreement
+from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.refusals import refuse_uncovered
+from tritonclip.engine.units import Units
+from tritonclip.rules import Rule
+
+
+class Norms(NamedTuple):
+    """Partial norms of all groups, and where those of each group begin.
+
+    Attributes:
+        batches: the gradients of each group, in the hands of its backend.
+        partials: for each group those of all groups, on its device; a single group's in the form of
+            its backend.
+        starts: index of a group's first partial.
+        norm_type: p of the p-norm.
+        per_gradient: partials give the norm of each gradient.
+        grad_scale: the loss scale that gradients and partials still carry.
+        gradients: the list that was measured.
+        reduced: where pieces lie over several processes, the norm of all, or with `per_gradient` of
+            each parameter's gradient; float64, 1-d.
+    """
+
+    batches: list[Batch]
+    partials: list[PartialNorms]
+    starts: list[int]
+    norm_type: float
+    per_gradient: bool
+    grad_scale: float | Tensor
+    gradients: Gradients
+    reduced: Tensor | None = None
+
+    def norm(self) -> Tensor:
+        """The norm before clipping, or one for each gradient, of other processes too."""
+        plan = self.gradients.plan
+        if self.reduced is not None and self.per_gradient and plan is not None:
+            return unscaled(self.reduced, self.norm_type, self.grad_scale).to(plan.dtype)
+        return total(self)
+
+    def sizes(self) -> Tensor:
+        """The number of elements of each of these gradients; uploaded once for a plan."""
+        gradients, plan = self.gradients, self.gradients.plan
+        assert plan is not None
+        if plan.sizes is None:
+            whole = gradients.tensors
+            if self.reduced is not None and gradients.sources is not None:
+                whole = [p for p in gradients.sources if getattr(p, "need_clip", True)]
+            sizes = [tensor.numel() for tensor in whole]
+            with torch.inference_mode(False):
+                plan.sizes = torch.tensor(sizes, dtype=wide_dtype(plan.device), device=plan.device)
+        return plan.sizes
+
+    def positions(self) -> tuple[Sequence[int] | None, int]:
+        """Where the gradients stand among the parameters, and how many parameters there are."""
+        gradients = self.gradients
+        if self.reduced is not None:
+            return None, len(self.reduced)
+        places = gradients.places()
+        if gradients.sources is None:
+            return places, len(gradients.tensors) if places is None else max(places) + 1
+        return places, len(gradients.sources)
+
+
+def measure_units(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Norms:
+    """Measures the units of a list that is not empty, and of its weights."""
+    with torch.no_grad():
+        units = Units(gradients, rule)
+        partials, reduced = units.measure()
+    # Batches of units have the verbs for norms by gradient, and no others.
+    batches: list[Any] = [*units.batches]
+    starts = [0] * len(batches)
+    return Norms(batches, partials, starts, 2.0, True, grad_scale, gradients, reduced)
+
+
+def measure_groups(
+    gradients: Gradients, norm_type: float, per_gradient: bool, grad_scale: float | Tensor
+) -> Norms:
+    """Measures several groups, complex gradients, or no elements at all."""
+    plan = gradients.plan
+    assert plan is not None
+    batches: list[Batch] = []
+    measured: list[Batch] = []
+    for group in plan.groups:
+        tensors, addresses = gradients.of(group.indices)
+        batch = group.layout.bind(tensors, addresses)
+        moduli = batch
+        if group.pairs and norm_type != 2.0:
+            # Kernels find the norm of a gradient by the chunks that they write to, and moduli have
+            # others.
+            layout = torch_layout(tensors, flat=group.flat) if per_gradient else group.layout
+            layout.dtype = plan.dtype
+            batch = layout.bind(tensors, addresses)
+            own = [_moduli(tensor) for tensor in tensors]
+            make = torch_layout if per_gradient else layout_of
+            moduli = make(own, flat=True).bind(own, None)
+        batches.append(batch)
+        measured.append(moduli)
+    devices = [group.device for group in plan.groups]
+    counts = [batch.count_norms(per_gradient=per_gradient) for batch in measured]
+    starts, sizes = [], dict.fromkeys(devices, 0)
+    for device, count in zip(devices, counts, strict=True):
+        starts.append(sizes[device])
+        sizes[device] += count
+    own_norms = {
+        device: torch.empty(n, dtype=wide_dtype(device), device=device)
+        for device, n in sizes.items()
+    }
+    for batch, device, start, count in zip(measured, devices, starts, counts, strict=True):
+        out = own_norms[device][start : start + count]
+        batch.norm(norm_type, out, per_gradient=per_gradient)
+        if plan.empty:
+            # The least of no elements would be inf.
+            out.zero_()
+    everywhere = _exchange(own_norms, own_first=per_gradient)
+    partials = [everywhere[device] for device in devices]
+    return Norms(batches, partials, starts, norm_type, per_gradient, grad_scale, gradients)
+
+
+def measure_pieces(
+    gradients: Gradients, norm_type: float, per_gradient: bool, grad_scale: float | Tensor
+) -> Norms:
+    """Measures pieces of gradients: by one all-reduce in the usual case."""
+    plan = gradients.plan
+    assert plan is not None
+    assert plan.reduction is not None
+    reduction = plan.reduction
+    if not per_gradient:
+        refuse_uncovered(reduction)
+    agreement = Agreement(gradients, norm_type) if settings.verifying() else None
+    batches, own = [], []
+    for group, share in zip(plan.groups, reduction.shares, strict=True):
+        tensors, addresses = gradients.of(group.indices)
+        batch = measured = group.layout.bind(tensors, addresses)
+        batches.append(batch)
+        wholes = sum_parts(tensors, share.piece) if share.piece.sums_over else None
+        if group.pairs and norm_type != 2.0:
+            wholes = [_moduli(tensor) for tensor in wholes or tensors]
+        if wholes is not None:
+            measured = layout_of(wholes, flat=True).bind(wholes, None)
+        out = torch.empty(
+            measured.count_norms(per_gradient=per_gradient),
+            dtype=wide_dtype(group.device),
+            device=group.device,
+        )
+        norms = measured.norm(norm_type, out, per_gradient=per_gradient)
+        if per_gradient:
+            norms = measured.norms_each(norms, norm_type)
+            if norm_type == -math.inf:
+                # A piece without elements has the norm 0 here, but is no part of the whole's.
+                for i, tensor in enumerate(tensors):
+                    if not tensor.numel():
+                        norms[i].fill_(math.inf)
+        own.append(norms)
+    reduced = reduction.norm(own, norm_type, plan.device, each=per_gradient)
+    if agreement is not None:
+        agreement.check(reduced, each=per_gradient)
+    partials = []
+    for group, share, batch in zip(plan.groups, reduction.shares, batches, strict=True):
+        norms = reduced
+        if per_gradient:
+            norms = batch.partials_each(reduced[share.places.on(plan.device)], norm_type)
+        partials.append(norms.to(group.device))
+    starts = [0] * len(batches)
+    return Norms(batches, partials, starts, norm_type, per_gradient, grad_scale, gradients, reduced)
+
+
+def _moduli(pairs: Tensor) -> Tensor:
+    """The moduli of a complex gradient that is read as pairs, 1-d, in new memory."""
+    # Moduli of finite float32 pairs may be over its largest number.
+    wide = pairs.to(wide_dtype(pairs.device))
+    return torch.view_as_complex(wide.reshape(-1, 2)).abs()
+
+
+def _exchange(own: dict[torch.device, Tensor], *, own_first: bool) -> dict[torch.device, Tensor]:
+    """Gives every device the norms of all devices."""
+    if len(own) == 1:
+        return own
+    everywhere = {}
+    for device, norms in own.items():
+        others = [n.to(device).to(norms.dtype) for d, n in own.items() if d != device]
+        # In one order everywhere, so that every device finds the same bits.
+        in_order = [n.to(device).to(norms.dtype) for n in own.values()]
+        everywhere[device] = torch.cat([norms, *others] if own_first else in_order)
+    return everywhere
+
+
+def total(norms: Norms) -> Tensor:
+    """The norm before clipping, divided by the loss scale: 0-d, or 1-d in order per gradient."""
+    if norms.reduced is not None:
+        return _total_of_pieces(norms)
+    gradients, results = norms.gradients, []
+    for batch, partials, start in zip(norms.batches, norms.partials, norms.starts, strict=True):
+        if not norms.per_gradient:
+            assert gradients.plan is not None
+            norm = batch.total(partials, norms.norm_type, norms.grad_scale)
+            return norm.to(gradients.plan.device)
+        results.append(batch.total_each(partials, start, norms.norm_type, norms.grad_scale))
+    return in_order(gradients, results)
+
+
+def _total_of_pieces(norms: Norms) -> Tensor:
+    """As `total`, from norms that are reduced already."""
+    plan = norms.gradients.plan
+    assert plan is not None
+    assert plan.reduction is not None
+    assert norms.reduced is not None
+    reduced = unscaled(norms.reduced, norms.norm_type, norms.grad_scale).to(plan.dtype)
+    if norms.per_gradient:
+        return reduced[plan.reduction.places.on(plan.device)]
+    return reduced.reshape(())
+
+
+def is_finite(norms: Norms) -> Tensor:
+    """Whether every norm is finite, also those of gradients that only other processes have; 0-d."""
+    return torch.isfinite(norms.norm()).all()
+
+
+def in_order(gradients: Gradients, results: list[Tensor]) -> Tensor:
+    """Norms by group as one tensor in the order of the gradient list."""
+    if len(results) == 1:
+        return results[0]
+    plan = gradients.plan
+    assert plan is not None
+    joined = torch.cat([result.to(plan.device) for result in results])
+    indices = [index for group in plan.groups for index in group.indices or ()]
+    order = sorted(range(len(indices)), key=indices.__getitem__)
+    # By slices, not by an index tensor: that would be an upload, which no graph can capture.
+    pieces = joined.split(1)
+    return torch.cat([pieces[i] for i in order])
