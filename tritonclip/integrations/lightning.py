@@ -15,7 +15,8 @@ except ModuleNotFoundError:
 
 from tritonclip.engine.modules import check_marks
 from tritonclip.integrations.metrics import metrics_of
-from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite, wrapper_of
+from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite
+from tritonclip.optim.wrapper import wrapper_of
 from tritonclip.rules import Rule, as_rule
 
 # Wrappers of all callbacks.
@@ -94,7 +95,7 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
 
     def _wrap(self, inner: Any) -> ClippedOptimizer:
         known = wrapper_of(inner)
-        if known is not None and known in _made and self.recorder is None:
+        if isinstance(known, ClippedOptimizer) and known in _made and self.recorder is None:
             # A module that keeps its optimizer is fitted once more.
             known.clip, known.nonfinite = self.clip, self.nonfinite
             return known

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from operator import is_
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -13,13 +11,10 @@ from torch.optim import LBFGS, Optimizer
 
 from tritonclip.distributed.domain import Copies, check_holders
 from tritonclip.engine import twice
-from tritonclip.engine.planner import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.stats import ClipStats, Outcomes
 from tritonclip.optim import fused
 from tritonclip.optim.attempt import Attempt
-from tritonclip.optim.callers import GRAD_SCALER, asks
-from tritonclip.optim.checkpoint import STATS_KEY, split_own, with_own
 from tritonclip.optim.closures import (
     NO_LOSS_FOR_LBFGS,
     Closure,
@@ -27,19 +22,11 @@ from tritonclip.optim.closures import (
     step_checking,
     step_evaluating,
 )
-from tritonclip.optim.delegating import DelegatingOptimizer
-from tritonclip.optim.guard import guard_
 from tritonclip.optim.memory import Judgement, Memory, SkipWatch, as_skip_bound
-from tritonclip.optim.observation import Observation, as_recorder
-from tritonclip.optim.param_groups import (
-    check_group,
-    not_in_buffers,
-    rule_of,
-    unclipped,
-    with_present_rules,
-    without_rules,
-)
+from tritonclip.optim.observation import Observation
+from tritonclip.optim.param_groups import check_group, not_in_buffers
 from tritonclip.optim.step import StepClipping
+from tritonclip.optim.wrapper import ClippingWrapper, check_optimizer
 from tritonclip.rules import Outlier, Rule, as_rule
 
 if TYPE_CHECKING:
@@ -49,16 +36,14 @@ if TYPE_CHECKING:
     from tritonclip.monitor.recorder import Recorder
 
 StepNonfinite = Literal["propagate", "error", "zero", "skip"]
-_POLICIES = ("propagate", "error", "zero", "skip")
 _CLIPPED_TWICE = (
     "clip_ has clipped these gradients, and the ClippedOptimizer clips them again, so that its "
     "statistics are of clipped gradients; expected one of the two: remove the call, or use the "
     "bare optimizer. To measure only, call get_total_norm"
 )
-_wrappers: WeakKeyDictionary[Optimizer, ref[ClippedOptimizer]] = WeakKeyDictionary()
 
 
-class ClippedOptimizer(DelegatingOptimizer):
+class ClippedOptimizer(ClippingWrapper):
     """Wraps an optimizer so that every `step` clips first, and counts how often it did.
 
     It is a `torch.optim.Optimizer` that shares parameter groups, state and defaults with the one it
@@ -138,8 +123,6 @@ class ClippedOptimizer(DelegatingOptimizer):
         Paddle, `Optimizer(grad_clip=)`; Keras, `Optimizer(global_clipnorm=)`.
     """
 
-    stats: ClipStats
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -153,7 +136,7 @@ class ClippedOptimizer(DelegatingOptimizer):
         process_group: ProcessGroup | DeviceMesh | None = None,
         copies: Copies | None = None,
     ) -> None:
-        _check_optimizer(optimizer)
+        check_optimizer(optimizer)
         self._holders = check_holders(process_group, copies)
         if clip is None:
             raise TypeError(
@@ -172,146 +155,6 @@ class ClippedOptimizer(DelegatingOptimizer):
         self._attach(optimizer)
         self.flat = flat
         self.stats = ClipStats(fused.device_of(optimizer))
-
-    def _attach(self, optimizer: Optimizer) -> None:
-        self._share(optimizer)
-        self._scaler_waits = False
-        # From the first gradient that a step writes, until it has updated the parameters.
-        self._attempt: Attempt | None = None
-        # Under "scaler" for one step of it; under "user" as torch's fused optimizers take it.
-        self._scales: dict[str, Any] = {}
-        self._clipping: StepClipping | None = None
-        self._plans = PlanCache()
-        self._guard = guard_(optimizer, self)
-        # Steps after which calls of `clip_` are looked out for.
-        self._watches = 2
-        if optimizer not in _wrappers:
-            optimizer.register_state_dict_post_hook(without_rules)
-            optimizer.register_load_state_dict_pre_hook(with_present_rules)
-        _wrappers[optimizer] = ref(self)
-
-    @property
-    def clip(self) -> Rule:
-        """The rule for all groups that carry none; may be replaced, by a number too."""
-        return self._rule
-
-    @clip.setter
-    def clip(self, clip: float | Rule) -> None:
-        self._rule = as_rule(clip)
-
-    @property
-    def flat(self) -> FlatGradients | None:
-        """The gradients as one buffer for each device and dtype, if there are any; replaceable."""
-        return self._flat
-
-    @flat.setter
-    def flat(self, flat: FlatGradients | None) -> None:
-        self._not_in_buffers = not_in_buffers(flat, self.param_groups)
-        known = [] if flat is None else [list(group["params"]) for group in self.param_groups]
-        self._flat, self._known_params = flat, known
-
-    def _groups_changed(self) -> bool:
-        """Whether the groups hold other parameters than those that were compared with `flat`."""
-        groups, known = self.optimizer.param_groups, self._known_params
-        return len(groups) != len(known) or not all(
-            len(group["params"]) == len(params) and all(map(is_, group["params"], params))
-            for group, params in zip(groups, known, strict=True)
-        )
-
-    @property
-    def nonfinite(self) -> str:
-        """The policy for a step that is not finite."""
-        return self._nonfinite
-
-    @nonfinite.setter
-    def nonfinite(self, nonfinite: str) -> None:
-        if nonfinite not in _POLICIES:
-            raise ValueError(
-                f"nonfinite must be 'propagate', 'error', 'zero' or 'skip', got {nonfinite!r}"
-            )
-        self._nonfinite = nonfinite
-
-    @property
-    def skip_above(self) -> float | Outlier | None:
-        """The largest norm of a step that is not skipped; replaceable."""
-        return self._memory.skip_above
-
-    @skip_above.setter
-    def skip_above(self, skip_above: float | Outlier | None) -> None:
-        self._memory.skip_above = as_skip_bound(skip_above)
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """What takes the norms of every step; replaceable."""
-        return self._recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder | None) -> None:
-        self._recorder = as_recorder(recorder)
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Whether a GradScaler hands scale and overflow to `step` instead of dealing with them."""
-        if asks(GRAD_SCALER):
-            # It begins a step; whatever an interrupted one left is void.
-            self._clipping = None
-            self._scales.pop("scaler", None)
-            self.__dict__.pop("found_inf", None)
-            if self._attempt is not None:
-                self._attempt.judge(self._present())
-        return self._scaler_waits or fused.takes_scaling(self.optimizer)
-
-    @property
-    def grad_scale(self) -> Any:
-        """The loss scale that gradients carry at the next step; absent where there is none.
-
-        A GradScaler multiplies its scale with one that was set before. It does not find its own,
-        which an interrupted step may have left.
-        """
-        for owner in ("user",) if asks(GRAD_SCALER) else ("scaler", "user"):
-            if owner in self._scales:
-                return self._scales[owner]
-        raise AttributeError("grad_scale: no loss scale is set")
-
-    @grad_scale.setter
-    def grad_scale(self, scale: Any) -> None:
-        self._scales["scaler" if asks(GRAD_SCALER) else "user"] = scale
-
-    @grad_scale.deleter
-    def grad_scale(self) -> None:
-        self._scales.clear()
-
-    def _present(self) -> list[Tensor]:
-        """The gradients, and the buffers that hold them."""
-        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
-        buffers = () if self._flat is None else self._flat.buffers
-        return [*(grad for grad in grads if grad is not None), *buffers]
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group, which may carry a rule under the key `clip`."""
-        if isinstance(param_group, dict):
-            check_group(len(self.param_groups), param_group, self.defaults)
-        if self.flat is not None:
-            raise ValueError(
-                "a FlatGradients holds the gradients of the parameters that were there; expected "
-                "none while a group is added: set flat to None, add the group, and set flat to a "
-                "new FlatGradients"
-            )
-        super().add_param_group(param_group)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets gradients, as the wrapped optimizer does; those of `flat` become 0, never None."""
-        self._attempt = None
-        if self.flat is None:
-            super().zero_grad(set_to_none)
-            return
-        self.flat.zero_()
-        for number, position in self._not_in_buffers:
-            parameter = self.param_groups[number]["params"][position]
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
 
     @torch.compiler.disable(recursive=False)
     def step(self, closure: Closure | None = None) -> Any:
@@ -517,101 +360,10 @@ class ClippedOptimizer(DelegatingOptimizer):
         found_inf: Tensor = self._clipping.nonfinite()
         return found_inf.to(torch.float32)
 
-    def _save(self, *, in_groups: bool) -> dict[str, Any]:
-        # Also here, for optimizers that do not run their hooks.
-        saved = without_rules(self.optimizer, self.optimizer.state_dict())
-        own: dict[str, Any] = self.stats.state_dict()
-        memory = self._memory.state_dict()
-        if memory:
-            own["memory"] = memory
-        if self._recorder is not None:
-            own["recorder"] = self._recorder.state_dict()
-        return with_own(saved, own) if in_groups else {**saved, STATS_KEY: own}
-
-    def _load(self, state_dict: dict[str, Any]) -> None:
-        rest, own = split_own(state_dict)
-        own = dict(own)
-        memory = Memory(self.skip_above)
-        memory.load_state_dict(own.pop("memory", {}), self._rules())
-        recorded = own.pop("recorder", None)
-        stats = ClipStats(fused.device_of(self.optimizer))
-        stats.load_state_dict(own)
-        super()._load(with_present_rules(self.optimizer, rest))
-        self.stats.load_state_dict(stats.state_dict())
-        self._memory = memory
-        if self._recorder is not None and recorded is not None:
-            self._recorder.load_state_dict(recorded)
-
-    def _rules(self) -> dict[str, Rule]:
-        """The rules of the program, by their owners in a checkpoint."""
-        groups = enumerate(self.optimizer.param_groups)
-        own = {f"group{i}": rule_of(i, group) for i, group in groups if "clip" in group}
-        return {"rule": self._rule, **{owner: rule for owner, rule in own.items() if rule}}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "optimizer": self.optimizer,
-            "clip": self.clip,
-            "nonfinite": self._nonfinite,
-            "memory": self._memory,
-            "max_consecutive_skips": self._watch.most,
-            "stats": self.stats,
-            "flat": self.flat,
-            "unclipped": unclipped(self.optimizer.param_groups),
-            "holders": self._holders,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # A shallow copy would be a second wrapper.
-        _check_optimizer(state["optimizer"])
-        for number, position in state["unclipped"]:
-            # Copies of parameters have no attributes.
-            state["optimizer"].param_groups[number]["params"][position].need_clip = False
-        self.clip, self.nonfinite, self.stats = state["clip"], state["nonfinite"], state["stats"]
-        self._memory, self._recorder = state["memory"], None
-        self._watch = SkipWatch(state["max_consecutive_skips"])
-        self._holders = state["holders"]
-        self._attach(state["optimizer"])
-        self.flat = state["flat"]
-
     def __repr__(self) -> str:
         return (
             f"ClippedOptimizer(clip={self.clip}, nonfinite={self.nonfinite!r}, "
             f"optimizer={self.optimizer!r})"
-        )
-
-
-def wrapper_of(optimizer: Optimizer) -> ClippedOptimizer | None:
-    """The ClippedOptimizer around an optimizer, if one is alive."""
-    wrapper = _wrappers.get(optimizer)
-    return None if wrapper is None else wrapper()
-
-
-def is_wrapped(optimizer: Optimizer) -> bool:
-    """Whether a ClippedOptimizer around this optimizer is alive."""
-    return wrapper_of(optimizer) is not None
-
-
-def _check_optimizer(optimizer: object) -> None:
-    expected = "optimizer must be a torch.optim.Optimizer"
-    if isinstance(optimizer, type):
-        raise TypeError(f"{expected}, got the class; write {optimizer.__name__}(parameters, ...)")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{expected}, got {type(optimizer).__name__}")
-    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
-        raise TypeError(
-            f"{expected} that ran Optimizer.__init__, got {type(optimizer).__name__}, which did "
-            "not, as wrappers around other optimizers do; wrap the optimizer inside it"
-        )
-    if isinstance(optimizer, ClippedOptimizer):
-        raise ValueError(
-            "optimizer is a ClippedOptimizer, which would clip twice; to change its rule, set its "
-            "attribute clip, or give a parameter group the key 'clip'"
-        )
-    if is_wrapped(optimizer):
-        raise ValueError(
-            f"this {type(optimizer).__name__} is wrapped already, and a second wrapper would keep "
-            "statistics of its own; use the first wrapper, or make a new optimizer"
         )
 
 

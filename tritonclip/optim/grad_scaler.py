@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from tritonclip.optim.clipped_optimizer import ClippedOptimizer, is_wrapped
+from tritonclip.optim.clipped_optimizer import ClippedOptimizer
+from tritonclip.optim.wrapper import is_wrapped
 
 
 class GradScaler(torch.amp.GradScaler):
