@@ -24,7 +24,7 @@ pytestmark = [
 def _train(
     compiled: Callable[[Callable[[Tensor], None]], Callable[[Tensor], None]],
     nonfinite: Any,
-    clip: tritonclip.ClipByGlobalNorm | tritonclip.ClipByNorm | tritonclip.ClipByValue,
+    clip: tritonclip.rules.Rule,
 ) -> tuple[list[Tensor], dict[str, float | int]]:
     """Four steps of a small model; its parameters and statistics."""
     torch.manual_seed(0)
@@ -32,6 +32,7 @@ def _train(
     optimizer = tritonclip.ClippedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), clip, nonfinite=nonfinite
     )
+    optimizer.skip_above = tritonclip.Outlier(2.0, 4)
 
     def step(batch: Tensor) -> None:
         model(batch).square().sum().backward()
@@ -51,13 +52,12 @@ def _train(
         tritonclip.ClipByGlobalNorm(0.5),
         tritonclip.ClipByNorm(0.5),
         tritonclip.ClipByValue(0.1),
+        tritonclip.ClipByQuantile(0.5, 3),
+        tritonclip.ClipByOwnHistory(warmup=2),
     ],
-    ids=["global-norm", "norm", "value"],
+    ids=["global-norm", "norm", "value", "quantile", "own-history"],
 )
-def test_step_compiled_equals_eager(
-    nonfinite: Any,
-    clip: tritonclip.ClipByGlobalNorm | tritonclip.ClipByNorm | tritonclip.ClipByValue,
-) -> None:
+def test_step_compiled_equals_eager(nonfinite: Any, clip: tritonclip.rules.Rule) -> None:
     parameters, stats = _train(lambda step: torch.compile(step, backend="eager"), nonfinite, clip)
     expected, expected_stats = _train(lambda step: step, nonfinite, clip)
 

@@ -70,6 +70,7 @@ class Memory:
             state = self._states[owner] = ClipState()
         return state.follow(rule, may_grow=True)
 
+    @torch.compiler.disable
     def judge(self, norm: Tensor) -> Judgement:
         """Whether a norm is an outlier, by those before; 0-d bool, waits for nothing."""
         above = self.skip_above
@@ -124,6 +125,7 @@ class Judgement(NamedTuple):
     state: ClipState | None
     values: Tensor | None
 
+    @torch.compiler.disable
     def commit(self, overflow: Tensor | None) -> None:
         """Remembers the norm, of a step that was skipped too, but not of one that overflowed."""
         if self.state is not None:
@@ -142,6 +144,7 @@ class SkipWatch:
         self._warned = False
         self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
 
+    @torch.compiler.disable
     def look(self, in_a_row: Tensor) -> None:
         """Raises or warns where too many steps were skipped in a row, on a GPU some steps later."""
         n = self._read(in_a_row)

@@ -275,6 +275,8 @@ class StepClipping:
                 found[share.group_index] = norm.max() if norm.numel() else norm.sum()
         return found
 
+    @torch.compiler.disable
+    @torch.no_grad()
     def commit(self, left_out: Tensor | bool | None) -> None:
         """Makes the rules whose limit changes remember this step; see `Following.commit`."""
         for share in self._shares:
