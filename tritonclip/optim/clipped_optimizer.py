@@ -267,7 +267,8 @@ class ClippedOptimizer(ClippingWrapper):
         """Whether a measured step is an outlier, if outliers are skipped."""
         if self._memory.skip_above is None:
             return None
-        return self._memory.judge(clipping.global_norm())
+        judgement: Judgement = self._memory.judge(clipping.global_norm())
+        return judgement
 
     def _finish(
         self,
