@@ -117,7 +117,7 @@ def clip_grad_norm_(
     rule = _by_norm(_as_float(max_norm), _as_float(norm_type))
     policy = "error" if error_if_nonfinite else "propagate"
     if torch.compiler.is_compiling():
-        norm = compiled.clip_(parameters, rule, policy, 1.0, process_group, copies)
+        norm = compiled.clip_(parameters, rule, policy, 1.0, None, process_group, copies)
     else:
         holders = None
         if process_group is not None or copies is not None:
