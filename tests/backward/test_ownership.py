@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from cases import assert_bits, copies, normal
+from cases import assert_bits, copies, grad_of, normal
 from torch.utils.dlpack import from_dlpack
 
 from tritonclip import ClipByNorm, clip_backward
@@ -213,3 +214,22 @@ def test_gradients_are_copied_under_a_debugger():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
 
     assert done.stdout.strip() == "None", done.stderr
+
+
+def test_memory_of_numpy_is_not_overwritten():
+    """No count sees its owner."""
+    constant = np.full(3, 10.0, dtype=np.float32)
+
+    class FromNumpy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return torch.from_numpy(constant)
+
+    x = torch.zeros(3, requires_grad=True)
+    FromNumpy.apply(clip_backward(x, ClipByNorm(1.0))).sum().backward()
+    assert constant.tolist() == [10.0] * 3
+    assert float(grad_of(x).norm()) == pytest.approx(1.0, rel=1e-6)

@@ -14,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 import tritonclip
+from tritonclip.monitor import recorder as recorder_module
 from tritonclip.monitor.history import read
 
 COLUMNS = ["step", "norm", "coefficient", "limit", "skipped"]
@@ -175,7 +176,10 @@ def test_record_refuses_a_folder_in_place_of_the_file(path):
 
 
 def test_two_recorders_of_one_file_are_noticed(path):
-    first, second = tritonclip.record(path), tritonclip.record(path)
+    first = tritonclip.record(path)
+    # As another process has it.
+    recorder_module._open.clear()
+    second = tritonclip.record(path)
     for recorder in (first, second):
         recorder.add_(1.0)
     first.flush()
@@ -224,3 +228,17 @@ class _File(SimpleNamespace):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def test_a_new_recorder_of_a_file_closes_the_old_one(path):
+    """As where a cell of a notebook is run again."""
+    first = tritonclip.record(path)
+    first.add_(1.0)
+    second = tritonclip.record(path)
+    second.add_(2.0)
+    second.close()
+    assert first.is_closed
+    assert [line.split(",")[:2] for line in path.read_text().splitlines()[1:]] == [
+        ["1", "1.0"],
+        ["2", "2.0"],
+    ]

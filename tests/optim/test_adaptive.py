@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tritonclip import (
     FlatGradients,
     Outlier,
 )
+from tritonclip.rules import Measured, Rule
 
 RULES: list[Any] = [
     pytest.param(ClipByQuantile(0.5, 9), id="quantile"),
@@ -243,3 +245,64 @@ def test_last_limit_of_each_gradient_is_nan():
     steps(optimizer, params, range(2))
     assert math.isnan(float(optimizer.stats.last_limit))
     assert float(optimizer.stats.last_coefficient) < 1
+
+
+def own_history(groups: list[list[Tensor]], **options: Any) -> ClippedOptimizer:
+    """A wrapper whose rule clips nothing as long as each gradient keeps its norm."""
+    rule = ClipByOwnHistory(warmup=1, max_norm=math.inf)
+    return ClippedOptimizer(SGD([{"params": own} for own in groups], lr=0.0), rule, **options)
+
+
+def clips_nothing(optimizer: ClippedOptimizer, params: list[Tensor], sizes: list[float]) -> None:
+    for param, size in zip(params, sizes, strict=True):
+        if param.grad is None or optimizer.flat is None:
+            param.grad = torch.full_like(param, size)
+        else:
+            param.grad.fill_(size)
+    optimizer.step()
+    assert float(optimizer.stats.last_coefficient) == 1
+
+
+def test_a_parameter_keeps_its_history_in_other_groups_and_buffers():
+    params, sizes = new_params(((3,), (3,), (3,), (3,))), [1.0, 100.0, 1e4, 1e6]
+    optimizer = own_history([params[::2], params[1::2]])
+    for _ in range(3):
+        clips_nothing(optimizer, params, sizes)
+    # A group that is left alone for a while, and comes back.
+    optimizer.param_groups[0]["clip"] = None
+    clips_nothing(optimizer, params, sizes)
+    del optimizer.param_groups[0]["clip"]
+    clips_nothing(optimizer, params, sizes)
+    # Buffers in the order of the model, not of the groups.
+    optimizer.flat = FlatGradients(params)
+    clips_nothing(optimizer, params, sizes)
+
+
+def test_a_schedule_counts_the_steps_under_every_rule():
+    params, optimizer = wrapped(sgd, 1.0)
+    steps(optimizer, params, range(3))
+    seen: list[int] = []
+    optimizer.clip = ClipByGlobalNorm(lambda step: seen.append(step) or 1.0)  # type: ignore[func-returns-value]
+    steps(optimizer, params, range(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+    twins, other = wrapped(sgd, optimizer.clip)
+    other.load_state_dict(saved)
+    steps(other, twins, range(1))
+    assert seen == [3, 4]
+
+
+def test_a_rule_may_hold_a_function_that_is_no_schedule():
+    @dataclass(frozen=True)
+    class Half(Rule):
+        of: Any
+        norm_type: float = 2.0
+        eps: float = 0.0
+
+        def limit(self, measured: Measured) -> Tensor:
+            half: Tensor = self.of(measured.norm())
+            return half
+
+    params, optimizer = wrapped(sgd, Half(lambda norm: norm / 2))
+    give_grads(params)
+    optimizer.step()
+    assert float(optimizer.stats.last_coefficient) == 0.5

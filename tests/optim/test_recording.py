@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import grad_of
+from cases import assert_bits, copies, grad_of
 from torch.optim import SGD
 from training import PLAIN_AND_FUSED, SCALERS, give_grads, new_params, sgd, wrapped
 
@@ -150,3 +150,51 @@ def test_a_copy_of_the_wrapper_records_nothing(tmp_path):
 def test_recorder_must_be_one():
     with pytest.raises(TypeError, match=r"recorder must be a Recorder or None, got str.*record"):
         wrapped(sgd, recorder="run.csv")
+
+
+def test_a_parameter_that_is_frozen_later_leaves_its_column_empty(tmp_path):
+    with tritonclip.record(tmp_path / "run.csv", each=True) as recorder:
+        params, optimizer = wrapped(sgd, recorder=recorder)
+        give_grads(params)
+        optimizer.step()
+        params[1].requires_grad_(False)
+        params[1].grad = None
+        optimizer.step()
+    rows = rows_of(tmp_path / "run.csv")
+    assert [row["norm/param_groups[0]['params'][1]"] == "" for row in rows] == [False, True]
+
+
+def test_a_new_column_is_refused_before_the_step(tmp_path):
+    with tritonclip.record(tmp_path / "run.csv") as recorder:
+        params, optimizer = wrapped(sgd, recorder=recorder)
+        give_grads(params)
+        optimizer.step()
+        before = copies(params)
+        optimizer.param_groups[0]["clip"] = 1.0
+        with pytest.raises(ValueError, match="same names"):
+            optimizer.step()
+        assert_bits(params, before)
+
+
+def test_a_file_that_cannot_be_written_does_not_stop_training(tmp_path):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    recorder = tritonclip.record(folder / "run.csv", every=2)
+    params, optimizer = wrapped(sgd, recorder=recorder)
+    folder.rmdir()
+    give_grads(params)
+    optimizer.step()
+    with pytest.warns(RuntimeWarning, match="could not write"):
+        optimizer.step()
+    folder.mkdir()
+    recorder.close()
+    assert len(rows_of(folder / "run.csv")) == 2
+
+
+def test_the_norm_of_a_rule_by_gradient_is_that_of_all(tmp_path):
+    with tritonclip.record(tmp_path / "run.csv") as recorder:
+        params, optimizer = wrapped(sgd, ClipByNorm(1e-3), recorder=recorder)
+        grads = give_grads(params)
+        optimizer.step()
+    (row,) = rows_of(tmp_path / "run.csv")
+    assert float(row["norm"]) == pytest.approx(float(tritonclip.get_total_norm(grads)), rel=1e-6)

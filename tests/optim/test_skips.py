@@ -16,6 +16,7 @@ from training import INNERS, PLAIN_AND_FUSED, SCALERS, give_grads, sgd, state_of
 import tritonclip
 from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer, Outlier
 from tritonclip.backends import choose
+from tritonclip.optim.memory import SkipWatch
 
 CLIPS: list[Any] = [
     pytest.param(1.0, id="global"),
@@ -258,3 +259,36 @@ def test_skips_in_a_row_of_a_gpu_are_read_when_they_have_arrived(cuda_backend):
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match="steps in a row were skipped"):
         optimizer.step()
+
+
+class Late(SkipWatch):
+    """As on a GPU whose numbers arrive one look later."""
+
+    _last = 0
+
+    def _read(self, in_a_row: Tensor) -> int:
+        n, self._last = self._last, int(in_a_row)
+        return n
+
+    def forget(self) -> None:
+        self._last = 0
+
+
+def test_skips_that_a_step_has_waited_for_raise_at_once():
+    watch = Late(2)
+    watch.look(torch.tensor(1), waited=True)
+    with pytest.raises(RuntimeError, match="2 steps in a row"):
+        watch.look(torch.tensor(2), waited=True)
+
+
+def test_skips_that_arrive_late_are_forgotten_with_a_checkpoint():
+    params, optimizer = wrapped(PLAIN_AND_FUSED[1].values[0], nonfinite="skip")
+    optimizer._watch = Late(2)
+    saved = optimizer.state_dict()
+    give_grads(params, bad=math.nan)
+    optimizer.step()
+    optimizer.step()
+    optimizer.load_state_dict(saved)
+    give_grads(params)
+    optimizer.step()
+    assert int(optimizer.stats.consecutive_skips) == 0

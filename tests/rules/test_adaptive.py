@@ -296,7 +296,18 @@ def test_a_state_refuses_another_list(n):
         tritonclip.clip_(weights, ClipByOwnHistory(), state=state)
 
 
-@pytest.mark.parametrize("wrong", [{}, {"steps": 1}, [1], None], ids=repr)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        [1],
+        None,
+        {"kind": 7, "steps": 1, "values": None},
+        {"kind": "", "steps": -3, "values": None},
+        {"kind": "", "steps": 0, "values": [1.0]},
+    ],
+    ids=repr,
+)
 def test_load_state_dict_refuses_what_is_no_state(wrong):
     with pytest.raises(ValueError, match=r"ClipState\.state_dict"):
         ClipState().load_state_dict(wrong)
@@ -356,6 +367,8 @@ def test_verify_accepts_every_rule(device, rule):
     with tritonclip.verify():
         for step in range(14):
             grads = [normal(40, device=device, seed=step) * step, normal((3, 5), device=device)]
+            if step == 3:
+                grads[0][7] = math.inf
             tritonclip.clip_(parameters(grads), rule, state=state)
 
 
@@ -371,3 +384,37 @@ def test_clip_with_a_state_breaks_the_graph_and_clips_the_same():
         ours.grad, theirs.grad = of_norm(size), of_norm(size)
         torch.testing.assert_close(step(), tritonclip.clip_([theirs], rule, state=state))
         assert torch.equal(grad_of(ours), grad_of(theirs))
+
+
+def test_a_state_of_another_window_is_refused_by_its_length():
+    state = ClipState()
+    run(ClipByQuantile(0.7, 20), state, range(2))
+    saved = state.state_dict()
+    saved["values"] = saved["values"][:-3]
+    state.load_state_dict(saved)
+    with pytest.raises(ValueError, match="new ClipState"):
+        run(ClipByQuantile(0.7, 20), state, range(2))
+
+
+def test_a_state_may_be_loaded_in_inference_mode():
+    state, other = ClipState(), ClipState()
+    run(ClipByZScore(), state, range(2))
+    with torch.inference_mode():
+        other.load_state_dict(state.state_dict())
+    run(ClipByZScore(), other, range(2))
+    assert other.steps == 4
+
+
+def test_outlier_takes_norms_that_differ_by_their_accuracy_for_equal():
+    rule = Outlier(6.0, 8)
+    state = torch.tensor([1.0] * 8 + [8.0], dtype=torch.float64)
+    limit, _ = rule.advance(state, torch.tensor(1.0, dtype=torch.float64))
+    assert 1.0000001 < float(limit) < 1.0001
+
+
+def test_own_history_of_an_inf_zeroes_the_others_as_a_global_norm_does():
+    ours, theirs = [parameters([torch.tensor([math.inf, 1.0]), torch.ones(2)]) for _ in range(2)]
+    tritonclip.clip_(ours, ClipByOwnHistory(max_norm=1.0), state=ClipState())
+    tritonclip.clip_(theirs, 1.0)
+    for one, two in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(grad_of(one), grad_of(two), equal_nan=True)

@@ -84,6 +84,9 @@ def _references(grad: Tensor) -> References:
         return None
     try:
         memory = grad.untyped_storage()
+        if not memory.resizable():
+            # Of NumPy, or of another owner that no count sees.
+            return None
         return (
             sys.getrefcount(grad),
             grad._use_count(),  # type: ignore[attr-defined]

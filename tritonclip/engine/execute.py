@@ -211,7 +211,7 @@ def _checked_limit(limit: float | Tensor, norms: Norms) -> float | Tensor:
         return limit
     if limit.numel() == 1:
         return limit.detach().reshape(())
-    n = norms.positions()[1] if norms.reduced is not None else len(norms.gradients.tensors)
+    n = len(norms.gradients.tensors) if norms.reduced is None else len(norms.reduced)
     if limit.shape != (n,) or not norms.per_gradient:
         raise ValueError(
             "a rule's limit must be a number, one element, or one for each of "

@@ -67,8 +67,10 @@ class Norms(NamedTuple):
     def positions(self) -> tuple[Sequence[int] | None, int]:
         """Where the gradients stand among the parameters, and how many parameters there are."""
         gradients = self.gradients
-        if self.reduced is not None:
-            return None, len(self.reduced)
+        if self.reduced is not None and gradients.sources is not None:
+            wanted = [getattr(p, "need_clip", True) for p in gradients.sources]
+            there = None if all(wanted) else [i for i, own in enumerate(wanted) if own]
+            return there, len(wanted)
         places = gradients.places()
         if gradients.sources is None:
             return places, len(gradients.tensors) if places is None else max(places) + 1

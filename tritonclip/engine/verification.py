@@ -264,7 +264,7 @@ def _rounded(norm: float, dtype: torch.dtype) -> float:
 
 def _coefficient(norm: float, max_norm: float, eps: float) -> float:
     """The coefficient in Python's floats."""
-    if math.isnan(norm):
+    if math.isnan(norm) or math.isnan(max_norm):
         return math.nan
     if max_norm == math.inf or norm + eps == 0:
         return 1.0

@@ -95,9 +95,10 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
 
     def _wrap(self, inner: Any) -> ClippedOptimizer:
         known = wrapper_of(inner)
-        if isinstance(known, ClippedOptimizer) and known in _made and self.recorder is None:
+        if isinstance(known, ClippedOptimizer) and known in _made:
             # A module that keeps its optimizer is fitted once more.
             known.clip, known.nonfinite = self.clip, self.nonfinite
+            known.recorder = self.recorder
             return known
         options = {} if self.recorder is None else {"recorder": self.recorder}
         wrapper = ClippedOptimizer(inner, self.clip, nonfinite=self.nonfinite, **options)

@@ -7,12 +7,17 @@ from tritonclip.optim.clipped_optimizer import ClippedOptimizer
 
 
 def metrics_of(optimizer: ClippedOptimizer, prefix: str = "clip/") -> dict[str, float]:
-    """Norm and coefficient of the last step, and the share of clipped steps; waits for the device.
+    """Norm, coefficient and limit of the last step, and the share of clipped steps.
+
+    Waits for the device.
 
     Groups with a rule of their own add norm and coefficient. Empty where nothing was measured, as
     before the first step and with ClipByValue.
     """
     summary = optimizer.stats.summary()
+    if math.isnan(summary["limit"]):
+        # Each gradient has its own.
+        del summary["limit"]
     if math.isnan(summary["clipped_share"]):
         return {}
     counts = ("steps", "clipped_steps", "skipped_steps")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -15,6 +15,9 @@ from torch import Tensor
 from tritonclip.monitor.history_file import HistoryFile
 from tritonclip.monitor.row_buffer import Row, RowBuffer, Value
 from tritonclip.monitor.rows import cells_of, checked_value
+
+# The last recorder of each file in this process, while it is alive.
+_open: weakref.WeakValueDictionary[Path, Recorder] = weakref.WeakValueDictionary()
 
 
 class Recorder:
@@ -47,6 +50,13 @@ class Recorder:
         self._pages = _Pages(HistoryFile(self.path, find=self._write is not False), every)
         self.steps = self._pages.file.last_step
         self._names: tuple[str, ...] | None = None
+        known = _open.pop(self.path, None)
+        if known is not None:
+            # A cell of a notebook that is run again drops it: its rows come first.
+            known.close()
+            self._pages.file = HistoryFile(self.path, find=self._write is not False)
+            self.steps = self._pages.file.last_step
+        _open[self.path] = self
         # Also at the end of the program.
         self._close = weakref.finalize(self, self._pages.flush)
 
@@ -62,6 +72,16 @@ class Recorder:
             self._write = _rank_decides() is not False
         return self._write
 
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """The names of further norms, fixed by the first step; None before."""
+        return self._names
+
+    def prepare(self, names: Iterable[str]) -> None:
+        """Checks that a step with these further norms can be added; raises as `add_` does."""
+        self._check_open()
+        self._check_names(tuple(names))
+
     @torch.compiler.disable
     def add_(
         self,
@@ -70,7 +90,7 @@ class Recorder:
         coefficient: float | Tensor | None = None,
         limit: float | Tensor | None = None,
         skipped: bool | Tensor | None = None,
-        norms: Mapping[str, float | Tensor] | None = None,
+        norms: Mapping[str, float | Tensor | None] | None = None,
     ) -> None:
         """Adds a step. Values stay on their device until a flush; nothing waits for it.
 
@@ -219,7 +239,8 @@ def record(
     Args:
         path: of the file; ends in .csv or .jsonl, which decides its form. Made at the first flush.
             To a recorder's file with the same columns rows are appended, and the count of steps
-            goes on.
+            goes on: for a new run, take another name. An open recorder of this file in this process
+            is closed.
         every: steps between two flushes.
         each: whether a ClippedOptimizer adds the norm of every parameter by its name, which reads
             all gradients once more. The optimizer knows names if it was made from

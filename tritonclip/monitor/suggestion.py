@@ -107,9 +107,14 @@ def suggest_max_norm(
     usable[:left_out] = False
     norms, steps = run.norms[usable], run.steps[usable]
     if len(norms) < LEAST_STEPS:
+        remedy = "record some hundred steps"
+        if len(run) >= LEAST_STEPS and int(finite.sum()) < LEAST_STEPS:
+            remedy = "the others are NaN or inf: nonfinite='error' names their gradients"
+        elif left_out >= len(run):
+            remedy = "the warm-up leaves none: make it shorter"
         raise ValueError(
             f"expected at least {LEAST_STEPS} finite norms over 0 after a warm-up of {left_out} "
-            f"steps, got {len(norms)} in {len(run)} steps; record some hundred steps"
+            f"steps, got {len(norms)} in {len(run)} steps; {remedy}"
         )
     trend = trend_of(norms)
     spikes = spikes_of(norms, steps)

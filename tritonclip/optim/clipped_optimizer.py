@@ -76,10 +76,10 @@ class ClippedOptimizer(ClippingWrapper):
         skip_above: steps whose gradients have a larger norm are left out as those of "skip" are:
             the largest norm that is not skipped, or :class:`Outlier` for one that follows the
             norms. Compared is the 2-norm before clipping of all gradients that are clipped; inf is
-            above, NaN is not. None skips none.
-        max_consecutive_skips: steps in a row that may be skipped before `step` raises RuntimeError;
-            None for no error, and a warning after 100. On a GPU it raises some steps later, when
-            the number has arrived, because nothing waits for it.
+            above, NaN is not. Of a closure the first evaluation is looked at. None skips none.
+        max_consecutive_skips: skipped steps in a row at which `step` raises RuntimeError; None for
+            no error, and a warning at 100. Where no step waits for a GPU, it raises some steps
+            later, when the number has arrived.
         recorder: of :func:`record`: takes norm, coefficient, limit and skips of every step, and the
             norms of groups that have a rule; may be replaced. Copies of the wrapper have none.
         flat: the :class:`FlatGradients` of the optimizer's parameters; may be replaced. Steps then
@@ -241,6 +241,7 @@ class ClippedOptimizer(ClippingWrapper):
             if overflow is None or not bool(overflow):
                 self._leave_out(attempt.clipping, attempt.outlier)
             else:
+                self._memory.steps += 1
                 attempt.clipping.commit(left_out=True)
                 self._record(attempt.clipping, None, True)
             return None
@@ -279,6 +280,7 @@ class ClippedOptimizer(ClippingWrapper):
         outlier: Judgement | None = None,
     ) -> None:
         """Remembers and counts a step; flags say on the device that it was left out after all."""
+        self._memory.steps += 1
         if clipping.follows:
             clipping.commit(_any(overflow, skip))
         if outlier is not None:
@@ -287,16 +289,17 @@ class ClippedOptimizer(ClippingWrapper):
         if self._recorder is not None:
             self._record(clipping, outcomes, _any(overflow, skip))
         if skip is not None:
-            self._watch.look(self.stats.consecutive_skips)
+            self._watch.look(self.stats.consecutive_skips, waited=False)
 
     def _leave_out(self, clipping: StepClipping, outlier: Judgement | None) -> None:
         """Counts a step that was left out, and remembers the norm of an outlier."""
+        self._memory.steps += 1
         clipping.commit(left_out=True)
         if outlier is not None:
             outlier.commit(None)
         self.stats.record_skip_()
         self._record(clipping, None, True)
-        self._watch.look(self.stats.consecutive_skips)
+        self._watch.look(self.stats.consecutive_skips, waited=True)
 
     def _record(
         self, clipping: StepClipping, outcomes: Outcomes | None, skipped: Tensor | bool | None

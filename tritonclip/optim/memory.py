@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.rules import ClipState, Following, Outlier, Rule
+from tritonclip.rules import ClipState, Following, Numbering, Outlier, Rule
 from tritonclip.rules.arguments import as_count, as_limit
 
 # A run that skips so many steps in a row is no run; nobody may have noticed.
@@ -55,20 +55,28 @@ class Memory:
     """The states of the rules of an optimizer, and of its test for outliers.
 
     Attributes:
+        steps: calls of the wrapper's `step` so far, which functions of the step are given.
         skip_above: the largest norm that is no outlier, or :class:`Outlier`; None for no test.
     """
 
     def __init__(self, skip_above: float | Outlier | None = None) -> None:
         self._states: dict[str, ClipState] = {}
+        self.steps = 0
         self.skip_above = skip_above
 
-    def follow(self, group_index: int | None, rule: Rule) -> Following:
-        """The rule of the next step for the groups that share it."""
+    def follow(self, group_index: int | None, rule: Rule, numbering: Numbering) -> Following:
+        """The rule of the next step for the groups that share it.
+
+        Args:
+            group_index: of the one group that has it; None for the wrapper's.
+            rule: any rule.
+            numbering: the place of each of its parameters among all of the optimizer's.
+        """
         owner = "rule" if group_index is None else f"group{group_index}"
         state = self._states.get(owner)
         if state is None or not state.remembers(rule):
             state = self._states[owner] = ClipState()
-        return state.follow(rule, may_grow=True)
+        return state.follow(rule, step=self.steps, numbering=numbering)
 
     @torch.compiler.disable
     def judge(self, norm: Tensor) -> Judgement:
@@ -80,7 +88,7 @@ class Memory:
         state = self._states.setdefault(_OUTLIERS, ClipState())
         if not state.remembers(above):
             state = self._states[_OUTLIERS] = ClipState()
-        limit, values = state.advance(above, _Norm(norm), may_grow=False)
+        limit, values = state.advance(above, _Norm(norm))
         return Judgement(norm > limit.to(norm.device), state, values)
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,16 +152,26 @@ class SkipWatch:
         self._warned = False
         self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
 
+    def forget(self) -> None:
+        """Drops a number that has not arrived, of steps before a checkpoint was loaded."""
+        self._arriving = None
+
     @torch.compiler.disable
-    def look(self, in_a_row: Tensor) -> None:
-        """Raises or warns where too many steps were skipped in a row, on a GPU some steps later."""
-        n = self._read(in_a_row)
+    def look(self, in_a_row: Tensor, *, waited: bool) -> None:
+        """Raises or warns where too many steps were skipped in a row.
+
+        Args:
+            in_a_row: the number of them, on any device.
+            waited: this step has waited for the device already; else it raises some steps later.
+        """
+        n = int(in_a_row) if waited else self._read(in_a_row)
         if self.most is not None and n >= self.most:
+            self.forget()
             raise RuntimeError(
-                f"{n} steps in a row were skipped, max_consecutive_skips={self.most} of them were "
-                "allowed: their gradients were NaN or inf, or above skip_above. Parameters are "
-                "those of the last step that was taken. Look for the first NaN with "
-                "nonfinite='error', lower the learning rate, or raise the limits"
+                f"{n} steps in a row were skipped, and max_consecutive_skips is {self.most}: their "
+                "gradients were NaN or inf, or above skip_above. Parameters are those of the last "
+                "step that was taken. Look for the first NaN with nonfinite='error', lower the "
+                "learning rate, or raise the limits"
             )
         if self.most is None and n >= _SUSPICIOUS and not self._warned:
             self._warned = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from tritonclip.optim.step import StepClipping
 
 
 class Observation:
-    """The norms of a step before clipping, on the device.
+    """The norms of a step before clipping, on the device; refused before anything is written.
 
     Args:
         clipping: measured, and not written yet.
@@ -36,6 +37,7 @@ class Observation:
         norms = clipping.norms()
         # By value, and where every group has a rule, no rule of the wrapper measures a norm.
         self._norm = norms.pop(None) if None in norms else clipping.global_norm()
+        self._norms: dict[str, Tensor | None]
         self._norms = {f"group{index}": norm for index, norm in norms.items()}
         if recorder.each:
             parameters: Any = flat
@@ -46,6 +48,11 @@ class Observation:
                     for position, parameter in enumerate(group["params"])
                 ]
             self._norms |= norms_by_name(parameters, grad_scale=grad_scale)
+        if recorder.names is not None:
+            # Of parameters that are frozen by now nothing is known.
+            missing = dict.fromkeys(recorder.names)
+            self._norms = {**missing, **self._norms} if missing else self._norms
+        recorder.prepare(self._norms)
 
     def add_to(
         self, recorder: Recorder, outcomes: Outcomes | None, skipped: Tensor | bool | None
@@ -58,13 +65,22 @@ class Observation:
             skipped: whether the step was left out; None for no.
         """
         own = None if outcomes is None else outcomes.get(None)
-        recorder.add_(
-            self._norm,
-            coefficient=None if own is None else own.coefficient,
-            limit=None if own is None else own.limit,
-            skipped=False if skipped is None else skipped,
-            norms=self._norms,
-        )
+        try:
+            recorder.add_(
+                self._norm,
+                coefficient=None if own is None else own.coefficient,
+                limit=None if own is None else own.limit,
+                skipped=False if skipped is None else skipped,
+                norms=self._norms,
+            )
+        except OSError as error:
+            # The step is taken: training goes on.
+            warnings.warn(
+                f"{recorder!r} could not write: {error}. Training goes on, and the rows are kept "
+                "for the next flush",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def as_recorder(recorder: object) -> Recorder | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -116,7 +117,9 @@ class StepClipping:
         for share in self._shares:
             if not share.rule.fixed:
                 self.follows = True
-                share.rule = share.following = memory.follow(share.group_index, share.rule)
+                numbering = partial(self._numbering, share, flat)
+                share.following = memory.follow(share.group_index, share.rule, numbering)
+                share.rule = share.following
             plan = share.gradients.plan
             if plan is not None and not plan.ordinary:
                 refuse_read_only(share.gradients)
@@ -127,6 +130,16 @@ class StepClipping:
         for share in self._shares:
             if share.gradients.plan is not None and (needs_norm or not share.rule.clamps):
                 share.norms = self._measure(share, share.rule)
+
+    def _numbering(self, share: _Share, flat: FlatGradients | None) -> tuple[Sequence[int], int]:
+        """The place of a share's parameters among all of the optimizer's, and the number of all."""
+        every = [p for group in self._groups for p in group["params"]]
+        place = {id(parameter): at for at, parameter in enumerate(every)}
+        own = share.gradients.sources
+        if own is None:
+            assert flat is not None
+            own = flat.parameters
+        return [place[id(parameter)] for parameter in own], len(every)
 
     def _measure(self, share: _Share, rule: Rule) -> Norms:
         scale = 1.0 if rule.clamps else self._grad_scale
@@ -262,17 +275,17 @@ class StepClipping:
     @torch.compiler.disable
     @torch.no_grad()
     def norms(self) -> dict[int | None, Tensor]:
-        """Norms before clipping, 0-d, by group, None for the wrapper's rule; the largest of each.
+        """Norms of all gradients that share a rule, 0-d, by group, None for the wrapper's rule.
 
-        Of rules that measure one, also where no gradient is there.
+        Before clipping; of rules that measure norms, also where no gradient is there.
         """
         found = {}
         for share in self._shares:
             if not (share.unclipped or share.rule.clamps):
                 norm = torch.zeros((), device=share.gradients.device)
                 if share.norms is not None:
-                    norm = total(share.norms)
-                found[share.group_index] = norm.max() if norm.numel() else norm.sum()
+                    norm = share.norms.norm()
+                found[share.group_index] = _norm_of(norm) if norm.dim() else norm
         return found
 
     @torch.compiler.disable

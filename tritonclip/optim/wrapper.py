@@ -6,6 +6,7 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -191,6 +192,7 @@ class ClippingWrapper(DelegatingOptimizer):
         # Also here, for optimizers that do not run their hooks.
         saved = without_rules(self.optimizer, self.optimizer.state_dict())
         own: dict[str, Any] = self.stats.state_dict()
+        own["calls"] = torch.tensor(self._memory.steps, device="cpu")
         memory = self._memory.state_dict()
         if memory:
             own["memory"] = memory
@@ -203,12 +205,14 @@ class ClippingWrapper(DelegatingOptimizer):
         own = dict(own)
         memory = Memory(self.skip_above)
         memory.load_state_dict(own.pop("memory", {}), self._rules())
+        memory.steps = int(own.pop("calls", 0))
         recorded = own.pop("recorder", None)
         stats = ClipStats(fused.device_of(self.optimizer))
         stats.load_state_dict(own)
         super()._load(with_present_rules(self.optimizer, rest))
         self.stats.load_state_dict(stats.state_dict())
         self._memory = memory
+        self._watch.forget()
         if self._recorder is not None and recorded is not None:
             self._recorder.load_state_dict(recorded)
 

@@ -3,7 +3,7 @@
 from tritonclip.rules.each import ClipByOwnHistory, ClipByRMS
 from tritonclip.rules.fixed import ClipByGlobalNorm, ClipByNorm, ClipByValue, as_rule
 from tritonclip.rules.rule import Measured, Rule
-from tritonclip.rules.state import ClipState, Following, follow
+from tritonclip.rules.state import ClipState, Following, Numbering, follow
 from tritonclip.rules.unitwise import ClipByUnitNorm
 from tritonclip.rules.window import ClipByQuantile, Outlier
 from tritonclip.rules.zscore import ClipByZScore
@@ -20,6 +20,7 @@ __all__ = [
     "ClipState",
     "Following",
     "Measured",
+    "Numbering",
     "Outlier",
     "Rule",
     "as_rule",

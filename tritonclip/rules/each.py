@@ -61,6 +61,7 @@ class ClipByOwnHistory(AdaptiveRule):
     warmup: int = 100
     max_norm: float | Schedule = 1.0
 
+    schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
     per_gradient: ClassVar[bool] = True
     norm_type: ClassVar[float] = 2.0  # type: ignore[misc]  # a constant here
     eps: ClassVar[float] = 0.0  # type: ignore[misc]
@@ -79,7 +80,10 @@ class ClipByOwnHistory(AdaptiveRule):
         """The limits by averages, or in the warm-up by the global norm."""
         average, n = state.unbind(-1)
         warm = n >= self.warmup
-        together = norm * (as_number("max_norm", self.max_norm) / torch.linalg.vector_norm(norm))
+        max_norm = as_number("max_norm", self.max_norm)
+        together = norm * (max_norm / torch.linalg.vector_norm(norm))
+        # Of an inf, any finite limit gives the coefficient 0.
+        together = torch.where(norm.isinf(), max_norm, together)
         limit = torch.where(warm, self.ratio * average, together)
 
         clipped = torch.minimum(norm, limit)
@@ -118,6 +122,7 @@ class ClipByRMS(Rule):
 
     max_rms: float | Schedule = 1.0
 
+    schedules: ClassVar[tuple[str, ...]] = ("max_rms",)
     per_gradient: ClassVar[bool] = True
     norm_type: ClassVar[float] = 2.0  # type: ignore[misc]  # a constant here
     eps: ClassVar[float] = 0.0  # type: ignore[misc]

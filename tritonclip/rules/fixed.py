@@ -23,6 +23,8 @@ class _ClipNorm(Rule):
     norm_type: float = 2.0
     eps: float = 1e-6
 
+    schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_norm", as_limit_or_schedule("max_norm", self.max_norm))
         object.__setattr__(self, "norm_type", as_norm_type(self.norm_type))
@@ -128,6 +130,7 @@ class ClipByValue(Rule):
     max: float | Schedule
 
     clamps: ClassVar[bool] = True
+    schedules: ClassVar[tuple[str, ...]] = ("min", "max")
     # Measured by the policies for NaN and inf alone.
     norm_type: ClassVar[float] = math.inf  # type: ignore[misc]  # a constant here
     eps: ClassVar[float] = 0.0  # type: ignore[misc]

@@ -4,7 +4,7 @@ The engine asks a rule and never its class, so that a new rule is a new file.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ class Rule:
     __slots__ = ()
     # The numbers that make up a rule, in the order of its constructor; a dataclass sets it.
     __match_args__: ClassVar[tuple[str, ...]] = ()
+    # Those that may be functions of the step.
+    schedules: ClassVar[tuple[str, ...]] = ()
 
     norm_type: float
     eps: float
@@ -72,16 +74,17 @@ class Rule:
     @property
     def fixed(self) -> bool:
         """Whether every call has the same limit, so that nothing needs to be remembered."""
-        return not any(map(callable, self._fields()))
+        return not any(callable(getattr(self, name)) for name in self.schedules)
 
     def at(self, step: int) -> "Rule":
         """The rule of a step: numbers that are functions of the step become their values."""
         if self.fixed:
             return self
-        return type(self)(*[f(step) if callable(f) else f for f in self._fields()])
-
-    def _fields(self) -> list[Any]:
-        return [getattr(self, name) for name in self.__match_args__]
+        fields = {name: getattr(self, name) for name in self.__match_args__}
+        for name in self.schedules:
+            if callable(fields[name]):
+                fields[name] = fields[name](step)
+        return type(self)(*fields.values())
 
     def interval(self) -> tuple[float, float]:
         """The least and the largest value of an element, for a rule that clamps."""
@@ -99,7 +102,7 @@ class Rule:
     @property
     def numbers(self) -> tuple[float, ...]:
         """The arguments of its constructor that are numbers, in order."""
-        return tuple(self._fields())
+        return tuple(getattr(self, name) for name in self.__match_args__)
 
     def exempt(self, parameters: Sequence[Tensor]) -> list[bool]:
         """Whether the gradient of each of these parameters has no limit; for `per_unit`.
@@ -112,7 +115,7 @@ class Rule:
 def needs_state(rule: Rule) -> ValueError:
     """The error for a rule whose limit changes from call to call, and no memory of these."""
     return ValueError(
-        f"{rule.name} has a limit that changes from call to call; expected an object that "
-        "remembers them: make state = tritonclip.ClipState() before the loop and pass state=state, "
-        "or use ClippedOptimizer, which remembers"
+        f"{rule.name} has a limit that changes from call to call, and needs a memory between them: "
+        "make state = tritonclip.ClipState() once, before the loop, and pass state=state, or use "
+        "ClippedOptimizer, which remembers"
     )

@@ -1,6 +1,6 @@
 """What a rule remembers from call to call, and the rule of one call that is made of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -9,6 +9,9 @@ from torch import Tensor
 
 from tritonclip.rules.adaptive import Adaptive
 from tritonclip.rules.rule import Measured, Rule
+
+# The row of each parameter of a list, and how many rows there are.
+Numbering = Callable[[], tuple[Sequence[int], int]]
 
 
 class ClipState:
@@ -46,12 +49,16 @@ class ClipState:
         """Calls so far."""
         return self._steps
 
-    def follow(self, rule: Rule, *, may_grow: bool = False) -> "Following":
+    def follow(
+        self, rule: Rule, *, step: int | None = None, numbering: Numbering | None = None
+    ) -> "Following":
         """The rule of the next call.
 
         Args:
             rule: any rule.
-            may_grow: parameters may have been added, behind those that were there.
+            step: calls before this one, where another object counts them.
+            numbering: the rows of the list's parameters, and how many rows there are by now, of
+                which the last may be new; None for a row for each, as at the call before.
 
         Raises:
             ValueError: a rule of another kind than the one whose norms are remembered.
@@ -61,7 +68,7 @@ class ClipState:
                 f"this state remembers norms for {self._kind}, and the rule is {_kind_of(rule)}; "
                 "expected the rule that it began with: make a new ClipState() for another one"
             )
-        return Following(rule.at(self._steps), self, may_grow=may_grow)
+        return Following(rule.at(self._steps if step is None else step), self, numbering)
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of everything: `kind`, `steps`, and `values`, a tensor or None."""
@@ -74,15 +81,16 @@ class ClipState:
         Raises:
             ValueError: anything else.
         """
-        if not isinstance(state, dict) or set(state) != {"kind", "steps", "values"}:
+        if not _is_state(state):
             raise ValueError(
-                "expected the result of ClipState.state_dict(), with kind, steps and values, got "
-                f"{sorted(state) if isinstance(state, dict) else type(state).__name__}"
+                "expected the result of ClipState.state_dict(): kind, a text, steps, a count, and "
+                f"values, a floating-point tensor or None; got {state!r:.200}"
             )
         values = state["values"]
-        self._kind, self._steps = state["kind"], int(state["steps"])
-        self._values = None if values is None else torch.as_tensor(values).clone()
-        self._places = None
+        # Never an inference tensor, which no later call could write to.
+        with torch.inference_mode(False):
+            self._values = None if values is None else values.detach().clone()
+        self._kind, self._steps, self._places = state["kind"], state["steps"], None
 
     def remembers(self, rule: Any) -> bool:
         """Whether it can go on with a rule: one that needs no norms, or of the kind it began with.
@@ -90,18 +98,27 @@ class ClipState:
         A kind is a class of rules, with the same window.
         """
         kind = _kind_of(rule)
-        return not kind or self._kind in ("", kind)
+        if not kind or not self._kind:
+            return True
+        return kind == self._kind and (
+            self._values is None or self._values.shape[-1] == len(rule.start())
+        )
 
-    def advance(self, rule: Any, measured: Measured, *, may_grow: bool) -> tuple[Tensor, Tensor]:
+    def advance(
+        self, rule: Any, measured: Measured, numbering: Numbering | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The limit for what was measured, and the values after it."""
         norm = measured.norm()
         # Some devices have no float64.
         norm = norm.to(torch.float32 if norm.device.type == "mps" else torch.float64)
         if not getattr(rule, "per_gradient", False):
-            limit, values = rule.advance(self._values_for(rule, norm, None, may_grow), norm)
+            limit, values = rule.advance(self._values_for(rule, norm, None), norm)
             return limit, values
         positions, n = measured.positions()
-        values = self._values_for(rule, norm, n, may_grow)
+        if numbering is not None:
+            rows, n_rows = numbering()
+            positions, n = [rows[i] for i in (range(n) if positions is None else positions)], n_rows
+        values = self._values_for(rule, norm, n, may_grow=numbering is not None)
         if positions is None:
             limit, values = rule.advance(values, norm)
             return limit, values
@@ -109,11 +126,14 @@ class ClipState:
         limit, rows = rule.advance(values[places], norm)
         return limit, values.index_copy(0, places, rows)
 
-    def _values_for(self, rule: Any, norm: Tensor, n: int | None, may_grow: bool) -> Tensor:
+    def _values_for(
+        self, rule: Any, norm: Tensor, n: int | None, *, may_grow: bool = False
+    ) -> Tensor:
         """The values, made where there are none: one row, or one for each of n parameters."""
         values = self._values
         if values is not None and (values.device, values.dtype) != (norm.device, norm.dtype):
-            values = self._values = values.to(norm.device, norm.dtype)
+            with torch.inference_mode(False):
+                values = self._values = values.to(norm.device, norm.dtype)
         n_known = 0 if values is None or n is None else len(values)
         if values is not None and (n is None or n == n_known):
             return values
@@ -157,8 +177,8 @@ class ClipState:
 class Following(Rule):
     """The rule of one call, with the limit that its state gives it; found once."""
 
-    def __init__(self, rule: Any, state: ClipState, *, may_grow: bool = False) -> None:
-        self.rule, self._state, self._may_grow = rule, state, may_grow
+    def __init__(self, rule: Any, state: ClipState, numbering: Numbering | None = None) -> None:
+        self.rule, self._state, self._numbering = rule, state, numbering
         self._limit: float | Tensor | None = None
         self._values: Tensor | None = None
         if isinstance(rule, Rule):
@@ -172,7 +192,7 @@ class Following(Rule):
         if self._limit is None:
             if isinstance(self.rule, Adaptive):
                 self._limit, self._values = self._state.advance(
-                    self.rule, measured, may_grow=self._may_grow
+                    self.rule, measured, self._numbering
                 )
             else:
                 self._limit = self.rule.limit(measured)
@@ -216,6 +236,23 @@ class Following(Rule):
             self._state.commit(None if left_out else self._values, None)
         else:
             self._state.commit(self._values, left_out)
+
+
+def _is_state(state: object) -> bool:
+    if not isinstance(state, dict) or set(state) != {"kind", "steps", "values"}:
+        return False
+    steps, values = state["steps"], state["values"]
+    counts = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0
+    return (
+        isinstance(state["kind"], str)
+        and counts
+        and (
+            values is None
+            or (
+                isinstance(values, Tensor) and values.is_floating_point() and values.dim() in (1, 2)
+            )
+        )
+    )
 
 
 def follow(rule: Rule, state: object) -> Following:

@@ -125,6 +125,7 @@ class ClipByUnitNorm(Rule):
     eps: float = 1e-3
     exclude: Module | Tensor | Iterable[Module | Tensor] | Excluded | None = None
 
+    schedules: ClassVar[tuple[str, ...]] = ("ratio",)
     per_gradient: ClassVar[bool] = True
     per_unit: ClassVar[bool] = True
     norm_type: ClassVar[float] = 2.0  # type: ignore[misc]  # a constant here

@@ -18,6 +18,9 @@ from tritonclip.rules.arguments import (
     as_share,
 )
 
+# Of the mean: norms are right to 1e-6, and nothing closer to it stands out.
+_LEAST_DEVIATION = 1e-6
+
 
 @dataclass(frozen=True, slots=True)
 class ClipByQuantile(AdaptiveRule):
@@ -56,6 +59,7 @@ class ClipByQuantile(AdaptiveRule):
     max_norm: float | Schedule = math.inf
     norm_type: float = 2.0
 
+    schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
     eps: ClassVar[float] = 0.0  # type: ignore[misc]  # a constant here
 
     def __post_init__(self) -> None:
@@ -119,7 +123,8 @@ class Outlier(Adaptive):
         n = known.sum()
         mean = torch.where(known, state[:-1], 0.0).sum() / n
         squares = torch.where(known, state[:-1] - mean, 0.0).square().sum()
-        limit = mean + self.sigmas * (squares / (n - 1)).sqrt()
+        deviation = torch.maximum((squares / (n - 1)).sqrt(), _LEAST_DEVIATION * mean)
+        limit = mean + self.sigmas * deviation
         return torch.where(n >= self.window // 2, limit, math.inf), _entered(state, norm)
 
 

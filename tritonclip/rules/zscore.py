@@ -65,6 +65,7 @@ class ClipByZScore(AdaptiveRule):
     max_norm: float | Schedule = math.inf
     norm_type: float = 2.0
 
+    schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
     eps: ClassVar[float] = 0.0  # type: ignore[misc]  # a constant here
 
     def __post_init__(self) -> None:
