@@ -23,7 +23,7 @@ install: $(INSTALLED)
 
 # Stamps are touched last: an install that was cut off is done again. The demo needs no tools.
 $(FOR_DEMO): pyproject.toml constraints.txt
-	@echo "Installing torch and the example into $(VENV); the first time takes a few minutes."
+	@echo "Installing torch and the examples into $(VENV); the first time takes a few minutes."
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt setuptools
 	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[examples]'
@@ -36,6 +36,7 @@ $(INSTALLED): $(FOR_DEMO)
 
 demo: $(FOR_DEMO)
 	$(RUN) examples/train_rnn.py
+	$(RUN) examples/train_transformer.py
 
 test: demo lint types tests doctests codegen wheel
 	@echo "All checks passed."

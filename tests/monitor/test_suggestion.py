@@ -226,18 +226,19 @@ def test_a_short_run_is_told():
 
 
 @pytest.mark.parametrize(
-    ("norms", "got"),
+    ("norms", "warmup", "message"),
     [
-        ([], "got 0 in 0 steps"),
-        ([1.0] * 19, "got 19 in 19 steps"),
-        ([0.0] * 50, "got 0 in 50 steps"),
-        ([math.nan] * 50, "got 0 in 50 steps"),
+        ([], None, "got 0 in 0 steps; record some hundred"),
+        ([1.0] * 19, None, "got 19 in 19 steps; record some hundred"),
+        ([0.0] * 50, None, "got 0 in 50 steps; record some hundred"),
+        ([math.nan] * 50, None, "got 0 in 50 steps; the others are NaN or inf"),
+        ([1.0] * 50, 60, "got 0 in 50 steps; the warm-up leaves none"),
     ],
-    ids=["none", "few", "zero", "nan"],
+    ids=["none", "few", "zero", "nan", "warmup"],
 )
-def test_too_few_norms_are_refused(norms, got):
-    with pytest.raises(ValueError, match=f"expected at least 20 .*{got}; record some hundred"):
-        tritonclip.suggest_max_norm(norms)
+def test_too_few_norms_are_refused(norms, warmup, message):
+    with pytest.raises(ValueError, match=f"expected at least 20 .*{message}"):
+        tritonclip.suggest_max_norm(norms, warmup=warmup)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def suggest_max_norm(
         remedy = "record some hundred steps"
         if len(run) >= LEAST_STEPS and int(finite.sum()) < LEAST_STEPS:
             remedy = "the others are NaN or inf: nonfinite='error' names their gradients"
-        elif left_out >= len(run):
+        elif 0 < len(run) <= left_out:
             remedy = "the warm-up leaves none: make it shorter"
         raise ValueError(
             f"expected at least {LEAST_STEPS} finite norms over 0 after a warm-up of {left_out} "

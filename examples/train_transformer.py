@@ -1,0 +1,285 @@
+"""Train a small transformer whose gradients spike, with six ways to deal with the spikes.
+
+It learns to write the help pages of Python (`help("topics")`), character by character. Batches are
+so small, and the learning rate is so high, that one spike can undo the training before it. All ways
+share starts and batches: no clipping; a fixed limit; the limit that `suggest_max_norm` finds in the
+norms of the run before; a percentile of the last norms; their z-score; and no clipping, but
+outliers left out. The suggested limit clips 1 to 10% of the steps after the warm-up.
+
+The text is that of the running Python, and every version has another one, so that the numbers vary.
+At ``--learning-rate 1.0`` the limits that follow the norms fail, too; docs/adaptive.md says why.
+
+Run it with ``make demo``, or after ``pip install ".[examples]"`` with
+``python examples/train_transformer.py``.
+"""
+
+import argparse
+import csv
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from pydoc_data.topics import topics
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import rich
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
+from rich.table import Column, Table
+
+import tritonclip
+
+LENGTH, WIDTH, HEADS, BATCH, WARMUP = 64, 48, 4, 2, 100
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to deal with spikes; without a limit it takes the one that is suggested."""
+
+    name: str
+    colour: str
+    clip: float | tritonclip.ClipByQuantile | tritonclip.ClipByZScore | None = None
+    skip_above: tritonclip.Outlier | None = None
+
+
+# The palette of Okabe and Ito, which is safe for color-blind readers.
+WAYS = (
+    Way("no clipping", "#D55E00", math.inf),
+    Way("fixed limit 1.0", "#0072B2", 1.0),
+    Way("suggested limit", "#009E73"),
+    Way("percentile", "#CC79A7", tritonclip.ClipByQuantile(0.9, window=100)),
+    Way("z-score", "#E69F00", tritonclip.ClipByZScore()),
+    Way("skipped outliers", "#56B4E9", math.inf, tritonclip.Outlier(sigmas=6.0, window=128)),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings that all runs share."""
+
+    steps: int = 800
+    seeds: int = 3
+    learning_rate: float = 0.5
+
+
+QUICK = Settings(steps=300, seeds=1, learning_rate=0.8)
+
+
+@dataclass(frozen=True)
+class History:
+    """Measurements of one training run, by step; norms are those before clipping."""
+
+    losses: list[float]
+    norms: list[float]
+    limits: list[float]
+    clipped: list[bool]
+    skipped: list[bool]
+
+    @property
+    def final_loss(self) -> float:
+        """The mean of the last 50 losses; infinite where they are NaN, or as bad as guessing."""
+        loss = fmean(self.losses[-50:])
+        return loss if loss < self.losses[0] else math.inf
+
+    def spikes(self) -> list[bool]:
+        """Whether the run survived each spike, but for the last 60 steps.
+
+        A spike is a norm of at least four times the median of the 50 before; less than 25 steps
+        after another, it is a part of that one. The run survives where the loss comes back: its
+        mean over 50 steps, from 10 steps later on, is at most 1.1 times that of the 50 before.
+        """
+        survived, last = [], -math.inf
+        for step in range(50, len(self.norms) - 60):
+            if self.norms[step] < 4 * median(self.norms[step - 50 : step]):
+                continue
+            if step - last >= 25:
+                before, after = self.losses[step - 50 : step], self.losses[step + 10 : step + 60]
+                survived.append(fmean(after) <= 1.1 * fmean(before))
+            last = step
+        return survived
+
+
+class Transformer(torch.nn.Module):
+    """Two layers between embeddings of characters and places, and scores of the next character."""
+
+    def __init__(self, n_characters: int) -> None:
+        super().__init__()
+        self.characters = torch.nn.Embedding(n_characters, WIDTH)
+        self.places = torch.nn.Embedding(LENGTH, WIDTH)
+        layer = torch.nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
+        norm = torch.nn.LayerNorm(WIDTH)
+        self.layers = torch.nn.TransformerEncoder(layer, 2, norm, enable_nested_tensor=False)
+        self.scores = torch.nn.Linear(WIDTH, n_characters)
+        self.mask = torch.nn.Buffer(torch.nn.Transformer.generate_square_subsequent_mask(LENGTH))
+
+    def forward(self, text: torch.Tensor):
+        """Return the scores of each next character."""
+        x = self.characters(text) + self.places.weight
+        return self.scores(self.layers(x, self.mask, is_causal=True))
+
+
+def load_text(device: torch.device) -> torch.Tensor:
+    """Return the help pages as numbers of characters, from 0 up."""
+    text = "\n".join(topics[name] for name in sorted(topics))
+    number_of = {character: i for i, character in enumerate(sorted(set(text)))}
+    return torch.tensor([number_of[character] for character in text], device=device)
+
+
+def train(
+    way: Way, seed: int, text: torch.Tensor, settings: Settings, advance: Callable[[], None]
+) -> History:
+    """Train one transformer and record its norms."""
+    torch.manual_seed(seed)
+    model = Transformer(int(text.max()) + 1).to(text.device)
+    # A fused optimizer skips a step without a wait for the device.
+    optimizer = tritonclip.ClippedOptimizer(
+        torch.optim.SGD(model.parameters(), settings.learning_rate, momentum=0.9, fused=True),
+        math.inf if way.clip is None else way.clip,
+        skip_above=way.skip_above,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / WARMUP) * (1 - step / settings.steps)
+    )
+    windows = text.unfold(0, LENGTH + 1, 1)
+    batches = torch.randint(len(windows), (settings.steps, BATCH)).to(text.device)
+    losses = []
+
+    with TemporaryDirectory() as folder:
+        recording = Path(folder) / "norms.csv"
+        with tritonclip.record(recording) as optimizer.recorder:
+            for batch in batches:
+                scores = model(windows[batch, :-1])
+                loss = torch.nn.functional.cross_entropy(scores.mT, windows[batch, 1:])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+                losses.append(loss.detach())
+                advance()
+        with recording.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+
+    norms, coefficients, limits, skipped = (
+        [float(row[name]) for row in rows] for name in ("norm", "coefficient", "limit", "skipped")
+    )
+    clipped = [coefficient < 1 for coefficient in coefficients]
+    # One transfer at the end: no step waits for a GPU.
+    return History(torch.stack(losses).tolist(), norms, limits, clipped, list(map(bool, skipped)))
+
+
+def train_all(settings: Settings) -> dict[str, list[History]]:
+    """Train in each way, once from each seed, under progress bars."""
+    # Threads only slow down matrices as small as these.
+    torch.set_num_threads(1)
+    text = load_text(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    time = TimeRemainingColumn(elapsed_when_finished=True)
+    histories: dict[str, list[History]] = {}
+    columns = ("{task.description:16}", BarColumn(), "{task.percentage:3.0f}%", time)
+    with Progress(*columns) as progress:
+        for way in WAYS:
+            task = progress.add_task(way.name, total=settings.steps * settings.seeds)
+            if way.clip is None:
+                # From the fixed limit: recorded norms are those before clipping.
+                suggestion = tritonclip.suggest_max_norm(histories["fixed limit 1.0"][0].norms)
+                progress.print(f"Suggested: {suggestion.max_norm}. {suggestion.reason}")
+                way = replace(way, clip=suggestion.max_norm)
+            advance = partial(progress.advance, task)
+            seeds = range(settings.seeds)
+            histories[way.name] = [train(way, seed, text, settings, advance) for seed in seeds]
+    return histories
+
+
+def make_table(histories: dict[str, list[History]]) -> Table:
+    """Tabulate how the runs ended."""
+    headings = ("Spikes survived", "Clipped", "Skipped")
+    losses_column = Column("Final loss, by seed", justify="right", no_wrap=True)
+    columns = (Column(heading, justify="right") for heading in headings)
+    table = Table(Column(no_wrap=True), losses_column, *columns)
+    for name, runs in histories.items():
+        losses = (f"{run.final_loss:.2f}".replace("inf", "diverged") for run in runs)
+        spikes = [survived for run in runs for survived in run.spikes()]
+        clipped = fmean(clip for run in runs for clip in run.clipped[WARMUP:])
+        skipped = sum(sum(run.skipped) for run in runs)
+        survived = f"{sum(spikes)} of {len(spikes)}"
+        table.add_row(name, " ".join(losses), survived, f"{clipped:.1%}", str(skipped))
+    return table
+
+
+def draw(histories: dict[str, list[History]], path: Path) -> None:
+    """Draw the losses from all seeds, and the norms from the worst seed without clipping."""
+    losses = [run.final_loss for run in histories["no clipping"]]
+    worst = losses.index(max(losses))
+    names = [way.name for way in WAYS]
+    rows: list[Any] = [["loss"] * 3, names[:3], names[3:]]
+    figure = Figure(figsize=(10, 7.5), layout="constrained")
+    axes = figure.subplot_mosaic(rows, height_ratios=[1.6, 1, 1])
+    for way in WAYS:
+        for seed, run in enumerate(histories[way.name]):
+            width, label = (2, way.name) if seed == worst else (0.7, None)
+            axes["loss"].plot(smooth(run.losses), color=way.colour, linewidth=width, label=label)
+        draw_norms(axes[way.name], way, histories[way.name][worst])
+    axes["loss"].set(title=f"Training loss (thick: seed {worst})", ylim=(2.2, 4.7))
+    axes["loss"].set_xlabel("step (each point: the mean of the last 25)")
+    axes["loss"].legend(loc="upper right", ncols=2)
+    figure.supylabel(f"gradient norm before clipping, seed {worst}", y=0.3, fontsize="medium")
+    figure.supxlabel("step (black: limit; dots: clipped; crosses: skipped)", fontsize="medium")
+    figure.savefig(path, dpi=110)
+
+
+def draw_norms(axes: Axes, way: Way, run: History) -> None:
+    """Draw norms, limits, and a mark on each step that was clipped or skipped."""
+    axes.plot(run.norms, color="0.7", linewidth=0.8)
+    axes.plot(run.limits, color="black", linewidth=1, marker=".", markersize=1.5)
+    for changed, marker in ((run.clipped, "."), (run.skipped, "x")):
+        norms = {step: run.norms[step] for step in range(len(changed)) if changed[step]}
+        axes.plot(list(norms), list(norms.values()), marker, color=way.colour, markersize=6)
+    axes.set(title=way.name, yscale="log", xlim=(0, len(run.norms)), ylim=(0.2, 30))
+
+
+def smooth(values: Sequence[float], window: int = 25) -> list[float]:
+    """Average each value with those before it."""
+    return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+
+
+def parse(arguments: Sequence[str] | None) -> tuple[Settings, Path]:
+    """Parse the command line, and report mistakes before any training."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="one seed, fewer steps, in seconds")
+    parser.add_argument("--learning-rate", type=float, help=f"default: {Settings.learning_rate}")
+    figure = "build/train_transformer.png"
+    parser.add_argument("--output", type=Path, default=figure, help="the figure")
+    options = parser.parse_args(arguments)
+
+    settings = QUICK if options.quick else Settings()
+    if options.learning_rate is not None:
+        settings = replace(settings, learning_rate=options.learning_rate)
+    if not 0 < settings.learning_rate <= 10:
+        parser.error(f"--learning-rate must be in (0, 10], got {settings.learning_rate:g}")
+    if options.output.suffix != ".png" or options.output.is_dir():
+        parser.error(f"--output must be a file that ends in .png, got {options.output}")
+    try:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output: cannot make the folder: {error}")
+    return settings, options.output
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, list[History]]:
+    """Train, report and draw."""
+    settings, path = parse(arguments)
+    histories = train_all(settings)
+    rich.print(make_table(histories))
+    draw(histories, path)
+    print(f"Figure: {path}")
+    return histories
+
+
+if __name__ == "__main__":
+    main()
