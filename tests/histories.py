@@ -98,7 +98,7 @@ def own_history(
         for i, norm in enumerate(norms):
             warm = counts[i] >= warmup
             together = norm * (max_norm / total) if total else math.inf
-            limit = ratio * averages[i] if warm else together
+            limit = min(ratio * averages[i], max_norm) if warm else together
             found.append(limit)
             clipped = float(np.minimum(norm, limit))
             if enters(norm) and enters(clipped):

@@ -38,8 +38,8 @@ class ClipByOwnHistory(AdaptiveRule):
             do not count: an expert that was idle, or a LoRA matrix whose first gradient is 0, is
             clipped right from its first norm on. AdaGC counts steps, and leaves a gradient that was
             once 0 at 0 for ever.
-        max_norm: largest global norm in the warm-up; 0 or more. Or a function of the step; see
-            :class:`ClipState`.
+        max_norm: largest global norm in the warm-up, and largest limit of a gradient after it; 0 or
+            more. AdaGC has the first only. Or a function of the step; see :class:`ClipState`.
 
     Raises:
         ValueError, TypeError: an argument that is out of range, or no number.
@@ -84,7 +84,7 @@ class ClipByOwnHistory(AdaptiveRule):
         together = norm * (max_norm / torch.linalg.vector_norm(norm))
         # Of an inf, any finite limit gives the coefficient 0.
         together = torch.where(norm.isinf(), max_norm, together)
-        limit = torch.where(warm, self.ratio * average, together)
+        limit = torch.where(warm, (self.ratio * average).clamp(max=max_norm), together)
 
         clipped = torch.minimum(norm, limit)
         moving = self.decay * average + (1 - self.decay) * clipped
