@@ -288,12 +288,19 @@ def test_a_state_refuses_another_rule(other):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_state_refuses_another_list(n):
+@pytest.mark.parametrize("rule", ADAPTIVE)
+@pytest.mark.parametrize("fresh", [True, False], ids=["loaded", "same"])
+def test_a_state_refuses_another_list(rule, n, fresh):
     state = ClipState()
-    run(ClipByOwnHistory(), state, range(2))
-    weights = parameters([of_norm(1.0)] * n)
+    run(rule, state, range(2))
+    if fresh:
+        saved, state = state.state_dict(), ClipState()
+        state.load_state_dict(saved)
+    weights = parameters([of_norm(100.0)] * n)
+    before = [grad_of(weight).clone() for weight in weights]
     with pytest.raises(ValueError, match=f"norms of 2 parameters, and there are {n}"):
-        tritonclip.clip_(weights, ClipByOwnHistory(), state=state)
+        tritonclip.clip_(weights, rule, state=state)
+    assert all(map(torch.equal, map(grad_of, weights), before))
 
 
 @pytest.mark.parametrize(
@@ -302,9 +309,10 @@ def test_a_state_refuses_another_list(n):
         {},
         [1],
         None,
-        {"kind": 7, "steps": 1, "values": None},
-        {"kind": "", "steps": -3, "values": None},
-        {"kind": "", "steps": 0, "values": [1.0]},
+        {"kind": 7, "steps": 1, "parameters": 1, "values": None},
+        {"kind": "", "steps": -3, "parameters": 1, "values": None},
+        {"kind": "", "steps": 0, "parameters": -1, "values": None},
+        {"kind": "", "steps": 0, "parameters": None, "values": [1.0]},
     ],
     ids=repr,
 )

@@ -42,6 +42,8 @@ class ClipState:
         self._steps = 0
         self._kind = ""
         self._values: Tensor | None = None
+        # Of the list, for a rule with one row.
+        self._n_parameters: int | None = None
         self._places: tuple[tuple[object, ...], Tensor] | None = None
 
     @property
@@ -71,9 +73,10 @@ class ClipState:
         return Following(rule.at(self._steps if step is None else step), self, numbering)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of everything: `kind`, `steps`, and `values`, a tensor or None."""
+        """A copy of everything: `kind`, `steps`, `parameters`, and `values`, a tensor or None."""
         values = None if self._values is None else self._values.clone()
-        return {"kind": self._kind, "steps": self._steps, "values": values}
+        known = {"kind": self._kind, "steps": self._steps, "parameters": self._n_parameters}
+        return {**known, "values": values}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the result of `state_dict`; tensors stay on the device that they are on.
@@ -83,14 +86,16 @@ class ClipState:
         """
         if not _is_state(state):
             raise ValueError(
-                "expected the result of ClipState.state_dict(): kind, a text, steps, a count, and "
-                f"values, a floating-point tensor or None; got {state!r:.200}"
+                "expected the result of ClipState.state_dict(): kind, a text, steps, a count, "
+                "parameters, a count or None, and values, a floating-point tensor or None; got "
+                f"{state!r:.200}"
             )
         values = state["values"]
         # Never an inference tensor, which no later call could write to.
         with torch.inference_mode(False):
             self._values = None if values is None else values.detach().clone()
         self._kind, self._steps, self._places = state["kind"], state["steps"], None
+        self._n_parameters = state["parameters"]
 
     def remembers(self, rule: Any) -> bool:
         """Whether it can go on with a rule: one that needs no norms, or of the kind it began with.
@@ -112,6 +117,8 @@ class ClipState:
         # Some devices have no float64.
         norm = norm.to(torch.float32 if norm.device.type == "mps" else torch.float64)
         if not getattr(rule, "per_gradient", False):
+            if numbering is None:
+                self._check_list(measured.positions()[1])
             limit, values = rule.advance(self._values_for(rule, norm, None), norm)
             return limit, values
         positions, n = measured.positions()
@@ -126,6 +133,12 @@ class ClipState:
         limit, rows = rule.advance(values[places], norm)
         return limit, values.index_copy(0, places, rows)
 
+    def _check_list(self, n: int) -> None:
+        """Refuses a list of another number of parameters."""
+        if self._n_parameters not in (None, n):
+            raise _other_list(self._n_parameters, n)
+        self._n_parameters = n
+
     def _values_for(
         self, rule: Any, norm: Tensor, n: int | None, *, may_grow: bool = False
     ) -> Tensor:
@@ -138,10 +151,7 @@ class ClipState:
         if values is not None and (n is None or n == n_known):
             return values
         if values is not None and not (may_grow and n is not None and n > n_known):
-            raise ValueError(
-                f"this state remembers norms of {n_known} parameters, and there are {n}; expected "
-                "the list that it began with: make a new ClipState() for another one"
-            )
+            raise _other_list(n_known, n)
         self._kind = _kind_of(rule)
         # Never an inference tensor, which no later call could write to.
         with torch.inference_mode(False):
@@ -238,14 +248,25 @@ class Following(Rule):
             self._state.commit(self._values, left_out)
 
 
+def _other_list(known: int | None, n: int | None) -> ValueError:
+    return ValueError(
+        f"this state remembers norms of {known} parameters, and there are {n}; expected the list "
+        "that it began with: make a new ClipState() for another one"
+    )
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+
+
 def _is_state(state: object) -> bool:
-    if not isinstance(state, dict) or set(state) != {"kind", "steps", "values"}:
+    if not isinstance(state, dict) or set(state) != {"kind", "steps", "parameters", "values"}:
         return False
-    steps, values = state["steps"], state["values"]
-    counts = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 0
+    values, n = state["values"], state["parameters"]
     return (
         isinstance(state["kind"], str)
-        and counts
+        and _is_count(state["steps"])
+        and (n is None or _is_count(n))
         and (
             values is None
             or (
