@@ -12,6 +12,7 @@ from torch.nn import Module
 from tritonclip.distributed.domain import Copies, Holders, check_holders
 from tritonclip.engine import compiled, execute, twice
 from tritonclip.engine.gradients import Gradients, of_parameters
+from tritonclip.engine.nonfinite import POLICIES, unknown_policy
 from tritonclip.engine.planner import plan_
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.rules import (
@@ -46,7 +47,6 @@ NormRule = (
     | ClipByZScore
 )
 Nonfinite = Literal["propagate", "error", "zero"]
-_POLICIES = ("propagate", "error", "zero")
 
 
 @overload
@@ -159,11 +159,8 @@ def clip_(
         tensor([0.6000, 0.8000])
     """
     rule = as_rule(clip)
-    if nonfinite not in _POLICIES:
-        raise ValueError(
-            f"nonfinite must be 'propagate', 'error' or 'zero', got {nonfinite!r}; only a "
-            "ClippedOptimizer can skip a step"
-        )
+    if nonfinite not in POLICIES:
+        raise unknown_policy(nonfinite)
     scale = 1.0 if grad_scale is None else as_grad_scale(grad_scale)
     if torch.compiler.is_compiling():
         return compiled.clip_(parameters, rule, nonfinite, scale, state, process_group, copies)

@@ -1,8 +1,7 @@
 """Checks of arguments: rules that can be kept where one gradient is seen at a time."""
 
+from tritonclip.engine.nonfinite import POLICIES, unknown_policy
 from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
-
-_POLICIES = ("propagate", "error", "zero")
 
 
 def rule_for_one(rule: object, name: str) -> ClipByNorm | ClipByValue:
@@ -39,8 +38,5 @@ def rule_for_one(rule: object, name: str) -> ClipByNorm | ClipByValue:
 
 def check_policy(nonfinite: object) -> None:
     """Refuses an unknown policy for NaN and inf."""
-    if nonfinite not in _POLICIES:
-        raise ValueError(
-            f"nonfinite must be 'propagate', 'error' or 'zero', got {nonfinite!r}; only a "
-            "ClippedOptimizer can skip a step"
-        )
+    if nonfinite not in POLICIES:
+        raise unknown_policy(nonfinite)

@@ -8,11 +8,20 @@ from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.refusals import some
 from tritonclip.rules import Rule
 
+POLICIES = ("propagate", "error", "zero")
 REMEDY = "No gradient was changed. To go on, pass nonfinite='propagate' or 'zero'"
 TORCH_REMEDY = (
     "To disable this error and scale the gradients by the non-finite norm anyway, set "
     "`error_if_nonfinite=False`"
 )
+
+
+def unknown_policy(nonfinite: object) -> ValueError:
+    """The error for a policy that is none of them."""
+    return ValueError(
+        f"nonfinite must be 'propagate', 'error' or 'zero', got {nonfinite!r}; only a "
+        "ClippedOptimizer can skip a step"
+    )
 
 
 def raise_if_nonfinite(
