@@ -508,6 +508,8 @@ class Calls:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.measured = self.asked = self.written = self.torchs = 0
+        # Within a verb, which may scale by the function that torch's scaler unscales with.
+        self.in_verb = False
         check = torch._amp_foreach_non_finite_check_and_unscale_
         bind, multiply = CpuLayout.bind, torch._foreach_mul_
 
@@ -515,7 +517,8 @@ class Calls:
             return _Counting(bind(layout, *args), self)
 
         def check_and_unscale(*args: Any) -> None:
-            self.torchs += 1
+            self.written += self.in_verb
+            self.torchs += not self.in_verb
             check(*args)
 
         def foreach_mul_(*args: Any) -> None:
@@ -539,7 +542,11 @@ class _Counting:
         def counted(*args: Any, **kwargs: Any) -> Any:
             self._calls.measured += name == "norm"
             self._calls.asked += name in ("clamp_", "scale_", "scale_each_")
-            return verb(*args, **kwargs)
+            self._calls.in_verb = True
+            try:
+                return verb(*args, **kwargs)
+            finally:
+                self._calls.in_verb = False
 
         return counted
 

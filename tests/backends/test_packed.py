@@ -1,0 +1,98 @@
+"""Norms of small gradient lists, which the CPU packs into scratch of float64 or of float32."""
+
+import math
+
+import pytest
+import torch
+from cases import grad_of, parameters
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm
+from tritonclip.backends.packed import WIDE_ELEMENTS, rows_of
+
+# Of lists on both sides of WIDE_ELEMENTS: one row each, and rows of several lengths.
+LISTS = {
+    "one": [5],
+    "a row each": [64, 1, 30, 0],
+    "several rows each": [3000, 1, 0, 129],
+    "float32 rows": [20_000, 7, 0, 128, 30_000],
+}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# What all elements of a gradient are multiplied by: squares that float32 does not hold, or half.
+LARGE = {torch.float16: 6e4, torch.float64: 1e200}
+SMALL = {torch.float16: 6e-8, torch.float64: 1e-200}
+
+
+def gradients(sizes, dtype, factor):
+    generator = torch.Generator().manual_seed(0)
+    grads = []
+    for i, n in enumerate(sizes):
+        signs = torch.randint(0, 2, (n,), generator=generator) * 2.0 - 1
+        grads.append((signs * (factor if i % 2 == 0 else 1.0)).to(dtype))
+    return grads
+
+
+def true_norm(grads):
+    return math.hypot(*(math.hypot(*grad.double().tolist()) for grad in grads))
+
+
+def test_lists_take_every_form_of_scratch():
+    forms = {name: rows_of(torch.float32, sizes) for name, sizes in LISTS.items()}
+    assert forms["a row each"].counts == [1, 1, 1, 0]
+    assert max(forms["several rows each"].counts) > 1
+    assert sum(LISTS["float32 rows"]) > WIDE_ELEMENTS
+    assert forms["float32 rows"].dtype == torch.float32
+    assert forms["several rows each"].dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", LISTS.values(), ids=LISTS.keys())
+@pytest.mark.parametrize("factor", ["ordinary", "large", "small", "zero"])
+def test_norms_hold_where_float32_holds_no_squares(factor, sizes, dtype):
+    factors = {
+        "ordinary": 1.5,
+        "large": LARGE.get(dtype, 1e30),
+        "small": SMALL.get(dtype, 1e-30),
+        "zero": 0.0,
+    }
+    grads = gradients(sizes, dtype, factors[factor])
+    params = parameters(grads)
+    norm = tritonclip.clip_(params, ClipByGlobalNorm(math.inf))
+    assert norm.item() == pytest.approx(true_norm(grads), rel=1e-6, abs=0)
+    norms = tritonclip.clip_(params, ClipByNorm(math.inf))
+    assert norms.tolist() == pytest.approx([true_norm([g]) for g in grads], rel=1e-6, abs=0)
+
+
+@pytest.mark.parametrize("sizes", LISTS.values(), ids=LISTS.keys())
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_element_that_is_not_finite_is_told_from_the_others(value, sizes):
+    grads = gradients(sizes, torch.float32, 2.0)
+    grads[0][-1] = value
+    norms = tritonclip.clip_(parameters(grads), ClipByNorm(math.inf))
+    expected = [true_norm([g]) for g in grads]
+    assert norms.tolist() == pytest.approx(expected, rel=1e-6, nan_ok=True)
+    norm = tritonclip.clip_(parameters(grads), ClipByGlobalNorm(math.inf))
+    assert norm.item() == pytest.approx(abs(value), nan_ok=True)
+
+
+def test_rows_whose_sums_round_most_are_right_to_six_digits():
+    """Eight ones before squares of half a unit in the last place, which a lane loses one by one."""
+    row = torch.full((128,), 2.0**-12)
+    row[:8] = 1.0
+    grads = [row.repeat(300), row.repeat(10)]
+    norms = tritonclip.clip_(parameters(grads), ClipByNorm(math.inf))
+    assert norms.tolist() == pytest.approx([true_norm([g]) for g in grads], rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("max_norm", [1.0, 2.5])
+def test_coefficients_of_each_gradient_are_those_of_one_alone(dtype, max_norm):
+    """NaN, inf, nothing, clipped and unclipped beside one another."""
+    values = [1.0, 3.0, 0.0, math.inf, math.nan, 2.0, 1e4, 0.5]
+    grads = [torch.tensor([v, 0.0], dtype=dtype) for v in values]
+    together = [grad.clone() for grad in grads]
+    tritonclip.clip_(parameters(together), ClipByNorm(max_norm))
+    for grad, clipped in zip(grads, together, strict=True):
+        (alone,) = parameters([grad])
+        tritonclip.clip_([alone], ClipByNorm(max_norm))
+        torch.testing.assert_close(grad_of(alone), clipped, rtol=0, atol=0, equal_nan=True)
