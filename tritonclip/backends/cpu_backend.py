@@ -8,27 +8,24 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from ctypes import c_double, c_float
-from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonclip.backends import cpu_norm
 from tritonclip.backends.batch import PartialNorms
-from tritonclip.backends.batching import pack_small
+from tritonclip.backends.cpu_clamp import Clamping
+from tritonclip.backends.numbers import Numbers, coefficient_of, coefficients_of
 from tritonclip.backends.packed import (
     PACKED_ELEMENTS,
     PACKED_TENSORS,
     VIEW_BYTES,
-    Numbers,
     Scratch,
     scratch_bytes,
 )
 from tritonclip.backends.torch_backend import (
     ARITHMETIC,
     TorchBatch,
-    clamp_together_,
     combine,
     in_one_call,
     multiply_,
@@ -38,19 +35,10 @@ from tritonclip.backends.torch_backend import (
 )
 from tritonclip.rules import Rule
 
-# Elements from which a CPU tensor is clamped in one pass: of 1,024, 4,096, 8,192 and 131,072
-# elements, two foreach passes take 1.2, 2.3, 7.5 and 78 us a tensor, one call of clamp_ 1.9, 2.2,
-# 6.0 and 45. To compare first whether any element is outside costs as much as to clamp: 28 to 35 ms
-# for 124M float32 elements, against 29. (torch 2.13, Xeon, 2 threads.)
-ONE_PASS = 4096
-# Tensors of a batch from which those with elements outside are searched: that takes 80 us a batch,
-# and 0.8 us to clamp a tensor of up to 256 elements.
-MANY = 256
 # Gradients whose coefficients are computed in Python's numbers, at most. For 32, 128 and 512 that
 # takes 5, 10 and 29 us where nothing is clipped, tensor operators 33, 39 and 58; where all are
 # clipped, 29, 94 and 361 against 65, 151 and 492. (torch 2.13, Xeon, 1 thread.)
 FEW = 512
-
 # Largest mean size of gradients that GradScaler's function multiplies faster than foreach does: 30
 # float32 gradients of 64, 1,024, 4,096 and 16,384 elements take 8.2, 11.4, 20.8 and 67 us, foreach
 # 13.1, 14.6, 20.7 and 56; of bfloat16 8.5, 14.8, 32 and 99 against 32, 37, 50 and 105; float16 is
@@ -77,13 +65,7 @@ class CpuLayout:
             and len(tensors) <= PACKED_TENSORS
             and tensors[0].dtype in ARITHMETIC
         )
-        # Contiguous and 1-d: packed without a view of each.
-        self.lines = flat and all(tensor.dim() == 1 for tensor in tensors)
-        least = math.inf
-        if tensors[0].dtype in ARITHMETIC:
-            least = 0 if len(tensors) == 1 else ONE_PASS
-        self.clamped_alone = [i for i, n in enumerate(self.sizes) if n >= least]
-        self.clamped_together = [i for i, n in enumerate(self.sizes) if n < least]
+        self.clamping = Clamping(tensors, self.sizes, flat=flat)
         # Gradients whose mean size is small are scaled by GradScaler's function, which looks for
         # NaN and inf too; nothing reads what it finds.
         self.unscales = (
@@ -208,7 +190,7 @@ class CpuBatch:
             zero_(self.tensors)
             return norm, 0.0
         rounded = c_double if dtype == torch.float64 else c_float
-        coefficient = _coefficient(measured, float(max_norm), rule.eps, rounded)
+        coefficient = coefficient_of(measured, float(max_norm), rule.eps, rounded)
         multiplier = coefficient
         if scale != 1:
             multiplier = rounded(coefficient / rounded(scale).value).value
@@ -278,7 +260,7 @@ class CpuBatch:
         numbers.memory[:] = norms
         measured: list[float] = numbers.memory[:]
         norm = numbers.together.clone()
-        coefficients = _coefficients(measured, max_norm, rule.eps, numbers.memory)
+        coefficients = coefficients_of(measured, max_norm, rule.eps, numbers.memory)
         layout.numbers[dtype].append(numbers)
         if erase is not None and bool(erase):
             zero_(self.tensors)
@@ -332,41 +314,10 @@ class CpuBatch:
 
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
         """Clamps the gradients, in one pass where they are large."""
-        tensors, layout = self.tensors, self.layout
         if isinstance(grad_scale, Tensor) or grad_scale != 1:
-            unscale_and_clamp_(tensors, low, high, grad_scale)
-            return
-        together, alone = layout.clamped_together, layout.clamped_alone
-        if together:
-            small = [tensors[i] for i in together] if alone else tensors
-            # First, because packing refuses dual numbers of forward AD.
-            if len(small) >= MANY and layout.lines:
-                _clamp_many_(small, [layout.sizes[i] for i in together], low, high)
-            else:
-                clamp_together_(small, low, high)
-        for i in alone:
-            tensors[i].clamp_(low, high)
-
-
-def _clamp_many_(tensors: list[Tensor], sizes: list[int], low: float, high: float) -> None:
-    """Clamps many small tensors, those within bounds not at all.
-
-    Comparing many at once takes less than clamping them, unless most of them need it.
-    """
-    n_done = 0
-    for start, stop, elements in pack_small(tensors, sizes):
-        least, largest = torch.aminmax(elements)
-        if not (low <= least and largest <= high):
-            if stop - start < MANY:
-                break
-            ends = torch.tensor(list(accumulate(sizes[start:stop])), device="cpu")
-            outside = ((elements < low) | (elements > high)).nonzero().flatten()
-            places = torch.searchsorted(ends, outside, right=True).unique_consecutive().tolist()
-            if 2 * len(places) > stop - start:
-                break
-            clamp_together_([tensors[start + place] for place in places], low, high)
-        n_done = stop
-    clamp_together_(tensors[n_done:], low, high)
+            unscale_and_clamp_(self.tensors, low, high, grad_scale)
+        else:
+            self.layout.clamping.clamp_(self.tensors, low, high)
 
 
 def _as_tensor(norms: PartialNorms) -> Tensor:
@@ -374,35 +325,3 @@ def _as_tensor(norms: PartialNorms) -> Tensor:
     if isinstance(norms, Tensor):
         return norms
     return torch.tensor(norms, dtype=torch.float64, device="cpu")
-
-
-def _coefficient(
-    norm: float, max_norm: float, eps: float, rounded: type[c_float] | type[c_double]
-) -> float:
-    """Returns min(1, max_norm / (norm + eps)), every step rounded as a tensor would round it.
-
-    1 for nothing to clip and for an infinite limit; NaN stays. A sum and a quotient of two float32
-    computed in float64 and rounded to float32 are those that float32 gives.
-    """
-    limit = rounded(max_norm).value
-    bound = rounded(norm + rounded(eps).value).value
-    if bound == 0 or (limit == math.inf and norm == norm):
-        return 1.0
-    ratio = rounded(limit / bound).value
-    return 1.0 if ratio > 1 else ratio
-
-
-def _coefficients(norms: list[float], max_norm: float, eps: float, memory: Any) -> list[float]:
-    """The coefficient of each norm, as `_coefficient`; `memory` of so many numbers rounds them."""
-    rounded = memory._type_
-    largest = max(norms)
-    if sum(norms) >= 0 and _coefficient(largest, max_norm, eps, rounded) == 1:
-        # Smaller norms have no smaller coefficient.
-        return [1.0] * len(norms)
-    limit, added = rounded(max_norm).value, rounded(eps).value
-    memory[:] = [norm + added for norm in norms]
-    bounds: list[float] = memory[:]
-    if limit == math.inf or 0 in bounds:
-        return [_coefficient(norm, max_norm, eps, rounded) for norm in norms]
-    memory[:] = [limit / bound for bound in bounds]
-    return [1.0 if ratio > 1 else ratio for ratio in memory]

@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from ctypes import c_double, c_float
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -15,9 +13,9 @@ from tritonclip.backends.cpu_norm import ROW
 # float64 8 MiB.
 PACKED_ELEMENTS = 524288
 PACKED_TENSORS = 512
-# Lists of up to so many elements are squared in float64. The norm of 706, 61,706 and 138,506 float32
-# elements takes 3, 19 and 51 us with scratch of float64, of float32 6, 23 and 38; of float16 4, 43
-# and 88 against 6, 20 and 33. (torch 2.13, Xeon, 1 thread.)
+# Lists of up to so many elements are squared in float64. With scratch of float64 the norm of 706,
+# 61,706 and 138,506 float32 elements takes 3, 19 and 51 us, with float32 6, 23 and 38; that of
+# float16 4, 43 and 88 against 6, 20 and 33. (torch 2.13, Xeon, 1 thread.)
 WIDE_ELEMENTS = 32768
 # Elements of a row, at most, where each gradient is one of float64; of float32 they are ROW.
 LONGEST_ROW = 1024
@@ -131,31 +129,3 @@ class Scratch:
 def _exact_norm(x: Tensor) -> float:
     """The 2-norm of float32, in float64, which its squares fit."""
     return float(torch.linalg.vector_norm(x, dtype=torch.float64))
-
-
-class Numbers:
-    """Python's numbers as tensors on a CPU, through memory that both see.
-
-    To store ten and clone them takes 2.8 us, torch.tensor 6.5. (torch 2.13, Xeon.)
-
-    Attributes:
-        memory: the numbers; what is stored there is rounded.
-        together: the numbers, 1-d.
-        first: a 0-d view of the first.
-
-    Args:
-        n: how many numbers.
-        dtype: float32 or float64, to which they are rounded.
-    """
-
-    def __init__(self, n: int, dtype: torch.dtype) -> None:
-        self.memory = ((c_double if dtype == torch.float64 else c_float) * n)()
-        with torch.inference_mode(False):
-            self.together = torch.frombuffer(self.memory, dtype=dtype)
-            self.first = self.together[0]
-
-    @cached_property
-    def each(self) -> tuple[Tensor, ...]:
-        """A 0-d view of each number."""
-        with torch.inference_mode(False):
-            return self.together.unbind()
