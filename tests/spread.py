@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import pytest
 import reference
 import torch
 from cases import assert_norm
@@ -26,6 +27,15 @@ def mesh_of(*sizes: int, names: Sequence[str] | None = None) -> DeviceMesh:
     rest = world // max(1, math.prod(s for s in sizes if s > 0))
     shape = tuple(rest if size < 0 else size for size in sizes)
     return init_device_mesh("cpu", shape, mesh_dim_names=None if names is None else tuple(names))
+
+
+def as_torchrun(environment: pytest.MonkeyPatch) -> None:
+    """What torchrun tells its processes, of the group that is there already."""
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    more = {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in {**names, **more, "TORCHELASTIC_RUN_ID": "tests"}.items():
+        environment.setenv(name, value)
 
 
 def values(

@@ -148,7 +148,8 @@ def clip_(
         RuntimeError: a norm that is not finite, with nonfinite="error"; gradients made in inference
             mode, outside of it; a backend that was asked for and cannot serve.
 
-    A call that raises has changed nothing.
+    A call that raises has changed nothing. Over several processes, gradients that one refuses
+    raise on all that share the norm; on an accelerator the norm is NaN on the others.
 
     Example:
         >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)
@@ -171,7 +172,11 @@ def clip_(
     if process_group is not None or copies is not None:
         holders = check_holders(process_group, copies)
     gradients = collect(
-        parameters, per_gradient=rule.per_gradient, holders=holders, weights=rule.per_unit
+        parameters,
+        per_gradient=rule.per_gradient,
+        holders=holders,
+        weights=rule.per_unit,
+        tells=True,
     )
     norm = execute.clip_(gradients, rule, nonfinite, scale)
     if following is not None:
@@ -187,6 +192,7 @@ def collect(
     per_gradient: bool = False,
     holders: Holders | None = None,
     weights: bool = False,
+    tells: bool = False,
 ) -> Gradients:
     """Collects the gradients of the user's argument, with their plan.
 
@@ -195,7 +201,8 @@ def collect(
         per_gradient: each gradient is measured, rather than all together.
         holders: the processes that the gradients are spread over.
         weights: the parameters will be read too.
+        tells: the caller tells other processes of gradients that are refused.
     """
     if isinstance(parameters, FlatGradients):
         return parameters.gradients(per_gradient=per_gradient, holders=holders, weights=weights)
-    return plan_(of_parameters(parameters, holders=holders))
+    return plan_(of_parameters(parameters, holders=holders, tells=tells))

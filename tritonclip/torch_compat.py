@@ -56,12 +56,16 @@ def _by_value(bound: float) -> ClipByValue:
 
 
 def _collect(
-    parameters: Parameters, foreach: bool | None, holders: Holders | None = None
+    parameters: Parameters,
+    foreach: bool | None,
+    holders: Holders | None = None,
+    *,
+    tells: bool = True,
 ) -> Gradients:
     """Collects gradients, with their plan."""
     if not foreach or isinstance(parameters, FlatGradients):
-        return collect(parameters, holders=holders)
-    gradients = of_parameters(parameters, holders=holders)
+        return collect(parameters, holders=holders, tells=tells)
+    gradients = of_parameters(parameters, holders=holders, tells=tells)
     _check_foreach(gradients)
     return plan_(gradients)
 
@@ -198,7 +202,7 @@ def get_total_norm(
     if isinstance(tensors, FlatGradients):
         gradients = tensors.gradients(per_gradient=False, holders=holders)
     else:
-        gradients = of_tensors(tensors, holders=holders)
+        gradients = of_tensors(tensors, holders=holders, tells=True)
         if foreach:
             _check_foreach(gradients)
         plan_(gradients)
@@ -256,7 +260,8 @@ def clip_grads_with_norm_(
     if torch.compiler.is_compiling():
         compiled.scale_to_norm_(parameters, rule, total_norm)
     else:
-        gradients = _collect(parameters, foreach, check_holders(process_group, copies))
+        holders = check_holders(process_group, copies)
+        gradients = _collect(parameters, foreach, holders, tells=False)
         execute.scale_(gradients, rule, total_norm)
         if twice.calls:
             twice.remember(gradients, rule)

@@ -1,4 +1,4 @@
-"""Lightning's ModelParallelStrategy on gloo: FSDP2 inside, the wrapper clips."""
+"""Lightning on gloo: ModelParallelStrategy with FSDP2 inside, and FSDPStrategy with FSDP1."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from processes import in_processes
-from spread import assert_same_everywhere, values, whole
+from spread import as_torchrun, assert_same_everywhere, values, whole
 from torch import distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import tritonclip
 
@@ -21,15 +21,6 @@ STEPS, MAX_NORM = 3, 0.05
 def _network() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-
-
-def _as_torchrun(environment: pytest.MonkeyPatch) -> None:
-    """What torchrun tells its processes, of the group that is there already."""
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    more = {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for name, value in {**names, **more, "TORCHELASTIC_RUN_ID": "tests"}.items():
-        environment.setenv(name, value)
 
 
 @pytest.mark.parametrize("by", ["hand", "callback"])
@@ -59,7 +50,7 @@ def test_model_parallel_strategy_trains_as_one_process(by: str) -> None:
     rows: Any = torch.cat([batch.chunk(2)[dist.get_rank()] for batch in batches])
     model = Model()
     with pytest.MonkeyPatch.context() as environment:
-        _as_torchrun(environment)
+        as_torchrun(environment)
         strategy = lightning.pytorch.strategies.ModelParallelStrategy(
             data_parallel_size=2, tensor_parallel_size=1
         )
@@ -77,6 +68,15 @@ def test_model_parallel_strategy_trains_as_one_process(by: str) -> None:
         )
         trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=2))
 
+    norm = _norm_alone(batches, model)
+    stats = trainer.optimizers[0].stats
+    assert stats.summary()["clipped_steps"] == STEPS
+    assert_same_everywhere(stats.last_norm)
+    torch.testing.assert_close(stats.last_norm, norm, rtol=1e-5, atol=0)
+
+
+def _norm_alone(batches: list[torch.Tensor], model: Any) -> torch.Tensor:
+    """The last norm of one process, whose weights are compared with those of several."""
     alone = _network()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     for batch in batches:
@@ -84,9 +84,73 @@ def test_model_parallel_strategy_trains_as_one_process(by: str) -> None:
         alone(batch).square().mean().backward()
         norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), MAX_NORM)
         optimizer.step()
-    stats = trainer.optimizers[0].stats
-    assert stats.summary()["clipped_steps"] == STEPS
-    assert_same_everywhere(stats.last_norm)
-    torch.testing.assert_close(stats.last_norm, norm, rtol=1e-5, atol=0)
     for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(whole(ours.detach()), theirs.detach(), rtol=1e-5, atol=1e-7)
+    return norm
+
+
+def test_fsdp_strategy_refuses_a_cpu() -> None:
+    """Why docs/distributed.md says that it needs an accelerator."""
+    with pytest.raises(ValueError, match="The strategy `fsdp` requires a GPU accelerator"):
+        lightning.Trainer(accelerator="cpu", devices=2, strategy="fsdp")
+
+
+class _Sharded(lightning.pytorch.strategies.FSDPStrategy):
+    """Passes the check for a GPU, and shards on a CPU: Lightning names a device by its index."""
+
+    def _setup_model(self, model: Any) -> Any:
+        self.model = FullyShardedDataParallel(
+            model, device_id=torch.device("cpu"), use_orig_params=True
+        )
+        return self.model
+
+
+@pytest.mark.parametrize("by", ["hook", "callback"])
+@in_processes(2)
+def test_fsdp_strategy_trains_as_one_process(by: str) -> None:
+    from tritonclip.integrations.lightning import Clipping
+
+    norms = []
+
+    class Model(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = _network()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.network(batch).square().mean()
+            return loss
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if by == "hook":
+                group = self.trainer.strategy.model.process_group
+                norms.append(tritonclip.clip_(self.parameters(), MAX_NORM, process_group=group))
+
+    batches = [values((4, 3), step) for step in range(STEPS)]
+    rows: Any = torch.cat([batch.chunk(2)[dist.get_rank()] for batch in batches])
+    model = Model()
+    with pytest.MonkeyPatch.context() as environment:
+        as_torchrun(environment)
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            strategy=_Sharded(),
+            callbacks=[Clipping(MAX_NORM)] if by == "callback" else [],
+            max_steps=STEPS,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=2))
+
+    sharded = trainer.strategy.model
+    with FullyShardedDataParallel.summon_full_params(sharded, writeback=False):
+        norm = _norm_alone(batches, model)
+    ours = norms[-1] if by == "hook" else trainer.optimizers[0].stats.last_norm
+    assert_same_everywhere(ours)
+    torch.testing.assert_close(ours, norm, rtol=1e-5, atol=0)

@@ -103,6 +103,35 @@ def test_clip_by_unit_on_two_dimensions() -> None:
     )
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@in_processes(2, 4)
+def test_clip_by_unit_of_gradients_missing_in_one_process(rank: int) -> None:
+    """A shard without gradient counts as zeros, beside all weights."""
+    mesh = mesh_of(-1)
+    parameters = [
+        parameter((9,), mesh, [Shard(0)], 1),
+        parameter((8, 3), mesh, [Shard(0)], 2),
+        parameter((6,), mesh, [Shard(0)], 3),
+    ]
+    missing = parameters[:2]
+    for one in missing:
+        if dist.get_rank() == rank:
+            local(one.grad).zero_()
+    grads = [whole(one.grad).clone() for one in parameters]
+    weights = [whole(one.detach()) for one in parameters]
+    if dist.get_rank() == rank:
+        for one in missing:
+            one.grad = None
+    with CommDebugMode() as mode:
+        tritonclip.clip_(parameters, RULE)
+    assert mode.get_total_counts() == 1
+    for one in missing:
+        if dist.get_rank() == rank:
+            one.grad = torch.zeros_like(one)
+    for one, grad, weight in zip(parameters, grads, weights, strict=True):
+        assert_clipped(whole(one.grad), expected(grad, weight, RULE))
+
+
 @pytest.mark.parametrize("placement", [Shard(1), Partial()], ids=["shard-1", "partial"])
 @in_processes(2)
 def test_clip_by_unit_refuses_split_rows(placement: Placement) -> None:

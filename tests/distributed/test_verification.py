@@ -60,17 +60,19 @@ def test_verify_passes_right_calls_with_policies() -> None:
 
 @in_processes(2)
 def test_verify_finds_a_wrong_reduction() -> None:
-    right = reduce._roots
+    module: Any = reduce
+    right = module.roots_of
 
     def wrong(sums: torch.Tensor, norm_type: float) -> torch.Tensor:
-        return right(sums, norm_type) * 1.001
+        norm: torch.Tensor = right(sums, norm_type) * 1.001
+        return norm
 
-    reduce._roots = wrong
+    module.roots_of = wrong
     try:
         with tritonclip.verify(), pytest.raises(RuntimeError, match="tritonclip reduced a norm"):
             tritonclip.clip_(_mixed(), 1.0)
     finally:
-        reduce._roots = right
+        module.roots_of = right
 
 
 @pytest.mark.parametrize("rule", [ClipByGlobalNorm(1.0), ClipByNorm(1.0)])

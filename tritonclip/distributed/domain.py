@@ -45,6 +45,8 @@ class Domain:
         groups: reduced over one after the other; they meet in this process only.
         size: the processes that they reach together.
         inner: those in the meshes of the list.
+        mesh_groups: those that reach the meshes of the list; the first of `groups`, or, where the
+            user's group holds the meshes, none of them.
         uncovered: why pieces of the list may lie outside; "" where they do not.
         carriers: for each group and type of device, the device that its numbers travel on.
     """
@@ -52,14 +54,21 @@ class Domain:
     groups: tuple[ProcessGroup, ...]
     size: int
     inner: int
+    mesh_groups: tuple[ProcessGroup, ...] = ()
     uncovered: str = ""
-    carriers: dict[tuple[int, str], torch.device | None] = field(default_factory=dict)
+    carriers: dict[tuple[ProcessGroup, str], torch.device | None] = field(default_factory=dict)
 
-    def carrier(self, at: int, device: torch.device) -> torch.device | None:
+    @property
+    def by_mesh_first(self) -> bool:
+        """Whether a reduction over the domain begins with one over the meshes."""
+        n = len(self.mesh_groups)
+        return n > 0 and self.groups[:n] == self.mesh_groups
+
+    def carrier(self, group: ProcessGroup, device: torch.device) -> torch.device | None:
         """The device on which a group reduces numbers of a device; None for the same one."""
-        key = at, device.type
+        key = group, device.type
         if key not in self.carriers:
-            self.carriers[key] = _carrier(self.groups[at], device)
+            self.carriers[key] = _carrier(group, device)
         return self.carriers[key]
 
 
@@ -118,12 +127,12 @@ def domain_of(meshes: Sequence[DeviceMesh], process_group: Any) -> Domain:
     here = [mesh for mesh in meshes if mesh.size() > 1 and mesh.get_coordinate() is not None]
     groups, members, inner = _union(here)
     if process_group is None:
-        return Domain(groups, inner, inner, _uncovered(meshes, members, inner))
+        return Domain(groups, inner, inner, groups, _uncovered(meshes, members, inner))
     chain, outer = _chain_of(process_group)
     if members <= outer:
-        return Domain(chain if len(outer) > 1 else (), len(outer), inner)
+        return Domain(chain if len(outer) > 1 else (), len(outer), inner, groups)
     if outer & members == {dist.get_rank()}:
-        return Domain((*groups, *chain), inner * len(outer), inner)
+        return Domain((*groups, *chain), inner * len(outer), inner, groups)
     raise ValueError(
         f"process_group holds the processes {sorted(outer)} and cuts through the mesh of the "
         f"gradients, {sorted(members)}; expected a group that holds all of that mesh, or that "

@@ -1,37 +1,35 @@
 """The norm of all pieces, from the norms of the pieces that lie here: one all-reduce.
 
-    p > 0      SUM of weight * norm**p, in float64; a vector of bins where that might not fit
-    0          SUM of weighted counts
-    inf, -inf  MAX of the norm or of its negative, beside a flag: maxima may lose NaN
-
-The buffer has one row for the norm of all, or one for each parameter, with or without a gradient
-here. All processes find the same bits: they hold the same sums, and combine them alike. Nothing
-waits for the device.
+A SUM of weighted powers, see `powers.py`, or for inf and -inf a MAX. The buffer has one row for the
+norm of all, or one for each parameter, with or without a gradient here. All processes find the same
+bits: they hold the same sums, and combine them alike. Nothing waits for the device, unless a
+gradient is missing that may be a part of a sum, see `parts.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tritonclip.distributed.domain import Domain
+from tritonclip.distributed.powers import (
+    BINNED,
+    REFUSED,
+    count_bins,
+    extreme_of,
+    positive,
+    powers_of,
+    roots_of,
+)
 from tritonclip.distributed.sharding import Piece, Sharding
 
-# Orders whose powers of norms narrower than float64 fit it: (3.4e38)**6 = 1.6e231 and
-# (1.4e-45)**6 = 7.5e-270.
-_UNBINNED = 6.0
-# Orders up to which bins are few: 77 at 64. Beyond, the largest norm is found first.
-_BINNED = 64.0
-# Binary exponents of the powers in a bin: from 2**-950 to 2**950, so that sums of 2**70 fit.
-_SPAN = 1900.0
-# Norms in float64, denormal ones and sums of 2**70 too, lie within this binary exponent of 1.
-_EXPONENTS = 1100.0
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Places:
@@ -41,15 +39,16 @@ class Places:
 
     def __init__(self, positions: Sequence[int]) -> None:
         self.positions = positions
-        self._on: dict[torch.device, Tensor] = {}
+        self._on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def on(self, device: torch.device) -> Tensor:
-        """The positions, int64[n]."""
-        if device not in self._on:
+    def on(self, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+        """The positions, 1-d."""
+        if (device, dtype) not in self._on:
             # Never an inference tensor, which belongs to one mode.
             with torch.inference_mode(False):
-                self._on[device] = torch.tensor(self.positions, dtype=torch.int64, device=device)
-        return self._on[device]
+                made = torch.tensor(self.positions, dtype=dtype, device=device)
+            self._on[device, dtype] = made
+        return self._on[device, dtype]
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +66,12 @@ class Share:
     narrow: bool
 
 
+# Norms of some gradients, partial ones or one for each, and what the gradients are pieces of.
+Measured = tuple[Tensor, Share]
+# Measures the sums of Partial gradients, given the reduced flags of all processes.
+Sums = Callable[[Tensor], list[Measured]]
+
+
 @dataclass(slots=True, eq=False)
 class Reduction:
     """Makes norms of pieces the norms of whole gradients; kept by a plan.
@@ -75,85 +80,194 @@ class Reduction:
         sharding: of the list.
         shares: of the plan's groups.
         places: of all gradients of the plan.
+        flags: which of the sharding's copied dimensions a gradient here is Partial along.
     """
 
     sharding: Sharding
     shares: Sequence[Share]
     places: Places
+    flags: Places
 
     def norm(
-        self, norms: Sequence[Tensor], norm_type: float, device: torch.device, *, each: bool
+        self,
+        measured: Sequence[Measured],
+        norm_type: float,
+        device: torch.device,
+        *,
+        each: bool,
+        sums: Sums | None = None,
+        refused: bool = False,
     ) -> Tensor:
         """The norm of all gradients, float64[1]; or of each parameter's, 0 where nobody has one.
 
         Args:
-            norms: for each group partial norms, or with `each` the norm of each gradient; float64.
+            measured: for some gradients partial norms, or with `each` their norms; float64.
             norm_type: p of the p-norm.
             device: of the result.
             each: for each parameter, float64[n_parameters].
+            sums: measures Partial gradients, which are not in `measured`; None where there can be
+                none.
+            refused: this process refuses its gradients, of which it measured none. On a CPU every
+                process then raises; elsewhere the norm is NaN.
+
+        Raises:
+            Refused: a process of the domain refuses its gradients; on a CPU only.
         """
-        own = [n.reshape(-1).to(device) for n in norms]
+        own = [(n.reshape(-1).to(device), share) for n, share in measured]
+        one = _Exchange(self, norm_type, device, each, sums, refused)
         if math.isinf(norm_type):
-            return self._extreme(own, norm_type, device, each)
-        if norm_type > _BINNED:
-            return self._by_largest(own, norm_type, device, each)
-        bins = self._bins(norm_type)
-        rows = [
-            _powers(norm, norm_type, bins, narrow=share.narrow, together=not each)
-            for norm, share in zip(own, self.shares, strict=True)
-        ]
-        return _roots(self._sum(self._weighted(rows, bins, device, each)), norm_type)
+            return one.extreme(own, norm_type)
+        if norm_type > BINNED:
+            return one.by_largest(own)
+        return one.by_powers(own)
 
-    def _bins(self, norm_type: float) -> int:
-        """How many bins hold power sums; known to every process without a look at gradients."""
-        wide = self.sharding.wide or not self.sharding.one_list
-        if norm_type == 0 or (norm_type <= _UNBINNED and not wide):
-            return 1
-        return 2 * round(_EXPONENTS / _width(norm_type)) + 1
 
-    def _weighted(
-        self, rows: Sequence[Tensor], n_columns: int, device: torch.device, each: bool
+class Refused(Exception):
+    """Some process of the domain refuses its gradients."""
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One reduction of norms."""
+
+    reduction: Reduction
+    norm_type: float
+    device: torch.device
+    each: bool
+    sums: Sums | None
+    refused: bool
+
+    @property
+    def _sharding(self) -> Sharding:
+        return self.reduction.sharding
+
+    def by_powers(self, own: Sequence[Measured]) -> Tensor:
+        """The root of sums of powers."""
+        # Known to every process without a look at gradients.
+        wide = self._sharding.wide or not self._sharding.one_list
+        bins = count_bins(self.norm_type, wide=wide)
+
+        def rows_of(measured: Sequence[Measured]) -> Tensor:
+            rows = [
+                powers_of(norm, self.norm_type, bins, narrow=share.narrow, together=not self.each)
+                for norm, share in measured
+            ]
+            return self._weighted(rows, [share for _, share in measured], bins)
+
+        return roots_of(self._everyones(rows_of, own, largest=False)[0], self.norm_type)
+
+    def by_largest(self, own: Sequence[Measured]) -> Tensor:
+        """Norms of a high order: the largest of all is taken out first, by one more all-reduce."""
+        largest, own = self._largest(own)
+        scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
+        rows = []
+        for norm, share in own:
+            divisor = scale[share.places.on(self.device)] if self.each else scale
+            powers = (norm / divisor).pow(self.norm_type).reshape(-1, 1)
+            rows.append(powers if self.each else powers.sum(0, keepdim=True))
+        total = self._weighted(rows, [share for _, share in own], 1)
+        self._mark_(total, largest=False)
+        domain = self._sharding.domain
+        total = all_reduce(total, domain.groups, domain, largest=False)
+        return scale * positive(total)[:, 0].pow(1 / self.norm_type)
+
+    def _largest(self, own: Sequence[Measured]) -> tuple[Tensor, Sequence[Measured]]:
+        """The largest norm but for NaN, and what was measured, now with the sums."""
+
+        def rows_of(measured: Sequence[Measured]) -> Tensor:
+            return self._extremes([(n.nan_to_num(nan=0.0), share) for n, share in measured], 1.0)
+
+        rows, everything = self._everyones(rows_of, own, largest=True)
+        return extreme_of(rows, 1.0), everything
+
+    def extreme(self, own: Sequence[Measured], norm_type: float) -> Tensor:
+        """The largest or the smallest of norms."""
+        sign = 1.0 if norm_type > 0 else -1.0
+
+        def rows_of(measured: Sequence[Measured]) -> Tensor:
+            return self._extremes(measured, sign)
+
+        return extreme_of(self._everyones(rows_of, own, largest=True)[0], sign)
+
+    def _everyones(
+        self,
+        rows_of: Callable[[Sequence[Measured]], Tensor],
+        own: Sequence[Measured],
+        *,
+        largest: bool,
+    ) -> tuple[Tensor, Sequence[Measured]]:
+        """Rows of all processes, and what this one has measured, sums of parts among it.
+
+        The first collective carries flags, where gradients may be Partial, and the others go by
+        them.
+        """
+        domain, rows = self._sharding.domain, rows_of(own)
+        self._mark_(rows, largest=largest)
+        groups = domain.groups
+        if self.sums is not None:
+            flags = self.reduction.flags.on(self.device, torch.float64)
+            if domain.by_mesh_first:
+                groups = groups[len(domain.mesh_groups) :]
+                sent = torch.cat([rows.reshape(-1), flags])
+                sent = all_reduce(sent, domain.mesh_groups, domain, largest=largest)
+                n = rows.numel()
+                rows, flags = sent[:n].view_as(rows), sent[n:]
+            else:
+                flags = all_reduce(flags.clone(), domain.mesh_groups, domain, largest=largest)
+            if sums := self.sums(flags):
+                rows = self._with_sums(rows, rows_of(sums), sums, largest=largest)
+                own = [*own, *sums]
+        rows = all_reduce(rows, groups, domain, largest=largest)
+        self._refuse(rows, largest=largest)
+        return rows, own
+
+    def _with_sums(
+        self, rows: Tensor, more: Tensor, sums: Sequence[Measured], *, largest: bool
     ) -> Tensor:
-        """Weighted rows of all groups, added up, or one for each parameter."""
+        """Rows to which those of sums are added; of other processes too, if `rows` are."""
+        domain = self._sharding.domain
+        if domain.by_mesh_first:
+            if all(share.piece.is_everywhere(domain) for _, share in sums):
+                # Of the very same sums, every process has the same bits.
+                more = more if largest else more * domain.inner
+            else:
+                more = all_reduce(more, domain.mesh_groups, domain, largest=largest)
+        return torch.maximum(rows, more) if largest else rows + more
+
+    def _mark_(self, rows: Tensor, *, largest: bool) -> None:
+        """Marks rows of a process that refuses its gradients: no other sums are below 0."""
+        if self.refused and rows.numel():
+            rows[:, 1 if largest else 0] = REFUSED if largest else -math.inf
+
+    def _refuse(self, rows: Tensor, *, largest: bool) -> None:
+        """Raises where a process refused its gradients, if that costs no wait."""
+        if self.device.type == "cpu" and rows.numel():
+            mark = float(rows[0, 1] if largest else rows[0, 0])
+            if mark == (REFUSED if largest else -math.inf):
+                raise Refused
+
+    def _weighted(self, rows: Sequence[Tensor], shares: Sequence[Share], n_columns: int) -> Tensor:
+        """Weighted rows, added up, or one for each parameter."""
         counted = [
             (row * share.piece.weight if share.piece.weight != 1 else row, share)
-            for row, share in zip(rows, self.shares, strict=True)
+            for row, share in zip(rows, shares, strict=True)
             # Not multiplied by 0, which would make inf NaN.
             if share.piece.weight
         ]
-        n_rows = self.sharding.n_parameters if each else 1
-        if not each and counted:
+        n_rows = self._sharding.n_parameters if self.each else 1
+        if not self.each and counted:
             return counted[0][0] if len(counted) == 1 else sum(row for row, _ in counted)  # type: ignore[return-value]
-        total = torch.zeros((n_rows, n_columns), dtype=torch.float64, device=device)
+        total = torch.zeros((n_rows, n_columns), dtype=torch.float64, device=self.device)
         for row, share in counted:
-            total.index_copy_(0, share.places.on(device), row)
+            total.index_copy_(0, share.places.on(self.device), row)
         return total
 
-    def _by_largest(
-        self, own: Sequence[Tensor], norm_type: float, device: torch.device, each: bool
-    ) -> Tensor:
-        """Norms of a high order: the largest of all is taken out first, by one more all-reduce."""
-        largest = self._extreme([n.nan_to_num(nan=0.0) for n in own], math.inf, device, each)
-        scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
-        rows = []
-        for norm, share in zip(own, self.shares, strict=True):
-            divisor = scale[share.places.on(device)] if each else scale
-            powers = (norm / divisor).pow(norm_type).reshape(-1, 1)
-            rows.append(powers if each else powers.sum(0, keepdim=True))
-        total = self._sum(self._weighted(rows, 1, device, each))
-        return scale * total[:, 0].pow(1 / norm_type)
-
-    def _extreme(
-        self, own: Sequence[Tensor], norm_type: float, device: torch.device, each: bool
-    ) -> Tensor:
-        """The largest or the smallest of norms."""
-        from torch.distributed import ReduceOp
-
-        sign = 1.0 if norm_type > 0 else -1.0
-        n_rows = self.sharding.n_parameters if each else 1
-        rows = torch.zeros((n_rows, 2), dtype=torch.float64, device=device)
+    def _extremes(self, measured: Sequence[Measured], sign: float) -> Tensor:
+        """The largest of norms times a sign, and flags for inf and NaN: float64[n, 2]."""
+        n_rows = self._sharding.n_parameters if self.each else 1
+        rows = torch.zeros((n_rows, 2), dtype=torch.float64, device=self.device)
         rows[:, 0] = -math.inf
-        for norm, share in zip(own, self.shares, strict=True):
+        for norm, share in measured:
             if not share.piece.weight:
                 continue
             # A gradient whose smallest magnitude is inf is told from none at all.
@@ -162,31 +276,26 @@ class Reduction:
                 [(sign * norm).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf), flags],
                 1,
             )
-            if each:
-                rows.index_copy_(0, share.places.on(device), found)
+            if self.each:
+                rows.index_copy_(0, share.places.on(self.device), found)
             elif len(found):
                 rows = torch.maximum(rows, found.amax(0, keepdim=True))
-        value, flag = self._all_reduce(rows, ReduceOp.MAX).unbind(1)
-        # Nobody has such a gradient, or an element of it.
-        value = torch.where((flag == 0) & value.isinf(), 0.0, sign * value)
-        return torch.where(flag == 2, math.nan, value)
+        return rows
 
-    def _sum(self, rows: Tensor) -> Tensor:
-        from torch.distributed import ReduceOp
 
-        return self._all_reduce(rows, ReduceOp.SUM)
+def all_reduce(
+    buffer: Tensor, groups: Sequence[ProcessGroup], domain: Domain, *, largest: bool = False
+) -> Tensor:
+    """Sums, or largest numbers, over one group after the other; in place where it can."""
+    from torch import distributed as dist
 
-    def _all_reduce(self, buffer: Tensor, op: object) -> Tensor:
-        """Reduces over one group after the other, in place where it can."""
-        from torch import distributed as dist
-
-        domain = self.sharding.domain
-        for at, group in enumerate(domain.groups):
-            carrier = domain.carrier(at, buffer.device)
-            sent = buffer if carrier is None else buffer.to(carrier)
-            dist.all_reduce(sent, op=op, group=group)
-            buffer = sent.to(buffer.device)
-        return buffer
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    for group in groups:
+        carrier = domain.carrier(group, buffer.device)
+        sent = buffer if carrier is None else buffer.to(carrier)
+        dist.all_reduce(sent, op=op, group=group)
+        buffer = sent.to(buffer.device)
+    return buffer
 
 
 def everyones(own: Any, domain: Domain) -> dict[int, Any]:
@@ -199,64 +308,3 @@ def everyones(own: Any, domain: Domain) -> dict[int, Any]:
         dist.all_gather_object(gathered, known, group=group)
         known = {rank: one for part in gathered for rank, one in part.items()}
     return dict(sorted(known.items()))
-
-
-def sum_parts(parts: Sequence[Tensor], piece: Piece) -> list[Tensor]:
-    """The sums, or means, whose parts are gradients: in new memory, by one all-reduce a dimension.
-
-    Args:
-        parts: real, of one dtype and device.
-        piece: says over which groups.
-    """
-    from torch import distributed as dist
-
-    flat = torch.cat([part.reshape(-1) for part in parts])
-    for group in piece.sums_over:
-        dist.all_reduce(flat, group=group)
-    if piece.divisor != 1:
-        flat.div_(piece.divisor)
-    sizes = [part.numel() for part in parts]
-    return [one.view(part.shape) for one, part in zip(flat.split(sizes), parts, strict=True)]
-
-
-def _width(norm_type: float) -> float:
-    """Binary exponents of the norms in a bin."""
-    return min(_SPAN / norm_type, _SPAN)
-
-
-def _powers(norms: Tensor, norm_type: float, bins: int, *, narrow: bool, together: bool) -> Tensor:
-    """norm**p, a row each of one number a bin: by magnitude, so that every power fits."""
-    if bins == 1 or (narrow and norm_type <= _UNBINNED):
-        if norm_type == 2 and together:
-            powers = torch.dot(norms, norms).reshape(1, 1)
-        else:
-            powers = (norms if norm_type == 0 else norms.pow(norm_type)).reshape(-1, 1)
-        half = bins // 2
-        rows = pad(powers, (half, half)) if half else powers
-    else:
-        width, half = _width(norm_type), bins // 2
-        exponents = torch.frexp(norms).exponent.to(norms.dtype)
-        at = torch.round(exponents / width).clamp(-half, half)
-        # In two factors: one may not fit.
-        shift = torch.exp2(-at * (width / 2))
-        powers = (norms * shift * shift).pow(norm_type)
-        columns = torch.arange(-half, half + 1, device=norms.device)
-        rows = torch.where(at[:, None] == columns, powers[:, None], 0.0)
-    return rows.sum(0, keepdim=True) if together and rows.shape[0] != 1 else rows
-
-
-def _roots(sums: Tensor, norm_type: float) -> Tensor:
-    """The norm of each row of power sums, 1-d."""
-    bins = sums.shape[1]
-    if norm_type == 0:
-        return sums[:, 0].round()
-    roots = sums.sqrt() if norm_type == 2 else sums.pow(1 / norm_type)
-    if bins == 1:
-        return roots[:, 0]
-    columns = torch.arange(-(bins // 2), bins // 2 + 1, dtype=sums.dtype, device=sums.device)
-    shift = torch.exp2(columns * (_width(norm_type) / 2))
-    roots = roots * shift * shift
-    largest = roots.amax(1, keepdim=True)
-    # Dividing by 1 instead of 0, inf and NaN gives just these.
-    scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
-    return (scale * (roots / scale).pow(norm_type).sum(1, keepdim=True).pow(1 / norm_type))[:, 0]

@@ -8,8 +8,7 @@
 The norm of all pieces is the root of the sum of weight * norm**p over all processes. No process is
 elected, and none leaves a reduction out: the domain depends on the parameters alone, never on the
 gradients that are there. Shard and _StridedShard split a gradient, Replicate copies it. Of a
-Partial one the sum is measured, after an all-reduce of its elements; the parts are scaled, which
-scales the sum.
+Partial one the sum is measured, see `parts.py`; the parts are scaled, which scales the sum.
 
 A `Sharding` is kept for lists alike: DTensors keep their spec from step to step, so a list that was
 met before is recognised by the identity of its specs.
@@ -17,6 +16,7 @@ met before is recognised by the identity of its specs.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,6 +57,11 @@ class Piece(NamedTuple):
     sums_over: tuple[ProcessGroup, ...] = ()
     divisor: int = 1
 
+    def is_everywhere(self, domain: Domain) -> bool:
+        """Whether a sum over all processes of the meshes makes it whole on each of them."""
+        n_summed = math.prod(group.size() for group in self.sums_over)
+        return n_summed == domain.inner and self.weight == 1 / domain.inner
+
 
 @dataclass(slots=True, eq=False)
 class Sharding:
@@ -68,6 +73,11 @@ class Sharding:
         where: what tells each piece from the others of its gradient.
         positions: theirs among the parameters.
         n_parameters: with and without a gradient.
+        absent: the parameters without one, by position.
+        copied: dimensions of meshes that parameters are copied along, of which a gradient may be
+            Partial: (position, dimension).
+        parts: of which of these dimensions a gradient here is Partial.
+        said: the user's number of holders of each parameter.
         wide: a parameter is float64.
         one_list: every process of the domain has the same parameters, in the same order.
         sums: some gradients are Partial.
@@ -79,6 +89,10 @@ class Sharding:
     where: tuple[tuple[int, ...], ...]
     positions: tuple[int, ...]
     n_parameters: int
+    absent: tuple[int, ...]
+    copied: tuple[tuple[int, int], ...]
+    parts: tuple[bool, ...]
+    said: tuple[int | None, ...]
     wide: bool
     one_list: bool
     sums: bool
@@ -91,11 +105,13 @@ class Shares(NamedTuple):
     Attributes:
         tensors: plain, one a gradient.
         wrappers: the DTensors around them, whose versions count too.
+        absent: the parameters without a gradient.
         sharding: what they are pieces of.
     """
 
     tensors: list[Tensor]
     wrappers: list[Tensor]
+    absent: list[Tensor]
     sharding: Sharding
 
 
@@ -167,12 +183,12 @@ def shares_of(
     if known is None or not known.serves(specs, forms, said):
         sharding = _sharding_of(specs, forms, said, user, label)
     elif known.has(specs, forms):
-        return _shares(grads, kind, known.sharding)
+        return _shares(parameters, grads, kind, known.sharding)
     else:
         # Other specs, of the same content: from now on these are recognised at once.
         sharding = known.sharding
     _keep(key, _Known(specs, forms, said, user.group, user.meshes, sharding))
-    return _shares(grads, kind, sharding)
+    return _shares(parameters, grads, kind, sharding)
 
 
 def without_mesh(tensor: Tensor) -> Tensor:
@@ -245,7 +261,9 @@ def _specs(tensors: Sequence[Tensor | None]) -> list[Any] | None:
         return None
 
 
-def _shares(grads: Sequence[Tensor | None], kind: Any, sharding: Sharding) -> Shares:
+def _shares(
+    parameters: Sequence[Tensor], grads: Sequence[Tensor | None], kind: Any, sharding: Sharding
+) -> Shares:
     there: list[Any] = [g for g in grads if g is not None]
     if not sharding.mixed:
         wrappers, tensors = there, list(map(_get_local, there))
@@ -255,7 +273,8 @@ def _shares(grads: Sequence[Tensor | None], kind: Any, sharding: Sharding) -> Sh
     if not _PLAIN.issuperset(map(type, tensors)):
         # Results of collectives that may still run.
         tensors = [t.wait() if hasattr(t, "trigger_wait") else t for t in tensors]
-    return Shares(tensors, wrappers, sharding)
+    absent = [parameters[i] for i in sharding.absent]
+    return Shares(tensors, wrappers, absent, sharding)
 
 
 def _sharding_of(
@@ -274,13 +293,21 @@ def _sharding_of(
     for at, copies in enumerate(said):
         if copies is not None:
             _check_copies(copies, domain, label(at))
-    pieces = tuple(_piece(forms[i], said[i], domain, partial(label, i)) for i in positions)
+    pieces = tuple(
+        _piece(forms[i], said[i], domain, partial(label, i), mesh=_mesh_of(specs[i]))
+        for i in positions
+    )
+    copied = _copied(specs)
     return Sharding(
         domain=domain,
         pieces=pieces,
-        where=tuple(_where(forms[i]) for i in positions),
+        where=tuple(where(forms[i]) for i in positions),
         positions=positions,
         n_parameters=len(specs),
+        absent=tuple(i for i, form in enumerate(forms) if form is False),
+        copied=copied,
+        parts=tuple(_is_partial(forms[i], dim) for i, dim in copied),
+        said=tuple(said),
         wide=not _WIDE.isdisjoint(map(_dtype_of, specs)),
         one_list=user.group is None,
         sums=any(piece.sums_over for piece in pieces),
@@ -288,15 +315,70 @@ def _sharding_of(
     )
 
 
-def _piece(spec: Any, copies: int | None, domain: Domain, label: Callable[[], str]) -> Piece:
-    """What lies here of a gradient; `spec` is None for a plain one."""
+def _copied(specs: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """The dimensions that parameters are copied along; the same in all processes of a list."""
+    return tuple(
+        (at, dim)
+        for at, spec in enumerate(specs)
+        if (mesh := _mesh_of(spec)) is not None
+        for dim, placement in enumerate(spec.placements)
+        if placement.is_replicate() and mesh.size(dim) > 1
+    )
+
+
+def _is_partial(form: Any, dim: int) -> bool:
+    """Whether a gradient is there, and Partial along a dimension of its mesh."""
+    return _mesh_of(form) is not None and bool(form.placements[dim].is_partial())
+
+
+def piece_of(parameter: Tensor, at: int, sharding: Sharding, sums: Sequence[int] = ()) -> Piece:
+    """What lies here of a gradient that is placed as its parameter is.
+
+    Args:
+        parameter: without a gradient here.
+        at: its position.
+        sharding: of the list.
+        sums: dimensions of the mesh along which the gradient is Partial.
+    """
+    from torch.distributed.tensor import Partial
+
+    spec, placements = getattr(parameter, "_spec", None), None
+    if spec is not None:
+        placements = tuple(
+            Partial() if dim in sums else placement for dim, placement in enumerate(spec.placements)
+        )
+    copies = sharding.said[at]
+    return _piece(spec, copies, sharding.domain, lambda: f"parameters[{at}]", placements=placements)
+
+
+def _piece(
+    spec: Any,
+    copies: int | None,
+    domain: Domain,
+    label: Callable[[], str],
+    *,
+    placements: Sequence[Any] | None = None,
+    mesh: Any = None,
+) -> Piece:
+    """What lies here of a gradient.
+
+    Args:
+        spec: its own; None for a plain one.
+        copies: the user's number of holders.
+        domain: of the list.
+        label: names the parameter.
+        placements: in place of those of the spec.
+        mesh: the parameter's. Of meshes that are equal but not one, each has groups of its own, and
+            a process without the gradient knows those of the parameter.
+    """
     if spec is None:
         return Piece(_weight(copies, 1, domain))
     if spec.mesh.get_coordinate() is None:
         # A piece without elements, on a mesh of other processes.
         return Piece(0.0)
-    mesh, n_pieces, sums_over, divisor = spec.mesh, 1, [], 1
-    for dim, placement in enumerate(spec.placements):
+    mesh = mesh if mesh == spec.mesh else spec.mesh
+    n_pieces, sums_over, divisor = 1, [], 1
+    for dim, placement in enumerate(spec.placements if placements is None else placements):
         if placement.is_partial():
             if placement.reduce_op not in _LINEAR:
                 raise TypeError(
@@ -313,7 +395,7 @@ def _piece(spec: Any, copies: int | None, domain: Domain, label: Callable[[], st
     return Piece(_weight(copies, n_pieces, domain), tuple(sums_over), divisor)
 
 
-def _where(spec: Any) -> tuple[int, ...]:
+def where(spec: Any) -> tuple[int, ...]:
     """The coordinates of this process in the dimensions of the mesh that a gradient is split by."""
     if spec is None:
         return ()

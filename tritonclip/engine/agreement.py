@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.reduce import everyones, sum_parts
+from tritonclip.distributed.parts import Part, sums_of, zeros_for
+from tritonclip.distributed.reduce import everyones
+from tritonclip.distributed.sharding import where
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.verification import VerificationError, norm_of
 
@@ -53,7 +55,7 @@ class Agreement:
         if sharding.one_list:
             _check_lists(lists)
         self._entries: dict[int, list[_Entry]] = everyones(
-            _entries(gradients, norm_type), sharding.domain
+            _entries(gradients, norm_type) + _sums(gradients, norm_type), sharding.domain
         )
         if sharding.one_list:
             self._check_copies()
@@ -161,30 +163,67 @@ def _check_lists(lists: dict[int, list[tuple[Any, ...]]]) -> None:
 
 
 def _entries(gradients: Gradients, norm_type: float) -> list[_Entry]:
-    """The pieces of this process, each measured by itself."""
+    """The pieces of this process that are no parts of sums, each measured by itself."""
     sharding = gradients.sharding
     assert sharding is not None
     entries = []
     # Buffers of FlatGradients in place of their views.
     for index, tensor in enumerate(gradients.versions or gradients.tensors):
-        piece = gradients.piece(index)
+        if not gradients.piece(index).sums_over:
+            at = index if gradients.distinct is None else gradients.distinct[index]
+            entries.append(
+                _entry(
+                    gradients,
+                    gradients.position(index),
+                    gradients.piece(index).weight,
+                    sharding.where[at],
+                    tensor,
+                    norm_type,
+                )
+            )
+    return entries
+
+
+def _sums(gradients: Gradients, norm_type: float) -> list[_Entry]:
+    """The sums of parts, each measured by itself; every process of a sum calls this, and waits."""
+    sharding = gradients.sharding
+    assert sharding is not None
+    own = [pair for pair, here in zip(sharding.copied, sharding.parts, strict=True) if here]
+    known = {pair for theirs in everyones(own, sharding.domain).values() for pair in theirs}
+    flags = [float(pair in known) for pair in sharding.copied]
+    parts = zeros_for(gradients.absent, sharding, flags)
+    for index, tensor in enumerate(gradients.tensors):
+        piece, at = gradients.piece(index), gradients.position(index)
         if piece.sums_over:
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            whole = sum_parts([real], piece)[0]
-            tensor = torch.view_as_complex(whole) if tensor.is_complex() else whole
-        at = index if gradients.distinct is None else gradients.distinct[index]
-        entries.append(
-            _Entry(
-                gradients.position(index),
-                gradients.label(index),
-                sharding.where[at],
-                piece.weight,
-                norm_of(tensor, norm_type),
-                tensor.dtype in (torch.float64, torch.complex128),
-                tensor.numel() == 0,
-            )
-        )
+            parts.append(Part(at, real, tensor.is_complex(), piece))
+    where_of = dict(zip(sharding.positions, sharding.where, strict=True))
+    for at, one in zip(sharding.absent, gradients.absent, strict=True):
+        where_of[at] = where(getattr(one, "_spec", None))
+    entries = []
+    for at, tensor, pairs, piece in sums_of(parts, sharding):
+        whole = torch.view_as_complex(tensor) if pairs else tensor
+        entries.append(_entry(gradients, at, piece.weight, where_of[at], whole, norm_type))
     return entries
+
+
+def _entry(
+    gradients: Gradients,
+    position: int,
+    weight: float,
+    where: tuple[int, ...],
+    tensor: Tensor,
+    norm_type: float,
+) -> _Entry:
+    return _Entry(
+        position,
+        gradients.label_of_parameter(position),
+        where,
+        weight,
+        norm_of(tensor, norm_type),
+        tensor.dtype in (torch.float64, torch.complex128),
+        tensor.numel() == 0,
+    )
 
 
 def _alike(a: float, b: float) -> bool:

@@ -6,7 +6,7 @@ The only composition of the backends' verbs. Arguments are checked and the list 
 import math
 import warnings
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -27,7 +27,9 @@ from tritonclip.engine.measure import (
     total,
 )
 from tritonclip.engine.plan import Group
+from tritonclip.engine.planner import refuse_
 from tritonclip.engine.refusals import refuse_for_rule, refuse_read_only, refuse_sparse_minimum
+from tritonclip.engine.together import tell_others
 from tritonclip.rules import ClipByGlobalNorm, Rule
 
 
@@ -68,8 +70,7 @@ def clip_(
             else torch.zeros(shape, dtype=torch.float32, device=gradients.device)
         )
     if not plan.ordinary:
-        refuse_read_only(gradients)
-        refuse_for_rule(gradients, rule)
+        refuse_or_tell(gradients, rule, nonfinite)
     if plan.requires_grad and torch.is_grad_enabled():
         with torch.no_grad():
             return clip_(gradients, rule, nonfinite, grad_scale, remedy=remedy)
@@ -77,14 +78,40 @@ def clip_(
     if nonfinite != "propagate" or not rule.clamps:
         # By value, an element counts as it came, before the loss scale is divided out.
         scale = 1.0 if rule.clamps else grad_scale
-        if rule.per_unit:
-            norms = measure_units(gradients, rule, scale)
-        else:
-            norms = measure(gradients, rule.norm_type, rule.per_gradient, scale)
+        norms = measure_by(gradients, rule, scale, names_culprits=nonfinite == "error")
         if nonfinite == "error":
             norm = total(norms)
             policies.raise_if_nonfinite(gradients, rule, norm, remedy, is_finite(norms))
     return write_(gradients, rule, norms, grad_scale, zero_nonfinite=nonfinite == "zero").norm
+
+
+def refuse_or_tell(gradients: Gradients, rule: Rule, nonfinite: str) -> None:
+    """Refuses gradients that a rule has no meaning for; where others wait, they are told before."""
+    if gradients.refusal is None:
+        try:
+            refuse_read_only(gradients)
+            refuse_for_rule(gradients, rule)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if not refuse_(gradients, error):
+                raise
+    if gradients.refusal is not None:
+        if nonfinite != "propagate" or not rule.clamps:
+            again = partial(measure_by, gradients, rule)
+            tell_others(gradients, rule, again, names_culprits=nonfinite == "error")
+        raise gradients.refusal
+
+
+def measure_by(
+    gradients: Gradients,
+    rule: Rule,
+    grad_scale: float | Tensor = 1.0,
+    *,
+    names_culprits: bool = False,
+) -> Norms:
+    """Measures the norms that a rule asks for; `names_culprits` where nonfinite="error" follows."""
+    if rule.per_unit:
+        return measure_units(gradients, rule, grad_scale, names_culprits=names_culprits)
+    return measure(gradients, rule.norm_type, rule.per_gradient, grad_scale)
 
 
 def measure(
@@ -260,6 +287,10 @@ def total_norm(
     if gradients.plan is None:
         shape = 0 if per_gradient else ()
         return torch.zeros(shape, dtype=torch.float32, device=gradients.device)
+    if gradients.refusal is not None:
+        again = partial(measure, gradients, norm_type, per_gradient)
+        tell_others(gradients, _unlimited(norm_type), again, names_culprits=error_if_nonfinite)
+        raise gradients.refusal
     refuse_sparse_minimum(gradients, norm_type)
     with torch.no_grad():
         norm = total(measure(gradients, norm_type, per_gradient))

@@ -43,11 +43,15 @@ class Gradients:
         distinct: indices of `tensors` among the gradients of the sources; None for all.
         sharding: what the tensors are pieces of; None for whole gradients.
         wrappers: DTensors around the tensors, whose versions count too.
+        absent: parameters without a gradient, of a list that has a sharding.
+        refusal: why this process refuses its gradients, which were dropped; the others are told.
         coalesced: sparse gradients that had to be coalesced into a new tensor, and that tensor.
         versions: tensors of which all readable ones are views; None where they are no views.
     """
 
     __slots__ = (
+        "_shares_without",
+        "absent",
         "addresses",
         "coalesced",
         "device",
@@ -57,6 +61,7 @@ class Gradients:
         "parameters",
         "plan",
         "readable",
+        "refusal",
         "sharding",
         "sources",
         "tensors",
@@ -83,6 +88,9 @@ class Gradients:
         self.versions: Sequence[Tensor] | None = None
         self.sharding: Sharding | None = None
         self.wrappers: list[Tensor] = []
+        self.absent: list[Tensor] = []
+        self.refusal: Exception | None = None
+        self._shares_without: Callable[[], Shares | None] | None = None
 
     def beside(self, parameters: Sequence[Tensor]) -> Gradients:
         """The same list, beside the parameters that it was not collected from.
@@ -93,6 +101,19 @@ class Gradients:
         twin = copy(self)
         twin.parameters = parameters
         return twin
+
+    def refuse_(self, error: Exception) -> bool:
+        """Drops all gradients, so that this process can tell the others why; if there are any.
+
+        Raising at once would leave them waiting.
+        """
+        shares = None if self._shares_without is None else self._shares_without()
+        if shares is None:
+            return False
+        self.tensors, self.readable, self.addresses, self.distinct = [], [], None, None
+        self.refusal = error
+        _spread(self, shares)
+        return True
 
     def label(self, index: int) -> str:
         """Names the gradient at an index in messages."""
@@ -107,13 +128,22 @@ class Gradients:
         return self._labels(range(len(self.tensors)))
 
     def _labels(self, indices: Iterable[int]) -> list[str]:
-        """Looks names up in the user's argument; clipping never needs them."""
-        names: list[str] | None = None
+        places = self.places()
+        return self._names_at([i if places is None else places[i] for i in indices])
+
+    def label_of_parameter(self, position: int) -> str:
+        """Names the parameter at a position in a list that has a sharding."""
+        if self.sources is None:
+            return self.label_of(position)
+        wanted = [i for i, p in enumerate(self.sources) if getattr(p, "need_clip", True)]
+        return self._names_at([wanted[position]])[0]
+
+    def _names_at(self, places: Sequence[int]) -> list[str]:
+        """The names of sources, looked up in the user's argument; clipping never needs them."""
         if isinstance(self.handed_over, Module):
             names = [name for name, _ in self.handed_over.named_parameters()]
-        places = self.places()
-        at = [index if places is None else places[index] for index in indices]
-        return [self.label_of(i) if names is None else names[i] for i in at]
+            return [names[i] for i in places]
+        return [self.label_of(i) for i in places]
 
     def places(self) -> Sequence[int] | None:
         """Where the gradients stand among the sources; None where every source has one."""
@@ -173,6 +203,8 @@ def of_parameters(
     parameters: object,
     label_of: LabelOf = "parameters[{}]".format,
     holders: Holders | None = None,
+    *,
+    tells: bool = False,
 ) -> Gradients:
     """Collects the gradients of tensors, a module, or named parameters.
 
@@ -180,6 +212,8 @@ def of_parameters(
         parameters: handed over by the user; read once.
         label_of: names the i-th parameter in messages, where it has no name.
         holders: the processes that the gradients are spread over, where no DTensor says so.
+        tells: gradients that are refused become a refusal of the list, which the caller tells the
+            processes that share the norm, and raises.
 
     Raises:
         TypeError: an argument of another kind.
@@ -190,10 +224,19 @@ def of_parameters(
         if holders is not None or not PLAIN.issuperset(map(type, sources)):
             wanted = [p for p in sources if getattr(p, "need_clip", True)]
             label = partial(_name, wanted, sources, parameters, label_of)
-            shares = shares_of(wanted, [p.grad for p in wanted], holders, label)
+            without = partial(shares_of, wanted, [None] * len(wanted), holders, label)
+            refusal = None
+            try:
+                shares = shares_of(wanted, [p.grad for p in wanted], holders, label)
+            except TypeError as error:
+                if not tells:
+                    raise
+                shares, refusal = without(), error
             if shares is not None:
                 device = sources[0].device if sources else torch.device("cpu")
                 gradients = Gradients(shares.tensors, device, label_of, sources, parameters)
+                gradients.refusal = refusal
+                gradients._shares_without = without if tells else None
                 return _spread(gradients, shares)
     tensors = [g for p in sources if (g := p.grad) is not None and getattr(p, "need_clip", True)]
     device = sources[0].device if sources else torch.device("cpu")
@@ -201,7 +244,11 @@ def of_parameters(
 
 
 def of_tensors(
-    tensors: object, label_of: LabelOf = "tensors[{}]".format, holders: Holders | None = None
+    tensors: object,
+    label_of: LabelOf = "tensors[{}]".format,
+    holders: Holders | None = None,
+    *,
+    tells: bool = False,
 ) -> Gradients:
     """The gradients that are the tensors themselves, None left out; raises as above."""
     if isinstance(tensors, Module):
@@ -218,7 +265,11 @@ def of_tensors(
         shares = shares_of(items, items, holders, label_of)
         if shares is not None:
             device = items[0].device if items else torch.device("cpu")
-            return _spread(Gradients(shares.tensors, device, label_of), shares)
+            gradients = Gradients(shares.tensors, device, label_of)
+            if tells:
+                none: list[Tensor | None] = [None] * len(items)
+                gradients._shares_without = partial(shares_of, items, none, holders, label_of)
+            return _spread(gradients, shares)
     device = items[0].device if items else torch.device("cpu")
     return Gradients(items, device, label_of)
 
@@ -258,6 +309,7 @@ def _name(
 def _spread(gradients: Gradients, shares: Shares) -> Gradients:
     """Tells a gradient list what its tensors are pieces of."""
     gradients.sharding, gradients.wrappers = shares.sharding, shares.wrappers
+    gradients.absent = shares.absent
     return gradients
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +12,13 @@ from tritonclip import settings
 from tritonclip.backends.batch import Batch, PartialNorms
 from tritonclip.backends.choose import layout_of, torch_layout
 from tritonclip.backends.torch_backend import unscaled, wide_dtype
-from tritonclip.distributed.reduce import sum_parts
+from tritonclip.distributed.parts import Part, may_be_parts, sums_of, zeros_for
+from tritonclip.distributed.reduce import Measured, Places, Share
 from tritonclip.engine.agreement import Agreement
 from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.planner import refuse_
 from tritonclip.engine.refusals import refuse_uncovered
+from tritonclip.engine.together import ask_others, reduce_, tell_others
 from tritonclip.engine.units import Units
 from tritonclip.rules import Rule
 
@@ -77,10 +81,18 @@ class Norms(NamedTuple):
         return places, len(gradients.sources)
 
 
-def measure_units(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Norms:
+def measure_units(
+    gradients: Gradients, rule: Rule, grad_scale: float | Tensor, *, names_culprits: bool = False
+) -> Norms:
     """Measures the units of a list that is not empty, and of its weights."""
     with torch.no_grad():
-        units = Units(gradients, rule)
+        try:
+            units = Units(gradients, rule)
+        except (TypeError, ValueError) as error:
+            if refuse_(gradients, error):
+                again = partial(measure_units, gradients, rule, grad_scale)
+                tell_others(gradients, rule, again, names_culprits=names_culprits)
+            raise
         partials, reduced = units.measure()
     # Batches of units have the verbs for norms by gradient, and no others.
     batches: list[Any] = [*units.batches]
@@ -142,32 +154,33 @@ def measure_pieces(
     reduction = plan.reduction
     if not per_gradient:
         refuse_uncovered(reduction)
-    agreement = Agreement(gradients, norm_type) if settings.verifying() else None
-    batches, own = [], []
+    agreement = None
+    if settings.verifying():
+        ask_others(gradients)
+        agreement = Agreement(gradients, norm_type)
+    batches, own, parts = [], [], []
     for group, share in zip(plan.groups, reduction.shares, strict=True):
         tensors, addresses = gradients.of(group.indices)
-        batch = measured = group.layout.bind(tensors, addresses)
+        batch = group.layout.bind(tensors, addresses)
         batches.append(batch)
-        wholes = sum_parts(tensors, share.piece) if share.piece.sums_over else None
+        if share.piece.sums_over:
+            places = share.places.positions
+            parts += [
+                Part(at, one, group.pairs, share.piece)
+                for at, one in zip(places, tensors, strict=True)
+            ]
+            continue
+        measured: Batch = batch
         if group.pairs and norm_type != 2.0:
-            wholes = [_moduli(tensor) for tensor in wholes or tensors]
-        if wholes is not None:
-            measured = layout_of(wholes, flat=True).bind(wholes, None)
-        out = torch.empty(
-            measured.count_norms(per_gradient=per_gradient),
-            dtype=wide_dtype(group.device),
-            device=group.device,
-        )
-        norms = measured.norm(norm_type, out, per_gradient=per_gradient)
-        if per_gradient:
-            norms = measured.norms_each(norms, norm_type)
-            if norm_type == -math.inf:
-                # A piece without elements has the norm 0 here, but is no part of the whole's.
-                for i, tensor in enumerate(tensors):
-                    if not tensor.numel():
-                        norms[i].fill_(math.inf)
-        own.append(norms)
-    reduced = reduction.norm(own, norm_type, plan.device, each=per_gradient)
+            moduli = [_moduli(tensor) for tensor in tensors]
+            measured = layout_of(moduli, flat=True).bind(moduli, None)
+        own.append((_norms_of(measured, tensors, norm_type, each=per_gradient), share))
+    sums = None
+    if reduction.sharding.copied or parts:
+        sums = partial(_measure_sums, gradients, parts, norm_type, per_gradient)
+    reduced = reduce_(
+        gradients, partial(reduction.norm, own, norm_type, each=per_gradient, sums=sums)
+    )
     if agreement is not None:
         agreement.check(reduced, each=per_gradient)
     partials = []
@@ -178,6 +191,46 @@ def measure_pieces(
         partials.append(norms.to(group.device))
     starts = [0] * len(batches)
     return Norms(batches, partials, starts, norm_type, per_gradient, grad_scale, gradients, reduced)
+
+
+def _norms_of(batch: Batch, tensors: Sequence[Tensor], norm_type: float, *, each: bool) -> Tensor:
+    """Partial norms of gradients, or the norm of each."""
+    device = tensors[0].device
+    out = torch.empty(batch.count_norms(per_gradient=each), dtype=wide_dtype(device), device=device)
+    norms: Tensor = batch.norm(norm_type, out, per_gradient=each)
+    if not each:
+        return norms
+    norms = batch.norms_each(norms, norm_type)
+    if norm_type == -math.inf:
+        # A piece without elements has the norm 0 here, but is no part of the whole's.
+        for i, tensor in enumerate(tensors):
+            if not tensor.numel():
+                norms[i].fill_(math.inf)
+    return norms
+
+
+def _measure_sums(
+    gradients: Gradients, parts: Sequence[Part], norm_type: float, each: bool, flags: Tensor
+) -> list[Measured]:
+    """Measures the sums of gradients that are parts, here or in another process."""
+    sharding = gradients.sharding
+    assert sharding is not None
+    if may_be_parts(gradients.absent, sharding):
+        parts = [*parts, *zeros_for(gradients.absent, sharding, flags.tolist())]
+    together: dict[tuple[object, ...], list[Part]] = {}
+    for part in sums_of(parts, sharding):
+        key = part.piece.weight, part.piece.sums_over, part.tensor.dtype, part.pairs
+        together.setdefault(key, []).append(part)
+    measured = []
+    for members in together.values():
+        tensors = [part.tensor for part in members]
+        if members[0].pairs and norm_type != 2.0:
+            tensors = [_moduli(tensor) for tensor in tensors]
+        batch = layout_of(tensors, flat=True).bind(tensors, None)
+        narrow = members[0].tensor.dtype != torch.float64
+        share = Share(members[0].piece, Places([part.position for part in members]), narrow)
+        measured.append((_norms_of(batch, tensors, norm_type, each=each), share))
+    return measured
 
 
 def _moduli(pairs: Tensor) -> Tensor:

@@ -204,7 +204,7 @@ plans = PlanCache()
 def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
     """Gives a gradient list its plan; returns the same list.
 
-    Raises:
+    Raises, unless the list tells its refusals:
         TypeError: gradients that are no plain floating-point or complex tensors.
         ValueError: gradients whose elements overlap, or that have no memory.
         RuntimeError: the backend asked for cannot serve them.
@@ -236,8 +236,12 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
         addresses = None if addresses is None else [addresses[i] for i in once]
         plan = cache.find(tensors, addresses, backend) if known else None  # type: ignore[arg-type]
     if plan is None:
-        with torch.no_grad():
-            _build_(gradients, addresses, cache if known else None, backend)
+        try:
+            with torch.no_grad():
+                _build_(gradients, addresses, cache if known else None, backend)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if not refuse_(gradients, error):
+                raise
         return gradients
     gradients.plan, gradients.addresses = plan, addresses
     gradients.readable = plan.readable(tensors) if plan.views else tensors
@@ -351,6 +355,14 @@ def _region(grad: Tensor) -> Region | None:
         return None
 
 
+def refuse_(gradients: Gradients, error: Exception) -> bool:
+    """Makes an error the refusal of a list that others are told of; False for other lists."""
+    if not gradients.refuse_(error):
+        return False
+    gradients.plan = _plan_of_nothing(gradients)
+    return True
+
+
 def _plan_of_nothing(gradients: Gradients) -> Plan:
     """The plan of a process that has no gradient, where others may have."""
     return Plan(
@@ -379,7 +391,7 @@ def _reduction(gradients: Gradients, shares: Sequence[Share]) -> Reduction | Non
     if sharding is None or not (sharding.domain.groups or sharding.domain.uncovered):
         return None
     places = Places([gradients.position(i) for i in range(len(gradients.tensors))])
-    return Reduction(sharding, shares, places)
+    return Reduction(sharding, shares, places, Places(sharding.parts))
 
 
 def _distinct(grads: list[Tensor], regions: list[Region | None]) -> list[int] | None:

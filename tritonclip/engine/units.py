@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from tritonclip.backends.choose import unit_layout_of
 from tritonclip.backends.unit_batch import UnitBatch
-from tritonclip.distributed.reduce import Places, Reduction, Share
+from tritonclip.distributed.reduce import Measured, Places, Reduction, Share
+from tritonclip.distributed.sharding import piece_of
 from tritonclip.engine.gradients import Gradients, gradient_of
 from tritonclip.engine.memory import OFFSETS, is_freed
 from tritonclip.engine.plan import Plan
+from tritonclip.engine.together import reduce_
 from tritonclip.rules import Rule
 
 # Most that a gradient adds to its plan: four numbers, and the strides of its weights.
@@ -38,7 +42,7 @@ class Units:
         plan = gradients.plan
         assert plan is not None
         self._gradients, self._plan = gradients, plan
-        parameters = parameters_of(gradients)
+        parameters = parameters_of(gradients) if gradients.tensors else []
         _refuse_sparse(gradients, plan)
         _refuse_split(gradients, parameters)
         self._weights = weights_of(parameters)
@@ -73,17 +77,32 @@ class Units:
         Slices along the first dimension are whole here; a gradient that is one unit may not be.
         """
         n, device = reduction.sharding.n_parameters, self._plan.device
-        own, weights = [], []
-        for batch, norms in zip(self.batches, partials, strict=True):
-            own.append(batch.norms_each(norms))
-            weights.append(batch.weight_norms_each(norms))
-        reduced = _doubled(reduction).norm([*own, *weights], 2.0, device, each=True)
+        gradients, weights = [], []
+        for batch, norms, share in zip(self.batches, partials, reduction.shares, strict=True):
+            gradients.append((batch.norms_each(norms), share))
+            weights.append((batch.weight_norms_each(norms), _below(share, n)))
+        weights += self._absent(n, device)
+        doubled = replace(reduction, sharding=replace(reduction.sharding, n_parameters=2 * n))
+        reduced = reduce_(
+            self._gradients, partial(doubled.norm, gradients + weights, norm_type=2.0, each=True)
+        )
         whole = []
         for batch, norms, share in zip(self.batches, partials, reduction.shares, strict=True):
             places = share.places.on(device)
             gradients, limits = (part[places].to(norms.device) for part in reduced.split(n))
             whole.append(batch.with_whole(norms, gradients, limits))
         return whole, reduced[:n]
+
+    def _absent(self, n: int, device: torch.device) -> list[Measured]:
+        """Weights that are one unit with those of other processes, and have no gradient here."""
+        sharding, measured = self._gradients.sharding, []
+        assert sharding is not None
+        for at, parameter in zip(sharding.absent, self._gradients.absent, strict=True):
+            if parameter.dim() < 2 and parameter.requires_grad:
+                piece = piece_of(parameter, at, sharding)
+                share = Share(piece, Places([n + at]), narrow=False)
+                measured.append((_norm_of(weights_of([parameter])[0], device), share))
+        return measured
 
 
 def parameters_of(gradients: Gradients) -> list[Tensor]:
@@ -102,17 +121,17 @@ def weights_of(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [weight.detach() for weight in local]
 
 
-def _doubled(reduction: Reduction) -> Reduction:
-    """A reduction of two norms for each parameter: those of all gradients, then of all weights."""
-    sharding = reduction.sharding
-    n = sharding.n_parameters
-    shifted = [
-        Share(share.piece, Places([n + place for place in share.places.positions]), False)
-        for share in reduction.shares
-    ]
-    return Reduction(
-        replace(sharding, n_parameters=2 * n), [*reduction.shares, *shifted], reduction.places
-    )
+def _norm_of(weight: Tensor, device: torch.device) -> Tensor:
+    """The 2-norm of a small weight, float64[1]."""
+    wide = weight.to(torch.complex128 if weight.is_complex() else torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(wide)
+    return norm.reshape(1).to(device)
+
+
+def _below(share: Share, n: int) -> Share:
+    """The share of weights, whose norms stand below those of n gradients."""
+    places = Places([n + place for place in share.places.positions])
+    return Share(share.piece, places, narrow=False)
 
 
 def _refuse_sparse(gradients: Gradients, plan: Plan) -> None:

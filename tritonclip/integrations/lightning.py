@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 from weakref import WeakSet
 
@@ -26,7 +27,8 @@ _made: WeakSet[ClippedOptimizer] = WeakSet()
 class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
     """Wraps each optimizer of `configure_optimizers` in a :class:`ClippedOptimizer`.
 
-    For automatic and manual optimization, accumulation and mixed precision. At the logging interval
+    Under FSDPStrategy the norm is that of all shards, as under any strategy with DTensors. For
+    automatic and manual optimization, accumulation and mixed precision. At the logging interval
     of the trainer it logs `clip/norm`, `clip/coefficient` and `clip/clipped_share`; of several
     optimizers the i-th has the prefix `clip<i>/`. Checkpoints carry the statistics.
 
@@ -90,17 +92,19 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wraps the optimizers, before their checkpoints are loaded."""
         check_marks(pl_module)
-        trainer.strategy.optimizers = [self._wrap(inner) for inner in trainer.optimizers]
+        options = _options_for(trainer.strategy.model)
+        trainer.strategy.optimizers = [self._wrap(one, options) for one in trainer.optimizers]
         self._logged_step = trainer.global_step
 
-    def _wrap(self, inner: Any) -> ClippedOptimizer:
+    def _wrap(self, inner: Any, options: dict[str, Any]) -> ClippedOptimizer:
         known = wrapper_of(inner)
         if isinstance(known, ClippedOptimizer) and known in _made:
             # A module that keeps its optimizer is fitted once more.
             known.clip, known.nonfinite = self.clip, self.nonfinite
             known.recorder = self.recorder
             return known
-        options = {} if self.recorder is None else {"recorder": self.recorder}
+        if self.recorder is not None:
+            options = {**options, "recorder": self.recorder}
         wrapper = ClippedOptimizer(inner, self.clip, nonfinite=self.nonfinite, **options)
         _made.add(wrapper)
         return wrapper
@@ -116,6 +120,20 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
         for i, optimizer in enumerate(trainer.optimizers):
             if isinstance(optimizer, ClippedOptimizer):
                 pl_module.log_dict(metrics_of(optimizer, f"clip{i}/" if several else "clip/"))
+
+
+def _options_for(model: Any) -> dict[str, Any]:
+    """The processes that hold the shards of a model of FSDPStrategy, which do not say so."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return {}
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    if not isinstance(model, FullyShardedDataParallel):
+        return {}
+    group: Any = model.process_group
+    if model.sharding_strategy == ShardingStrategy.NO_SHARD:
+        return {"process_group": group, "copies": lambda _: group.size()}
+    return {"process_group": group}
 
 
 def _overrides_clipping(module: LightningModule) -> bool:

@@ -18,10 +18,11 @@ from tritonclip.distributed.domain import Holders
 from tritonclip.distributed.sharding import meshes_of
 from tritonclip.engine import execute
 from tritonclip.engine.gradients import Gradients, of_parameters, of_unclipped
-from tritonclip.engine.measure import Norms, is_finite, measure_units, total
+from tritonclip.engine.measure import Norms, is_finite, total
 from tritonclip.engine.nonfinite import raise_if_any_nonfinite, raise_if_nonfinite
-from tritonclip.engine.planner import PlanCache, plan_
+from tritonclip.engine.planner import PlanCache, plan_, refuse_
 from tritonclip.engine.refusals import refuse_for_rule, refuse_read_only, refuse_shared
+from tritonclip.engine.together import tell_others
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.stats import Clipped, Outcomes
 from tritonclip.optim.memory import Memory
@@ -120,16 +121,41 @@ class StepClipping:
                 numbering = partial(self._numbering, share, flat)
                 share.following = memory.follow(share.group_index, share.rule, numbering)
                 share.rule = share.following
-            plan = share.gradients.plan
-            if plan is not None and not plan.ordinary:
-                refuse_read_only(share.gradients)
-                refuse_for_rule(share.gradients, share.rule)
-        if len(self._shares) > 1:
-            refuse_shared([share.gradients for share in self._shares])
         needs_norm = check_finite or self._zero
-        for share in self._shares:
-            if share.gradients.plan is not None and (needs_norm or not share.rule.clamps):
-                share.norms = self._measure(share, share.rule)
+        measured = [
+            share
+            for share in self._shares
+            if share.gradients.plan is not None and (needs_norm or not share.rule.clamps)
+        ]
+        self._refuse(measured)
+        for share in measured:
+            share.norms = self._measure(share, share.rule)
+
+    def _refuse(self, measured: Sequence[_Share]) -> None:
+        """Refuses gradients, and tells those that would wait for the first norm."""
+        refusal = next((s.gradients.refusal for s in self._shares if s.gradients.refusal), None)
+        try:
+            if refusal is not None:
+                raise refusal
+            for share in self._shares:
+                plan = share.gradients.plan
+                if plan is not None and not plan.ordinary:
+                    refuse_read_only(share.gradients)
+                    refuse_for_rule(share.gradients, share.rule)
+            if len(self._shares) > 1:
+                refuse_shared([share.gradients for share in self._shares])
+        except (TypeError, ValueError, RuntimeError) as error:
+            for share in measured:
+                gradients = share.gradients
+                if gradients.plan is None or gradients.plan.reduction is None:
+                    continue
+                if gradients.refusal is not None or refuse_(gradients, error):
+                    again = partial(self._measure, share, share.rule)
+                    tell_others(gradients, share.rule, again, names_culprits=False)
+                if gradients.plan.device.type == "cpu":
+                    # Of which the others do not come to a second norm.
+                    break
+            raise
 
     def _numbering(self, share: _Share, flat: FlatGradients | None) -> tuple[Sequence[int], int]:
         """The place of a share's parameters among all of the optimizer's, and the number of all."""
@@ -143,9 +169,7 @@ class StepClipping:
 
     def _measure(self, share: _Share, rule: Rule) -> Norms:
         scale = 1.0 if rule.clamps else self._grad_scale
-        if rule.per_unit:
-            return measure_units(share.gradients, rule, scale)
-        return execute.measure(share.gradients, rule.norm_type, rule.per_gradient, scale)
+        return execute.measure_by(share.gradients, rule, scale)
 
     def _divide(self, rule: Rule) -> list[_Share]:
         """A share for the groups without a rule, and one for each group that has one."""
@@ -212,7 +236,7 @@ class StepClipping:
                 position -= n
             return label_of_member(groups, index, position)
 
-        return plan_(of_parameters(parameters, label_of, self._holders), self._plans)
+        return plan_(of_parameters(parameters, label_of, self._holders, tells=True), self._plans)
 
     def _unclipped(self, members: Sequence[tuple[int, int]]) -> list[_Share]:
         """The gradients that no rule holds for, as one share, if there are any."""
