@@ -117,11 +117,25 @@ def test_sparse_complex_and_empty_gradients_are_measured():
     assert not before.is_coalesced()
 
 
-def test_a_gradient_that_is_met_twice_counts_under_its_first_name():
+def test_a_tied_weight_counts_under_each_of_its_names():
+    one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+    one.grad, other.grad = torch.tensor([3.0, 4.0]), torch.tensor([12.0])
+    named = [("first.a", one), ("between", other), ("second.a", one), ("second.b", other)]
+    norms = tritonclip.norms_by_name(named)
+    assert list(map(float, norms.values())) == [5.0, 12.0, 5.0, 12.0]
+    norms = tritonclip.norms_by_name(named, group_of=lambda name: name.split(".")[0])
+    assert {name: float(norm) for name, norm in norms.items()} == {
+        "first": 5.0,
+        "between": 12.0,
+        "second": 13.0,
+    }
+
+
+def test_a_group_counts_a_tied_weight_once():
     one = nn.Parameter(torch.zeros(2))
     one.grad = torch.tensor([3.0, 4.0])
-    norms = tritonclip.norms_by_name([("first", one), ("second", one)])
-    assert {name: float(norm) for name, norm in norms.items()} == {"first": 5.0, "second": 0.0}
+    norms = tritonclip.norms_by_name([("a", one), ("b", one)], group_of=lambda name: "all")
+    assert {name: float(norm) for name, norm in norms.items()} == {"all": 5.0}
 
 
 def test_names_stay_where_a_gradient_is_missing():

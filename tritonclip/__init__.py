@@ -32,7 +32,8 @@ from tritonclip.torch_compat import (
 )
 
 if TYPE_CHECKING:
-    from tritonclip.monitor.recorder import Recorder, record
+    from tritonclip.monitor.recorder import Recorder
+    from tritonclip.monitor.recording import record
     from tritonclip.monitor.stats import ClipStats
     from tritonclip.monitor.suggestion import suggest_max_norm
     from tritonclip.norms import norms_by_name
@@ -82,7 +83,7 @@ _LAZY = {
     "GradScaler": "optim.grad_scaler",
     "Recorder": "monitor.recorder",
     "norms_by_name": "norms",
-    "record": "monitor.recorder",
+    "record": "monitor.recording",
     "suggest_max_norm": "monitor.suggestion",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
@@ -14,6 +14,7 @@ from tritonclip.engine import compiled, execute, twice
 from tritonclip.engine.gradients import Gradients, of_parameters
 from tritonclip.engine.nonfinite import POLICIES, unknown_policy
 from tritonclip.engine.planner import plan_
+from tritonclip.engine.refusals import refuse_other_model
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.rules import (
     ClipByGlobalNorm,
@@ -178,12 +179,30 @@ def clip_(
         weights=rule.per_unit,
         tells=True,
     )
+    if rule.per_unit:
+        refuse_other_model(rule, _all_of(parameters, gradients))
+    if following is not None:
+        following.meet(_first_of(parameters, gradients))
     norm = execute.clip_(gradients, rule, nonfinite, scale)
     if following is not None:
         following.commit()
     if twice.calls:
         twice.remember(gradients, rule)
     return norm
+
+
+def _first_of(parameters: object, gradients: Gradients) -> Tensor | None:
+    """The first parameter of a list."""
+    if isinstance(parameters, FlatGradients):
+        return next(iter(parameters))[1]
+    return gradients.first
+
+
+def _all_of(parameters: object, gradients: Gradients) -> Sequence[Tensor]:
+    """All parameters of a list, those without a gradient too."""
+    if isinstance(parameters, FlatGradients):
+        return [*parameters.parameters, *parameters.left_out]
+    return gradients.sources or ()
 
 
 def collect(

@@ -37,7 +37,8 @@ def norms_by_name(
     Args:
         parameters: as for :func:`clip_`. Those with `need_clip = False` are left out, as are those
             that neither have nor require a gradient. Parameters of one name are one group;
-            parameters without names are called `parameters[0]`, and so on.
+            parameters without names are called `parameters[0]`, and so on. A parameter of several
+            names counts under each of them; a module names it once, as `named_parameters` does.
         group_of: the group of a name, whose gradients are measured together. None: every name for
             itself. `lambda name: name.split(".")[0]`: by the outermost module.
         norm_type: p of the p-norm: positive, or inf.
@@ -64,19 +65,25 @@ def norms_by_name(
         )
     scale = as_grad_scale(grad_scale)
     if isinstance(parameters, FlatGradients):
-        gradients = parameters.gradients(per_gradient=True)
-        wanted = [name for name, _ in parameters]
+        gradients, named = parameters.gradients(per_gradient=True), list(parameters)
+        measured = [parameter for _, parameter in named]
     else:
         items, label_of = labelled(parameters)
-        wanted = [label_of(i) for i, item in enumerate(items) if _is_wanted(item)]
+        named = [(label_of(i), item) for i, item in enumerate(items) if _is_wanted(item)]
         gradients = plan_(of_parameters(items, label_of))
+        places = gradients.places()
+        measured = items if places is None else [items[i] for i in places]
+    groups = [_group(name, group_of) for name, _ in named]
     if gradients.plan is None and (text := gradients.warning()):
         warnings.warn(text, UserWarning, stacklevel=3)
-    members: dict[str, list[Tensor]] = {_group(name, group_of): [] for name in wanted}
     norms = _measured(gradients, p, scale)
-    for name, norm in zip(gradients.names(), norms, strict=True):
-        members[_group(name, group_of)].append(norm)
-    return {name: _combined(own, p, norms) for name, own in members.items()}
+    norm_of = dict(zip(map(id, measured), norms, strict=True))
+    # By parameter, so that a group counts one that has two names in it once.
+    members: dict[str, dict[int, Tensor]] = {group: {} for group in groups}
+    for group, (_, parameter) in zip(groups, named, strict=True):
+        if id(parameter) in norm_of:
+            members[group][id(parameter)] = norm_of[id(parameter)]
+    return {group: _combined(list(own.values()), p, norms) for group, own in members.items()}
 
 
 def _is_wanted(parameter: Tensor) -> bool:

@@ -5,12 +5,14 @@ from the next call on; `os.environ` decodes and encodes, which would cost more t
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import lru_cache
-from typing import Any
+import warnings
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar, Token
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
+T = TypeVar("T")
 BACKENDS = ("auto", "triton", "torch")
 
 # The mapping behind os.environ, and the form of its keys; os.environ where a Python has neither.
@@ -22,13 +24,63 @@ _chosen_backend: ContextVar[str | None] = ContextVar("tritonclip_backend", defau
 _verifying: ContextVar[bool] = ContextVar("tritonclip_verify", default=False)
 
 
-@contextmanager
-def use_backend(name: str) -> Iterator[None]:
+class Block:
+    """A setting that holds in a `with` block, or in every call of a function that it decorates.
+
+    Args:
+        variable: that has the value in the block.
+        value: of the variable.
+        call: that made this, for messages.
+        elsewhere: how to say it for a whole program.
+
+    Warns:
+        UserWarning: neither a block nor a function got it, when it is forgotten.
+    """
+
+    def __init__(self, variable: ContextVar[Any], value: object, call: str, elsewhere: str) -> None:
+        self._variable, self._value = variable, value
+        self._call, self._elsewhere = call, elsewhere
+        self._tokens: list[Token[Any]] = []
+        self._is_used = False
+
+    def __enter__(self) -> None:
+        self._is_used = True
+        self._tokens.append(self._variable.set(self._value))
+
+    def __exit__(self, *_: object) -> None:
+        self._variable.reset(self._tokens.pop())
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
+        """The function with the setting in every call of it."""
+        self._is_used = True
+
+        @wraps(function)
+        def decorated(*args: P.args, **kwargs: P.kwargs) -> T:
+            with Block(self._variable, self._value, self._call, self._elsewhere):
+                return function(*args, **kwargs)
+
+        return decorated
+
+    def __del__(self) -> None:
+        if not self._is_used:
+            warnings.warn(
+                f"{self._call} holds in a block, and none was entered, so that nothing was set; "
+                f"expected: with tritonclip.{self._call}: ... For a whole program, set the "
+                f"environment variable {self._elsewhere}",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def use_backend(name: str) -> Block:
     """Chooses the backend of every call in the block, before TRITONCLIP_BACKEND.
 
     Args:
         name: "triton", "torch", or "auto": triton for CUDA and ROCm tensors where triton can be
             imported, else torch.
+
+    Returns:
+        A context manager, which also decorates functions. It warns where no block is entered.
 
     Raises:
         ValueError: another name.
@@ -40,18 +92,17 @@ def use_backend(name: str) -> Iterator[None]:
         >>> with tritonclip.use_backend("torch"):
         ...     norm = tritonclip.clip_(weight, 1.0)
     """
-    token = _chosen_backend.set(_checked(name, "use_backend"))
-    try:
-        yield
-    finally:
-        _chosen_backend.reset(token)
+    name = _checked(name, "use_backend")
+    return Block(_chosen_backend, name, f"use_backend({name!r})", f"TRITONCLIP_BACKEND={name}")
 
 
-@contextmanager
-def verify() -> Iterator[None]:
+def verify() -> Block:
     """Checks every call in the block against a plain float64 reference.
 
     Slow, and it waits for the device.
+
+    Returns:
+        A context manager, which also decorates functions. It warns where no block is entered.
 
     Raises:
         VerificationError: inside the block, by the call whose result differs: names the first
@@ -64,11 +115,7 @@ def verify() -> Iterator[None]:
         >>> with tritonclip.verify():
         ...     norm = tritonclip.clip_(weight, 1.0)
     """
-    token = _verifying.set(True)
-    try:
-        yield
-    finally:
-        _verifying.reset(token)
+    return Block(_verifying, True, "verify()", "TRITONCLIP_VERIFY=1")
 
 
 def backend() -> str:

@@ -79,6 +79,34 @@ def test_use_backend_restores_after_an_error():
     assert settings.backend() == "auto"
 
 
+def test_use_backend_decorates_a_function():
+    @tritonclip.use_backend("torch")
+    def nested(depth: int) -> list[str]:
+        return [settings.backend(), *(nested(depth - 1) if depth else [])]
+
+    assert nested(2) == ["torch"] * 3
+    assert settings.backend() == "auto"
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: tritonclip.use_backend("torch"),
+            r"use_backend\('torch'\).*TRITONCLIP_BACKEND=torch",
+        ),
+        (tritonclip.verify, r"verify\(\).*TRITONCLIP_VERIFY=1"),
+    ],
+    ids=["use_backend", "verify"],
+)
+def test_a_setting_that_no_block_enters_is_said(call, text):
+    with pytest.warns(UserWarning, match=f"no.* was entered.*with tritonclip.{text}") as caught:
+        call()
+    assert caught[0].filename == __file__
+    assert settings.backend() == "auto"
+    assert not settings.verifying()
+
+
 @pytest.mark.parametrize("name", ["cuda", "Torch", "", None])
 def test_use_backend_lists_the_choices(name):
     with (

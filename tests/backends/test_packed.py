@@ -16,6 +16,8 @@ LISTS = {
     "a row each": [64, 1, 30, 0],
     "several rows each": [3000, 1, 0, 129],
     "float32 rows": [20_000, 7, 0, 128, 30_000],
+    "measured in place": [7, 16_384, 0, 32_768],
+    "nothing packed": [65_536],
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # What all elements of a gradient are multiplied by: squares that float32 does not hold, or half.
@@ -37,12 +39,14 @@ def true_norm(grads):
 
 
 def test_lists_take_every_form_of_scratch():
-    forms = {name: rows_of(torch.float32, sizes) for name, sizes in LISTS.items()}
+    forms = {name: rows_of(torch.float32, sizes, flat=True) for name, sizes in LISTS.items()}
     assert forms["a row each"].counts == [1, 1, 1, 0]
     assert max(forms["several rows each"].counts) > 1
     assert sum(LISTS["float32 rows"]) > WIDE_ELEMENTS
     assert forms["float32 rows"].dtype == torch.float32
     assert forms["several rows each"].dtype == torch.float64
+    assert forms["measured in place"].long == [1, 3]
+    assert forms["nothing packed"].packed == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

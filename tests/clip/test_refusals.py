@@ -330,6 +330,21 @@ def test_clip_grads_with_norm_refuses_numbers_that_are_no_norm(device, total_nor
     assert one.grad.tolist() == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    "parameters_of", [lambda m: m, lambda m: m.parameters(), lambda m: list(m.parameters())]
+)
+def test_clip_says_that_parameters_come_first(parameters_of):
+    given = parameters_of(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"parameters come first: clip_\(parameters, 1\.0\)"):
+        tritonclip.clip_(1.0, given)  # type: ignore[call-overload]
+
+
+def test_clip_says_where_outliers_belong():
+    weight = parameter(torch.ones(2))
+    with pytest.raises(TypeError, match=r"got Outlier.*ClippedOptimizer\(skip_above=Outlier"):
+        tritonclip.clip_(weight, tritonclip.Outlier())  # type: ignore[call-overload]
+
+
 def test_total_norm_asks_for_gradients_in_place_of_a_module():
-    with pytest.raises(TypeError, match=r"got tuple; expected the gradients: \[p.grad for p in"):
+    with pytest.raises(TypeError, match=r"got Linear, a module; expected \[p.grad for p in"):
         tritonclip.get_total_norm(torch.nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from cases import INTERPRETED, assert_bits, copies, grad_of, normal
 from units import make
 
 import tritonclip
-from tritonclip import ClipByUnitNorm
+from tritonclip import ClipByUnitNorm, FlatGradients
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -87,6 +87,27 @@ def test_compiled_clip_by_unit_of_a_module(device):
     assert step(torch.ones(2, 4, device=device)).shape == (4,)
     assert not any(grad_of(one).any() for one in model[0].parameters())
     assert_bits(copies(map(grad_of, model[1].parameters())), head)
+
+
+def test_compiled_clip_by_unit_refuses_to_exclude_parameters_of_another_model(device):
+    theirs, ours = make(SHAPES, device=device), make(SHAPES, device=device)
+    rule = ClipByUnitNorm(0.0, exclude=theirs)
+    before = copies(map(grad_of, ours))
+    with pytest.raises(Exception, match="none of which is among"):
+        compiled(lambda: tritonclip.clip_(ours, rule))()
+    assert_bits(copies(map(grad_of, ours)), before)
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["left-out", "held"])
+def test_compiled_clip_by_unit_of_a_flat_buffer_excludes(device, frozen):
+    parameters = make([(5, 8), (2,)], device=device)
+    if frozen:
+        parameters[1].grad = None
+        parameters[1].requires_grad_(False)
+    flat, rule = FlatGradients(parameters), ClipByUnitNorm(0.0, exclude=parameters[1])
+    compiled(lambda: tritonclip.clip_(flat, rule))()
+    assert not grad_of(parameters[0]).any()
+    assert frozen or grad_of(parameters[1]).any()
 
 
 def test_compiled_clip_by_unit_of_nothing(device):

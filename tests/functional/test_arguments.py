@@ -12,6 +12,7 @@ import torch
 from tritonclip import functional
 
 X = torch.ones(2, 3)
+F8 = torch.float8_e4m3fn
 BY_LIMIT: dict[str, Callable[..., Any]] = {
     "norm": functional.clip_by_norm,
     "average": functional.clip_by_average_norm,
@@ -44,6 +45,12 @@ def test_limits_that_are_no_numbers_are_refused(name, limit):
 
 
 @pytest.mark.parametrize("name", BY_LIMIT)
+def test_limits_may_be_float8(name):
+    narrow, wide = (BY_LIMIT[name](X, torch.tensor(0.5).to(dtype)) for dtype in (F8, torch.float32))
+    torch.testing.assert_close(narrow, wide, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", BY_LIMIT)
 def test_several_limits_without_dimensions_are_refused(name):
     with pytest.raises(ValueError, match=r"one-element tensor.*got shape \(3,\)"):
         BY_LIMIT[name](X, torch.ones(3))
@@ -62,6 +69,12 @@ def test_dimensions_that_a_tensor_lacks_are_refused(dim):
         functional.clip_by_norm(X, 1.0, dim=dim)
 
 
+@pytest.mark.parametrize("dim", [True, 1.0, "1", (0, True), [0.0], torch.tensor(1)], ids=str)
+def test_dimensions_that_are_no_integers_are_refused(dim):
+    with pytest.raises(TypeError, match=r"dim must be an integer, a sequence of integers or None"):
+        functional.clip_by_norm(X, 1.0, dim=dim)
+
+
 @pytest.mark.parametrize("norm_type", [-1.0, math.nan, -2])
 def test_orders_that_name_no_norm_are_refused(norm_type):
     with pytest.raises(ValueError, match="norm_type must be positive, 0, inf or -inf"):
@@ -71,6 +84,24 @@ def test_orders_that_name_no_norm_are_refused(norm_type):
 def test_value_needs_a_bound():
     with pytest.raises(ValueError, match="expected a bound, got None for both"):
         functional.clip_by_value(X)
+
+
+@pytest.mark.parametrize("bound", [0.5, None, torch.tensor(0.5)], ids=str)
+def test_value_refuses_a_single_bound_without_its_name(bound):
+    """ClipByValue takes it for both sides, torch.clamp for the lower one."""
+    clip: Any = functional.clip_by_value
+    with pytest.raises(TypeError, match=r"one without a name.*clip_by_value\(x, -0\.5, 0\.5\)"):
+        clip(X, bound)
+
+
+@pytest.mark.parametrize(
+    "bounds", [((0.0, 1.0, 2.0), {}), ((0.0, 1.0), {"max": 1.0}), ((0.0,), {"min": 0.0})], ids=str
+)
+def test_value_refuses_a_bound_too_many(bounds):
+    clip: Any = functional.clip_by_value
+    positional, named = bounds
+    with pytest.raises(TypeError, match="expected both bounds, or one by its name"):
+        clip(X, *positional, **named)
 
 
 def test_value_refuses_bounds_that_cross():
@@ -86,13 +117,13 @@ def test_value_refuses_nan():
 @pytest.mark.parametrize("bound", [True, "1", 1j, torch.tensor([True]), torch.tensor([1j])])
 def test_value_refuses_bounds_that_are_no_real_numbers(bound):
     with pytest.raises(TypeError, match="min must be a"):
-        functional.clip_by_value(X, bound)
+        functional.clip_by_value(X, min=bound)
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2, 3), (4, 3)], ids=str)
 def test_value_refuses_bounds_that_do_not_broadcast_into_the_tensor(shape):
     with pytest.raises(ValueError, match="does not broadcast to x of shape"):
-        functional.clip_by_value(X, torch.zeros(shape))
+        functional.clip_by_value(X, min=torch.zeros(shape))
 
 
 def test_value_refuses_fractions_for_integers():

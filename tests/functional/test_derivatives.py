@@ -54,7 +54,7 @@ CASES = {
     "value": (lambda x: functional.clip_by_value(x, -0.3, 0.4), (matrix,)),
     "value-least": (lambda x: functional.clip_by_value(x, min=-0.3), (matrix,)),
     "value-most": (lambda x: functional.clip_by_value(x, max=0.3), (matrix,)),
-    "value-unlimited": (lambda x: functional.clip_by_value(x, -math.inf), (matrix,)),
+    "value-unlimited": (lambda x: functional.clip_by_value(x, min=-math.inf), (matrix,)),
     "value-equal": (lambda x: functional.clip_by_value(x, 0.5, 0.5), (matrix,)),
     "global-norm": (lambda x, y: functional.global_norm([x, y]), (matrix, row)),
     "global-clipped": (globally(1.0), (matrix, row)),

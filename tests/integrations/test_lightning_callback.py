@@ -325,7 +325,7 @@ def test_module_that_clips_is_refused(tmp_path):
 def test_two_callbacks_are_refused(tmp_path):
     trainer = trainer_of(tmp_path, callbacks=[Clipping(1.0)])
 
-    with pytest.raises(ValueError, match="optimizer is a ClippedOptimizer"):
+    with pytest.raises(RuntimeError, match=r"2 callbacks Clipping.*expected one.*'clip'"):
         trainer.fit(Digits(), loader())
 
 

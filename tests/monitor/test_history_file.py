@@ -71,7 +71,7 @@ def test_record_gives_every_float64_back(tmp_path_factory, norms, every, ending,
 def test_record_goes_on_in_a_file(tmp_path, ending):
     path = tmp_path / f"run.{ending}"
     for start in (0, 3):
-        with tritonclip.record(path) as recorder:
+        with tritonclip.record(path, append=True) as recorder:
             assert recorder.steps == start
             for step in range(start, start + 3):
                 recorder.add_(float(step), norms={"body": 1.0})
@@ -81,6 +81,35 @@ def test_record_goes_on_in_a_file(tmp_path, ending):
     assert history.parts["body"].tolist() == [1.0] * 6
 
 
+def test_record_says_that_it_goes_on_in_a_file(path):
+    with tritonclip.record(path) as recorder:
+        recorder.add_(1.0)
+    with pytest.warns(UserWarning, match=r"steps up to 1.*append=True.*another name") as caught:
+        recorder = tritonclip.record(path)
+    assert caught[0].filename == __file__
+    recorder.add_(2.0)
+    recorder.close()
+    assert read(path).norms.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("closed", [True, False], ids=["closed", "open"])
+def test_record_refuses_steps_of_another_run_where_it_is_told_to(path, closed):
+    first = tritonclip.record(path, append=False)
+    first.add_(1.0)
+    if closed:
+        first.close()
+    with pytest.raises(FileExistsError, match=r"run\.csv has steps.*append=False.*another name"):
+        tritonclip.record(path, append=False)
+    assert first.is_closed == closed
+    first.close()
+    assert read(path).norms.tolist() == [1.0]
+
+
+def test_record_refuses_an_append_that_is_no_answer(path):
+    with pytest.raises(TypeError, match="append must be True, False or None, got 'yes'"):
+        tritonclip.record(path, append="yes")  # type: ignore[arg-type]
+
+
 def test_record_goes_on_after_an_earlier_checkpoint(path):
     with tritonclip.record(path) as recorder:
         for step in range(3):
@@ -88,7 +117,7 @@ def test_record_goes_on_after_an_earlier_checkpoint(path):
         saved = recorder.state_dict()
         recorder.add_(100.0)
         recorder.add_(100.0)
-    with tritonclip.record(path) as recorder:
+    with tritonclip.record(path, append=True) as recorder:
         recorder.load_state_dict(saved)
         recorder.add_(3.0)
     history = read(path)
@@ -111,7 +140,7 @@ def test_record_goes_on_after_a_crash_in_the_middle_of_a_line(tmp_path, ending):
         for _ in range(3):
             recorder.add_(1.0)
     path.write_bytes(path.read_bytes()[:-4])
-    with tritonclip.record(path) as recorder:
+    with tritonclip.record(path, append=True) as recorder:
         assert recorder.steps == 2
         recorder.add_(2.0)
     assert read(path).norms.tolist() == [1.0, 1.0, 2.0]
@@ -144,7 +173,7 @@ def test_record_refuses_a_file_with_other_columns(path):
     with tritonclip.record(path) as recorder:
         recorder.add_(1.0, norms={"body": 1.0})
     before = path.read_text()
-    recorder = tritonclip.record(path)
+    recorder = tritonclip.record(path, append=True)
     with pytest.raises(ValueError, match=r"norms of body; expected the same.*got head"):
         recorder.add_(1.0, norms={"head": 1.0})
     recorder.close()
@@ -234,7 +263,7 @@ def test_a_new_recorder_of_a_file_closes_the_old_one(path):
     """As where a cell of a notebook is run again."""
     first = tritonclip.record(path)
     first.add_(1.0)
-    second = tritonclip.record(path)
+    second = tritonclip.record(path, append=True)
     second.add_(2.0)
     second.close()
     assert first.is_closed

@@ -131,6 +131,36 @@ def test_a_checkpoint_without_a_memory_begins_anew():
     assert int(other.stats.steps) == 2
 
 
+class _FailsOnce(SGD):
+    """Raises in its first step, before it updates anything."""
+
+    failed = False
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.failed:
+            self.failed = True
+            raise OSError("once")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_tried_again_after_a_checkpoint_is_remembered(rule):
+    params, optimizer = wrapped(sgd, rule, skip_above=Outlier(1e6, 4))
+    steps(optimizer, params, range(5))
+    saved = copy.deepcopy(optimizer.state_dict())
+    steps(optimizer, params, range(5, 6))
+    twins, other = wrapped(lambda p: _FailsOnce(p, lr=0.1), rule, skip_above=Outlier(1e6, 4))
+    with pytest.raises(OSError, match="once"):
+        steps(other, twins, range(5, 6))
+    other.load_state_dict(saved)
+    other.step()
+    ours, theirs = (o.state_dict()["tritonclip"]["memory"] for o in (other, optimizer))
+    assert {owner: state["steps"] for owner, state in ours.items()} == {"rule": 6, "outliers": 6}
+    for owner in ("rule", "outliers"):
+        values = [state[owner]["values"] for state in (ours, theirs)]
+        torch.testing.assert_close(*values, rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_new_rule_begins_anew():
     params, optimizer = wrapped(sgd, ClipByQuantile(0.5, 9))
     steps(optimizer, params, range(4))

@@ -16,7 +16,7 @@ import tritonclip
 from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer
 from tritonclip.engine import twice
 
-TWICE = "clip_ has clipped these gradients"
+TWICE = "clip_ was called for these gradients"
 INNER = r"SGD\.step\(\) was called on the optimizer inside"
 
 

@@ -50,6 +50,31 @@ def test_step_clips_each_unit_and_leaves_what_is_excluded(flat):
             assert torch.equal(one.grad, grad)
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["loose", "flat"])
+def test_step_refuses_to_exclude_parameters_of_another_model(flat):
+    model = make_model()
+    other = copy.deepcopy(model)
+    rule = ClipByUnitNorm(0.01, exclude=other[2])
+    buffers = FlatGradients(model) if flat else None
+    optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule, flat=buffers)
+    backward(model)
+    before = [*grads(model), *(p.detach().clone() for p in model.parameters())]
+    with pytest.raises(ValueError, match="none of which is among the 4"):
+        optimizer.step()
+    now = [*grads(model), *model.parameters()]
+    assert all(map(torch.equal, now, before))
+
+
+def test_a_rule_of_groups_may_exclude_parameters_of_one_of_them():
+    model = make_model()
+    rule = ClipByUnitNorm(0.0, exclude=model[2])
+    groups = [{"params": layer.parameters(), "clip": rule} for layer in (model[0], model[2])]
+    optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 1.0)
+    backward(model)
+    optimizer.step()
+    assert [bool(grad.any()) for grad in grads(model)] == [False, False, True, True]
+
+
 def test_stats_have_the_least_coefficient_of_all_units():
     model = make_model()
     rule = ClipByUnitNorm(0.01)

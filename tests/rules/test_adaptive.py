@@ -321,6 +321,64 @@ def test_load_state_dict_refuses_what_is_no_state(wrong):
         ClipState().load_state_dict(wrong)
 
 
+def _given(*sizes: float) -> list[Tensor]:
+    """Weights that have gradients of these norms."""
+    weights = [torch.zeros(1, requires_grad=True) for _ in sizes]
+    for weight, size in zip(weights, sizes, strict=True):
+        weight.grad = torch.tensor([size])
+    return weights
+
+
+LISTS = {
+    "list": lambda weights: weights,
+    "flat": tritonclip.FlatGradients,
+    "named": lambda weights: [(f"w{i}", weight) for i, weight in enumerate(weights)],
+}
+
+
+@pytest.mark.parametrize("of", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(ClipByQuantile(0.5, 9), id="quantile"),
+        pytest.param(ClipByOwnHistory(), id="own-history"),
+        pytest.param(ClipByValue(lambda step: 0.1), id="value"),
+    ],
+)
+def test_a_state_refuses_another_model_of_as_many_parameters(rule, of):
+    state, first, second = ClipState(), _given(1.0, 2.0), _given(3.0, 4.0)
+    tritonclip.clip_(of(first), rule, state=state)
+    before = repr(state.state_dict())
+    with pytest.raises(ValueError, match=r"begins with another parameter.*new ClipState\(\)"):
+        tritonclip.clip_(of(second), rule, state=state)
+    assert repr(state.state_dict()) == before
+    assert [grad_of(weight).item() for weight in second] == [3.0, 4.0]
+    tritonclip.clip_(LISTS["list"](first), rule, state=state)
+
+
+def _loaded(state: ClipState) -> ClipState:
+    other = ClipState()
+    other.load_state_dict(state.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, copy.copy, _loaded])
+def test_a_copied_state_follows_another_model(again):
+    state, rule = ClipState(), ClipByQuantile(0.5, 9)
+    first, second = _given(1.0), _given(3.0)
+    tritonclip.clip_(first, rule, state=state)
+    other = again(state)
+    tritonclip.clip_(second, rule, state=other)
+    assert other.steps == 2
+
+
+def test_a_state_goes_on_where_its_parameters_are_gone():
+    state, rule = ClipState(), ClipByQuantile(0.5, 9)
+    for _ in range(2):
+        tritonclip.clip_(_given(1.0), rule, state=state)
+    assert state.steps == 2
+
+
 def test_state_must_be_a_state():
     with pytest.raises(TypeError, match="state must be a ClipState, got dict"):
         tritonclip.clip_([], 1.0, state={})  # type: ignore[call-overload]

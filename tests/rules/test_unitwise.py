@@ -301,6 +301,30 @@ def test_clip_by_unit_excludes_a_module(device):
     assert not torch.equal(now[0], before[0])
 
 
+@pytest.mark.parametrize("of", [list, FlatGradients], ids=["list", "flat"])
+def test_clip_by_unit_refuses_to_exclude_parameters_of_another_model(device, of):
+    """As a rule does that was not copied with its model: nothing would be excluded."""
+    theirs, ours = make([(5, 8), (2,)], device=device), make([(5, 8), (2,)], device=device)
+    before = copies(map(grad_of, ours))
+    rule = ClipByUnitNorm(0.0, exclude=theirs[1])
+    with pytest.raises(ValueError, match=r"1 parameters, none of which is among the 2.*deepcopy"):
+        tritonclip.clip_(of(ours), rule)
+    assert_bits(copies(map(grad_of, ours)), before)
+
+
+@pytest.mark.parametrize("of", [list, FlatGradients], ids=["list", "flat"])
+@pytest.mark.parametrize("way", ["frozen", "need_clip"])
+def test_clip_by_unit_excludes_parameters_without_a_gradient(device, of, way):
+    parameters = make([(5, 8), (2,)], device=device)
+    if way == "frozen":
+        parameters[1].requires_grad_(False)
+        parameters[1].grad = None
+    else:
+        parameters[1].need_clip = False  # type: ignore[attr-defined]
+    tritonclip.clip_(of(parameters), ClipByUnitNorm(0.0, exclude=parameters[1]))
+    assert not grad_of(parameters[0]).any()
+
+
 def test_clip_by_unit_leaves_out_what_needs_no_clipping(device):
     parameters = make([(5, 8), (3, 7)], device=device)
     parameters[0].need_clip = False  # type: ignore[attr-defined]

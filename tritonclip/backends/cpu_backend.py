@@ -16,13 +16,7 @@ from tritonclip.backends import cpu_norm
 from tritonclip.backends.batch import PartialNorms
 from tritonclip.backends.cpu_clamp import Clamping
 from tritonclip.backends.numbers import Numbers, coefficient_of, coefficients_of
-from tritonclip.backends.packed import (
-    PACKED_ELEMENTS,
-    PACKED_TENSORS,
-    VIEW_BYTES,
-    Scratch,
-    scratch_bytes,
-)
+from tritonclip.backends.packed import VIEW_BYTES, Scratch, packs, scratch_bytes
 from tritonclip.backends.torch_backend import (
     ARITHMETIC,
     TorchBatch,
@@ -58,19 +52,16 @@ class CpuLayout:
         self.dtype = torch.float32
         self.flat = flat
         self.sizes = list(map(Tensor.numel, tensors))
-        self.wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+        dtype = tensors[0].dtype
+        self.wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.least = torch.finfo(self.wide).tiny
-        self.packs = (
-            sum(self.sizes) <= PACKED_ELEMENTS
-            and len(tensors) <= PACKED_TENSORS
-            and tensors[0].dtype in ARITHMETIC
-        )
+        self.packs = dtype in ARITHMETIC and packs(dtype, self.sizes, flat=flat)
         self.clamping = Clamping(tensors, self.sizes, flat=flat)
         # Gradients whose mean size is small are scaled by GradScaler's function, which looks for
         # NaN and inf too; nothing reads what it finds.
         self.unscales = (
-            tensors[0].dtype in UNSCALED
-            and sum(self.sizes) <= UNSCALED[tensors[0].dtype] * len(tensors)
+            dtype in UNSCALED
+            and sum(self.sizes) <= UNSCALED[dtype] * len(tensors)
             and not any(map(Tensor.is_neg, tensors))
         )
         with torch.inference_mode(False):
@@ -85,7 +76,7 @@ class CpuLayout:
         self._n_numbers = len(tensors) if len(tensors) <= FEW else 1
         self.n_bytes = VIEW_BYTES * self._n_numbers
         if self.packs:
-            self.n_bytes += scratch_bytes(tensors[0].dtype, self.sizes)
+            self.n_bytes += scratch_bytes(dtype, self.sizes, flat=flat)
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> "CpuBatch":
         """The gradients of a call."""
@@ -125,11 +116,10 @@ class CpuBatch:
             try:
                 scratch = layout.scratch.pop()
             except IndexError:
-                scratch = Scratch(self.tensors, layout.sizes)
-            torch._foreach_copy_(scratch.slots, self.tensors)
+                scratch = Scratch(self.tensors, layout.sizes, flat=layout.flat)
             if per_gradient:
-                measured = scratch.norms()
-            elif (norm := scratch.norm()) is not None:
+                measured = scratch.norms(self.tensors)
+            elif (norm := scratch.norm(self.tensors)) is not None:
                 measured = [norm]
             layout.scratch.append(scratch)
         if measured is None:

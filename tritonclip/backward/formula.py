@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from tritonclip.backends.torch_backend import wide_dtype
 from tritonclip.engine.nonfinite import REMEDY
+from tritonclip.functional.formulas import norm_of, result_dtype
 from tritonclip.rules import ClipByNorm, ClipByValue
 from tritonclip.rules.arguments import as_number
 
@@ -28,7 +28,7 @@ def clipped(grad: Tensor, rule: ClipByNorm | ClipByValue, nonfinite: str) -> Ten
     if isinstance(rule, ClipByValue):
         norm, result = grad, _clamped(grad, rule)
     else:
-        norm = _norm(grad, rule.norm_type)
+        norm = norm_of(grad, rule.norm_type).to(result_dtype([grad]))
         result = (grad.to(_at_least_single(grad)) * _coefficient(norm, rule)).to(grad.dtype)
     if nonfinite == "propagate":
         return result
@@ -50,21 +50,6 @@ def _clamped(grad: Tensor, rule: ClipByValue) -> Tensor:
         for bound in rule.interval()
     )
     return grad.to(_at_least_single(grad)).clamp(low, high).to(grad.dtype)
-
-
-def _norm(grad: Tensor, p: float) -> Tensor:
-    """The p-norm, 0-d, for any magnitude; its derivative at a gradient of zeros is 0."""
-    wide = wide_dtype(grad.device)
-    magnitudes = grad.to(wide.to_complex() if grad.is_complex() else wide).abs()
-    scale = torch.ones((), dtype=wide, device=grad.device)
-    if 0 < p < math.inf:
-        # Any constant would do, so no derivative is taken of it.
-        with torch.no_grad():
-            largest = magnitudes.amax()
-            scale = torch.where((largest > 0) & (largest < math.inf), largest, scale)
-    norm: Tensor = scale * torch.linalg.vector_norm(magnitudes / scale, p)
-    double = grad.dtype in (torch.float64, torch.complex128)
-    return norm.to(torch.float64 if double else torch.float32)
 
 
 def _coefficient(norm: Tensor, rule: ClipByNorm) -> Tensor:

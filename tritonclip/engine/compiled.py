@@ -18,23 +18,26 @@ from tritonclip.engine import execute
 from tritonclip.engine.gradients import Gradients, of_tensors
 from tritonclip.engine.modules import check_marks
 from tritonclip.engine.planner import plan_
-from tritonclip.engine.refusals import refuse_negative, refuse_repeated
+from tritonclip.engine.refusals import refuse_negative, refuse_other_model, refuse_repeated
 from tritonclip.rules import Rule
 from tritonclip.rules.arguments import as_grad_scale
 
 
-def _collect(parameters: object) -> tuple[list[Tensor], str, list[Tensor]]:
+def _items(parameters: object) -> list[tuple[str, Tensor]]:
+    """Names, "" where there are none, and parameters."""
+    if isinstance(parameters, Tensor):
+        return [("", parameters)]
+    if isinstance(parameters, Module):
+        check_marks(parameters)
+        return list(parameters.named_parameters())
+    return [p if isinstance(p, tuple) else ("", p) for p in parameters]  # type: ignore[attr-defined]
+
+
+def _collect(items: Sequence[tuple[str, Tensor]]) -> tuple[list[Tensor], str, list[Tensor]]:
     """Gradients, each once, their names line by line ("" without any), and their parameters.
 
     In traceable code.
     """
-    if isinstance(parameters, Tensor):
-        items = [("", parameters)]
-    elif isinstance(parameters, Module):
-        check_marks(parameters)
-        items = list(parameters.named_parameters())
-    else:
-        items = [p if isinstance(p, tuple) else ("", p) for p in parameters]  # type: ignore[attr-defined]
     grads: list[Tensor] = []
     names: list[str] = []
     owners: list[Tensor] = []
@@ -71,8 +74,13 @@ def clip_(
     copies: object = None,
 ) -> Tensor | None:
     """`clip_` in a compiled region."""
+    # Of FlatGradients.
+    left_out = getattr(parameters, "left_out", ()) if rule.per_unit else ()
     parameters = _read_once(parameters)
-    grads, names, owners = _collect(parameters)
+    items = _items(parameters)
+    grads, names, owners = _collect(items)
+    if rule.per_unit:
+        refuse_other_model(rule, [*(parameter for _, parameter in items), *left_out])
     said = state is not None or process_group is not None or copies is not None
     if said or not rule.fixed or _is_spread(grads):
         from tritonclip.engine import graph_break
@@ -132,7 +140,7 @@ def total_norm(
 def scale_to_norm_(parameters: object, rule: Rule, norm: Tensor) -> None:
     """`clip_grads_with_norm_` in a compiled region."""
     parameters = _read_once(parameters)
-    grads, names, _ = _collect(parameters)
+    grads, names, _ = _collect(_items(parameters))
     if _is_spread(grads):
         from tritonclip.engine import graph_break
 

@@ -115,6 +115,11 @@ class Gradients:
         _spread(self, shares)
         return True
 
+    @property
+    def first(self) -> Tensor | None:
+        """The first parameter that the list was collected from; None where that is not known."""
+        return self.sources[0] if self.sources else None
+
     def label(self, index: int) -> str:
         """Names the gradient at an index in messages."""
         return self._labels([index])[0]
@@ -122,10 +127,6 @@ class Gradients:
     def labels(self, indices: Iterable[int]) -> str:
         """Some gradients for a message."""
         return some(self._labels(indices))
-
-    def names(self) -> list[str]:
-        """The name of every gradient, in order; repeated where the user's names are."""
-        return self._labels(range(len(self.tensors)))
 
     def _labels(self, indices: Iterable[int]) -> list[str]:
         places = self.places()
@@ -252,8 +253,10 @@ def of_tensors(
 ) -> Gradients:
     """The gradients that are the tensors themselves, None left out; raises as above."""
     if isinstance(tensors, Module):
-        # Pairs, which are refused: its parameters are no gradients.
-        tensors = tensors.named_parameters()
+        raise TypeError(
+            f"tensors must be the gradients, got {type(tensors).__name__}, a module; expected "
+            "[p.grad for p in module.parameters() if p.grad is not None], or norms_by_name(module)"
+        )
     items = tensors if type(tensors) is list else _as_list(tensors)
     if not are_tensors(items):
         numbered = [(place, item) for place, item in enumerate(items) if item is not None]

@@ -28,6 +28,8 @@ def clip_(
     following = None if state is None else follow(rule, state)
     holders = check_holders(process_group, copies)
     gradients = plan_(of_parameters(parameters, holders=holders))
+    if following is not None:
+        following.meet(gradients.first)
     norm = execute.clip_(gradients, following or rule, nonfinite, grad_scale)
     if following is not None:
         following.commit()

@@ -226,6 +226,21 @@ def refuse_sparse_minimum(gradients: Gradients, norm_type: float) -> None:
         )
 
 
+def refuse_other_model(rule: Rule, parameters: Sequence[Tensor]) -> None:
+    """Refuses a rule that excludes parameters of another model only.
+
+    Args:
+        rule: that holds for some of the parameters.
+        parameters: all that were passed, with gradients and without.
+    """
+    if rule.excludes and parameters and True not in rule.exempt(parameters):
+        raise ValueError(
+            f"exclude of {rule.name} names {rule.excludes} parameters, none of which is among the "
+            f"{len(parameters)} that are clipped; expected parameters of this model: make the rule "
+            "with those, or copy model and rule in one call, copy.deepcopy((model, rule))"
+        )
+
+
 def refuse_read_only(gradients: Gradients) -> None:
     """Refuses gradients made in inference mode, outside of it."""
     plan = gradients.plan

@@ -116,6 +116,13 @@ class FlatGradients:
         """The parameters, in order."""
         return [parameter for _, parameter in self]
 
+    @property
+    def left_out(self) -> list[Tensor]:
+        """The parameters that it was given and does not hold, in order."""
+        # torch.compile cannot trace an assignment within a comprehension.
+        found = [weak() for _, weak in self._left_out]
+        return [parameter for parameter in found if parameter is not None]
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Names and parameters, as `named_parameters()` yields them.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
+from numbers import Integral
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -177,7 +178,13 @@ def _clip_over(x: Tensor, dim: tuple[int, ...], limit: float | Tensor, norm_type
 
 def _dims_of(x: Tensor, dim: int | Sequence[int]) -> tuple[int, ...]:
     """Dimensions of the tensor that has the elements of `x`."""
-    given = (dim,) if isinstance(dim, int) else tuple(dim)
+    several = isinstance(dim, Iterable) and not isinstance(dim, str | Tensor)
+    given: tuple[Any, ...] = tuple(dim) if several else (dim,)  # type: ignore[arg-type]
+    if not all(isinstance(d, Integral) and not isinstance(d, bool) for d in given):
+        raise TypeError(
+            "dim must be an integer, a sequence of integers or None for all dimensions, got "
+            f"{dim!r:.80} of type {type(dim).__name__}"
+        )
     dims = tuple(d + x.dim() if d < 0 else d for d in given)
     if not dims or len(set(dims)) < len(dims) or not all(0 <= d < x.dim() for d in dims):
         raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -14,9 +14,14 @@ from tritonclip.functional.trees import Tree
 from tritonclip.rules.arguments import as_number
 
 T = TypeVar("T")
+Bound = float | Tensor | None
 
 
-def clip_by_value(x: T, min: float | Tensor | None = None, max: float | Tensor | None = None) -> T:
+@overload
+def clip_by_value(x: T, min: Bound, max: Bound) -> T: ...
+@overload
+def clip_by_value(x: T, *, min: Bound = ..., max: Bound = ...) -> T: ...
+def clip_by_value(x: T, *bounds: Bound, min: Bound = None, max: Bound = None) -> T:
     r"""Clamps every element to `[min, max]`, in new memory; NaN stays NaN.
 
     .. math:: y = \min(\max(x, \text{min}), \text{max})
@@ -25,6 +30,8 @@ def clip_by_value(x: T, min: float | Tensor | None = None, max: float | Tensor |
         x: a tensor, or a nested structure of tensors and None: dicts, lists, tuples, dataclasses,
             and classes registered with `torch.utils._pytree`. Floating-point or integer, strided or
             sparse COO; any dtypes and devices.
+        *bounds: `min` and `max`, both: `clip_by_value(x, -0.5, 0.5)`. A single bound is named,
+            because :class:`ClipByValue` takes a single number for both sides.
         min: least value: a number, a tensor that broadcasts to each tensor of `x`, or None for no
             bound. -inf counts as none.
         max: largest value, alike.
@@ -36,7 +43,8 @@ def clip_by_value(x: T, min: float | Tensor | None = None, max: float | Tensor |
         The same structure with new tensors, which share no memory with `x`, in its dtypes.
 
     Raises:
-        TypeError: a leaf that is no plain real tensor, a bound that is no real number or tensor.
+        TypeError: a leaf that is no plain real tensor, a bound that is no real number or tensor, a
+            single bound without its name.
         ValueError: no bound; numbers with `min > max`; NaN; a bound that does not broadcast; bounds
             of sparse tensors that exclude 0 or are tensors; a fraction for integers.
 
@@ -53,6 +61,7 @@ def clip_by_value(x: T, min: float | Tensor | None = None, max: float | Tensor |
     References:
         TensorFlow, `tf.clip_by_value`; optax, `optax.clip`; Keras, `clipvalue`.
     """
+    min, max = _named(bounds, min, max)
     if min is None and max is None:
         raise ValueError("expected a bound, got None for both: pass min, max, or both")
     low, high = _bound("min", min, none=-math.inf), _bound("max", max, none=math.inf)
@@ -71,6 +80,24 @@ def clip_by_value(x: T, min: float | Tensor | None = None, max: float | Tensor |
         clamped = clamp(tree.values, low, high)
     result: T = tree.rebuild(clamped)
     return result
+
+
+def _named(bounds: tuple[Bound, ...], min: Bound, max: Bound) -> tuple[Bound, Bound]:
+    """The bounds that were passed by position or by name."""
+    if not bounds:
+        return min, max
+    if len(bounds) == 2 and min is None and max is None:
+        return bounds[0], bounds[1]
+    if len(bounds) == 1 and min is None and max is not None:
+        return bounds[0], max
+    got = f"{len(bounds)} by position" + ("" if min is None and max is None else " and others")
+    if len(bounds) == 1 and min is None:
+        got = f"one without a name, {bounds[0]!r:.40}"
+    raise TypeError(
+        f"expected both bounds, or one by its name, got {got}; write clip_by_value(x, -0.5, 0.5) "
+        "for both sides, clip_by_value(x, min=0.5) for a lower bound alone, or "
+        "clip_by_value(x, max=0.5) for an upper one"
+    )
 
 
 def _check_numbers(low: float | None, high: float | None, *, sparse: bool) -> None:
@@ -124,6 +151,10 @@ def _bound(name: str, bound: object, none: float) -> float | Tensor | None:
 
 def _clamped(x: Tensor, low: float | Tensor | None, high: float | Tensor | None) -> Tensor:
     """As `torch.clamp`, but on a bound with the mean of the derivatives of both sides."""
+    if x.dtype.is_floating_point and x.dtype.itemsize == 1:
+        # torch does not compare float8.
+        low, high = _rounded(low, x), _rounded(high, x)
+        return _clamped(x.float(), low, high).to(x.dtype)
     least, most = _as_tensor("min", low, x), _as_tensor("max", high, x)
     if least is None:
         return x.clone() if most is None else torch.minimum(x, most)
@@ -132,6 +163,19 @@ def _clamped(x: Tensor, low: float | Tensor | None, high: float | Tensor | None)
         return y
     # Between equal bounds nothing moves; NaN stays.
     return torch.where((least == most) & (x == x), most, torch.minimum(y, most))
+
+
+def _rounded(bound: float | Tensor | None, x: Tensor) -> Tensor | None:
+    """A bound as float32 that the dtype of `x` holds, where it is within its range."""
+    if not isinstance(bound, Tensor):
+        number = _within(bound, x.dtype)
+        if number is None:
+            return None
+        bound = torch.full((), number, dtype=torch.float32, device=x.device)
+    bound = bound.to(x.device, torch.float32)
+    rounded = bound.to(x.dtype).float()
+    # float8 may have NaN where other dtypes have inf.
+    return torch.where(rounded.isnan(), bound, rounded)
 
 
 def _as_tensor(name: str, bound: float | Tensor | None, x: Tensor) -> Tensor | None:

@@ -47,9 +47,11 @@ def norm_of(x: Tensor, norm_type: float, dim: tuple[int, ...] | None = None) -> 
         # Squares of narrower dtypes neither overflow nor vanish in float64.
         norm = _norm_of_parts(parts, norm_type, over, is_complex=x.is_complex())
     else:
-        # Of a factor that is taken out, the norm is independent: it has no derivative.
-        largest = parts.detach().abs().amax(over, keepdim=True)
-        scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
+        # Of a factor that is taken out, the norm is independent: it needs no derivative. Batched
+        # gradients know no detach().
+        with torch.no_grad():
+            largest = parts.abs().amax(over, keepdim=True)
+            scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
         norm = scale * _norm_of_parts(parts / scale, norm_type, over, is_complex=x.is_complex())
     if not x.is_complex():
         return norm

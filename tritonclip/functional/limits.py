@@ -34,6 +34,9 @@ def as_limit_or_tensor(name: str, value: object, *, may_be_nan: bool = False) ->
             f"{name} must be a number or a floating-point tensor, got {value.dtype}: convert it "
             "with float()"
         )
+    if value.dtype.itemsize == 1:
+        # torch does not compare float8.
+        value = value.float()
     if value.device.type != "cpu" or not is_readable([]):
         return value
     if not bool(((value >= 0) | (value.isnan() & may_be_nan)).all()):

@@ -44,9 +44,10 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
 
     Notes:
         `fit` raises a RuntimeError where Lightning would clip too, by `gradient_clip_val` or by
-        `configure_gradient_clipping` of the module, and under DeepSpeed, which clips in its engine.
-        It raises a ValueError where an optimizer is a ClippedOptimizer already, or a module has
-        `need_clip = False`, which belongs on parameters.
+        `configure_gradient_clipping` of the module, where the trainer has two of these callbacks,
+        and under DeepSpeed, which clips in its engine. It raises a ValueError where an optimizer is
+        a ClippedOptimizer already, or a module has `need_clip = False`, which belongs on
+        parameters.
 
     Example:
         >>> import lightning
@@ -70,6 +71,13 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
         """Refuses a trainer or a module that clips too."""
         if stage != "fit":
             return
+        n = sum(isinstance(callback, Clipping) for callback in trainer.callbacks)
+        if n > 1:
+            raise RuntimeError(
+                f"the trainer has {n} callbacks Clipping, and the last would set the rule of all "
+                "optimizers; expected one: for several rules, give parameter groups a rule under "
+                "the key 'clip'"
+            )
         if trainer.gradient_clip_val:
             raise RuntimeError(
                 "the callback Clipping clips in the optimizer, and Trainer(gradient_clip_val="

@@ -1,4 +1,4 @@
-"""`record`: the norms of a run in a file, without waiting for the device."""
+"""A recorder: the norms of a run in a file, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ class Recorder:
         every: int = 100,
         each: bool = False,
         write: bool | None = None,
+        append: bool | None = None,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a number of steps, 1 or more, got {every!r}")
         if write not in (None, True, False):
             raise TypeError(f"write must be True, False or None, got {write!r}")
+        if append not in (None, True, False):
+            raise TypeError(f"append must be True, False or None, got {append!r}")
         self.every, self.each = every, bool(each)
         self._write = _rank_decides() if write is None else write
         # Absolute, so that a program may change its folder.
@@ -50,7 +53,12 @@ class Recorder:
         self._pages = _Pages(HistoryFile(self.path, find=self._write is not False), every)
         self.steps = self._pages.file.last_step
         self._names: tuple[str, ...] | None = None
-        known = _open.pop(self.path, None)
+        known = _open.get(self.path)
+        if append is False and (self.steps or (known is not None and known.steps)):
+            raise FileExistsError(
+                f"{self.path} has steps of another run; expected a file without any, because of "
+                "append=False: take another name, or append=True to go on with that run"
+            )
         if known is not None:
             # A cell of a notebook that is run again drops it: its rows come first.
             known.close()
@@ -202,7 +210,7 @@ class Recorder:
         if self.is_closed:
             raise RuntimeError(
                 f"the recorder of {self.path} is closed; expected an open one: make a new one by "
-                "record(path), which goes on in the same file"
+                "record(path, append=True), which goes on in the same file"
             )
         if os.getpid() != self._pages.process:
             raise RuntimeError(
@@ -219,67 +227,6 @@ class Recorder:
     def __repr__(self) -> str:
         state = ", closed" if self.is_closed else ""
         return f"<Recorder of {self.path}, {self.steps} steps{state}>"
-
-
-def record(
-    path: str | os.PathLike[str],
-    *,
-    every: int = 100,
-    each: bool = False,
-    write: bool | None = None,
-) -> Recorder:
-    """Makes a recorder of the norms of a run; `python -m tritonclip suggest` and `plot` read it.
-
-    Norms stay in a buffer on their device. Every `every` steps the buffer is copied to the host: on
-    CUDA and ROCm into pinned memory, in the background, and the copy is written at the first flush
-    after it arrived, usually the next; on a CPU it is written at once; on other devices the copy
-    waits for the device. `flush`, `close`, the end of a `with` block and the end of the program
-    write everything. A process that is killed loses the rows of at most the last flushes.
-
-    Args:
-        path: of the file; ends in .csv or .jsonl, which decides its form. Made at the first flush.
-            To a recorder's file with the same columns rows are appended, and the count of steps
-            goes on: for a new run, take another name. An open recorder of this file in this process
-            is closed.
-        every: steps between two flushes.
-        each: whether a ClippedOptimizer adds the norm of every parameter by its name, which reads
-            all gradients once more. The optimizer knows names if it was made from
-            `model.named_parameters()`.
-        write: whether this process writes; of several, let one. None: the process of rank 0, where
-            torch.distributed is initialized at the first step. The others check and count only, and
-            look at no file if it is initialized already.
-
-    Returns:
-        The recorder, also a context manager. `ClippedOptimizer(..., recorder=recorder)` adds every
-        step to it; in a loop with :func:`clip_`, call its `add_`.
-
-    Raises:
-        FileNotFoundError: no such folder.
-        TypeError: a `write` of another kind.
-        ValueError: another ending, or `every` below 1; a file that no recorder wrote.
-
-    Notes:
-        A recorder cannot be copied or pickled, and a fork cannot use it. In a CUDA graph, call
-        `add_` after each replay. Under torch.compile it breaks the graph.
-
-        The columns are step, norm, coefficient, limit, skipped, and norm/<name> for each of
-        `norms`. Unknown values are empty (null in JSON Lines). A run that resumes from a checkpoint
-        loads `state_dict()`; without it, steps are counted on from the last row.
-
-    Example:
-        >>> import tempfile, tritonclip
-        >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)
-        >>> path = Path(tempfile.mkdtemp(), "run.csv")
-        >>> with record(path) as recorder:
-        ...     for step in range(2):
-        ...         weight.grad = torch.tensor([0.3, 0.4]) * 10**step
-        ...         recorder.add_(tritonclip.clip_(weight, 1.0), limit=1.0)
-        >>> print(path.read_text(), end="")
-        step,norm,coefficient,limit,skipped
-        1,0.5,,1.0,
-        2,5.0,,1.0,
-    """
-    return Recorder(path, every=every, each=each, write=write)
 
 
 class _Pages:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from tritonclip.monitor.stats import Outcomes
-from tritonclip.optim.memory import Judgement
+from tritonclip.optim.memory import Judgement, Memory
 from tritonclip.optim.step import StepClipping
 
 
@@ -62,6 +62,13 @@ class Attempt:
             "the step before ended while it divided or clipped gradients, and some of them are "
             "still there as it left them; expected new gradients: call zero_grad and backward"
         )
+
+    def remember_in(self, memory: Memory) -> None:
+        """Has the step remembered there: a checkpoint may have been loaded since it failed."""
+        self.clipping.remember_in(memory)
+        if self.outlier is not None and memory.skip_above is not None:
+            # The step goes on as it was judged.
+            self.outlier = memory.judge(self.outlier.norm)._replace(flag=self.outlier.flag)
 
 
 def _version(tensor: Tensor) -> int:

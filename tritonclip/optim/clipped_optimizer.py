@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 StepNonfinite = Literal["propagate", "error", "zero", "skip"]
 _CLIPPED_TWICE = (
-    "clip_ has clipped these gradients, and the ClippedOptimizer clips them again, so that its "
-    "statistics are of clipped gradients; expected one of the two: remove the call, or use the "
-    "bare optimizer. To measure only, call get_total_norm"
+    "clip_ was called for these gradients, and the ClippedOptimizer clips them after it, so that "
+    "its statistics are not of gradients before clipping; expected one of the two: remove the "
+    "call, or use the bare optimizer. To measure only, call get_total_norm"
 )
 
 
@@ -221,7 +221,9 @@ class ClippedOptimizer(ClippingWrapper):
         clipping, self._clipping = self._clipping, None
         grad_scale = getattr(self, "grad_scale", None)
         attempt = self._attempt
-        if attempt is None or not attempt.goes_on(self._present()):
+        if attempt is not None and attempt.goes_on(self._present()):
+            attempt.remember_in(self._memory)
+        else:
             if clipping is None or grad_scale is None or self._optimizer_step_pre_hooks:
                 # Hooks run after a GradScaler has measured, and may have changed anything.
                 clipping = self._measure(grad_scale)

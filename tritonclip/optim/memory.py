@@ -72,11 +72,21 @@ class Memory:
             rule: any rule.
             numbering: the place of each of its parameters among all of the optimizer's.
         """
-        owner = "rule" if group_index is None else f"group{group_index}"
+        owner = _owner(group_index)
         state = self._states.get(owner)
         if state is None or not state.remembers(rule):
             state = self._states[owner] = ClipState()
         return state.follow(rule, step=self.steps, numbering=numbering)
+
+    def take_over(self, group_index: int | None, following: Following) -> Following:
+        """The rule of a step that another memory followed when it was measured.
+
+        Args:
+            group_index: as for `follow`.
+            following: of the step; returned as it is where the state here is of another rule.
+        """
+        state = self._states.setdefault(_owner(group_index), ClipState())
+        return following.onto(state) if state.remembers(following.rule) else following
 
     @torch.compiler.disable
     def judge(self, norm: Tensor) -> Judgement:
@@ -84,12 +94,12 @@ class Memory:
         above = self.skip_above
         assert above is not None
         if not isinstance(above, Outlier):
-            return Judgement(norm > above, None, None)
+            return Judgement(norm, norm > above, None, None)
         state = self._states.setdefault(_OUTLIERS, ClipState())
         if not state.remembers(above):
             state = self._states[_OUTLIERS] = ClipState()
         limit, values = state.advance(above, _Norm(norm))
-        return Judgement(norm > limit.to(norm.device), state, values)
+        return Judgement(norm, norm > limit.to(norm.device), state, values)
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of all states."""
@@ -120,15 +130,22 @@ class Memory:
         self._states = loaded
 
 
+def _owner(group_index: int | None) -> str:
+    """The name of a rule in checkpoints."""
+    return "rule" if group_index is None else f"group{group_index}"
+
+
 class Judgement(NamedTuple):
     """Whether a step is an outlier, and what is remembered of it.
 
     Attributes:
+        norm: of the step.
         flag: 0-d bool, on the device.
         state: of the test; None where it has none.
         values: of the state after this step.
     """
 
+    norm: Tensor
     flag: Tensor
     state: ClipState | None
     values: Tensor | None

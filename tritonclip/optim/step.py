@@ -21,7 +21,12 @@ from tritonclip.engine.gradients import Gradients, of_parameters, of_unclipped
 from tritonclip.engine.measure import Norms, is_finite, total
 from tritonclip.engine.nonfinite import raise_if_any_nonfinite, raise_if_nonfinite
 from tritonclip.engine.planner import PlanCache, plan_, refuse_
-from tritonclip.engine.refusals import refuse_for_rule, refuse_read_only, refuse_shared
+from tritonclip.engine.refusals import (
+    refuse_for_rule,
+    refuse_other_model,
+    refuse_read_only,
+    refuse_shared,
+)
 from tritonclip.engine.together import tell_others
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.stats import Clipped, Outcomes
@@ -108,6 +113,7 @@ class StepClipping:
         self._writes_all = grad_scale is not None
         self._covers_all = check_finite or self._writes_all
         self._groups, self._plans, self._holders = groups, plans, holders
+        self._memory = memory
         self._begun: _Share | None = None
         self.observation: Observation | None = None
         if flat is None or any("clip" in group for group in groups):
@@ -115,6 +121,8 @@ class StepClipping:
         else:
             self._shares = self._divide_flat(rule, flat, not_in_buffers)
         self.follows = False
+        if any(share.rule.per_unit for share in self._shares):
+            self._refuse_other_models()
         for share in self._shares:
             if not share.rule.fixed:
                 self.follows = True
@@ -156,6 +164,12 @@ class StepClipping:
                     # Of which the others do not come to a second norm.
                     break
             raise
+
+    def _refuse_other_models(self) -> None:
+        """Refuses rules that exclude parameters of no group."""
+        every = [p for group in self._groups for p in group["params"]]
+        for share in self._shares:
+            refuse_other_model(share.rule, every)
 
     def _numbering(self, share: _Share, flat: FlatGradients | None) -> tuple[Sequence[int], int]:
         """The place of a share's parameters among all of the optimizer's, and the number of all."""
@@ -311,6 +325,16 @@ class StepClipping:
                     norm = share.norms.norm()
                 found[share.group_index] = _norm_of(norm) if norm.dim() else norm
         return found
+
+    @torch.no_grad()
+    def remember_in(self, memory: Memory) -> None:
+        """Has `commit` write to another memory, which a checkpoint brought; the limits stay."""
+        if memory is self._memory:
+            return
+        self._memory = memory
+        for share in self._shares:
+            if share.following is not None:
+                share.following = memory.take_over(share.group_index, share.following)
 
     @torch.compiler.disable
     @torch.no_grad()

@@ -2,8 +2,9 @@
 
 from tritonclip.rules.each import ClipByOwnHistory, ClipByRMS
 from tritonclip.rules.fixed import ClipByGlobalNorm, ClipByNorm, ClipByValue, as_rule
+from tritonclip.rules.following import Following, Numbering
 from tritonclip.rules.rule import Measured, Rule
-from tritonclip.rules.state import ClipState, Following, Numbering, follow
+from tritonclip.rules.state import ClipState, follow
 from tritonclip.rules.unitwise import ClipByUnitNorm
 from tritonclip.rules.window import ClipByQuantile, Outlier
 from tritonclip.rules.zscore import ClipByZScore

@@ -1,12 +1,15 @@
 """Rules with limits that depend on no norm: small frozen values, checked when they are made."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import ClassVar
 
 import torch
+from torch.nn import Module, Parameter
 
+from tritonclip.rules.adaptive import Adaptive
 from tritonclip.rules.arguments import (
     Schedule,
     as_limit,
@@ -203,8 +206,19 @@ def as_rule(clip: object) -> Rule:
     except TypeError:
         raise TypeError(
             "clip must be a number (the largest global norm) or a rule, such as ClipByGlobalNorm, "
-            f"ClipByNorm and ClipByValue, got {clip!r} of type {type(clip).__name__}"
+            f"ClipByNorm and ClipByValue, got {clip!r:.80} of type {type(clip).__name__}"
+            f"{_remedy(clip)}"
         ) from None
+
+
+def _remedy(clip: object) -> str:
+    """The place where something belongs that is no rule; "" where it is unknown."""
+    if isinstance(clip, Adaptive):
+        return f"; pass ClippedOptimizer(skip_above={type(clip).__name__}(...))"
+    items = clip if isinstance(clip, list | tuple) else [clip]
+    if any(isinstance(item, Module | Parameter | Iterator) for item in items):
+        return "; parameters come first: clip_(parameters, 1.0)"
+    return ""
 
 
 # Only for floats: a cache would find 1 for True.

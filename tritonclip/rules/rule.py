@@ -104,6 +104,11 @@ class Rule:
         """The arguments of its constructor that are numbers, in order."""
         return tuple(getattr(self, name) for name in self.__match_args__)
 
+    @property
+    def excludes(self) -> int:
+        """The number of parameters that were named as exempt, of any model."""
+        return 0
+
     def exempt(self, parameters: Sequence[Tensor]) -> list[bool]:
         """Whether the gradient of each of these parameters has no limit; for `per_unit`.
 

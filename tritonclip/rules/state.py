@@ -1,24 +1,25 @@
-"""What a rule remembers from call to call, and the rule of one call that is made of it."""
+"""What a rule remembers from call to call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from tritonclip.rules.adaptive import Adaptive
+from tritonclip.rules.following import Following, Numbering
 from tritonclip.rules.rule import Measured, Rule
-
-# The row of each parameter of a list, and how many rows there are.
-Numbering = Callable[[], tuple[Sequence[int], int]]
 
 
 class ClipState:
     """The memory of one rule for one list of parameters, where its limit changes from call to call.
 
     Two kinds of rules need one: those that follow the norms of earlier calls, and those with a
-    limit that is a function of the step. The step is the number of calls before this one, an int:
+    limit that is a function of the step. A list is known by its first parameter, as long as that is
+    alive, and by their number; a copy and a loaded state begin anew with the list that comes. The
+    step is the number of calls before this one, an int:
     ``ClipByGlobalNorm(lambda step: 10.0 if step < 100 else 1.0)``. A :class:`ClippedOptimizer`
     keeps such memories itself; the step is then the number of calls of its `step` before, of those
     that skipped too.
@@ -44,6 +45,7 @@ class ClipState:
         self._values: Tensor | None = None
         # Of the list, for a rule with one row.
         self._n_parameters: int | None = None
+        self._first: ref[Tensor] | None = None
         self._places: tuple[tuple[object, ...], Tensor] | None = None
 
     @property
@@ -53,7 +55,7 @@ class ClipState:
 
     def follow(
         self, rule: Rule, *, step: int | None = None, numbering: Numbering | None = None
-    ) -> "Following":
+    ) -> Following:
         """The rule of the next call.
 
         Args:
@@ -95,7 +97,7 @@ class ClipState:
         with torch.inference_mode(False):
             self._values = None if values is None else values.detach().clone()
         self._kind, self._steps, self._places = state["kind"], state["steps"], None
-        self._n_parameters = state["parameters"]
+        self._n_parameters, self._first = state["parameters"], None
 
     def remembers(self, rule: Any) -> bool:
         """Whether it can go on with a rule: one that needs no norms, or of the kind it began with.
@@ -132,6 +134,31 @@ class ClipState:
         places = self._places_of(positions, norm.device)
         limit, rows = rule.advance(values[places], norm)
         return limit, values.index_copy(0, places, rows)
+
+    def check_first(self, first: Tensor) -> None:
+        """Refuses a list that begins with another parameter, while the first one is alive.
+
+        Raises:
+            ValueError: another one.
+        """
+        known = None if self._first is None else self._first()
+        if known is not None and known is not first:
+            raise ValueError(
+                "this state has followed a list that begins with another parameter, of shape "
+                f"{tuple(known.shape)}, and this one begins with shape {tuple(first.shape)}; "
+                "expected the list that it began with: make a new ClipState() for each model. "
+                "Where parameters were replaced, go on with "
+                "new_state.load_state_dict(state.state_dict())"
+            )
+
+    def begin_with(self, first: Tensor) -> None:
+        """Knows the list by its first parameter from now on."""
+        if self._first is None or self._first() is not first:
+            self._first = ref(first)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is for copies of the parameters.
+        return {**self.__dict__, "_first": None}
 
     def _check_list(self, n: int) -> None:
         """Refuses a list of another number of parameters."""
@@ -182,70 +209,6 @@ class ClipState:
 
     def __repr__(self) -> str:
         return f"<ClipState of {self._kind or 'no norms'} after {self._steps} calls>"
-
-
-class Following(Rule):
-    """The rule of one call, with the limit that its state gives it; found once."""
-
-    def __init__(self, rule: Any, state: ClipState, numbering: Numbering | None = None) -> None:
-        self.rule, self._state, self._numbering = rule, state, numbering
-        self._limit: float | Tensor | None = None
-        self._values: Tensor | None = None
-        if isinstance(rule, Rule):
-            self.norm_type, self.eps = rule.norm_type, rule.eps
-            self.per_gradient = rule.per_gradient  # type: ignore[misc]  # of this rule
-            self.per_unit = rule.per_unit  # type: ignore[misc]
-            self.clamps = rule.clamps  # type: ignore[misc]
-
-    def limit(self, measured: Measured) -> float | Tensor:
-        """The limit of the step; later calls get the same."""
-        if self._limit is None:
-            if isinstance(self.rule, Adaptive):
-                self._limit, self._values = self._state.advance(
-                    self.rule, measured, self._numbering
-                )
-            else:
-                self._limit = self.rule.limit(measured)
-        return self._limit
-
-    def interval(self) -> tuple[float, float]:
-        """As the rule's."""
-        low, high = self.rule.interval()
-        return low, high
-
-    def bounds(self, dtype: torch.dtype) -> tuple[float, float]:
-        """As the rule's."""
-        low, high = self.rule.bounds(dtype)
-        return low, high
-
-    @property
-    def keeps_zero(self) -> bool:
-        """As the rule's."""
-        return bool(self.rule.keeps_zero)
-
-    def exempt(self, parameters: Sequence[Tensor]) -> list[bool]:
-        """As the rule's."""
-        exempt: list[bool] = self.rule.exempt(parameters)
-        return exempt
-
-    @property
-    def name(self) -> str:
-        """As the rule's."""
-        return str(self.rule.name)
-
-    def __repr__(self) -> str:
-        return repr(self.rule)
-
-    def commit(self, left_out: Tensor | bool | None = None) -> None:
-        """Makes the state remember this call; one that was left out is only counted.
-
-        Args:
-            left_out: whether it was; a 0-d bool may be on any device. None for no.
-        """
-        if isinstance(left_out, bool):
-            self._state.commit(None if left_out else self._values, None)
-        else:
-            self._state.commit(self._values, left_out)
 
 
 def _other_list(known: int | None, n: int | None) -> ValueError:

@@ -92,7 +92,8 @@ class ClipByUnitNorm(Rule):
         exclude: parameters without a limit: a module (those that it has now), a parameter, or an
             iterable of these. The authors exclude the last linear layer. Their gradients are
             measured, divided by the loss scale and zeroed as the others are; `need_clip = False`
-            leaves a parameter out altogether. A rule keeps no parameter alive.
+            leaves a parameter out altogether. A rule keeps no parameter alive. A call with
+            parameters among which there is none of them raises ValueError.
 
     Raises:
         ValueError: a ratio or `eps` that is negative or NaN, an infinite `eps`.
@@ -149,6 +150,12 @@ class ClipByUnitNorm(Rule):
         if callable(self.ratio):
             raise needs_state(self)
         return self.ratio, self.eps
+
+    @property
+    def excludes(self) -> int:
+        """The number of parameters that `exclude` named."""
+        assert isinstance(self.exclude, Excluded)
+        return len(self.exclude)
 
     def exempt(self, parameters: Sequence[Tensor]) -> list[bool]:
         """Whether `exclude` named each of these parameters."""
