@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from ctypes import c_double, c_float
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from tritonclip.backends import cpu_norm
 from tritonclip.backends.batch import PartialNorms
 from tritonclip.backends.cpu_clamp import Clamping
-from tritonclip.backends.numbers import Numbers, coefficient_of, coefficients_of
+from tritonclip.backends.numbers import Numbers
 from tritonclip.backends.packed import VIEW_BYTES, Scratch, packs, scratch_bytes
 from tritonclip.backends.torch_backend import (
     ARITHMETIC,
@@ -117,7 +118,11 @@ class CpuBatch:
                 scratch = layout.scratch.pop()
             except IndexError:
                 scratch = Scratch(self.tensors, layout.sizes, flat=layout.flat)
-            if per_gradient:
+            if scratch.holds_squares and not per_gradient:
+                torch._foreach_copy_(scratch.slots, self.tensors)
+                elements = scratch.elements
+                measured = [math.sqrt(torch.dot(elements, elements).item())]
+            elif per_gradient:
                 measured = scratch.norms(self.tensors)
             elif (norm := scratch.norm(self.tensors)) is not None:
                 measured = [norm]
@@ -180,7 +185,7 @@ class CpuBatch:
             zero_(self.tensors)
             return norm, 0.0
         rounded = c_double if dtype == torch.float64 else c_float
-        coefficient = coefficient_of(measured, float(max_norm), rule.eps, rounded)
+        coefficient = _coefficient(measured, float(max_norm), rule.eps, rounded)
         multiplier = coefficient
         if scale != 1:
             multiplier = rounded(coefficient / rounded(scale).value).value
@@ -250,7 +255,7 @@ class CpuBatch:
         numbers.memory[:] = norms
         measured: list[float] = numbers.memory[:]
         norm = numbers.together.clone()
-        coefficients = coefficients_of(measured, max_norm, rule.eps, numbers.memory)
+        coefficients = _coefficients(measured, max_norm, rule.eps, numbers.memory)
         layout.numbers[dtype].append(numbers)
         if erase is not None and bool(erase):
             zero_(self.tensors)
@@ -315,3 +320,35 @@ def _as_tensor(norms: PartialNorms) -> Tensor:
     if isinstance(norms, Tensor):
         return norms
     return torch.tensor(norms, dtype=torch.float64, device="cpu")
+
+
+def _coefficient(
+    norm: float, max_norm: float, eps: float, rounded: type[c_float] | type[c_double]
+) -> float:
+    """Returns min(1, max_norm / (norm + eps)), every step rounded as a tensor would round it.
+
+    1 for nothing to clip and for an infinite limit; NaN stays. A sum and a quotient of two float32
+    computed in float64 and rounded to float32 are those that float32 gives.
+    """
+    limit = rounded(max_norm).value
+    bound = rounded(norm + rounded(eps).value).value
+    if bound == 0 or (limit == math.inf and norm == norm):
+        return 1.0
+    ratio = rounded(limit / bound).value
+    return 1.0 if ratio > 1 else ratio
+
+
+def _coefficients(norms: list[float], max_norm: float, eps: float, memory: Any) -> list[float]:
+    """The coefficient of each norm, as `_coefficient`; `memory`, of so many numbers, rounds."""
+    rounded = memory._type_
+    largest = max(norms)
+    if sum(norms) >= 0 and _coefficient(largest, max_norm, eps, rounded) == 1:
+        # Smaller norms have no smaller coefficient.
+        return [1.0] * len(norms)
+    limit, added = rounded(max_norm).value, rounded(eps).value
+    memory[:] = [norm + added for norm in norms]
+    bounds: list[float] = memory[:]
+    if limit == math.inf or 0 in bounds:
+        return [_coefficient(norm, max_norm, eps, rounded) for norm in norms]
+    memory[:] = [limit / bound for bound in bounds]
+    return [1.0 if ratio > 1 else ratio for ratio in memory]

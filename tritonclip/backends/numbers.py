@@ -1,9 +1,7 @@
-"""Coefficients in Python's numbers, and numbers as tensors on a CPU, without a tensor operator."""
+"""Python's numbers as tensors on a CPU, without a tensor operator."""
 
-import math
 from ctypes import c_double, c_float
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,35 +33,3 @@ class Numbers:
         """A 0-d view of each number."""
         with torch.inference_mode(False):
             return self.together.unbind()
-
-
-def coefficient_of(
-    norm: float, max_norm: float, eps: float, rounded: type[c_float] | type[c_double]
-) -> float:
-    """Returns min(1, max_norm / (norm + eps)), every step rounded as a tensor would round it.
-
-    1 for nothing to clip and for an infinite limit; NaN stays. A sum and a quotient of two float32
-    computed in float64 and rounded to float32 are those that float32 gives.
-    """
-    limit = rounded(max_norm).value
-    bound = rounded(norm + rounded(eps).value).value
-    if bound == 0 or (limit == math.inf and norm == norm):
-        return 1.0
-    ratio = rounded(limit / bound).value
-    return 1.0 if ratio > 1 else ratio
-
-
-def coefficients_of(norms: list[float], max_norm: float, eps: float, memory: Any) -> list[float]:
-    """The coefficient of each norm, as `coefficient_of`; `memory`, of so many numbers, rounds."""
-    rounded = memory._type_
-    largest = max(norms)
-    if sum(norms) >= 0 and coefficient_of(largest, max_norm, eps, rounded) == 1:
-        # Smaller norms have no smaller coefficient.
-        return [1.0] * len(norms)
-    limit, added = rounded(max_norm).value, rounded(eps).value
-    memory[:] = [norm + added for norm in norms]
-    bounds: list[float] = memory[:]
-    if limit == math.inf or 0 in bounds:
-        return [coefficient_of(norm, max_norm, eps, rounded) for norm in norms]
-    memory[:] = [limit / bound for bound in bounds]
-    return [1.0 if ratio > 1 else ratio for ratio in memory]

@@ -94,6 +94,12 @@ def scratch_bytes(dtype: torch.dtype, sizes: Sequence[int], *, flat: bool) -> in
 class Scratch:
     """Memory in which a small gradient list is measured.
 
+    Attributes:
+        elements: float64 or float32, 1-d: each packed gradient, followed by zeros.
+        slots: a view of them for each packed gradient, of its shape.
+        holds_squares: all gradients are packed, and the sum of their squares fits the elements'
+            dtype, whatever they are.
+
     Args:
         tensors: gradients of one dtype on a CPU.
         sizes: theirs.
@@ -102,16 +108,16 @@ class Scratch:
 
     __slots__ = (
         "_dtype",
-        "_elements",
         "_known",
         "_long",
         "_norms",
         "_owners",
         "_packed",
         "_packed_norms",
-        "_places",
         "_rows",
-        "_slots",
+        "elements",
+        "holds_squares",
+        "slots",
     )
 
     def __init__(self, tensors: Sequence[Tensor], sizes: Sequence[int], *, flat: bool) -> None:
@@ -121,16 +127,15 @@ class Scratch:
         # None for all.
         self._packed = packed if rows.long else None
         room = [rows.length * rows.counts[i] for i in packed]
-        # float64 holds the squares of all narrower dtypes.
-        holds_squares = rows.dtype == torch.float64 != self._dtype
-        self._known = (0.0, math.inf) if holds_squares else _KNOWN[rows.dtype]
+        self.holds_squares = rows.dtype == torch.float64 != self._dtype
+        self._known = (0.0, math.inf) if self.holds_squares else _KNOWN[rows.dtype]
         # Never inference tensors, which no later call could write to.
         with torch.inference_mode(False):
-            self._elements = torch.zeros(sum(room), dtype=rows.dtype, device="cpu")
-            self._rows = self._elements.view(rows.n_packed, rows.length)
-            self._slots = [
+            self.elements = torch.zeros(sum(room), dtype=rows.dtype, device="cpu")
+            self._rows = self.elements.view(rows.n_packed, rows.length)
+            self.slots = [
                 own[: sizes[i]].view(tensors[i].shape)
-                for own, i in zip(self._elements.split(room), packed, strict=True)
+                for own, i in zip(self.elements.split(room), packed, strict=True)
             ]
             self._norms = torch.empty(sum(rows.counts), dtype=rows.dtype, device="cpu")
             own_norms = self._norms.split([rows.n_packed, *(rows.counts[i] for i in rows.long)])
@@ -146,7 +151,7 @@ class Scratch:
     def norm(self, tensors: list[Tensor]) -> float | None:
         """The 2-norm of gradients of the list's form; None where float64 cannot square them."""
         self._pack(tensors)
-        elements = self._elements
+        elements = self.elements
         if elements.dtype == torch.float32:
             elements = self._row_norms(tensors).double()
         norm = math.sqrt(torch.dot(elements, elements).item())
@@ -179,7 +184,7 @@ class Scratch:
         if self._packed is not None:
             tensors = [tensors[i] for i in self._packed]
         if tensors:
-            torch._foreach_copy_(self._slots, tensors)
+            torch._foreach_copy_(self.slots, tensors)
 
     def _row_norms(self, tensors: list[Tensor]) -> Tensor:
         torch.linalg.vector_norm(self._rows, dim=1, out=self._packed_norms)

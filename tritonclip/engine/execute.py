@@ -78,7 +78,10 @@ def clip_(
     if nonfinite != "propagate" or not rule.clamps:
         # By value, an element counts as it came, before the loss scale is divided out.
         scale = 1.0 if rule.clamps else grad_scale
-        norms = measure_by(gradients, rule, scale, names_culprits=nonfinite == "error")
+        if rule.per_unit:
+            norms = measure_by(gradients, rule, scale, names_culprits=nonfinite == "error")
+        else:
+            norms = measure(gradients, rule.norm_type, rule.per_gradient, scale)
         if nonfinite == "error":
             norm = total(norms)
             policies.raise_if_nonfinite(gradients, rule, norm, remedy, is_finite(norms))
