@@ -301,3 +301,18 @@ def test_interpreter_leaves_cuda_tensors_alone(monkeypatch):
         choose.backend_name(CUDA, torch.float32)
     with pytest.warns(UserWarning, match="TRITON_INTERPRET=1"):
         assert choose.backend_name(CUDA, torch.float32) == "torch"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dense"),
+    [
+        pytest.param(normal((3, 4)), True, id="contiguous"),
+        pytest.param(normal((2, 3, 4)).transpose(1, 2), True, id="transposed-units"),
+        pytest.param(normal((4, 2, 3))[::2].transpose(1, 2)[:1], True, id="one-unit"),
+        pytest.param(normal((4, 5))[:, :3], False, id="gaps-between-units"),
+        pytest.param(normal((2, 2, 2))[:, :, 0].t(), False, id="gaps-in-units"),
+        pytest.param(normal(6)[::2], False, id="gaps"),
+    ],
+)
+def test_kernels_get_units_that_are_dense(tensor, dense):
+    assert choose._has_dense_units(tensor) == dense

@@ -1,4 +1,4 @@
-"""Norms of small gradient lists, which the CPU packs into scratch of float64 or of float32."""
+"""Small gradient lists, which the CPU packs into scratch of float64 or of float32."""
 
 import math
 
@@ -8,7 +8,15 @@ from cases import grad_of, parameters
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm
-from tritonclip.backends.packed import WIDE_ELEMENTS, rows_of
+from tritonclip.backends.cpu_backend import CpuLayout
+from tritonclip.backends.packed import (
+    LONG,
+    MEASURED_ELEMENTS,
+    PACKED_ELEMENTS,
+    PACKED_TENSORS,
+    WIDE_ELEMENTS,
+    rows_of,
+)
 
 # Of lists on both sides of WIDE_ELEMENTS: one row each, and rows of several lengths.
 LISTS = {
@@ -100,3 +108,62 @@ def test_coefficients_of_each_gradient_are_those_of_one_alone(dtype, max_norm):
         (alone,) = parameters([grad])
         tritonclip.clip_([alone], ClipByNorm(max_norm))
         torch.testing.assert_close(grad_of(alone), clipped, rtol=0, atol=0, equal_nan=True)
+
+
+def scratch_of(sizes, dtype):
+    """The elements of scratch kept after a measurement, and the bytes that the layout counts."""
+    tensors = [torch.ones(n, dtype=dtype) for n in sizes]
+    layout = CpuLayout(tensors, flat=True)
+    layout.bind(tensors, None).norm(2.0, None, per_gradient=True)
+    kept = [scratch.elements for scratch in layout.scratch]
+    return (kept[0] if kept else None), layout.n_bytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [[PACKED_ELEMENTS - 1], [PACKED_ELEMENTS // 2 - 1] * 2, [3] * PACKED_TENSORS],
+    ids=["one", "two", "many"],
+)
+def test_small_list_keeps_scratch_and_counts_it(sizes, dtype):
+    elements, n_bytes = scratch_of(sizes, dtype)
+    assert elements.numel() >= sum(sizes)
+    assert n_bytes >= elements.nbytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [PACKED_ELEMENTS + 1],
+        [PACKED_ELEMENTS - 1, 2],
+        [3] * (PACKED_TENSORS + 1),
+        [MEASURED_ELEMENTS, LONG],
+    ],
+    ids=["one", "two", "many", "long"],
+)
+def test_list_over_a_bound_keeps_no_scratch(sizes, dtype):
+    """A plan lives as long as its list: long lists would double their memory."""
+    elements, n_bytes = scratch_of(sizes, dtype)
+    assert elements is None
+    assert n_bytes < 8 * sum(sizes)
+
+
+@pytest.mark.parametrize("n", [1, 2, 64, 1024, 2048])
+def test_scratch_of_equal_powers_of_two_has_no_gaps(n):
+    """Zeros between gradients would be measured too."""
+    assert scratch_of([n] * 5, torch.float32)[0].numel() == 5 * n
+
+
+@pytest.mark.parametrize("sizes", [[3] * 5, [1500] * 5, [7] * 400 + [2000], [LONG + 1] * 3])
+def test_scratch_is_less_than_twice_as_long_as_its_gradients(sizes):
+    assert sum(sizes) <= scratch_of(sizes, torch.float32)[0].numel() < 2 * sum(sizes)
+
+
+def test_long_gradients_are_not_copied():
+    elements, _ = scratch_of([LONG] * 20 + [3], torch.float32)
+    assert elements.numel() < LONG
+
+
+def test_list_of_float8_keeps_no_scratch():
+    assert scratch_of([40, 3], torch.float8_e4m3fn)[0] is None

@@ -299,6 +299,14 @@ def test_clip_of_float8(device, dtype):
     assert torch.equal(grad.cpu().float(), expected.float())
 
 
+@pytest.mark.filterwarnings("ignore:tritonclip's kernels do not read:UserWarning")
+def test_clip_by_norm_of_float8(device):
+    grads = [normal(n, torch.float32, device).to(torch.float8_e4m3fn) for n in (40, 3)]
+    before = [grad.float().cpu() for grad in grads]
+    norms = tritonclip.clip_(parameters(grads), ClipByNorm(0.5))
+    assert_norm(norms, [reference.norm(grad) for grad in before])
+
+
 @pytest.mark.parametrize(
     "rule", [ClipByGlobalNorm(0.5), ClipByNorm(0.5), ClipByValue(0.1)], ids=repr
 )

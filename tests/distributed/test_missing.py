@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 import tritonclip
-from tritonclip import ClipByGlobalNorm, ClipByNorm
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 ORDERS = [2.0, 20.0, 100.0, math.inf, -math.inf, 0.0]
 
@@ -75,6 +75,21 @@ def test_clip_process_without_gradients(p: float) -> None:
     assert n == (2 if p == 100 else 1)
     assert_same_everywhere(norm)
     assert_norm(norm, reference.total_norm(wholes, p))
+
+
+@in_processes(2)
+def test_clip_by_value_process_without_gradients() -> None:
+    """It has none that are complex, which this rule would refuse."""
+    parameters = [parameter((8, 3), mesh_of(-1), [Shard(0)], seed=i) for i in range(2)]
+    wholes = _without(parameters, 1, [0, 1])
+    tritonclip.clip_(parameters, ClipByValue(0.1))
+    if dist.get_rank() == 0:
+        for one, full in zip(parameters, wholes, strict=True):
+            assert one.grad is not None
+            own = one.grad.to_local().double()
+            torch.testing.assert_close(
+                own.flatten(), full.flatten().clamp(-0.1, 0.1), rtol=1e-6, atol=0
+            )
 
 
 @in_processes(2)

@@ -181,10 +181,15 @@ def test_copies_of_shared_parameters_keep_need_clip():
     assert marks_of(twin) == [False]
 
 
-def test_copies_follow_the_marks_at_the_time_of_the_copy():
+@pytest.mark.parametrize(
+    "unmark",
+    [lambda p: setattr(p, "need_clip", True), lambda p: delattr(p, "need_clip")],
+    ids=["set", "deleted"],
+)
+def test_copies_follow_the_marks_at_the_time_of_the_copy(unmark):
     model = with_unclipped_bias()
     tritonclip.clip_(model, 1.0)
-    model[1][0].bias.need_clip = True
+    unmark(model[1][0].bias)
     model[1][0].weight = nn.Parameter(torch.zeros(2, 2))
 
     assert marks_of(copy.deepcopy(model)) == [True] * 4

@@ -46,9 +46,23 @@ def complex_pairs() -> list[Tensor]:
     return [normal(3, dtype=torch.complex64), normal(3), normal(4, dtype=torch.complex64).conj()]
 
 
+def partly_inference() -> list[Tensor]:
+    with torch.inference_mode():
+        last = normal(4)
+    return [normal(3), normal(5), last]
+
+
 LISTS = [
     pytest.param(make, id=make.__name__)
-    for make in (contiguous, mixed, channels_last, negated, gaps, complex_pairs)
+    for make in (
+        contiguous,
+        mixed,
+        channels_last,
+        negated,
+        gaps,
+        complex_pairs,
+        partly_inference,
+    )
 ]
 
 
@@ -125,6 +139,7 @@ def test_a_plan_reads_the_tensors_of_this_call(plans, built, make):
         pytest.param(lambda g: g.to_sparse(), id="sparse"),
         pytest.param(lambda g: torch.nn.Parameter(g), id="type"),
         pytest.param(lambda g: torch.empty_like(g, device="meta"), id="device"),
+        pytest.param(torch.inference_mode()(torch.clone), id="inference"),
     ],
 )
 @pytest.mark.parametrize("place", [0, 2])
@@ -389,8 +404,10 @@ def test_a_plan_forgotten_while_it_is_found_serves_the_call(plans, built, is_las
     assert len(built) == n_built + is_last
 
 
-def test_lists_of_one_length_are_told_apart(plans, built):
-    lists = [[normal(5), normal(7), normal(n)] for n in (2, 3)]
+@pytest.mark.parametrize("at", [0, 2])
+def test_lists_of_one_length_are_told_apart(plans, built, at):
+    lists = [[normal(5), normal(7), normal(8)] for _ in range(2)]
+    lists[1][at] = normal(3)
     for grads in lists * 3:
         planned(grads, plans)
     assert len(built) == len(lists)
@@ -413,6 +430,20 @@ def test_a_list_met_inside_a_custom_operator_says_nothing_of_inference_mode(guar
             tritonclip.clip_([parameter(grad) for grad in grads], 1.0)
     assert all((grad == 2).all() for grad in grads)
     clip_inside(torch.ones(5), torch.ones(5))
+
+
+@pytest.mark.parametrize(
+    "missing",
+    ["del torch._C._dynamo.guards.TensorGuards", "sys.modules['torch._C._dynamo'] = None"],
+    ids=["class", "module"],
+)
+def test_guards_in_python_take_the_place_of_missing_ones(missing):
+    done = python(
+        "-c",
+        f"import sys, torch\n{missing}\nfrom tritonclip.engine import planner\n"
+        "print(planner.TensorGuards)\n",
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "None"), done.stderr
 
 
 def test_torch_has_the_guards():

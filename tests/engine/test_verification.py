@@ -75,6 +75,14 @@ def test_verify_passes_what_is_right(device, rule, dtype, grad_scale):
         tritonclip.clip_(parameters(of_sizes(SIZES, dtype, device)), rule, grad_scale=grad_scale)
 
 
+def test_verify_passes_elements_that_round_the_other_way(device):
+    """Between two numbers of float16, the last digit of the norm decides."""
+    every_mantissa = torch.arange(1024, 2048, device=device).half() / 1024
+    with tritonclip.verify():
+        for limit in range(1, 40):
+            tritonclip.clip_(parameters([every_mantissa.clone()]), float(limit))
+
+
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 def test_verify_passes_every_norm_type(device, norm_type):
     grads = [normal(9, torch.float32, device), normal(70, torch.bfloat16, device, seed=1)]

@@ -387,14 +387,13 @@ def test_attach_goes_on_with_the_gradients_that_are_there(backend, replace):
     assert_norm(tritonclip.clip_(flat, 1e9), reference.total_norm(copies(expected)))
 
 
-def test_message_names_some_parameters_and_counts_the_others():
-    params = {f"p{i}": torch.nn.Parameter(torch.zeros(2)) for i in range(20)}
+@pytest.mark.parametrize(("n", "others"), [(8, ""), (9, " and 1 more"), (20, " and 12 more")])
+def test_message_names_some_parameters_and_counts_the_others(n, others):
+    params = {f"p{i}": torch.nn.Parameter(torch.zeros(2)) for i in range(n)}
     flat = FlatGradients(params.items())
     for param in params.values():
         param.grad = None
-    with pytest.raises(
-        RuntimeError, match=r"p0, p1, p2, p3, p4, p5, p6, p7 and 12 more is no view"
-    ):
+    with pytest.raises(RuntimeError, match=rf"p0, p1, p2, p3, p4, p5, p6, p7{others} is no view"):
         flat.check()
 
 
@@ -410,6 +409,29 @@ def test_view_that_somebody_keeps_is_found_by_the_full_check():
     with tritonclip.verify(), pytest.raises(RuntimeError, match=GONE):
         tritonclip.clip_(flat, 1e9)
     assert kept is not None
+
+
+@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.5), ClipByNorm(0.5)], ids=["all", "each"])
+def test_alias_of_a_view_serves_in_its_place(rule):
+    """The same memory seen in the same way, while somebody keeps the view."""
+    params = parameters_of([(2, 2), (3,)])
+    flat = FlatGradients(params)
+    kept = grad_of(params[0])
+    params[0].grad = kept.view_as(kept)
+    for _ in range(2):
+        before = copies(grads_of(params))
+        measured = tritonclip.clip_(flat, rule)
+        assert_bits(grads_of(params), reference.clipped(before, rule, measured))
+
+
+def test_other_view_of_the_memory_of_a_view_is_noticed():
+    """Backward would add to the wrong elements."""
+    params = parameters_of([(2, 2), (3,)])
+    flat = FlatGradients(params)
+    kept = grad_of(params[0])
+    params[0].grad = kept.t()
+    with pytest.raises(RuntimeError, match=r"parameters\[0\] " + GONE):
+        tritonclip.clip_(flat, 1.0)
 
 
 @pytest.mark.parametrize("how", ["need_clip", "requires_grad"])

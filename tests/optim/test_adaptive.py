@@ -207,6 +207,27 @@ def test_a_step_that_overflows_is_not_remembered(rule, make, scaler):
     assert_bits(params, copies(twins))
 
 
+def test_a_step_that_a_later_evaluation_undoes_is_not_remembered():
+    params, optimizer = wrapped(
+        lambda p: torch.optim.LBFGS(p, 0.1, 4), ClipByQuantile(0.5, 9), nonfinite="skip"
+    )
+    factors: list[float] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = sum(((param - 1) ** 2).sum() for param in params)
+        assert isinstance(loss, Tensor)
+        (loss * factors.pop()).backward()
+        return loss
+
+    for later in (1.0, math.nan):
+        factors[:] = [*[later] * 8, 1.0]
+        optimizer.step(closure)
+    memory = optimizer.state_dict()["tritonclip"]["memory"]["rule"]
+    assert optimizer.stats.summary()["skipped_steps"] == 1
+    assert (int(memory["values"][-1]), memory["steps"]) == (1, 2)
+
+
 def test_groups_remember_norms_of_their_own():
     params = new_params()
     groups: list[dict[str, Any]] = [

@@ -262,6 +262,29 @@ def test_step_counts_as_clipped_if_any_evaluation_was(nonfinite):
     assert (stats.steps, stats.clipped_steps) == (1, 1)
 
 
+@pytest.mark.parametrize("n", [1, 3, 100])
+def test_limit_of_zero_gives_a_coefficient_of_zero(n):
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(n)]
+    optimizer = ClippedOptimizer(SGD(params, lr=1.0), ClipByNorm(0.0))
+    for param in params:
+        param.grad = torch.ones(2)
+    optimizer.step()
+    assert optimizer.stats.last_coefficient == 0
+    assert all((param == 1).all() for param in params)
+
+
+@pytest.mark.parametrize("sizes", [(1.0, 4.0), (4.0, 1.0)], ids=["last", "first"])
+def test_coefficient_is_the_least_of_all_dtypes(sizes):
+    dtypes = (torch.float32, torch.float64)
+    params = [torch.nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in dtypes]
+    optimizer = ClippedOptimizer(SGD(params, lr=1.0), ClipByNorm(1.0, eps=0.0))
+    for param, size in zip(params, sizes, strict=True):
+        param.grad = torch.full_like(param, size)
+    optimizer.step()
+    assert float(optimizer.stats.last_norm) == 4
+    assert float(optimizer.stats.last_coefficient) == 0.25
+
+
 def test_step_takes_a_closure_by_name():
     weight, wrapper = one_weight()
     assert wrapper.step(closure=lambda: 7.0) == 7.0

@@ -209,6 +209,21 @@ def test_scaler_overflow_changes_and_counts_nothing(scaler_type, policy, make, r
     assert scaler.get_scale() == SCALE / 2
 
 
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+@pytest.mark.parametrize("scaler_type", SCALERS)
+def test_error_is_raised_for_what_came_after_the_scaler_looked(scaler_type, make):
+    """It found no overflow, so that NaN is an error of the program."""
+    params, optimizer = wrapped(make, 1.0, nonfinite="error")
+    scaler = scaler_type("cpu", init_scale=SCALE)
+    backward(scaler, params, grads_at(0))
+    scaler.unscale_(optimizer)
+    grad_of(params[1]).fill_(torch.nan)
+    before = copies(params)
+    with pytest.raises(RuntimeError, match=r"param_groups\[0\]\['params'\]\[1\]"):
+        scaler.step(optimizer)
+    assert_bits(params, before)
+
+
 @pytest.mark.parametrize("norm_type", [0.0, -torch.inf, torch.inf, 1.0, 2.0], ids="p={}".format)
 @pytest.mark.parametrize("scaler_type", SCALERS)
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])

@@ -389,6 +389,18 @@ def test_sparse_group_takes_a_rule_of_its_own(own, expected):
     assert grad_of(table).to_dense().tolist() == expected
 
 
+def test_sparse_groups_each_take_a_rule():
+    """They have no address that says whether they share a gradient."""
+    tables = [torch.nn.Parameter(torch.zeros(3, 1)) for _ in range(2)]
+    for table in tables:
+        table.grad = sparse_grad()
+    rules = [ClipByNorm(limit, eps=0.0) for limit in (2.5, 10.0)]
+    groups = [{"params": [t], "clip": rule} for t, rule in zip(tables, rules, strict=True)]
+    ClippedOptimizer(SGD(groups, lr=1.0), 1.0).step()
+    assert tables[0].tolist() == [[-1.5], [-2.0], [0.0]]
+    assert tables[1].tolist() == [[-3.0], [-4.0], [0.0]]
+
+
 BAD_RULES = pytest.mark.parametrize(
     ("clip", "error"),
     [("1", TypeError), (True, TypeError), (ClipByNorm, TypeError), (-1.0, ValueError)],

@@ -42,6 +42,25 @@ def test_skip_above_leaves_everything_as_it_was(make, rule):
     assert (summary["steps"], summary["skipped_steps"]) == (1, 1)
 
 
+@pytest.mark.parametrize("own", [ClipByNorm(1.0), ClipByValue(0.5)], ids=["by-norm", "by-value"])
+@pytest.mark.parametrize(("above", "skipped"), [(4.9, 1), (5.1, 0)])
+def test_skip_above_compares_the_norm_of_all_groups(own, above, skipped):
+    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    params[0].grad, params[1].grad = torch.tensor([3.0]), torch.tensor([4.0])
+    groups: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "clip": own}]
+    optimizer = ClippedOptimizer(sgd(groups), 1.0, skip_above=above)
+    optimizer.step()
+    assert optimizer.stats.summary()["skipped_steps"] == skipped
+    assert bool(params[0].any()) == bool(params[1].any()) == (not skipped)
+
+
+def test_skip_above_takes_no_gradient_for_no_outlier():
+    _, optimizer = wrapped(sgd, 1.0, skip_above=1.0)
+    optimizer.step()
+    summary = optimizer.stats.summary()
+    assert (summary["steps"], summary["skipped_steps"]) == (1, 0)
+
+
 @pytest.mark.parametrize("make", INNERS)
 def test_outliers_between_steps_leave_no_trace(make):
     params, optimizer = wrapped(make, 1.0, skip_above=20.0)

@@ -67,6 +67,7 @@ def test_step_warns_of_gradients_that_a_call_has_clipped(call):
     with pytest.warns(UserWarning, match=TWICE) as caught:
         step(parameters, optimizer, call)
     assert [warning.filename for warning in caught] == [__file__]
+    assert caught[0].lineno in {line for _, _, line in step.__code__.co_lines()}
 
 
 def test_step_warns_once():

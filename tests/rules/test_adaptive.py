@@ -379,6 +379,23 @@ def test_a_state_goes_on_where_its_parameters_are_gone():
     assert state.steps == 2
 
 
+def test_values_saved_in_float32_go_on_in_float64():
+    """As a checkpoint that was cast brings them."""
+    rule, state, loaded = ClipByQuantile(0.5, 9), ClipState(), ClipState()
+    run(rule, state, range(5))
+    saved = state.state_dict()
+    loaded.load_state_dict({**saved, "values": saved["values"].float()})
+    for one in (state, loaded):
+        run(rule, one, range(5, 10))
+    torch.testing.assert_close(
+        loaded.state_dict()["values"],
+        state.state_dict()["values"],
+        rtol=1e-6,
+        atol=0,
+        equal_nan=True,
+    )
+
+
 def test_state_must_be_a_state():
     with pytest.raises(TypeError, match="state must be a ClipState, got dict"):
         tritonclip.clip_([], 1.0, state={})  # type: ignore[call-overload]
