@@ -252,10 +252,10 @@ class CpuBatch:
         if scale != 1 and rule.norm_type:
             norms = [norm / scale for norm in norms]
         numbers = layout.take_numbers(dtype)
-        numbers.memory[:] = norms
-        measured: list[float] = numbers.memory[:]
+        memory = numbers.memory
+        memory[:] = norms
         norm = numbers.together.clone()
-        coefficients = _coefficients(measured, max_norm, rule.eps, numbers.memory)
+        coefficients = _coefficients(memory[:], max_norm, rule.eps, memory)
         layout.numbers[dtype].append(numbers)
         if erase is not None and bool(erase):
             zero_(self.tensors)
@@ -266,7 +266,7 @@ class CpuBatch:
             return norm, 1.0
         multipliers = coefficients
         if scale != 1:
-            rounded = c_double if dtype == torch.float64 else c_float
+            rounded = memory._type_
             divisor = rounded(scale).value
             multipliers = [rounded(coefficient / divisor).value for coefficient in coefficients]
         changed = [i for i, multiplier in enumerate(multipliers) if multiplier != 1]
@@ -340,15 +340,13 @@ def _coefficient(
 
 def _coefficients(norms: list[float], max_norm: float, eps: float, memory: Any) -> list[float]:
     """The coefficient of each norm, as `_coefficient`; `memory`, of so many numbers, rounds."""
-    rounded = memory._type_
-    largest = max(norms)
-    if sum(norms) >= 0 and _coefficient(largest, max_norm, eps, rounded) == 1:
-        # Smaller norms have no smaller coefficient.
-        return [1.0] * len(norms)
-    limit, added = rounded(max_norm).value, rounded(eps).value
+    limit, added = memory._type_(max_norm).value, memory._type_(eps).value
     memory[:] = [norm + added for norm in norms]
     bounds: list[float] = memory[:]
+    # max may miss a NaN, a sum does not.
+    if max(bounds) <= limit and sum(bounds) >= 0:
+        return [1.0] * len(norms)
     if limit == math.inf or 0 in bounds:
-        return [_coefficient(norm, max_norm, eps, rounded) for norm in norms]
+        return [_coefficient(norm, max_norm, eps, memory._type_) for norm in norms]
     memory[:] = [limit / bound for bound in bounds]
     return [1.0 if ratio > 1 else ratio for ratio in memory]
