@@ -6,6 +6,7 @@ other elements, or guard bytes change.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,47 +28,59 @@ class Arena:
 
     Attributes:
         params: one parameter a gradient.
+        weights: their values.
         memory: the bytes of all gradients and of the guards around them.
         turn: how often the gradients were filled; each time has other values.
+        flat: the FlatGradients that hold them, if any do.
     """
+
+    flat: Any = None
 
     def __init__(
         self,
-        sizes: Iterable[int],
+        sizes: Iterable[int | tuple[int, ...]],
         dtypes: torch.dtype | Sequence[torch.dtype] = torch.float32,
         device: torch.device | str = "cpu",
         seed: int = 0,
     ) -> None:
-        sizes = list(sizes)
+        shapes = [(size,) if isinstance(size, int) else size for size in sizes]
         if isinstance(dtypes, torch.dtype):
-            dtypes = [dtypes] * len(sizes)
+            dtypes = [dtypes] * len(shapes)
         starts, end = [], ALIGNMENT
-        for size, dtype in zip(sizes, dtypes, strict=True):
+        for shape, dtype in zip(shapes, dtypes, strict=True):
             starts.append(end)
             # At least one guard byte, and the next multiple of the alignment.
-            end += (size * dtype.itemsize // ALIGNMENT + 1) * ALIGNMENT
+            end += (math.prod(shape) * dtype.itemsize // ALIGNMENT + 1) * ALIGNMENT
         self.memory = torch.arange(end, device=device).to(torch.uint8)
         self.grads = [
-            self.memory[start : start + size * dtype.itemsize].view(dtype)
-            for start, size, dtype in zip(starts, sizes, dtypes, strict=True)
+            self.memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for start, shape, dtype in zip(starts, shapes, dtypes, strict=True)
         ]
         self.params = parameters(self.grads)
+        self.weights = [
+            normal(grad.shape, grad.dtype, device, seed=at) for at, grad in enumerate(self.grads)
+        ]
+        self.restore()
         self.turn = 1000 * seed
         self.fill()
 
-    def fill(self) -> None:
-        """Writes new values into every gradient, as a backward pass does."""
+    def fill(self, size: float = 1.0) -> None:
+        """Writes new values of about a size into every gradient, as a backward pass does."""
         self.turn += 1
         for i, grad in enumerate(self.grads):
-            grad.copy_(normal(grad.shape, grad.dtype, grad.device, seed=self.turn + 100_000 * i))
+            values = normal(grad.shape, grad.dtype, grad.device, seed=self.turn + 100_000 * i)
+            grad.copy_(values * size)
         self.before = self.memory.cpu().clone()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Gives the parameters their values back."""
+        for param, weight in zip(self.params, self.weights, strict=True):
+            param.copy_(weight)
 
     def assert_clipped(self, rule: Any, measured: Tensor | None) -> None:
         """The norm is right, and every byte is, for what the last fill wrote."""
-        grads = [p.grad for p in self.params if getattr(p, "need_clip", True)]
-        assert all(p.grad is grad for p, grad in zip(self.params, self.grads, strict=True))
-        expected = self.before.clone()
-        images = [self._image(expected, grad) for grad in grads if grad is not None]
+        expected, images = self.images()
         if measured is not None:
             norms = reference.norms if isinstance(rule, ClipByNorm) else reference.total_norm
             # Among float64 gradients, those of other dtypes are right to 1e-6 all the same.
@@ -77,9 +90,16 @@ class Arena:
             image.copy_(clipped)
         assert torch.equal(self.memory.cpu(), expected)
 
-    def call(self, rule: Any) -> Any:
+    def images(self) -> tuple[Tensor, list[Tensor]]:
+        """The bytes that the last fill left, and the gradients to clip as views of them."""
+        grads = [p.grad for p in self.params if getattr(p, "need_clip", True)]
+        assert all(p.grad is grad for p, grad in zip(self.params, self.grads, strict=True))
+        memory = self.before.clone()
+        return memory, [self._image(memory, grad) for grad in grads if grad is not None]
+
+    def call(self, rule: Any, **options: Any) -> Any:
         """The call that is tested; returns what it measured."""
-        return tritonclip.clip_(self.params, rule)
+        return tritonclip.clip_(self.params, rule, **options)
 
     def clip(self, rule: Any) -> None:
         """Clips new values, and checks the call."""
@@ -88,13 +108,15 @@ class Arena:
 
     def _image(self, memory: Tensor, grad: Tensor) -> Tensor:
         start = grad.data_ptr() - self.memory.data_ptr()
-        return memory[start : start + grad.numel() * grad.itemsize].view(grad.dtype)
+        image = memory[start : start + grad.numel() * grad.itemsize]
+        return image.view(grad.dtype).view(grad.shape)
 
 
 class TorchArena(Arena):
     """Clipped by the function that has torch's name."""
 
-    def call(self, rule: Any) -> Any:
+    def call(self, rule: Any, **options: Any) -> Any:
+        assert not options
         return tritonclip.clip_grad_norm_(self.params, rule.max_norm)
 
 
@@ -109,8 +131,8 @@ class FlatArena(Arena):
         self.grads = [grad_of(param) for param in self.params]
         self.fill()
 
-    def call(self, rule: Any) -> Any:
-        return tritonclip.clip_(self.flat, rule)
+    def call(self, rule: Any, **options: Any) -> Any:
+        return tritonclip.clip_(self.flat, rule, **options)
 
 
 class OptimizerArena(Arena):
@@ -118,12 +140,23 @@ class OptimizerArena(Arena):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.optimizer = ClippedOptimizer(torch.optim.SGD(self.params, lr=0.0), 1.0)
+        inner = torch.optim.SGD(self.params, lr=0.0)
+        self.optimizer = ClippedOptimizer(inner, 1.0, flat=self.flat)
 
-    def call(self, rule: Any) -> Any:
+    def call(self, rule: Any, **options: Any) -> Any:
         self.optimizer.clip = rule
-        self.optimizer.step()
+        self.optimizer.nonfinite = options.get("nonfinite", "propagate")
+        if "grad_scale" in options:
+            scaler = tritonclip.GradScaler("cpu", init_scale=options["grad_scale"])
+            scaler.scale(torch.ones(()))
+            scaler.step(self.optimizer)
+        else:
+            self.optimizer.step()
         return self.optimizer.stats.last_norm
+
+
+class FlatOptimizerArena(OptimizerArena, FlatArena):
+    """Clipped by an optimizer that knows the buffer."""
 
 
 # Every way to clip by the global norm.
@@ -132,4 +165,5 @@ ARENAS = [
     pytest.param(TorchArena, id="clip_grad_norm_"),
     pytest.param(FlatArena, id="flat"),
     pytest.param(OptimizerArena, id="optimizer"),
+    pytest.param(FlatOptimizerArena, id="flat-optimizer"),
 ]

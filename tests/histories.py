@@ -98,6 +98,8 @@ def own_history(
         for i, norm in enumerate(norms):
             warm = counts[i] >= warmup
             together = norm * (max_norm / total) if total else math.inf
+            # inf / inf says nothing: of an inf, any finite limit leaves 0.
+            together = max_norm if norm == math.inf else together
             limit = min(ratio * averages[i], max_norm) if warm else together
             found.append(limit)
             clipped = float(np.minimum(norm, limit))

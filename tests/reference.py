@@ -91,14 +91,14 @@ def clamped(grad: Tensor, low: float, high: float, grad_scale: float | None = No
     return torch.where(values > highest, highest, values).to(grad.dtype)
 
 
-def clipped(grads: Sequence[Tensor], rule: Any, measured: Tensor | None) -> list[Tensor]:
+def clipped(
+    grads: Sequence[Tensor], rule: Any, measured: Tensor | None, grad_scale: float | None = None
+) -> list[Tensor]:
     """The gradients by the formula of a rule, from the norm or the norms that a call measured."""
     if measured is None:
-        return [clamped(grad, rule.min, rule.max) for grad in grads]
-    if measured.dim() == 0:
-        by = coefficient(measured, rule.max_norm, rule.eps)
-        return [scaled(grad, by) for grad in grads]
-    return [
-        scaled(grad, coefficient(norm, rule.max_norm, rule.eps))
-        for grad, norm in zip(grads, measured.cpu(), strict=True)
-    ]
+        return [clamped(grad, rule.min, rule.max, grad_scale) for grad in grads]
+    norms = [measured] * len(grads) if measured.dim() == 0 else list(measured.cpu())
+    multipliers = [coefficient(norm, rule.max_norm, rule.eps) for norm in norms]
+    if grad_scale is not None:
+        multipliers = [by / torch.tensor(grad_scale, dtype=by.dtype) for by in multipliers]
+    return [scaled(grad, by) for grad, by in zip(grads, multipliers, strict=True)]

@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arena import Arena, FlatArena, OptimizerArena, TorchArena
+from arena import Arena, FlatArena, FlatOptimizerArena, OptimizerArena, TorchArena
 from cases import INTERPRETED, bounds_of
+from clips import Clip, checked, random_clip, random_rule
 from engine import test_stale_plans
 from engine.test_stale_plans import DTYPES, MUTATIONS, SHAPES, World, take_step
 from workers import run_in_fork, run_in_threads
@@ -39,60 +40,42 @@ from tritonclip.engine.planner import plans
 
 BACKENDS = ("torch", "torch-deferred", *(["triton"] if INTERPRETED else []))
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+KINDS = (Arena, Arena, TorchArena, FlatArena, OptimizerArena, FlatOptimizerArena)
 # Seconds after which a call hangs, and rounds after which memory should not grow.
 HANG = 300
 WARM_UP = 50
+# The number of elements, or rows and columns.
+Sizes = list[int | tuple[int, ...]]
 calls: Counter[str] = Counter()
 
 
-def random_rule(choice: random.Random) -> Any:
-    """A rule that clips some gradients and leaves others alone."""
-    limit = 10 ** choice.uniform(-3, 4)
-    eps = choice.choice([1e-6, 0.0])
-    kind = choice.randrange(3)
-    if kind == 0:
-        p = choice.choice([2.0, 2.0, 2.0, 1.0, 3.0, 0.5, 0.0, torch.inf, -torch.inf])
-        return ClipByGlobalNorm(limit, p, eps=eps)
-    if kind == 1:
-        return ClipByNorm(limit, choice.choice([2.0, 2.0, 1.0, 3.0, 0.0, torch.inf]), eps=eps)
-    low, high = sorted(choice.uniform(-2, 2) for _ in range(2))
-    return ClipByValue(low, high)
-
-
-def random_sizes(choice: random.Random, backend: str) -> list[int]:
-    """Few large gradients or many small ones; less where kernels are interpreted."""
+def random_sizes(choice: random.Random, backend: str) -> Sizes:
+    """Few large gradients or many small ones, or nothing; less where kernels are interpreted."""
     most = 20_000 if backend == "triton" else 200_000
     n = choice.choice([1, 2, 3, 10, 40] if backend == "triton" else [1, 2, 3, 10, 100, 600])
     largest = max(1, min(most // n, int(10 ** choice.uniform(0, 5.5))))
     sizes = [choice.choice([0, 1, choice.randint(1, largest), largest]) for _ in range(n)]
-    return sizes if any(sizes) else [*sizes, 3]
+    sizes = [0] * n if choice.random() < 0.05 else sizes
+    return [(size // 3, 3) if size % 3 == 0 and choice.random() < 0.5 else size for size in sizes]
 
 
-def random_arena(choice: random.Random, backend: str, sizes: list[int] | None = None) -> Arena:
+def random_arena(choice: random.Random, backend: str, sizes: Sizes | None = None) -> Arena:
     """Gradients of one dtype or of several, which one of the calls clips."""
     sizes = sizes or random_sizes(choice, backend)
-    kind = choice.choice([Arena, Arena, TorchArena, FlatArena, OptimizerArena])
+    kind = choice.choice(KINDS)
     dtype = choice.choice(FLOATS)
     seed = choice.randrange(10**6)
-    if kind is not FlatArena and choice.random() < 0.3:
+    if not issubclass(kind, FlatArena) and choice.random() < 0.3:
         return kind(sizes, [choice.choice(FLOATS) for _ in sizes], seed=seed)
     return kind(sizes, dtype, seed=seed)
 
 
-def rule_for(arena: Arena, choice: random.Random) -> Any:
-    if isinstance(arena, TorchArena):
-        return ClipByGlobalNorm(10 ** choice.uniform(-3, 4))
-    rule = random_rule(choice)
-    # Statistics of other rules are no norms that the reference gives.
-    while isinstance(arena, OptimizerArena) and not isinstance(rule, ClipByGlobalNorm):
-        rule = random_rule(choice)
-    return rule
-
-
 def clip_a_list(choice: random.Random, backend: str) -> None:
+    """One list under rules by turns, of which one may follow the norms of its turns."""
     arena = random_arena(choice, backend)
-    for _ in range(3):
-        arena.clip(rule_for(arena, choice))
+    clips = [random_clip(arena, choice, follows=first) for first in (True, False, False)]
+    for _ in range(choice.choice([3, 12])):
+        choice.choice(clips).clip(arena, choice)
         calls["calls"] += 1
 
 
@@ -104,14 +87,20 @@ def is_refused_if_sparse(rule: Any) -> bool:
     return bool(rule.norm_type == -torch.inf)
 
 
+def of_known_norms(choice: random.Random) -> Any:
+    """A rule that the reference of changing lists knows, and that sparse gradients may have."""
+    while True:
+        rule = random_rule(choice)
+        known = isinstance(rule, ClipByGlobalNorm | ClipByNorm | ClipByValue)
+        if known and not is_refused_if_sparse(rule):
+            return rule
+
+
 def change_a_list(choice: random.Random, backend: str) -> None:
     """Gradients are resized, retyped, tied, made sparse, dropped and more between calls."""
     world = World(torch.device("cpu"), [(4, 5), (4, 5), (), (7,)])
     for _ in range(8):
-        rule = random_rule(choice)
-        while is_refused_if_sparse(rule):
-            rule = random_rule(choice)
-        test_stale_plans.RULES["random"] = rule
+        test_stale_plans.RULES["random"] = of_known_norms(choice)
         step = (
             choice.choice(list(MUTATIONS)),
             choice.randrange(6),
@@ -134,8 +123,9 @@ def clip_in_threads(choice: random.Random, backend: str) -> None:
         mine = choices[thread]
         with tritonclip.use_backend(backend.split("-")[0]):
             arena = random_arena(mine, backend, sizes)
+            clip = random_clip(arena, mine)
             for _ in range(5):
-                arena.clip(rule_for(arena, mine))
+                clip.clip(arena, mine)
                 calls["calls in threads"] += 1
 
     run_in_threads(work, len(choices))
@@ -145,27 +135,28 @@ def clip_in_a_fork(choice: random.Random, backend: str) -> None:
     """While another thread clips."""
     sizes = random_sizes(choice, backend)
     ours, theirs = random_arena(choice, backend, sizes), random_arena(choice, backend, sizes)
-    rule, their_rule = rule_for(ours, choice), rule_for(theirs, choice)
-    ours.clip(rule)
+    clip, their_clip = random_clip(ours, choice), random_clip(theirs, choice)
+    their_choice = random.Random(choice.random())
+    clip.clip(ours, choice)
     ended = threading.Event()
 
     def loop() -> None:
         with tritonclip.use_backend(backend.split("-")[0]):
             while not ended.is_set():
-                theirs.clip(their_rule)
+                their_clip.clip(theirs, their_choice)
                 calls["calls beside forks"] += 1
 
     with ThreadPoolExecutor(1) as pool:
         looping = None if backend == "triton" else pool.submit(loop)
         try:
             for _ in range(3):
-                run_in_fork(lambda: ours.clip(rule), seconds=HANG)
+                run_in_fork(lambda: clip.clip(ours, choice), seconds=HANG)
                 calls["forks"] += 1
         finally:
             ended.set()
         if looping is not None:
             looping.result(timeout=HANG)
-    ours.clip(rule)
+    clip.clip(ours, choice)
 
 
 @contextmanager
@@ -178,20 +169,23 @@ def alarm(handle: Callable[..., None]) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def duration_of(arena: Arena, rule: Any) -> float:
+def duration_of(arena: Arena, clip: Clip, choice: random.Random) -> float:
     """Seconds of a call on a list met before."""
-    arena.clip(rule)
-    arena.fill()
+    clip.clip(arena, choice)
+    clip.fill(arena, choice)
     start = time.perf_counter()
-    arena.call(rule)
-    return time.perf_counter() - start
+    measured = clip.call(arena)
+    duration = time.perf_counter() - start
+    clip.check(arena, *measured)
+    return duration
 
 
 def interrupt_a_call(choice: random.Random, backend: str) -> None:
     """KeyboardInterrupt anywhere in a call; later calls are right."""
     arena = random_arena(choice, backend)
-    rule = rule_for(arena, choice)
-    duration = duration_of(arena, rule)
+    # Nothing tells whether an interrupted call is remembered.
+    clip = random_clip(arena, choice, follows=False)
+    duration = duration_of(arena, clip, choice)
     armed = False
 
     def handle(*_: object) -> None:
@@ -200,21 +194,23 @@ def interrupt_a_call(choice: random.Random, backend: str) -> None:
 
     with alarm(handle):
         for _ in range(20):
-            arena.fill()
+            clip.fill(arena, choice)
             try:
                 armed = True
                 signal.setitimer(signal.ITIMER_REAL, 1e-6 + duration * choice.random())
-                arena.call(rule)
+                clip.call(arena)
                 armed = False
             except KeyboardInterrupt:
                 armed = False
                 calls["interrupts"] += 1
                 if not torch.is_grad_enabled():
-                    # Between the two lines of torch.no_grad's __enter__ or __exit__.
-                    calls["interrupts of torch.no_grad"] += 1
+                    # Where torch's optimizers enter and leave its mode.
+                    assert isinstance(arena, OptimizerArena)
+                    calls["interrupts of an update"] += 1
                     torch.set_grad_enabled(True)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            arena.clip(rule)
+            arena.restore()
+            clip.clip(arena, choice)
             calls["calls"] += 1
 
 
@@ -222,20 +218,20 @@ def clip_in_a_handler(choice: random.Random, backend: str) -> None:
     """A signal handler clips other gradients of the same sizes in the middle of a call."""
     sizes = random_sizes(choice, backend)
     ours, theirs = random_arena(choice, backend, sizes), random_arena(choice, backend, sizes)
-    rule, their_rule = rule_for(ours, choice), rule_for(theirs, choice)
-    duration = duration_of(ours, rule)
+    clip, their_clip = random_clip(ours, choice), random_clip(theirs, choice)
+    duration = duration_of(ours, clip, choice)
 
     def handle(*_: object) -> None:
-        theirs.clip(their_rule)
+        their_clip.clip(theirs, choice)
         calls["handlers"] += 1
 
     with alarm(handle):
         for _ in range(10):
-            ours.fill()
+            clip.fill(ours, choice)
             signal.setitimer(signal.ITIMER_REAL, 1e-6 + duration * choice.random())
-            measured = ours.call(rule)
+            measured = clip.call(ours)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            ours.assert_clipped(rule, measured)
+            clip.check(ours, *measured)
             calls["calls"] += 1
 
 
@@ -315,7 +311,7 @@ def main() -> int:
     faulthandler.cancel_dump_traceback_later()
     gc.collect()
     print(f"{number - options.first} rounds")
-    for name, count in sorted(calls.items()):
+    for name, count in [*sorted(calls.items()), *sorted(checked.items())]:
         print(f"{count:8} {name}")
     print(f"{early:.0f} MiB resident after {WARM_UP} rounds, {resident():.0f} at the end")
     return 0

@@ -17,11 +17,12 @@ from tritonclip.engine.gradients import Gradients, labelled, of_parameters
 from tritonclip.engine.measure import total
 from tritonclip.engine.planner import plan_
 from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.grad_mode import without_grad
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
 
 
 @torch.compiler.disable
-@torch.no_grad()
+@without_grad
 def norms_by_name(
     parameters: Parameters,
     *,

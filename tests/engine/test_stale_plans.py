@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from cases import CHUNK, INTERPRETED, assert_norm, grad_of, normal
+from cases import CHUNK, INTERPRETED, assert_norm, grad_of, normal, parameters
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -80,6 +80,8 @@ class World:
         self.retired: list[Tensor] = []
         self.flat: FlatGradients | None = None
         self.lost_view = False
+        # Two parameters whose gradients have a part of their memory in common.
+        self.in_common: tuple[Tensor, ...] = ()
         self.filled = 0
         for shape in shapes:
             self.add(shape, torch.float32)
@@ -122,6 +124,9 @@ class World:
     def mend(self) -> None:
         """Replaces what was refused, and ends the time of FlatGradients."""
         self.flat, self.lost_view = None, False
+        for param in self.in_common:
+            param.grad = None
+        self.in_common = ()
         for i, param in enumerate(self.params):
             if param.grad is not None and is_refused(param.grad):
                 self.renew(i, tuple(param.grad.shape), torch.float32)
@@ -269,6 +274,15 @@ def alias(world: World, i: int, shape: Any, dtype: Any) -> None:
     world.give((i + 1) % len(world.params), world.own(i).detach())
 
 
+def share_part(world: World, i: int, shape: Any, dtype: Any) -> None:
+    """The form and the dtype that were there, from one element further on in another's memory."""
+    j = (i + 1) % len(world.params)
+    world.renew(i, (4, 5), torch.float32)
+    grad = grad_of(world.params[i])
+    world.give(j, grad.as_strided(grad.shape, grad.stride(), 1))
+    world.in_common = world.params[i], world.params[j]
+
+
 def rotate(world: World, i: int, shape: Any, dtype: Any) -> None:
     world.params.append(world.params.pop(0))
 
@@ -331,6 +345,7 @@ MUTATIONS: dict[str, Callable[[World, int, Any, Any], None]] = {
     "swapped": swap,
     "tied": tie,
     "aliased": alias,
+    "part-in-common": share_part,
     "rotated": rotate,
     "need-clip": toggle,
     "added": lambda world, i, shape, dtype: world.add(shape, dtype),
@@ -376,7 +391,10 @@ def assert_clips(world: World, rule: Any, handed_over: Any, params: Iterable[Ten
     before = [grad.clone() for grad in grads if not is_refused(grad)]
 
     refusal: Any = contextlib.nullcontext()
-    if handed_over is world.flat and world.lost_view:
+    in_common = [p for p in params if any(p is one for one in world.in_common)]
+    if sum(getattr(p, "need_clip", True) for p in in_common) > 1:
+        refusal = pytest.raises(ValueError, match="share a part of their memory")
+    elif handed_over is world.flat and world.lost_view:
         refusal = pytest.raises(RuntimeError, match="no view of FlatGradients")
     elif any(map(is_refused, grads)) or (
         isinstance(rule, ClipByValue) and any(map(Tensor.is_complex, grads))
@@ -436,6 +454,42 @@ def test_clip_after_one_change_of_a_tied_list_is_right(device, mutation, tied):
     tied(world, 0, (4, 5), torch.float32)
     for change in ("filled", "filled", mutation, "filled"):
         take_step(world, (change, 1, (5, 4), torch.float32, True, "by-norm", "list"))
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("known", ["same", "moved"], ids="{}-addresses-before".format)
+def test_clip_refuses_parts_in_common_that_arise_in_a_known_list(device, rule, known):
+    """The list has the form that it had, and two of its gradients have moved into each other."""
+    whole = torch.ones(40, device=device)
+    params = parameters([whole[start : start + 4] for start in (0, 10, 20)])
+    tritonclip.clip_(params, RULES[rule])
+    if known == "moved":
+        params[0].grad = whole[30:34]
+        tritonclip.clip_(params, RULES[rule])
+    before = whole.clone()
+    params[2].grad = whole[12:16]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"share a part .*"):
+            tritonclip.clip_(params, RULES[rule])
+        assert torch.equal(whole, before)
+    params[2].grad = whole[14:18]
+    tritonclip.clip_(params, RULES[rule])
+
+
+def test_clip_of_columns_that_move_between_each_other_is_right(device):
+    """No byte is shared, though each gradient lies around others."""
+    whole = torch.ones(3, 8, device=device)
+    columns = [whole[:, at] for at in range(8)]
+    params = parameters(columns[:2])
+    tritonclip.clip_(params, ClipByGlobalNorm(1.0, eps=0.0))
+    for one, other in ((2, 5), (3, 4), (5, 3)):
+        whole.fill_(1.0)
+        params[0].grad, params[1].grad = columns[one], columns[other]
+        norm = tritonclip.clip_(params, ClipByGlobalNorm(1.0, eps=0.0))
+        assert_norm(norm, math.sqrt(6))
+        expected = torch.ones(3, 8)
+        expected[:, [one, other]] = (torch.ones(()) / norm.cpu()).item()
+        assert torch.equal(whole.cpu(), expected)
 
 
 STEPS = st.tuples(

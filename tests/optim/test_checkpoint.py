@@ -1,12 +1,13 @@
 """Checkpoints by `torch.distributed.checkpoint`: a resumed run goes on as if it had not stopped.
 
-One process, without a process group; the truth is the run that was not interrupted.
+One process, in a group of processes where a test says so; the truth is the run that was not
+interrupted.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tritonclip import (
     ClippedOptimizer,
     FlatGradients,
     Outlier,
+    clip_,
 )
 
 pytestmark = pytest.mark.skipif(
@@ -96,12 +98,16 @@ def load(model: Any, optimizers: Any, saved: dict[str, Any], flatten: bool) -> N
     )
 
 
+def _is_alone() -> bool:
+    return not torch.distributed.is_initialized()
+
+
 def save_to(folder: Path, model: Any, optimizers: Any, flatten: bool) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
-        save(checkpoint_of(model, optimizers, flatten), checkpoint_id=folder, no_dist=True)
+        save(checkpoint_of(model, optimizers, flatten), checkpoint_id=folder, no_dist=_is_alone())
 
 
 def load_from(folder: Path, model: Any, optimizers: Any, flatten: bool, **options: Any) -> None:
@@ -110,7 +116,7 @@ def load_from(folder: Path, model: Any, optimizers: Any, flatten: bool, **option
     template = checkpoint_of(model, optimizers, flatten)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
-        read(template, checkpoint_id=folder, no_dist=True, **options)
+        read(template, checkpoint_id=folder, no_dist=_is_alone(), **options)
     load(model, optimizers, template, flatten)
 
 
@@ -141,6 +147,57 @@ def test_resumed_run_equals_one_without_interruption(tmp_path, make, flatten, fl
     second = program(make, seed=9, flat=flat, rule=rule)
     load_from(tmp_path, *second, flatten)
     train(*second, range(4, 7))
+    assert_same_run(second, whole)
+
+
+@pytest.fixture
+def lone_group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process."""
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("lone_group")
+@FLATTEN
+@FLAT
+def test_run_resumed_in_a_process_group_equals_one_without_interruption(tmp_path, flatten, flat):
+    make = partial(AdamW, lr=0.05)
+    whole = program(make, flat=flat)
+    train(*whole, range(7))
+    first = program(make, flat=flat)
+    train(*first, range(4))
+    save_to(tmp_path / "saved", *first, flatten)
+    second = program(make, seed=9, flat=flat)
+    load_from(tmp_path / "saved", *second, flatten)
+    train(*second, range(4, 7))
+    assert_same_run(second, whole)
+
+
+@FLATTEN
+def test_bare_optimizer_resumes_where_flat_gradients_are_made_after_loading(tmp_path, flatten):
+    """Before, torch would take the optimizer for one that has state."""
+
+    def steps(model: torch.nn.Module, optimizer: Optimizer, numbers: range) -> None:
+        flat = FlatGradients(model)
+        for step in numbers:
+            flat.zero_()
+            batch = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+            model(batch).square().sum().backward()
+            clip_(flat, LIMIT)
+            optimizer.step()
+
+    def bare(seed: int) -> tuple[torch.nn.Module, Optimizer]:
+        model = layers(seed)
+        return model, AdamW(model.parameters(), lr=0.05)
+
+    whole, first, second = bare(0), bare(0), bare(9)
+    steps(*whole, range(7))
+    steps(*first, range(4))
+    save_to(tmp_path, *first, flatten)
+    load_from(tmp_path, *second, flatten)
+    steps(*second, range(4, 7))
     assert_same_run(second, whole)
 
 

@@ -28,7 +28,13 @@ from training import (
 )
 
 import tritonclip
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
+from tritonclip import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByValue,
+    ClippedOptimizer,
+    FlatGradients,
+)
 from tritonclip.backends.cpu_backend import CpuLayout
 
 STEPS = 12
@@ -706,6 +712,50 @@ def test_scaler_does_not_unscale_again_after_a_step_that_raised(scaler_type, fus
     handle = optimizer.optimizer.register_step_pre_hook(fail)
     with pytest.raises(KeyboardInterrupt):
         scaler.step(optimizer)
+    scaler.step(optimizer)
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+
+
+@pytest.mark.parametrize("scaler_type", SCALERS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_unscale_after_a_step_that_raised_is_refused(scaler_type, fused):
+    """The step has divided and clipped, and another one goes on."""
+    weight, optimizer, scaler = two(scaler_type, fused=fused)
+
+    def fail(*_):
+        handle.remove()
+        raise KeyboardInterrupt
+
+    handle = optimizer.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+    # A scaler that has unscaled refuses by itself until then.
+    scaler.update()
+    before = grad_of(weight).clone()
+    with pytest.raises(RuntimeError, match=r"divided .* another step"):
+        scaler.unscale_(optimizer)
+    assert torch.equal(grad_of(weight), before)
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+
+
+@pytest.mark.parametrize("scaler_type", SCALERS)
+@pytest.mark.parametrize("flat", [False, True], ids=["list", "flat"])
+def test_unscale_of_new_gradients_after_a_step_that_raised_is_right(scaler_type, flat):
+    weight, optimizer, scaler = two(scaler_type, fused=True)
+    optimizer.flat = FlatGradients([weight]) if flat else None
+
+    def fail(*_):
+        handle.remove()
+        raise KeyboardInterrupt
+
+    handle = optimizer.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+    weight.grad = None if not flat else grad_of(weight).zero_()
+    scaler.scale((weight * torch.tensor([30.0, 40.0])).sum()).backward()
+    scaler.unscale_(optimizer)
+    torch.testing.assert_close(grad_of(weight), torch.tensor([30.0, 40.0]))
     scaler.step(optimizer)
     torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
 

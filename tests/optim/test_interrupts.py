@@ -7,13 +7,12 @@ that of the wrapped optimizer.
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from cases import copies, grad_of, normal
+from interrupts import InterruptAtBytecode
 from torch import Tensor
 from torch.optim import AdamW
 from training import state_of
@@ -21,38 +20,9 @@ from training import state_of
 import tritonclip
 from tritonclip import ClippedOptimizer, FlatGradients
 
-_TRACED = "/tritonclip/optim/"
+# In other code torch enters contexts, which Python can leave open where it is interrupted.
+_TRACED = ("/tritonclip/optim/", torch.amp.GradScaler.step.__code__)
 SCALE = 1024.0
-
-
-class _Interrupt:
-    """Raises KeyboardInterrupt before the n-th bytecode that is run in traced code."""
-
-    def __init__(self, n: int) -> None:
-        self.n_seen, self._n = 0, n
-
-    def __enter__(self) -> _Interrupt:
-        sys.settrace(self._enter)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
-        code = frame.f_code
-        # In others torch enters contexts, which Python can leave open where it is interrupted.
-        is_scaler_step = code is torch.amp.GradScaler.step.__code__
-        if not (is_scaler_step or _TRACED in code.co_filename):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._count
-
-    def _count(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "opcode":
-            self.n_seen += 1
-            if self.n_seen == self._n:
-                raise KeyboardInterrupt
-        return self._count
 
 
 class Run:
@@ -143,7 +113,7 @@ def test_step_interrupted_anywhere_leaves_before_or_after(scaler, options):
             run.scaler.scale(torch.ones(()))
         run.give_grads(2)
         try:
-            with _Interrupt(n):
+            with InterruptAtBytecode(n, *_TRACED):
                 run.step()
             ended = True
         except KeyboardInterrupt:

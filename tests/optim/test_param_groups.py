@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from cases import assert_bits, assert_norm, copies, grad_of, normal, parameter
+from cases import assert_bits, assert_norm, copies, grad_of, normal, parameter, parameters
 from torch.optim import SGD, SparseAdam
 
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, use_backend
@@ -615,6 +615,24 @@ def test_gradient_under_two_rules_is_refused(left_out):
     with pytest.raises(ValueError, match=message):
         optimizer.step()
     assert grad.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["at-once", "known"])
+@pytest.mark.parametrize("left_out", [False, True], ids=["other-rule", "no-rule"])
+def test_gradients_under_two_rules_that_share_a_part_are_refused(left_out, known):
+    memory = torch.ones(12)
+    one, other = parameters([memory[:4], memory[6:10]])
+    groups: list[dict[str, Any]] = [{"params": [one]}, {"params": [other]}]
+    groups[1]["clip"] = None if left_out else 0.5
+    optimizer = ClippedOptimizer(SGD(groups, lr=1.0), 1.0, nonfinite="skip")
+    if known:
+        optimizer.step()
+    before = memory.clone()
+    other.grad = memory[2:6]
+    message = r"\[0\]\['params'\]\[0\] and .*\[1\]\['params'\]\[0\] share a part of"
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert torch.equal(memory, before)
 
 
 def test_error_names_a_parameter_that_was_added_by_hand():

@@ -163,4 +163,4 @@ def _why_not_triton(device: str) -> str | None:
 
 @cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=6)
+    warnings.warn(message, UserWarning, stacklevel=7)

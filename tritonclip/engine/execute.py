@@ -30,6 +30,7 @@ from tritonclip.engine.plan import Group
 from tritonclip.engine.planner import refuse_
 from tritonclip.engine.refusals import refuse_for_rule, refuse_read_only, refuse_sparse_minimum
 from tritonclip.engine.together import tell_others
+from tritonclip.grad_mode import without_grad
 from tritonclip.rules import ClipByGlobalNorm, Rule
 
 
@@ -72,8 +73,7 @@ def clip_(
     if not plan.ordinary:
         refuse_or_tell(gradients, rule, nonfinite)
     if plan.requires_grad and torch.is_grad_enabled():
-        with torch.no_grad():
-            return clip_(gradients, rule, nonfinite, grad_scale, remedy=remedy)
+        return without_grad(clip_)(gradients, rule, nonfinite, grad_scale, remedy=remedy)
     norms = None
     if nonfinite != "propagate" or not rule.clamps:
         # By value, an element counts as it came, before the loss scale is divided out.
@@ -279,6 +279,7 @@ def _unlimited(norm_type: float) -> Rule:
     return ClipByGlobalNorm(float("inf"), norm_type, eps=0.0)
 
 
+@without_grad
 def total_norm(
     gradients: Gradients,
     norm_type: float,
@@ -295,17 +296,15 @@ def total_norm(
         tell_others(gradients, _unlimited(norm_type), again, names_culprits=error_if_nonfinite)
         raise gradients.refusal
     refuse_sparse_minimum(gradients, norm_type)
-    with torch.no_grad():
-        norm = total(measure(gradients, norm_type, per_gradient))
-        if error_if_nonfinite:
-            policies.raise_if_nonfinite(
-                gradients, _unlimited(norm_type), norm, policies.TORCH_REMEDY
-            )
-        if settings.verifying() and gradients.plan.reduction is None:
-            verification.Expectation(gradients).check_norm(norm_type, norm)
+    norm = total(measure(gradients, norm_type, per_gradient))
+    if error_if_nonfinite:
+        policies.raise_if_nonfinite(gradients, _unlimited(norm_type), norm, policies.TORCH_REMEDY)
+    if settings.verifying() and gradients.plan.reduction is None:
+        verification.Expectation(gradients).check_norm(norm_type, norm)
     return norm
 
 
+@without_grad
 def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
     """Scales a gradient list by the coefficient of a norm that is given.
 
@@ -319,19 +318,18 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
     if plan is None or not plan.groups:
         return
     refuse_read_only(gradients)
-    with torch.no_grad():
-        expected = verification.Expectation(gradients) if settings.verifying() else None
-        given = norm.detach().abs().reshape(1)
-        # An upload need not be waited for; a download must be.
-        uploaded = given.device.type == "cpu"
-        batches = [group.layout.bind(*gradients.of(group.indices)) for group in plan.groups]
-        partials = [
-            given.to(group.device, non_blocking=uploaded).to(wide_dtype(group.device))
-            for group in plan.groups
-        ]
-        starts = [0] * len(batches)
-        norms = Norms(batches, partials, starts, rule.norm_type, False, 1.0, gradients)
-        _scale_(gradients, rule, norms, 1.0, zero_nonfinite=False)
-        gradients.finish_writing()
-        if expected is not None:
-            expected.check_scale(rule, norm)
+    expected = verification.Expectation(gradients) if settings.verifying() else None
+    given = norm.detach().abs().reshape(1)
+    # An upload need not be waited for; a download must be.
+    uploaded = given.device.type == "cpu"
+    batches = [group.layout.bind(*gradients.of(group.indices)) for group in plan.groups]
+    partials = [
+        given.to(group.device, non_blocking=uploaded).to(wide_dtype(group.device))
+        for group in plan.groups
+    ]
+    starts = [0] * len(batches)
+    norms = Norms(batches, partials, starts, rule.norm_type, False, 1.0, gradients)
+    _scale_(gradients, rule, norms, 1.0, zero_nonfinite=False)
+    gradients.finish_writing()
+    if expected is not None:
+        expected.check_scale(rule, norm)

@@ -20,6 +20,7 @@ from tritonclip.engine.planner import refuse_
 from tritonclip.engine.refusals import refuse_uncovered
 from tritonclip.engine.together import ask_others, reduce_, tell_others
 from tritonclip.engine.units import Units
+from tritonclip.grad_mode import without_grad
 from tritonclip.rules import Rule
 
 
@@ -81,19 +82,19 @@ class Norms(NamedTuple):
         return places, len(gradients.sources)
 
 
+@without_grad
 def measure_units(
     gradients: Gradients, rule: Rule, grad_scale: float | Tensor, *, names_culprits: bool = False
 ) -> Norms:
     """Measures the units of a list that is not empty, and of its weights."""
-    with torch.no_grad():
-        try:
-            units = Units(gradients, rule)
-        except (TypeError, ValueError) as error:
-            if refuse_(gradients, error):
-                again = partial(measure_units, gradients, rule, grad_scale)
-                tell_others(gradients, rule, again, names_culprits=names_culprits)
-            raise
-        partials, reduced = units.measure()
+    try:
+        units = Units(gradients, rule)
+    except (TypeError, ValueError) as error:
+        if refuse_(gradients, error):
+            again = partial(measure_units, gradients, rule, grad_scale)
+            tell_others(gradients, rule, again, names_culprits=names_culprits)
+        raise
+    partials, reduced = units.measure()
     # Batches of units have the verbs for norms by gradient, and no others.
     batches: list[Any] = [*units.batches]
     starts = [0] * len(batches)

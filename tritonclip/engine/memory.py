@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from math import gcd
+from operator import add, gt
 from typing import NamedTuple
 
 import torch
@@ -37,6 +39,34 @@ class Region(NamedTuple):
 def region_of(tensor: Tensor) -> Region:
     """The bytes of a strided tensor that has elements."""
     return Region(tensor.device, tensor.data_ptr(), _runs(tensor))
+
+
+def memory_of(grad: Tensor) -> Region | None:
+    """The bytes that a gradient is clipped in; None where it has none, or none that are known."""
+    if grad.layout == torch.sparse_coo:
+        if not grad.is_coalesced():
+            return None
+        grad = grad._values()
+    if grad.is_meta or not grad.numel():
+        return None
+    try:
+        return region_of(grad)
+    except RuntimeError:
+        # A tensor without storage, as inside torch.func.
+        return None
+
+
+def are_apart(addresses: Iterable[int], spans: Iterable[int]) -> bool:
+    """Whether each tensor ends before the next one begins; those without bytes may lie anywhere.
+
+    Args:
+        addresses: of their first bytes.
+        spans: bytes from the first to the last of each.
+    """
+    addresses = list(addresses)
+    starts, ends = sorted(addresses), sorted(map(add, addresses, spans))
+    # So it is exactly where every end, in order, comes before the start that follows.
+    return not any(map(gt, ends, islice(starts, 1, None)))
 
 
 def is_freed(tensor: Tensor, address: int) -> bool:

@@ -77,8 +77,8 @@ class Plan:
         ordinary: none of them is complex, sparse, made in inference mode, a piece, or a shard of
             FullyShardedDataParallel: every rule takes them.
         addresses: those last seen, of distinct gradients.
-        n_addresses: different ones among them; those without elements have the address 0, which
-            does not count.
+        n_addresses: how many of them are not 0, the address of gradients without elements.
+        spans: bytes from the first to the last of each gradient; 0 for those without elements.
         n_bytes: of memory that it takes on the host, at most.
         guards: compare the form of a list; None for a plan that serves one call.
         reduction: of norms, over the processes that hold the other pieces; None without any.
@@ -97,6 +97,7 @@ class Plan:
     ordinary: bool = False
     addresses: list[int] | None = None
     n_addresses: int = 0
+    spans: Sequence[int] = ()
     n_bytes: int = 0
     guards: Any = None
     reduction: Reduction | None = None

@@ -9,6 +9,7 @@ Plans are shared between threads and may be met by a signal handler or after a f
 takes a lock: every change is one operation on a dict or a list.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
@@ -24,7 +25,7 @@ from tritonclip.backends.choose import layout_of
 from tritonclip.distributed.reduce import Places, Reduction, Share
 from tritonclip.distributed.sharding import Piece, Sharding
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.memory import OFFSETS, Region, is_freed, region_of
+from tritonclip.engine.memory import OFFSETS, Region, are_apart, is_freed, memory_of
 from tritonclip.engine.plan import Group, Plan, View
 from tritonclip.engine.refusals import (
     FSDP_MARK,
@@ -34,6 +35,7 @@ from tritonclip.engine.refusals import (
     refuse_overlap,
     refuse_parts_in_common,
 )
+from tritonclip.grad_mode import without_grad
 
 try:
     from torch._C._dynamo import guards as _dynamo_guards
@@ -46,8 +48,8 @@ except (ImportError, AttributeError):
 # longest are dropped first.
 CAPACITY = 32
 BUDGET = 32 * 2**20
-# Most that a gradient takes in a plan, beside scratch: 280 bytes where it has one dimension, 360
-# where it has four, 480 where it is then read as a view (glibc's mallinfo2, torch 2.13).
+# Most that a gradient takes in a plan, beside scratch: 288 bytes where it has one dimension, 368
+# where it has four, 488 where it is then read as a view (glibc's mallinfo2, torch 2.13).
 GRADIENT_BYTES = 512
 
 # What the gradients of a group have in common: device, dtype, density, whether they are complex,
@@ -145,7 +147,7 @@ class PlanCache:
         sharding: Sharding | None = None,
     ) -> None:
         """Keeps a plan for lists of this form; `grads` are distinct and none is nested."""
-        plan.addresses, plan.n_addresses = addresses, len(set(addresses) - {0})
+        plan.addresses, plan.n_addresses = addresses, len(addresses) - addresses.count(0)
         plan.guards = _guards_of(grads)
         inference = grads[0].is_inference()
         self._plans[_key(grads, inference, backend, sharding)] = plan
@@ -179,13 +181,14 @@ def _key(
 
 
 def _moves(plan: Plan, grads: list[Tensor], addresses: list[int]) -> bool:
-    """Whether a plan's gradients are distinct at new addresses, and all have memory."""
-    # Empty gradients, and those freed, have no address.
-    different = set(addresses)
-    different.discard(0)
-    if len(different) < plan.n_addresses:
+    """Whether a plan's gradients lie apart at new addresses, and all have memory."""
+    if not are_apart(addresses, plan.spans):
         return False
-    if plan.n_addresses and min(different) < OFFSETS and any(map(is_freed, grads, addresses)):
+    # Empty gradients, and those freed, have no address.
+    there = list(filter(None, addresses))
+    if len(there) < plan.n_addresses:
+        return False
+    if there and min(there) < OFFSETS and any(map(is_freed, grads, addresses)):
         return False
     plan.addresses = addresses
     return True
@@ -237,8 +240,7 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
         plan = cache.find(tensors, addresses, backend) if known else None  # type: ignore[arg-type]
     if plan is None:
         try:
-            with torch.no_grad():
-                _build_(gradients, addresses, cache if known else None, backend)
+            _build_(gradients, addresses, cache if known else None, backend)
         except (TypeError, ValueError, RuntimeError) as error:
             if not refuse_(gradients, error):
                 raise
@@ -256,6 +258,7 @@ def _once(tensors: list[Tensor]) -> list[int] | None:
     return list(first.values()) if len(first) < len(tensors) else None
 
 
+@without_grad
 def _build_(
     gradients: Gradients, addresses: list[int] | None, cache: PlanCache | None, backend: str
 ) -> None:
@@ -273,7 +276,7 @@ def _build_(
         refuse_kind(grad, label)
         if addresses is None or addresses[index] < OFFSETS:
             refuse_freed(grad, label)
-    regions = list(map(_region, grads))
+    regions = list(map(memory_of, grads))
     distinct = _distinct(grads, regions)
     if distinct is not None:
         grads, regions = [grads[i] for i in distinct], [regions[i] for i in distinct]
@@ -326,6 +329,7 @@ def _build_(
         empty=not any(map(Tensor.numel, readable)),
         inference=any(map(Tensor.is_inference, readable)),
         requires_grad=any(grad.requires_grad for grad in readable),
+        spans=array("q", [0 if r is None else r.end - r.start for r in regions]),
     )
     plan.reduction = _reduction(gradients, shares)
     split = sharding is not None or are_fsdp_shards(gradients.sources or ())
@@ -338,21 +342,6 @@ def _build_(
         gradients.addresses = addresses
         if distinct is None and cache is not None:
             cache.keep(plan, grads, addresses, backend, sharding)
-
-
-def _region(grad: Tensor) -> Region | None:
-    """The memory that a gradient is clipped in; None where it has none, or none that is known."""
-    if grad.layout == torch.sparse_coo:
-        if not grad.is_coalesced():
-            return None
-        grad = grad._values()
-    if grad.is_meta or not grad.numel():
-        return None
-    try:
-        return region_of(grad)
-    except RuntimeError:
-        # A tensor without storage, as inside torch.func.
-        return None
 
 
 def refuse_(gradients: Gradients, error: Exception) -> bool:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tritonclip.engine.memory import Region, find_overlap, has_overlap, is_freed
+from tritonclip.engine.memory import (
+    Region,
+    are_apart,
+    find_overlap,
+    has_overlap,
+    is_freed,
+    memory_of,
+)
 from tritonclip.rules import Rule
 
 if TYPE_CHECKING:
@@ -128,11 +136,15 @@ def refuse_parts_in_common(regions: Sequence[tuple[int, Region]], gradients: Gra
     found = find_overlap([region for _, region in regions])
     if found is not None:
         first, second = (gradients.label(regions[at][0]) for at in found)
-        raise OverlapError(
-            f"the gradients of {first} and {second} share a part of their memory, which would be "
-            "scaled twice; expected gradients that share all of it, with one dtype, or none: "
-            "replace one of them by grad.clone()"
-        )
+        raise _part_in_common(first, second)
+
+
+def _part_in_common(first: str, second: str) -> OverlapError:
+    return OverlapError(
+        f"the gradients of {first} and {second} share a part of their memory, which would be "
+        "scaled twice; expected gradients that share all of it, with one dtype, or none: "
+        "replace one of them by grad.clone()"
+    )
 
 
 def refuse_repeated(gradients: Gradients, n: int) -> None:
@@ -261,7 +273,7 @@ def refuse_negative(name: str, norm: Tensor) -> None:
 
 
 def refuse_shared(lists: Sequence[Gradients]) -> None:
-    """Refuses a gradient under two rules, which would be scaled twice."""
+    """Refuses a gradient, or a part of one, under two rules, which would be scaled twice."""
     known: dict[int, tuple[Gradients, int]] = {}
     for gradients in lists:
         for index, grad in enumerate(gradients.tensors):
@@ -274,3 +286,13 @@ def refuse_shared(lists: Sequence[Gradients]) -> None:
                 )
             if address:
                 known[address] = gradients, index
+    planned = [(g, g.plan.spans) for g in lists if g.plan is not None]
+    starts = [g.addresses or map(Tensor.data_ptr, g.readable) for g, _ in planned]
+    if are_apart(chain(*starts), chain(*(spans for _, spans in planned))):
+        return
+    every = [(g, at, memory_of(grad)) for g, _ in planned for at, grad in enumerate(g.tensors)]
+    there = [(g, at, region) for g, at, region in every if region is not None]
+    found = find_overlap([region for *_, region in there])
+    if found is not None:
+        first, second = (there[i][0].label(there[i][1]) for i in found)
+        raise _part_in_common(first, second)

@@ -17,6 +17,7 @@ from tritonclip.engine.gradients import Gradients, labelled
 from tritonclip.engine.planner import PlanCache, plan_
 from tritonclip.engine.refusals import some
 from tritonclip.flat.layout import Views, is_same, is_wanted, lay_out, refuse
+from tritonclip.grad_mode import without_grad
 
 # Addresses compared at every call beside the first and the last.
 _COMPARED = 16
@@ -139,7 +140,7 @@ class FlatGradients:
     def __len__(self) -> int:
         return len(self._named)
 
-    @torch.no_grad()
+    @without_grad
     def attach_(self) -> None:
         """Makes every `.grad` a view again, in new buffers; keeps the gradients' values.
 

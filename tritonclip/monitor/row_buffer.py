@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tritonclip.grad_mode import without_grad
+
 Value = float | Tensor | None
 Row = list[float | None]
 
@@ -48,7 +50,7 @@ class RowBuffer:
         self._stream: Any = None
         self._copies: deque[_Copy] = deque()
 
-    @torch.no_grad()
+    @without_grad
     def add_(self, row: Sequence[Value]) -> None:
         """Adds a row: numbers, one-element tensors of any device, or None for unknown values."""
         tensors = {i: value for i, value in enumerate(row) if isinstance(value, Tensor)}

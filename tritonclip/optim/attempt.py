@@ -43,6 +43,16 @@ class Attempt:
         self._verdict = None
         self._verdict = self.goes_on(there)
 
+    def refuse_unscaling(self, there: Iterable[Tensor]) -> None:
+        """RuntimeError where a GradScaler would divide the gradients that the failed step left."""
+        self.judge(there)
+        if self._verdict:
+            raise RuntimeError(
+                "the step before ended after it divided or clipped these gradients, and unscale_ "
+                "would divide them again; expected another step, which goes on with them, or new "
+                "gradients: call zero_grad and backward"
+            )
+
     def goes_on(self, there: Iterable[Tensor]) -> bool:
         """Whether the gradients are those that the failed step left, so that none is written again.
 

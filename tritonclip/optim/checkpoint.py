@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonclip.grad_mode import without_grad
 from tritonclip.optim.guard import opened
 from tritonclip.optim.param_groups import Groups
 
@@ -32,7 +33,7 @@ def filled_state(optimizer: Optimizer) -> defaultdict[Tensor, Any]:
     return defaultdict(dict, {torch.empty(0, device="cpu"): {}})
 
 
-@torch.no_grad()
+@without_grad
 def _fill_(optimizer: Optimizer) -> None:
     groups = optimizer.param_groups
     rates = [group["lr"] for group in groups if "lr" in group]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from tritonclip.grad_mode import without_grad
 from tritonclip.monitor.stats import Outcomes
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.step import StepClipping
@@ -185,7 +186,7 @@ def snapshot(optimizer: Optimizer) -> Callable[[], None]:
     values = [p.detach().clone() for p in parameters]
     state = {p: deepcopy(optimizer.state[p]) for p in parameters if p in optimizer.state}
 
-    @torch.no_grad()
+    @without_grad
     def restore() -> None:
         for parameter, value in zip(parameters, values, strict=True):
             parameter.copy_(value)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonclip.optim.callers import CHECKPOINT, asks
+from tritonclip.optim.callers import CHECKPOINT, asks, unscales
 from tritonclip.optim.checkpoint import filled_state, saved_groups
 from tritonclip.optim.closures import Closure
 
@@ -45,6 +45,8 @@ class DelegatingOptimizer(Optimizer):
         """The wrapped optimizer's."""
         if asks(CHECKPOINT):
             return saved_groups(self.optimizer.param_groups)
+        if unscales():
+            self._before_unscaling()
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -117,6 +119,9 @@ class DelegatingOptimizer(Optimizer):
         self._load(state_dict)
         for after in tuple(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
+
+    def _before_unscaling(self) -> None:
+        """Runs before a GradScaler divides the gradients outside of a step; may refuse."""
 
     def _save(self, *, in_groups: bool) -> dict[str, Any]:
         """The checkpoint; `in_groups`: whatever is not the wrapped optimizer's goes into groups."""

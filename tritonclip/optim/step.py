@@ -29,6 +29,7 @@ from tritonclip.engine.refusals import (
 )
 from tritonclip.engine.together import tell_others
 from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.grad_mode import without_grad
 from tritonclip.monitor.stats import Clipped, Outcomes
 from tritonclip.optim.memory import Memory
 from tritonclip.optim.param_groups import Groups, label_of_member, rule_of
@@ -93,7 +94,7 @@ class StepClipping:
         TypeError, ValueError: a `clip` that is no rule, and as for `clip_`.
     """
 
-    @torch.no_grad()
+    @without_grad
     def __init__(
         self,
         groups: Groups,
@@ -267,7 +268,7 @@ class StepClipping:
         return [_Share(gradients, _UNLIMITED, None, unclipped=True)]
 
     @torch.compiler.disable
-    @torch.no_grad()
+    @without_grad
     def nonfinite(self) -> Tensor:
         """Whether any gradient is NaN or inf, or any norm does not fit its dtype; 0-d bool.
 
@@ -288,7 +289,7 @@ class StepClipping:
         return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
 
     @torch.compiler.disable
-    @torch.no_grad()
+    @without_grad
     def global_norm(self) -> Tensor:
         """The 2-norm before clipping of all gradients that a rule holds for; 0-d.
 
@@ -311,7 +312,7 @@ class StepClipping:
         return _norm_of(torch.stack([part.to(device).double() for part in parts]))
 
     @torch.compiler.disable
-    @torch.no_grad()
+    @without_grad
     def norms(self) -> dict[int | None, Tensor]:
         """Norms of all gradients that share a rule, 0-d, by group, None for the wrapper's rule.
 
@@ -337,7 +338,7 @@ class StepClipping:
                 share.following = memory.take_over(share.group_index, share.following)
 
     @torch.compiler.disable
-    @torch.no_grad()
+    @without_grad
     def commit(self, left_out: Tensor | bool | None) -> None:
         """Makes the rules whose limit changes remember this step; see `Following.commit`."""
         for share in self._shares:
@@ -345,7 +346,7 @@ class StepClipping:
                 share.following.commit(left_out)
 
     @torch.compiler.disable
-    @torch.no_grad()
+    @without_grad
     def raise_if_nonfinite(self, remedy: str = _REMEDY) -> None:
         """RuntimeError that names the parameters with NaN or inf; waits for the device."""
         if not bool(self.nonfinite()):
@@ -359,7 +360,7 @@ class StepClipping:
                 raise_if_any_nonfinite(share.gradients, remedy)
 
     @torch.compiler.disable
-    @torch.no_grad()
+    @without_grad
     def write_(self) -> Outcomes:
         """Clips all groups, once; returns norms before clipping and coefficients, 0-d.
 

@@ -156,6 +156,10 @@ class ClippingWrapper(DelegatingOptimizer):
     def grad_scale(self) -> None:
         self._scales.clear()
 
+    def _before_unscaling(self) -> None:
+        if self._attempt is not None:
+            self._attempt.refuse_unscaling(self._present())
+
     def _present(self) -> list[Tensor]:
         """The gradients, and the buffers that hold them."""
         grads = [p.grad for group in self.optimizer.param_groups for p in group["params"]]

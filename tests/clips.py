@@ -1,0 +1,251 @@
+"""Clips with all their options, for the soak: random ones, and each checked by a plain reference.
+
+A clip whose limit is a number is compared bit for bit with the formula, from the norm that the call
+measured. The limits of other rules are those of NumPy in float64, and equal to a tolerance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import histories
+import numpy as np
+import reference
+import torch
+import units
+from arena import Arena, OptimizerArena, TorchArena
+from cases import assert_bits, assert_norm
+from torch import Tensor
+
+from tritonclip import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByOwnHistory,
+    ClipByQuantile,
+    ClipByRMS,
+    ClipByUnitNorm,
+    ClipByValue,
+    ClipByZScore,
+    ClipState,
+)
+
+NORM_TYPES = (2.0, 2.0, 2.0, 1.0, 3.0, 0.5, 0.0, torch.inf, -torch.inf)
+# Few steps, so that their ends are met.
+ADAPTIVE: tuple[tuple[Any, Callable[..., Any], tuple[Any, ...]], ...] = (
+    (ClipByQuantile, histories.quantile, (0.5, 4)),
+    (ClipByQuantile, histories.quantile, (0.8, 3, 5.0)),
+    (ClipByZScore, histories.zscore, (1.5, 0.9, 2)),
+    (ClipByZScore, histories.zscore, (0.5, 0.5, 3, 5.0)),
+    (ClipByOwnHistory, histories.own_history, (0.9, 0.9, 2, 3.0)),
+)
+checked: Counter[str] = Counter()
+
+
+@dataclasses.dataclass
+class Clip:
+    """A rule with its options, for one arena.
+
+    Attributes:
+        rule: of tritonclip.
+        nonfinite: the policy for NaN and inf.
+        grad_scale: the loss scale that gradients carry; None for none.
+        limits: for an adaptive rule, the limits by the reference, which remembers.
+        state: for an adaptive rule outside of an optimizer.
+        spoils: writes NaN or inf into some gradients before some calls.
+    """
+
+    rule: Any
+    nonfinite: str = "propagate"
+    grad_scale: float | None = None
+    limits: Callable[[Any], Any] | None = None
+    state: ClipState | None = None
+    spoils: bool = False
+
+    def clip(self, arena: Arena, choice: random.Random) -> None:
+        """Clips new values, and checks the call."""
+        self.fill(arena, choice)
+        self.check(arena, *self.call(arena))
+
+    def fill(self, arena: Arena, choice: random.Random) -> None:
+        """Other values, of another size, some of them NaN or inf."""
+        arena.fill(10 ** choice.uniform(-1, 1))
+        grads = [grad for grad in arena.grads if grad.numel()]
+        if self.spoils and grads and choice.random() < 0.5:
+            for _ in range(choice.randint(1, 3)):
+                grad = choice.choice(grads).view(-1)
+                bad = choice.choice([math.nan, math.inf, -math.inf])
+                grad[choice.randrange(len(grad))] = bad
+            arena.before = arena.memory.clone()
+
+    def call(self, arena: Arena) -> tuple[Tensor | None, str]:
+        """What the call measured, and the message of its error."""
+        options: dict[str, Any] = {}
+        if self.nonfinite != "propagate":
+            options["nonfinite"] = self.nonfinite
+        if self.grad_scale is not None:
+            options["grad_scale"] = self.grad_scale
+        if self.state is not None:
+            options["state"] = self.state
+        try:
+            return arena.call(self.rule, **options), ""
+        except RuntimeError as error:
+            return None, str(error)
+
+    def check(self, arena: Arena, measured: Tensor | None, error: str) -> None:
+        """Norms, gradients, every byte beside them, and parameters."""
+        memory, images = arena.images()
+        norms = self._norms(images)
+        fate = self._fate(arena, images, norms)
+        there = any(image.numel() for image in images)
+        checked[f"{type(self.rule).__name__} {fate if there else 'of nothing'}"] += 1
+        assert bool(error) == (fate == "refused"), error
+        if fate == "clipped":
+            self._check_norms(arena, norms, measured)
+            self._check_grads(arena, images, norms, measured)
+        elif fate == "zeroed":
+            self._check_norms(arena, norms, measured)
+            self._limits(images, norms)
+            assert_bits(arena.grads, map(torch.zeros_like, images))
+        if fate != "refused":
+            # Compared above; a step that is left out may have written to gradients.
+            for image, grad in zip(images, arena.grads, strict=True):
+                image.copy_(grad)
+        assert torch.equal(arena.memory, memory)
+        if fate != "clipped" or all(bool(grad.isfinite().all()) for grad in arena.grads):
+            assert_bits(arena.params, arena.weights)
+        arena.restore()
+
+    def _fate(self, arena: Arena, images: Sequence[Tensor], norms: Sequence[float]) -> str:
+        """What a call does to gradients: "clipped", "zeroed", "refused" or "left out"."""
+        bad_elements = not all(bool(image.isfinite().all()) for image in images)
+        bad = bad_elements if isinstance(self.rule, ClipByValue) else not np.isfinite(norms).all()
+        if isinstance(arena, OptimizerArena):
+            if self.grad_scale is not None and (bad or bad_elements):
+                return "left out"
+            if self.nonfinite in ("skip", "error"):
+                bad = bad or bad_elements
+        if not bad or self.nonfinite == "propagate":
+            return "clipped"
+        return {"zero": "zeroed", "error": "refused", "skip": "left out"}[self.nonfinite]
+
+    def _norms(self, images: Sequence[Tensor]) -> list[float]:
+        """The norms that the rule measures, one for a global norm."""
+        if isinstance(self.rule, ClipByValue):
+            return []
+        p = self.rule.norm_type
+        found = reference.norms(images, p)
+        if not self.rule.per_gradient:
+            found = [reference.total_norm(images, p)]
+        # A number of elements has no scale.
+        return [norm if p == 0 else norm / (self.grad_scale or 1.0) for norm in found]
+
+    def _check_norms(self, arena: Arena, norms: list[float], measured: Tensor | None) -> None:
+        if not norms:
+            return
+        assert measured is not None
+        # Among float64 gradients, those of other dtypes are right to 1e-6 all the same.
+        narrow = len({grad.dtype for grad in arena.grads}) > 1
+        expected: float | list[float] = norms
+        if measured.dim() == 0:
+            # The statistics of an optimizer have the largest one.
+            expected = float(np.max(norms, initial=0.0))
+        assert_norm(measured.float() if narrow else measured, expected)
+
+    def _check_grads(
+        self,
+        arena: Arena,
+        images: Sequence[Tensor],
+        norms: Sequence[float],
+        measured: Tensor | None,
+    ) -> None:
+        """Bit for bit where the call gave the very norms that the formula needs."""
+        rule, in_optimizer = self.rule, isinstance(arena, OptimizerArena)
+        if isinstance(rule, ClipByValue):
+            assert_bits(arena.grads, reference.clipped(images, rule, None, self.grad_scale))
+            return
+        if isinstance(rule, ClipByGlobalNorm | ClipByNorm) and not in_optimizer:
+            assert_bits(arena.grads, reference.clipped(images, rule, measured, self.grad_scale))
+            return
+        scale = self.grad_scale or 1.0
+        double = all(grad.dtype == torch.float64 for grad in arena.grads)
+        limits = self._limits(images, norms)
+        for i, (grad, image) in enumerate(zip(arena.grads, images, strict=True)):
+            if isinstance(rule, ClipByUnitNorm):
+                truth = units.expected(image, arena.weights[i], rule, scale)
+            else:
+                at = i if len(limits) == len(images) else 0
+                by = _coefficient(norms[at], limits[at], rule.eps)
+                with np.errstate(invalid="ignore"):
+                    truth = units.wide(image) * (by / scale)
+            _assert_near(grad, truth, double=double)
+
+    def _limits(self, images: Sequence[Tensor], norms: Sequence[float]) -> Sequence[float]:
+        """The largest norm after clipping, of all gradients or of each."""
+        rule = self.rule
+        if isinstance(rule, ClipByRMS):
+            most: Any = rule.max_rms
+            return [most * math.sqrt(max(image.numel(), 1)) for image in images]
+        if self.limits is None:
+            return [] if rule.per_unit else [rule.max_norm for _ in norms]
+        return self.limits(norms) if rule.per_gradient else [self.limits(norms[0])]
+
+
+def _coefficient(norm: float, limit: float, eps: float) -> float:
+    """``min(1, limit / (norm + eps))``; 1 of nothing, and without a limit."""
+    if norm + eps == 0 or (limit == math.inf and not math.isnan(norm)):
+        return 1.0
+    return float(np.minimum(1.0, limit / (norm + eps)))
+
+
+def _assert_near(grad: Tensor, truth: np.ndarray, *, double: bool) -> None:
+    """To some 1e-6 for each norm that enters, and half a unit in the last place."""
+    info = torch.finfo(grad.dtype)
+    np.testing.assert_allclose(
+        units.wide(grad),
+        truth,
+        rtol=(1e-11 if double else 1e-5) + info.eps,
+        atol=info.smallest_normal * info.eps,
+        equal_nan=True,
+    )
+
+
+def random_rule(choice: random.Random) -> Any:
+    """A rule with a limit that is a number, which clips some gradients and leaves others alone."""
+    limit = 10 ** choice.uniform(-3, 4)
+    eps = choice.choice([1e-6, 0.0])
+    kind = choice.randrange(5)
+    if kind == 0:
+        return ClipByGlobalNorm(limit, choice.choice(NORM_TYPES), eps=eps)
+    if kind == 1:
+        return ClipByNorm(limit, choice.choice(NORM_TYPES), eps=eps)
+    if kind == 2:
+        return ClipByRMS(10 ** choice.uniform(-2, 1))
+    if kind == 3:
+        return ClipByUnitNorm(10 ** choice.uniform(-2, 1), choice.choice([1e-3, 1.0]))
+    low, high = sorted(choice.uniform(-2, 2) for _ in range(2))
+    return ClipByValue(low, high)
+
+
+def random_clip(arena: Arena, choice: random.Random, *, follows: bool = True) -> Clip:
+    """A rule and options that the arena takes; `follows`: also a rule that follows norms."""
+    if isinstance(arena, TorchArena):
+        return Clip(ClipByGlobalNorm(10 ** choice.uniform(-3, 4)))
+    in_optimizer = isinstance(arena, OptimizerArena)
+    if follows and choice.random() < 0.3:
+        kind, limits, numbers = choice.choice(ADAPTIVE)
+        state = None if in_optimizer else ClipState()
+        made = Clip(kind(*numbers), limits=limits(*numbers), state=state)
+    else:
+        made = Clip(random_rule(choice))
+    if choice.random() < 0.3:
+        made.grad_scale = choice.choice([2.0**16, 3.0, 0.125])
+    if choice.random() < 0.3:
+        made.spoils = True
+        policies = ["propagate", "zero", "error", *(["skip"] if in_optimizer else [])]
+        made.nonfinite = choice.choice(policies)
+    return made

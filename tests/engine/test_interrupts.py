@@ -1,0 +1,174 @@
+"""A call that is interrupted anywhere, and the calls that follow.
+
+An interrupt in the middle of writing leaves some gradients clipped and others not, and within a
+large one, or by value, some elements. Nothing else is left of the call: later ones are right.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from cases import INTERPRETED, assert_bits, copies, each_rule, grad_of, normal, parameters
+from interrupts import InterruptAtBytecode, InterruptAtCall
+from torch import Tensor
+
+import tritonclip
+from tritonclip import ClipByOwnHistory, ClipByUnitNorm, ClippedOptimizer, ClipState
+from tritonclip.backends import cpu_backend
+from tritonclip.engine.planner import plans
+
+pytestmark = pytest.mark.skipif(
+    INTERPRETED, reason="an interrupt leaves functions replaced in the interpreter of Triton"
+)
+
+RULES = [*each_rule(0.5, 0.3), pytest.param(ClipByUnitNorm(0.01), id="by-unit")]
+SINGLE, HALF, DOUBLE = torch.float32, torch.float16, torch.float64
+LISTS = {
+    "packed": [((3,), SINGLE), ((4, 5), SINGLE), ((7,), SINGLE)],
+    "large": [((70, 90), SINGLE), ((7,), SINGLE)],
+    "mixed": [((7,), SINGLE), ((20,), HALF), ((9,), DOUBLE), ((3, 2), HALF)],
+}
+
+
+class Arguments:
+    """Parameters whose gradients are written anew before each call."""
+
+    def __init__(self, name: str, rule: Any) -> None:
+        made = [normal(shape, dtype, seed=at) for at, (shape, dtype) in enumerate(LISTS[name])]
+        self.params, self.rule = parameters(made), rule
+        self.grads = [grad_of(param) for param in self.params]
+
+    def fill(self, seed: int) -> list[Tensor]:
+        """Writes the values of a seed; returns copies."""
+        for at, grad in enumerate(self.grads):
+            grad.copy_(normal(grad.shape, grad.dtype, seed=100 * seed + at))
+        return copies(self.grads)
+
+    def clip(self) -> Any:
+        return tritonclip.clip_(self.params, self.rule)
+
+    def assert_clips(self, seed: int, expected: tuple[Any, list[Tensor]]) -> None:
+        self.fill(seed)
+        norm, clipped = self.clip(), copies(self.grads)
+        assert_bits(clipped, expected[1])
+        assert norm is None or torch.equal(norm, expected[0])
+
+    def result(self, seed: int) -> tuple[Any, list[Tensor]]:
+        """What an undisturbed call gives for the values of a seed."""
+        self.fill(seed)
+        return self.clip(), copies(self.grads)
+
+
+def assert_between(grad: Tensor, before: Tensor, after: Tensor) -> None:
+    """Each element is that of before or of after the call."""
+    same = (grad == before) | (grad == after)
+    assert bool(same.all())
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", LISTS)
+def test_clip_interrupted_anywhere_leaves_no_trace(backend, monkeypatch, name, rule, known):
+    if name == "large":
+        monkeypatch.setattr(cpu_backend, "PACKED_ELEMENTS", 100)
+    plans.clear()
+    ours = Arguments(name, rule)
+    after = ours.result(1)[1]
+    others = ours.result(2)
+    before = ours.fill(1)
+    # A list that is new takes many steps, most of them in loops over gradients.
+    stride = 7 if known else 61
+    n, ended = 1, False
+    while not ended:
+        ours.fill(1)
+        if not known:
+            plans.clear()
+        try:
+            with InterruptAtBytecode(n, "/tritonclip/"):
+                ours.clip()
+            ended = True
+        except KeyboardInterrupt:
+            pass
+        torch.set_grad_enabled(True)
+        for grad, old, new in zip(ours.grads, before, after, strict=True):
+            assert_between(grad, old, new)
+        ours.assert_clips(2, others)
+        n += stride
+    assert n > 500
+
+
+def test_clip_interrupted_anywhere_leaves_a_state_of_before_or_after():
+    ours = Arguments("packed", ClipByOwnHistory(warmup=1))
+
+    def new_state() -> ClipState:
+        state = ClipState()
+        ours.fill(2)
+        tritonclip.clip_(ours.params, ours.rule, state=state)
+        return state
+
+    before = new_state().state_dict()["values"]
+    state = new_state()
+    ours.fill(1)
+    tritonclip.clip_(ours.params, ours.rule, state=state)
+    after = state.state_dict()["values"]
+    assert not torch.equal(before, after)
+    n, ended = 1, False
+    while not ended:
+        state = new_state()
+        ours.fill(1)
+        try:
+            with InterruptAtBytecode(n, "/tritonclip/"):
+                tritonclip.clip_(ours.params, ours.rule, state=state)
+            ended = True
+        except KeyboardInterrupt:
+            pass
+        left = state.state_dict()["values"]
+        assert torch.equal(left, before) or torch.equal(left, after)
+        n += 7
+
+
+class Still(torch.optim.Optimizer):
+    """Updates nothing, and so turns nothing on or off."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+CALLS = {
+    "clip_": lambda params, optimizer: tritonclip.clip_(params, 0.5),
+    "by-unit": lambda params, optimizer: tritonclip.clip_(params, ClipByUnitNorm(0.01)),
+    "get_total_norm": lambda params, optimizer: tritonclip.get_total_norm(params),
+    "norms_by_name": lambda params, optimizer: tritonclip.norms_by_name(params),
+    "step": lambda params, optimizer: optimizer.step(),
+}
+
+
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="signals arrive before any bytecode of Python 3.10"
+)
+@pytest.mark.parametrize("call", CALLS)
+def test_interrupt_leaves_autograd_on(call):
+    """Wherever a signal arrives, in PyTorch's code too."""
+    params = parameters([torch.ones(3), torch.ones(2, 2)])
+    optimizer = ClippedOptimizer(Still(params), 0.5, nonfinite="skip")
+    n, ended = 1, False
+    while not ended:
+        if n % 2:
+            plans.clear()
+        for param in params:
+            param.grad = torch.ones(param.shape, requires_grad=True)
+        try:
+            with InterruptAtCall(n):
+                CALLS[call](params, optimizer)
+            ended = True
+        except KeyboardInterrupt:
+            pass
+        assert torch.is_grad_enabled(), n
+        n += 1
+    assert n > 30
