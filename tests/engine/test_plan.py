@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from workers import python, run_in_threads
 
 import tritonclip
-from tritonclip.engine import planner
+from tritonclip.engine import building, planner
 from tritonclip.engine.gradients import Gradients, of_tensors
 from tritonclip.engine.planner import CAPACITY, PlanCache
 
@@ -83,13 +83,13 @@ def plans(guards):
 def built(monkeypatch):
     """The lists that a plan was built for."""
     seen = []
-    build = planner._build_
+    build = building.build_
 
     def counted(gradients, *arguments):
         seen.append(gradients)
-        build(gradients, *arguments)
+        return build(gradients, *arguments)
 
-    monkeypatch.setattr(planner, "_build_", counted)
+    monkeypatch.setattr(planner, "build_", counted)
     return seen
 
 
@@ -440,7 +440,7 @@ def test_a_list_met_inside_a_custom_operator_says_nothing_of_inference_mode(guar
 def test_guards_in_python_take_the_place_of_missing_ones(missing):
     done = python(
         "-c",
-        f"import sys, torch\n{missing}\nfrom tritonclip.engine import planner\n"
+        f"import sys, torch\n{missing}\nfrom tritonclip.engine import building, planner\n"
         "print(planner.TensorGuards)\n",
     )
     assert (done.returncode, done.stdout.strip()) == (0, "None"), done.stderr

@@ -16,6 +16,7 @@ from tritonclip import settings
 from tritonclip.backends.torch_backend import coefficient_of, wide_dtype
 from tritonclip.engine import nonfinite as policies
 from tritonclip.engine import verification
+from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.measure import (
     Norms,
@@ -27,7 +28,6 @@ from tritonclip.engine.measure import (
     total,
 )
 from tritonclip.engine.plan import Group
-from tritonclip.engine.planner import refuse_
 from tritonclip.engine.refusals import refuse_for_rule, refuse_read_only, refuse_sparse_minimum
 from tritonclip.engine.together import tell_others
 from tritonclip.grad_mode import without_grad

@@ -15,8 +15,8 @@ from tritonclip.backends.torch_backend import unscaled, wide_dtype
 from tritonclip.distributed.parts import Part, may_be_parts, sums_of, zeros_for
 from tritonclip.distributed.reduce import Measured, Places, Share
 from tritonclip.engine.agreement import Agreement
+from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.planner import refuse_
 from tritonclip.engine.refusals import refuse_uncovered
 from tritonclip.engine.together import ask_others, reduce_, tell_others
 from tritonclip.engine.units import Units

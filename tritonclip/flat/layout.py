@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonclip.engine.planner import flat_size
+from tritonclip.engine.building import flat_size
 from tritonclip.engine.refusals import PLAIN
 
 # Bytes that one vector access reads: torch's fused optimizers and our kernels want gradients to

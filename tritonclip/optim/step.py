@@ -17,10 +17,11 @@ from torch import Tensor
 from tritonclip.distributed.domain import Holders
 from tritonclip.distributed.sharding import meshes_of
 from tritonclip.engine import execute
+from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import Gradients, of_parameters, of_unclipped
 from tritonclip.engine.measure import Norms, is_finite, total
 from tritonclip.engine.nonfinite import raise_if_any_nonfinite, raise_if_nonfinite
-from tritonclip.engine.planner import PlanCache, plan_, refuse_
+from tritonclip.engine.planner import PlanCache, plan_
 from tritonclip.engine.refusals import (
     refuse_for_rule,
     refuse_other_model,
