@@ -1,4 +1,4 @@
-"""Runs functions without recording for autograd, and leaves no trace where one is interrupted."""
+"""Runs functions in a mode of autograd, and leaves no trace where one is interrupted."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -27,5 +27,23 @@ def without_grad(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         finally:
             switch(before)
+
+    return run
+
+
+def outside_inference(function: Callable[P, R]) -> Callable[P, R]:
+    """As the decorator `torch.inference_mode(False)`, with the promise of `without_grad`.
+
+    For tensors that later calls write to, which an inference tensor would refuse.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        mode = torch._C._InferenceMode(False)
+        try:
+            mode.__enter__()
+            return function(*args, **kwargs)
+        finally:
+            mode.__exit__(None, None, None)
 
     return run

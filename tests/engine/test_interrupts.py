@@ -17,7 +17,7 @@ from torch import Tensor
 
 import tritonclip
 from tritonclip import ClipByOwnHistory, ClipByUnitNorm, ClippedOptimizer, ClipState
-from tritonclip.backends import cpu_backend
+from tritonclip.backends import packed
 from tritonclip.engine.planner import plans
 
 pytestmark = pytest.mark.skipif(
@@ -73,7 +73,7 @@ def assert_between(grad: Tensor, before: Tensor, after: Tensor) -> None:
 @pytest.mark.parametrize("name", LISTS)
 def test_clip_interrupted_anywhere_leaves_no_trace(backend, monkeypatch, name, rule, known):
     if name == "large":
-        monkeypatch.setattr(cpu_backend, "PACKED_ELEMENTS", 100)
+        monkeypatch.setattr(packed, "PACKED_ELEMENTS", 100)
     plans.clear()
     ours = Arguments(name, rule)
     after = ours.result(1)[1]
@@ -152,14 +152,15 @@ CALLS = {
 @pytest.mark.skipif(
     sys.version_info < (3, 11), reason="signals arrive before any bytecode of Python 3.10"
 )
+@pytest.mark.parametrize("cold", [0, 1])
 @pytest.mark.parametrize("call", CALLS)
-def test_interrupt_leaves_autograd_on(call):
-    """Wherever a signal arrives, in PyTorch's code too."""
+def test_interrupt_leaves_autograd_on(call, cold):
+    """Wherever a signal arrives, in PyTorch's code too: every other call is that of a new list."""
     params = parameters([torch.ones(3), torch.ones(2, 2)])
     optimizer = ClippedOptimizer(Still(params), 0.5, nonfinite="skip")
     n, ended = 1, False
     while not ended:
-        if n % 2:
+        if n % 2 == cold:
             plans.clear()
         for param in params:
             param.grad = torch.ones(param.shape, requires_grad=True)

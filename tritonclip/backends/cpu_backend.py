@@ -28,6 +28,7 @@ from tritonclip.backends.torch_backend import (
     unscale_and_clamp_,
     zero_,
 )
+from tritonclip.grad_mode import outside_inference
 from tritonclip.rules import Rule
 
 # Gradients whose coefficients are computed in Python's numbers, at most. For 32, 128 and 512 that
@@ -49,6 +50,7 @@ class CpuLayout:
         flat: each is contiguous.
     """
 
+    @outside_inference
     def __init__(self, tensors: list[Tensor], *, flat: bool) -> None:
         self.dtype = torch.float32
         self.flat = flat
@@ -65,8 +67,7 @@ class CpuLayout:
             and sum(self.sizes) <= UNSCALED[dtype] * len(tensors)
             and not any(map(Tensor.is_neg, tensors))
         )
-        with torch.inference_mode(False):
-            self.found_nonfinite = torch.zeros((), dtype=torch.float32, device="cpu")
+        self.found_nonfinite = torch.zeros((), dtype=torch.float32, device="cpu")
         # Memory that no call uses: a call takes it and appends it again, each in one operation, so
         # that threads, and a signal handler within a call, never share any. One of each is kept.
         self.scratch: deque[Scratch] = deque(maxlen=1)

@@ -6,6 +6,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from tritonclip.grad_mode import outside_inference
+
 
 class Numbers:
     """Python's numbers as tensors on a CPU, through memory that both see.
@@ -22,14 +24,13 @@ class Numbers:
         dtype: float32 or float64, to which they are rounded.
     """
 
+    @outside_inference
     def __init__(self, n: int, dtype: torch.dtype) -> None:
         self.memory = ((c_double if dtype == torch.float64 else c_float) * n)()
-        with torch.inference_mode(False):
-            self.together = torch.frombuffer(self.memory, dtype=dtype)
-            self.first = self.together[0]
+        self.together = torch.frombuffer(self.memory, dtype=dtype)
+        self.first = self.together[0]
 
     @cached_property
     def each(self) -> tuple[Tensor, ...]:
         """A 0-d view of each number."""
-        with torch.inference_mode(False):
-            return self.together.unbind()
+        return self.together.unbind()

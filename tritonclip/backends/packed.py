@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.cpu_norm import ROW
+from tritonclip.grad_mode import outside_inference
 
 # Lists of up to so many tensors are packed, if no more elements are copied, and no more measured:
 # scratch takes up to 8 MiB a plan.
@@ -120,6 +121,7 @@ class Scratch:
         "slots",
     )
 
+    @outside_inference
     def __init__(self, tensors: Sequence[Tensor], sizes: Sequence[int], *, flat: bool) -> None:
         self._dtype = tensors[0].dtype
         rows = rows_of(self._dtype, sizes, flat=flat)
@@ -129,24 +131,22 @@ class Scratch:
         room = [rows.length * rows.counts[i] for i in packed]
         self.holds_squares = rows.dtype == torch.float64 != self._dtype
         self._known = (0.0, math.inf) if self.holds_squares else _KNOWN[rows.dtype]
-        # Never inference tensors, which no later call could write to.
-        with torch.inference_mode(False):
-            self.elements = torch.zeros(sum(room), dtype=rows.dtype, device="cpu")
-            self._rows = self.elements.view(rows.n_packed, rows.length)
-            self.slots = [
-                own[: sizes[i]].view(tensors[i].shape)
-                for own, i in zip(self.elements.split(room), packed, strict=True)
-            ]
-            self._norms = torch.empty(sum(rows.counts), dtype=rows.dtype, device="cpu")
-            own_norms = self._norms.split([rows.n_packed, *(rows.counts[i] for i in rows.long)])
-            self._packed_norms = own_norms[0]
-            # Long gradients, and where the norms of their rows go.
-            self._long = list(zip(rows.long, own_norms[1:], strict=True))
-            # The gradient of each row; None where each is one.
-            self._owners = None
-            if set(rows.counts) != {1}:
-                owners = [i for i in (*packed, *rows.long) for _ in range(rows.counts[i])]
-                self._owners = torch.tensor(owners, dtype=torch.int64, device="cpu")
+        self.elements = torch.zeros(sum(room), dtype=rows.dtype, device="cpu")
+        self._rows = self.elements.view(rows.n_packed, rows.length)
+        self.slots = [
+            own[: sizes[i]].view(tensors[i].shape)
+            for own, i in zip(self.elements.split(room), packed, strict=True)
+        ]
+        self._norms = torch.empty(sum(rows.counts), dtype=rows.dtype, device="cpu")
+        own_norms = self._norms.split([rows.n_packed, *(rows.counts[i] for i in rows.long)])
+        self._packed_norms = own_norms[0]
+        # Long gradients, and where the norms of their rows go.
+        self._long = list(zip(rows.long, own_norms[1:], strict=True))
+        # The gradient of each row; None where each is one.
+        self._owners = None
+        if set(rows.counts) != {1}:
+            owners = [i for i in (*packed, *rows.long) for _ in range(rows.counts[i])]
+            self._owners = torch.tensor(owners, dtype=torch.int64, device="cpu")
 
     def norm(self, tensors: list[Tensor]) -> float | None:
         """The 2-norm of gradients of the list's form; None where float64 cannot square them."""

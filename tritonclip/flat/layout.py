@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tritonclip.engine.building import flat_size
 from tritonclip.engine.refusals import PLAIN
+from tritonclip.grad_mode import outside_inference
 
 # Bytes that one vector access reads: torch's fused optimizers and our kernels want gradients to
 # start at a multiple.
@@ -93,8 +94,7 @@ def lay_out(
             )
             offset += parameter.numel()
         # Never inference tensors, which no backward could add to.
-        with torch.inference_mode(False):
-            buffers.append(torch.zeros(offset, dtype=dtype, device=device))
+        buffers.append(outside_inference(torch.zeros)(offset, dtype=dtype, device=device))
     return tuple(buffers), [places[position] for position in range(len(named))]
 
 

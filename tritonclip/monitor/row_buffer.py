@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.grad_mode import without_grad
+from tritonclip.grad_mode import outside_inference, without_grad
 
 Value = float | Tensor | None
 Row = list[float | None]
@@ -70,9 +70,9 @@ class RowBuffer:
         if block is None or block.device != device or block.shape[1] < len(values):
             self.send_()
             n_rows = max(1, min(self._capacity, _BLOCK // len(values)))
+            shape, dtype = (n_rows, len(values)), _wide_dtype(device)
             # Never an inference tensor, which no later step could write to.
-            with torch.inference_mode(False):
-                block = torch.empty((n_rows, len(values)), dtype=_wide_dtype(device), device=device)
+            block = outside_inference(torch.empty)(shape, dtype=dtype, device=device)
             self._block, self._stream = block, None
         if device.type == "cuda":
             self._follow_stream(block)

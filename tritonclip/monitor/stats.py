@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tritonclip.grad_mode import outside_inference
+
 
 class Clipped(NamedTuple):
     """The outcome of one rule at one step.
@@ -49,9 +51,9 @@ class ClipStats:
 
     def __init__(self, device: torch.device) -> None:
         # Never an inference tensor, which no later step could add to.
-        with torch.inference_mode(False):
-            self._counters = torch.zeros(len(_COUNTERS), dtype=torch.int64, device=device)
-            self.consecutive_skips = torch.zeros((), dtype=torch.int64, device=device)
+        zeros = outside_inference(torch.zeros)
+        self._counters = zeros(len(_COUNTERS), dtype=torch.int64, device=device)
+        self.consecutive_skips = zeros((), dtype=torch.int64, device=device)
         # Spares a step without skips an operation.
         self._may_have_skipped = False
         self._limit: float | Tensor = torch.nan

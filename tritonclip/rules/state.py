@@ -8,6 +8,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from tritonclip.grad_mode import outside_inference
 from tritonclip.rules.adaptive import Adaptive
 from tritonclip.rules.following import Following, Numbering
 from tritonclip.rules.rule import Measured, Rule
@@ -94,8 +95,8 @@ class ClipState:
             )
         values = state["values"]
         # Never an inference tensor, which no later call could write to.
-        with torch.inference_mode(False):
-            self._values = None if values is None else values.detach().clone()
+        copied = outside_inference(torch.clone)
+        self._values = None if values is None else copied(values.detach())
         self._kind, self._steps, self._places = state["kind"], state["steps"], None
         self._n_parameters, self._first = state["parameters"], None
 
@@ -172,21 +173,14 @@ class ClipState:
         """The values, made where there are none: one row, or one for each of n parameters."""
         values = self._values
         if values is not None and (values.device, values.dtype) != (norm.device, norm.dtype):
-            with torch.inference_mode(False):
-                values = self._values = values.to(norm.device, norm.dtype)
+            values = self._values = outside_inference(values.to)(norm.device, norm.dtype)
         n_known = 0 if values is None or n is None else len(values)
         if values is not None and (n is None or n == n_known):
             return values
         if values is not None and not (may_grow and n is not None and n > n_known):
             raise _other_list(n_known, n)
         self._kind = _kind_of(rule)
-        # Never an inference tensor, which no later call could write to.
-        with torch.inference_mode(False):
-            # Uploads once.
-            row = torch.tensor(rule.start(), dtype=norm.dtype, device=norm.device)
-            if n is not None:
-                row = row.repeat(n - n_known, 1)
-            self._values = row if values is None else torch.cat([values, row])
+        self._values = _grown(values, rule, norm, None if n is None else n - n_known)
         return self._values
 
     def _places_of(self, positions: Sequence[int], device: torch.device) -> Tensor:
@@ -259,3 +253,13 @@ def _kind_of(rule: Any) -> str:
     if not isinstance(rule, Adaptive):
         return ""
     return f"{type(rule).__name__} with {len(rule.start())} numbers"
+
+
+@outside_inference
+def _grown(values: Tensor | None, rule: Any, norm: Tensor, n: int | None) -> Tensor:
+    """The values with n more rows, or one row alone: none that a later call could not write to."""
+    # Uploads once.
+    row = torch.tensor(rule.start(), dtype=norm.dtype, device=norm.device)
+    if n is not None:
+        row = row.repeat(n, 1)
+    return row if values is None else torch.cat([values, row])
