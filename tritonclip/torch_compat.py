@@ -13,7 +13,7 @@ from torch import Tensor
 from tritonclip.clipping import Parameters, collect
 from tritonclip.distributed.domain import Copies, Holders, check_holders
 from tritonclip.distributed.sharding import without_mesh
-from tritonclip.engine import compiled, execute, twice
+from tritonclip.engine import apart, compiled, execute, twice
 from tritonclip.engine.gradients import Gradients, of_parameters, of_tensors
 from tritonclip.engine.nonfinite import TORCH_REMEDY
 from tritonclip.engine.planner import plan_
@@ -206,7 +206,7 @@ def get_total_norm(
         if foreach:
             _check_foreach(gradients)
         plan_(gradients)
-    return execute.total_norm(gradients, order, error_if_nonfinite)
+    return apart.total_norm(gradients, order, error_if_nonfinite)
 
 
 def clip_grads_with_norm_(
@@ -262,6 +262,6 @@ def clip_grads_with_norm_(
     else:
         holders = check_holders(process_group, copies)
         gradients = _collect(parameters, foreach, holders, tells=False)
-        execute.scale_(gradients, rule, total_norm)
+        apart.scale_(gradients, rule, total_norm)
         if twice.calls:
             twice.remember(gradients, rule)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from tritonclip import rules
-from tritonclip.engine import execute
+from tritonclip.engine import apart, execute
 from tritonclip.engine.gradients import Gradients, of_tensors
 from tritonclip.engine.modules import check_marks
 from tritonclip.engine.planner import plan_
@@ -228,7 +228,7 @@ def _(
 @torch.library.custom_op("tritonclip::total_norm", mutates_args=())
 def _norm_op(tensors: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
     gradients = plan_(of_tensors(list(tensors)))
-    return execute.total_norm(gradients, norm_type, error_if_nonfinite).clone()
+    return apart.total_norm(gradients, norm_type, error_if_nonfinite).clone()
 
 
 @_norm_op.register_fake
@@ -242,7 +242,7 @@ def _scale_op(
 ) -> None:
     refuse_negative("total_norm", total_norm)
     rule = rules.ClipByGlobalNorm(*numbers)
-    execute.scale_(_gradients(grads, names), rule, total_norm)
+    apart.scale_(_gradients(grads, names), rule, total_norm)
 
 
 @_scale_op.register_fake

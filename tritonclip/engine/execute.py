@@ -5,19 +5,19 @@ The only composition of the backends' verbs. Arguments are checked and the list 
 
 import math
 import warnings
-from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonclip import settings
-from tritonclip.backends.torch_backend import coefficient_of, wide_dtype
+from tritonclip.backends.torch_backend import coefficient_of
 from tritonclip.engine import nonfinite as policies
 from tritonclip.engine import verification
 from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.limits import checked_limit, limit_of
 from tritonclip.engine.measure import (
     Norms,
     in_order,
@@ -28,10 +28,10 @@ from tritonclip.engine.measure import (
     total,
 )
 from tritonclip.engine.plan import Group
-from tritonclip.engine.refusals import refuse_for_rule, refuse_read_only, refuse_sparse_minimum
+from tritonclip.engine.refusals import refuse_for_rule, refuse_read_only
 from tritonclip.engine.together import tell_others
 from tritonclip.grad_mode import without_grad
-from tritonclip.rules import ClipByGlobalNorm, Rule
+from tritonclip.rules import Rule
 
 
 class Outcome(NamedTuple):
@@ -156,10 +156,10 @@ def write_(
         if zero_nonfinite:
             # Last, for bounds that exclude 0; the gradients no longer carry a loss scale.
             assert norms is not None
-            _scale_(gradients, rule, norms, 1.0, zero_nonfinite=True)
+            scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=True)
     else:
         assert norms is not None
-        outcome = _scale_(gradients, rule, norms, grad_scale, zero_nonfinite=zero_nonfinite)
+        outcome = scale_groups_(gradients, rule, norms, grad_scale, zero_nonfinite=zero_nonfinite)
     if gradients.plan is not None and not gradients.plan.ordinary:
         gradients.finish_writing(wrote=_wrote(rule, grad_scale, outcome))
     if expected is not None:
@@ -175,7 +175,7 @@ def _wrote(rule: Rule, grad_scale: float | Tensor, outcome: Outcome) -> bool:
     return any(isinstance(c, Tensor) or c != 1 for _, c in outcome.by_group)
 
 
-def _scale_(
+def scale_groups_(
     gradients: Gradients,
     rule: Rule,
     norms: Norms,
@@ -183,12 +183,12 @@ def _scale_(
     *,
     zero_nonfinite: bool,
 ) -> Outcome:
-    """Scales every group."""
+    """Scales every group of a measured list, and counts versions; arguments as for `write_`."""
     plan = gradients.plan
     assert plan is not None
     limit = rule.limit(norms)
     if type(limit) is not float:
-        limit = _checked_limit(limit, norms)
+        limit = checked_limit(limit, norms)
     results: list[tuple[Tensor, float | Tensor]] = []
     if not norms.per_gradient:
         for i, batch in enumerate(norms.batches):
@@ -208,7 +208,7 @@ def _scale_(
             finite = is_finite(norms)
             erase = [~finite.to(group.device) for group in plan.groups]
         for i, batch in enumerate(norms.batches):
-            own = _limit_of(limit, plan.groups[i].indices)
+            own = limit_of(limit, plan.groups[i].indices)
             results.append(
                 batch.scale_each_(
                     norms.partials[i], norms.starts[i], rule, own, grad_scale, erase=erase[i]
@@ -225,33 +225,6 @@ def _scale_(
     norm = norm if norm.device == plan.device else norm.to(plan.device)
     is_one = not isinstance(limit, Tensor) or limit.dim() == 0
     return Outcome(norm, results, limit if is_one and not rule.per_unit else math.nan)
-
-
-def _limit_of(max_norm: float | Tensor, indices: Sequence[int] | None) -> float | Tensor:
-    """The limits of a group, where there is one for each gradient."""
-    if not isinstance(max_norm, Tensor) or max_norm.dim() == 0 or indices is None:
-        return max_norm
-    pieces = max_norm.split(1)
-    return torch.cat([pieces[i] for i in indices])
-
-
-def _checked_limit(limit: float | Tensor, norms: Norms) -> float | Tensor:
-    """A rule's limit: a number, or a 0-d or contiguous 1-d tensor, one for each gradient here."""
-    if not isinstance(limit, Tensor):
-        return limit
-    if limit.numel() == 1:
-        return limit.detach().reshape(())
-    n = len(norms.gradients.tensors) if norms.reduced is None else len(norms.reduced)
-    if limit.shape != (n,) or not norms.per_gradient:
-        raise ValueError(
-            "a rule's limit must be a number, one element, or one for each of "
-            f"{n if norms.per_gradient else 1} gradients; got shape {tuple(limit.shape)}"
-        )
-    plan = norms.gradients.plan
-    assert plan is not None
-    if plan.reduction is None:
-        return limit.detach().contiguous()
-    return limit.detach()[plan.reduction.places.on(limit.device)]
 
 
 def _clamp_(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> None:
@@ -272,64 +245,3 @@ def _count_version(gradients: Gradients, group: Group) -> None:
     if written is None:
         written = gradients.of(group.indices)[0]
     torch.autograd.graph.increment_version(written)
-
-
-@lru_cache
-def _unlimited(norm_type: float) -> Rule:
-    return ClipByGlobalNorm(float("inf"), norm_type, eps=0.0)
-
-
-@without_grad
-def total_norm(
-    gradients: Gradients,
-    norm_type: float,
-    error_if_nonfinite: bool = False,
-    *,
-    per_gradient: bool = False,
-) -> Tensor:
-    """The norm of a gradient list, 0-d, or, `per_gradient`, the norm of each, 1-d."""
-    if gradients.plan is None:
-        shape = 0 if per_gradient else ()
-        return torch.zeros(shape, dtype=torch.float32, device=gradients.device)
-    if gradients.refusal is not None:
-        again = partial(measure, gradients, norm_type, per_gradient)
-        tell_others(gradients, _unlimited(norm_type), again, names_culprits=error_if_nonfinite)
-        raise gradients.refusal
-    refuse_sparse_minimum(gradients, norm_type)
-    norm = total(measure(gradients, norm_type, per_gradient))
-    if error_if_nonfinite:
-        policies.raise_if_nonfinite(gradients, _unlimited(norm_type), norm, policies.TORCH_REMEDY)
-    if settings.verifying() and gradients.plan.reduction is None:
-        verification.Expectation(gradients).check_norm(norm_type, norm)
-    return norm
-
-
-@without_grad
-def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
-    """Scales a gradient list by the coefficient of a norm that is given.
-
-    Args:
-        gradients: the list.
-        rule: of norm type inf: under any order, the norm of one given norm is that norm, and inf
-            takes it as it is.
-        norm: one element, on any device.
-    """
-    plan = gradients.plan
-    if plan is None or not plan.groups:
-        return
-    refuse_read_only(gradients)
-    expected = verification.Expectation(gradients) if settings.verifying() else None
-    given = norm.detach().abs().reshape(1)
-    # An upload need not be waited for; a download must be.
-    uploaded = given.device.type == "cpu"
-    batches = [group.layout.bind(*gradients.of(group.indices)) for group in plan.groups]
-    partials = [
-        given.to(group.device, non_blocking=uploaded).to(wide_dtype(group.device))
-        for group in plan.groups
-    ]
-    starts = [0] * len(batches)
-    norms = Norms(batches, partials, starts, rule.norm_type, False, 1.0, gradients)
-    _scale_(gradients, rule, norms, 1.0, zero_nonfinite=False)
-    gradients.finish_writing()
-    if expected is not None:
-        expected.check_scale(rule, norm)

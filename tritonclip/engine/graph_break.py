@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.distributed.domain import check_holders
-from tritonclip.engine import execute
+from tritonclip.engine import apart, execute
 from tritonclip.engine.gradients import of_parameters, of_tensors
 from tritonclip.engine.planner import plan_
 from tritonclip.rules import Rule, follow
@@ -46,10 +46,10 @@ def total_norm(
 ) -> Tensor:
     """`get_total_norm`, eagerly."""
     gradients = plan_(of_tensors(tensors, holders=check_holders(process_group, copies)))
-    return execute.total_norm(gradients, norm_type, error_if_nonfinite)
+    return apart.total_norm(gradients, norm_type, error_if_nonfinite)
 
 
 @torch.compiler.disable
 def scale_(parameters: object, rule: Rule, norm: Tensor) -> None:
     """`clip_grads_with_norm_`, eagerly."""
-    execute.scale_(plan_(of_parameters(parameters)), rule, norm)
+    apart.scale_(plan_(of_parameters(parameters)), rule, norm)

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from tritonclip.backends import choose
 from tritonclip.backends.batching import PIECE
 from tritonclip.backends.torch_backend import wide_dtype
-from tritonclip.engine import execute
+from tritonclip.engine import apart
 from tritonclip.engine.gradients import Gradients, of_tensors
 from tritonclip.engine.planner import plan_
 from tritonclip.engine.refusals import OverlapError
@@ -107,12 +107,12 @@ class _Norm(torch.autograd.Function):
 
 
 def _total(tensors: Sequence[Tensor]) -> Tensor:
-    norm = execute.total_norm(_planned(tensors), 2.0)
+    norm = apart.total_norm(_planned(tensors), 2.0)
     return norm.to(wide_dtype(norm.device))
 
 
 def _each(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    norms = execute.total_norm(_planned(tensors), norm_type, per_gradient=True)
+    norms = apart.total_norm(_planned(tensors), norm_type, per_gradient=True)
     return norms.to(wide_dtype(norms.device))
 
 

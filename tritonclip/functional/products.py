@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tritonclip.backends import choose
 from tritonclip.backends.torch_backend import ARITHMETIC, wide_dtype
-from tritonclip.engine import execute
+from tritonclip.engine import apart
 from tritonclip.engine.gradients import of_tensors
 from tritonclip.engine.planner import plan_
 from tritonclip.functional import formulas
@@ -154,7 +154,7 @@ def _products_of_group(tensors: list[Tensor], coefficient: Tensor) -> list[Tenso
     # Foreach rounds a factor to a half type first; kernels, which scale in place, do not.
     copies = [torch.empty_like(x) for x in tensors]
     torch._foreach_copy_(copies, [x.resolve_neg() for x in tensors])
-    execute.scale_(plan_(of_tensors(copies)), _By(factor), torch.ones_like(factor))
+    apart.scale_(plan_(of_tensors(copies)), _By(factor), torch.ones_like(factor))
     return copies
 
 
