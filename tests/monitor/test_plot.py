@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib", reason="needs tritonclip[monitor]")
 
 from matplotlib.colors import to_hex
 
-from tritonclip.monitor import plot
+from tritonclip.monitor import histogram, plot
 
 
 def run(n: int = 400, limit: float = 2.0) -> History:
@@ -137,10 +137,10 @@ def test_labels_of_candidates_do_not_overlap(figure):
 
 @pytest.mark.parametrize("heights", [[], [0.5], [0.0] * 5, [1.0] * 5, [0.4, 0.41, 0.9, 0.95]])
 def test_places_of_labels_are_apart_and_on_the_axis(heights):
-    places = plot._spread(heights)
+    places = histogram.spread(heights)
     assert len(places) == len(heights)
     assert all(-1e-9 <= place <= 1 + 1e-9 for place in places)
-    assert all(b - a >= plot._GAP - 1e-9 for a, b in itertools.pairwise(places))
+    assert all(b - a >= histogram.GAP - 1e-9 for a, b in itertools.pairwise(places))
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

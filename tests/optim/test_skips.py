@@ -302,7 +302,7 @@ def test_skips_that_a_step_has_waited_for_raise_at_once():
 
 def test_skips_that_arrive_late_are_forgotten_with_a_checkpoint():
     params, optimizer = wrapped(PLAIN_AND_FUSED[1].values[0], nonfinite="skip")
-    optimizer._watch = Late(2)
+    optimizer._log.watch = Late(2)
     saved = optimizer.state_dict()
     give_grads(params, bad=math.nan)
     optimizer.step()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator
+from typing import Any
 from weakref import ref
 
 import torch
@@ -15,12 +15,9 @@ from tritonclip.distributed.domain import Holders
 from tritonclip.distributed.sharding import shares_of
 from tritonclip.engine.gradients import Gradients, labelled
 from tritonclip.engine.planner import PlanCache, plan_
-from tritonclip.engine.refusals import some
-from tritonclip.flat.layout import Views, is_same, is_wanted, lay_out, refuse
+from tritonclip.flat.layout import is_wanted, lay_out, refuse
+from tritonclip.flat.view_watch import ViewWatch, present
 from tritonclip.grad_mode import without_grad
-
-# Addresses compared at every call beside the first and the last.
-_COMPARED = 16
 
 
 class FlatGradients:
@@ -102,7 +99,6 @@ class FlatGradients:
     def _hold_(
         self, named: Iterable[tuple[str, Tensor]], left_out: Iterable[tuple[str, Tensor]]
     ) -> None:
-        # Weakly: with a parameter that was replaced dies its view, which `_lost` tells at once.
         self._named = [(label, ref(parameter)) for label, parameter in named]
         self._left_out = [(label, ref(parameter)) for label, parameter in left_out]
         self.attach_()
@@ -130,12 +126,7 @@ class FlatGradients:
         Raises:
             RuntimeError: a parameter that is gone.
         """
-        for label, weak in self._named:
-            parameter = weak()
-            if parameter is None:
-                self._raise_gone()
-            else:
-                yield label, parameter
+        return iter(present(self._named))
 
     def __len__(self) -> int:
         return len(self._named)
@@ -152,25 +143,16 @@ class FlatGradients:
         """
         named = list(self)
         refuse(named)
-        buffers, places = lay_out(named)
-        views = Views(buffers, places)
+        views = lay_out(named)
         grads = list(views)
         for (_, parameter), view in zip(named, grads, strict=True):
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
-        # From here on nothing fails. Filled by the death of views: whoever replaces a gradient
-        # drops the old one.
-        lost: list[str] = []
-        watch = []
-        for (label, parameter), view in zip(named, grads, strict=True):
+        # From here on nothing fails.
+        for (_, parameter), view in zip(named, grads, strict=True):
             parameter.grad = view
-            watch.append((ref(parameter), ref(view, _Note(lost, label)), view.data_ptr()))
-        self._buffers, self._places, self._views = buffers, places, views
-        self._lost, self._watch, self._turn = lost, watch, 0
-        self._device = named[0][1].device
-        firsts = {place.buffer: at for at, place in reversed(list(enumerate(places)))}
-        # One of each buffer, all of which move with it, and the last.
-        self._ends = (*firsts.values(), len(named) - 1)
+        self._watch = ViewWatch(self._named, self._left_out, views)
+        self._views, self._buffers = views, views.buffers
         self._planned: dict[tuple[bool, str, object], Gradients] = {}
 
     def zero_(self) -> None:
@@ -191,24 +173,7 @@ class FlatGradients:
                 buffers any more, that are frozen or have `need_clip = False` by now, or that no
                 longer are or have.
         """
-        self._check_views()
-        left_out = [label for label, p in self if not is_wanted(p)]
-        if left_out:
-            raise RuntimeError(
-                f"{some(left_out)} was frozen or got need_clip = False after FlatGradients was "
-                "made, which holds its gradient; do so before, or make a new FlatGradients"
-            )
-        self._refuse_wanted(self._left_out)
-
-    def _check_views(self) -> None:
-        """Compares the gradient of every parameter with its view."""
-        replaced = [
-            label
-            for (label, parameter), view in zip(self, self._views, strict=True)
-            if not is_same(parameter.grad, view)
-        ]
-        if replaced or self._lost:
-            self._raise_replaced(replaced or self._lost)
+        self._watch.check_all()
 
     def gradients(
         self, *, per_gradient: bool, holders: Holders | None = None, weights: bool = False
@@ -237,13 +202,9 @@ class FlatGradients:
 
     def _plan(self, per_gradient: bool, holders: Holders | None) -> Gradients:
         """The buffers as gradients, or the gradients that they hold as flat pieces."""
-        pieces = list(self._buffers)
-        if per_gradient:
-            pieces = [
-                self._buffers[p.buffer][p.offset : p.offset + p.n_elements] for p in self._places
-            ]
-        labels = [place.label for place in self._places]
-        result = Gradients(pieces, self._device, labels.__getitem__)
+        pieces = self._views.pieces() if per_gradient else list(self._buffers)
+        labels = [place.label for place in self._views.places]
+        result = Gradients(pieces, pieces[0].device, labels.__getitem__)
         if holders is not None:
             if holders.copies is not None:
                 raise ValueError(
@@ -258,60 +219,9 @@ class FlatGradients:
         return result
 
     def _check_cheaply(self) -> None:
-        """Looks for views that are gone, and at the addresses of some, others at every call."""
-        n, n_left_out = len(self._named), len(self._left_out)
-        first, self._turn = self._turn * _COMPARED, self._turn + 1
-        if self._lost:
-            self._raise_replaced(self._lost)
-        start = first % n
-        for at in (*self._ends, *range(start, min(n, start + _COMPARED))):
-            weak, view, address = self._watch[at]
-            parameter = weak()
-            grad = None if parameter is None else parameter.grad
-            if grad is None or grad is not view() or grad.data_ptr() != address:
-                self._follow_()
-                break
-        if n_left_out:
-            start = first % n_left_out
-            self._refuse_wanted(self._left_out[start : start + _COMPARED])
-
-    def _follow_(self) -> None:
-        """Goes on with buffers whose memory moved with all its views, as `share_memory()` does."""
-        self._check_views()
-        self._watch = [
-            (weak, known, view.data_ptr())
-            for (weak, known, _), view in zip(self._watch, self._views, strict=True)
-        ]
-        # Made of addresses.
-        self._planned.clear()
-
-    def _refuse_wanted(self, left_out: Sequence[tuple[str, ref[Tensor]]]) -> None:
-        """Refuses to go on without parameters that were left out and should be no more."""
-        wanted = [label for label, weak in left_out if (p := weak()) is not None and is_wanted(p)]
-        if wanted:
-            raise RuntimeError(
-                f"{some(wanted)} requires a gradient and has no need_clip = False by now, but did "
-                "not when FlatGradients was made, which would neither clip nor zero its gradient; "
-                "make a new FlatGradients"
-            )
-
-    def _raise_gone(self) -> NoReturn:
-        gone = [label for label, parameter in self._named if parameter() is None]
-        raise RuntimeError(
-            f"{some(gone)} is gone: another parameter took its place in the model or the "
-            "optimizer, whose gradient FlatGradients would neither clip nor zero, or the model was "
-            "let go. Nothing was changed. Make a new FlatGradients of the parameters that are there"
-        )
-
-    def _raise_replaced(self, labels: Sequence[str]) -> NoReturn:
-        if any(parameter() is None for _, parameter in self._named):
-            self._raise_gone()
-        raise RuntimeError(
-            f"the gradient of {some(labels)} is no view of FlatGradients any more: "
-            "zero_grad(set_to_none=True), which is the default, an assignment to .grad or a move "
-            "of the model replaced it. Nothing was changed. Call flat.attach_() to go on with the "
-            "gradients that are there, and flat.zero_() in place of zero_grad()"
-        )
+        if not self._watch.check_some():
+            # Made of addresses.
+            self._planned.clear()
 
     def __copy__(self) -> FlatGradients:
         raise TypeError(
@@ -337,15 +247,3 @@ class FlatGradients:
     def __repr__(self) -> str:
         buffers = ", ".join(f"{b.numel()} of {b.dtype} on {b.device}" for b in self._buffers)
         return f"FlatGradients({len(self)} parameters: {buffers})"
-
-
-class _Note:
-    """Remembers whose view is gone."""
-
-    __slots__ = ("_label", "_lost")
-
-    def __init__(self, lost: list[str], label: str) -> None:
-        self._lost, self._label = lost, label
-
-    def __call__(self, _: object) -> None:
-        self._lost.append(self._label)

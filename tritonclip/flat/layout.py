@@ -31,17 +31,26 @@ class Place:
 
 
 class Views(Sequence[Tensor]):
-    """The gradients, each a view that is made when it is asked for."""
+    """The gradients, each a view that is made when it is asked for.
 
-    def __init__(self, buffers: Sequence[Tensor], places: Sequence[Place]) -> None:
-        self._buffers, self._places = buffers, places
+    Attributes:
+        buffers: one for each device and dtype.
+        places: where each gradient lies in them.
+    """
+
+    def __init__(self, buffers: tuple[Tensor, ...], places: Sequence[Place]) -> None:
+        self.buffers, self.places = buffers, places
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)
 
     def __getitem__(self, at: Any) -> Any:
-        place = self._places[at]
-        return self._buffers[place.buffer].as_strided(place.shape, place.stride, place.offset)
+        place = self.places[at]
+        return self.buffers[place.buffer].as_strided(place.shape, place.stride, place.offset)
+
+    def pieces(self) -> list[Tensor]:
+        """The gradients as 1-d pieces of the buffers."""
+        return [self.buffers[p.buffer][p.offset : p.offset + p.n_elements] for p in self.places]
 
 
 def refuse(named: Iterable[tuple[str, Tensor]]) -> None:
@@ -76,10 +85,8 @@ def refuse(named: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
-def lay_out(
-    named: Sequence[tuple[str, Tensor]],
-) -> tuple[tuple[Tensor, ...], list[Place]]:
-    """Buffers of zeros, and where each gradient lies."""
+def lay_out(named: Sequence[tuple[str, Tensor]]) -> Views:
+    """Views of new buffers of zeros, one for each parameter."""
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for position, (_, parameter) in enumerate(named):
         kinds.setdefault((parameter.device, parameter.dtype), []).append(position)
@@ -95,7 +102,7 @@ def lay_out(
             offset += parameter.numel()
         # Never inference tensors, which no backward could add to.
         buffers.append(outside_inference(torch.zeros)(offset, dtype=dtype, device=device))
-    return tuple(buffers), [places[position] for position in range(len(named))]
+    return Views(tuple(buffers), [places[position] for position in range(len(named))])
 
 
 def _is_ragged(parameter: Tensor) -> bool:

@@ -17,7 +17,7 @@ except ModuleNotFoundError:
 from tritonclip.engine.modules import check_marks
 from tritonclip.integrations.metrics import metrics_of
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite
-from tritonclip.optim.wrapper import wrapper_of
+from tritonclip.optim.registry import wrapper_of
 from tritonclip.rules import Rule, as_rule
 
 # Wrappers of all callbacks.

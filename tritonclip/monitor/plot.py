@@ -6,9 +6,7 @@ colour-blind readers tell from one another; each kind of mark has a shape as wel
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +17,19 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from torch import Tensor
 
-from tritonclip.monitor.candidates import Candidate
+from tritonclip.monitor.histogram import RECOMMENDED, draw_histogram
 from tritonclip.monitor.history import History
 from tritonclip.monitor.suggestion import Suggestion
 
 ENDINGS = (".png", ".svg")
-NORM, MEDIAN, BAR, GREY = "#9ab4c8", "#1f3b57", "#b9c9d6", "0.45"
-CLIPPED, SKIPPED, NONFINITE, RECOMMENDED = "#e69f00", "#0072b2", "#000000", "#d55e00"
+NORM, MEDIAN = "#9ab4c8", "#1f3b57"
+CLIPPED, SKIPPED, NONFINITE = "#e69f00", "#0072b2", "#000000"
 # Above it, single marks do not show in a vector graphic, and only make it slow.
 _MANY = 5_000
 # Parts of a run whose medians draw its trend.
 _PARTS = 100
-_BINS = 40
 # Marks of a kind, above which they are drawn small.
 _CROWDED = 200
-# Least distance of two labels, as a part of the axis' height.
-_GAP = 0.075
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.right": False,
@@ -101,7 +96,7 @@ def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
     near = (history.limits >= low / 3) & (history.limits <= high * 3)
     ends = [low, high, *(c.max_norm for c in candidates), *history.limits[near].tolist()]
     over_steps.set_ylim(min(ends) / 1.3, max(ends) * 1.6)
-    _draw_histogram(histogram, history.norms[after if after.any() else shown], candidates)
+    draw_histogram(histogram, history.norms[after if after.any() else shown], candidates)
     if suggestion is not None and suggestion.max_norm is not None:
         over_steps.axhline(suggestion.max_norm, color=RECOMMENDED, lw=1, zorder=1.5)
     _label(over_steps, histogram)
@@ -178,50 +173,6 @@ def _draw_marks(axes: Axes, history: History) -> None:
             )
 
 
-def _draw_histogram(axes: Axes, norms: Tensor, candidates: Sequence[Candidate]) -> None:
-    """Steps by norm, in bins of equal width on the log axis, and the candidates."""
-    low, high = float(norms.min()), float(norms.max())
-    width = math.log(high / low * 1.04) / _BINS
-    bins = [low / 1.02 * math.exp(i * width) for i in range(_BINS + 1)]
-    axes.hist(norms, bins=bins, orientation="horizontal", color=BAR)
-    # Spikes are few among many steps.
-    axes.set_xscale("symlog", linthresh=1)
-    axes.set_xlim(0, None)
-    heights = [
-        float(axes.transLimits.transform((0, math.log10(c.max_norm)))[1]) for c in candidates
-    ]
-    for candidate, place in zip(candidates, _spread(heights), strict=True):
-        _draw_candidate(axes, candidate, place)
-
-
-def _draw_candidate(axes: Axes, candidate: Candidate, place: float) -> None:
-    """A line at the limit, and a label beside the axis."""
-    chosen = candidate.origin == "recommended"
-    color = RECOMMENDED if chosen else "black" if candidate.origin == "in use" else GREY
-    axes.axhline(candidate.max_norm, color=color, lw=1.2 if chosen else 0.7, zorder=3)
-    note = "" if candidate.origin.startswith("about") else f", {candidate.origin}"
-    axes.annotate(
-        f"{candidate.max_norm:g} clips {_percent(candidate.share)}{note}",
-        xy=(1, candidate.max_norm),
-        xycoords=axes.get_yaxis_transform(),
-        xytext=(1.09, place),
-        textcoords="axes fraction",
-        va="center",
-        fontsize=8,
-        fontweight="bold" if chosen else "normal",
-        color=color,
-        annotation_clip=False,
-        arrowprops={
-            "arrowstyle": "-",
-            "color": color,
-            "lw": 0.6,
-            "shrinkA": 1,
-            "shrinkB": 0,
-            "relpos": (0, 0.5),
-        },
-    )
-
-
 def _label(over_steps: Axes, histogram: Axes) -> None:
     over_steps.set_xlabel("step")
     over_steps.set_ylabel("gradient norm before clipping")
@@ -237,31 +188,5 @@ def _label(over_steps: Axes, histogram: Axes) -> None:
     histogram.set_xlabel("number of steps")
 
 
-def _spread(heights: Sequence[float]) -> list[float]:
-    """Places near ascending heights, in parts of the axis, where labels do not overlap."""
-    # Labels that would overlap stand side by side around the mean of their heights.
-    blocks: list[list[float]] = []
-    for height in heights:
-        blocks.append([height])
-        while len(blocks) > 1 and _top(blocks[-2]) + _GAP > _bottom(blocks[-1]):
-            last = blocks.pop()
-            blocks[-1] += last
-    return [_bottom(block) + i * _GAP for block in blocks for i in range(len(block))]
-
-
-def _bottom(block: Sequence[float]) -> float:
-    """The lowest label of a block, which is as high as the axis allows."""
-    extent = (len(block) - 1) * _GAP
-    return min(max(sum(block) / len(block) - extent / 2, 0.0), 1.0 - extent)
-
-
-def _top(block: Sequence[float]) -> float:
-    return _bottom(block) + (len(block) - 1) * _GAP
-
-
 def _thousands(count: float) -> str:
     return f"{count:g}" if count < 1000 else f"{count / 1000:g}k"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g}%" if share < 0.995 else "100%"

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tritonclip.monitor.history_file import HistoryFile
-from tritonclip.monitor.row_buffer import Row, RowBuffer, Value
-from tritonclip.monitor.rows import cells_of, checked_value
+from tritonclip.monitor.row_buffer import Value
+from tritonclip.monitor.row_writer import RowWriter
+from tritonclip.monitor.rows import checked_value
 
 # The last recorder of each file in this process, while it is alive.
 _open: weakref.WeakValueDictionary[Path, Recorder] = weakref.WeakValueDictionary()
@@ -41,17 +42,16 @@ class Recorder:
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a number of steps, 1 or more, got {every!r}")
-        if write not in (None, True, False):
-            raise TypeError(f"write must be True, False or None, got {write!r}")
-        if append not in (None, True, False):
-            raise TypeError(f"append must be True, False or None, got {append!r}")
+        for name, choice in (("write", write), ("append", append)):
+            if choice not in (None, True, False):
+                raise TypeError(f"{name} must be True, False or None, got {choice!r}")
         self.every, self.each = every, bool(each)
         self._write = _rank_decides() if write is None else write
         # Absolute, so that a program may change its folder.
         self.path = Path(path).absolute()
         # Of a process that does not write, the folder may be on another machine.
-        self._pages = _Pages(HistoryFile(self.path, find=self._write is not False), every)
-        self.steps = self._pages.file.last_step
+        self._rows = RowWriter(HistoryFile(self.path, find=self._write is not False), every)
+        self.steps = self._rows.file.last_step
         self._names: tuple[str, ...] | None = None
         known = _open.get(self.path)
         if append is False and (self.steps or (known is not None and known.steps)):
@@ -62,11 +62,11 @@ class Recorder:
         if known is not None:
             # A cell of a notebook that is run again drops it: its rows come first.
             known.close()
-            self._pages.file = HistoryFile(self.path, find=self._write is not False)
-            self.steps = self._pages.file.last_step
+            self._rows.file = HistoryFile(self.path, find=self._write is not False)
+            self.steps = self._rows.file.last_step
         _open[self.path] = self
         # Also at the end of the program.
-        self._close = weakref.finalize(self, self._pages.flush)
+        self._close = weakref.finalize(self, self._rows.flush)
 
     @property
     def is_closed(self) -> bool:
@@ -135,10 +135,10 @@ class Recorder:
         ]
         self._check_names(tuple(named))
         if self.writes:
-            self._pages.add_(self.steps + 1, row)
+            self._rows.add_(self.steps + 1, row)
         self.steps += 1
         if self.steps % self.every == 0:
-            self._pages.flush(wait=False)
+            self._rows.flush(wait=False)
 
     def flush(self) -> None:
         """Writes all rows; waits for the device.
@@ -148,7 +148,7 @@ class Recorder:
             RuntimeError: as for `add_`; something else writes to the file.
         """
         self._check_open()
-        self._pages.flush()
+        self._rows.flush()
 
     def close(self) -> None:
         """Writes all rows and ends the recording; a second call does nothing."""
@@ -203,7 +203,7 @@ class Recorder:
                     f"norms must have names of one line each, got {name!r}; rename the group"
                 )
         if self.writes:
-            self._pages.file.begin(names)
+            self._rows.file.begin(names)
         self._names = names
 
     def _check_open(self) -> None:
@@ -212,9 +212,9 @@ class Recorder:
                 f"the recorder of {self.path} is closed; expected an open one: make a new one by "
                 "record(path, append=True), which goes on in the same file"
             )
-        if os.getpid() != self._pages.process:
+        if os.getpid() != self._rows.process:
             raise RuntimeError(
-                f"the recorder of {self.path} belongs to process {self._pages.process}, got a call "
+                f"the recorder of {self.path} belongs to process {self._rows.process}, got a call "
                 "from a fork of it; record in the first one, or make a recorder with another path"
             )
 
@@ -227,29 +227,6 @@ class Recorder:
     def __repr__(self) -> str:
         state = ", closed" if self.is_closed else ""
         return f"<Recorder of {self.path}, {self.steps} steps{state}>"
-
-
-class _Pages:
-    """The rows of a recorder, which outlive it until they are written."""
-
-    def __init__(self, file: HistoryFile, every: int) -> None:
-        self.file, self.buffer = file, RowBuffer(every)
-        self.process = os.getpid()
-        # Arrived on the host, and not written.
-        self._rows: list[Row] = []
-
-    def add_(self, step: int, row: list[Value]) -> None:
-        self.buffer.add_([step, *row])
-
-    def flush(self, *, wait: bool = True) -> None:
-        """Writes what has arrived on the host, or everything; nothing in a fork."""
-        if os.getpid() != self.process:
-            return
-        self.buffer.send_()
-        self._rows += self.buffer.take(wait=wait)
-        if self._rows:
-            self.file.append(list(map(cells_of, self._rows)))
-            self._rows = []
 
 
 def _rank_decides() -> bool | None:

@@ -12,7 +12,7 @@ from torch.optim import LBFGS, Optimizer
 from tritonclip.distributed.domain import Copies, check_holders
 from tritonclip.engine import twice
 from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.monitor.stats import ClipStats, Outcomes
+from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim import fused
 from tritonclip.optim.attempt import Attempt
 from tritonclip.optim.closures import (
@@ -22,11 +22,13 @@ from tritonclip.optim.closures import (
     step_checking,
     step_evaluating,
 )
-from tritonclip.optim.memory import Judgement, Memory, SkipWatch, as_skip_bound
+from tritonclip.optim.memory import Memory, SkipWatch, as_skip_bound
 from tritonclip.optim.observation import Observation
 from tritonclip.optim.param_groups import check_group, not_in_buffers
+from tritonclip.optim.registry import check_optimizer
 from tritonclip.optim.step import StepClipping
-from tritonclip.optim.wrapper import ClippingWrapper, check_optimizer
+from tritonclip.optim.step_log import StepLog, either
+from tritonclip.optim.wrapper import ClippingWrapper
 from tritonclip.rules import Outlier, Rule, as_rule
 
 if TYPE_CHECKING:
@@ -145,8 +147,8 @@ class ClippedOptimizer(ClippingWrapper):
             )
         self.clip = as_rule(clip)
         self.nonfinite = nonfinite
-        self._memory = Memory(as_skip_bound(skip_above))
-        self._watch = SkipWatch(max_consecutive_skips)
+        memory, watch = Memory(as_skip_bound(skip_above)), SkipWatch(max_consecutive_skips)
+        self._log = StepLog(ClipStats(fused.device_of(optimizer)), memory, watch)
         self.recorder = recorder
         for number, group in enumerate(optimizer.param_groups):
             check_group(number, group, optimizer.defaults)
@@ -154,7 +156,6 @@ class ClippedOptimizer(ClippingWrapper):
         not_in_buffers(flat, optimizer.param_groups)
         self._attach(optimizer)
         self.flat = flat
-        self.stats = ClipStats(fused.device_of(optimizer))
 
     @torch.compiler.disable(recursive=False)
     def step(self, closure: Closure | None = None) -> Any:
@@ -193,7 +194,7 @@ class ClippedOptimizer(ClippingWrapper):
 
     @torch.compiler.disable(recursive=False)
     def _step(self, closure: Closure | None = None) -> Any:
-        self.stats.move_(fused.device_of(self.optimizer))
+        self._log.stats.move_(fused.device_of(self.optimizer))
         if closure is None:
             return self._step_with_gradients()
         self._attempt = None
@@ -203,33 +204,33 @@ class ClippedOptimizer(ClippingWrapper):
                 "scaler.step(optimizer) without one: call backward first"
             )
         if self._nonfinite in ("propagate", "zero") and self.skip_above is None:
-            clippings: list[StepClipping] = []
-
-            def measure() -> StepClipping:
-                clippings.append(self._measure())
-                return clippings[-1]
-
-            loss, outcomes = step_evaluating(self.optimizer, closure, measure)
-            self._finish(clippings[0], outcomes)
+            return step_evaluating(self.optimizer, closure, self._measure, self._log)
+        loss = evaluate(closure, self.param_groups)
+        if loss is None or fused.takes_found_inf(self.optimizer):
+            # Nothing to hand on, or an optimizer that evaluates first and only once.
+            self._step_with_gradients()
             return loss
-        return self._step_checking(closure)
+        # Evaluated before the wrapped optimizer does it, while nothing has changed yet.
+        return step_checking(
+            self.optimizer, closure, loss, self._measure, self._nonfinite, self._log
+        )
 
     def _step_with_gradients(self) -> Any:
         """Clips the gradients that are there."""
         if isinstance(self.optimizer, LBFGS):
             raise TypeError(NO_LOSS_FOR_LBFGS)
         clipping, self._clipping = self._clipping, None
-        grad_scale = getattr(self, "grad_scale", None)
+        grad_scale = self.grad_scale if self._scales else None
         attempt = self._attempt
         if attempt is not None and attempt.goes_on(self._present()):
-            attempt.remember_in(self._memory)
+            attempt.remember_in(self._log.memory)
         else:
             if clipping is None or grad_scale is None or self._optimizer_step_pre_hooks:
                 # Hooks run after a GradScaler has measured, and may have changed anything.
                 clipping = self._measure(grad_scale)
             nonfinite = clipping.nonfinite() if self._nonfinite == "skip" else None
-            outlier = self._judge(clipping)
-            skip = nonfinite if outlier is None else _any(nonfinite, outlier.flag)
+            outlier = None if self._log.memory.skip_above is None else self._log.judge(clipping)
+            skip = nonfinite if outlier is None else either(nonfinite, outlier.flag)
             attempt = Attempt(clipping, skip, outlier, scaled=grad_scale is not None)
             self._attempt = None
             if twice.remembered and twice.is_noticed(clipping.written_to()):
@@ -237,15 +238,13 @@ class ClippedOptimizer(ClippingWrapper):
         found_inf = getattr(self, "found_inf", None)
         overflow = found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else None
 
-        stop = _any(overflow, attempt.skip)
+        stop = attempt.skip if overflow is None else either(overflow, attempt.skip)
         on_device = stop is not None and fused.takes_found_inf(self.optimizer)
         if stop is not None and not on_device and bool(stop):
             if overflow is None or not bool(overflow):
-                self._leave_out(attempt.clipping, attempt.outlier)
+                self._log.add_skipped(attempt.clipping, attempt.outlier)
             else:
-                self._memory.steps += 1
-                attempt.clipping.commit(left_out=True)
-                self._record(attempt.clipping, None, True)
+                self._log.add_overflowed(attempt.clipping)
             return None
         if attempt.outcomes is None:
             if self._nonfinite == "error" and (overflow is None or not bool(overflow)):
@@ -258,80 +257,8 @@ class ClippedOptimizer(ClippingWrapper):
         if self._watches:
             self._watches -= 1
             twice.watch()
-        if on_device:
-            self._finish(
-                attempt.clipping, attempt.outcomes, overflow, attempt.skip, attempt.outlier
-            )
-        else:
-            self._finish(attempt.clipping, attempt.outcomes, outlier=attempt.outlier)
-        return result
-
-    def _judge(self, clipping: StepClipping) -> Judgement | None:
-        """Whether a measured step is an outlier, if outliers are skipped."""
-        if self._memory.skip_above is None:
-            return None
-        judgement: Judgement = self._memory.judge(clipping.global_norm())
-        return judgement
-
-    def _finish(
-        self,
-        clipping: StepClipping,
-        outcomes: Outcomes,
-        overflow: Tensor | None = None,
-        skip: Tensor | None = None,
-        outlier: Judgement | None = None,
-    ) -> None:
-        """Remembers and counts a step; flags say on the device that it was left out after all."""
-        self._memory.steps += 1
-        if clipping.follows:
-            clipping.commit(_any(overflow, skip))
-        if outlier is not None:
-            outlier.commit(overflow)
-        self.stats.record_(outcomes, overflow, skip)
-        if self._recorder is not None:
-            self._record(clipping, outcomes, _any(overflow, skip))
-        if skip is not None:
-            self._watch.look(self.stats.consecutive_skips, waited=False)
-
-    def _leave_out(self, clipping: StepClipping, outlier: Judgement | None) -> None:
-        """Counts a step that was left out, and remembers the norm of an outlier."""
-        self._memory.steps += 1
-        clipping.commit(left_out=True)
-        if outlier is not None:
-            outlier.commit(None)
-        self.stats.record_skip_()
-        self._record(clipping, None, True)
-        self._watch.look(self.stats.consecutive_skips, waited=True)
-
-    def _record(
-        self, clipping: StepClipping, outcomes: Outcomes | None, skipped: Tensor | bool | None
-    ) -> None:
-        """Hands a step to the recorder, if there is one."""
-        if self._recorder is not None and clipping.observation is not None:
-            clipping.observation.add_to(self._recorder, outcomes, skipped)
-
-    def _step_checking(self, closure: Closure) -> Any:
-        """Evaluates a closure before the wrapped optimizer does, while nothing has changed yet."""
-        loss = evaluate(closure, self.param_groups)
-        if loss is None or fused.takes_found_inf(self.optimizer):
-            # Nothing to hand on, or an optimizer that evaluates first and only once.
-            self._step_with_gradients()
-            return loss
-        clipping = self._measure()
-        outlier = self._judge(clipping)
-        nonfinite = self._nonfinite == "skip" and bool(clipping.nonfinite())
-        if nonfinite or (outlier is not None and bool(outlier.flag)):
-            self._leave_out(clipping, outlier)
-            return loss
-        if self._nonfinite == "error":
-            clipping.raise_if_nonfinite()
-        result, outcomes = step_checking(
-            self.optimizer, closure, loss, clipping, self._measure, self._nonfinite
-        )
-        if outcomes is None:
-            self._leave_out(clipping, outlier)
-        else:
-            self._finish(clipping, outcomes, outlier=outlier)
+        flags = (overflow, attempt.skip) if on_device else (None, None)
+        self._log.add(attempt.clipping, attempt.outcomes, *flags, attempt.outlier)
         return result
 
     @torch.compiler.disable
@@ -349,14 +276,14 @@ class ClippedOptimizer(ClippingWrapper):
             grad_scale,
             check_finite=check_finite,
             plans=self._plans,
-            memory=self._memory,
+            memory=self._log.memory,
             flat=self._flat,
             not_in_buffers=self._not_in_buffers,
             holders=self._holders,
         )
-        if self._recorder is not None:
+        if self._log.recorder is not None:
             clipping.observation = Observation(
-                clipping, self._recorder, self.optimizer.param_groups, self._flat, grad_scale
+                clipping, self._log.recorder, self.optimizer.param_groups, self._flat, grad_scale
             )
         return clipping
 
@@ -371,9 +298,3 @@ class ClippedOptimizer(ClippingWrapper):
             f"ClippedOptimizer(clip={self.clip}, nonfinite={self.nonfinite!r}, "
             f"optimizer={self.optimizer!r})"
         )
-
-
-def _any(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a | b.to(a.device)

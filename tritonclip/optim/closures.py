@@ -13,6 +13,7 @@ from tritonclip.grad_mode import without_grad
 from tritonclip.monitor.stats import Outcomes
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.step import StepClipping
+from tritonclip.optim.step_log import StepLog
 
 Closure = Callable[[], Any]
 NO_LOSS_FOR_LBFGS = (
@@ -26,20 +27,22 @@ class _NonfiniteEvaluationError(Exception):
 
 
 def step_evaluating(
-    inner: Optimizer, closure: Closure, measure: Callable[[], StepClipping]
-) -> tuple[Any, Outcomes]:
+    inner: Optimizer, closure: Closure, measure: Callable[[], StepClipping], log: StepLog
+) -> Any:
     """Lets the optimizer evaluate the closure whenever it wants to, and clips each time.
 
     Returns:
-        The result of its step, and the outcomes of all evaluations.
+        The result of its step.
     """
+    clippings: list[StepClipping] = []
     outcomes: list[Outcomes] = []
 
     def evaluate_and_clip() -> Any:
         loss = evaluate(closure, inner.param_groups)
         if loss is None and isinstance(inner, LBFGS):
             raise TypeError(NO_LOSS_FOR_LBFGS)
-        outcomes.append(measure().write_())
+        clippings.append(measure())
+        outcomes.append(clippings[-1].write_())
         return loss
 
     result = inner.step(evaluate_and_clip)
@@ -49,30 +52,56 @@ def step_evaluating(
             "clipped; expected an optimizer that evaluates it: call backward, then step() without "
             "a closure"
         )
-    return result, _merged(outcomes)
+    log.add(clippings[0], _merged(outcomes))
+    return result
 
 
 def step_checking(
     inner: Optimizer,
     closure: Closure,
     first: Any,
-    clipping: StepClipping,
-    measure: Any,
+    measure: Callable[[], StepClipping],
     nonfinite: str,
-) -> tuple[Any, Outcomes | None]:
-    """Clips a first evaluation that may be used, and hands the optimizer its result.
+    log: StepLog,
+) -> Any:
+    """Checks a first evaluation while nothing has changed, and hands the optimizer its result.
 
     Args:
         inner: the wrapped optimizer.
         closure: for evaluations after the first.
         first: the loss of the first evaluation.
-        clipping: of the first evaluation.
-        measure: makes that of a later one.
-        nonfinite: the policy for a later evaluation: "skip" undoes the step, "error" raises.
+        measure: makes the clipping of an evaluation.
+        nonfinite: the policy: "skip" leaves the step out, or undoes it; "error" raises.
+        log: for the step.
 
     Returns:
-        The result of its step, and the outcomes of all evaluations; None where it was undone.
+        The result of its step; `first` of one that was left out.
     """
+    clipping = measure()
+    outlier = log.judge(clipping)
+    is_nonfinite = nonfinite == "skip" and bool(clipping.nonfinite())
+    if is_nonfinite or (outlier is not None and bool(outlier.flag)):
+        log.add_skipped(clipping, outlier)
+        return first
+    if nonfinite == "error":
+        clipping.raise_if_nonfinite()
+    result, outcomes = _step_on(inner, closure, first, clipping, measure, nonfinite)
+    if outcomes is None:
+        log.add_skipped(clipping, outlier)
+    else:
+        log.add(clipping, outcomes, outlier=outlier)
+    return result
+
+
+def _step_on(
+    inner: Optimizer,
+    closure: Closure,
+    first: Any,
+    clipping: StepClipping,
+    measure: Callable[[], StepClipping],
+    nonfinite: str,
+) -> tuple[Any, Outcomes | None]:
+    """The result of a step whose first evaluation is clipped, and outcomes; None if undone."""
     outcomes = [clipping.write_()]
     untouched = _watch(inner.param_groups)
     undone = isinstance(inner, LBFGS)

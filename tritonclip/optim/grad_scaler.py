@@ -6,7 +6,7 @@ import torch
 from torch.optim import Optimizer
 
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
-from tritonclip.optim.wrapper import is_wrapped
+from tritonclip.optim.registry import is_wrapped
 
 
 class GradScaler(torch.amp.GradScaler):

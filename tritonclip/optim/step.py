@@ -6,8 +6,6 @@ All groups are measured before the first gradient is written, so that a step can
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,29 +13,27 @@ import torch
 from torch import Tensor
 
 from tritonclip.distributed.domain import Holders
-from tritonclip.distributed.sharding import meshes_of
-from tritonclip.engine import execute
-from tritonclip.engine.building import refuse_
-from tritonclip.engine.gradients import Gradients, of_parameters, of_unclipped
-from tritonclip.engine.measure import Norms, is_finite, total
+from tritonclip.engine.measure import is_finite, total
 from tritonclip.engine.nonfinite import raise_if_any_nonfinite, raise_if_nonfinite
-from tritonclip.engine.planner import PlanCache, plan_
-from tritonclip.engine.refusals import (
-    refuse_for_rule,
-    refuse_other_model,
-    refuse_read_only,
-    refuse_shared,
-)
-from tritonclip.engine.together import tell_others
+from tritonclip.engine.planner import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.grad_mode import without_grad
-from tritonclip.monitor.stats import Clipped, Outcomes
+from tritonclip.monitor.stats import Outcomes
 from tritonclip.optim.memory import Memory
-from tritonclip.optim.param_groups import Groups, label_of_member, rule_of
-from tritonclip.rules import ClipByGlobalNorm, Following, Rule
+from tritonclip.optim.param_groups import Groups
+from tritonclip.optim.refusals import refuse, refuse_other_models
+from tritonclip.optim.shares import (
+    UNLIMITED,
+    Members,
+    Share,
+    divide,
+    divide_flat,
+    measure,
+    numbered,
+    write_,
+)
+from tritonclip.rules import ClipByGlobalNorm, Rule
 
-# Scales nothing but a loss scale; its norm is finite where every gradient is.
-_UNLIMITED = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
 # The norm that is compared with skip_above.
 _WHOLE = ClipByGlobalNorm(math.inf, eps=0.0)
 _REMEDY = (
@@ -45,30 +41,8 @@ _REMEDY = (
     "or 'skip'"
 )
 
-
 if TYPE_CHECKING:
     from tritonclip.optim.observation import Observation
-
-
-@dataclass(slots=True)
-class _Share:
-    """Gradients that share a rule.
-
-    Attributes:
-        gradients: with their plan.
-        rule: that holds for them.
-        group_index: the one parameter group that they belong to; None for several.
-        unclipped: no rule holds for them.
-        norms: before clipping, where they were measured.
-        following: the rule, where its limit changes from step to step.
-    """
-
-    gradients: Gradients
-    rule: Rule
-    group_index: int | None
-    unclipped: bool = False
-    norms: Norms | None = None
-    following: Following | None = None
 
 
 class StepClipping:
@@ -107,166 +81,41 @@ class StepClipping:
         plans: PlanCache,
         memory: Memory,
         flat: FlatGradients | None = None,
-        not_in_buffers: Sequence[tuple[int, int]] = (),
+        not_in_buffers: Members = (),
         holders: Holders | None = None,
     ) -> None:
-        self._zero = nonfinite == "zero"
+        self._zero, self._writes_all = nonfinite == "zero", grad_scale is not None
         self._grad_scale = 1.0 if grad_scale is None else grad_scale
-        self._writes_all = grad_scale is not None
-        self._covers_all = check_finite or self._writes_all
-        self._groups, self._plans, self._holders = groups, plans, holders
-        self._memory = memory
-        self._begun: _Share | None = None
+        covers_all = check_finite or self._writes_all
+        self._groups, self._memory = groups, memory
+        self._begun: Share | None = None
         self.observation: Observation | None = None
         if flat is None or any("clip" in group for group in groups):
-            self._shares = self._divide(rule)
+            shares = self._shares = divide(groups, rule, plans, holders, covers_all=covers_all)
         else:
-            self._shares = self._divide_flat(rule, flat, not_in_buffers)
+            shares = self._shares = divide_flat(
+                groups, rule, plans, holders, flat, not_in_buffers, covers_all=covers_all
+            )
         self.follows = False
-        if any(share.rule.per_unit for share in self._shares):
-            self._refuse_other_models()
-        for share in self._shares:
+        if any(share.rule.per_unit for share in shares):
+            refuse_other_models(groups, shares)
+        for share in shares:
             if not share.rule.fixed:
                 self.follows = True
-                numbering = partial(self._numbering, share, flat)
+                numbering = partial(numbered, share, groups, flat)
                 share.following = memory.follow(share.group_index, share.rule, numbering)
                 share.rule = share.following
         needs_norm = check_finite or self._zero
         measured = [
             share
-            for share in self._shares
+            for share in shares
             if share.gradients.plan is not None and (needs_norm or not share.rule.clamps)
         ]
-        self._refuse(measured)
+        plans_made = [share.gradients.plan for share in shares]
+        if len(shares) > 1 or not all(plan is None or plan.ordinary for plan in plans_made):
+            refuse(shares, measured, self._grad_scale)
         for share in measured:
-            share.norms = self._measure(share, share.rule)
-
-    def _refuse(self, measured: Sequence[_Share]) -> None:
-        """Refuses gradients, and tells those that would wait for the first norm."""
-        refusal = next((s.gradients.refusal for s in self._shares if s.gradients.refusal), None)
-        try:
-            if refusal is not None:
-                raise refusal
-            for share in self._shares:
-                plan = share.gradients.plan
-                if plan is not None and not plan.ordinary:
-                    refuse_read_only(share.gradients)
-                    refuse_for_rule(share.gradients, share.rule)
-            if len(self._shares) > 1:
-                refuse_shared([share.gradients for share in self._shares])
-        except (TypeError, ValueError, RuntimeError) as error:
-            for share in measured:
-                gradients = share.gradients
-                if gradients.plan is None or gradients.plan.reduction is None:
-                    continue
-                if gradients.refusal is not None or refuse_(gradients, error):
-                    again = partial(self._measure, share, share.rule)
-                    tell_others(gradients, share.rule, again, names_culprits=False)
-                if gradients.plan.device.type == "cpu":
-                    # Of which the others do not come to a second norm.
-                    break
-            raise
-
-    def _refuse_other_models(self) -> None:
-        """Refuses rules that exclude parameters of no group."""
-        every = [p for group in self._groups for p in group["params"]]
-        for share in self._shares:
-            refuse_other_model(share.rule, every)
-
-    def _numbering(self, share: _Share, flat: FlatGradients | None) -> tuple[Sequence[int], int]:
-        """The place of a share's parameters among all of the optimizer's, and the number of all."""
-        every = [p for group in self._groups for p in group["params"]]
-        place = {id(parameter): at for at, parameter in enumerate(every)}
-        own = share.gradients.sources
-        if own is None:
-            assert flat is not None
-            own = flat.parameters
-        return [place[id(parameter)] for parameter in own], len(every)
-
-    def _measure(self, share: _Share, rule: Rule) -> Norms:
-        scale = 1.0 if rule.clamps else self._grad_scale
-        return execute.measure_by(share.gradients, rule, scale)
-
-    def _divide(self, rule: Rule) -> list[_Share]:
-        """A share for the groups without a rule, and one for each group that has one."""
-        if any("clip" in group for group in self._groups) or self._covers_all:
-            self._holders = _with_meshes(self._holders, self._groups)
-        common: list[int] = []
-        unclipped: list[tuple[int, int]] = []
-        shares = []
-        for index, group in enumerate(self._groups):
-            if "clip" not in group:
-                common.append(index)
-                continue
-            own = rule_of(index, group)
-            if own is not None:
-                shares.append(_Share(self._collect([index]), own, index))
-            else:
-                unclipped += [(index, i) for i in range(len(group["params"]))]
-        if common:
-            shares.insert(0, _Share(self._collect(common), rule, None))
-        if self._covers_all:
-            unclipped += [
-                (index, i)
-                for index, group in enumerate(self._groups)
-                if group.get("clip", rule) is not None
-                for i, p in enumerate(group["params"])
-                if not getattr(p, "need_clip", True)
-            ]
-            shares += self._unclipped(unclipped)
-        return shares
-
-    def _divide_flat(
-        self, rule: Rule, flat: FlatGradients, not_in_buffers: Sequence[tuple[int, int]]
-    ) -> list[_Share]:
-        """One share, found without reading every parameter, and the parameters left out."""
-        for index, position in not_in_buffers:
-            parameter = self._groups[index]["params"][position]
-            if parameter.grad is not None and getattr(parameter, "need_clip", True):
-                raise RuntimeError(
-                    f"{label_of_member(self._groups, index, position)} has a gradient, but was "
-                    "left out of FlatGradients, because it required none or had need_clip = False; "
-                    "make a new FlatGradients and set the attribute flat to it"
-                )
-        gradients = flat.gradients(
-            per_gradient=rule.per_gradient, holders=self._holders, weights=rule.per_unit
-        )
-        shares = [_Share(gradients, rule, None)]
-        if self._covers_all:
-            shares += self._unclipped(not_in_buffers)
-        return shares
-
-    def _collect(self, indices: Sequence[int]) -> Gradients:
-        """The gradients of whole groups, less those that need no clipping."""
-        groups = self._groups
-        if len(indices) == 1:
-            parameters = groups[indices[0]]["params"]
-        else:
-            parameters = [p for index in indices for p in groups[index]["params"]]
-
-        def label_of(position: int) -> str:
-            for index in indices:
-                n = len(groups[index]["params"])
-                if position < n:
-                    break
-                position -= n
-            return label_of_member(groups, index, position)
-
-        return plan_(of_parameters(parameters, label_of, self._holders, tells=True), self._plans)
-
-    def _unclipped(self, members: Sequence[tuple[int, int]]) -> list[_Share]:
-        """The gradients that no rule holds for, as one share, if there are any."""
-        groups = self._groups
-        parameters = [groups[n]["params"][i] for n, i in members]
-        if not parameters:
-            return []
-        gradients = of_unclipped(
-            parameters, lambda i: label_of_member(groups, *members[i]), self._holders
-        )
-        plan_(gradients, self._plans)
-        if gradients.plan is None:
-            return []
-        return [_Share(gradients, _UNLIMITED, None, unclipped=True)]
+            share.norms = measure(share, share.rule, self._grad_scale)
 
     @torch.compiler.disable
     @without_grad
@@ -281,11 +130,10 @@ class StepClipping:
                 flags.append(~is_finite(share.norms))
                 if share.rule.norm_type in (0.0, -math.inf):
                     # These norms do not show NaN and inf.
-                    largest = self._measure(share, _UNLIMITED)
+                    largest = measure(share, UNLIMITED, self._grad_scale)
                     flags.append(~torch.isfinite(total(largest)))
         if not flags:
-            device = self._shares[0].gradients.device if self._shares else torch.device("cpu")
-            return torch.zeros((), dtype=torch.bool, device=device)
+            return torch.zeros((), dtype=torch.bool, device=self._device)
         device = flags[0].device
         return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
 
@@ -302,15 +150,14 @@ class StepClipping:
             if share.unclipped or share.gradients.plan is None:
                 continue
             if norms is None or norms.norm_type != 2.0:
-                norms = self._measure(share, _WHOLE)
+                norms = measure(share, _WHOLE, self._grad_scale)
             norm = norms.norm()
             parts.append(_norm_of(norm) if norms.per_gradient else norm)
         if len(parts) == 1:
             return parts[0]
-        device = self._shares[0].gradients.device if self._shares else torch.device("cpu")
         if not parts:
-            return torch.zeros((), device=device)
-        return _norm_of(torch.stack([part.to(device).double() for part in parts]))
+            return torch.zeros((), device=self._device)
+        return _norm_of(torch.stack([part.to(self._device).double() for part in parts]))
 
     @torch.compiler.disable
     @without_grad
@@ -373,15 +220,9 @@ class StepClipping:
         for share in self._shares:
             self._begun = share
             if not share.unclipped:
-                outcomes[share.group_index] = self._write_share_(share)
+                outcomes[share.group_index] = write_(share, self._grad_scale, self._zero)
             elif self._writes_all and share.norms is not None:
-                execute.write_(
-                    share.gradients,
-                    share.rule,
-                    share.norms,
-                    self._grad_scale,
-                    zero_nonfinite=False,
-                )
+                write_(share, self._grad_scale, zero_nonfinite=False)
         return outcomes
 
     def written_to(self) -> list[Tensor]:
@@ -397,39 +238,13 @@ class StepClipping:
             and self._begun in (None, self._shares[0])
         )
 
-    def _write_share_(self, share: _Share) -> Clipped | None:
-        plan = share.gradients.plan
-        if plan is None:
-            zero = torch.zeros((), dtype=torch.float32, device=share.gradients.device)
-            return Clipped(zero, torch.ones_like(zero), math.nan)
-        norm, by_group, limit = execute.write_(
-            share.gradients, share.rule, share.norms, self._grad_scale, zero_nonfinite=self._zero
-        )
-        if norm is None:
-            return None
-        if not share.rule.per_gradient:
-            return Clipped(norm, _as_tensor(by_group[0][1], norm), limit)
-        if not by_group:
-            return Clipped(norm.new_zeros(()), norm.new_ones(()), limit)
-        least = [_as_tensor(coefficient, norm).min() for _, coefficient in by_group]
-        coefficient = least[0] if len(least) == 1 else torch.stack(least).min()
-        return Clipped(norm.max(), coefficient, limit)
-
-
-def _with_meshes(holders: Holders | None, groups: Groups) -> Holders | None:
-    """Holders of lists that are clipped in one step, which all processes take or skip together."""
-    meshes = meshes_of(p for group in groups for p in group["params"])
-    return (holders or Holders())._replace(meshes=meshes) if meshes else holders
+    @property
+    def _device(self) -> torch.device:
+        """Of the first gradient."""
+        return self._shares[0].gradients.device if self._shares else torch.device("cpu")
 
 
 def _norm_of(norms: Tensor) -> Tensor:
     """The norm of all from the 2-norms of parts, in float64: none of them overflows."""
     norm: Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
     return norm
-
-
-def _as_tensor(number: float | Tensor, like: Tensor) -> Tensor:
-    """A number or a tensor, on the device of another one."""
-    if isinstance(number, Tensor):
-        return number.to(like.device)
-    return torch.full((), number, dtype=like.dtype, device=like.device)

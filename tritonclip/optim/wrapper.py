@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from operator import is_
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,7 +18,7 @@ from tritonclip.optim.callers import GRAD_SCALER, asks
 from tritonclip.optim.checkpoint import STATS_KEY, split_own, with_own
 from tritonclip.optim.delegating import DelegatingOptimizer
 from tritonclip.optim.guard import guard_
-from tritonclip.optim.memory import Memory, SkipWatch, as_skip_bound
+from tritonclip.optim.memory import SkipWatch, as_skip_bound
 from tritonclip.optim.observation import as_recorder
 from tritonclip.optim.param_groups import (
     check_group,
@@ -30,23 +28,31 @@ from tritonclip.optim.param_groups import (
     with_present_rules,
     without_rules,
 )
+from tritonclip.optim.registry import check_optimizer, register
 from tritonclip.optim.step import StepClipping
+from tritonclip.optim.step_log import StepLog
 from tritonclip.rules import Outlier, Rule, as_rule
 
 if TYPE_CHECKING:
     from tritonclip.monitor.recorder import Recorder
 
 _POLICIES = ("propagate", "error", "zero", "skip")
-_wrappers: WeakKeyDictionary[Optimizer, ref[ClippingWrapper]] = WeakKeyDictionary()
 
 
 class ClippingWrapper(DelegatingOptimizer):
     """All of a ClippedOptimizer but its steps."""
 
-    stats: ClipStats
     _holders: Holders | None
-    _memory: Memory
-    _watch: SkipWatch
+    _log: StepLog
+
+    @property
+    def stats(self) -> ClipStats:
+        """Norms, coefficients and counts; see :class:`ClipStats`."""
+        return self._log.stats
+
+    @stats.setter
+    def stats(self, stats: ClipStats) -> None:
+        self._log.stats = stats
 
     def _attach(self, optimizer: Optimizer) -> None:
         self._share(optimizer)
@@ -60,10 +66,7 @@ class ClippingWrapper(DelegatingOptimizer):
         self._guard = guard_(optimizer, self)
         # Steps after which calls of `clip_` are looked out for.
         self._watches = 2
-        if optimizer not in _wrappers:
-            optimizer.register_state_dict_post_hook(without_rules)
-            optimizer.register_load_state_dict_pre_hook(with_present_rules)
-        _wrappers[optimizer] = ref(self)
+        register(optimizer, self)
 
     @property
     def clip(self) -> Rule:
@@ -109,20 +112,20 @@ class ClippingWrapper(DelegatingOptimizer):
     @property
     def skip_above(self) -> float | Outlier | None:
         """The largest norm of a step that is not skipped; replaceable."""
-        return self._memory.skip_above
+        return self._log.memory.skip_above
 
     @skip_above.setter
     def skip_above(self, skip_above: float | Outlier | None) -> None:
-        self._memory.skip_above = as_skip_bound(skip_above)
+        self._log.memory.skip_above = as_skip_bound(skip_above)
 
     @property
     def recorder(self) -> Recorder | None:
         """What takes the norms of every step; replaceable."""
-        return self._recorder
+        return self._log.recorder
 
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
-        self._recorder = as_recorder(recorder)
+        self._log.recorder = as_recorder(recorder)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -195,30 +198,14 @@ class ClippingWrapper(DelegatingOptimizer):
     def _save(self, *, in_groups: bool) -> dict[str, Any]:
         # Also here, for optimizers that do not run their hooks.
         saved = without_rules(self.optimizer, self.optimizer.state_dict())
-        own: dict[str, Any] = self.stats.state_dict()
-        own["calls"] = torch.tensor(self._memory.steps, device="cpu")
-        memory = self._memory.state_dict()
-        if memory:
-            own["memory"] = memory
-        if self._recorder is not None:
-            own["recorder"] = self._recorder.state_dict()
+        own = self._log.state_dict()
         return with_own(saved, own) if in_groups else {**saved, STATS_KEY: own}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         rest, own = split_own(state_dict)
-        own = dict(own)
-        memory = Memory(self.skip_above)
-        memory.load_state_dict(own.pop("memory", {}), self._rules())
-        memory.steps = int(own.pop("calls", 0))
-        recorded = own.pop("recorder", None)
-        stats = ClipStats(fused.device_of(self.optimizer))
-        stats.load_state_dict(own)
+        loaded = self._log.loaded(own, self._rules(), fused.device_of(self.optimizer))
         super()._load(with_present_rules(self.optimizer, rest))
-        self.stats.load_state_dict(stats.state_dict())
-        self._memory = memory
-        self._watch.forget()
-        if self._recorder is not None and recorded is not None:
-            self._recorder.load_state_dict(recorded)
+        self._log.take(*loaded)
 
     def _rules(self) -> dict[str, Rule]:
         """The rules of the program, by their owners in a checkpoint."""
@@ -231,8 +218,8 @@ class ClippingWrapper(DelegatingOptimizer):
             "optimizer": self.optimizer,
             "clip": self.clip,
             "nonfinite": self._nonfinite,
-            "memory": self._memory,
-            "max_consecutive_skips": self._watch.most,
+            "memory": self._log.memory,
+            "max_consecutive_skips": self._log.watch.most,
             "stats": self.stats,
             "flat": self.flat,
             "unclipped": unclipped(self.optimizer.param_groups),
@@ -245,49 +232,9 @@ class ClippingWrapper(DelegatingOptimizer):
         for number, position in state["unclipped"]:
             # Copies of parameters have no attributes.
             state["optimizer"].param_groups[number]["params"][position].need_clip = False
-        self.clip, self.nonfinite, self.stats = state["clip"], state["nonfinite"], state["stats"]
-        self._memory, self._recorder = state["memory"], None
-        self._watch = SkipWatch(state["max_consecutive_skips"])
+        self.clip, self.nonfinite = state["clip"], state["nonfinite"]
+        watch = SkipWatch(state["max_consecutive_skips"])
+        self._log = StepLog(state["stats"], state["memory"], watch)
         self._holders = state["holders"]
         self._attach(state["optimizer"])
         self.flat = state["flat"]
-
-
-def wrapper_of(optimizer: Optimizer) -> ClippingWrapper | None:
-    """The ClippedOptimizer around an optimizer, if one is alive."""
-    wrapper = _wrappers.get(optimizer)
-    return None if wrapper is None else wrapper()
-
-
-def is_wrapped(optimizer: Optimizer) -> bool:
-    """Whether a ClippedOptimizer around this optimizer is alive."""
-    return wrapper_of(optimizer) is not None
-
-
-def check_optimizer(optimizer: object) -> None:
-    """Refuses what cannot be wrapped, and what is wrapped already.
-
-    Raises:
-        TypeError: no optimizer.
-        ValueError: a wrapper, or an optimizer that has one.
-    """
-    expected = "optimizer must be a torch.optim.Optimizer"
-    if isinstance(optimizer, type):
-        raise TypeError(f"{expected}, got the class; write {optimizer.__name__}(parameters, ...)")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{expected}, got {type(optimizer).__name__}")
-    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
-        raise TypeError(
-            f"{expected} that ran Optimizer.__init__, got {type(optimizer).__name__}, which did "
-            "not, as wrappers around other optimizers do; wrap the optimizer inside it"
-        )
-    if isinstance(optimizer, ClippingWrapper):
-        raise ValueError(
-            "optimizer is a ClippedOptimizer, which would clip twice; to change its rule, set its "
-            "attribute clip, or give a parameter group the key 'clip'"
-        )
-    if is_wrapped(optimizer):
-        raise ValueError(
-            f"this {type(optimizer).__name__} is wrapped already, and a second wrapper would keep "
-            "statistics of its own; use the first wrapper, or make a new optimizer"
-        )

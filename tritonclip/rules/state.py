@@ -41,8 +41,7 @@ class ClipState:
     """
 
     def __init__(self) -> None:
-        self._steps = 0
-        self._kind = ""
+        self._steps, self._kind = 0, ""
         self._values: Tensor | None = None
         # Of the list, for a rule with one row.
         self._n_parameters: int | None = None
@@ -121,7 +120,10 @@ class ClipState:
         norm = norm.to(torch.float32 if norm.device.type == "mps" else torch.float64)
         if not getattr(rule, "per_gradient", False):
             if numbering is None:
-                self._check_list(measured.positions()[1])
+                n = measured.positions()[1]
+                if self._n_parameters not in (None, n):
+                    raise _other_list(self._n_parameters, n)
+                self._n_parameters = n
             limit, values = rule.advance(self._values_for(rule, norm, None), norm)
             return limit, values
         positions, n = measured.positions()
@@ -129,12 +131,9 @@ class ClipState:
             rows, n_rows = numbering()
             positions, n = [rows[i] for i in (range(n) if positions is None else positions)], n_rows
         values = self._values_for(rule, norm, n, may_grow=numbering is not None)
-        if positions is None:
-            limit, values = rule.advance(values, norm)
-            return limit, values
-        places = self._places_of(positions, norm.device)
-        limit, rows = rule.advance(values[places], norm)
-        return limit, values.index_copy(0, places, rows)
+        places = None if positions is None else self._places_of(positions, norm.device)
+        limit, rows = rule.advance(values if places is None else values[places], norm)
+        return limit, rows if places is None else values.index_copy(0, places, rows)
 
     def check_first(self, first: Tensor) -> None:
         """Refuses a list that begins with another parameter, while the first one is alive.
@@ -160,12 +159,6 @@ class ClipState:
     def __getstate__(self) -> dict[str, Any]:
         # A copy is for copies of the parameters.
         return {**self.__dict__, "_first": None}
-
-    def _check_list(self, n: int) -> None:
-        """Refuses a list of another number of parameters."""
-        if self._n_parameters not in (None, n):
-            raise _other_list(self._n_parameters, n)
-        self._n_parameters = n
 
     def _values_for(
         self, rule: Any, norm: Tensor, n: int | None, *, may_grow: bool = False
@@ -220,16 +213,12 @@ def _is_state(state: object) -> bool:
     if not isinstance(state, dict) or set(state) != {"kind", "steps", "parameters", "values"}:
         return False
     values, n = state["values"], state["parameters"]
+    fits = isinstance(values, Tensor) and values.is_floating_point() and values.dim() in (1, 2)
     return (
         isinstance(state["kind"], str)
         and _is_count(state["steps"])
         and (n is None or _is_count(n))
-        and (
-            values is None
-            or (
-                isinstance(values, Tensor) and values.is_floating_point() and values.dim() in (1, 2)
-            )
-        )
+        and (values is None or fits)
     )
 
 

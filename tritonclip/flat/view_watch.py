@@ -1,0 +1,151 @@
+"""Notices gradients that are no views of their buffers any more, in constant time a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+from weakref import ref
+
+from torch import Tensor
+
+from tritonclip.engine.refusals import some
+from tritonclip.flat.layout import Views, is_same, is_wanted
+
+# Addresses compared at every call beside the first and the last.
+_COMPARED = 16
+# Names and parameters. Weakly: with a parameter that was replaced dies its view, which is seen.
+Named = Sequence[tuple[str, ref[Tensor]]]
+
+
+class ViewWatch:
+    """Looks for views that are gone or were replaced.
+
+    Args:
+        named: parameters, all of which are alive and have their views as gradients.
+        left_out: parameters that are not held.
+        views: of the parameters, in order.
+    """
+
+    def __init__(self, named: Named, left_out: Named, views: Views) -> None:
+        self._named, self._left_out, self._views = named, left_out, views
+        self._turn = 0
+        # Filled by the death of views: whoever replaces a gradient drops the old one.
+        self._lost: list[str] = []
+        self._seen = []
+        for (label, parameter), (_, weak) in zip(present(named), named, strict=True):
+            view = parameter.grad
+            assert view is not None
+            self._seen.append((weak, ref(view, _Note(self._lost, label)), view.data_ptr()))
+        firsts = {place.buffer: at for at, place in reversed(list(enumerate(views.places)))}
+        # One of each buffer, all of which move with it, and the last.
+        self._ends = (*firsts.values(), len(named) - 1)
+
+    def check_some(self) -> bool:
+        """Looks for views that are gone, and at the addresses of some, others at every call.
+
+        Returns:
+            Whether all memory is where it was; False where it moved with all its views, as
+            `share_memory()` moves it.
+
+        Raises:
+            RuntimeError: as for `check_all`.
+        """
+        n, n_left_out = len(self._named), len(self._left_out)
+        first, self._turn = self._turn * _COMPARED, self._turn + 1
+        if self._lost:
+            self._raise_replaced(self._lost)
+        start, stays = first % n, True
+        for at in (*self._ends, *range(start, min(n, start + _COMPARED))):
+            weak, view, address = self._seen[at]
+            parameter = weak()
+            grad = None if parameter is None else parameter.grad
+            if grad is None or grad is not view() or grad.data_ptr() != address:
+                self._follow_()
+                stays = False
+                break
+        if n_left_out:
+            start = first % n_left_out
+            _refuse_wanted(self._left_out[start : start + _COMPARED])
+        return stays
+
+    def check_all(self) -> None:
+        """Compares the gradient of every parameter with its view.
+
+        Raises:
+            RuntimeError: names the parameters that are gone, whose gradient is no view any more,
+                that are frozen or have `need_clip = False` by now, or that no longer are or have.
+        """
+        self._check_views()
+        left_out = [label for label, p in present(self._named) if not is_wanted(p)]
+        if left_out:
+            raise RuntimeError(
+                f"{some(left_out)} was frozen or got need_clip = False after FlatGradients was "
+                "made, which holds its gradient; do so before, or make a new FlatGradients"
+            )
+        _refuse_wanted(self._left_out)
+
+    def _check_views(self) -> None:
+        replaced = [
+            label
+            for (label, parameter), view in zip(present(self._named), self._views, strict=True)
+            if not is_same(parameter.grad, view)
+        ]
+        if replaced or self._lost:
+            self._raise_replaced(replaced or self._lost)
+
+    def _follow_(self) -> None:
+        """Goes on with buffers whose memory moved with all its views."""
+        self._check_views()
+        self._seen = [
+            (weak, known, view.data_ptr())
+            for (weak, known, _), view in zip(self._seen, self._views, strict=True)
+        ]
+
+    def _raise_replaced(self, labels: Sequence[str]) -> NoReturn:
+        present(self._named)
+        raise RuntimeError(
+            f"the gradient of {some(labels)} is no view of FlatGradients any more: "
+            "zero_grad(set_to_none=True), which is the default, an assignment to .grad or a move "
+            "of the model replaced it. Nothing was changed. Call flat.attach_() to go on with the "
+            "gradients that are there, and flat.zero_() in place of zero_grad()"
+        )
+
+
+def present(named: Named) -> list[tuple[str, Tensor]]:
+    """Names and parameters.
+
+    Raises:
+        RuntimeError: names the parameters that are gone.
+    """
+    found = [(label, weak()) for label, weak in named]
+    gone = [label for label, parameter in found if parameter is None]
+    if gone:
+        raise RuntimeError(
+            f"{some(gone)} is gone: another parameter took its place in the model or the "
+            "optimizer, whose gradient FlatGradients would neither clip nor zero, or the model was "
+            "let go. Nothing was changed. Make a new FlatGradients of the parameters that are there"
+        )
+    return [(label, parameter) for label, parameter in found if parameter is not None]
+
+
+def _refuse_wanted(left_out: Named) -> None:
+    """Refuses to go on without parameters that were left out and should be no more."""
+    wanted = [label for label, weak in left_out if (p := weak()) is not None and is_wanted(p)]
+    if wanted:
+        raise RuntimeError(
+            f"{some(wanted)} requires a gradient and has no need_clip = False by now, but did "
+            "not when FlatGradients was made, which would neither clip nor zero its gradient; "
+            "make a new FlatGradients"
+        )
+
+
+class _Note:
+    """Remembers whose view is gone."""
+
+    __slots__ = ("_label", "_lost")
+
+    def __init__(self, lost: list[str], label: str) -> None:
+        self._lost, self._label = lost, label
+
+    def __call__(self, _: object) -> None:
+        self._lost.append(self._label)
