@@ -13,9 +13,10 @@ from tritonclip import settings
 from tritonclip.backends.torch_backend import wide_dtype
 from tritonclip.clipping import Parameters
 from tritonclip.engine import execute, verification
-from tritonclip.engine.gradients import Gradients, labelled, of_parameters
+from tritonclip.engine.gradients import Gradients, of_parameters
 from tritonclip.engine.measure import total
 from tritonclip.engine.planner import plan_
+from tritonclip.engine.sources import labelled
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.grad_mode import without_grad
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from tritonclip.clipping import Parameters, collect
 from tritonclip.distributed.domain import Copies, Holders, check_holders
-from tritonclip.distributed.sharding import without_mesh
+from tritonclip.distributed.shares import without_mesh
 from tritonclip.engine import apart, compiled, execute, twice
-from tritonclip.engine.gradients import Gradients, of_parameters, of_tensors
+from tritonclip.engine.gradients import Gradients, of_parameters
 from tritonclip.engine.nonfinite import TORCH_REMEDY
 from tritonclip.engine.planner import plan_
 from tritonclip.engine.refusals import refuse_negative
+from tritonclip.engine.tensors import of_tensors
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.rules import ClipByGlobalNorm, ClipByValue
 from tritonclip.rules.arguments import as_limit, as_norm_type, check_one_float

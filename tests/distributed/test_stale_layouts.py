@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import tritonclip
-from tritonclip.distributed import sharding
+from tritonclip.distributed import shares
 
 
 def _list(mesh: Any, **options: Any) -> list[Any]:
@@ -91,14 +91,15 @@ def test_specs_are_recognised_from_the_second_step_on() -> None:
     mesh = mesh_of(-1)
     parameters = [parameter((8, 3), mesh, [Shard(0)], seed=i) for i in range(3)]
     made: list[int] = []
-    make = sharding._sharding_of
+    module: Any = shares
+    make = module.sharding_of
 
     def count(*args: Any) -> Any:
         made.append(1)
         return make(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding, "_sharding_of", count)
+        patch.setattr(shares, "sharding_of", count)
         for _ in range(4):
             for one in parameters:
                 local = one.grad.to_local().clone()
@@ -110,6 +111,6 @@ def test_specs_are_recognised_from_the_second_step_on() -> None:
 @in_processes(2)
 def test_layouts_take_bounded_memory() -> None:
     mesh = mesh_of(-1)
-    for n in range(1, 2 * sharding.CAPACITY):
+    for n in range(1, 2 * shares.CAPACITY):
         tritonclip.clip_([parameter((2,), mesh, [Shard(0)]) for _ in range(n)], 1.0)
-    assert len(sharding._known) <= sharding.CAPACITY
+    assert len(shares._known) <= shares.CAPACITY

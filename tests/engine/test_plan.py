@@ -15,8 +15,9 @@ from workers import python, run_in_threads
 
 import tritonclip
 from tritonclip.engine import building, planner
-from tritonclip.engine.gradients import Gradients, of_tensors
+from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.planner import CAPACITY, PlanCache
+from tritonclip.engine.tensors import of_tensors
 
 SIZES = (5, 1, 24)
 

@@ -14,10 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from tritonclip.backward.arguments import check_policy, rule_for_one
 from tritonclip.backward.plans import plans
+from tritonclip.distributed.fsdp import FSDP_MARK
 from tritonclip.engine import compiled, execute
-from tritonclip.engine.gradients import of_parameters, with_labels
+from tritonclip.engine.gradients import of_parameters
 from tritonclip.engine.planner import plan_
-from tritonclip.engine.refusals import FSDP_MARK, some
+from tritonclip.engine.refusals import some
+from tritonclip.engine.sources import with_labels
 from tritonclip.rules import ClipByNorm, ClipByValue
 
 

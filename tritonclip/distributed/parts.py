@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.reduce import all_reduce
-from tritonclip.distributed.sharding import Piece, Sharding, piece_of
+from tritonclip.distributed.collectives import all_reduce
+from tritonclip.distributed.pieces import Piece
+from tritonclip.distributed.sharding import Sharding, piece_of
 
 
 class Part(NamedTuple):

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.domain import Domain
+from tritonclip.distributed.collectives import all_reduce
+from tritonclip.distributed.places import Places, Share
 from tritonclip.distributed.powers import (
     BINNED,
     REFUSED,
@@ -26,45 +26,7 @@ from tritonclip.distributed.powers import (
     powers_of,
     roots_of,
 )
-from tritonclip.distributed.sharding import Piece, Sharding
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-
-class Places:
-    """Positions of gradients among the parameters; on a device from the first use on."""
-
-    __slots__ = ("_on", "positions")
-
-    def __init__(self, positions: Sequence[int]) -> None:
-        self.positions = positions
-        self._on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-
-    def on(self, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-        """The positions, 1-d."""
-        if (device, dtype) not in self._on:
-            # Never an inference tensor, which belongs to one mode.
-            with torch.inference_mode(False):
-                made = torch.tensor(self.positions, dtype=dtype, device=device)
-            self._on[device, dtype] = made
-        return self._on[device, dtype]
-
-
-@dataclass(slots=True, eq=False)
-class Share:
-    """The gradients of one of a plan's groups, as pieces.
-
-    Attributes:
-        piece: what each of them is.
-        places: theirs among the parameters.
-        narrow: they are no float64.
-    """
-
-    piece: Piece
-    places: Places
-    narrow: bool
-
+from tritonclip.distributed.sharding import Sharding
 
 # Norms of some gradients, partial ones or one for each, and what the gradients are pieces of.
 Measured = tuple[Tensor, Share]
@@ -281,30 +243,3 @@ class _Exchange:
             elif len(found):
                 rows = torch.maximum(rows, found.amax(0, keepdim=True))
         return rows
-
-
-def all_reduce(
-    buffer: Tensor, groups: Sequence[ProcessGroup], domain: Domain, *, largest: bool = False
-) -> Tensor:
-    """Sums, or largest numbers, over one group after the other; in place where it can."""
-    from torch import distributed as dist
-
-    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-    for group in groups:
-        carrier = domain.carrier(group, buffer.device)
-        sent = buffer if carrier is None else buffer.to(carrier)
-        dist.all_reduce(sent, op=op, group=group)
-        buffer = sent.to(buffer.device)
-    return buffer
-
-
-def everyones(own: Any, domain: Domain) -> dict[int, Any]:
-    """An object of each process of the domain, by rank; each of them calls this, and waits."""
-    from torch import distributed as dist
-
-    known = {dist.get_rank(): own}
-    for group in domain.groups:
-        gathered: list[dict[int, Any]] = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(gathered, known, group=group)
-        known = {rank: one for part in gathered for rank, one in part.items()}
-    return dict(sorted(known.items()))

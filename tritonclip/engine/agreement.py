@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tritonclip.distributed.collectives import everyones
 from tritonclip.distributed.parts import Part, sums_of, zeros_for
-from tritonclip.distributed.reduce import everyones
-from tritonclip.distributed.sharding import where
+from tritonclip.distributed.pieces import where
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.verification import VerificationError, norm_of
+from tritonclip.engine.reference import norm_of
+from tritonclip.engine.verification import VerificationError
 
 # Copies that processes computed each by itself may differ by rounding; other pieces differ by more.
 _COPIES = 1e-3

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.choose import layout_of
-from tritonclip.distributed.reduce import Places, Reduction, Share
-from tritonclip.distributed.sharding import Piece, Sharding
+from tritonclip.distributed.fsdp import are_fsdp_shards
+from tritonclip.distributed.pieces import Piece
+from tritonclip.distributed.places import Places, Share
+from tritonclip.distributed.reduce import Reduction
+from tritonclip.distributed.sharding import Sharding
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OFFSETS, Region, memory_of
 from tritonclip.engine.plan import Group, Plan, View
 from tritonclip.engine.refusals import (
-    are_fsdp_shards,
     refuse_freed,
     refuse_kind,
     refuse_overlap,

@@ -1,9 +1,7 @@
-"""How torch.compile sees a call: custom operators that mutate a list of gradients.
+"""Calls that torch.compile traces: they collect the gradients, and one operator does the rest.
 
-Addresses and pointer tables cannot be traced, so a traced call only collects the gradients; the
-operator does the rest at run time, eagerly, with the same checks and the same code. Operators take
-no DTensors, no process groups and no state: lists over several processes and limits that change
-break the graph. Nothing of this is used outside a compiled region.
+Operators take no DTensors, no process groups and no state: lists over several processes and limits
+that change break the graph. Nothing of this is used outside a compiled region, see `operators.py`.
 """
 
 from collections.abc import Sequence
@@ -13,14 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from tritonclip import rules
-from tritonclip.engine import apart, execute
-from tritonclip.engine.gradients import Gradients, of_tensors
+from tritonclip.engine import operators
 from tritonclip.engine.modules import check_marks
-from tritonclip.engine.planner import plan_
-from tritonclip.engine.refusals import refuse_negative, refuse_other_model, refuse_repeated
+from tritonclip.engine.refusals import refuse_other_model
 from tritonclip.rules import Rule
-from tritonclip.rules.arguments import as_grad_scale
 
 
 def _items(parameters: object) -> list[tuple[str, Tensor]]:
@@ -97,7 +91,7 @@ def clip_(
     number = 1.0 if isinstance(grad_scale, Tensor) else grad_scale
     if rule.per_unit:
         weights = [owner.detach() for owner in owners]
-        norms: Tensor = _clip_units_op(
+        norms: Tensor = operators.clip_units_op(
             grads,
             weights,
             kind,
@@ -110,7 +104,7 @@ def clip_(
         )
         return norms
     numbers = list(rule.numbers)
-    norm = _clip_op(grads, kind, numbers, nonfinite, number, scale, names)
+    norm = operators.clip_op(grads, kind, numbers, nonfinite, number, scale, names)
     return None if rule.clamps else norm
 
 
@@ -133,7 +127,9 @@ def total_norm(
         return total
     if not items:
         return torch.zeros((), dtype=torch.float32)
-    norm: Tensor = _norm_op([item.detach() for item in items], norm_type, error_if_nonfinite)
+    norm: Tensor = operators.norm_op(
+        [item.detach() for item in items], norm_type, error_if_nonfinite
+    )
     return norm
 
 
@@ -146,111 +142,4 @@ def scale_to_norm_(parameters: object, rule: Rule, norm: Tensor) -> None:
 
         graph_break.scale_(parameters, rule, norm)
     elif grads:
-        _scale_op(grads, list(rule.numbers), norm, names)
-
-
-def _result_dtype(grads: Sequence[Tensor]) -> torch.dtype:
-    wide = any(g.dtype in (torch.float64, torch.complex128) for g in grads)
-    return torch.float64 if wide else torch.float32
-
-
-@torch.library.custom_op("tritonclip::clip_", mutates_args={"grads"})
-def _clip_op(
-    grads: Sequence[Tensor],
-    kind: str,
-    numbers: Sequence[float],
-    nonfinite: str,
-    grad_scale: float,
-    grad_scale_tensor: Tensor | None,
-    names: str,
-) -> Tensor:
-    rule = getattr(rules, kind)(*numbers)
-    scale = as_grad_scale(grad_scale if grad_scale_tensor is None else grad_scale_tensor)
-    gradients = _gradients(grads, names)
-    if rule.per_gradient:
-        refuse_repeated(gradients, len(grads))
-    norm = execute.clip_(gradients, rule, nonfinite, scale)
-    return grads[0].new_empty(0, dtype=_result_dtype(grads)) if norm is None else norm.clone()
-
-
-@_clip_op.register_fake
-def _(
-    grads: Sequence[Tensor],
-    kind: str,
-    numbers: Sequence[float],
-    nonfinite: str,
-    grad_scale: float,
-    grad_scale_tensor: Tensor | None,
-    names: str,
-) -> Tensor:
-    rule: type[Rule] = getattr(rules, kind)
-    shape = (0,) if rule.clamps else (len(grads),) if rule.per_gradient else ()
-    return grads[0].new_empty(shape, dtype=_result_dtype(grads))
-
-
-@torch.library.custom_op("tritonclip::clip_units_", mutates_args={"grads"})
-def _clip_units_op(
-    grads: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    kind: str,
-    exempt: Sequence[bool],
-    numbers: Sequence[float],
-    nonfinite: str,
-    grad_scale: float,
-    grad_scale_tensor: Tensor | None,
-    names: str,
-) -> Tensor:
-    exclude = [weight for weight, free in zip(weights, exempt, strict=True) if free]
-    rule = getattr(rules, kind)(*numbers, exclude=exclude)
-    scale = as_grad_scale(grad_scale if grad_scale_tensor is None else grad_scale_tensor)
-    gradients = _gradients(grads, names).beside(list(weights))
-    refuse_repeated(gradients, len(grads))
-    norm = execute.clip_(gradients, rule, nonfinite, scale)
-    assert norm is not None
-    return norm.clone()
-
-
-@_clip_units_op.register_fake
-def _(
-    grads: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    kind: str,
-    exempt: Sequence[bool],
-    numbers: Sequence[float],
-    nonfinite: str,
-    grad_scale: float,
-    grad_scale_tensor: Tensor | None,
-    names: str,
-) -> Tensor:
-    return grads[0].new_empty((len(grads),), dtype=_result_dtype(grads))
-
-
-@torch.library.custom_op("tritonclip::total_norm", mutates_args=())
-def _norm_op(tensors: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    gradients = plan_(of_tensors(list(tensors)))
-    return apart.total_norm(gradients, norm_type, error_if_nonfinite).clone()
-
-
-@_norm_op.register_fake
-def _(tensors: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    return tensors[0].new_empty((), dtype=_result_dtype(tensors))
-
-
-@torch.library.custom_op("tritonclip::scale_to_norm_", mutates_args={"grads"})
-def _scale_op(
-    grads: Sequence[Tensor], numbers: Sequence[float], total_norm: Tensor, names: str
-) -> None:
-    refuse_negative("total_norm", total_norm)
-    rule = rules.ClipByGlobalNorm(*numbers)
-    apart.scale_(_gradients(grads, names), rule, total_norm)
-
-
-@_scale_op.register_fake
-def _(grads: Sequence[Tensor], numbers: Sequence[float], total_norm: Tensor, names: str) -> None:
-    return None
-
-
-def _gradients(grads: Sequence[Tensor], names: str) -> Gradients:
-    """The gradient list inside an operator."""
-    label_of = names.split("\n").__getitem__ if names else "gradients[{}]".format
-    return plan_(of_tensors(list(grads), label_of))
+        operators.scale_op(grads, list(rule.numbers), norm, names)

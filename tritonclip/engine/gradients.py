@@ -1,4 +1,4 @@
-"""The gradients that one call clips, collected from the user's argument, each once."""
+"""The gradients that one call clips, collected from parameters, each once."""
 
 from __future__ import annotations
 
@@ -6,25 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
 from types import GeneratorType
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from tritonclip.distributed.domain import Holders
-from tritonclip.distributed.sharding import Piece, Sharding, Shares, shares_of
-from tritonclip.engine.modules import check_marks, parameters_of
+from tritonclip.distributed.pieces import Piece
+from tritonclip.distributed.sharding import Sharding
+from tritonclip.distributed.shares import Shares, shares_of
 from tritonclip.engine.plan import Plan
-from tritonclip.engine.refusals import (
-    PLAIN,
-    are_tensors,
-    refuse_fsdp_shards,
-    refuse_no_tensors,
-    some,
-)
-
-LabelOf = Callable[[int], str]
+from tritonclip.engine.refusals import PLAIN, some
+from tritonclip.engine.sources import LabelOf, as_list, device_of, names_at, places_to_clip, unnamed
 
 
 class Gradients:
@@ -45,12 +37,12 @@ class Gradients:
         wrappers: DTensors around the tensors, whose versions count too.
         absent: parameters without a gradient, of a list that has a sharding.
         refusal: why this process refuses its gradients, which were dropped; the others are told.
+        shares_without: makes the shares of a list whose refusal the others can be told.
         coalesced: sparse gradients that had to be coalesced into a new tensor, and that tensor.
         versions: tensors of which all readable ones are views; None where they are no views.
     """
 
     __slots__ = (
-        "_shares_without",
         "absent",
         "addresses",
         "coalesced",
@@ -63,6 +55,7 @@ class Gradients:
         "readable",
         "refusal",
         "sharding",
+        "shares_without",
         "sources",
         "tensors",
         "versions",
@@ -90,7 +83,7 @@ class Gradients:
         self.wrappers: list[Tensor] = []
         self.absent: list[Tensor] = []
         self.refusal: Exception | None = None
-        self._shares_without: Callable[[], Shares | None] | None = None
+        self.shares_without: Callable[[], Shares | None] | None = None
 
     def beside(self, parameters: Sequence[Tensor]) -> Gradients:
         """The same list, beside the parameters that it was not collected from.
@@ -107,13 +100,18 @@ class Gradients:
 
         Raising at once would leave them waiting.
         """
-        shares = None if self._shares_without is None else self._shares_without()
+        shares = None if self.shares_without is None else self.shares_without()
         if shares is None:
             return False
-        self.tensors, self.readable, self.addresses, self.distinct = [], [], None, None
+        self.readable, self.addresses, self.distinct = [], None, None
         self.refusal = error
-        _spread(self, shares)
+        self.spread_(shares)
         return True
+
+    def spread_(self, shares: Shares | None) -> None:
+        """Takes pieces in place of DTensors; None for gradients that are whole."""
+        if shares is not None:
+            self.tensors, self.wrappers, self.absent, self.sharding = shares
 
     @property
     def first(self) -> Tensor | None:
@@ -122,29 +120,19 @@ class Gradients:
 
     def label(self, index: int) -> str:
         """Names the gradient at an index in messages."""
-        return self._labels([index])[0]
+        return self.labels([index])
 
     def labels(self, indices: Iterable[int]) -> str:
         """Some gradients for a message."""
-        return some(self._labels(indices))
-
-    def _labels(self, indices: Iterable[int]) -> list[str]:
         places = self.places()
-        return self._names_at([i if places is None else places[i] for i in indices])
+        found = [i if places is None else places[i] for i in indices]
+        return some(names_at(found, self.handed_over, self.label_of))
 
     def label_of_parameter(self, position: int) -> str:
         """Names the parameter at a position in a list that has a sharding."""
-        if self.sources is None:
-            return self.label_of(position)
-        wanted = [i for i, p in enumerate(self.sources) if getattr(p, "need_clip", True)]
-        return self._names_at([wanted[position]])[0]
-
-    def _names_at(self, places: Sequence[int]) -> list[str]:
-        """The names of sources, looked up in the user's argument; clipping never needs them."""
-        if isinstance(self.handed_over, Module):
-            names = [name for name, _ in self.handed_over.named_parameters()]
-            return [names[i] for i in places]
-        return [self.label_of(i) for i in places]
+        places = None if self.sources is None else places_to_clip(self.sources)
+        place = position if places is None else places[position]
+        return names_at([place], self.handed_over, self.label_of)[0]
 
     def places(self) -> Sequence[int] | None:
         """Where the gradients stand among the sources; None where every source has one."""
@@ -219,12 +207,16 @@ def of_parameters(
     Raises:
         TypeError: an argument of another kind.
     """
-    sources = parameters if type(parameters) is list else _as_list(parameters)
+    sources = parameters if type(parameters) is list else as_list(parameters)
     if holders is not None or not PLAIN.issuperset(map(type, sources)):
-        sources, label_of = _unnamed(sources, label_of)
+        sources, label_of = unnamed(sources, label_of)
         if holders is not None or not PLAIN.issuperset(map(type, sources)):
-            wanted = [p for p in sources if getattr(p, "need_clip", True)]
-            label = partial(_name, wanted, sources, parameters, label_of)
+            places = places_to_clip(sources)
+            wanted = [sources[i] for i in places]
+
+            def label(at: int) -> str:
+                return names_at([places[at]], parameters, label_of)[0]
+
             without = partial(shares_of, wanted, [None] * len(wanted), holders, label)
             refusal = None
             try:
@@ -234,51 +226,14 @@ def of_parameters(
                     raise
                 shares, refusal = without(), error
             if shares is not None:
-                device = sources[0].device if sources else torch.device("cpu")
-                gradients = Gradients(shares.tensors, device, label_of, sources, parameters)
+                gradients = Gradients([], device_of(sources), label_of, sources, parameters)
                 gradients.refusal = refusal
-                gradients._shares_without = without if tells else None
-                return _spread(gradients, shares)
+                gradients.shares_without = without if tells else None
+                gradients.spread_(shares)
+                return gradients
     tensors = [g for p in sources if (g := p.grad) is not None and getattr(p, "need_clip", True)]
     device = sources[0].device if sources else torch.device("cpu")
     return Gradients(tensors, device, label_of, sources, parameters)
-
-
-def of_tensors(
-    tensors: object,
-    label_of: LabelOf = "tensors[{}]".format,
-    holders: Holders | None = None,
-    *,
-    tells: bool = False,
-) -> Gradients:
-    """The gradients that are the tensors themselves, None left out; raises as above."""
-    if isinstance(tensors, Module):
-        raise TypeError(
-            f"tensors must be the gradients, got {type(tensors).__name__}, a module; expected "
-            "[p.grad for p in module.parameters() if p.grad is not None], or norms_by_name(module)"
-        )
-    items = tensors if type(tensors) is list else _as_list(tensors)
-    if not are_tensors(items):
-        numbered = [(place, item) for place, item in enumerate(items) if item is not None]
-        refuse_no_tensors(
-            numbered, "tensors", "the gradients: [p.grad for p in ... if p.grad is not None]"
-        )
-        items, label_of = [item for _, item in numbered], _picked(label_of, numbered)
-    if holders is not None or not PLAIN.issuperset(map(type, items)):
-        shares = shares_of(items, items, holders, label_of)
-        if shares is not None:
-            device = items[0].device if items else torch.device("cpu")
-            gradients = Gradients(shares.tensors, device, label_of)
-            if tells:
-                none: list[Tensor | None] = [None] * len(items)
-                gradients._shares_without = partial(shares_of, items, none, holders, label_of)
-            return _spread(gradients, shares)
-    device = items[0].device if items else torch.device("cpu")
-    return Gradients(items, device, label_of)
-
-
-def _picked(label_of: LabelOf, numbered: Sequence[tuple[int, object]]) -> LabelOf:
-    return lambda index: label_of(numbered[index][0])
 
 
 def of_unclipped(
@@ -288,84 +243,7 @@ def of_unclipped(
     grads = [parameter.grad for parameter in parameters]
     there = [i for i, grad in enumerate(grads) if grad is not None]
     tensors = [grad for grad in grads if grad is not None]
-    device = parameters[0].device if parameters else torch.device("cpu")
-    gradients = Gradients(tensors, device, lambda i: label_of(there[i]))
-    shares = None
+    gradients = Gradients(tensors, device_of(parameters), lambda i: label_of(there[i]))
     if holders is not None or not PLAIN.issuperset(map(type, parameters)):
-        shares = shares_of(parameters, grads, holders, label_of)
-    if shares is None:
-        return gradients
-    gradients.tensors = shares.tensors
-    return _spread(gradients, shares)
-
-
-def _name(
-    wanted: list[Tensor], sources: list[Tensor], handed_over: object, label_of: LabelOf, at: int
-) -> str:
-    """Names one of the parameters that are to be clipped."""
-    position = next(i for i, p in enumerate(sources) if p is wanted[at])
-    if isinstance(handed_over, Module):
-        return [name for name, _ in handed_over.named_parameters()][position]
-    return label_of(position)
-
-
-def _spread(gradients: Gradients, shares: Shares) -> Gradients:
-    """Tells a gradient list what its tensors are pieces of."""
-    gradients.sharding, gradients.wrappers = shares.sharding, shares.wrappers
-    gradients.absent = shares.absent
+        gradients.spread_(shares_of(parameters, grads, holders, label_of))
     return gradients
-
-
-def labelled(
-    parameters: object, label_of: LabelOf = "parameters[{}]".format
-) -> tuple[list[Tensor], LabelOf]:
-    """As `with_labels`, for parameters whose gradients are whole."""
-    items, label_of = with_labels(parameters, label_of)
-    refuse_fsdp_shards(items)
-    return items, label_of
-
-
-def with_labels(
-    parameters: object, label_of: LabelOf = "parameters[{}]".format
-) -> tuple[list[Tensor], LabelOf]:
-    """The parameters in an argument of `clip_`, and the name of the i-th; raises as above."""
-    if isinstance(parameters, Module):
-        check_marks(parameters)
-        parameters = parameters.named_parameters()
-    items = _as_list(parameters)
-    if not PLAIN.issuperset(map(type, items)):
-        items, label_of = _unnamed(items, label_of)
-    return items, label_of
-
-
-def _as_list(parameters: object) -> list[Any]:
-    """The items of the user's argument, read once."""
-    if isinstance(parameters, Tensor):
-        return [parameters]
-    if isinstance(parameters, Module):
-        return parameters_of(parameters)
-    if isinstance(parameters, Iterable) and not isinstance(parameters, str | bytes):
-        return list(parameters)
-    raise TypeError(
-        "expected an iterable of tensors, a tensor, a module or (name, parameter) pairs, "
-        f"got {type(parameters).__name__}"
-    )
-
-
-def _unnamed(items: list[Any], label_of: LabelOf) -> tuple[list[Tensor], LabelOf]:
-    """The parameters of (name, parameter) pairs, if they are pairs, and their names."""
-    if items and isinstance(items[0], tuple):
-        for position, pair in enumerate(items):
-            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-                raise TypeError(
-                    f"parameters[{position}] must be a (name, parameter) pair as the first one is, "
-                    f"got {pair!r:.80}; pass either pairs or tensors"
-                )
-        names = [name for name, _ in items]
-        items = [parameter for _, parameter in items]
-        label_of = names.__getitem__
-    if not are_tensors(items):
-        refuse_no_tensors(
-            enumerate(items), "parameters", "tensors, a module, or (name, parameter) pairs"
-        )
-    return items, label_of

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from tritonclip.distributed.domain import check_holders
 from tritonclip.engine import apart, execute
-from tritonclip.engine.gradients import of_parameters, of_tensors
+from tritonclip.engine.gradients import of_parameters
 from tritonclip.engine.planner import plan_
+from tritonclip.engine.tensors import of_tensors
 from tritonclip.rules import Rule, follow
 
 

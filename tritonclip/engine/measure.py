@@ -1,6 +1,5 @@
 """Norms of a gradient list before clipping: measured by group, of pieces, and put together."""
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,15 +11,15 @@ from tritonclip import settings
 from tritonclip.backends.batch import Batch, PartialNorms
 from tritonclip.backends.choose import layout_of, torch_layout
 from tritonclip.backends.torch_backend import unscaled, wide_dtype
-from tritonclip.distributed.parts import Part, may_be_parts, sums_of, zeros_for
-from tritonclip.distributed.reduce import Measured, Places, Share
+from tritonclip.distributed.parts import Part
 from tritonclip.engine.agreement import Agreement
 from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.piece_norms import measure_sums, moduli_of, norms_of
 from tritonclip.engine.refusals import refuse_uncovered
 from tritonclip.engine.together import ask_others, reduce_, tell_others
 from tritonclip.engine.units import Units
-from tritonclip.grad_mode import without_grad
+from tritonclip.grad_mode import outside_inference, without_grad
 from tritonclip.rules import Rule
 
 
@@ -65,8 +64,8 @@ class Norms(NamedTuple):
             if self.reduced is not None and gradients.sources is not None:
                 whole = [p for p in gradients.sources if getattr(p, "need_clip", True)]
             sizes = [tensor.numel() for tensor in whole]
-            with torch.inference_mode(False):
-                plan.sizes = torch.tensor(sizes, dtype=wide_dtype(plan.device), device=plan.device)
+            uploaded = outside_inference(torch.tensor)
+            plan.sizes = uploaded(sizes, dtype=wide_dtype(plan.device), device=plan.device)
         return plan.sizes
 
     def positions(self) -> tuple[Sequence[int] | None, int]:
@@ -119,7 +118,7 @@ def measure_groups(
             layout = torch_layout(tensors, flat=group.flat) if per_gradient else group.layout
             layout.dtype = plan.dtype
             batch = layout.bind(tensors, addresses)
-            own = [_moduli(tensor) for tensor in tensors]
+            own = [moduli_of(tensor) for tensor in tensors]
             make = torch_layout if per_gradient else layout_of
             moduli = make(own, flat=True).bind(own, None)
         batches.append(batch)
@@ -171,14 +170,11 @@ def measure_pieces(
                 for at, one in zip(places, tensors, strict=True)
             ]
             continue
-        measured: Batch = batch
-        if group.pairs and norm_type != 2.0:
-            moduli = [_moduli(tensor) for tensor in tensors]
-            measured = layout_of(moduli, flat=True).bind(moduli, None)
-        own.append((_norms_of(measured, tensors, norm_type, each=per_gradient), share))
+        norms = norms_of(tensors, batch, norm_type, pairs=group.pairs, each=per_gradient)
+        own.append((norms, share))
     sums = None
     if reduction.sharding.copied or parts:
-        sums = partial(_measure_sums, gradients, parts, norm_type, per_gradient)
+        sums = partial(measure_sums, gradients, parts, norm_type, per_gradient)
     reduced = reduce_(
         gradients, partial(reduction.norm, own, norm_type, each=per_gradient, sums=sums)
     )
@@ -192,53 +188,6 @@ def measure_pieces(
         partials.append(norms.to(group.device))
     starts = [0] * len(batches)
     return Norms(batches, partials, starts, norm_type, per_gradient, grad_scale, gradients, reduced)
-
-
-def _norms_of(batch: Batch, tensors: Sequence[Tensor], norm_type: float, *, each: bool) -> Tensor:
-    """Partial norms of gradients, or the norm of each."""
-    device = tensors[0].device
-    out = torch.empty(batch.count_norms(per_gradient=each), dtype=wide_dtype(device), device=device)
-    norms: Tensor = batch.norm(norm_type, out, per_gradient=each)
-    if not each:
-        return norms
-    norms = batch.norms_each(norms, norm_type)
-    if norm_type == -math.inf:
-        # A piece without elements has the norm 0 here, but is no part of the whole's.
-        for i, tensor in enumerate(tensors):
-            if not tensor.numel():
-                norms[i].fill_(math.inf)
-    return norms
-
-
-def _measure_sums(
-    gradients: Gradients, parts: Sequence[Part], norm_type: float, each: bool, flags: Tensor
-) -> list[Measured]:
-    """Measures the sums of gradients that are parts, here or in another process."""
-    sharding = gradients.sharding
-    assert sharding is not None
-    if may_be_parts(gradients.absent, sharding):
-        parts = [*parts, *zeros_for(gradients.absent, sharding, flags.tolist())]
-    together: dict[tuple[object, ...], list[Part]] = {}
-    for part in sums_of(parts, sharding):
-        key = part.piece.weight, part.piece.sums_over, part.tensor.dtype, part.pairs
-        together.setdefault(key, []).append(part)
-    measured = []
-    for members in together.values():
-        tensors = [part.tensor for part in members]
-        if members[0].pairs and norm_type != 2.0:
-            tensors = [_moduli(tensor) for tensor in tensors]
-        batch = layout_of(tensors, flat=True).bind(tensors, None)
-        narrow = members[0].tensor.dtype != torch.float64
-        share = Share(members[0].piece, Places([part.position for part in members]), narrow)
-        measured.append((_norms_of(batch, tensors, norm_type, each=each), share))
-    return measured
-
-
-def _moduli(pairs: Tensor) -> Tensor:
-    """The moduli of a complex gradient that is read as pairs, 1-d, in new memory."""
-    # Moduli of finite float32 pairs may be over its largest number.
-    wide = pairs.to(wide_dtype(pairs.device))
-    return torch.view_as_complex(wide.reshape(-1, 2)).abs()
 
 
 def _exchange(own: dict[torch.device, Tensor], *, own_first: bool) -> dict[torch.device, Tensor]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.reduce import everyones
+from tritonclip.distributed.collectives import everyones
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.refusals import some
 from tritonclip.rules import Rule

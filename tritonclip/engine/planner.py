@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
+from tritonclip.distributed.fsdp import FSDP_MARK
 from tritonclip.distributed.sharding import Sharding
 from tritonclip.engine.building import build_, plan_of_nothing, refuse_
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OFFSETS, are_apart, is_freed
 from tritonclip.engine.plan import Plan
-from tritonclip.engine.refusals import FSDP_MARK
 
 try:
     from torch._C._dynamo import guards as _dynamo_guards

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tritonclip.distributed.fsdp import refuse_fsdp_shards
 from tritonclip.engine.memory import (
     Region,
     are_apart,
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from tritonclip.distributed.sharding import Sharding
     from tritonclip.engine.gradients import Gradients
 
-# The attribute of parameters that FullyShardedDataParallel manages.
-FSDP_MARK = "_fsdp_flattened"
 # Types that the library can read; subclasses may hold anything.
 PLAIN = frozenset({Tensor, Parameter})
 
@@ -41,54 +39,6 @@ def some(labels: Sequence[str]) -> str:
     """Names for a message, at most eight of them."""
     more = f" and {len(labels) - 8} more" if len(labels) > 8 else ""
     return ", ".join(labels[:8]) + more
-
-
-def are_tensors(items: Sequence[object]) -> bool:
-    """Whether all items are tensors, of any class."""
-    return all(issubclass(kind, Tensor) for kind in set(map(type, items)))
-
-
-def refuse_no_tensors(items: Iterable[tuple[int, object]], noun: str, expected: str) -> None:
-    """Refuses items, each with its position, among which one is no tensor."""
-    for position, item in items:
-        if not isinstance(item, Tensor):
-            raise TypeError(
-                f"{noun}[{position}] must be a tensor, got {type(item).__name__}; "
-                f"expected {expected}"
-            )
-
-
-def refuse_fsdp_shards(parameters: Sequence[Tensor]) -> None:
-    """Refuses norms of parameters that FullyShardedDataParallel has split over processes."""
-    if are_fsdp_shards(parameters):
-        raise TypeError(
-            "the parameters are shards of FullyShardedDataParallel, and their gradients have the "
-            "norm of one process only; expected process_group=: that of the "
-            "FullyShardedDataParallel module, its attribute process_group"
-        )
-
-
-def are_fsdp_shards(parameters: Sequence[Tensor]) -> bool:
-    """Whether FullyShardedDataParallel manages a parameter that is not whole in this process."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return False
-    flattened = [parameter for parameter in parameters if hasattr(parameter, FSDP_MARK)]
-    if not flattened:
-        return False
-    distributed = torch.distributed
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return False
-    buffers: dict[int, list[Tensor]] = {}
-    for parameter in flattened:
-        if getattr(parameter, "_is_flat_param", False):
-            # Memory for the whole: only where there are parts.
-            if hasattr(parameter, "_full_param_padded"):
-                return True
-        else:
-            buffers.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
-    # With use_orig_params=True, parameters are views of one buffer: of their shapes where it is
-    # whole, else 1-d. A buffer of 1-d parameters only counts as a shard.
-    return any(all(p.dim() == 1 for p in views) for views in buffers.values())
 
 
 def refuse_kind(grad: Tensor, label: Callable[[], str]) -> None:

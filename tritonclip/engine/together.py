@@ -12,7 +12,8 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from tritonclip.distributed.reduce import Refused, everyones
+from tritonclip.distributed.collectives import everyones
+from tritonclip.distributed.reduce import Refused
 from tritonclip.engine.gradients import Gradients
 from tritonclip.rules import Rule
 

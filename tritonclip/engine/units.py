@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tritonclip.backends.choose import unit_layout_of
 from tritonclip.backends.unit_batch import UnitBatch
-from tritonclip.distributed.reduce import Measured, Places, Reduction, Share
+from tritonclip.distributed.places import Places, Share
+from tritonclip.distributed.reduce import Measured, Reduction
 from tritonclip.distributed.sharding import piece_of
 from tritonclip.engine.gradients import Gradients, gradient_of
 from tritonclip.engine.memory import OFFSETS, is_freed

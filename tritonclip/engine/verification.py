@@ -1,19 +1,25 @@
 """Computes a call a second time, plainly, in float64 on copies, and compares.
 
-Slow and hungry for memory on purpose: the point is that no arithmetic is shared with the call
-it checks. Switched on by `verify()` or by TRITONCLIP_VERIFY=1, see `tritonclip.settings`.
+Slow and hungry for memory on purpose: no arithmetic is shared with the call that it checks, see
+`reference.py`. Switched on by `verify()` or by TRITONCLIP_VERIFY=1, see `tritonclip.settings`.
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.sharding import without_mesh
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.units import parameters_of, weights_of
+from tritonclip.engine.reference import (
+    ReferenceNorms,
+    UnitReference,
+    coefficient_of,
+    dense,
+    norm_of,
+    rounded,
+    total_of,
+    widened,
+)
 from tritonclip.rules import Rule
 
 # A norm is promised to 1e-6 (1e-12); a coefficient adds the rounding of a sum and two divisions,
@@ -32,7 +38,7 @@ class Expectation:
     def __init__(self, gradients: Gradients) -> None:
         assert gradients.plan is not None
         self._gradients, self._dtype = gradients, gradients.plan.dtype
-        self._before = [_plain(g).clone() for g in gradients.tensors]
+        self._before = [dense(g).clone() for g in gradients.tensors]
         # Norms of narrower gradients are no better for being returned as float64.
         wide = all(g.dtype in (torch.float64, torch.complex128) for g in self._before)
         self._norm_tolerance = _NORM_TOLERANCE[torch.float64 if wide else torch.float32]
@@ -57,7 +63,7 @@ class Expectation:
         if not (rule.clamps or rule.per_gradient):
             norms = [self._total(norms, rule.norm_type)] * len(norms)
         # A norm beyond the range of the result's dtype is inf there, and its coefficient 0.
-        norms = [_rounded(n, self._dtype) for n in norms]
+        norms = [rounded(n, self._dtype) for n in norms]
         if spread and result is not None:
             # The norm of all pieces, which was compared when it was reduced.
             norms = (result if rule.per_gradient else result.expand(len(norms))).tolist()
@@ -67,22 +73,22 @@ class Expectation:
             finite = all(math.isfinite(n) for n in norms)
         erase = zero_nonfinite and not finite
         limits = self._limits(rule, norms)
-        beside = _UnitReference(self._gradients, rule) if rule.per_unit else None
+        beside = UnitReference(self._gradients, rule) if rule.per_unit else None
 
         mismatches: list[str] = []
         for index, (norm, max_norm) in enumerate(zip(norms, limits, strict=True)):
             before = self._before[index]
             exact = scale == 1
             if erase:
-                expected = torch.zeros_like(_wide(before))
+                expected = torch.zeros_like(widened(before))
             elif rule.clamps:
                 expected = (before.double() / scale).clamp(*rule.bounds(before.dtype))
             elif beside is not None:
                 by, within = beside.coefficients(index, before, norm, max_norm, scale)
-                expected = _wide(before) * (by / scale)
+                expected = widened(before) * (by / scale)
                 exact = exact and within
             else:
-                expected = _wide(before) * (_coefficient(norm, max_norm, rule.eps) / scale)
+                expected = widened(before) * (coefficient_of(norm, max_norm, rule.eps) / scale)
                 # Near the limit, the norm's own error decides whether anything is written.
                 exact = exact and norm * (1 + 1e-5) + rule.eps < max_norm
             mismatches += self._compare(index, expected, exact=exact or erase)
@@ -96,23 +102,23 @@ class Expectation:
     def check_norms(self, norm_type: float, grad_scale: float | Tensor, result: Tensor) -> None:
         """Compares a finished `norms_by_name` call, before norms of groups are combined."""
         norms = [norm_of(g, norm_type) / float(grad_scale) for g in self._before]
-        self._compare_norms([_rounded(n, self._dtype) for n in norms], result)
+        self._compare_norms([rounded(n, self._dtype) for n in norms], result)
 
     def check_scale(self, rule: Rule, norm: Tensor) -> None:
         """Compares a finished `clip_grads_with_norm_` call."""
         given = norm.detach().abs()
-        limit = float(rule.limit(_Reference(given, [])))
-        multiplier = _coefficient(float(given), limit, rule.eps)
+        limit = float(rule.limit(ReferenceNorms(given, [])))
+        multiplier = coefficient_of(float(given), limit, rule.eps)
         mismatches: list[str] = []
         for index, before in enumerate(self._before):
-            mismatches += self._compare(index, _wide(before) * multiplier)
+            mismatches += self._compare(index, widened(before) * multiplier)
         _raise(mismatches)
 
     def _limits(self, rule: Rule, norms: list[float]) -> list[float]:
         """The rule's limit for each gradient."""
         own = norms if rule.per_gradient else norms[0]
         measured = torch.tensor(own, dtype=torch.float64, device="cpu")
-        reference = _Reference(measured, [self._n_elements(i) for i in range(len(norms))])
+        reference = ReferenceNorms(measured, [self._n_elements(i) for i in range(len(norms))])
         given = rule.limit(reference)
         limit = torch.as_tensor(given, dtype=torch.float64, device="cpu").reshape(-1)
         if len(limit) not in (1, len(norms)):
@@ -132,14 +138,14 @@ class Expectation:
     def _total(self, norms: list[float], norm_type: float) -> float:
         """The norm of all elements, from the norms of gradients; empty ones do not count."""
         elements = [norm for norm, g in zip(norms, self._before, strict=True) if g.numel()]
-        return _combined(elements, norm_type)
+        return total_of(elements, norm_type)
 
     def _compare_norms(self, expected: list[float], result: Tensor) -> None:
         tolerance = self._norm_tolerance
         found = result.reshape(-1).tolist()
         mismatches = []
         for i, (ours, reference) in enumerate(zip(found, expected, strict=True)):
-            fits = _rounded(reference, result.dtype)
+            fits = rounded(reference, result.dtype)
             same = ours == fits or (math.isnan(ours) and math.isnan(fits))
             # Below the least normal number, the norm is right to one unit in the last place.
             info = torch.finfo(result.dtype)
@@ -151,7 +157,7 @@ class Expectation:
 
     def _compare(self, index: int, expected: Tensor, *, exact: bool = False) -> list[str]:
         """A line for a gradient that differs from the expected one, in any bit if exact."""
-        ours = _wide(_plain(self._gradients.tensors[index]))
+        ours = widened(dense(self._gradients.tensors[index]))
         dtype = self._before[index].dtype
         info = torch.finfo(dtype)
         norm_tolerance = self._norm_tolerance
@@ -175,35 +181,6 @@ class Expectation:
         ]
 
 
-class _UnitReference:
-    """Coefficients of units, from float64 copies of weights."""
-
-    def __init__(self, gradients: Gradients, rule: Rule) -> None:
-        self._parameters = parameters_of(gradients)
-        self._exempt, self._eps = rule.exempt(self._parameters), rule.eps
-
-    def coefficients(
-        self, index: int, before: Tensor, norm: float, ratio: float, scale: float
-    ) -> tuple[Tensor, bool]:
-        """The coefficient of each element, and whether every unit is well within its limit."""
-        parameter = self._parameters[index].detach()
-        if self._exempt[index] or ratio == math.inf:
-            own = torch.full((), norm, dtype=torch.float64, device=before.device)
-            return torch.where(own.isnan(), math.nan, 1.0), not math.isnan(norm)
-        if before.dim() < 2:
-            # Of a DTensor, all of it.
-            norms, weights = [norm], [norm_of(without_mesh(parameter), 2.0)]
-        else:
-            norms = [norm_of(row, 2.0) / scale for row in before]
-            weights = [norm_of(row, 2.0) for row in weights_of([parameter])[0]]
-        limits = [w if math.isnan(w) else ratio * max(w, self._eps) for w in weights]
-        by = [_coefficient(n, limit, 0.0) for n, limit in zip(norms, limits, strict=True)]
-        within = all(n * (1 + 1e-5) < limit for n, limit in zip(norms, limits, strict=True))
-        shape = (len(by), *(1,) * (before.dim() - 1)) if before.dim() > 1 else ()
-        wide = torch.tensor(by, dtype=torch.float64, device=before.device)
-        return wide.reshape(shape), within
-
-
 def _raise(mismatches: list[str]) -> None:
     if mismatches:
         more = f"; and {len(mismatches) - _REPORTED} more" if len(mismatches) > _REPORTED else ""
@@ -214,77 +191,3 @@ def _raise(mismatches: list[str]) -> None:
             + ". This is a bug in tritonclip or in its compiler: use "
             "tritonclip.use_backend('torch') and report it"
         )
-
-
-def _plain(grad: Tensor) -> Tensor:
-    """A dense tensor, its own or the gradient's."""
-    return grad.detach().to_dense() if grad.layout != torch.strided else grad.detach()
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.complex128 if x.is_complex() else torch.float64)
-
-
-def norm_of(x: Tensor, norm_type: float) -> float:
-    """The norm of a tensor, from float64 copies of its elements."""
-    magnitudes = _wide(x).abs().flatten()
-    return _combined_tensor(magnitudes, norm_type)
-
-
-def _combined(norms: list[float], norm_type: float) -> float:
-    if norm_type == 0:
-        return math.fsum(norms)
-    return _combined_tensor(torch.tensor(norms, dtype=torch.float64, device="cpu"), norm_type)
-
-
-def _combined_tensor(magnitudes: Tensor, norm_type: float) -> float:
-    """The norm of float64 magnitudes, with the largest taken out."""
-    if norm_type == 0:
-        return float((magnitudes != 0).sum())
-    if magnitudes.numel() == 0:
-        return 0.0
-    if norm_type == -math.inf:
-        return float(magnitudes.min())
-    largest = float(magnitudes.max())
-    if norm_type == math.inf or not 0 < largest < math.inf:
-        return largest
-    total = float((magnitudes / largest).pow(norm_type).sum())
-    try:
-        root: float = total ** (1 / norm_type)
-    except OverflowError:
-        return math.inf
-    return largest * root
-
-
-def _rounded(norm: float, dtype: torch.dtype) -> float:
-    """The norm itself, or inf where it is beyond the range of a dtype."""
-    rounded = float(torch.tensor(norm, dtype=torch.float64, device="cpu").to(dtype))
-    return rounded if math.isinf(rounded) else norm
-
-
-def _coefficient(norm: float, max_norm: float, eps: float) -> float:
-    """The coefficient in Python's floats."""
-    if math.isnan(norm) or math.isnan(max_norm):
-        return math.nan
-    if max_norm == math.inf or norm + eps == 0:
-        return 1.0
-    return min(1.0, max_norm / (norm + eps))
-
-
-class _Reference(NamedTuple):
-    """What a rule is told: the norms of the reference."""
-
-    norms: Tensor
-    n_elements: list[int]
-
-    def norm(self) -> Tensor:
-        """The norm of all gradients, or of each."""
-        return self.norms
-
-    def sizes(self) -> Tensor:
-        """The number of elements of each gradient."""
-        return torch.tensor(self.n_elements, dtype=torch.float64, device="cpu")
-
-    def positions(self) -> tuple[Sequence[int] | None, int]:
-        """Of all."""
-        return None, len(self.n_elements)

@@ -12,9 +12,10 @@ from torch.nn import Module
 
 from tritonclip import settings
 from tritonclip.distributed.domain import Holders
-from tritonclip.distributed.sharding import shares_of
-from tritonclip.engine.gradients import Gradients, labelled
+from tritonclip.distributed.shares import shares_of
+from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.planner import PlanCache, plan_
+from tritonclip.engine.sources import labelled
 from tritonclip.flat.layout import is_wanted, lay_out, refuse
 from tritonclip.flat.view_watch import ViewWatch, present
 from tritonclip.grad_mode import without_grad

@@ -18,9 +18,10 @@ from tritonclip.backends import choose
 from tritonclip.backends.batching import PIECE
 from tritonclip.backends.torch_backend import wide_dtype
 from tritonclip.engine import apart
-from tritonclip.engine.gradients import Gradients, of_tensors
+from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.planner import plan_
 from tritonclip.engine.refusals import OverlapError
+from tritonclip.engine.tensors import of_tensors
 from tritonclip.functional import formulas
 
 _get_requires_grad = attrgetter("requires_grad")

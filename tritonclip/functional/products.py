@@ -14,8 +14,8 @@ from torch import Tensor
 from tritonclip.backends import choose
 from tritonclip.backends.torch_backend import ARITHMETIC, wide_dtype
 from tritonclip.engine import apart
-from tritonclip.engine.gradients import of_tensors
 from tritonclip.engine.planner import plan_
+from tritonclip.engine.tensors import of_tensors
 from tritonclip.functional import formulas
 from tritonclip.functional.norms import is_readable, needs_grad
 from tritonclip.rules import Rule

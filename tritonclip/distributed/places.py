@@ -1,0 +1,45 @@
+"""The gradients of a plan's group as pieces: what they are, and where their norms stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tritonclip.distributed.pieces import Piece
+
+
+class Places:
+    """Positions of gradients among the parameters; on a device from the first use on."""
+
+    __slots__ = ("_on", "positions")
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        self.positions = positions
+        self._on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def on(self, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+        """The positions, 1-d."""
+        if (device, dtype) not in self._on:
+            # Never an inference tensor, which belongs to one mode.
+            with torch.inference_mode(False):
+                made = torch.tensor(self.positions, dtype=dtype, device=device)
+            self._on[device, dtype] = made
+        return self._on[device, dtype]
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """The gradients of one of a plan's groups, as pieces.
+
+    Attributes:
+        piece: what each of them is.
+        places: theirs among the parameters.
+        narrow: they are no float64.
+    """
+
+    piece: Piece
+    places: Places
+    narrow: bool
