@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.distributed.pieces import Piece
+from tritonclip.grad_mode import outside_inference
 
 
 class Places:
@@ -24,9 +25,8 @@ class Places:
         """The positions, 1-d."""
         if (device, dtype) not in self._on:
             # Never an inference tensor, which belongs to one mode.
-            with torch.inference_mode(False):
-                made = torch.tensor(self.positions, dtype=dtype, device=device)
-            self._on[device, dtype] = made
+            uploaded = outside_inference(torch.tensor)
+            self._on[device, dtype] = uploaded(self.positions, dtype=dtype, device=device)
         return self._on[device, dtype]
 
 
