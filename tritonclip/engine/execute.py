@@ -5,6 +5,7 @@ The only composition of the backends' verbs. Arguments are checked and the list 
 
 import math
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -46,8 +47,11 @@ class Outcome(NamedTuple):
     """
 
     norm: Tensor | None
-    by_group: list[tuple[Tensor, float | Tensor]]
+    by_group: Sequence[tuple[Tensor, float | Tensor]]
     limit: float | Tensor = math.nan
+
+
+_CLAMPED = Outcome(None, ())
 
 
 def clip_(
@@ -152,7 +156,7 @@ def write_(
     expected = verification.Expectation(gradients) if settings.verifying() else None
     if rule.clamps:
         _clamp_(gradients, rule, grad_scale)
-        outcome = Outcome(None, [])
+        outcome = _CLAMPED
         if zero_nonfinite:
             # Last, for bounds that exclude 0; the gradients no longer carry a loss scale.
             assert norms is not None
@@ -232,11 +236,11 @@ def _clamp_(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Non
     plan = gradients.plan
     assert plan is not None
     batches = [group.clamping.bind(*gradients.of(group.indices)) for group in plan.groups]
-    for i, batch in enumerate(batches):
-        low, high = rule.bounds(plan.groups[i].dtype)
+    for group, batch in zip(plan.groups, batches, strict=True):
+        low, high = rule.bounds(group.dtype)
         batch.clamp_(low, high, grad_scale)
         if not batch.counts_versions:
-            _count_version(gradients, plan.groups[i])
+            _count_version(gradients, group)
 
 
 def _count_version(gradients: Gradients, group: Group) -> None:
