@@ -4,6 +4,7 @@ The only reader of the environment. Variables are looked up at every call, so th
 from the next call on; `os.environ` decodes and encodes, which would cost more than all else here.
 """
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -19,6 +20,13 @@ BACKENDS = ("auto", "triton", "torch")
 _variables: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _key = getattr(os.environ, "encodekey", str) if _variables is not os.environ else str
 _BACKEND, _VERIFY = _key("TRITONCLIP_BACKEND"), _key("TRITONCLIP_VERIFY")
+
+# Whose code runs after the call has returned.
+_RUN_LATER = (
+    inspect.isgeneratorfunction,
+    inspect.iscoroutinefunction,
+    inspect.isasyncgenfunction,
+)
 
 _chosen_backend: ContextVar[str | None] = ContextVar("tritonclip_backend", default=None)
 _verifying: ContextVar[bool] = ContextVar("tritonclip_verify", default=False)
@@ -51,8 +59,17 @@ class Block:
         self._variable.reset(self._tokens.pop())
 
     def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
-        """The function with the setting in every call of it."""
+        """The function with the setting in every call of it.
+
+        Raises:
+            TypeError: a generator or a coroutine, which runs after its call.
+        """
         self._is_used = True
+        if any(runs_later(function) for runs_later in _RUN_LATER):
+            raise TypeError(
+                f"{self._call} cannot decorate a generator or a coroutine, whose code runs after "
+                f"the call: got {function!r}; expected: with tritonclip.{self._call}: ... within it"
+            )
 
         @wraps(function)
         def decorated(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -79,6 +79,20 @@ def test_use_backend_restores_after_an_error():
     assert settings.backend() == "auto"
 
 
+def _generator():
+    yield 1
+
+
+async def _coroutine():
+    return 1
+
+
+@pytest.mark.parametrize("function", [_generator, _coroutine])
+def test_use_backend_refuses_functions_that_run_after_their_call(function):
+    with pytest.raises(TypeError, match="generator or a coroutine"):
+        tritonclip.use_backend("torch")(function)
+
+
 def test_use_backend_decorates_a_function():
     @tritonclip.use_backend("torch")
     def nested(depth: int) -> list[str]:

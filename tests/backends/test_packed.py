@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from cases import grad_of, parameters
+from torch.autograd import forward_ad
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm
@@ -85,6 +86,37 @@ def test_one_element_that_is_not_finite_is_told_from_the_others(value, sizes):
     assert norms.tolist() == pytest.approx(expected, rel=1e-6, nan_ok=True)
     norm = tritonclip.clip_(parameters(grads), ClipByGlobalNorm(math.inf))
     assert norm.item() == pytest.approx(abs(value), nan_ok=True)
+
+
+@pytest.mark.parametrize("sizes", LISTS.values(), ids=LISTS.keys())
+@pytest.mark.parametrize("values", [(math.inf, math.nan), (math.nan, math.inf)], ids=str)
+def test_inf_in_one_gradient_and_nan_in_another_is_nan(values, sizes):
+    grads = gradients([*sizes, 8], torch.float32, 2.0)
+    grads[0][0], grads[-1][0] = values
+    norm = tritonclip.clip_(parameters(grads), ClipByGlobalNorm(1.0))
+    assert norm.isnan()
+    assert all(grad.isnan().all() for grad in grads)
+
+
+# Of torch itself, when it first makes a dual tensor.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("n", [5, 5000, 40_000])
+def test_tangents_are_scaled_with_their_gradients(n):
+    with forward_ad.dual_level():
+        (param,) = parameters([torch.zeros(n)])
+        param.grad = forward_ad.make_dual(torch.ones(n), torch.ones(n))
+        tritonclip.clip_grads_with_norm_([param], 1.0, torch.tensor(10.0))
+        primal, tangent = forward_ad.unpack_dual(param.grad)
+        torch.testing.assert_close(primal, torch.full((n,), 0.1))
+        torch.testing.assert_close(tangent, torch.full((n,), 0.1))
+
+
+def test_squares_below_the_last_place_of_float64_count_in_long_lists():
+    n = 2**19 - 1
+    grad = torch.full((n,), math.sqrt(0.998 * 2.0**-53), dtype=torch.float64)
+    grad[0] = 1.0
+    norm = tritonclip.clip_(parameters([grad]), ClipByGlobalNorm(math.inf))
+    assert norm.item() == pytest.approx(true_norm([grad]), rel=2e-13)
 
 
 def test_rows_whose_sums_round_most_are_right_to_six_digits():

@@ -99,6 +99,41 @@ def test_clip_bad_gradient_of_one_process_raises_everywhere(rule: str, bad: str)
     _check(named, lambda: tritonclip.clip_(iter(named.items()), RULES[rule]), error, message)
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("rule", RULES)
+@in_processes(2)
+def test_clip_bad_gradient_beside_one_that_is_not_finite_raises_everywhere(
+    rule: str, value: float
+) -> None:
+    named = _named()
+    if dist.get_rank() == 0:
+        _overlapping(named["bad"])
+    else:
+        local(named["sharded"].grad).fill_(value)
+    with pytest.raises(ValueError, match="share memory"):
+        tritonclip.clip_(named.items(), RULES[rule])
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@in_processes(2)
+def test_clipped_optimizer_beside_a_gradient_that_is_not_finite_raises_everywhere(
+    value: float,
+) -> None:
+    """Nobody waits for the norm of the second group."""
+    named = _named()
+    groups: Any = [
+        {"params": [named["sharded"], named["bad"]]},
+        {"params": [named["copied"]], "clip": 1.0},
+    ]
+    optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 1.0)
+    if dist.get_rank() == 0:
+        _overlapping(named["bad"])
+    else:
+        local(named["sharded"].grad).fill_(value)
+    with pytest.raises(ValueError, match="share memory"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("policy", ["zero", "error"])
 @in_processes(2)
 def test_clip_by_value_with_policy_raises_everywhere(policy: Any) -> None:
@@ -219,8 +254,8 @@ def test_clipped_optimizer_raises_everywhere(bad: str, several: bool) -> None:
 def test_refusal_makes_the_norm_nan_where_reading_it_would_wait(rule: str, policy: Any) -> None:
     """As on an accelerator, where the others go by their policy."""
     named, exchange = _named(), cast(Any, reduce._Exchange)
-    refuse = exchange._refuse
-    exchange._refuse = lambda *_, **__: None
+    reads = exchange._reads
+    exchange._reads = False
     try:
         if dist.get_rank() == 0:
             _overlapping(named["bad"])
@@ -234,7 +269,7 @@ def test_refusal_makes_the_norm_nan_where_reading_it_would_wait(rule: str, polic
             assert norm is not None
             assert norm.isnan().all()
     finally:
-        exchange._refuse = refuse
+        exchange._reads = reads
 
 
 @in_processes(2)

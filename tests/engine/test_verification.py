@@ -364,3 +364,11 @@ def test_verify_passes_small_orders(device, dtype, p):
     with tritonclip.verify():
         tritonclip.get_total_norm(grads, p)
         tritonclip.clip_(parameters(grads), ClipByGlobalNorm(0.5, p))
+
+
+def test_a_limit_beyond_float32_clips_nothing(device):
+    """It is rounded to inf, and so it is here."""
+    grads = [torch.full((33_000,), 2e37, dtype=torch.bfloat16, device=device)]
+    with tritonclip.verify():
+        tritonclip.clip_(parameters(grads), 6.5e38)
+    assert_bits(grads, [torch.full((33_000,), 2e37, dtype=torch.bfloat16)])

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tritonclip.backends import cpu_norm
 from tritonclip.backends.batch import PartialNorms
@@ -203,8 +204,8 @@ class CpuBatch:
         # In a 0-d tensor: a number would be rounded to a half type first.
         numbers = layout.take_numbers(layout.wide)
         numbers.memory[0] = multiplier
-        if layout.unscales:
-            # What GradScaler unscales with.
+        if layout.unscales and forward_ad._current_level < 0:
+            # Not for dual numbers, whose tangents it leaves. What GradScaler unscales with.
             torch._amp_foreach_non_finite_check_and_unscale_(
                 self.tensors, layout.found_nonfinite, numbers.first
             )

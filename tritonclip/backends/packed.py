@@ -11,7 +11,7 @@ from tritonclip.backends.cpu_norm import ROW
 from tritonclip.grad_mode import outside_inference
 
 # Lists of up to so many tensors are packed, if no more elements are copied, and no more measured:
-# scratch takes up to 8 MiB a plan.
+# scratch takes up to 5 MiB a plan.
 PACKED_TENSORS = 512
 PACKED_ELEMENTS = 2**19
 MEASURED_ELEMENTS = 2**22
@@ -109,6 +109,7 @@ class Scratch:
 
     __slots__ = (
         "_dtype",
+        "_is_short",
         "_known",
         "_long",
         "_norms",
@@ -129,6 +130,8 @@ class Scratch:
         # None for all.
         self._packed = packed if rows.long else None
         room = [rows.length * rows.counts[i] for i in packed]
+        # One sum of more squares would miss the last of twelve digits.
+        self._is_short = sum(sizes) <= WIDE_ELEMENTS
         self.holds_squares = rows.dtype == torch.float64 != self._dtype
         self._known = (0.0, math.inf) if self.holds_squares else _KNOWN[rows.dtype]
         self.elements = torch.zeros(sum(room), dtype=rows.dtype, device="cpu")
@@ -152,13 +155,17 @@ class Scratch:
         """The 2-norm of gradients of the list's form; None where float64 cannot square them."""
         self._pack(tensors)
         elements = self.elements
-        if elements.dtype == torch.float32:
+        if not self._is_short:
             elements = self._row_norms(tensors).double()
         norm = math.sqrt(torch.dot(elements, elements).item())
         least, largest = self._known
         if least <= norm < largest:
             return norm
-        return None if self._dtype == torch.float64 else math.hypot(*map(_exact_norm, tensors))
+        if self._dtype == torch.float64:
+            return None
+        norms = list(map(_exact_norm, tensors))
+        # The hypotenuse of inf and NaN is inf.
+        return math.nan if any(map(math.isnan, norms)) else math.hypot(*norms)
 
     def norms(self, tensors: list[Tensor]) -> list[float] | None:
         """The 2-norm of each gradient of the list's form; None where one is beyond float64."""

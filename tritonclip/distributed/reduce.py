@@ -103,6 +103,11 @@ class _Exchange:
     def _sharding(self) -> Sharding:
         return self.reduction.sharding
 
+    @property
+    def _reads(self) -> bool:
+        """Whether a look at numbers waits for nothing."""
+        return self.device.type == "cpu"
+
     def by_powers(self, own: Sequence[Measured]) -> Tensor:
         """The root of sums of powers."""
         # Known to every process without a look at gradients.
@@ -128,7 +133,9 @@ class _Exchange:
             powers = (norm / divisor).pow(self.norm_type).reshape(-1, 1)
             rows.append(powers if self.each else powers.sum(0, keepdim=True))
         total = self._weighted(rows, [share for _, share in own], 1)
-        self._mark_(total, largest=False)
+        if self.refused:
+            # On a CPU all have raised; elsewhere the root of this is NaN.
+            total.fill_(-math.inf)
         domain = self._sharding.domain
         total = all_reduce(total, domain.groups, domain, largest=False)
         return scale * positive(total)[:, 0].pow(1 / self.norm_type)
@@ -163,8 +170,7 @@ class _Exchange:
         The first collective carries flags, where gradients may be Partial, and the others go by
         them.
         """
-        domain, rows = self._sharding.domain, rows_of(own)
-        self._mark_(rows, largest=largest)
+        domain, rows = self._sharding.domain, self._marked(rows_of(own), largest=largest)
         groups = domain.groups
         if self.sums is not None:
             flags = self.reduction.flags.on(self.device, torch.float64)
@@ -180,14 +186,15 @@ class _Exchange:
                 rows = self._with_sums(rows, rows_of(sums), sums, largest=largest)
                 own = [*own, *sums]
         rows = all_reduce(rows, groups, domain, largest=largest)
-        self._refuse(rows, largest=largest)
-        return rows, own
+        return self._unmarked(rows, largest=largest), own
 
     def _with_sums(
         self, rows: Tensor, more: Tensor, sums: Sequence[Measured], *, largest: bool
     ) -> Tensor:
         """Rows to which those of sums are added; of other processes too, if `rows` are."""
         domain = self._sharding.domain
+        if not largest:
+            more = torch.cat([more, torch.zeros_like(rows[-1:])])
         if domain.by_mesh_first:
             if all(share.piece.is_everywhere(domain) for _, share in sums):
                 # Of the very same sums, every process has the same bits.
@@ -196,17 +203,29 @@ class _Exchange:
                 more = all_reduce(more, domain.mesh_groups, domain, largest=largest)
         return torch.maximum(rows, more) if largest else rows + more
 
-    def _mark_(self, rows: Tensor, *, largest: bool) -> None:
-        """Marks rows of a process that refuses its gradients: no other sums are below 0."""
-        if self.refused and rows.numel():
-            rows[:, 1 if largest else 0] = REFUSED if largest else -math.inf
+    def _marked(self, rows: Tensor, *, largest: bool) -> Tensor:
+        """Rows that tell whether this process refuses its gradients: by a flag, or a row of sums.
 
-    def _refuse(self, rows: Tensor, *, largest: bool) -> None:
-        """Raises where a process refused its gradients, if that costs no wait."""
-        if self.device.type == "cpu" and rows.numel():
-            mark = float(rows[0, 1] if largest else rows[0, 0])
-            if mark == (REFUSED if largest else -math.inf):
+        No other number would do for sums, where inf and NaN of another process hide it.
+        """
+        if not largest:
+            return torch.cat([rows, rows.new_full((1, rows.shape[1]), float(self.refused))])
+        if self.refused and rows.numel():
+            rows[:, 1] = REFUSED
+        return rows
+
+    def _unmarked(self, rows: Tensor, *, largest: bool) -> Tensor:
+        """The rows alone. Raises where a process refused its gradients, if that costs no wait."""
+        if largest:
+            if self._reads and rows.numel() and float(rows[0, 1]) == REFUSED:
                 raise Refused
+            return rows
+        n_refused = rows[-1, 0]
+        if not self._reads:
+            return torch.where(n_refused > 0, math.nan, rows[:-1])
+        if n_refused > 0:
+            raise Refused
+        return rows[:-1]
 
     def _weighted(self, rows: Sequence[Tensor], shares: Sequence[Share], n_columns: int) -> Tensor:
         """Weighted rows, added up, or one for each parameter."""

@@ -124,7 +124,8 @@ class Expectation:
         if len(limit) not in (1, len(norms)):
             # Found in the call already, for gradients that only other processes have, too.
             limit = limit[[self._gradients.position(i) for i in range(len(norms))]]
-        limits: list[float] = limit.expand(len(norms)).tolist()
+        # As the call rounds it: inf beyond float32.
+        limits: list[float] = limit.to(self._dtype).expand(len(norms)).tolist()
         return limits
 
     def _n_elements(self, index: int) -> int:

@@ -43,7 +43,7 @@ class Recorder:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a number of steps, 1 or more, got {every!r}")
         for name, choice in (("write", write), ("append", append)):
-            if choice not in (None, True, False):
+            if not (choice is None or isinstance(choice, bool)):
                 raise TypeError(f"{name} must be True, False or None, got {choice!r}")
         self.every, self.each = every, bool(each)
         self._write = _rank_decides() if write is None else write

@@ -175,7 +175,7 @@ class StepClipping:
                 found[share.group_index] = _norm_of(norm) if norm.dim() else norm
         return found
 
-    @torch.no_grad()
+    @without_grad
     def remember_in(self, memory: Memory) -> None:
         """Has `commit` write to another memory, which a checkpoint brought; the limits stay."""
         if memory is self._memory:
