@@ -99,7 +99,7 @@ def test_record_refuses_steps_of_another_run_where_it_is_told_to(path, closed):
     if closed:
         first.close()
     with pytest.raises(TypeError, match="append must be True, False or None, got 0"):
-        tritonclip.record(path, append=0)
+        tritonclip.record(path, append=0)  # type: ignore[arg-type]  # on purpose
     with pytest.raises(FileExistsError, match=r"run\.csv has steps.*append=False.*another name"):
         tritonclip.record(path, append=False)
     assert first.is_closed == closed

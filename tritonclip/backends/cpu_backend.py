@@ -120,7 +120,7 @@ class CpuBatch:
                 scratch = layout.scratch.pop()
             except IndexError:
                 scratch = Scratch(self.tensors, layout.sizes, flat=layout.flat)
-            if scratch.holds_squares and not per_gradient:
+            if scratch.is_dotted and not per_gradient:
                 torch._foreach_copy_(scratch.slots, self.tensors)
                 elements = scratch.elements
                 measured = [math.sqrt(torch.dot(elements, elements).item())]
