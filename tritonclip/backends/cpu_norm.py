@@ -314,12 +314,15 @@ def _norms(kept: Sequence[_Rows]) -> Iterator[Tensor]:
 
 def _trusted_norm(rows: Tensor) -> Tensor | None:
     """The float64 norm of row norms; None where it cannot be trusted."""
+    if rows.dtype == torch.float32:
+        # Their squares fit float64. One operator, on one thread: others may be busy.
+        norm: Tensor = torch.linalg.vector_norm(rows, dtype=torch.float64)
+        return norm if _TRUSTED[rows.dtype] <= norm < math.inf else None
     largest = rows.max()
     if not largest < math.inf:
         return None
-    # Squares of float32 fit float64; those of float64 need not.
-    scale = 1.0 if rows.dtype == torch.float32 or largest == 0 else float(largest)
-    norm = rows.to(torch.float64, copy=True).div_(scale).square_().sum().sqrt_().mul_(scale)
+    scale = 1.0 if largest == 0 else float(largest)
+    norm = rows.div(scale).square_().sum().sqrt_().mul_(scale)
     return norm if norm >= _TRUSTED[rows.dtype] else None
 
 
