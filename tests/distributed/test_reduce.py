@@ -46,7 +46,8 @@ def test_clip_sends_numbers_on_a_device_of_the_group(p: float) -> None:
 
 
 @in_processes(2)
-def test_clip_by_default_sends_one_number() -> None:
+def test_clip_by_default_sends_one_number_and_a_mark() -> None:
+    """The mark tells that a process refuses its gradients."""
     parameters = [parameter((8, 3), mesh_of(-1), [Shard(0)], seed=i) for i in range(3)]
     all_reduce, sizes = dist.all_reduce, []
 
@@ -60,7 +61,7 @@ def test_clip_by_default_sends_one_number() -> None:
         tritonclip.clip_(parameters, tritonclip.ClipByNorm(1.0))
     finally:
         dist.all_reduce = all_reduce
-    assert sizes == [(1, torch.float64), (3, torch.float64)]
+    assert sizes == [(2, torch.float64), (4, torch.float64)]
 
 
 @in_processes(2)
