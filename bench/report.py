@@ -207,7 +207,7 @@ def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequenc
     else:
         ours = ratio_rows(rows)
         lists = [WORKLOADS[one]() for one in unique(r.get("workload") for r in rows)]
-        notes = "; ".join(f"{one.title}: {one.note}" for one in lists if one.note)
+        notes = "".join(f" {one.title}: {one.note}." for one in lists if one.note)
         by_step = pivot(ours, ["workload", "rule"], _dtype_and_step, ratio_cell)
         large = [row for row in ours if row.get("sum_share") is not None]
         sums = pivot(large, ["workload", "dtype", "rule"], lambda r: str(r.get("step")), _sum_time)
@@ -215,7 +215,7 @@ def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequenc
             f"![Ratio to torch by {BY[rule]}](../bench/results/{name}-{rule}.svg)"
             for rule in figures(rows)
         ]
-        parts += [f"{summary(rows)} {notes}.", by_step, "\n".join(images)]
+        parts += [f"{summary(rows)}{notes}", by_step, "\n".join(images)]
         if large:
             parts += [
                 "Our time, and the share of it that torch.sum over as many bytes takes:",
