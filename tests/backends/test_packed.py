@@ -199,3 +199,16 @@ def test_long_gradients_are_not_copied():
 
 def test_list_of_float8_keeps_no_scratch():
     assert scratch_of([40, 3], torch.float8_e4m3fn)[0] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", [3.3, 1e3, 7e30])
+def test_every_half_value_is_scaled_as_foreach_scales_it(dtype, norm):
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    grads, expected = list(values.clone().split(4096)), list(values.clone().split(4096))
+    given = torch.tensor(norm)
+    tritonclip.clip_grads_with_norm_(parameters(grads), 1.0, given)
+    torch._foreach_mul_(expected, 1.0 / (given + 1e-6))
+    for grad, other in zip(grads, expected, strict=True):
+        same = (grad.view(torch.int16) == other.view(torch.int16)) | (grad.isnan() & other.isnan())
+        assert bool(same.all())
