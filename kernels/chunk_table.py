@@ -67,8 +67,7 @@ class ChunkTables:
         Raises:
             RuntimeError: a CUDA graph is captured, and eager calls left no pinned memory.
         """
-        stream = _stream(self._device)
-        capturing = _is_capturing(self._device)
+        stream, capturing = _current_stream(self._device)
         if pinned_memory.taken and not capturing:
             pinned_memory.refill()
         known = self._known.get(stream)
@@ -195,10 +194,9 @@ def _pinned(n_bytes: int) -> torch.Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-def _stream(device: torch.device) -> int:
-    """The current stream: a table made on one stream is not yet there for another."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def _current_stream(device: torch.device) -> tuple[int, bool]:
+    """The current stream, and whether a CUDA graph is captured on it."""
+    if device.type != "cuda":
+        return 0, False
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return stream, torch.cuda.is_current_stream_capturing()

@@ -328,17 +328,24 @@ def count_norms(table: ChunkTable, *, per_gradient: bool) -> int:
     return table.n_chunks if per_gradient else table.programs[OCCUPANCY_3X80]
 
 
-def norm(table: ChunkTable, norm_type: float, out: torch.Tensor, *, per_gradient: bool) -> None:
+def norm(
+    table: ChunkTable, norm_type: float, out: torch.Tensor | None, *, per_gradient: bool
+) -> torch.Tensor:
     """Measures the table's gradients in one launch.
 
     Args:
         table: the gradients, of one device and dtype.
         norm_type: p of the p-norm.
-        out: float64[count_norms(table)] on the table's device, contiguous: filled with norms whose
-            norm is the norm.
+        out: float64[count_norms(table)] on the table's device, contiguous; None for new memory.
         per_gradient: a partial a chunk, from which the norm of each gradient can be had, rather
             than one a program.
+
+    Returns:
+        `out`, filled with norms whose norm is the norm.
     """
+    if out is None:
+        n = count_norms(table, per_gradient=per_gradient)
+        out = torch.empty(n, dtype=torch.float64, device=table.device)
     launch.launch(
         _norm_kernel,
         table.device,
@@ -351,3 +358,4 @@ def norm(table: ChunkTable, norm_type: float, out: torch.Tensor, *, per_gradient
         CHUNK=CHUNK,
         BLOCK=_block_of(table.dtype.itemsize, norm_type),
     )
+    return out

@@ -174,13 +174,12 @@ def clip_(
     holders = None
     if process_group is not None or copies is not None:
         holders = check_holders(process_group, copies)
-    gradients = collect(
-        parameters,
-        per_gradient=rule.per_gradient,
-        holders=holders,
-        weights=rule.per_unit,
-        tells=True,
-    )
+    if isinstance(parameters, FlatGradients):
+        gradients = parameters.gradients(
+            per_gradient=rule.per_gradient, holders=holders, weights=rule.per_unit
+        )
+    else:
+        gradients = plan_(of_parameters(parameters, holders=holders, tells=True))
     if rule.per_unit:
         refuse_other_model(rule, _all_of(parameters, gradients))
     if following is not None:
@@ -208,22 +207,15 @@ def _all_of(parameters: object, gradients: Gradients) -> Sequence[Tensor]:
 
 
 def collect(
-    parameters: object,
-    *,
-    per_gradient: bool = False,
-    holders: Holders | None = None,
-    weights: bool = False,
-    tells: bool = False,
+    parameters: object, *, holders: Holders | None = None, tells: bool = False
 ) -> Gradients:
-    """Collects the gradients of the user's argument, with their plan.
+    """Collects the gradients of the user's argument, with their plan, to measure all together.
 
     Args:
         parameters: as for :func:`clip_`.
-        per_gradient: each gradient is measured, rather than all together.
         holders: the processes that the gradients are spread over.
-        weights: the parameters will be read too.
         tells: the caller tells other processes of gradients that are refused.
     """
     if isinstance(parameters, FlatGradients):
-        return parameters.gradients(per_gradient=per_gradient, holders=holders, weights=weights)
+        return parameters.gradients(holders=holders)
     return plan_(of_parameters(parameters, holders=holders, tells=tells))

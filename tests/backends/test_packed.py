@@ -212,3 +212,18 @@ def test_every_half_value_is_scaled_as_foreach_scales_it(dtype, norm):
     for grad, other in zip(grads, expected, strict=True):
         same = (grad.view(torch.int16) == other.view(torch.int16)) | (grad.isnan() & other.isnan())
         assert bool(same.all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("max_norm", [1e-3, 3.3, 7e4])
+def test_every_half_value_is_scaled_by_its_own_norm_as_foreach_scales_it(dtype, max_norm):
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    values = values[values.isfinite()]
+    grads, expected = list(values.clone().split(1024)), list(values.clone().split(1024))
+    norms = tritonclip.clip_(parameters(grads), ClipByNorm(max_norm, eps=0.5))
+    # Not max_norm / ..., which torch computes as a product with the reciprocal.
+    coefficients = (torch.full_like(norms, max_norm) / (norms + 0.5)).clamp(max=1.0)
+    assert (coefficients < 1).sum() > 0
+    torch._foreach_mul_(expected, list(coefficients.unbind()))
+    for grad, other in zip(grads, expected, strict=True):
+        assert torch.equal(grad.view(torch.int16), other.view(torch.int16))

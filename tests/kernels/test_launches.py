@@ -234,7 +234,9 @@ def tables(device, one_multiprocessor):
 def stream(monkeypatch):
     """The current stream of the device, for a test to change."""
     current = [0]
-    monkeypatch.setattr(kernels("chunk_table"), "_stream", lambda device: current[0])
+    monkeypatch.setattr(
+        kernels("chunk_table"), "_current_stream", lambda device: (current[0], False)
+    )
     return current
 
 
@@ -285,7 +287,7 @@ def test_tables_of_the_oldest_streams_are_forgotten(tables, stream):
 def test_capture_finds_the_tables_of_one_eager_call(tables, monkeypatch):
     """Else a CUDA graph captured after one call would upload its tables at every replay."""
     table = tables.table(ADDRESSES)
-    monkeypatch.setattr(kernels("chunk_table"), "_is_capturing", lambda device: True)
+    monkeypatch.setattr(kernels("chunk_table"), "_current_stream", lambda device: (0, True))
     assert tables.table(ADDRESSES) is table
 
 
@@ -296,7 +298,7 @@ def test_tables_made_in_a_capture_are_found_by_no_eager_call(tables, monkeypatch
     pinned = module.PinnedMemory()
     monkeypatch.setattr(module, "pinned_memory", pinned)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_is_capturing", lambda device: True)
+        patch.setattr(module, "_current_stream", lambda device: (0, True))
         captured = tables.table([64, 256])
     assert any(captured is one for kept in pinned.captured for one in kept)
     assert tables.table([64, 256]) is not captured

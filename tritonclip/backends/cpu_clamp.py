@@ -42,13 +42,12 @@ class Clamping:
 
     def clamp_(self, tensors: list[Tensor], low: float, high: float) -> None:
         """Clamps gradients of the list's form."""
-        if self._together:
-            small = [tensors[i] for i in self._together] if self._alone else tensors
-            # First, because packing refuses dual numbers of forward AD.
-            if len(small) >= MANY and self._lines:
-                _clamp_many_(small, [self._sizes[i] for i in self._together], low, high)
-            else:
-                clamp_together_(small, low, high)
+        small = tensors if not self._alone else [tensors[i] for i in self._together]
+        # First, because packing refuses dual numbers of forward AD.
+        if len(small) >= MANY and self._lines:
+            _clamp_many_(small, [self._sizes[i] for i in self._together], low, high)
+        elif small:
+            clamp_together_(small, low, high)
         for i in self._alone:
             tensors[i].clamp_(low, high)
 

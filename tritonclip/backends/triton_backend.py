@@ -48,12 +48,7 @@ class TritonBatch:
 
     def norm(self, norm_type: float, out: Tensor | None, *, per_gradient: bool) -> Tensor:
         """Measures the gradients."""
-        table = self._table
-        if out is None:
-            n = norm.count_norms(table, per_gradient=per_gradient)
-            out = torch.empty(n, dtype=torch.float64, device=table.device)
-        norm.norm(table, norm_type, out, per_gradient=per_gradient)
-        return out
+        return norm.norm(self._table, norm_type, out, per_gradient=per_gradient)
 
     def total(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms, 0-d."""

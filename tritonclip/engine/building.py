@@ -170,7 +170,7 @@ def _values(grad: Tensor, gradients: Gradients) -> Tensor:
     if grad.is_coalesced():
         return grad._values()
     coalesced = grad.coalesce()
-    gradients.coalesced.append((grad, coalesced))
+    gradients.coalesced = [*gradients.coalesced, (grad, coalesced)]
     return coalesced._values()
 
 

@@ -28,7 +28,6 @@ from tritonclip.engine.measure import (
     measure_units,
     total,
 )
-from tritonclip.engine.plan import Group
 from tritonclip.engine.refusals import refuse_for_rule, refuse_read_only
 from tritonclip.engine.together import tell_others
 from tritonclip.grad_mode import without_grad
@@ -225,7 +224,7 @@ def scale_groups_(
             norm = in_order(gradients, [result[0] for result in results])
     for i, batch in enumerate(norms.batches):
         if not batch.counts_versions:
-            _count_version(gradients, plan.groups[i])
+            gradients.count_versions(plan.groups[i].indices)
     norm = norm if norm.device == plan.device else norm.to(plan.device)
     is_one = not isinstance(limit, Tensor) or limit.dim() == 0
     return Outcome(norm, results, limit if is_one and not rule.per_unit else math.nan)
@@ -235,17 +234,11 @@ def _clamp_(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Non
     """Clamps every group."""
     plan = gradients.plan
     assert plan is not None
+    # What fails, an upload of addresses among it, fails before the first write.
     batches = [group.clamping.bind(*gradients.of(group.indices)) for group in plan.groups]
-    for group, batch in zip(plan.groups, batches, strict=True):
+    for i, batch in enumerate(batches):
+        group = plan.groups[i]
         low, high = rule.bounds(group.dtype)
         batch.clamp_(low, high, grad_scale)
         if not batch.counts_versions:
-            _count_version(gradients, group)
-
-
-def _count_version(gradients: Gradients, group: Group) -> None:
-    """Makes a write through addresses visible to autograd."""
-    written = gradients.versions
-    if written is None:
-        written = gradients.of(group.indices)[0]
-    torch.autograd.graph.increment_version(written)
+            gradients.count_versions(group.indices)

@@ -42,25 +42,18 @@ class Gradients:
         versions: tensors of which all readable ones are views; None where they are no views.
     """
 
-    __slots__ = (
-        "absent",
-        "addresses",
-        "coalesced",
-        "device",
-        "distinct",
-        "handed_over",
-        "label_of",
-        "parameters",
-        "plan",
-        "readable",
-        "refusal",
-        "sharding",
-        "shares_without",
-        "sources",
-        "tensors",
-        "versions",
-        "wrappers",
-    )
+    # What most lists have: set here, a call sets only what is its own.
+    parameters: Sequence[Tensor] | None = None
+    plan: Plan | None = None
+    addresses: list[int] | None = None
+    distinct: list[int] | None = None
+    coalesced: Sequence[tuple[Tensor, Tensor]] = ()
+    versions: Sequence[Tensor] | None = None
+    sharding: Sharding | None = None
+    wrappers: Sequence[Tensor] = ()
+    absent: Sequence[Tensor] = ()
+    refusal: Exception | None = None
+    shares_without: Callable[[], Shares | None] | None = None
 
     def __init__(
         self,
@@ -72,18 +65,7 @@ class Gradients:
     ) -> None:
         self.tensors, self.device, self.label_of = tensors, device, label_of
         self.sources, self.handed_over = sources, handed_over
-        self.parameters: Sequence[Tensor] | None = None
-        self.plan: Plan | None = None
         self.readable: list[Tensor] = []
-        self.addresses: list[int] | None = None
-        self.distinct: list[int] | None = None
-        self.coalesced: list[tuple[Tensor, Tensor]] = []
-        self.versions: Sequence[Tensor] | None = None
-        self.sharding: Sharding | None = None
-        self.wrappers: list[Tensor] = []
-        self.absent: list[Tensor] = []
-        self.refusal: Exception | None = None
-        self.shares_without: Callable[[], Shares | None] | None = None
 
     def beside(self, parameters: Sequence[Tensor]) -> Gradients:
         """The same list, beside the parameters that it was not collected from.
@@ -161,6 +143,15 @@ class Gradients:
             return self.readable, self.addresses
         tensors = [self.readable[i] for i in indices]
         return tensors, None if self.addresses is None else [self.addresses[i] for i in indices]
+
+    def count_versions(self, indices: Sequence[int] | None) -> None:
+        """Makes a write to a group through addresses visible to autograd."""
+        written: Sequence[Tensor] = self.readable
+        if self.versions is not None:
+            written = self.versions
+        elif indices is not None:
+            written = [self.readable[i] for i in indices]
+        torch.autograd.graph.increment_version(written)
 
     def warning(self) -> str:
         """Why the list is empty, where the user probably did not intend it; else ""."""

@@ -71,7 +71,7 @@ class PlanCache:
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
         # The plan found or kept last, its length and backend, whether its first gradient was made
         # in inference mode, and its sharding: most lists are that of the call before.
-        self._last: tuple[Plan, int, str, bool, Sharding | None] | None = None
+        self._last: tuple[Plan, tuple[int, str, bool, Sharding | None]] | None = None
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -98,11 +98,8 @@ class PlanCache:
         # a custom operator a normal tensor looks as one made in inference mode does outside. All
         # tensors of a list are compared in one place, so that the first one tells.
         inference, last = grads[0].is_inference(), self._last
-        if (
-            last is not None
-            and last[1:] == (len(grads), backend, inference, sharding)
-            and last[0].guards.check(*grads)
-        ):
+        kind = len(grads), backend, inference, sharding
+        if last is not None and last[1] == kind and last[0].guards.check(*grads):
             plan = last[0]
             return plan if addresses == plan.addresses or _moves(plan, grads, addresses) else None
         key = _key(grads, inference, backend, sharding)
@@ -116,7 +113,7 @@ class PlanCache:
         except KeyError:
             # Dropped since, by another thread.
             self._plans[key] = found
-        self._last = found, len(grads), backend, inference, sharding
+        self._last = found, kind
         return found
 
     def keep(
@@ -132,7 +129,7 @@ class PlanCache:
         plan.guards = _guards_of(grads)
         inference = grads[0].is_inference()
         self._plans[_key(grads, inference, backend, sharding)] = plan
-        self._last = plan, len(grads), backend, inference, sharding
+        self._last = plan, (len(grads), backend, inference, sharding)
         while self._is_full():
             try:
                 self._plans.popitem(last=False)

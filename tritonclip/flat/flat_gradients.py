@@ -177,7 +177,7 @@ class FlatGradients:
         self._watch.check_all()
 
     def gradients(
-        self, *, per_gradient: bool, holders: Holders | None = None, weights: bool = False
+        self, *, per_gradient: bool = False, holders: Holders | None = None, weights: bool = False
     ) -> Gradients:
         """The gradients with their plan, after the check in constant time.
 

@@ -155,9 +155,10 @@ class ClipByValue(Rule):
 
     def bounds(self, dtype: torch.dtype) -> tuple[float, float]:
         """`min` and `max`, rounded to the dtype; a finite bound stays finite."""
-        low, high = self.interval()
-        if low and high:
+        low, high = self.min, self.max
+        if type(low) is type(high) is float and low and high:
             return _rounded_bounds(low, high, dtype)
+        low, high = self.interval()
         # lru_cache finds 0.0 for -0.0.
         return _rounded(low, dtype) if low else low, _rounded(high, dtype) if high else high
 
