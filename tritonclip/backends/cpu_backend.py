@@ -14,7 +14,8 @@ from tritonclip.backends.batch import PartialNorms
 from tritonclip.backends.cpu_form import CpuForm
 from tritonclip.backends.cpu_scale import CpuScaling, as_tensor
 from tritonclip.backends.packed import Scratch
-from tritonclip.backends.torch_backend import norm_of, unscale_and_clamp_
+from tritonclip.backends.torch_backend import norm_of
+from tritonclip.backends.torch_writes import unscale_and_clamp_
 
 
 class CpuLayout(CpuForm):

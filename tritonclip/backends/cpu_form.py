@@ -8,7 +8,7 @@ from torch import Tensor
 from tritonclip.backends.cpu_clamp import Clamping
 from tritonclip.backends.numbers import Numbers
 from tritonclip.backends.packed import VIEW_BYTES, Scratch, packs, scratch_bytes
-from tritonclip.backends.torch_backend import ARITHMETIC
+from tritonclip.backends.torch_writes import ARITHMETIC
 from tritonclip.grad_mode import outside_inference
 
 # Gradients whose coefficients are computed in Python's numbers, at most. For 32, 128 and 512 that

@@ -12,7 +12,8 @@ from torch.autograd import forward_ad
 from tritonclip.backends.batch import PartialNorms
 from tritonclip.backends.cpu_form import FEW, CpuForm
 from tritonclip.backends.numbers import Numbers
-from tritonclip.backends.torch_backend import TorchBatch, combine, in_one_call, multiply_, zero_
+from tritonclip.backends.torch_backend import TorchBatch, combine
+from tritonclip.backends.torch_writes import in_one_call, multiply_, zero_
 from tritonclip.rules import Rule
 
 unscale_ = torch._amp_foreach_non_finite_check_and_unscale_

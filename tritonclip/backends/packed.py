@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.backends.cpu_norm import ROW
+from tritonclip.backends.cpu_rows import ROW
 from tritonclip.grad_mode import outside_inference
 
 # Lists of up to so many tensors are packed, if no more elements are copied, and no more measured:

@@ -11,19 +11,15 @@ from torch import Tensor
 
 from tritonclip.backends.batching import PIECE
 from tritonclip.backends.torch_backend import (
-    ARITHMETIC,
     TorchBatch,
-    as_scalar,
     coefficient_of,
     combine,
-    multiply_,
-    norm_of,
-    store_,
     unscaled,
     wide_dtype,
-    zero_,
 )
+from tritonclip.backends.torch_writes import ARITHMETIC, as_scalar, multiply_, store_, zero_
 from tritonclip.backends.unit_batch import count_units
+from tritonclip.backends.unit_norms import as_real, as_rows, unit_norms
 from tritonclip.rules import Rule
 
 
@@ -146,7 +142,7 @@ class TorchUnits:
 
     def _factors_of(self, coefficient: Tensor, grad_scale: float | Tensor) -> list[Tensor]:
         """Factors whose product is coefficient / grad_scale, each 1-d."""
-        return TorchBatch([_real(self.grads[0])], self.dtype).factors_of(coefficient, grad_scale)
+        return TorchBatch([as_real(self.grads[0])], self.dtype).factors_of(coefficient, grad_scale)
 
     def _multiply_(
         self, chosen: Sequence[int] | range, factors: list[Tensor], erase: Tensor
@@ -189,52 +185,9 @@ class HostUnits(TorchUnits):
         return norm, float(coefficient.min())
 
 
-def unit_norms(tensor: Tensor, wide: torch.dtype) -> Tensor:
-    """The 2-norm of each unit, 1-d, computed in `wide` whatever the dtype; by modulus if complex.
-
-    Large tensors are converted piece by piece.
-    """
-    rows = _rows(_real(tensor), whole=tensor.dim() < 2)
-    n, length = len(rows), rows[0].numel()
-    if not length:
-        return torch.zeros(n, dtype=wide, device=tensor.device)
-    if length > PIECE:
-        return torch.stack([norm_of([row], 2.0, wide) for row in rows])
-    pieces = rows.split(PIECE // length) if rows.numel() > PIECE else [rows]
-    norms = [_norms_of_rows(piece, wide) for piece in pieces]
-    return norms[0] if len(norms) == 1 else torch.cat(norms)
-
-
-def _norms_of_rows(rows: Tensor, wide: torch.dtype) -> Tensor:
-    """The 2-norm of each slice of a small tensor."""
-    x = rows.to(wide).reshape(len(rows), -1)
-    if wide == torch.float64 and rows.dtype != wide:
-        # Squares of narrower numbers fit float64, whatever they are.
-        norms: Tensor = torch.linalg.vector_norm(x, dim=1)
-        return norms
-    largest = x.abs().amax(1, keepdim=True)
-    # Dividing by 1 instead of 0, inf and NaN gives just these.
-    scale = torch.where((largest > 0) & (largest < torch.inf), largest, 1.0)
-    rest: Tensor = torch.linalg.vector_norm(x / scale, dim=1)
-    return scale[:, 0] * rest
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """A complex tensor as pairs of reals; of a conjugated one those of the memory."""
-    tensor = tensor.detach()
-    if not tensor.is_complex():
-        return tensor
-    return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
-
-
-def _rows(real: Tensor, *, whole: bool) -> Tensor:
-    """A tensor whose slices along the first dimension are the units."""
-    return real.unsqueeze(0) if whole or not real.shape[0] else real
-
-
 def _multiply_units_(grad: Tensor, factors: list[Tensor], erase: Tensor) -> None:
     """Multiplies the units of a gradient in place by 1-d factors, rounding once."""
-    rows = _rows(_real(grad), whole=grad.dim() < 2)
+    rows = as_rows(as_real(grad), whole=grad.dim() < 2)
     columns = [factor.view(-1, *(1,) * (rows.dim() - 1)) for factor in factors]
     if rows.dtype == factors[0].dtype and rows.dtype in ARITHMETIC:
         for column in columns:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends import choose
-from tritonclip.backends.torch_backend import ARITHMETIC, wide_dtype
+from tritonclip.backends.torch_backend import wide_dtype
+from tritonclip.backends.torch_writes import ARITHMETIC
 from tritonclip.engine import apart
 from tritonclip.engine.planner import plan_
 from tritonclip.engine.tensors import of_tensors

@@ -205,19 +205,15 @@ def _other_list(known: int | None, n: int | None) -> ValueError:
     )
 
 
-def _is_count(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
-
-
 def _is_state(state: object) -> bool:
     if not isinstance(state, dict) or set(state) != {"kind", "steps", "parameters", "values"}:
         return False
     values, n = state["values"], state["parameters"]
+    counts = [state["steps"], 0 if n is None else n]
     fits = isinstance(values, Tensor) and values.is_floating_point() and values.dim() in (1, 2)
     return (
         isinstance(state["kind"], str)
-        and _is_count(state["steps"])
-        and (n is None or _is_count(n))
+        and all(type(count) is int and count >= 0 for count in counts)
         and (values is None or fits)
     )
 
