@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from tritonclip.distributed.domain import Copies, Holders, check_holders
 from tritonclip.engine import compiled, execute, twice
+from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import Gradients, of_parameters
 from tritonclip.engine.nonfinite import POLICIES, unknown_policy
 from tritonclip.engine.planner import plan_
@@ -165,25 +166,32 @@ def clip_(
     rule = as_rule(clip)
     if nonfinite not in POLICIES:
         raise unknown_policy(nonfinite)
-    scale = 1.0 if grad_scale is None else as_grad_scale(grad_scale)
     if torch.compiler.is_compiling():
+        scale = 1.0 if grad_scale is None else as_grad_scale(grad_scale)
         return compiled.clip_(parameters, rule, nonfinite, scale, state, process_group, copies)
-    following = None
-    if state is not None:
-        rule = following = follow(rule, state)
     holders = None
     if process_group is not None or copies is not None:
         holders = check_holders(process_group, copies)
     if isinstance(parameters, FlatGradients):
         gradients = parameters.gradients(
-            per_gradient=rule.per_gradient, holders=holders, weights=rule.per_unit
+            per_gradient=rule.per_gradient, holders=holders, weights=rule.per_unit, tells=True
         )
     else:
         gradients = plan_(of_parameters(parameters, holders=holders, tells=True))
-    if rule.per_unit:
-        refuse_other_model(rule, _all_of(parameters, gradients))
-    if following is not None:
-        following.meet(_first_of(parameters, gradients))
+    scale, following = 1.0, None
+    try:
+        if grad_scale is not None:
+            scale = as_grad_scale(grad_scale)
+        if state is not None:
+            rule = following = follow(rule, state)
+        if rule.per_unit:
+            refuse_other_model(rule, _all_of(parameters, gradients))
+        if following is not None:
+            following.meet(_first_of(parameters, gradients))
+    except (TypeError, ValueError, RuntimeError) as error:
+        # Of this process alone; others may wait for the norm.
+        if not refuse_(gradients, error):
+            raise
     norm = execute.clip_(gradients, rule, nonfinite, scale)
     if following is not None:
         following.commit()
@@ -217,5 +225,5 @@ def collect(
         tells: the caller tells other processes of gradients that are refused.
     """
     if isinstance(parameters, FlatGradients):
-        return parameters.gradients(holders=holders)
+        return parameters.gradients(holders=holders, tells=tells)
     return plan_(of_parameters(parameters, holders=holders, tells=tells))

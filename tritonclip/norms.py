@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,12 +14,15 @@ from tritonclip import settings
 from tritonclip.backends.torch_backend import wide_dtype
 from tritonclip.clipping import Parameters
 from tritonclip.engine import execute, verification
+from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import Gradients, of_parameters
-from tritonclip.engine.measure import total
+from tritonclip.engine.norms import total
 from tritonclip.engine.planner import plan_
 from tritonclip.engine.sources import labelled
+from tritonclip.engine.together import tell_others
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.grad_mode import without_grad
+from tritonclip.rules import ClipByNorm
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
 
 
@@ -51,7 +55,8 @@ def norms_by_name(
         no gradient, so that the names are those of the step before.
 
     Raises:
-        TypeError, ValueError: as for :func:`clip_`; norm_type 0 or negative.
+        TypeError, ValueError, RuntimeError: as for :func:`clip_`; norm_type 0 or negative. Of
+            DTensors that one process refuses, every process raises.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -66,26 +71,64 @@ def norms_by_name(
             "follow from those of their gradients"
         )
     scale = as_grad_scale(grad_scale)
-    if isinstance(parameters, FlatGradients):
-        gradients, named = parameters.gradients(per_gradient=True), list(parameters)
-        measured = [parameter for _, parameter in named]
-    else:
-        items, label_of = labelled(parameters)
-        named = [(label_of(i), item) for i, item in enumerate(items) if _is_wanted(item)]
-        gradients = plan_(of_parameters(items, label_of))
-        places = gradients.places()
-        measured = items if places is None else [items[i] for i in places]
-    groups = [_group(name, group_of) for name, _ in named]
-    if gradients.plan is None and (text := gradients.warning()):
-        warnings.warn(text, UserWarning, stacklevel=3)
-    norms = _measured(gradients, p, scale)
-    norm_of = dict(zip(map(id, measured), norms, strict=True))
-    # By parameter, so that a group counts one that has two names in it once.
-    members: dict[str, dict[int, Tensor]] = {group: {} for group in groups}
-    for group, (_, parameter) in zip(groups, named, strict=True):
-        if id(parameter) in norm_of:
-            members[group][id(parameter)] = norm_of[id(parameter)]
-    return {group: _combined(list(own.values()), p, norms) for group, own in members.items()}
+    return NamedNorms(parameters, group_of).measure(p, scale)
+
+
+class NamedNorms:
+    """The gradients whose norms have names.
+
+    Args:
+        parameters: as for :func:`norms_by_name`.
+        group_of: the group of a name.
+
+    Attributes:
+        gradients: with their plan.
+        names: of all norms, in order.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`clip_`, unless other processes wait for the
+            norms: the gradients then have a refusal.
+    """
+
+    def __init__(
+        self, parameters: Parameters, group_of: Callable[[str], str] | None = None
+    ) -> None:
+        if isinstance(parameters, FlatGradients):
+            self.gradients, named = parameters.gradients(per_gradient=True), list(parameters)
+            self._measured = [parameter for _, parameter in named]
+        else:
+            items, label_of = labelled(parameters)
+            named = [(label_of(i), item) for i, item in enumerate(items) if _is_wanted(item)]
+            self.gradients = plan_(of_parameters(items, label_of, tells=True))
+            places = self.gradients.places()
+            self._measured = items if places is None else [items[i] for i in places]
+        # By parameter, so that a group counts one that has two names in it once.
+        self._members: dict[str, dict[int, Tensor]] = {}
+        try:
+            for name, parameter in named:
+                self._members.setdefault(_group(name, group_of), {})[id(parameter)] = parameter
+        except (TypeError, ValueError, RuntimeError) as error:
+            if not refuse_(self.gradients, error):
+                raise
+        self.names = list(self._members)
+
+    def measure(self, p: float, grad_scale: float | Tensor | None) -> dict[str, Tensor]:
+        """The p-norms by name; raises the refusal of this process, or of others."""
+        gradients, scale = self.gradients, 1.0 if grad_scale is None else grad_scale
+        if gradients.plan is None and (text := gradients.warning()):
+            warnings.warn(text, UserWarning, stacklevel=4)
+        if gradients.refusal is not None:
+            again = partial(execute.measure, gradients, p, True)
+            tell_others(gradients, ClipByNorm(math.inf, p), again, names_culprits=False)
+        return self.by_name(_measured(gradients, p, scale), p)
+
+    def by_name(self, norms: Tensor, p: float) -> dict[str, Tensor]:
+        """The p-norms by name, from those of each gradient."""
+        norm_of = dict(zip(map(id, self._measured), norms, strict=True))
+        return {
+            name: _combined([norm_of[at] for at in members if at in norm_of], p, norms)
+            for name, members in self._members.items()
+        }
 
 
 def _is_wanted(parameter: Tensor) -> bool:

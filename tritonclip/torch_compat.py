@@ -14,6 +14,7 @@ from tritonclip.clipping import Parameters, collect
 from tritonclip.distributed.domain import Copies, Holders, check_holders
 from tritonclip.distributed.shares import without_mesh
 from tritonclip.engine import apart, compiled, execute, twice
+from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import Gradients, of_parameters
 from tritonclip.engine.nonfinite import TORCH_REMEDY
 from tritonclip.engine.planner import plan_
@@ -75,10 +76,13 @@ def _check_foreach(gradients: Gradients) -> None:
     """Refuses foreach=True where torch does; otherwise the argument changes nothing."""
     for tensor in gradients.tensors:
         if tensor.device.type not in _FOREACH_DEVICES:
-            raise RuntimeError(
+            error = RuntimeError(
                 "foreach=True was passed, but can't use the foreach API on "
                 f"{tensor.device.type} tensors"
             )
+            if not refuse_(gradients, error):
+                raise error
+            break
 
 
 def clip_grad_norm_(
@@ -201,7 +205,7 @@ def get_total_norm(
         return compiled.total_norm(tensors, order, error_if_nonfinite, process_group, copies)
     holders = check_holders(process_group, copies)
     if isinstance(tensors, FlatGradients):
-        gradients = tensors.gradients(per_gradient=False, holders=holders)
+        gradients = tensors.gradients(per_gradient=False, holders=holders, tells=True)
     else:
         gradients = of_tensors(tensors, holders=holders, tells=True)
         if foreach:

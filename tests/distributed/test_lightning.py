@@ -100,14 +100,18 @@ class _Sharded(lightning.pytorch.strategies.FSDPStrategy):
 
     def _setup_model(self, model: Any) -> Any:
         self.model = FullyShardedDataParallel(
-            model, device_id=torch.device("cpu"), use_orig_params=True
+            model,
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+            sharding_strategy=self.sharding_strategy,
         )
         return self.model
 
 
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("by", ["hook", "callback"])
 @in_processes(2)
-def test_fsdp_strategy_trains_as_one_process(by: str) -> None:
+def test_fsdp_strategy_trains_as_one_process(by: str, sharding: str) -> None:
     from tritonclip.integrations.lightning import Clipping
 
     norms = []
@@ -126,8 +130,11 @@ def test_fsdp_strategy_trains_as_one_process(by: str) -> None:
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             if by == "hook":
-                group = self.trainer.strategy.model.process_group
-                norms.append(tritonclip.clip_(self.parameters(), MAX_NORM, process_group=group))
+                options = {"process_group": self.trainer.strategy.model.process_group}
+                if sharding == "NO_SHARD":
+                    # As docs/distributed.md says for FSDP1: all processes hold everything.
+                    options["copies"] = lambda parameter: dist.get_world_size()
+                norms.append(tritonclip.clip_(self.parameters(), MAX_NORM, **options))
 
     batches = [values((4, 3), step) for step in range(STEPS)]
     rows: Any = torch.cat([batch.chunk(2)[dist.get_rank()] for batch in batches])
@@ -137,7 +144,7 @@ def test_fsdp_strategy_trains_as_one_process(by: str) -> None:
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=dist.get_world_size(),
-            strategy=_Sharded(),
+            strategy=_Sharded(sharding_strategy=sharding),
             callbacks=[Clipping(MAX_NORM)] if by == "callback" else [],
             max_steps=STEPS,
             logger=False,

@@ -253,7 +253,7 @@ def test_clipped_optimizer_raises_everywhere(bad: str, several: bool) -> None:
 @in_processes(2)
 def test_refusal_makes_the_norm_nan_where_reading_it_would_wait(rule: str, policy: Any) -> None:
     """As on an accelerator, where the others go by their policy."""
-    named, exchange = _named(), cast(Any, reduce._Exchange)
+    named, exchange = _named(), cast(Any, reduce._Norm)
     reads = exchange._reads
     exchange._reads = False
     try:

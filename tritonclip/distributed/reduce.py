@@ -4,6 +4,8 @@ A SUM of weighted powers, see `powers.py`, or for inf and -inf a MAX. The buffer
 norm of all, or one for each parameter, with or without a gradient here. All processes find the same
 bits: they hold the same sums, and combine them alike. Nothing waits for the device, unless a
 gradient is missing that may be a part of a sum, see `parts.py`.
+
+A reduction is an exchange, see `exchanges.py`, so that several share their collectives.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.collectives import all_reduce
+from tritonclip.distributed.exchanges import Exchange, Request
 from tritonclip.distributed.places import Places, Share
 from tritonclip.distributed.powers import (
     BINNED,
@@ -26,10 +29,12 @@ from tritonclip.distributed.powers import (
     powers_of,
     roots_of,
 )
+from tritonclip.distributed.rows import Measured, Rows
 from tritonclip.distributed.sharding import Sharding
 
-# Norms of some gradients, partial ones or one for each, and what the gradients are pieces of.
-Measured = tuple[Tensor, Share]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 # Measures the sums of Partial gradients, given the reduced flags of all processes.
 Sums = Callable[[Tensor], list[Measured]]
 
@@ -55,17 +60,19 @@ class Reduction:
         measured: Sequence[Measured],
         norm_type: float,
         device: torch.device,
+        home: torch.device,
         *,
         each: bool,
         sums: Sums | None = None,
         refused: bool = False,
-    ) -> Tensor:
+    ) -> Exchange[Tensor]:
         """The norm of all gradients, float64[1]; or of each parameter's, 0 where nobody has one.
 
         Args:
             measured: for some gradients partial norms, or with `each` their norms; float64.
             norm_type: p of the p-norm.
             device: of the result.
+            home: of the first parameter, from which numbers travel.
             each: for each parameter, float64[n_parameters].
             sums: measures Partial gradients, which are not in `measured`; None where there can be
                 none.
@@ -76,12 +83,13 @@ class Reduction:
             Refused: a process of the domain refuses its gradients; on a CPU only.
         """
         own = [(n.reshape(-1).to(device), share) for n, share in measured]
-        one = _Exchange(self, norm_type, device, each, sums, refused)
+        rows = Rows(self.sharding.n_parameters if each else 1, device, each)
+        one = _Norm(self, rows, norm_type, home, sums, refused)
         if math.isinf(norm_type):
-            return one.extreme(own, norm_type)
+            return (yield from one.extreme(own, norm_type))
         if norm_type > BINNED:
-            return one.by_largest(own)
-        return one.by_powers(own)
+            return (yield from one.by_largest(own))
+        return (yield from one.by_powers(own))
 
 
 class Refused(Exception):
@@ -89,13 +97,13 @@ class Refused(Exception):
 
 
 @dataclass(slots=True)
-class _Exchange:
+class _Norm:
     """One reduction of norms."""
 
     reduction: Reduction
+    rows: Rows
     norm_type: float
-    device: torch.device
-    each: bool
+    home: torch.device
     sums: Sums | None
     refused: bool
 
@@ -106,9 +114,9 @@ class _Exchange:
     @property
     def _reads(self) -> bool:
         """Whether a look at numbers waits for nothing."""
-        return self.device.type == "cpu"
+        return self.rows.device.type == "cpu"
 
-    def by_powers(self, own: Sequence[Measured]) -> Tensor:
+    def by_powers(self, own: Sequence[Measured]) -> Exchange[Tensor]:
         """The root of sums of powers."""
         # Known to every process without a look at gradients.
         wide = self._sharding.wide or not self._sharding.one_list
@@ -116,47 +124,48 @@ class _Exchange:
 
         def rows_of(measured: Sequence[Measured]) -> Tensor:
             rows = [
-                powers_of(norm, self.norm_type, bins, narrow=share.narrow, together=not self.each)
+                powers_of(
+                    norm, self.norm_type, bins, narrow=share.narrow, together=not self.rows.each
+                )
                 for norm, share in measured
             ]
-            return self._weighted(rows, [share for _, share in measured], bins)
+            return self.rows.weighted(rows, measured, bins)
 
-        return roots_of(self._everyones(rows_of, own, largest=False)[0], self.norm_type)
+        rows, _ = yield from self._everyones(rows_of, own, largest=False)
+        return roots_of(rows, self.norm_type)
 
-    def by_largest(self, own: Sequence[Measured]) -> Tensor:
+    def by_largest(self, own: Sequence[Measured]) -> Exchange[Tensor]:
         """Norms of a high order: the largest of all is taken out first, by one more all-reduce."""
-        largest, own = self._largest(own)
+
+        def rows_of(measured: Sequence[Measured]) -> Tensor:
+            return self.rows.extremes(
+                [(n.nan_to_num(nan=0.0), share) for n, share in measured], 1.0
+            )
+
+        found, own = yield from self._everyones(rows_of, own, largest=True, early=True)
+        largest = extreme_of(found, 1.0)
         scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
         rows = []
         for norm, share in own:
-            divisor = scale[share.places.on(self.device)] if self.each else scale
+            divisor = scale[share.places.on(self.rows.device)] if self.rows.each else scale
             powers = (norm / divisor).pow(self.norm_type).reshape(-1, 1)
-            rows.append(powers if self.each else powers.sum(0, keepdim=True))
-        total = self._weighted(rows, [share for _, share in own], 1)
+            rows.append(powers if self.rows.each else powers.sum(0, keepdim=True))
+        total = self.rows.weighted(rows, own, 1)
         if self.refused:
-            # On a CPU all have raised; elsewhere the root of this is NaN.
+            # Where nobody has raised: the root of this is NaN.
             total.fill_(-math.inf)
-        domain = self._sharding.domain
-        total = all_reduce(total, domain.groups, domain, largest=False)
+        total = yield from self._reduced(total, self._sharding.domain.groups)
         return scale * positive(total)[:, 0].pow(1 / self.norm_type)
 
-    def _largest(self, own: Sequence[Measured]) -> tuple[Tensor, Sequence[Measured]]:
-        """The largest norm but for NaN, and what was measured, now with the sums."""
-
-        def rows_of(measured: Sequence[Measured]) -> Tensor:
-            return self._extremes([(n.nan_to_num(nan=0.0), share) for n, share in measured], 1.0)
-
-        rows, everything = self._everyones(rows_of, own, largest=True)
-        return extreme_of(rows, 1.0), everything
-
-    def extreme(self, own: Sequence[Measured], norm_type: float) -> Tensor:
+    def extreme(self, own: Sequence[Measured], norm_type: float) -> Exchange[Tensor]:
         """The largest or the smallest of norms."""
         sign = 1.0 if norm_type > 0 else -1.0
 
         def rows_of(measured: Sequence[Measured]) -> Tensor:
-            return self._extremes(measured, sign)
+            return self.rows.extremes(measured, sign)
 
-        return extreme_of(self._everyones(rows_of, own, largest=True)[0], sign)
+        rows, _ = yield from self._everyones(rows_of, own, largest=True)
+        return extreme_of(rows, sign)
 
     def _everyones(
         self,
@@ -164,44 +173,57 @@ class _Exchange:
         own: Sequence[Measured],
         *,
         largest: bool,
-    ) -> tuple[Tensor, Sequence[Measured]]:
+        early: bool = False,
+    ) -> Exchange[tuple[Tensor, Sequence[Measured]]]:
         """Rows of all processes, and what this one has measured, sums of parts among it.
 
         The first collective carries flags, where gradients may be Partial, and the others go by
-        them.
+        them. `early` where the caller asks for more.
         """
         domain, rows = self._sharding.domain, self._marked(rows_of(own), largest=largest)
         groups = domain.groups
         if self.sums is not None:
-            flags = self.reduction.flags.on(self.device, torch.float64)
+            flags = self.reduction.flags.on(self.rows.device, torch.float64)
+            sent = flags.clone()
             if domain.by_mesh_first:
                 groups = groups[len(domain.mesh_groups) :]
                 sent = torch.cat([rows.reshape(-1), flags])
-                sent = all_reduce(sent, domain.mesh_groups, domain, largest=largest)
-                n = rows.numel()
-                rows, flags = sent[:n].view_as(rows), sent[n:]
-            else:
-                flags = all_reduce(flags.clone(), domain.mesh_groups, domain, largest=largest)
-            if sums := self.sums(flags):
-                rows = self._with_sums(rows, rows_of(sums), sums, largest=largest)
+            sent = yield from self._reduced(sent, domain.mesh_groups, largest=largest, early=True)
+            if domain.by_mesh_first:
+                rows, sent = sent[: rows.numel()].view_as(rows), sent[rows.numel() :]
+            if sums := self.sums(sent):
+                more = yield from self._of_sums(rows_of(sums), sums, largest=largest)
+                rows = torch.maximum(rows, more) if largest else rows + more
                 own = [*own, *sums]
-        rows = all_reduce(rows, groups, domain, largest=largest)
+        rows = yield from self._reduced(rows, groups, largest=largest, early=early)
         return self._unmarked(rows, largest=largest), own
 
-    def _with_sums(
-        self, rows: Tensor, more: Tensor, sums: Sequence[Measured], *, largest: bool
-    ) -> Tensor:
-        """Rows to which those of sums are added; of other processes too, if `rows` are."""
+    def _of_sums(
+        self, more: Tensor, sums: Sequence[Measured], *, largest: bool
+    ) -> Exchange[Tensor]:
+        """The rows of sums, of as many processes as those that they are added to."""
         domain = self._sharding.domain
         if not largest:
-            more = torch.cat([more, torch.zeros_like(rows[-1:])])
-        if domain.by_mesh_first:
-            if all(share.piece.is_everywhere(domain) for _, share in sums):
-                # Of the very same sums, every process has the same bits.
-                more = more if largest else more * domain.inner
-            else:
-                more = all_reduce(more, domain.mesh_groups, domain, largest=largest)
-        return torch.maximum(rows, more) if largest else rows + more
+            more = torch.cat([more, torch.zeros_like(more[-1:])])
+        if not domain.by_mesh_first:
+            return more
+        if all(share.piece.is_everywhere(domain) for _, share in sums):
+            # Of the very same sums, every process has the same bits.
+            return more if largest else more * domain.inner
+        return (yield from self._reduced(more, domain.mesh_groups, largest=largest, early=True))
+
+    def _reduced(
+        self,
+        numbers: Tensor,
+        groups: Sequence[ProcessGroup],
+        *,
+        largest: bool = False,
+        early: bool = False,
+    ) -> Exchange[Tensor]:
+        """Numbers after a collective over groups, if there are any."""
+        if not groups:
+            return numbers
+        return (yield Request(numbers, groups, self._sharding.domain, self.home, largest, early))
 
     def _marked(self, rows: Tensor, *, largest: bool) -> Tensor:
         """Rows that tell whether this process refuses its gradients: by a flag, or a row of sums.
@@ -226,39 +248,3 @@ class _Exchange:
         if n_refused > 0:
             raise Refused
         return rows[:-1]
-
-    def _weighted(self, rows: Sequence[Tensor], shares: Sequence[Share], n_columns: int) -> Tensor:
-        """Weighted rows, added up, or one for each parameter."""
-        counted = [
-            (row * share.piece.weight if share.piece.weight != 1 else row, share)
-            for row, share in zip(rows, shares, strict=True)
-            # Not multiplied by 0, which would make inf NaN.
-            if share.piece.weight
-        ]
-        n_rows = self._sharding.n_parameters if self.each else 1
-        if not self.each and counted:
-            return counted[0][0] if len(counted) == 1 else sum(row for row, _ in counted)  # type: ignore[return-value]
-        total = torch.zeros((n_rows, n_columns), dtype=torch.float64, device=self.device)
-        for row, share in counted:
-            total.index_copy_(0, share.places.on(self.device), row)
-        return total
-
-    def _extremes(self, measured: Sequence[Measured], sign: float) -> Tensor:
-        """The largest of norms times a sign, and flags for inf and NaN: float64[n, 2]."""
-        n_rows = self._sharding.n_parameters if self.each else 1
-        rows = torch.zeros((n_rows, 2), dtype=torch.float64, device=self.device)
-        rows[:, 0] = -math.inf
-        for norm, share in measured:
-            if not share.piece.weight:
-                continue
-            # A gradient whose smallest magnitude is inf is told from none at all.
-            flags = torch.where(norm.isnan(), 2.0, norm.isinf().to(torch.float64))
-            found = torch.stack(
-                [(sign * norm).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf), flags],
-                1,
-            )
-            if self.each:
-                rows.index_copy_(0, share.places.on(self.device), found)
-            elif len(found):
-                rows = torch.maximum(rows, found.amax(0, keepdim=True))
-        return rows

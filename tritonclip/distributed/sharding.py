@@ -68,7 +68,8 @@ def sharding_of(
     """Finds the domain from the parameters, then the weight of each gradient."""
     # Of tensors that are no parameters, the gradient is all there is.
     found = [mesh_of(a) or mesh_of(b) for a, b in zip(specs, forms, strict=True)]
-    meshes = {id(mesh): mesh for mesh in (*found, *user.meshes) if mesh is not None}
+    # Of lists of one step the same domain: of meshes that are alike, the first one's groups.
+    meshes = {id(mesh): mesh for mesh in (*user.meshes, *found) if mesh is not None}
     domain = domain_of(list(meshes.values()), user.group)
     positions = tuple(i for i, form in enumerate(forms) if form is not False)
     for at, copies in enumerate(said):

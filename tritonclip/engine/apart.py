@@ -9,9 +9,10 @@ from tritonclip import settings
 from tritonclip.backends.torch_backend import wide_dtype
 from tritonclip.engine import nonfinite as policies
 from tritonclip.engine import verification
+from tritonclip.engine.building import refuse_
 from tritonclip.engine.execute import measure, scale_groups_
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.measure import Norms, total
+from tritonclip.engine.norms import Norms, total
 from tritonclip.engine.refusals import refuse_read_only, refuse_sparse_minimum
 from tritonclip.engine.together import tell_others
 from tritonclip.grad_mode import without_grad
@@ -35,11 +36,15 @@ def total_norm(
     if gradients.plan is None:
         shape = 0 if per_gradient else ()
         return torch.zeros(shape, dtype=torch.float32, device=gradients.device)
+    if gradients.refusal is None:
+        try:
+            refuse_sparse_minimum(gradients, norm_type)
+        except ValueError as error:
+            if not refuse_(gradients, error):
+                raise
     if gradients.refusal is not None:
         again = partial(measure, gradients, norm_type, per_gradient)
         tell_others(gradients, _unlimited(norm_type), again, names_culprits=error_if_nonfinite)
-        raise gradients.refusal
-    refuse_sparse_minimum(gradients, norm_type)
     norm = total(measure(gradients, norm_type, per_gradient))
     if error_if_nonfinite:
         policies.raise_if_nonfinite(gradients, _unlimited(norm_type), norm, policies.TORCH_REMEDY)

@@ -19,15 +19,8 @@ from tritonclip.engine import verification
 from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.limits import checked_limit, limit_of
-from tritonclip.engine.measure import (
-    Norms,
-    in_order,
-    is_finite,
-    measure_groups,
-    measure_pieces,
-    measure_units,
-    total,
-)
+from tritonclip.engine.measure import measure_groups, measure_pieces, measure_units
+from tritonclip.engine.norms import Norms, in_order, is_finite, total
 from tritonclip.engine.refusals import refuse_for_rule, refuse_read_only
 from tritonclip.engine.together import tell_others
 from tritonclip.grad_mode import without_grad
@@ -101,10 +94,11 @@ def refuse_or_tell(gradients: Gradients, rule: Rule, nonfinite: str) -> None:
             if not refuse_(gradients, error):
                 raise
     if gradients.refusal is not None:
-        if nonfinite != "propagate" or not rule.clamps:
-            again = partial(measure_by, gradients, rule)
-            tell_others(gradients, rule, again, names_culprits=nonfinite == "error")
-        raise gradients.refusal
+        if rule.clamps and nonfinite == "propagate":
+            raise gradients.refusal
+        names_culprits = nonfinite == "error"
+        again = partial(measure_by, gradients, rule, names_culprits=names_culprits)
+        tell_others(gradients, rule, again, names_culprits=names_culprits)
 
 
 def measure_by(

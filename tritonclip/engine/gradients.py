@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from functools import partial
 from types import GeneratorType
 
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor
 from tritonclip.distributed.domain import Holders
 from tritonclip.distributed.pieces import Piece
 from tritonclip.distributed.sharding import Sharding
-from tritonclip.distributed.shares import Shares, shares_of
+from tritonclip.distributed.shares import Shares
+from tritonclip.engine.pieces import are_pieces_
 from tritonclip.engine.plan import Plan
 from tritonclip.engine.refusals import PLAIN, some
 from tritonclip.engine.sources import LabelOf, as_list, device_of, names_at, places_to_clip, unnamed
@@ -208,19 +208,10 @@ def of_parameters(
             def label(at: int) -> str:
                 return names_at([places[at]], parameters, label_of)[0]
 
-            without = partial(shares_of, wanted, [None] * len(wanted), holders, label)
-            refusal = None
-            try:
-                shares = shares_of(wanted, [p.grad for p in wanted], holders, label)
-            except TypeError as error:
-                if not tells:
-                    raise
-                shares, refusal = without(), error
-            if shares is not None:
-                gradients = Gradients([], device_of(sources), label_of, sources, parameters)
-                gradients.refusal = refusal
-                gradients.shares_without = without if tells else None
-                gradients.spread_(shares)
+            gradients = Gradients([], device_of(sources), label_of, sources, parameters)
+            if are_pieces_(
+                gradients, wanted, [p.grad for p in wanted], holders, label, tells=tells
+            ):
                 return gradients
     tensors = [g for p in sources if (g := p.grad) is not None and getattr(p, "need_clip", True)]
     device = sources[0].device if sources else torch.device("cpu")
@@ -230,11 +221,11 @@ def of_parameters(
 def of_unclipped(
     parameters: list[Tensor], label_of: LabelOf, holders: Holders | None = None
 ) -> Gradients:
-    """The gradients of parameters, also of those with need_clip = False; raises as above."""
+    """The gradients of parameters, also of those with need_clip = False; `tells` as above."""
     grads = [parameter.grad for parameter in parameters]
     there = [i for i, grad in enumerate(grads) if grad is not None]
     tensors = [grad for grad in grads if grad is not None]
     gradients = Gradients(tensors, device_of(parameters), lambda i: label_of(there[i]))
     if holders is not None or not PLAIN.issuperset(map(type, parameters)):
-        gradients.spread_(shares_of(parameters, grads, holders, label_of))
+        are_pieces_(gradients, parameters, grads, holders, label_of, tells=True)
     return gradients

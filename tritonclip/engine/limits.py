@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonclip.engine.measure import Norms
+from tritonclip.engine.norms import Norms
 
 
 def limit_of(max_norm: float | Tensor, indices: Sequence[int] | None) -> float | Tensor:

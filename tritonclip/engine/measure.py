@@ -1,84 +1,27 @@
-"""Norms of a gradient list before clipping: measured by group, of pieces, and put together."""
+"""Measures a gradient list: by group, or as pieces of which other processes have more."""
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonclip import settings
-from tritonclip.backends.batch import Batch, PartialNorms
+from tritonclip.backends.batch import Batch
 from tritonclip.backends.choose import layout_of, torch_layout
-from tritonclip.backends.torch_backend import unscaled, wide_dtype
+from tritonclip.backends.torch_backend import wide_dtype
+from tritonclip.distributed.exchanges import Exchange, together
 from tritonclip.distributed.parts import Part
 from tritonclip.engine.agreement import Agreement
 from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.norms import Norms
 from tritonclip.engine.piece_norms import measure_sums, moduli_of, norms_of
 from tritonclip.engine.refusals import refuse_uncovered
-from tritonclip.engine.together import ask_others, reduce_, tell_others
+from tritonclip.engine.together import ask_others, raise_refusal, reduced_norm
 from tritonclip.engine.units import Units
-from tritonclip.grad_mode import outside_inference, without_grad
+from tritonclip.grad_mode import without_grad
 from tritonclip.rules import Rule
-
-
-class Norms(NamedTuple):
-    """Partial norms of all groups, and where those of each group begin.
-
-    Attributes:
-        batches: the gradients of each group, in the hands of its backend.
-        partials: for each group those of all groups, on its device; a single group's in the form of
-            its backend.
-        starts: index of a group's first partial.
-        norm_type: p of the p-norm.
-        per_gradient: partials give the norm of each gradient.
-        grad_scale: the loss scale that gradients and partials still carry.
-        gradients: the list that was measured.
-        reduced: where pieces lie over several processes, the norm of all, or with `per_gradient` of
-            each parameter's gradient; float64, 1-d.
-    """
-
-    batches: list[Batch]
-    partials: list[PartialNorms]
-    starts: list[int]
-    norm_type: float
-    per_gradient: bool
-    grad_scale: float | Tensor
-    gradients: Gradients
-    reduced: Tensor | None = None
-
-    def norm(self) -> Tensor:
-        """The norm before clipping, or one for each gradient, of other processes too."""
-        plan = self.gradients.plan
-        if self.reduced is not None and self.per_gradient and plan is not None:
-            return unscaled(self.reduced, self.norm_type, self.grad_scale).to(plan.dtype)
-        return total(self)
-
-    def sizes(self) -> Tensor:
-        """The number of elements of each of these gradients; uploaded once for a plan."""
-        gradients, plan = self.gradients, self.gradients.plan
-        assert plan is not None
-        if plan.sizes is None:
-            whole = gradients.tensors
-            if self.reduced is not None and gradients.sources is not None:
-                whole = [p for p in gradients.sources if getattr(p, "need_clip", True)]
-            sizes = [tensor.numel() for tensor in whole]
-            uploaded = outside_inference(torch.tensor)
-            plan.sizes = uploaded(sizes, dtype=wide_dtype(plan.device), device=plan.device)
-        return plan.sizes
-
-    def positions(self) -> tuple[Sequence[int] | None, int]:
-        """Where the gradients stand among the parameters, and how many parameters there are."""
-        gradients = self.gradients
-        if self.reduced is not None and gradients.sources is not None:
-            wanted = [getattr(p, "need_clip", True) for p in gradients.sources]
-            there = None if all(wanted) else [i for i, own in enumerate(wanted) if own]
-            return there, len(wanted)
-        places = gradients.places()
-        if gradients.sources is None:
-            return places, len(gradients.tensors) if places is None else max(places) + 1
-        return places, len(gradients.sources)
 
 
 @without_grad
@@ -86,14 +29,21 @@ def measure_units(
     gradients: Gradients, rule: Rule, grad_scale: float | Tensor, *, names_culprits: bool = False
 ) -> Norms:
     """Measures the units of a list that is not empty, and of its weights."""
+    exchange = units_exchange(gradients, rule, grad_scale)
+    norms = together([exchange])[0]
+    raise_refusal(gradients, names_culprits=names_culprits)
+    return norms
+
+
+def units_exchange(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Exchange[Norms]:
+    """As `measure_units`, beside other exchanges; the caller looks for a refusal."""
     try:
         units = Units(gradients, rule)
     except (TypeError, ValueError) as error:
-        if refuse_(gradients, error):
-            again = partial(measure_units, gradients, rule, grad_scale)
-            tell_others(gradients, rule, again, names_culprits=names_culprits)
-        raise
-    partials, reduced = units.measure()
+        if not refuse_(gradients, error):
+            raise
+        units = Units(gradients, rule)
+    partials, reduced = yield from units.measure()
     # Batches of units have the verbs for norms by gradient, and no others.
     batches: list[Any] = [*units.batches]
     starts = [0] * len(batches)
@@ -148,6 +98,20 @@ def measure_pieces(
     gradients: Gradients, norm_type: float, per_gradient: bool, grad_scale: float | Tensor
 ) -> Norms:
     """Measures pieces of gradients: by one all-reduce in the usual case."""
+    return together([pieces_exchange(gradients, norm_type, per_gradient, grad_scale)])[0]
+
+
+def norms_exchange(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Exchange[Norms]:
+    """The norms of pieces that a rule asks for, beside other exchanges."""
+    if rule.per_unit:
+        return units_exchange(gradients, rule, grad_scale)
+    return pieces_exchange(gradients, rule.norm_type, rule.per_gradient, grad_scale)
+
+
+def pieces_exchange(
+    gradients: Gradients, norm_type: float, per_gradient: bool, grad_scale: float | Tensor
+) -> Exchange[Norms]:
+    """As `measure_pieces`, beside other exchanges."""
     plan = gradients.plan
     assert plan is not None
     assert plan.reduction is not None
@@ -175,7 +139,7 @@ def measure_pieces(
     sums = None
     if reduction.sharding.copied or parts:
         sums = partial(measure_sums, gradients, parts, norm_type, per_gradient)
-    reduced = reduce_(
+    reduced = yield from reduced_norm(
         gradients, partial(reduction.norm, own, norm_type, each=per_gradient, sums=sums)
     )
     if agreement is not None:
@@ -201,48 +165,3 @@ def _exchange(own: dict[torch.device, Tensor], *, own_first: bool) -> dict[torch
         in_order = [n.to(device).to(norms.dtype) for n in own.values()]
         everywhere[device] = torch.cat([norms, *others] if own_first else in_order)
     return everywhere
-
-
-def total(norms: Norms) -> Tensor:
-    """The norm before clipping, divided by the loss scale: 0-d, or 1-d in order per gradient."""
-    if norms.reduced is not None:
-        return _total_of_pieces(norms)
-    gradients, results = norms.gradients, []
-    for batch, partials, start in zip(norms.batches, norms.partials, norms.starts, strict=True):
-        if not norms.per_gradient:
-            assert gradients.plan is not None
-            norm = batch.total(partials, norms.norm_type, norms.grad_scale)
-            return norm.to(gradients.plan.device)
-        results.append(batch.total_each(partials, start, norms.norm_type, norms.grad_scale))
-    return in_order(gradients, results)
-
-
-def _total_of_pieces(norms: Norms) -> Tensor:
-    """As `total`, from norms that are reduced already."""
-    plan = norms.gradients.plan
-    assert plan is not None
-    assert plan.reduction is not None
-    assert norms.reduced is not None
-    reduced = unscaled(norms.reduced, norms.norm_type, norms.grad_scale).to(plan.dtype)
-    if norms.per_gradient:
-        return reduced[plan.reduction.places.on(plan.device)]
-    return reduced.reshape(())
-
-
-def is_finite(norms: Norms) -> Tensor:
-    """Whether every norm is finite, also those of gradients that only other processes have; 0-d."""
-    return torch.isfinite(norms.norm()).all()
-
-
-def in_order(gradients: Gradients, results: list[Tensor]) -> Tensor:
-    """Norms by group as one tensor in the order of the gradient list."""
-    if len(results) == 1:
-        return results[0]
-    plan = gradients.plan
-    assert plan is not None
-    joined = torch.cat([result.to(plan.device) for result in results])
-    indices = [index for group in plan.groups for index in group.indices or ()]
-    order = sorted(range(len(indices)), key=indices.__getitem__)
-    # By slices, not by an index tensor: that would be an upload, which no graph can capture.
-    pieces = joined.split(1)
-    return torch.cat([pieces[i] for i in order])

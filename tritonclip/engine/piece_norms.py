@@ -11,7 +11,7 @@ from tritonclip.backends.choose import layout_of
 from tritonclip.backends.torch_backend import wide_dtype
 from tritonclip.distributed.parts import Part, may_be_parts, sums_of, zeros_for
 from tritonclip.distributed.places import Places, Share
-from tritonclip.distributed.reduce import Measured
+from tritonclip.distributed.rows import Measured
 from tritonclip.engine.gradients import Gradients
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from torch import Tensor
 from torch.nn import Module
 
 from tritonclip.distributed.domain import Holders
-from tritonclip.distributed.shares import shares_of
 from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.pieces import are_pieces_
 from tritonclip.engine.refusals import PLAIN
 from tritonclip.engine.sources import LabelOf, are_tensors, as_list, device_of, refuse_no_tensors
 
@@ -36,11 +33,7 @@ def of_tensors(
         items, label_of = [item for _, item in numbered], _picked(label_of, numbered)
     gradients = Gradients(items, device_of(items), label_of)
     if holders is not None or not PLAIN.issuperset(map(type, items)):
-        shares = shares_of(items, items, holders, label_of)
-        if shares is not None and tells:
-            none: list[Tensor | None] = [None] * len(items)
-            gradients.shares_without = partial(shares_of, items, none, holders, label_of)
-        gradients.spread_(shares)
+        are_pieces_(gradients, items, items, holders, label_of, tells=tells)
     return gradients
 
 

@@ -8,11 +8,11 @@ others have the norm NaN, as for a NaN of that process.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 
 from torch import Tensor
 
 from tritonclip.distributed.collectives import everyones
+from tritonclip.distributed.exchanges import Exchange
 from tritonclip.distributed.reduce import Refused
 from tritonclip.engine.gradients import Gradients
 from tritonclip.rules import Rule
@@ -20,20 +20,21 @@ from tritonclip.rules import Rule
 _KINDS = (TypeError, ValueError, RuntimeError)
 
 
-def reduce_(gradients: Gradients, norm: Callable[..., Tensor]) -> Tensor:
-    """Calls a reduction of norms, which may be that of a list that is refused.
+def reduced_norm(gradients: Gradients, norm: Callable[..., Exchange[Tensor]]) -> Exchange[Tensor]:
+    """A reduction of norms, which may be that of a list that is refused.
 
     Args:
         gradients: with their plan.
-        norm: takes the device, and whether this process refuses its gradients.
+        norm: takes the devices, and whether this process refuses its gradients.
 
     Raises:
         TypeError, ValueError, RuntimeError: that of the process that refuses its gradients.
     """
     plan = gradients.plan
     assert plan is not None
+    refused = gradients.refusal is not None
     try:
-        return norm(device=plan.device, refused=gradients.refusal is not None)
+        return (yield from norm(device=plan.device, home=gradients.device, refused=refused))
     except Refused:
         # Of which one process has the reason.
         pass
@@ -42,7 +43,7 @@ def reduce_(gradients: Gradients, norm: Callable[..., Tensor]) -> Tensor:
 
 
 def ask_others(gradients: Gradients) -> None:
-    """Raises the first refusal of any process; each of them calls this, and waits.
+    """Raises the refusal of this process, or the first of others; each calls this, and waits.
 
     Raises:
         TypeError, ValueError, RuntimeError: as that process does.
@@ -51,7 +52,10 @@ def ask_others(gradients: Gradients) -> None:
     assert sharding is not None
     if own is not None:
         told = next(at for at, kind in enumerate(_KINDS) if isinstance(own, kind)), str(own)
-    for rank, found in everyones(told, sharding.domain).items():
+    everyone = everyones(told, sharding.domain)
+    if own is not None:
+        raise own
+    for rank, found in everyone.items():
         if found is not None:
             at, message = found
             raise _KINDS[at](
@@ -59,25 +63,49 @@ def ask_others(gradients: Gradients) -> None:
             )
 
 
+def is_told(gradients: Gradients, rule: Rule) -> bool:
+    """Whether other processes wait for the norms of a list that is refused.
+
+    Not where they find the same error in their parameters.
+    """
+    sharding, plan = gradients.sharding, gradients.plan
+    assert sharding is not None
+    alike = rule.per_gradient and not sharding.one_list
+    return plan is not None and plan.reduction is not None and not alike
+
+
 def tell_others(
     gradients: Gradients, rule: Rule, measure: Callable[[], object], *, names_culprits: bool
 ) -> None:
-    """Measures a list that is refused, as the processes do that have gradients.
-
-    Not where they find the same error in their parameters.
+    """Measures a list that is refused, as the processes do that have gradients, and raises.
 
     Args:
         gradients: with their refusal.
         rule: that was to clip.
         measure: ends in an error on a CPU, in every process.
         names_culprits: the others will ask for names of gradients where a norm is NaN.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: the refusal.
     """
-    sharding, plan = gradients.sharding, gradients.plan
-    assert sharding is not None
-    alike = rule.per_gradient and not sharding.one_list
-    if plan is None or plan.reduction is None or alike:
-        return
-    with suppress(TypeError, ValueError, RuntimeError):
+    if is_told(gradients, rule):
         measure()
-        if names_culprits:
-            everyones([], sharding.domain)
+    raise_refusal(gradients, names_culprits=names_culprits and is_told(gradients, rule))
+
+
+def raise_refusal(gradients: Gradients, *, names_culprits: bool) -> None:
+    """Raises the refusal of a list, if there is one, after its norms were measured.
+
+    Args:
+        gradients: measured.
+        names_culprits: the others will ask for names of gradients where a norm is NaN.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: the refusal.
+    """
+    if gradients.refusal is None:
+        return
+    if names_culprits:
+        assert gradients.sharding is not None
+        everyones([], gradients.sharding.domain)
+    raise gradients.refusal

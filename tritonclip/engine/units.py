@@ -11,13 +11,15 @@ from torch import Tensor
 
 from tritonclip.backends.choose import unit_layout_of
 from tritonclip.backends.unit_batch import UnitBatch
+from tritonclip.distributed.exchanges import Exchange
 from tritonclip.distributed.places import Places, Share
-from tritonclip.distributed.reduce import Measured, Reduction
+from tritonclip.distributed.reduce import Reduction
+from tritonclip.distributed.rows import Measured
 from tritonclip.distributed.sharding import piece_of
 from tritonclip.engine.gradients import Gradients, gradient_of
 from tritonclip.engine.memory import OFFSETS, is_freed
 from tritonclip.engine.plan import Plan
-from tritonclip.engine.together import reduce_
+from tritonclip.engine.together import reduced_norm
 from tritonclip.rules import Rule
 
 # Most that a gradient adds to its plan: four numbers, and the strides of its weights.
@@ -66,13 +68,17 @@ class Units:
         limiting = [None if exempt[i] else self._weights[i] for i in indices]
         return layout.bind(grads, limiting)
 
-    def measure(self) -> tuple[list[Tensor], Tensor | None]:
+    def measure(self) -> Exchange[tuple[list[Tensor], Tensor | None]]:
         """The partial norms of each group; and those of each parameter's gradient, if reduced."""
         partials = [batch.measure() for batch in self.batches]
         reduction = self._plan.reduction
-        return (partials, None) if reduction is None else self._reduce(reduction, partials)
+        if reduction is None:
+            return partials, None
+        return (yield from self._reduce(reduction, partials))
 
-    def _reduce(self, reduction: Reduction, partials: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    def _reduce(
+        self, reduction: Reduction, partials: list[Tensor]
+    ) -> Exchange[tuple[list[Tensor], Tensor]]:
         """Makes norms of pieces those of whole gradients and weights, by one all-reduce.
 
         Slices along the first dimension are whole here; a gradient that is one unit may not be.
@@ -84,7 +90,7 @@ class Units:
             weights.append((batch.weight_norms_each(norms), _below(share, n)))
         weights += self._absent(n, device)
         doubled = replace(reduction, sharding=replace(reduction.sharding, n_parameters=2 * n))
-        reduced = reduce_(
+        reduced = yield from reduced_norm(
             self._gradients, partial(doubled.norm, gradients + weights, norm_type=2.0, each=True)
         )
         whole = []

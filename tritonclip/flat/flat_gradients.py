@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from copy import copy
 from typing import Any
 from weakref import ref
 
@@ -12,10 +13,9 @@ from torch.nn import Module
 
 from tritonclip import settings
 from tritonclip.distributed.domain import Holders
-from tritonclip.distributed.shares import shares_of
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.planner import PlanCache, plan_
 from tritonclip.engine.sources import labelled
+from tritonclip.flat.gradient_lists import list_of, refused_list
 from tritonclip.flat.layout import is_wanted, lay_out, refuse
 from tritonclip.flat.view_watch import ViewWatch, present
 from tritonclip.grad_mode import without_grad
@@ -177,7 +177,12 @@ class FlatGradients:
         self._watch.check_all()
 
     def gradients(
-        self, *, per_gradient: bool = False, holders: Holders | None = None, weights: bool = False
+        self,
+        *,
+        per_gradient: bool = False,
+        holders: Holders | None = None,
+        weights: bool = False,
+        tells: bool = False,
     ) -> Gradients:
         """The gradients with their plan, after the check in constant time.
 
@@ -187,37 +192,32 @@ class FlatGradients:
             per_gradient: each gradient is measured, rather than all together.
             holders: the processes that the gradients are spread over.
             weights: the parameters will be read too, all of which are then looked up.
+            tells: errors become a refusal, which the caller tells these processes, and raises.
 
         Raises:
             RuntimeError: a gradient that is no view any more.
             ValueError: `copies`, because buffers hold many parameters.
         """
-        if settings.verifying():
-            self.check()
-        self._check_cheaply()
+        try:
+            if settings.verifying():
+                self.check()
+            self._check_cheaply()
+        except RuntimeError as error:
+            if not tells or holders is None:
+                raise
+            return refused_list(self._views, holders, error, per_gradient=per_gradient)
         key = (per_gradient, settings.backend(), None if holders is None else holders.group)
         planned = self._planned.get(key)
         if planned is None or (holders is not None and holders.copies is not None):
-            planned = self._planned[key] = self._plan(per_gradient, holders)
-        return planned.beside(self.parameters) if weights else planned
-
-    def _plan(self, per_gradient: bool, holders: Holders | None) -> Gradients:
-        """The buffers as gradients, or the gradients that they hold as flat pieces."""
-        pieces = self._views.pieces() if per_gradient else list(self._buffers)
-        labels = [place.label for place in self._views.places]
-        result = Gradients(pieces, pieces[0].device, labels.__getitem__)
-        if holders is not None:
-            if holders.copies is not None:
-                raise ValueError(
-                    "copies counts the holders of single parameters, and FlatGradients measures "
-                    "buffers of many; expected process_group alone, or the parameters in place of "
-                    "the FlatGradients"
-                )
-            shares = shares_of(pieces, pieces, holders, labels.__getitem__)
-            result.sharding = None if shares is None else shares.sharding
-        plan_(result, PlanCache(capacity=1))
-        result.tensors, result.versions = self._views, self._buffers
-        return result
+            planned = list_of(self._views, holders, per_gradient=per_gradient)
+            if planned.refusal is None:
+                self._planned[key] = planned
+            elif not tells:
+                raise planned.refusal
+        if weights:
+            return planned.beside(self.parameters)
+        # For one call, which may refuse them.
+        return planned if holders is None else copy(planned)
 
     def _check_cheaply(self) -> None:
         if not self._watch.check_some():

@@ -22,13 +22,11 @@ from tritonclip.optim.closures import (
     step_checking,
     step_evaluating,
 )
+from tritonclip.optim.measuring_wrapper import MeasuringWrapper
 from tritonclip.optim.memory import Memory, SkipWatch, as_skip_bound
-from tritonclip.optim.observation import Observation
 from tritonclip.optim.param_groups import check_group, not_in_buffers
 from tritonclip.optim.registry import check_optimizer
-from tritonclip.optim.step import StepClipping
 from tritonclip.optim.step_log import StepLog, either
-from tritonclip.optim.wrapper import ClippingWrapper
 from tritonclip.rules import Outlier, Rule, as_rule
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ _CLIPPED_TWICE = (
 )
 
 
-class ClippedOptimizer(ClippingWrapper):
+class ClippedOptimizer(MeasuringWrapper):
     """Wraps an optimizer so that every `step` clips first, and counts how often it did.
 
     It is a `torch.optim.Optimizer` that shares parameter groups, state and defaults with the one it
@@ -153,7 +151,7 @@ class ClippedOptimizer(ClippingWrapper):
         for number, group in enumerate(optimizer.param_groups):
             check_group(number, group, optimizer.defaults)
         # Refuses wrong parameters, while this does not count as a wrapper.
-        not_in_buffers(flat, optimizer.param_groups)
+        not_in_buffers(flat, optimizer.param_groups, self._holders)
         self._attach(optimizer)
         self.flat = flat
 
@@ -260,38 +258,6 @@ class ClippedOptimizer(ClippingWrapper):
         flags = (overflow, attempt.skip) if on_device else (None, None)
         self._log.add(attempt.clipping, attempt.outcomes, *flags, attempt.outlier)
         return result
-
-    @torch.compiler.disable
-    def _measure(
-        self, grad_scale: Tensor | float | None = None, *, check_finite: bool = False
-    ) -> StepClipping:
-        check_finite = check_finite or self._nonfinite in ("skip", "error")
-        if self._flat is not None and self._groups_changed():
-            # From outside: checks again, and refuses new parameters.
-            self.flat = self._flat
-        clipping = StepClipping(
-            self.optimizer.param_groups,
-            self._rule,
-            self._nonfinite,
-            grad_scale,
-            check_finite=check_finite,
-            plans=self._plans,
-            memory=self._log.memory,
-            flat=self._flat,
-            not_in_buffers=self._not_in_buffers,
-            holders=self._holders,
-        )
-        if self._log.recorder is not None:
-            clipping.observation = Observation(
-                clipping, self._log.recorder, self.optimizer.param_groups, self._flat, grad_scale
-            )
-        return clipping
-
-    def _measure_scaled(self, grad_scale: Tensor) -> Tensor:
-        """Measures for the step to come, and says whether it overflows: float32, 0-d, 0 or 1."""
-        self._clipping = self._measure(grad_scale, check_finite=True)
-        found_inf: Tensor = self._clipping.nonfinite()
-        return found_inf.to(torch.float32)
 
     def __repr__(self) -> str:
         return (

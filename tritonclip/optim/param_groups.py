@@ -5,8 +5,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from tritonclip.distributed.domain import Holders
 from tritonclip.engine.refusals import some
 from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.flat.gradient_lists import refuse_copies
 from tritonclip.flat.layout import is_wanted
 from tritonclip.rules import Rule, as_rule
 
@@ -86,12 +88,15 @@ def unclipped(groups: Groups) -> list[tuple[int, int]]:
     ]
 
 
-def not_in_buffers(flat: FlatGradients | None, groups: Groups) -> list[tuple[int, int]]:
+def not_in_buffers(
+    flat: FlatGradients | None, groups: Groups, holders: Holders | None = None
+) -> list[tuple[int, int]]:
     """The parameters of an optimizer whose gradients are not in its buffers: (group, position).
 
     Raises:
         TypeError: an argument that is no FlatGradients.
-        ValueError: an optimizer that lacks a parameter of the buffers, or has another one to clip.
+        ValueError: an optimizer that lacks a parameter of the buffers, or has another one to clip;
+            `copies` of holders.
         RuntimeError: buffers of a parameter that is gone.
     """
     if flat is None:
@@ -101,6 +106,7 @@ def not_in_buffers(flat: FlatGradients | None, groups: Groups) -> list[tuple[int
             f"flat must be a FlatGradients, got {type(flat).__name__}; write "
             "FlatGradients(model.parameters())"
         )
+    refuse_copies(holders)
     held = set(map(id, flat.parameters))
     members = {(n, i): p for n, g in enumerate(groups) for i, p in enumerate(g["params"])}
     foreign = held - set(map(id, members.values()))

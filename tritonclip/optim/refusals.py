@@ -1,9 +1,6 @@
 """Refuses the gradients of an optimizer step before any is written, and tells other processes."""
 
-from collections.abc import Sequence
-from functools import partial
-
-from torch import Tensor
+from collections.abc import Callable, Sequence
 
 from tritonclip.engine.building import refuse_
 from tritonclip.engine.refusals import (
@@ -12,48 +9,56 @@ from tritonclip.engine.refusals import (
     refuse_read_only,
     refuse_shared,
 )
-from tritonclip.engine.together import tell_others
 from tritonclip.optim.param_groups import Groups
-from tritonclip.optim.shares import Share, measure
+from tritonclip.optim.shares import Share
 
 
-def refuse(shares: Sequence[Share], measured: Sequence[Share], grad_scale: float | Tensor) -> None:
-    """Refuses gradients, and tells those that would wait for the first norm.
+def refused(check: Callable[[], None], shares: Sequence[Share]) -> Exception | None:
+    """The error of a check, if other processes wait for the norms of a share; None for no error.
 
-    Needless for a single share with a plan that is ordinary, or with none.
+    All shares are then refused: measuring them tells the others. Where nobody waits, it raises.
+
+    Args:
+        check: raises what keeps the gradients from being clipped.
+        shares: all that are measured in this step.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: that of the check.
+    """
+    try:
+        check()
+    except (TypeError, ValueError, RuntimeError) as error:
+        lists = [share.gradients for share in shares]
+        spread = [g for g in lists if g.plan is not None and g.plan.reduction is not None]
+        for gradients in spread:
+            if gradients.refusal is None:
+                refuse_(gradients, error)
+        if all(gradients.refusal is None for gradients in spread):
+            raise
+        return error
+    return None
+
+
+def refuse(shares: Sequence[Share]) -> None:
+    """Refuses gradients that their rules have no meaning for.
 
     Args:
         shares: of the step.
-        measured: those of them whose norms come next.
-        grad_scale: the loss scale that gradients carry.
 
     Raises:
         TypeError, ValueError, RuntimeError: a share that its rule has no meaning for, or that was
             refused when it was collected; a gradient in two shares.
     """
-    refusal = next((s.gradients.refusal for s in shares if s.gradients.refusal), None)
-    try:
-        if refusal is not None:
-            raise refusal
-        for share in shares:
-            plan = share.gradients.plan
-            if plan is not None and not plan.ordinary:
-                refuse_read_only(share.gradients)
-                refuse_for_rule(share.gradients, share.rule)
-        if len(shares) > 1:
-            refuse_shared([share.gradients for share in shares])
-    except (TypeError, ValueError, RuntimeError) as error:
-        for share in measured:
-            gradients = share.gradients
-            if gradients.plan is None or gradients.plan.reduction is None:
-                continue
-            if gradients.refusal is not None or refuse_(gradients, error):
-                again = partial(measure, share, share.rule, grad_scale)
-                tell_others(gradients, share.rule, again, names_culprits=False)
-            if gradients.plan.device.type == "cpu":
-                # Of which the others do not come to a second norm.
-                break
-        raise
+    for share in shares:
+        if share.gradients.refusal is not None:
+            raise share.gradients.refusal
+    for share in shares:
+        plan = share.gradients.plan
+        if plan is not None and not plan.ordinary:
+            refuse_read_only(share.gradients)
+            refuse_for_rule(share.gradients, share.rule)
+    if len(shares) > 1:
+        refuse_shared([share.gradients for share in shares])
 
 
 def refuse_other_models(groups: Groups, shares: Sequence[Share]) -> None:

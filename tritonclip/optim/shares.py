@@ -15,9 +15,11 @@ from torch import Tensor
 from tritonclip.distributed.domain import Holders
 from tritonclip.distributed.sharding import meshes_of
 from tritonclip.engine import execute
+from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import Gradients, of_parameters, of_unclipped
-from tritonclip.engine.measure import Norms
+from tritonclip.engine.norms import Norms
 from tritonclip.engine.planner import PlanCache, plan_
+from tritonclip.engine.sources import device_of
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.stats import Clipped
 from tritonclip.optim.param_groups import Groups, label_of_member, rule_of
@@ -39,6 +41,8 @@ class Share:
         group_index: the one parameter group that they belong to; None for several.
         unclipped: no rule holds for them.
         norms: before clipping, where they were measured.
+        largest: their largest magnitude, where `norms` do not show NaN and inf.
+        whole: their 2-norm, where `norms` are others and one was asked for.
         following: the rule, where its limit changes from step to step.
     """
 
@@ -47,7 +51,19 @@ class Share:
     group_index: int | None
     unclipped: bool = False
     norms: Norms | None = None
+    largest: Norms | None = None
+    whole: Norms | None = None
     following: Following | None = None
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether a rule holds for them that measures norms."""
+        return not (self.unclipped or self.rule.clamps)
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether `norms` are 2-norms."""
+        return self.norms is not None and self.norms.norm_type == 2.0
 
 
 def divide(
@@ -105,25 +121,29 @@ def divide_flat(
     `not_in_buffers` are the parameters of the groups that `flat` does not hold; they are refused
     where they have a gradient to clip.
     """
-    for index, position in not_in_buffers:
-        parameter = groups[index]["params"][position]
-        if parameter.grad is not None and getattr(parameter, "need_clip", True):
-            raise RuntimeError(
-                f"{label_of_member(groups, index, position)} has a gradient, but was "
-                "left out of FlatGradients, because it required none or had need_clip = False; "
-                "make a new FlatGradients and set the attribute flat to it"
-            )
+    error = _left_out(groups, not_in_buffers)
+    if error is not None and holders is None:
+        raise error
     gradients = flat.gradients(
-        per_gradient=rule.per_gradient, holders=holders, weights=rule.per_unit
+        per_gradient=rule.per_gradient, holders=holders, weights=rule.per_unit, tells=True
     )
+    if error is not None and not refuse_(gradients, error):
+        raise error
     shares = [Share(gradients, rule, None)]
     return shares + _unclipped(groups, not_in_buffers, plans, holders) if covers_all else shares
 
 
-def measure(share: Share, rule: Rule, grad_scale: float | Tensor) -> Norms:
-    """The norms of a share that a rule asks for."""
-    # By value, an element counts as it came.
-    return execute.measure_by(share.gradients, rule, 1.0 if rule.clamps else grad_scale)
+def _left_out(groups: Groups, not_in_buffers: Members) -> RuntimeError | None:
+    """The error for a gradient to clip that buffers lack."""
+    for index, position in not_in_buffers:
+        parameter = groups[index]["params"][position]
+        if parameter.grad is not None and getattr(parameter, "need_clip", True):
+            return RuntimeError(
+                f"{label_of_member(groups, index, position)} has a gradient, but was "
+                "left out of FlatGradients, because it required none or had need_clip = False; "
+                "make a new FlatGradients and set the attribute flat to it"
+            )
+    return None
 
 
 def write_(share: Share, grad_scale: float | Tensor, zero_nonfinite: bool) -> Clipped | None:
@@ -173,21 +193,32 @@ def _collect(
             position -= n
         return label_of_member(groups, index, position)
 
-    return plan_(of_parameters(parameters, label_of, holders, tells=True), plans)
+    gradients = of_parameters(parameters, label_of, holders, tells=True)
+    if not parameters:
+        gradients.device = _device_of(groups)
+    return plan_(gradients, plans)
 
 
 def _unclipped(
     groups: Groups, members: Members, plans: PlanCache, holders: Holders | None
 ) -> list[Share]:
-    """The gradients that no rule holds for, as one share, if there are any."""
+    """The gradients that no rule holds for, as one share, if a process may have any."""
     parameters = [groups[n]["params"][i] for n, i in members]
-    if not parameters:
+    if not parameters and (holders is None or holders.group is None):
+        # Else other processes, which have other parameters, may have some of these.
         return []
     gradients = of_unclipped(parameters, lambda i: label_of_member(groups, *members[i]), holders)
+    if not parameters:
+        gradients.device = _device_of(groups)
     plan_(gradients, plans)
     if gradients.plan is None:
         return []
     return [Share(gradients, UNLIMITED, None, unclipped=True)]
+
+
+def _device_of(groups: Groups) -> torch.device:
+    """The device of a list without parameters: that of the first one of all groups."""
+    return device_of([p for group in groups for p in group["params"]])
 
 
 def _with_meshes(holders: Holders | None, groups: Groups) -> Holders | None:

@@ -5,7 +5,8 @@ All groups are measured before the first gradient is written, so that a step can
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,29 +14,26 @@ import torch
 from torch import Tensor
 
 from tritonclip.distributed.domain import Holders
-from tritonclip.engine.measure import is_finite, total
 from tritonclip.engine.nonfinite import raise_if_any_nonfinite, raise_if_nonfinite
+from tritonclip.engine.norms import is_finite, total
 from tritonclip.engine.planner import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.grad_mode import without_grad
 from tritonclip.monitor.stats import Outcomes
+from tritonclip.optim.measurement import (
+    global_norm_of,
+    is_measured_alone,
+    measure,
+    nonfinite_of,
+    norms_of,
+    wanted,
+)
 from tritonclip.optim.memory import Memory
 from tritonclip.optim.param_groups import Groups
-from tritonclip.optim.refusals import refuse, refuse_other_models
-from tritonclip.optim.shares import (
-    UNLIMITED,
-    Members,
-    Share,
-    divide,
-    divide_flat,
-    measure,
-    numbered,
-    write_,
-)
-from tritonclip.rules import ClipByGlobalNorm, Rule
+from tritonclip.optim.refusals import refuse, refuse_other_models, refused
+from tritonclip.optim.shares import Members, Share, divide, divide_flat, numbered, write_
+from tritonclip.rules import Rule
 
-# The norm that is compared with skip_above.
-_WHOLE = ClipByGlobalNorm(math.inf, eps=0.0)
 _REMEDY = (
     "Neither gradients nor parameters were changed. To go on, set nonfinite to 'propagate', 'zero' "
     "or 'skip'"
@@ -60,13 +58,16 @@ class StepClipping:
         flat: the gradients of all groups, but for those of `not_in_buffers`.
         not_in_buffers: parameters that are not in `flat`: (group, position).
         holders: the processes that the gradients are spread over.
+        observation: for a recorder; None without one.
+        names_culprits: whether `raise_if_nonfinite` comes next where a norm is NaN.
+        refusal: why the gradients cannot be clipped, if that is known already.
 
     Attributes:
         follows: a rule has a limit that changes from step to step.
-        observation: for a recorder; None without one.
+        observation: as handed over.
 
     Raises:
-        TypeError, ValueError: a `clip` that is no rule, and as for `clip_`.
+        TypeError, ValueError, RuntimeError: a `clip` that is no rule, and as for `clip_`.
     """
 
     @without_grad
@@ -83,13 +84,16 @@ class StepClipping:
         flat: FlatGradients | None = None,
         not_in_buffers: Members = (),
         holders: Holders | None = None,
+        observation: Observation | None = None,
+        names_culprits: Callable[[], bool] | None = None,
+        refusal: Exception | None = None,
     ) -> None:
         self._zero, self._writes_all = nonfinite == "zero", grad_scale is not None
         self._grad_scale = 1.0 if grad_scale is None else grad_scale
         covers_all = check_finite or self._writes_all
         self._groups, self._memory = groups, memory
         self._begun: Share | None = None
-        self.observation: Observation | None = None
+        self.observation = observation
         if flat is None or any("clip" in group for group in groups):
             shares = self._shares = divide(groups, rule, plans, holders, covers_all=covers_all)
         else:
@@ -97,25 +101,61 @@ class StepClipping:
                 groups, rule, plans, holders, flat, not_in_buffers, covers_all=covers_all
             )
         self.follows = False
+        share = shares[0] if len(shares) == 1 and observation is None and refusal is None else None
+        by_value = check_finite or self._zero
+        if share is None or not is_measured_alone(
+            share, self._grad_scale, by_value=by_value, check_finite=check_finite
+        ):
+            self._measure(flat, refusal, check_finite=check_finite, names_culprits=names_culprits)
+
+    def _measure(
+        self,
+        flat: FlatGradients | None,
+        refusal: Exception | None,
+        *,
+        check_finite: bool,
+        names_culprits: Callable[[], bool] | None,
+    ) -> None:
+        """Checks all shares, then measures all that the step needs."""
+        shares, observation = self._shares, self.observation
+        observed = [] if observation is None else observation.shares
+        refusal = refused(partial(self._check, flat, refusal), [*shares, *observed])
+        # A norm of the wrapper's rule is what a recorder is told.
+        has_own = any(share.has_norm and share.group_index is None for share in shares)
+        needed = wanted(
+            shares,
+            observed,
+            by_value=check_finite or self._zero,
+            check_finite=check_finite,
+            whole=self._memory.skip_above is not None or not (observation is None or has_own),
+        )
+        measure(needed, self._grad_scale)
+        refusals = (share.gradients.refusal for share in (*shares, *observed))
+        refusal = refusal or next(filter(None, refusals), None)
+        if refusal is not None:
+            if names_culprits is not None and names_culprits():
+                with suppress(RuntimeError):
+                    self.raise_if_nonfinite()
+            raise refusal
+        if observation is not None:
+            observation.take(self)
+
+    def _check(self, flat: FlatGradients | None, refusal: Exception | None) -> None:
+        """Raises what keeps the gradients from being clipped; makes rules follow."""
+        shares = self._shares
+        if refusal is not None:
+            raise refusal
+        refuse(shares)
         if any(share.rule.per_unit for share in shares):
-            refuse_other_models(groups, shares)
+            refuse_other_models(self._groups, shares)
         for share in shares:
             if not share.rule.fixed:
                 self.follows = True
-                numbering = partial(numbered, share, groups, flat)
-                share.following = memory.follow(share.group_index, share.rule, numbering)
+                numbering = partial(numbered, share, self._groups, flat)
+                share.following = self._memory.follow(share.group_index, share.rule, numbering)
                 share.rule = share.following
-        needs_norm = check_finite or self._zero
-        measured = [
-            share
-            for share in shares
-            if share.gradients.plan is not None and (needs_norm or not share.rule.clamps)
-        ]
-        plans_made = [share.gradients.plan for share in shares]
-        if len(shares) > 1 or not all(plan is None or plan.ordinary for plan in plans_made):
-            refuse(shares, measured, self._grad_scale)
-        for share in measured:
-            share.norms = measure(share, share.rule, self._grad_scale)
+        if self.observation is not None:
+            self.observation.check([s.group_index for s in shares if s.has_norm])
 
     @torch.compiler.disable
     @without_grad
@@ -124,18 +164,7 @@ class StepClipping:
 
         It is on the device of the first gradient and does not wait for it.
         """
-        flags = []
-        for share in self._shares:
-            if share.norms is not None:
-                flags.append(~is_finite(share.norms))
-                if share.rule.norm_type in (0.0, -math.inf):
-                    # These norms do not show NaN and inf.
-                    largest = measure(share, UNLIMITED, self._grad_scale)
-                    flags.append(~torch.isfinite(total(largest)))
-        if not flags:
-            return torch.zeros((), dtype=torch.bool, device=self._device)
-        device = flags[0].device
-        return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
+        return nonfinite_of(self._shares)
 
     @torch.compiler.disable
     @without_grad
@@ -144,20 +173,7 @@ class StepClipping:
 
         It is on the device of the first gradient and does not wait for it.
         """
-        parts = []
-        for share in self._shares:
-            norms = share.norms
-            if share.unclipped or share.gradients.plan is None:
-                continue
-            if norms is None or norms.norm_type != 2.0:
-                norms = measure(share, _WHOLE, self._grad_scale)
-            norm = norms.norm()
-            parts.append(_norm_of(norm) if norms.per_gradient else norm)
-        if len(parts) == 1:
-            return parts[0]
-        if not parts:
-            return torch.zeros((), device=self._device)
-        return _norm_of(torch.stack([part.to(self._device).double() for part in parts]))
+        return global_norm_of(self._shares, self._grad_scale)
 
     @torch.compiler.disable
     @without_grad
@@ -166,14 +182,7 @@ class StepClipping:
 
         Before clipping; of rules that measure norms, also where no gradient is there.
         """
-        found = {}
-        for share in self._shares:
-            if not (share.unclipped or share.rule.clamps):
-                norm = torch.zeros((), device=share.gradients.device)
-                if share.norms is not None:
-                    norm = share.norms.norm()
-                found[share.group_index] = _norm_of(norm) if norm.dim() else norm
-        return found
+        return norms_of(self._shares)
 
     @without_grad
     def remember_in(self, memory: Memory) -> None:
@@ -206,6 +215,7 @@ class StepClipping:
                     finite = is_finite(share.norms)
                     raise_if_nonfinite(share.gradients, share.rule, norm, remedy, finite)
                 raise_if_any_nonfinite(share.gradients, remedy)
+        raise RuntimeError(f"Another process refuses its gradients. {remedy}")
 
     @torch.compiler.disable
     @without_grad
@@ -237,14 +247,3 @@ class StepClipping:
             and bool(self._shares)
             and self._begun in (None, self._shares[0])
         )
-
-    @property
-    def _device(self) -> torch.device:
-        """Of the first gradient."""
-        return self._shares[0].gradients.device if self._shares else torch.device("cpu")
-
-
-def _norm_of(norms: Tensor) -> Tensor:
-    """The norm of all from the 2-norms of parts, in float64: none of them overflows."""
-    norm: Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
-    return norm

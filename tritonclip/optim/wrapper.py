@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -79,22 +78,14 @@ class ClippingWrapper(DelegatingOptimizer):
 
     @property
     def flat(self) -> FlatGradients | None:
-        """The gradients as one buffer for each device and dtype, if there are any; replaceable."""
+        """The gradients as one buffer for each device and dtype, if any; replaceable."""
         return self._flat
 
     @flat.setter
     def flat(self, flat: FlatGradients | None) -> None:
-        self._not_in_buffers = not_in_buffers(flat, self.param_groups)
+        self._not_in_buffers = not_in_buffers(flat, self.param_groups, self._holders)
         known = [] if flat is None else [list(group["params"]) for group in self.param_groups]
         self._flat, self._known_params = flat, known
-
-    def _groups_changed(self) -> bool:
-        """Whether the groups hold other parameters than those that were compared with `flat`."""
-        groups, known = self.optimizer.param_groups, self._known_params
-        return len(groups) != len(known) or not all(
-            len(group["params"]) == len(params) and all(map(is_, group["params"], params))
-            for group, params in zip(groups, known, strict=True)
-        )
 
     @property
     def nonfinite(self) -> str:

@@ -1,0 +1,151 @@
+"""Buffers, arguments and norms by name that one process refuses: every process raises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from processes import in_processes
+from refusing import check_raises, is_first, named_parameters, overlap
+from spread import assert_same_everywhere, collectives_of, parameter
+from torch import distributed as dist
+from torch import nn
+
+import tritonclip
+from tritonclip import ClipByQuantile, ClippedOptimizer, ClipState, FlatGradients
+
+
+def _flat() -> tuple[nn.Module, FlatGradients]:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(3, 2)
+    flat = FlatGradients(model)
+    model(torch.ones(4, 3)).square().sum().backward()
+    return model, flat
+
+
+FLAT: dict[str, Callable[[FlatGradients], object]] = {
+    "clip": lambda flat: tritonclip.clip_(flat, 0.5, process_group=dist.group.WORLD),
+    "order-20": lambda flat: tritonclip.get_total_norm(flat, 20.0, process_group=dist.group.WORLD),
+    "torch": lambda flat: tritonclip.clip_grad_norm_(flat, 0.5, process_group=dist.group.WORLD),
+    "total": lambda flat: tritonclip.get_total_norm(flat, math.inf, process_group=dist.group.WORLD),
+}
+
+
+@pytest.mark.parametrize("call", FLAT)
+@in_processes(2)
+def test_flat_gradients_raise_everywhere(call: str) -> None:
+    model, flat = _flat()
+    kept = model.weight.grad
+    if is_first():
+        model.weight.grad = torch.ones(2, 3)
+    check_raises(lambda: FLAT[call](flat), RuntimeError, "attach_", list(flat.buffers))
+    model.weight.grad = kept
+    assert_same_everywhere(cast(torch.Tensor, FLAT["clip"](flat)))
+
+
+@pytest.mark.parametrize("how", ["view", "left-out", "replaced"])
+@in_processes(2)
+def test_step_of_flat_gradients_raises_everywhere(how: str) -> None:
+    model: Any = nn.Linear(3, 2)
+    model.extra = nn.Parameter(torch.zeros(2), requires_grad=False)
+    flat = FlatGradients(model)
+    optimizer = ClippedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        0.5,
+        flat=flat,
+        process_group=dist.group.WORLD,
+    )
+    messages = {"view": "attach_", "left-out": "left out of FlatGradients", "replaced": "replaced"}
+    if is_first():
+        if how == "view":
+            model.weight.grad = torch.ones(2, 3)
+        elif how == "left-out":
+            model.extra.grad = torch.ones(2)
+        else:
+            optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(2, 3))
+    error = ValueError if how == "replaced" else RuntimeError
+    check_raises(optimizer.step, error, messages[how], list(flat.buffers))
+
+
+@in_processes(2)
+def test_flat_gradients_with_copies_are_refused_at_construction() -> None:
+    model, flat = _flat()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="copies counts"):
+        ClippedOptimizer(inner, 1.0, flat=flat, process_group=dist.group.WORLD, copies=lambda p: 2)
+    ClippedOptimizer(inner, 1.0, flat=flat, process_group=dist.group.WORLD)
+
+
+@in_processes(2)
+def test_norms_by_name_raises_everywhere() -> None:
+    named = named_parameters()
+
+    def group_of(name: str) -> Any:
+        return 3 if is_first() else name
+
+    grads = [one.grad for one in named.values()]
+    check_raises(
+        lambda: tritonclip.norms_by_name(named.items(), group_of=group_of),
+        TypeError,
+        "must return text",
+        grads,
+    )
+    if is_first():
+        overlap(named["plain"])
+    check_raises(
+        lambda: tritonclip.norms_by_name(named.items()), ValueError, "share memory", grads[:2]
+    )
+    named["plain"].grad = None
+    _, n = collectives_of(lambda: tritonclip.norms_by_name(named.items()))
+    assert n == 1
+
+
+ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
+    "grad-scale": (lambda: {"grad_scale": torch.tensor(0.0)}, ValueError, "grad_scale"),
+    "grad-scale-kind": (lambda: {"grad_scale": "1"}, TypeError, "grad_scale"),
+    "state": (lambda: {"state": 3}, TypeError, "ClipState"),
+}
+
+
+@pytest.mark.parametrize("what", ARGUMENTS)
+@in_processes(2)
+def test_clip_with_a_bad_argument_in_one_process_raises_everywhere(what: str) -> None:
+    named = named_parameters()
+    make, error, message = ARGUMENTS[what]
+    rule: Any = 0.5
+    options: dict[str, Any] = {}
+    if what == "state":
+        rule, options = ClipByQuantile(0.5, 4), {"state": ClipState()}
+    if is_first():
+        options = make()
+    grads = [one.grad for one in named.values()]
+    check_raises(lambda: tritonclip.clip_(named.items(), rule, **options), error, message, grads)
+
+
+@pytest.mark.parametrize("copies", [-1, 1.5, True])
+@in_processes(2)
+def test_clip_with_a_bad_number_of_copies_in_one_process_raises_everywhere(copies: Any) -> None:
+    one = parameter((5,), None, seed=1)
+    number = copies if is_first() else 2
+    error = ValueError if copies == -1 else TypeError
+
+    def clip() -> Any:
+        return tritonclip.clip_([one], 0.5, process_group=dist.group.WORLD, copies=lambda p: number)
+
+    check_raises(clip, error, "copies must", [one.grad])
+
+
+@in_processes(2)
+def test_total_norm_of_a_sparse_tensor_of_one_process_raises_everywhere() -> None:
+    one = torch.ones(5)
+    if is_first():
+        one = one.to_sparse()
+    check_raises(
+        lambda: tritonclip.get_total_norm([one], -math.inf, process_group=dist.group.WORLD),
+        ValueError,
+        "sparse",
+        [],
+    )

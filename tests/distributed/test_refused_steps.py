@@ -1,0 +1,176 @@
+"""Steps that one process refuses: every process raises, nothing is written, nobody waits."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import in_processes
+from refusing import as_on_accelerator, check_raises, is_first, named_parameters, overlap
+from spread import assert_same_everywhere, collectives_of, local, parameter
+from torch import distributed as dist
+from torch import nn
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClippedOptimizer
+
+
+def _add_unclipped(plain: Any, groups: list[Any]) -> None:
+    plain.need_clip = False
+    groups[0]["params"].append(plain)
+
+
+LEFT: dict[str, Callable[[Any, list[Any]], None]] = {
+    "group": lambda plain, groups: groups.append({"params": [plain], "clip": None}),
+    "need-clip": lambda plain, groups: _add_unclipped(plain, groups),
+    "rule": lambda plain, groups: groups.append({"params": [plain], "clip": ClipByNorm(0.5)}),
+}
+
+
+def _optimizer(how: str, **options: Any) -> tuple[dict[str, Any], ClippedOptimizer]:
+    named = named_parameters()
+    groups: list[Any] = [{"params": [named["sharded"], named["copied"]]}]
+    LEFT[how](named["plain"], groups)
+    return named, ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 0.5, **options)
+
+
+@pytest.mark.parametrize("policy", ["skip", "error"])
+@pytest.mark.parametrize("how", LEFT)
+@in_processes(2)
+def test_step_raises_everywhere(how: str, policy: Any) -> None:
+    named, optimizer = _optimizer(how, nonfinite=policy)
+    weights = [local(one.detach()).clone() for one in named.values()]
+    if is_first():
+        overlap(named["plain"])
+    grads = [named["sharded"].grad, named["copied"].grad]
+    check_raises(optimizer.step, ValueError, "share memory", grads)
+    for one, was in zip(named.values(), weights, strict=True):
+        assert torch.equal(local(one.detach()), was)
+    named["plain"].grad = torch.ones(5)
+    optimizer.step()
+    assert_same_everywhere(optimizer.stats.last_norm)
+
+
+@pytest.mark.parametrize("skip_above", [None, 1e6])
+@pytest.mark.parametrize("policy", ["propagate", "error", "skip"])
+@pytest.mark.parametrize("how", LEFT)
+@in_processes(2)
+def test_step_leaves_nobody_waiting_on_an_accelerator(
+    how: str, policy: Any, skip_above: Any
+) -> None:
+    """The others go by their policy for NaN; those with "error" ask for names."""
+    named, optimizer = _optimizer(how, nonfinite=policy, skip_above=skip_above)
+    if is_first():
+        overlap(named["plain"])
+    with as_on_accelerator():
+        if is_first() and (how == "rule" or policy != "propagate"):
+            with pytest.raises(ValueError, match="share memory"):
+                optimizer.step()
+        elif policy == "error":
+            with pytest.raises(RuntimeError, match=r"non-finite|refuses"):
+                optimizer.step()
+        else:
+            # Without a policy nobody looks at gradients that no rule clips.
+            optimizer.step()
+    dist.barrier()
+
+
+@in_processes(2)
+def test_step_by_several_units_raises_everywhere() -> None:
+    """Found when units are looked at, beside the norms of another rule."""
+    for accelerator in (False, True):
+        named = named_parameters()
+        groups: Any = [
+            {"params": [named["sharded"]]},
+            {"params": [named["copied"], named["plain"]], "clip": ClipByUnitNorm(0.01)},
+        ]
+        optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 0.5, nonfinite="error")
+        if is_first():
+            named["plain"].data = torch.zeros(4)
+        grads = [named["sharded"].grad, named["copied"].grad]
+        if not accelerator:
+            check_raises(optimizer.step, ValueError, "expected the same: clip before", grads)
+            continue
+        with (
+            as_on_accelerator(),
+            pytest.raises(
+                ValueError if is_first() else RuntimeError, match=r"has shape|non-finite"
+            ),
+        ):
+            optimizer.step()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+@in_processes(2)
+def test_step_with_norms_by_name_leaves_nobody_waiting(accelerator: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = tritonclip.record(Path(folder, "run.csv"), each=True, write=False)
+        named, optimizer = _optimizer("group", recorder=recorder)
+        grads = [named["sharded"].grad, named["copied"].grad]
+        if is_first():
+            overlap(named["plain"])
+        if not accelerator:
+            check_raises(optimizer.step, ValueError, "share memory", grads)
+            return
+        with as_on_accelerator():
+            if is_first():
+                with pytest.raises(ValueError, match="share memory"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+    dist.barrier()
+
+
+@in_processes(2)
+def test_step_with_a_closed_recorder_of_one_process_raises_everywhere() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        recorder = tritonclip.record(Path(folder, "run.csv"), write=False)
+        named, optimizer = _optimizer("rule", recorder=recorder)
+        if is_first():
+            recorder.close()
+        grads = [one.grad for one in named.values()]
+        check_raises(optimizer.step, RuntimeError, "closed", grads)
+
+
+@in_processes(2)
+def test_step_after_a_group_got_no_rule_on_one_stage_waits_for_nobody() -> None:
+    """One stage has a parameter that is not clipped, and the other has none such."""
+    own = parameter((5,), None, seed=dist.get_rank())
+    groups: list[Any] = [{"params": [own]}]
+    if is_first():
+        groups.append({"params": [parameter((5,), None, seed=7)], "clip": None})
+    optimizer = ClippedOptimizer(
+        torch.optim.SGD(groups, lr=0.1),
+        0.5,
+        nonfinite="skip",
+        process_group=dist.group.WORLD,
+    )
+    _, n = collectives_of(optimizer.step)
+    assert n == 2
+    assert_same_everywhere(optimizer.stats.last_norm)
+    if is_first():
+        groups[1]["params"][0].grad.fill_(math.nan)
+    optimizer.step()
+    assert int(optimizer.stats.skipped_steps) == 1
+
+
+@in_processes(2)
+def test_step_raises_the_error_of_a_rule_everywhere() -> None:
+    """A rule that excludes parameters of another model, in one process."""
+    named = named_parameters()
+    foreign = nn.Parameter(torch.ones(3))
+    exclude = [foreign if is_first() else named["copied"]]
+    groups: Any = [
+        {"params": [named["sharded"]]},
+        {"params": [named["copied"]], "clip": ClipByUnitNorm(0.01, exclude=exclude)},
+        {"params": [named["plain"]], "clip": ClipByGlobalNorm(0.5)},
+    ]
+    optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 0.5)
+    grads = [one.grad for one in named.values()]
+    check_raises(optimizer.step, ValueError, "exclude of ClipByUnitNorm", grads)

@@ -1,0 +1,61 @@
+"""Refusals of one process: bad gradients, and what every process has to do then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+import torch
+from spread import local, mesh_of, parameter
+from torch import distributed as dist
+from torch.distributed.tensor import Replicate, Shard
+
+from tritonclip.distributed import reduce
+
+
+def is_first() -> bool:
+    """Whether this is the process that refuses."""
+    return dist.get_rank() == 0
+
+
+def overlap(one: Any) -> None:
+    """Gives a parameter of 5 elements a gradient that cannot be written."""
+    one.grad = torch.ones(1).expand(5)
+
+
+def named_parameters() -> dict[str, Any]:
+    """A sharded, a copied and a plain parameter with gradients."""
+    mesh = mesh_of(-1)
+    return {
+        "sharded": parameter((8, 3), mesh, [Shard(0)], seed=1),
+        "copied": parameter((4,), mesh, [Replicate()], seed=2),
+        "plain": parameter((5,), None, seed=3),
+    }
+
+
+def check_raises(
+    call: Callable[[], object], error: type[Exception], message: str, grads: Sequence[Any]
+) -> None:
+    """A call raises in every process, names the first one, writes nothing and leaves nobody."""
+    before = [local(grad).clone() for grad in grads]
+    if not is_first():
+        message = f"rank 0 refuses its gradients, .*{message}"
+    with pytest.raises(error, match=message):
+        call()
+    for grad, was in zip(grads, before, strict=True):
+        assert torch.equal(local(grad), was)
+    dist.barrier()
+
+
+@contextmanager
+def as_on_accelerator() -> Iterator[None]:
+    """Where reading a number would wait for the device."""
+    norm = cast(Any, reduce._Norm)
+    reads = norm._reads
+    norm._reads = False
+    try:
+        yield
+    finally:
+        norm._reads = reads
