@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,30 @@ from rich.console import Console
 from rich.progress import track
 
 from bench import results
-from bench.accuracy import DTYPES, RULES
 from bench.results import Row
-from bench.workloads import WORKLOADS
+from bench.speed import IN_PLACE, OUT_OF_PLACE, Effort, compare, providers_of
+from bench.workloads import DTYPES, RULES, WORKLOADS, tasks_of
 
 Options = Callable[[Callable[..., Any]], Any]
 OUT: Options = click.option("--out", type=click.Path(path_type=Path), help="file of the rows")
 THREADS: Options = click.option(
-    "--threads", type=click.IntRange(1), default=2, show_default=True, help="threads of torch"
+    "--threads",
+    type=click.IntRange(1),
+    default=2,
+    show_default=True,
+    help="threads of torch",
+    expose_value=False,
+    callback=lambda context, option, n: torch.set_num_threads(n),
 )
 DEVICE: Options = click.option(
-    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="cuda if there"
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    help="cuda if there",
+    callback=lambda context, option, name: device_of(name),
 )
+# Not of interest in the terminal.
+HIDDEN = ("bytes_moved", "batch", "repetitions")
 
 
 def several(name: str, choices: Sequence[str], about: str) -> Options:
@@ -40,6 +53,11 @@ def device_of(name: str) -> torch.device:
     """The device of a `--device`."""
     cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
     return torch.device("cuda" if cuda else "cpu")
+
+
+def terminal() -> Console:
+    """The terminal, or lines wide enough for every table."""
+    return Console(width=None if sys.stdout.isatty() else 300)
 
 
 def finish(
@@ -55,11 +73,6 @@ def finish(
     sys.exit(1 if any(row.correct is False for row in ours) else 0)
 
 
-def terminal() -> Console:
-    """The terminal, or lines wide enough for every table."""
-    return Console(width=None if sys.stdout.isatty() else 300)
-
-
 @click.group(help="Benchmarks of tritonclip.")
 def main() -> None:
     """Groups the commands."""
@@ -71,7 +84,7 @@ def main() -> None:
 @several("--workload", list(WORKLOADS), "measure these by all rules, whatever the plan")
 @several("--dtype", DTYPES, "only these; with --workload: in these")
 @several("--rule", RULES, "only these")
-@click.option("--provider", "providers", multiple=True, help="compare these with tritonclip")
+@several("--provider", [one.name for one in IN_PLACE], "compare these with tritonclip")
 @click.option("--compiled", is_flag=True, help="under torch.compile, too")
 @click.option("--samples", type=click.IntRange(2), help="fewest timed samples (9; quick: 5)")
 @DEVICE
@@ -83,34 +96,21 @@ def speed(
     workload: Sequence[str],
     dtype: Sequence[str],
     rule: Sequence[str],
-    providers: Sequence[str],
+    provider: Sequence[str],
     compiled: bool,
     samples: int | None,
-    device: str,
-    threads: int,
+    device: torch.device,
     out: Path | None,
 ) -> None:
     """Times every provider on every workload, after its results were checked."""
-    from bench.speed import ALL, Effort, plan, providers_of, run
-
-    names = [one.name for one in ALL]
-    for name in providers:
-        if name not in names:
-            raise click.BadParameter(f"expected one of {', '.join(names)}; got {name}")
-    torch.set_num_threads(threads)
-    where = device_of(device)
     effort = Effort(samples or (5 if quick else 9), 0.2 if quick else 0.6, busy)
-    tasks = plan(workload, dtype, rule, quick, busy)
-    rows = run(
-        tasks,
-        where,
-        effort,
-        lambda task, by: providers_of(task, by, providers, compiled, quick),
-        terminal(),
+    tasks = tasks_of("busy" if busy else "quick" if quick else "speed", workload, dtype, rule)
+    rows = compare(
+        tasks, device, effort, terminal(), partial(providers_of, provider, compiled, quick)
     )
-    name = f"{where.type}{'-quick' * quick}{f'-busy{busy}' if busy else ''}"
+    name = f"{device.type}{'-quick' * quick}{f'-busy{busy}' if busy else ''}"
     caption = "ratio: the best torch variant's time over this one's, median of paired samples"
-    finish(rows, where, out, name, caption=caption, hidden=("bytes_moved", "batch", "repetitions"))
+    finish(rows, device, out, name, caption=caption, hidden=HIDDEN)
 
 
 @main.command()
@@ -120,18 +120,13 @@ def speed(
 @THREADS
 @OUT
 def functional(
-    workload: Sequence[str], samples: int, device: str, threads: int, out: Path | None
+    workload: Sequence[str], samples: int, device: torch.device, out: Path | None
 ) -> None:
     """Times clipping out of place, beside the idioms of PyTorch, TensorFlow and optax."""
-    from bench.functional import CAPTION, PLAN, PROVIDERS
-    from bench.speed import CLIPS, Effort, Task, run
-
-    torch.set_num_threads(threads)
-    where = device_of(device)
-    tasks = [Task(name, "float32", CLIPS) for name in workload] or PLAN
-    rows = run(tasks, where, Effort(samples), lambda task, rule: list(PROVIDERS), terminal())
-    hidden = ("bytes_moved", "batch", "repetitions")
-    finish(rows, where, out, f"functional-{where.type}", caption=CAPTION, hidden=hidden)
+    tasks = tasks_of("functional", workload)
+    rows = compare(tasks, device, Effort(samples), terminal(), lambda task, rule: OUT_OF_PLACE)
+    caption = "ratio: the best PyTorch idiom's time over this one's, median of paired samples"
+    finish(rows, device, out, f"functional-{device.type}", caption=caption, hidden=HIDDEN)
 
 
 @main.command()
@@ -139,40 +134,26 @@ def functional(
 @DEVICE
 @THREADS
 @OUT
-def accuracy(shrink: int, device: str, threads: int, out: Path | None) -> None:
+def accuracy(shrink: int, device: torch.device, out: Path | None) -> None:
     """Measures norms that are hard to get right against float64."""
     from bench.accuracy import hard_gradients, measure
 
-    torch.set_num_threads(threads)
-    where = device_of(device)
-    lists = hard_gradients(where, shrink)
+    lists = hard_gradients(device, shrink)
     rows = [row for one in track(lists, "norms", total=9, transient=True) for row in measure(*one)]
-    finish(rows, where, out, f"accuracy-{where.type}", title="Norms")
+    finish(rows, device, out, f"accuracy-{device.type}", title="Norms")
 
 
 @main.command()
 @click.argument("parts", nargs=-1, type=click.Choice(["cpu", "triton", "launches"]))
 @click.option("--repetitions", type=click.IntRange(2), default=100, show_default=True)
 @click.option("--longest", type=click.IntRange(20), default=10_000, help="tensors in a list")
-@click.option("--here", is_flag=True, hidden=True, help="in this process, one part")
 @THREADS
 @OUT
-def host(
-    parts: Sequence[str],
-    repetitions: int,
-    longest: int,
-    here: bool,
-    threads: int,
-    out: Path | None,
-) -> None:
+def host(parts: Sequence[str], repetitions: int, longest: int, out: Path | None) -> None:
     """Measures calls on the host: functions, modules and time, by path; no GPU is needed."""
-    from bench.host import CAPTION, PARTS, measure, run
+    from bench.host import CAPTION, PARTS, run
 
-    torch.set_num_threads(threads)
-    if here:
-        rows = measure(parts[0], repetitions, longest)
-    else:
-        rows = run(parts or PARTS, repetitions, longest, threads)
+    rows = run(parts or PARTS, repetitions, longest, torch.get_num_threads())
     finish(rows, torch.device("cpu"), out, "host", caption=CAPTION)
 
 
@@ -181,11 +162,10 @@ def host(
 @OUT
 def distributed(samples: int, out: Path | None) -> None:
     """Clips over four processes, and times DTensors on the host; no GPU is needed."""
-    from bench.distributed import CAPTION, LAYOUTS, PROVIDERS, run
+    from bench.distributed import CAPTION, run
 
     torch.set_num_threads(1)
-    rows = run(list(LAYOUTS), list(PROVIDERS), samples)
-    finish(rows, torch.device("cpu"), out, "distributed", caption=CAPTION)
+    finish(run(samples), torch.device("cpu"), out, "distributed", caption=CAPTION)
 
 
 @main.command()
@@ -195,12 +175,8 @@ def codegen(latency_ns: float, out: Path | None) -> None:
     """Computes from compiled kernels the bytes they keep in flight; no GPU is needed."""
     from bench.codegen import CAPTION, CHIPS, DTYPES, rows_of
 
-    work = [(chip, dtype) for chip in CHIPS for dtype in DTYPES]
-    rows = [
-        row
-        for chip, dtype in track(work, "compiling", transient=True)
-        for row in rows_of(chip, dtype, latency_ns)
-    ]
+    work = track([(c, d) for c in CHIPS for d in DTYPES], "compiling", transient=True)
+    rows = [row for chip, dtype in work for row in rows_of(chip, dtype, latency_ns)]
     finish(rows, torch.device("cpu"), out, "codegen", caption=CAPTION.format(latency_ns))
 
 
@@ -219,7 +195,9 @@ def report(check: bool, show: Path | None, root: Path) -> None:
         made = Report(root)
     except RefusedError as error:
         raise click.ClickException(f"refused: {error}") from error
-    stale = made.stale() if check else made.write()
+    if not check:
+        made.write()
+    stale = made.stale()
     for path in stale:
         click.echo(f"{path} is not what the rows give: run python -m bench report", err=True)
     sys.exit(1 if stale else 0)

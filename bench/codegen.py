@@ -17,19 +17,27 @@ assumed latency holds. One with more may still miss it: bytes in flight are a pe
 leaves while it computes. Chunks shorter than others (the end of every gradient) have masked loads,
 of which fewer are in flight. The write loop of clamp reads again what its read loop has just read,
 so mostly from cache. The latency is an assumption, a round number for a busy memory.
+
+This is the one place of the benchmarks that knows the modules of tritonclip.kernels and the
+arguments of their launchers. Its absent GPU, where nothing happens, also serves `host` and tests.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
-from bench.absent_gpu import Launch, absent_gpu, kernel_module, launches_of
 from bench.results import Row
 
 CAPTION = "needed = bandwidth * {} ns (assumed) / multiprocessors; arithmetic, not measured"
@@ -37,6 +45,8 @@ CAPTION = "needed = bandwidth * {} ns (assumed) / multiprocessors; arithmetic, n
 _WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 REGISTERS = 65_536
 THREADS = 2048
+# More chunks than any grid has programs.
+ELEMENTS = 2**20
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -62,6 +72,105 @@ CHIPS = (
 )
 
 
+class Launch(NamedTuple):
+    """The arguments of one call of `tritonclip.kernels.launch.launch`."""
+
+    kernel: Any
+    device: torch.device
+    programs: int
+    occupancy: Any
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
+
+    def options(self) -> dict[str, Any]:
+        """The options that the library compiles kernels with."""
+        options: dict[str, Any] = kernel_module("launch").options_of(self.occupancy)
+        return options
+
+    def compiled(self) -> Any:
+        """The binary, through Triton's JIT, for the active driver."""
+        given = {"grid": (self.programs,), **self.constants, **self.options()}
+        result = self.kernel.warmup(*self.arguments, **given)
+        return result.result() if hasattr(result, "result") else result
+
+
+def kernel_module(name: str) -> ModuleType:
+    """A module of tritonclip.kernels, imported when it is asked for: it imports triton."""
+    return importlib.import_module(f"tritonclip.kernels.{name}")
+
+
+@contextmanager
+def replaced_launch(launch: Callable[..., Any]) -> Iterator[None]:
+    """Replaces the function that launches kernels."""
+    with patch.object(kernel_module("launch"), "launch", launch):
+        yield
+
+
+@contextmanager
+def absent_gpu(arch: int) -> Iterator[None]:
+    """Makes an absent GPU the active one of Triton; nothing compiled for another is launched.
+
+    Args:
+        arch: its compute capability, 90 for an H100.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    # The part of a driver that the JIT uses.
+    absent = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        # One device an architecture, so that the JIT keeps their binaries apart.
+        get_current_device=lambda: arch,
+        get_current_stream=lambda device=0: 0,
+        get_active_torch_device=lambda: torch.device("cpu"),
+        launcher_cls=lambda source, metadata: lambda *arguments: None,
+        utils=SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 2**20},
+            # Module, function, registers, spills, most threads.
+            load_binary=lambda name, binary, shared, device: (1, 1, 1, 0, 1024),
+        ),
+    )
+    driver.set_active(absent)
+    try:
+        with patch.object(kernel_module("launch"), "_runners", {}):
+            yield
+    finally:
+        # Without a GPU there is no other driver to go back to.
+        if torch.cuda.is_available():
+            driver.reset_active()
+
+
+def launches_of(dtype: torch.dtype) -> dict[str, Launch]:
+    """One launch of each kernel on a long list, as its launcher asks for it, by the kernel's name.
+
+    Names end with "each" where every gradient has a norm. The GPU has one multiprocessor.
+    """
+    launches: list[Launch] = []
+
+    def record(
+        kernel: Any, device: Any, programs: int, occupancy: Any, arguments: Any, **constants: Any
+    ) -> None:
+        launches.append(Launch(kernel, device, programs, occupancy, tuple(arguments), constants))
+
+    norm, scale, clamp = map(kernel_module, ("norm", "scale", "clamp"))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    terms = {"max_norm": 1.0, "norm_type": 2.0, "eps": 1e-6, "dtype": wide, "grad_scale": 1.0}
+    one = patch.object(kernel_module("launch"), "multiprocessors", lambda device: 1)
+    with replaced_launch(record), one:
+        table = kernel_module("chunk_table").lay_out(torch.device("cpu"), dtype, [ELEMENTS], [16])
+        for each in (False, True):
+            n = norm.count_norms(table, per_gradient=each)
+            norms = torch.empty(n, dtype=torch.float64)
+            norm.norm(table, 2.0, norms, per_gradient=each)
+            if each:
+                scale.scale_each_(table, norms, 0, **terms, erase=None)
+            else:
+                scale.scale_(table, norms, **terms, erase_nonfinite=False)
+        clamp.clamp_(table, -1.0, 1.0)
+    names = ("norm", "scale", "norm, each", "scale, each", "clamp")
+    return dict(zip(names, launches, strict=True))
+
+
 def rows_of(chip: Chip, dtype: torch.dtype, latency_ns: float) -> list[Row]:
     """All kernels, compiled for one chip and dtype.
 
@@ -70,63 +179,64 @@ def rows_of(chip: Chip, dtype: torch.dtype, latency_ns: float) -> list[Row]:
     """
     if kernel_module("launch").INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set: interpreted kernels have no machine code")
+    short = str(dtype).removeprefix("torch.")
     with absent_gpu(chip.arch):
         return [
-            row
+            Row(
+                "codegen",
+                {"chip": chip.name, "kernel": kernel, "loop": loop, "dtype": short},
+                values,
+            )
             for kernel, launch in launches_of(dtype).items()
-            for row in _rows_of_launch(chip, kernel, dtype, launch, latency_ns)
+            for loop, values in figures_of(chip, launch, latency_ns).items()
         ]
 
 
-def _rows_of_launch(
-    chip: Chip, kernel: str, dtype: torch.dtype, launch: Launch, latency_ns: float
-) -> list[Row]:
-    """Reads one binary, and does the arithmetic for each of its loops."""
+def figures_of(chip: Chip, launch: Launch, latency_ns: float) -> dict[str, dict[str, Any]]:
+    """Reads one binary, and does the arithmetic for each of its loops: "read" or "write"."""
     compiled = launch.compiled()
     code = _dump(compiled.asm["cubin"], "--dump-sass")
-    (line,) = re.findall(r"REG:.*", _dump(compiled.asm["cubin"], "--dump-resource-usage"))
-    usage = {name: int(n) for name, n in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", line)}
+    usage = _dump(compiled.asm["cubin"], "--dump-resource-usage")
+    used = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
     threads = compiled.metadata.num_warps * 32
-    shared = usage["SHARED"] + compiled.metadata.shared
-    rounded = -(-usage["REG"] // 8) * 8
+    shared = used["SHARED"] + compiled.metadata.shared
+    rounded = -(-used["REG"] // 8) * 8
     programs = min(launch.programs, REGISTERS // (threads * rounded), THREADS // threads)
     if shared:
         programs = min(programs, chip.shared_kib * 1024 // shared)
     width, needed = widest(code, "LDG"), round(chip.bytes_needed(latency_ns))
     by_loop = loads_by_loop(code, width)
-    rows = []
+    figures: dict[str, dict[str, Any]] = {}
     for (loop, masked), loads in sorted(by_loop.items()):
-        if not masked:
-            short = str(dtype).removeprefix("torch.")
-            case = {"chip": chip.name, "kernel": kernel, "loop": loop, "dtype": short}
-            in_flight = programs * threads * loads * width
-            values = {
-                "load_bits": 8 * width,
-                "registers": usage["REG"],
-                "spilled_bytes": usage["STACK"] + usage["LOCAL"],
-                "loads": loads,
-                "masked_loads": by_loop.get((loop, True), 0),
-                "programs": programs,
-                "threads": threads,
-                "bytes_in_flight": in_flight,
-                "bytes_needed": needed,
-                "enough": in_flight / needed,
-            }
-            if loop == "write":
-                values["store_bits"] = 8 * widest(code, "STG")
-            rows.append(Row("codegen", case, values))
-    return rows
+        if masked:
+            continue
+        in_flight = programs * threads * loads * width
+        figures[loop] = {
+            "load_bits": 8 * width,
+            "registers": used["REG"],
+            "spilled_bytes": used["STACK"] + used["LOCAL"],
+            "loads": loads,
+            "masked_loads": by_loop.get((loop, True), 0),
+            "programs": programs,
+            "threads": threads,
+            "bytes_in_flight": in_flight,
+            "bytes_needed": needed,
+            "enough": in_flight / needed,
+        }
+        if loop == "write":
+            figures[loop]["store_bits"] = 8 * widest(code, "STG")
+    return figures
 
 
-def _dump(cubin: bytes, what: str) -> str:
-    """What cuobjdump, which comes with Triton, prints of a binary."""
+def _dump(cubin: bytes, option: str) -> str:
+    """Output of cuobjdump, which comes with Triton, for a binary."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [str(tool), what, str(path)]
+        command = [str(tool), option, str(path)]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 

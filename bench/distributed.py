@@ -11,9 +11,11 @@ elements, interleaved with torch's on the same tensors.
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +35,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.spawn import spawn
 
 import tritonclip
-from bench import results, timing
-from bench.results import Row, spread
-from bench.timing import Timed
+from bench import results
+from bench.accuracy import OURS
+from bench.host import beside_torch
+from bench.results import Row
 
 CAPTION = "outcome: of a provider that gives no norm, or another one in every process"
 N_PROCESSES, N_OF_FAKE_GROUP = 4, 8
@@ -75,17 +78,19 @@ def _parameter(
     """A parameter and its gradient, placed alike; plain without a mesh."""
     generator = torch.Generator().manual_seed(seed)
     grad = (torch.randn(*shape, generator=generator, dtype=torch.float64) * size).to(dtype)
-    if mesh is None:
-        made = nn.Parameter(torch.zeros_like(grad))
-        made.grad = grad
-        return made
-    made = nn.Parameter(distribute_tensor(torch.zeros_like(grad), mesh, placements))
-    made.grad = distribute_tensor(grad, mesh, placements)
+    if mesh is not None:
+        grad = distribute_tensor(grad, mesh, placements)
+    made = nn.Parameter(torch.zeros_like(grad))
+    made.grad = grad
     return made
 
 
 def _shards(mesh: DeviceMesh, *placements: Placement, **options: Any) -> list[Any]:
     return [_parameter((64, 32), mesh, placements, seed, **options) for seed in range(3)]
+
+
+def _fsdp2(**options: Any) -> list[Any]:
+    return _shards(_mesh(4), Shard(0), **options)
 
 
 def _parts(mesh: DeviceMesh) -> Any:
@@ -102,27 +107,20 @@ def _two_meshes() -> list[Any]:
     return [*_shards(mesh, Shard(0), Shard(1)), _parameter((32,), mesh["dp"], [Shard(0)], 8)]
 
 
-def _experts() -> list[Any]:
-    experts = _parameter((4, 16, 8), _mesh(2, 2), [Shard(0), Shard(1)], 8)
-    return [*_shards(_mesh(4), Shard(0)), experts]
-
-
 BOTH = ("torch", "accelerate")
 LAYOUTS = {
-    "FSDP2": Layout(lambda: _shards(_mesh(4), Shard(0))),
+    "FSDP2": Layout(_fsdp2),
     "HSDP 2x2": Layout(lambda: _shards(_mesh(2, 2), Replicate(), Shard(0))),
     "TP 2 x FSDP2 2, norms on one mesh": Layout(_two_meshes),
-    "experts on (2, 2), dense on (4)": Layout(_experts),
-    "FSDP2 beside a plain tensor": Layout(
-        lambda: [*_shards(_mesh(4), Shard(0)), _parameter((32,), None, seed=8)]
+    "experts on (2, 2), dense on (4)": Layout(
+        lambda: [*_fsdp2(), _parameter((4, 16, 8), _mesh(2, 2), [Shard(0), Shard(1)], 8)]
     ),
-    "FSDP2 beside a Partial gradient": Layout(
-        lambda: [*_shards(_mesh(4), Shard(0)), _parts(_mesh(4))]
-    ),
-    "FSDP2, elements of 1e30": Layout(lambda: _shards(_mesh(4), Shard(0), size=1e30)),
-    "FSDP2, elements of 1e-30": Layout(lambda: _shards(_mesh(4), Shard(0), size=1e-30)),
-    "FSDP2, bfloat16": Layout(lambda: _shards(_mesh(4), Shard(0), dtype=torch.bfloat16)),
-    "FSDP2, order inf": Layout(lambda: _shards(_mesh(4), Shard(0)), math.inf),
+    "FSDP2 beside a plain tensor": Layout(lambda: [*_fsdp2(), _parameter((32,), None, seed=8)]),
+    "FSDP2 beside a Partial gradient": Layout(lambda: [*_fsdp2(), _parts(_mesh(4))]),
+    "FSDP2, elements of 1e30": Layout(lambda: _fsdp2(size=1e30)),
+    "FSDP2, elements of 1e-30": Layout(lambda: _fsdp2(size=1e-30)),
+    "FSDP2, bfloat16": Layout(lambda: _fsdp2(dtype=torch.bfloat16)),
+    "FSDP2, order inf": Layout(_fsdp2, math.inf),
     "an empty shard, order inf": Layout(
         lambda: [_parameter((9,), _mesh(4), [Shard(0)])], math.inf, BOTH
     ),
@@ -154,28 +152,25 @@ def _truth(grads: Sequence[Tensor], p: float) -> float:
 
 def layout_rows(names: Sequence[str], providers: Sequence[str]) -> Iterator[Row]:
     """Rows of layouts, in every process of a group; each has the same ones."""
-    for name in names:
-        layout = LAYOUTS[name]
-        for provider in providers:
-            case = {"layout": name, "provider": provider}
-            if provider in layout.hangs:
-                yield Row("distributed", case, {"outcome": "hangs: not run"})
-            else:
-                yield _clipped(case, layout, PROVIDERS[provider]())
+    for name, provider in itertools.product(names, providers):
+        case, layout = {"layout": name, "provider": provider}, LAYOUTS[name]
+        if provider in layout.hangs:
+            yield Row("distributed", case, {"outcome": "hangs: not run"})
+        else:
+            values, correct = _clipped(layout, PROVIDERS[provider]())
+            yield Row("distributed", case, values, correct if provider == "tritonclip" else None)
 
 
-def _clipped(case: dict[str, Any], layout: Layout, clip: Clip) -> Row:
+def _clipped(layout: Layout, clip: Clip) -> tuple[dict[str, Any], bool]:
+    """Figures of one call, and whether every process has the right norm."""
     parameters = layout.make()
     truth = _truth([one.grad for one in parameters], layout.norm_type)
-    ours = case["provider"] == "tritonclip"
     with CommDebugMode() as seen:
         try:
-            returned = clip(parameters, MAX_NORM * truth, layout.norm_type)
-            norm = float(returned)
+            norm = float(clip(parameters, MAX_NORM * truth, layout.norm_type))
         except (RuntimeError, ValueError) as raised:
             dist.barrier()
-            outcome = f"raises {type(raised).__name__}"
-            return Row("distributed", case, {"outcome": outcome}, False if ours else None)
+            return {"outcome": f"raises {type(raised).__name__}"}, False
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, norm)
     error = abs(everywhere[0] - truth) / truth
@@ -186,64 +181,45 @@ def _clipped(case: dict[str, Any], layout: Layout, clip: Clip) -> Row:
         values["outcome"] = f"norm {norm:g}"
     else:
         values["norm_error"] = error
-    correct = len(set(everywhere)) == 1 and error <= 1e-6
-    return Row("distributed", case, values, correct if ours else None)
+    return values, len(set(everywhere)) == 1 and error <= OURS
 
 
-def host_rows(sizes: Sequence[int], n_samples: int, seconds: float) -> Iterator[Row]:
-    """Rows of calls on shards of a group that does nothing, in the process of such a group."""
+def host_rows(n_samples: int) -> Iterator[Row]:
+    """Rows of calls on shards of a group that does nothing, in this process."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N_OF_FAKE_GROUP)
     mesh = init_device_mesh("cpu", (N_OF_FAKE_GROUP,))
-    for n in sizes:
+    for n in SIZES:
         parameters = []
         for seed in range(n):
             local = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed))
             one = nn.Parameter(DTensor.from_local(torch.zeros(ELEMENTS), mesh, [Shard(0)]))
             one.grad = DTensor.from_local(local, mesh, [Shard(0)])
             parameters.append(one)
-        calls: list[Callable[[], Any]] = [
-            lambda p=parameters: tritonclip.clip_(p, 1e9),  # type: ignore[misc]
-            lambda p=parameters: torch.nn.utils.clip_grad_norm_(p, 1e9),  # type: ignore[misc]
-        ]
-        pair, _ = timing.interleaved(
-            [Timed(call, None) for call in calls], torch.device("cpu"), n_samples, seconds
-        )
-        ours, theirs = (samples.walls for samples in pair)
-        share = sorted(a / b for a, b in zip(ours, theirs, strict=True))[len(ours) // 2]
-        values = {**spread("total_us", ours), "torch_us": sorted(theirs)[len(theirs) // 2]}
-        values["share"] = share
+        call = partial(tritonclip.clip_, parameters, 1e9)
+        values = beside_torch(call, parameters, n_samples, seconds=1.0)
         if n == 1000:
             values["share_goal"] = SHARE
         case = {"layout": "shards, on the host", "tensors": n, "provider": "tritonclip"}
         yield Row("distributed", case, values)
+    dist.destroy_process_group()
 
 
-def run(names: Sequence[str], providers: Sequence[str], n_samples: int) -> list[Row]:
+def run(n_samples: int) -> list[Row]:
     """All rows: layouts in four processes, host time in one."""
-    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        if names:
-            spawn(_serve, (folder, list(names), list(providers)), N_PROCESSES)
-            rows += results.read(Path(folder) / "rows.json")[1]
-    rows += _in_fake_group(n_samples)
-    return rows
+        spawn(_serve, (folder,), N_PROCESSES)
+        rows = results.read(Path(folder) / "rows.json")[1]
+    return [*rows, *host_rows(n_samples)]
 
 
-def _serve(rank: int, folder: str, names: Sequence[str], providers: Sequence[str]) -> None:
+def _serve(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=N_PROCESSES)
-    rows = list(layout_rows(names, providers))
+    rows = list(layout_rows(list(LAYOUTS), list(PROVIDERS)))
     if rank == 0:
         results.write(Path(folder) / "rows.json", {}, rows)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _in_fake_group(n_samples: int) -> list[Row]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N_OF_FAKE_GROUP)
-    try:
-        return list(host_rows(SIZES, n_samples, seconds=1.0))
-    finally:
-        dist.destroy_process_group()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -16,34 +18,34 @@ import torch
 from torch import Tensor
 
 from bench.accuracy import Gradients
-from bench.baselines import Entry, Provider
+from bench.providers import Entry, OutOfPlace, Provider
+
+# Arrays to clipped arrays, and norms or None, having waited for them.
+Clip = Callable[[list[Any]], tuple[list[Any], list[Any] | None]]
 
 
-class ForeignEntry(Entry):
+class ForeignEntry(OutOfPlace):
     """An entry on arrays of another framework.
 
     Args:
-        gradients: what the arrays are filled from.
+        gradients: the values of the arrays.
         fill: one array from a tensor.
-        clip: arrays to (clipped arrays, norms or None), having waited for them.
+        clip: all that is timed.
         keep: whether the next call goes on with the clipped arrays; else with the first ones,
             which then are never written.
         view: a tensor from an array.
     """
 
-    on_torch_stream = False
-    graphable = False
-
     def __init__(
         self,
         gradients: Gradients,
         fill: Callable[[Tensor], Any],
-        clip: Callable[[list[Any]], tuple[list[Any], list[Any] | None]],
+        clip: Clip,
         *,
         keep: bool,
         view: Callable[[Any], Tensor] = torch.utils.dlpack.from_dlpack,
     ) -> None:
-        super().__init__(gradients, self._clip)
+        super().__init__(gradients, self._clip, graphable=False, on_torch_stream=False)
         self._fill, self._run, self._keep, self._view = fill, clip, keep, view
         self._arrays = [fill(fresh) for fresh in gradients.fresh]
 
@@ -63,12 +65,8 @@ class ForeignEntry(Entry):
         """Clipped arrays as tensors."""
         return [self._view(array) for array in output[0]]
 
-    def norms(self, output: Any) -> list[float]:
-        """Norms as numbers."""
-        return [] if output[1] is None else [float(norm) for norm in output[1]]
 
-
-def tensorflow(gradients: Gradients, rule: str, limit: float) -> Entry:
+def _tensorflow(gradients: Gradients, rule: str, limit: float) -> Entry:
     """Eager, like torch: the functions return new tensors."""
     tf = importlib.import_module("tensorflow")
     tf.config.set_soft_device_placement(True)
@@ -92,7 +90,7 @@ def tensorflow(gradients: Gradients, rule: str, limit: float) -> Entry:
 
 
 def _paddle(gradients: Gradients, rule: str, limit: float) -> Entry:
-    """What `paddle.optimizer` calls with its `grad_clip`."""
+    """The classes that `paddle.optimizer` calls with its `grad_clip`."""
     paddle = importlib.import_module("paddle")
     if gradients.device.type == "cpu":
         paddle.set_device("cpu")
@@ -117,7 +115,7 @@ def _paddle(gradients: Gradients, rule: str, limit: float) -> Entry:
     return ForeignEntry(gradients, fill, clip, keep=True)
 
 
-def optax(gradients: Gradients, rule: str, limit: float, *, donate: bool = True) -> Entry:
+def _optax(donate: bool, gradients: Gradients, rule: str, limit: float) -> Entry:
     """Under jit, with its arguments donated, as in a training step, or out of place."""
     jax, library = importlib.import_module("jax"), importlib.import_module("optax")
     rules = {"norm": library.clip_by_global_norm, "value": library.clip}
@@ -139,34 +137,25 @@ def optax(gradients: Gradients, rule: str, limit: float, *, donate: bool = True)
 
 
 def _apex(gradients: Gradients, rule: str, limit: float) -> Entry:
-    """The function of `apex.contrib`, with the signature of torch's."""
+    """The function of `apex.contrib`, with the signature of torch's; reads a number back."""
     clip = importlib.import_module("apex.contrib.clip_grad").clip_grad_norm_
-    entry = Entry(gradients, lambda: clip(gradients.parameters, limit), lambda norm: [float(norm)])
-    # It reads a number back from the device.
-    entry.graphable = False
-    return entry
+    return Entry(gradients, lambda: clip(gradients.parameters, limit), graphable=False)
 
 
 def _transformer_engine(gradients: Gradients, rule: str, limit: float) -> Entry:
     """Its multi-tensor kernels as Megatron-LM calls them, which reads the norm back."""
     optimizers = importlib.import_module("transformer_engine.pytorch.optimizers")
     flag = torch.zeros(1, dtype=torch.int, device=gradients.device)
-    grads = gradients.grads
+    grads, apply = gradients.grads, optimizers.multi_tensor_applier
 
-    def clip() -> float:
-        norm, _ = optimizers.multi_tensor_applier(
-            optimizers.multi_tensor_l2norm, flag, [grads], False
-        )
-        total = float(norm)
-        coefficient = limit / (total + 1e-6)
+    def clip() -> list[float]:
+        norm = float(apply(optimizers.multi_tensor_l2norm, flag, [grads], False)[0])
+        coefficient = limit / (norm + 1e-6)
         if coefficient < 1:
-            scale = optimizers.multi_tensor_scale
-            optimizers.multi_tensor_applier(scale, flag, [grads, grads], coefficient)
-        return total
+            apply(optimizers.multi_tensor_scale, flag, [grads, grads], coefficient)
+        return [norm]
 
-    entry = Entry(gradients, clip, lambda norm: [norm])
-    entry.graphable = False
-    return entry
+    return Entry(gradients, clip, graphable=False)
 
 
 def _is_installed(module: str) -> bool:
@@ -175,12 +164,12 @@ def _is_installed(module: str) -> bool:
     return find_spec(package) is not None and (not inner or find_spec(module) is not None)
 
 
-def needs(
+def _needs(
     *modules: str,
     devices: tuple[str, ...] = ("cpu",),
     mixed: bool = True,
     half_on_cpu: bool = True,
-) -> Any:
+) -> Callable[[Gradients], str | None]:
     def absent(gradients: Gradients) -> str | None:
         device, dtype = gradients.device, gradients.dtype
         missing = [name for name in modules if not _is_installed(name)]
@@ -201,33 +190,38 @@ def needs(
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-BOTH = ("cpu", "cuda")
-OPTIONAL = (
-    # Eager TensorFlow clamps in two operators.
-    Provider(
-        "tensorflow",
-        tensorflow,
-        {"norm": 3, "value": 4, "gradient": 3},
-        absent=needs("tensorflow", mixed=False),
-    ),
+BOTH, CUDA = ("cpu", "cuda"), ("cuda",)
+# Eager TensorFlow clamps in two operators.
+TENSORFLOW = Provider(
+    "tensorflow",
+    _tensorflow,
+    {"norm": 3, "value": 4, "gradient": 3},
+    eps=0.0,
+    absent=_needs("tensorflow", mixed=False),
+)
+OPTAX = Provider(
+    "optax",
+    partial(_optax, True),
+    {"norm": 3, "value": 2},
+    compiles=True,
+    eps=0.0,
+    absent=_needs("jax", "optax", devices=BOTH),
+)
+IN_PLACE = (
+    TENSORFLOW,
     Provider(
         "paddle",
         _paddle,
         {"norm": 3, "value": 2, "gradient": 3},
-        absent=needs("paddle", devices=BOTH, half_on_cpu=False),
+        absent=_needs("paddle", devices=BOTH, half_on_cpu=False),
     ),
-    Provider(
-        "optax",
-        optax,
-        {"norm": 3, "value": 2},
-        compiles=True,
-        absent=needs("jax", "optax", devices=BOTH),
-    ),
-    Provider("apex", _apex, {"norm": 3}, absent=needs("apex.contrib", devices=("cuda",))),
+    OPTAX,
+    Provider("apex", _apex, {"norm": 3}, absent=_needs("apex.contrib", devices=CUDA)),
     Provider(
         "transformer_engine",
         _transformer_engine,
         {"norm": None},
-        absent=needs("transformer_engine.pytorch", devices=("cuda",), mixed=False),
+        absent=_needs("transformer_engine.pytorch", devices=CUDA, mixed=False),
     ),
 )
+OUT_OF_PLACE = (TENSORFLOW, replace(OPTAX, make=partial(_optax, False)))

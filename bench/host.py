@@ -26,24 +26,25 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
 import sys
-import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from time import perf_counter_ns
+from itertools import count
+from multiprocessing import get_context
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 import tritonclip
-from bench import absent_gpu, results, timing
+from bench import codegen, timing
 from bench.accuracy import Gradients
 from bench.results import Row, spread
-from bench.timing import Timed
-from bench.workloads import small
+from bench.timing import Timed, paired
+from bench.workloads import WORKLOADS
 
 CAPTION = "FIGURE / GOAL over: a goal that is missed"
 PARTS = ("cpu", "triton", "launches")
@@ -62,7 +63,7 @@ SHARES = {"triton": 0.3, "cpu": 1.0}
 # Microseconds a tensor, where reading .grad and data_ptr takes 0.17.
 GROWTH = 0.5 / 0.17
 ELEMENTS = 16
-# Sets of gradients kept alive, so that the next one gets other memory.
+# Sets of gradients that are kept alive, so that the next one gets other memory.
 KEPT = 3
 # Longest time spent on one list.
 SECONDS = 1.0
@@ -71,28 +72,22 @@ SECONDS = 1.0
 def run(parts: Sequence[str], repetitions: int, longest: int, threads: int) -> list[Row]:
     """Rows of the parts, each measured in a process by itself."""
     rows = []
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("TRITON")}
     for part in parts:
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON")}
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "rows.json"
-            command = [sys.executable, "-m", "bench", "host", "--here", part, "--out", str(out)]
-            command += ["--repetitions", str(repetitions), "--longest", str(longest)]
-            subprocess.run(
-                [*command, "--threads", str(threads)],
-                env=environment | ENVIRONMENT[part],
-                cwd=Path(__file__).parents[1],
-                stdout=subprocess.DEVNULL,
-                check=True,
-            )
-            rows += results.read(out)[1]
+        with (
+            patch.dict(os.environ, kept | ENVIRONMENT[part], clear=True),
+            ProcessPoolExecutor(1, get_context("spawn")) as process,
+        ):
+            rows += process.submit(measure, part, repetitions, longest, threads).result()
     return rows
 
 
-def measure(part: str, repetitions: int, longest: int) -> list[Row]:
+def measure(part: str, repetitions: int, longest: int, threads: int) -> list[Row]:
     """Rows of one part, measured in this process, whose environment is set for it."""
+    torch.set_num_threads(threads)
     if part == "launches":
         return list(launches(repetitions))
-    no_launch = absent_gpu.replaced_launch(lambda *_, **__: None)
+    no_launch = codegen.replaced_launch(lambda *_, **__: None)
     with no_launch if part == "triton" else nullcontext():
         return [*calls(part, repetitions), *growth(part, repetitions, longest)]
 
@@ -121,14 +116,26 @@ def entered() -> Iterator[list[tuple[str, str]]]:
         sys.setprofile(None)
 
 
+def beside_torch(
+    call: Callable[[], Any], parameters: Sequence[Tensor], n_samples: int, seconds: float
+) -> dict[str, float]:
+    """Time of a call, and of torch's on the same parameters in turn; nothing is clipped."""
+    torchs = Timed(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9))
+    pair, _ = timing.interleaved([Timed(call), torchs], CPU, n_samples, seconds)
+    ours, theirs = (samples.walls for samples in pair)
+    figures = {"torch_us": theirs, "share": paired(ours, theirs)}
+    medians = {name: statistics.median(samples) for name, samples in figures.items()}
+    return spread("total_us", ours) | medians
+
+
 def calls(path: str, repetitions: int) -> Iterator[Row]:
     """Functions, modules and time of each kind of call on 10 tensors, nothing clipped."""
-    gradients = Gradients(small(10), "float32", CPU)
-    parameters = gradients.parameters
+    parameters, others = (
+        Gradients(WORKLOADS["small_10"], "float32", CPU).parameters for _ in range(2)
+    )
     with torch.no_grad():
         torch._foreach_zero_(parameters)
-    flat_gradients = Gradients(small(10), "float32", CPU)
-    flat = tritonclip.FlatGradients(flat_gradients.parameters)
+    flat = tritonclip.FlatGradients(others)
     sgd = torch.optim.SGD(parameters, lr=1e-3, foreach=True)
     wrapper = tritonclip.ClippedOptimizer(sgd, 1.0)
     by_norm, by_value = tritonclip.ClipByNorm(1.0), tritonclip.ClipByValue(0.5)
@@ -139,22 +146,17 @@ def calls(path: str, repetitions: int) -> Iterator[Row]:
         "clip_(flat, 1.0)": lambda: tritonclip.clip_(flat, 1.0),
         "ClippedOptimizer(SGD).step()": wrapper.step,
     }
-    torchs = Timed(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0), None)
     for name, call in known.items():
         for _ in range(3):
             call()
         with entered() as functions:
             call()
-        pair, _ = timing.interleaved([Timed(call, None), torchs], CPU, repetitions, SECONDS)
-        ours, theirs = (samples.walls for samples in pair)
-        values = {
+        values: dict[str, Any] = {
             "functions": len(functions),
             "functions_goal": STEP_FUNCTIONS if name.endswith("step()") else FUNCTIONS,
             "modules": len({file for file, _ in functions}),
             "modules_goal": MODULES,
-            **spread("total_us", ours),
-            "torch_us": statistics.median(theirs),
-            "share": statistics.median([a / b for a, b in zip(ours, theirs, strict=True)]),
+            **beside_torch(call, parameters, repetitions, SECONDS),
             "floor_us": floor_us(parameters, repetitions),
         }
         if name == "clip_(list, 1.0)":
@@ -162,69 +164,54 @@ def calls(path: str, repetitions: int) -> Iterator[Row]:
         yield Row("host", {"path": path, "call": name}, values)
 
 
-class Setting:
-    """Parameters whose gradients are, before each call, as one of LISTS says."""
-
-    def __init__(self, n: int, kind: str) -> None:
-        self.kind = kind
-        self._n = n
-        self._first_size = ELEMENTS
-        self._kept: list[list[Tensor]] = []
-        self._renew()
-        self.argument: Any = self.parameters
-        if kind == "flat":
-            self.argument = tritonclip.FlatGradients(self.parameters)
-
-    def _renew(self) -> None:
-        sizes = [self._first_size, *[ELEMENTS] * (self._n - 1)]
-        self.parameters = [torch.zeros(size, requires_grad=True) for size in sizes]
-        self._move()
-
-    def _move(self) -> None:
-        # Not zeros: norms that may have underflowed are measured again.
-        grads = [torch.full_like(p, 1e-3, requires_grad=False) for p in self.parameters]
-        self._kept = [*self._kept[1 - KEPT :], grads]
-        for parameter, grad in zip(self.parameters, grads, strict=True):
-            parameter.grad = grad
-
-    def prepare(self) -> None:
-        """Does, outside the clock, the changes that come between two calls."""
-        if self.kind == "moved":
-            self._move()
-        elif self.kind == "first":
-            self._first_size += 1
-            self._renew()
-            self.argument = self.parameters
-        elif self.kind == "recreated":
-            for parameter in self.parameters:
-                assert parameter.grad is not None
-                parameter.grad = parameter.grad.detach()
+def lists(n: int, kind: str) -> Iterator[list[Tensor]]:
+    """Parameters before each call, whose gradients differ from the call before as LISTS says."""
+    kept: deque[list[Tensor]] = deque(maxlen=KEPT)
+    for first_size in count(ELEMENTS):
+        if not kept or kind == "first":
+            sizes = [first_size, *[ELEMENTS] * (n - 1)]
+            parameters = [torch.zeros(size, requires_grad=True) for size in sizes]
+        if not kept or kind in ("first", "moved"):
+            # Not zeros: norms that may have underflowed are measured again.
+            kept.append([torch.full_like(p, 1e-3, requires_grad=False) for p in parameters])
+        if first_size == ELEMENTS or kind in ("first", "moved", "recreated"):
+            for parameter, grad in zip(parameters, kept[-1], strict=True):
+                parameter.grad = grad.detach()
+        yield parameters
 
 
 def growth(path: str, repetitions: int, longest: int) -> Iterator[Row]:
     """Time of calls by global norm on lists of 10 tensors to `longest`."""
-    rule = tritonclip.ClipByGlobalNorm(1.0)
     sizes = [*(size for size in SIZES if size < longest), longest]
     for kind in LISTS:
         shortest = 0.0
         for n in sizes:
-            setting = Setting(n, kind)
-            timed = Timed(lambda s=setting: tritonclip.clip_(s.argument, rule), setting.prepare)  # type: ignore[misc]
-            for _ in range(2):
-                timing.sample(timed, CPU)
-            times: list[float] = []
-            end = perf_counter_ns() + SECONDS * 1e9
-            while len(times) < 3 or (len(times) < repetitions and perf_counter_ns() < end):
-                times.append(timing.sample(timed, CPU)[1])
-            floor = floor_us(setting.parameters, min(repetitions, 20))
-            values = {**spread("total_us", times), "floor_us": floor}
+            values = times_of(n, kind, repetitions)
             if n == sizes[0]:
                 shortest = values["total_us"]
             if n == longest and kind != "first":
                 values["us_per_tensor"] = (values["total_us"] - shortest) / (n - sizes[0])
                 if path == "triton" and kind in ("unchanged", "recreated"):
-                    values["us_per_tensor_goal"] = GROWTH * floor / n
+                    values["us_per_tensor_goal"] = GROWTH * values["floor_us"] / n
             yield Row("host", {"path": path, "list": kind, "tensors": n}, values)
+
+
+def times_of(n: int, kind: str, repetitions: int) -> dict[str, float]:
+    """Time of calls on one list, each sampled by itself, and of reading its addresses."""
+    known = lists(n, kind)
+    parameters, rule = next(known), tritonclip.ClipByGlobalNorm(1.0)
+    flat = tritonclip.FlatGradients(parameters) if kind == "flat" else None
+
+    def prepare() -> None:
+        nonlocal parameters
+        parameters = next(known)
+
+    timed = Timed(lambda: tritonclip.clip_(parameters if flat is None else flat, rule), prepare)
+    ((times, _),), _ = timing.interleaved(
+        [timed], CPU, min(3, repetitions), SECONDS, most_samples=repetitions, most_calls=1
+    )
+    floor = floor_us(parameters, min(repetitions, 20))
+    return spread("total_us", times) | {"floor_us": floor}
 
 
 def floor_us(parameters: Sequence[Tensor], repetitions: int) -> float:
@@ -237,16 +224,15 @@ def floor_us(parameters: Sequence[Tensor], repetitions: int) -> float:
         if addresses != known:
             known = addresses
 
-    timed = Timed(read, None)
-    n_calls = max(1, 1000 // len(parameters))
-    return statistics.median(timing.sample(timed, CPU, n_calls)[1] for _ in range(repetitions))
+    ((times, _),), _ = timing.interleaved([Timed(read)], CPU, repetitions, 0.0)
+    return statistics.median(times)
 
 
 def launches(repetitions: int) -> Iterator[Row]:
     """Time of a norm and a scale launch: by the JIT, by the library, by the compiled kernels."""
-    launch = absent_gpu.kernel_module("launch").launch
-    with absent_gpu.absent_gpu(90):
-        both = list(absent_gpu.launches_of(torch.float32).values())[:2]
+    launch = codegen.kernel_module("launch").launch
+    with codegen.absent_gpu(90):
+        both = list(codegen.launches_of(torch.float32).values())[:2]
         grids = [(one.programs, 1, 1) for one in both]
         compiled = [one.compiled() for one in both]
         options = [one.options() for one in both]
@@ -264,7 +250,7 @@ def launches(repetitions: int) -> Iterator[Row]:
                 kernel[grid](*one.arguments, *one.constants.values())
 
         known = {"JIT": by_jit, "library": by_library, "compiled kernel": by_compiled}
-        timed = [Timed(call, None) for call in known.values()]
+        timed = [Timed(call) for call in known.values()]
         samples, _ = timing.interleaved(timed, CPU, repetitions, SECONDS)
     for name, one in zip(known, samples, strict=True):
         case = {"path": "launches", "call": f"norm and scale: {name}"}

@@ -14,8 +14,8 @@ import hashlib
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,13 @@ from bench import results
 from bench.results import Row
 from bench.workloads import WORKLOADS
 
-README, PERFORMANCE = Path("README.md"), Path("docs/performance.md")
-SECTION = re.compile(r"(<!-- bench:([\w-]+)( providers)? -->\n)(.*?)(<!-- /bench -->)", re.DOTALL)
-SPEED = re.compile(r"(<!-- speed -->\n)(.*?)(<!-- /speed -->)", re.DOTALL)
+# The markers that each page has.
+PAGES = {"docs/performance.md": "bench:NAME", "README.md": "speed"}
+SECTION = re.compile(
+    r"(?P<start><!-- (?P<kind>speed|bench(?=:))(:(?P<name>[\w-]+)(?P<providers> providers)?)?"
+    r" -->\n).*?(?P<end><!-- /(?P=kind) -->)",
+    re.DOTALL,
+)
 OURS = "tritonclip"
 BY = {"norm": "global norm", "value": "value", "gradient": "each norm", "step": "norm, SGD step"}
 STEPS = ("unclipped", "clipped")
@@ -40,7 +44,7 @@ SHOWN = (
     *("small_1", "small_10", "small_100", "lenet5", "resnet20", "resnet50"),
     *("gpt2_124m", "llama3_8b", "huge_and_small", "tiny_10000"),
 )
-# What a figure says of where it was measured; the page says all.
+# Provenance that a figure shows; the page shows all.
 IN_FIGURES = ("cpu", "device", "threads", "torch", "commit", "date")
 # Distinct for readers who do not tell red from green.
 COLOURS = {"float32": "#0072b2", "bfloat16": "#e69f00", "float16": "#56b4e9", "mixed": "#cc79a7"}
@@ -97,7 +101,7 @@ def origin_line(origin: dict[str, Any], names: Sequence[str] = ()) -> str:
 
 def title(name: str) -> str:
     """A workload's title; its name where this version has no such workload."""
-    return WORKLOADS[name]().title if name in WORKLOADS else name
+    return WORKLOADS[name].title if name in WORKLOADS else name
 
 
 def unique(values: Iterable[Any]) -> list[Any]:
@@ -121,22 +125,19 @@ def ratio_cell(row: Row, tie: str = "") -> str:
     return f"**{text}**" if ratio < 1 else text
 
 
-def pivot(
-    rows: Sequence[Row],
-    line_of: Sequence[str],
-    column_of: Callable[[Row], str],
-    cell: Callable[[Row], str],
-) -> str:
-    """A table in Markdown: a line for the parts of a case in `line_of`, a cell for each row."""
-    columns, lines = unique(map(column_of, rows)), dict[tuple[str, ...], dict[str, str]]()
+def pivot(rows: Sequence[Row], line: Sequence[str], column: str, cell: Callable[[Row], str]) -> str:
+    """A table in Markdown: a line for the parts of a case in `line`, a cell for each row.
+
+    `column` is the heading of a row's cell, with names of parts of a case in braces.
+    """
+    columns = unique(column.format(**row.case) for row in rows)
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
-        line = tuple(row.get(name) for name in line_of)
-        lines.setdefault(line, {})[column_of(row)] = cell(row)
-    headings = [results.COLUMNS[name].heading for name in line_of]
-    texts = [[*headings, *columns], ["---"] * (len(headings) + len(columns))]
-    for line, cells in lines.items():
-        named = [_named(name, part) for name, part in zip(line_of, line, strict=True)]
-        texts.append([*named, *(cells.get(column, "") for column in columns)])
+        cells = lines.setdefault(tuple(_named(name, row.case[name]) for name in line), {})
+        cells[column.format(**row.case)] = cell(row)
+    headings = [*(results.COLUMNS[name].heading for name in line), *columns]
+    texts = [headings, ["---"] * len(headings)]
+    texts += [[*named, *(cells.get(one, "") for one in columns)] for named, cells in lines.items()]
     return "\n".join(f"| {' | '.join(text)} |" for text in texts)
 
 
@@ -161,37 +162,21 @@ def summary(rows: Sequence[Row]) -> str:
 
 def readme_table(rows: Sequence[Row]) -> str:
     """The README's table and sentence: float32; by value, the worse of both steps."""
-    known: dict[tuple[str, str], Row] = {}
+    known: dict[tuple[int, int], Row] = {}
+    columns = (*STEPS, "by value")
     for row in ratio_rows(rows):
         case, rule = row.case, row.get("rule")
         if case["dtype"] == "float32" and case["workload"] in SHOWN and rule in ("norm", "value"):
-            place = case["workload"], case["step"] if rule == "norm" else "by value"
+            column = case["step"] if rule == "norm" else "by value"
+            place = SHOWN.index(case["workload"]), columns.index(column)
             if place not in known or row.get("ratio") < known[place].get("ratio"):
-                known[place] = row
-    columns = {id(row): place[1] for place, row in known.items()}
-    order = (*STEPS, "by value")
-    shown = sorted(
-        known.values(),
-        key=lambda row: (SHOWN.index(row.get("workload")), order.index(columns[id(row)])),
-    )
-    table = pivot(
-        shown, ["workload"], lambda row: columns[id(row)], lambda row: ratio_cell(row, tie="tie")
-    )
+                known[place] = replace(row, case={**case, "column": column})
+    shown = [known[place] for place in sorted(known)]
+    table = pivot(shown, ["workload"], "{column}", lambda row: ratio_cell(row, tie="tie"))
     return (
         f"{table}\n\nfloat32 on a CPU: time of torch's best variant over tritonclip's; tie: the "
         f"quartiles of the ratio include 1; bold: slower. {summary(rows)}\n"
     )
-
-
-def _time(row: Row) -> str:
-    if row.get("wall_us") is None:
-        return "wrong result"
-    ratio = "" if row.get("ratio") is None else f", {row.get('ratio'):.2f}x"
-    return f"{row.get('wall_us') / 1e3:.3g} ms{ratio}"
-
-
-def _sum_time(row: Row) -> str:
-    return f"{row.get('wall_us') / 1e3:.3g} ms, {row.get('sum_share'):.0%}"
 
 
 def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequence[Row]) -> str:
@@ -203,34 +188,39 @@ def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequenc
     if rows[0].benchmark != "speed":
         parts.append(results.markdown(results.table(rows)))
     elif of_providers:
-        parts.append(pivot(rows, ["workload", "dtype", "rule", "step"], _provider, _time))
+        parts.append(pivot(rows, ["workload", "dtype", "rule", "step"], "{provider}", _time))
     else:
-        ours = ratio_rows(rows)
-        lists = [WORKLOADS[one]() for one in unique(r.get("workload") for r in rows)]
-        notes = "".join(f" {one.title}: {one.note}." for one in lists if one.note)
-        by_step = pivot(ours, ["workload", "rule"], _dtype_and_step, ratio_cell)
-        large = [row for row in ours if row.get("sum_share") is not None]
-        sums = pivot(large, ["workload", "dtype", "rule"], lambda r: str(r.get("step")), _sum_time)
-        images = [
-            f"![Ratio to torch by {BY[rule]}](../bench/results/{name}-{rule}.svg)"
-            for rule in figures(rows)
-        ]
-        parts += [f"{summary(rows)}{notes}", by_step, "\n".join(images)]
-        if large:
-            parts += [
-                "Our time, and the share of it that torch.sum over as many bytes takes:",
-                sums,
-            ]
+        parts += _ratios(name, rows)
     parts.append(f"Rows: [{name}.json](../bench/results/{name}.json).\n")
     return "\n\n".join(parts)
 
 
-def _provider(row: Row) -> str:
-    return str(row.get("provider"))
+def _ratios(name: str, rows: Sequence[Row]) -> Iterator[str]:
+    """A summary, the ratios to torch, figures, and the share of torch.sum."""
+    lists = [WORKLOADS[one] for one in unique(row.get("workload") for row in rows)]
+    notes = "".join(f" {one.title}: {one.note}." for one in lists if one.note)
+    ours = ratio_rows(rows)
+    yield f"{summary(rows)}{notes}"
+    yield pivot(ours, ["workload", "rule"], "{dtype} {step}", ratio_cell)
+    yield "\n".join(
+        f"![Ratio to torch by {BY[rule]}](../bench/results/{name}-{rule}.svg)"
+        for rule in figures(rows)
+    )
+    large = [row for row in ours if row.get("sum_share") is not None]
+    if large:
+        yield "Our time, and the share of it that torch.sum over as many bytes takes:"
+        yield pivot(large, ["workload", "dtype", "rule"], "{step}", _sum_time)
 
 
-def _dtype_and_step(row: Row) -> str:
-    return f"{row.get('dtype')} {row.get('step')}"
+def _time(row: Row) -> str:
+    if row.get("wall_us") is None:
+        return "wrong result"
+    ratio = "" if row.get("ratio") is None else f", {row.get('ratio'):.2f}x"
+    return f"{row.get('wall_us') / 1e3:.3g} ms{ratio}"
+
+
+def _sum_time(row: Row) -> str:
+    return f"{row.get('wall_us') / 1e3:.3g} ms, {row.get('sum_share'):.0%}"
 
 
 def figures(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -303,61 +293,56 @@ class Report:
         root: the folder of README.md, docs/ and bench/results/.
 
     Attributes:
-        texts: what each text file should hold.
-        drawings: how to draw each figure, and its digest.
+        texts: the text of each page, as it should be.
+        drawings: the rows of each figure, and where they were measured.
     """
 
     def __init__(self, root: Path) -> None:
         self.texts: dict[Path, str] = {}
-        self.drawings: dict[Path, tuple[Callable[[], None], str]] = {}
-        folder = root / "bench" / "results"
-        text = _page(root / PERFORMANCE, "<!-- bench:", SECTION, "<!-- bench:NAME -->")
-        sections = {}
-        for match in SECTION.finditer(text):
-            name, of_providers = match[2], bool(match[3])
-            origin, rows = load(folder / f"{name}.json")
-            sections[name] = section(name, of_providers, origin, rows)
-            if not of_providers:
-                for rule, drawn in figures(rows).items():
-                    self._add_drawing(folder / f"{name}-{rule}.svg", drawn, origin)
-        self.texts[root / PERFORMANCE] = SECTION.sub(lambda m: m[1] + sections[m[2]] + m[5], text)
-        readme = _page(root / README, "<!-- speed", SPEED, "<!-- speed -->")
-        table = readme_table(load(folder / "cpu.json")[1])
-        self.texts[root / README] = SPEED.sub(lambda m: m[1] + table + m[3], readme)
+        self.drawings: dict[Path, tuple[list[Row], str]] = {}
+        self._results = root / "bench" / "results"
+        for page, marker in PAGES.items():
+            text = _page(root / page, marker)
+            self.texts[root / page] = SECTION.sub(self._filled, text)
 
-    def _add_drawing(self, path: Path, rows: list[Row], origin: dict[str, Any]) -> None:
-        where = origin_line(origin, IN_FIGURES)
-        self.drawings[path] = (lambda: draw(rows, path, where)), digest(rows)
+    def _filled(self, match: re.Match[str]) -> str:
+        """A section with its markers; notes the figures that it shows."""
+        name, of_providers = match["name"] or "cpu", bool(match["providers"])
+        origin, rows = load(self._results / f"{name}.json")
+        text = section(name, of_providers, origin, rows) if match["name"] else readme_table(rows)
+        for rule, drawn in figures([] if of_providers else rows).items():
+            path = self._results / f"{name}-{rule}.svg"
+            self.drawings[path] = drawn, origin_line(origin, IN_FIGURES)
+        return f"{match['start']}{text}{match['end']}"
 
-    def write(self) -> list[Path]:
-        """Writes every file; returns no stale one."""
+    def write(self) -> None:
+        """Writes every file."""
         for path, text in self.texts.items():
             path.write_text(text)
-        for drawing, _ in self.drawings.values():
-            drawing()
-        return []
+        for path, (rows, origin) in self.drawings.items():
+            draw(rows, path, origin)
 
     def stale(self) -> list[Path]:
-        """Files that are missing or are not what the rows give."""
+        """Files that are missing, or differ from those that the rows give."""
         texts = [path for path, text in self.texts.items() if path.read_text() != text]
         return texts + [
             path
-            for path, (_, rows) in self.drawings.items()
-            if not path.exists() or rows not in path.read_text()
+            for path, (rows, _) in self.drawings.items()
+            if not path.exists() or digest(rows) not in path.read_text()
         ]
 
 
-def _page(path: Path, start: str, marks: re.Pattern[str], wanted: str) -> str:
+def _page(path: Path, marker: str) -> str:
     """The text of a page that has whole markers.
 
     Raises:
         RefusedError: it lacks them, or there is no such page.
     """
-    text = path.read_text() if path.exists() else ""
-    whole = len(marks.findall(text))
-    if whole == 0 or whole != text.count(start):
+    text, kind = path.read_text() if path.exists() else "", marker.partition(":")[0]
+    whole, started = len(SECTION.findall(text)), text.count(f"<!-- {kind}")
+    if whole == 0 or whole != started:
         raise RefusedError(
-            f"{path}: expected {wanted} and its end <!-- /{wanted[5:10]} --> around each table, "
-            f"found {whole} whole ones of {text.count(start)}; write the markers where it belongs"
+            f"{path}: expected <!-- {marker} --> and its end <!-- /{kind} --> around each table, "
+            f"found {whole} whole ones of {started}; write the markers where it belongs"
         )
     return text

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -25,7 +26,6 @@ from rich.text import Text
 
 import tritonclip
 
-Value = str | int | float | bool
 RESULTS = Path(__file__).parent / "results"
 # Named in the provenance where installed.
 PACKAGES = ("triton", "tensorflow", "tensorflow-cpu", "paddlepaddle", "jax", "optax", "apex")
@@ -37,7 +37,7 @@ class Row:
 
     Attributes:
         benchmark: "speed", "accuracy", "host", "distributed" or "codegen".
-        case: what was measured, by names of COLUMNS; no two rows of a file share it.
+        case: the case that was measured, by names of COLUMNS; no two rows of a file share it.
         values: the figures, by names of COLUMNS; a figure that was not measured is absent. Medians
             stand beside quartiles NAME_lo and NAME_hi; NAME_goal is the most that is accepted.
         correct: whether the result passed its check against float64; None where there is none.
@@ -185,15 +185,15 @@ def markdown(given: Table) -> str:
 
 def write(path: Path, origin: dict[str, Any], rows: Sequence[Row]) -> None:
     """Writes rows, one a line, with their provenance, as JSON."""
-    lines = ",\n".join(json.dumps(asdict(_rounded(row)), allow_nan=False) for row in rows)
+    lines = ",\n".join(json.dumps(_rounded(asdict(row)), allow_nan=False) for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{{"provenance": {json.dumps(origin, indent=1)},\n"rows": [\n{lines}\n]}}\n')
 
 
-def _rounded(row: Row) -> Row:
+def _rounded(row: dict[str, Any]) -> dict[str, Any]:
     """Seven digits: more than any clock has, and as many as a float32 norm."""
-    values = {k: float(f"{v:.7g}") if type(v) is float else v for k, v in row.values.items()}
-    return Row(row.benchmark, row.case, values, row.correct)
+    values = row["values"].items()
+    return row | {"values": {k: float(f"{v:.7g}") if type(v) is float else v for k, v in values}}
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
@@ -202,13 +202,8 @@ def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
     return record["provenance"], [Row(**row) for row in record["rows"]]
 
 
-def device_name(device: torch.device) -> str:
-    """The name of a device in provenances: "cpu", or that of the GPU."""
-    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-
-
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Where, and with what, rows are measured."""
+    """The command, machine and versions that rows are measured with."""
     arguments = sys.argv[1:]
     if "--out" in arguments:
         place = arguments.index("--out")
@@ -221,7 +216,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "isa": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "device": device_name(device),
+        "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "tritonclip": tritonclip.__version__,
@@ -252,9 +247,5 @@ def _commit() -> str:
 
 def _cpu() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
+    names = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()

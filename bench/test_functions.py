@@ -19,12 +19,12 @@ from torch.nn import utils
 
 import tritonclip
 from bench.accuracy import OURS, Gradients
-from bench.baselines import LENIENT
+from bench.providers import LENIENT
 from bench.workloads import WORKLOADS, Workload
 from tritonclip import ClipByGlobalNorm, ClipByValue
 
 SMALL = Workload("small", "100 of 1,000", ((1000,),) * 100)
-MEDIUM = WORKLOADS["resnet50"]()
+MEDIUM = WORKLOADS["resnet50"]
 ROUNDS = {"small": 200, "resnet50": 20}
 NO_GPU = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is false"

@@ -42,7 +42,12 @@ class Timed(NamedTuple):
     """A call, and how to prepare it outside the clock; None where nothing has to be prepared."""
 
     call: Callable[[], Any]
-    prepare: Callable[[], Any] | None
+    prepare: Callable[[], Any] | None = None
+
+
+def paired(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    """The ratio of each pair of samples."""
+    return [a / b for a, b in zip(over, under, strict=True)]
 
 
 class Samples(NamedTuple):
@@ -116,7 +121,13 @@ def sample(timed: Timed, device: torch.device, n_calls: int = 1) -> tuple[float,
 
 
 def interleaved(
-    timed: Sequence[Timed], device: torch.device, n_samples: int, seconds: float
+    timed: Sequence[Timed],
+    device: torch.device,
+    n_samples: int,
+    seconds: float,
+    *,
+    most_samples: int = MOST_SAMPLES,
+    most_calls: int = MOST_CALLS,
 ) -> tuple[list[Samples], int]:
     """Samples of all calls, taken in turn, and how many calls are in a sample.
 
@@ -127,7 +138,9 @@ def interleaved(
         timed: the calls.
         device: where they work.
         n_samples: fewest of each call.
-        seconds: how long to go on with more of them, up to MOST_SAMPLES.
+        seconds: how long to go on with more of them.
+        most_samples: most of each call.
+        most_calls: most calls of a sample on a CPU.
     """
     shuffle = random.Random(0)
     result = [Samples([], []) for _ in timed]
@@ -139,9 +152,9 @@ def interleaved(
         n_calls = 1
         if device.type == "cpu":
             usual = statistics.median(sample(one, device)[1] for _ in range(3) for one in timed)
-            n_calls = min(MOST_CALLS, math.ceil(SAMPLE_US / max(usual, 1.0)))
+            n_calls = min(most_calls, math.ceil(SAMPLE_US / max(usual, 1.0)))
         end = perf_counter_ns() + seconds * 1e9
-        for done in range(MOST_SAMPLES):
+        for done in range(most_samples):
             if done >= n_samples and perf_counter_ns() >= end:
                 break
             for i in shuffle.sample(range(len(timed)), len(timed)):
@@ -151,22 +164,17 @@ def interleaved(
     return result, n_calls
 
 
-class Flush:
+def flush_of(device: torch.device) -> Callable[[], Any]:
     """Reads three times the L2 cache of a GPU, so that it holds nothing else.
 
     Reading leaves no lines behind whose writing-back the next kernel would pay for.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        size = 3 * torch.cuda.get_device_properties(device).L2_cache_size
-        self._buffer = torch.zeros(size // 4, dtype=torch.int32, device=device)
-
-    def __call__(self) -> None:
-        """Queues the reading."""
-        torch.max(self._buffer)
+    size = 3 * torch.cuda.get_device_properties(device).L2_cache_size
+    buffer = torch.zeros(size // 4, dtype=torch.int32, device=device)
+    return lambda: torch.max(buffer)
 
 
-def device_times(timed: Timed, flush: Flush, repetitions: int) -> list[float]:
+def device_times(timed: Timed, flush: Callable[[], Any], repetitions: int) -> list[float]:
     """Times on the GPU alone, on torch's current stream, one a repetition.
 
     A wait on the GPU in front lets the host run ahead, so that the gaps between launches do not
@@ -219,7 +227,7 @@ def launches(call: Callable[[], Any], device: torch.device) -> int:
 
 
 def extra_bytes(call: Callable[[], Any], device: torch.device) -> int:
-    """The most bytes that a call held at one time, beside what was there before.
+    """The most bytes that a call held at one time, beside those held before.
 
     On a CPU every allocation that torch's allocator reports is counted; on a GPU its own peak.
     """
@@ -243,10 +251,10 @@ def extra_bytes(call: Callable[[], Any], device: torch.device) -> int:
 def copy_gb_per_s(device: torch.device) -> float:
     """Bytes read and written a second, in GB, while one large buffer is copied to another.
 
-    The best of ten, which is what the memory can do.
+    The best of ten, as the limit of the memory.
     """
     source = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
-    copy = Timed(lambda: target.copy_(source), None)
+    copy = Timed(lambda: target.copy_(source))
     times = [sample(copy, device)[1] for _ in range(11)]
     return 2 * source.nbytes / (min(times[1:]) * 1e3)

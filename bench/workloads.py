@@ -1,20 +1,23 @@
-"""Workloads: gradient lists in the shapes of public architectures, nothing downloaded.
+"""Workloads: gradient lists in the shapes of public architectures, and the plans to measure them.
 
-A workload is what `model.parameters()` yields, in its order. Where a model does not fit the memory
-of an ordinary machine, its note says what was scaled, and by how much.
+A workload has the shapes that `model.parameters()` yields, in its order; nothing is downloaded.
+Where a model does not fit the memory of an ordinary machine, its note tells how it was scaled.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from math import prod
 
 import torch
 
+DTYPES = ("float32", "bfloat16", "float16", "mixed")
+CLIPS = ("norm", "value", "gradient")
+# step: by global norm, and then a step of SGD.
+RULES = (*CLIPS, "step")
 Shape = tuple[int, ...]
+Shapes = tuple[Shape, ...]
 
 
 @dataclass(frozen=True)
@@ -25,121 +28,89 @@ class Workload:
         name: in rows and on the command line.
         title: in tables.
         shapes: one a tensor.
-        note: what was scaled or is special; empty for a model as it is.
+        note: how it was scaled, or is special; empty for a model as it is.
         misaligned: gradients start 1 to 7 elements after an aligned address, in turn.
     """
 
     name: str
     title: str
-    shapes: tuple[Shape, ...]
+    shapes: Shapes
     note: str = ""
     misaligned: bool = False
 
-    @property
-    def n_elements(self) -> int:
-        """Elements of all tensors together."""
-        return sum(map(prod, self.shapes))
+
+SMALL = (1, 2, 4, 10, 30, 100, 300)
 
 
-def small(n: int) -> Workload:
-    """`n` tensors as biases, norms and small layers have them: 1 to 64 elements, 28 on average.
-
-    Ten shapes in turn, (8,), (8, 4), (16,), (16, 4), (4,), (32,), (2, 16), (1,), (64,), (10, 3):
-    8 elements for 1 tensor, 40 for 2, 283 for 10, 8,490 for 300.
-    """
-    shapes = ((8,), (8, 4), (16,), (16, 4), (4,), (32,), (2, 16), (1,), (64,), (10, 3))
-    taken = tuple(itertools.islice(itertools.cycle(shapes), n))
-    note = "small lists: tensors of 1 to 64 elements" if n == 1 else ""
-    return Workload(f"small_{n}", f"{n} small", taken, note)
+def _small(n: int) -> Shapes:
+    """Ten shapes of biases, norms and small layers in turn: 28 elements on average."""
+    ten = ((8,), (8, 4), (16,), (16, 4), (4,), (32,), (2, 16), (1,), (64,), (10, 3))
+    return tuple(itertools.islice(itertools.cycle(ten), n))
 
 
-def _dense(*widths: int) -> tuple[Shape, ...]:
+def _dense(*widths: int) -> Shapes:
     """Weight and bias of each layer of a multilayer perceptron."""
-    pairs = itertools.pairwise(widths)
-    return tuple(shape for i, o in pairs for shape in ((o, i), (o,)))
+    return tuple(shape for i, o in itertools.pairwise(widths) for shape in ((o, i), (o,)))
 
 
-def mlp4() -> Workload:
-    """A perceptron of widths 8, 64, 2: 4 tensors, 706 elements."""
-    return Workload("mlp4", "MLP, 706 elements", _dense(8, 64, 2))
-
-
-def mlp8() -> Workload:
-    """A perceptron of widths 16, 256, 256, 256, 10: 8 tensors, 138,506 elements."""
-    return Workload("mlp8", "MLP, 139 thousand", _dense(16, 256, 256, 256, 10))
-
-
-def lenet5() -> Workload:
-    """LeNet-5: LeCun et al. 1998, fully connected between its feature maps as is usual today."""
-    shapes = ((6, 1, 5, 5), (6,), (16, 6, 5, 5), (16,), *_dense(400, 120, 84, 10))
-    return Workload("lenet5", "LeNet-5", shapes)
-
-
-def resnet20() -> Workload:
+def _resnet20() -> Iterator[Shape]:
     """ResNet-20 for CIFAR-10: He et al. 2015 (arXiv:1512.03385), projections where it widens."""
-    shapes: list[Shape] = [(16, 3, 3, 3), (16,), (16,)]
+    yield from ((16, 3, 3, 3), (16,), (16,))
     channels = 16
     for width, block in itertools.product((16, 32, 64), range(3)):
-        shapes += [(width, channels, 3, 3), (width,), (width,), (width, width, 3, 3)]
-        shapes += [(width,), (width,)]
+        yield from ((width, channels, 3, 3), (width,), (width,))
+        yield from ((width, width, 3, 3), (width,), (width,))
         if block == 0 and width != channels:
-            shapes += [(width, channels, 1, 1), (width,), (width,)]
+            yield from ((width, channels, 1, 1), (width,), (width,))
         channels = width
-    return Workload("resnet20", "ResNet-20", (*shapes, (10, 64), (10,)))
+    yield from ((10, 64), (10,))
 
 
-def resnet50() -> Workload:
+def _resnet50() -> Iterator[Shape]:
     """ResNet-50: He et al. 2015 (arXiv:1512.03385), as torchvision's `resnet50` has it."""
-    shapes: list[Shape] = [(64, 3, 7, 7), (64,), (64,)]
+    yield from ((64, 3, 7, 7), (64,), (64,))
     channels = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for block in range(blocks):
             for kernel in ((width, channels, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)):
-                shapes += [kernel, kernel[:1], kernel[:1]]
+                yield from (kernel, kernel[:1], kernel[:1])
             if block == 0:
-                shapes += [(4 * width, channels, 1, 1), (4 * width,), (4 * width,)]
+                yield from ((4 * width, channels, 1, 1), (4 * width,), (4 * width,))
             channels = 4 * width
-    return Workload("resnet50", "ResNet-50", (*shapes, (1000, 2048), (1000,)))
+    yield from ((1000, 2048), (1000,))
 
 
-def vit_b16() -> Workload:
+def _vit_b16() -> Shapes:
     """ViT-B/16 at 224: Dosovitskiy et al. 2020 (arXiv:2010.11929), as torchvision's `vit_b_16`."""
-    layer = [(768,), (768,), (2304, 768), (2304,), (768, 768), (768,)]
-    layer += [(768,), (768,), (3072, 768), (3072,), (768, 3072), (768,)]
-    stem = [(1, 1, 768), (768, 3, 16, 16), (768,), (1, 197, 768)]
-    shapes = (*stem, *(layer * 12), (768,), (768,), (1000, 768), (1000,))
-    return Workload("vit_b16", "ViT-B/16", shapes)
+    stem, norm = ((1, 1, 768), (768, 3, 16, 16), (768,), (1, 197, 768)), ((768,), (768,))
+    attention = ((2304, 768), (2304,), *_dense(768, 768))
+    layer = (*norm, *attention, *norm, *_dense(768, 3072, 768))
+    return (*stem, *(layer * 12), *norm, *_dense(768, 1000))
 
 
-def gpt2_124m() -> Workload:
+def _gpt2() -> Shapes:
     """GPT-2 small, tied embeddings: Radford et al. 2019; `gpt2` of Hugging Face Transformers."""
     layer = [(768,), (768,), (768, 2304), (2304,), (768, 768), (768,)]
     layer += [(768,), (768,), (768, 3072), (3072,), (3072, 768), (768,)]
-    shapes = ((50257, 768), (1024, 768), *(layer * 12), (768,), (768,))
-    return Workload("gpt2_124m", "GPT-2 124M", shapes)
+    return ((50257, 768), (1024, 768), *(layer * 12), (768,), (768,))
 
 
 # Llama-3-8B: Grattafiori et al. 2024 (arXiv:2407.21783) and its published model config.
-_ATTENTION: tuple[Shape, ...] = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096))
-_MLP: tuple[Shape, ...] = ((14336, 4096), (14336, 4096), (4096, 14336))
-_LLAMA3_LAYER = (*_ATTENTION, *_MLP, (4096,), (4096,))
+_LLAMA3_ATTENTION = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096))
+_LLAMA3_MATRICES = (*_LLAMA3_ATTENTION, (14336, 4096), (14336, 4096), (4096, 14336))
 
 
-def llama3_8b() -> Workload:
-    """One layer of the 32 of Llama-3-8B, with a 32nd of the embedding's and the head's rows."""
-    rows = 128256 // 32
-    shapes = ((rows, 4096), *_LLAMA3_LAYER, (4096,), (rows, 4096))
-    note = "one layer of 32, with a 32nd of the embedding and of the head"
-    return Workload("llama3_8b", "Llama-3-8B, 1/32", shapes, note)
+def _llama3(layers: int, vocabulary: int) -> Shapes:
+    layer = (*_LLAMA3_MATRICES, (4096,), (4096,))
+    return ((vocabulary, 4096), *(layer * layers), (4096,), (vocabulary, 4096))
 
 
-def llama3_8b_full() -> Workload:
-    """Llama-3-8B whole: 16 GB a copy in bfloat16, and the benchmark keeps two to three."""
-    shapes = ((128256, 4096), *(_LLAMA3_LAYER * 32), (4096,), (128256, 4096))
-    return Workload("llama3_8b_full", "Llama-3-8B", shapes)
+def _lora_r16() -> Shapes:
+    """LoRA of rank 16 on the seven matrices of each layer of Llama-3-8B: Hu et al. 2021."""
+    return tuple(pair for o, i in _LLAMA3_MATRICES for pair in ((16, i), (o, 16))) * 32
 
 
-def moe(shrink: int = 8) -> Workload:
+def moe(shrink: int) -> Shapes:
     """DeepSeekMoE 16B: Dai et al. 2024 (arXiv:2401.06066) and its published model config.
 
     64 routed and 2 shared experts in 27 of 28 layers. Every width and the vocabulary are divided by
@@ -154,60 +125,108 @@ def moe(shrink: int = 8) -> Workload:
     experts = feed_forward(expert) * 64
     layer = [*attention, *experts, (64, width), *feed_forward(2 * expert), *norms]
     first = [*attention, *feed_forward(dense), *norms]
-    shapes = ((vocabulary, width), *first, *(layer * 27), (width,), (vocabulary, width))
-    note = f"widths and vocabulary divided by {shrink}; all tensors" if shrink != 1 else ""
-    return Workload("moe", f"DeepSeekMoE 16B, widths/{shrink}", shapes, note)
+    return ((vocabulary, width), *first, *(layer * 27), (width,), (vocabulary, width))
 
 
-def lora_r16() -> Workload:
-    """LoRA of rank 16 on the seven matrices of each layer of Llama-3-8B: Hu et al. 2021."""
-    matrices = (*_ATTENTION, *_MLP)
-    layer = [pair for rows, columns in matrices for pair in ((16, columns), (rows, 16))]
-    return Workload("lora_r16", "LoRA r16 of Llama-3-8B", tuple(layer * 32))
-
-
-def huge_and_small() -> Workload:
+def _huge_and_small() -> Shapes:
     """One embedding of 128,000 rows of 256, and 300 vectors of 64 to 1,024 elements."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(64, 1025, (300,), generator=generator).tolist()
-    shapes = ((128000, 256), *((n,) for n in sizes))
-    return Workload("huge_and_small", "1 huge, 300 small", shapes)
+    return ((128000, 256), *((n,) for n in sizes))
 
 
-def twelve() -> Workload:
-    """12 matrices of 4 million elements."""
-    return Workload("twelve", "12 of 4 million", ((2000, 2000),) * 12)
+_LENET5 = ((6, 1, 5, 5), (6,), (16, 6, 5, 5), (16,), *_dense(400, 120, 84, 10))
+_ODD = tuple((2 * (37 * i * i % 150001) + 1,) for i in range(200))
+_SMALL_NOTE = "small lists: tensors of 1 to 64 elements"
+_LLAMA3_NOTE = "one layer of 32, with a 32nd of the embedding and of the head"
+_MOE_NOTE = "widths and vocabulary divided by 8; all tensors"
+_ODD_NOTE = "gradients start 1 to 7 elements after an aligned address"
+_ALL = (
+    *(Workload(f"small_{n}", f"{n} small", _small(n), _SMALL_NOTE * (n == 1)) for n in SMALL),
+    Workload("mlp4", "MLP, 706 elements", _dense(8, 64, 2)),
+    Workload("mlp8", "MLP, 139 thousand", _dense(16, 256, 256, 256, 10)),
+    # LeCun et al. 1998, fully connected between its feature maps as is usual today.
+    Workload("lenet5", "LeNet-5", _LENET5),
+    Workload("resnet20", "ResNet-20", tuple(_resnet20())),
+    Workload("resnet50", "ResNet-50", tuple(_resnet50())),
+    Workload("vit_b16", "ViT-B/16", _vit_b16()),
+    Workload("gpt2_124m", "GPT-2 124M", _gpt2()),
+    Workload("twelve", "12 of 4 million", ((2000, 2000),) * 12),
+    Workload("llama3_8b", "Llama-3-8B, 1/32", _llama3(1, 128256 // 32), _LLAMA3_NOTE),
+    Workload("moe", "DeepSeekMoE 16B, widths/8", moe(8), _MOE_NOTE),
+    Workload("lora_r16", "LoRA r16 of Llama-3-8B", _lora_r16()),
+    Workload("huge_and_small", "1 huge, 300 small", _huge_and_small()),
+    # Nothing but overhead.
+    Workload("tiny_10000", "10,000 tiny", ((4,),) * 10000),
+    # Sizes up to 300,001.
+    Workload("odd", "200 odd, misaligned", _ODD, _ODD_NOTE, misaligned=True),
+    # Only where it is asked for by name: 16 GB a copy in bfloat16, and two to three are kept.
+    Workload("llama3_8b_full", "Llama-3-8B", _llama3(32, 128256)),
+)
+WORKLOADS = {workload.name: workload for workload in _ALL}
 
-
-def tiny_10000() -> Workload:
-    """10,000 vectors of 4 elements: nothing but overhead."""
-    return Workload("tiny_10000", "10,000 tiny", ((4,),) * 10000)
-
-
-def odd() -> Workload:
-    """200 vectors of odd sizes up to 300,001, none of them at an aligned address."""
-    shapes = tuple((2 * (37 * i * i % 150001) + 1,) for i in range(200))
-    note = "gradients start 1 to 7 elements after an aligned address"
-    return Workload("odd", "200 odd, misaligned", shapes, note, misaligned=True)
-
-
-SMALL = (1, 2, 4, 10, 30, 100, 300)
-WORKLOADS: dict[str, Callable[[], Workload]] = {
-    **{f"small_{n}": partial(small, n) for n in SMALL},
-    "mlp4": mlp4,
-    "mlp8": mlp8,
-    "lenet5": lenet5,
-    "resnet20": resnet20,
-    "resnet50": resnet50,
-    "vit_b16": vit_b16,
-    "gpt2_124m": gpt2_124m,
-    "twelve": twelve,
-    "llama3_8b": llama3_8b,
-    "moe": moe,
-    "lora_r16": lora_r16,
-    "huge_and_small": huge_and_small,
-    "tiny_10000": tiny_10000,
-    "odd": odd,
-    # Only where it is asked for by name.
-    "llama3_8b_full": llama3_8b_full,
+SHORT = (*(f"small_{n}" for n in SMALL), "mlp4", "mlp8", "lenet5", "resnet20")
+TWO = ("norm", "value")
+# By command or option: workloads, their dtype, and the rules that they are measured by.
+PLANS: dict[str, Sequence[tuple[Sequence[str], str, Sequence[str]]]] = {
+    "speed": (
+        ((*SHORT, "resnet50", "vit_b16"), "float32", CLIPS),
+        (("gpt2_124m",), "float32", RULES),
+        (("twelve", "llama3_8b", "moe"), "float32", TWO),
+        (("lora_r16", "huge_and_small"), "float32", RULES),
+        (("tiny_10000", "odd"), "float32", CLIPS),
+        ((*SHORT, "resnet50", "gpt2_124m"), "bfloat16", CLIPS),
+        (("twelve", "lora_r16", "tiny_10000"), "bfloat16", TWO),
+        (("llama3_8b",), "bfloat16", ("norm",)),
+        ((*SHORT, "resnet50", "gpt2_124m"), "float16", CLIPS),
+        (("twelve", "odd"), "float16", TWO),
+        (("gpt2_124m",), "mixed", ("norm",)),
+    ),
+    "quick": (
+        (("small_1", "small_10", "small_100", "mlp4", "lenet5"), "float32", CLIPS),
+        (("small_10",), "bfloat16", CLIPS),
+        (("resnet20",), "float32", RULES),
+        (("resnet20",), "float16", CLIPS),
+        (("resnet50",), "float32", TWO),
+        (("gpt2_124m",), "bfloat16", ("norm",)),
+        (("tiny_10000",), "float32", TWO),
+    ),
+    "busy": (
+        (("small_10", "small_100"), "float32", CLIPS),
+        (("twelve",), "float32", TWO),
+        (("twelve",), "bfloat16", TWO),
+    ),
+    "functional": (
+        (("small_1", "small_10", "small_100", "resnet20"), "float32", CLIPS),
+        (("resnet50", "gpt2_124m", "tiny_10000", "odd"), "float32", CLIPS),
+        (("small_10", "resnet50", "gpt2_124m"), "bfloat16", CLIPS),
+    ),
 }
+
+
+@dataclass(frozen=True)
+class Task:
+    """One workload in one dtype, unclipped and clipped by some rules."""
+
+    name: str
+    dtype: str
+    rules: tuple[str, ...]
+
+
+def tasks_of(
+    plan: str,
+    names: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+    rules: Sequence[str] = (),
+) -> list[Task]:
+    """The cases to measure: those of a plan that fit, or, of named workloads, all."""
+    if names:
+        wanted = tuple(rules or CLIPS)
+        return [Task(name, dtype, wanted) for name in names for dtype in dtypes or ("float32",)]
+    tasks = [
+        Task(name, dtype, tuple(rule for rule in own if rule in (rules or RULES)))
+        for workloads, dtype, own in PLANS[plan]
+        if dtype in (dtypes or dtype)
+        for name in workloads
+    ]
+    return [task for task in tasks if task.rules]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,14 +14,14 @@ import torch
 from click.testing import CliRunner
 
 import tritonclip
-from bench import codegen, functional, host, results, speed, timing, workloads
+from bench import codegen, host, results, timing, workloads
 from bench.__main__ import main
-from bench.accuracy import DTYPES, RULES, Gradients, WrongResultError
-from bench.baselines import PROVIDERS, SUMMED, Entry, Provider
+from bench.accuracy import Gradients, WrongResultError
+from bench.providers import SUMMED, Entry, Provider
 from bench.results import Row
-from bench.speed import ALL, Effort, bytes_moved, checked, measure
+from bench.speed import IN_PLACE, OUT_OF_PLACE, Effort, bytes_moved, checked, measure
 from bench.timing import Timed
-from bench.workloads import WORKLOADS, Workload
+from bench.workloads import DTYPES, RULES, WORKLOADS, Workload, tasks_of
 
 # Published of the models; for the others, as their names say.
 COUNTS = {
@@ -41,7 +42,7 @@ COUNTS = {
 }
 CPU = torch.device("cpu")
 SMALL = Workload("small", "small", ((5, 7), (3,), (1,), (257, 9)))
-NAMED = {provider.name: provider for provider in ALL}
+NAMED = {provider.name: provider for provider in IN_PLACE}
 
 
 @pytest.fixture(autouse=True)
@@ -61,36 +62,35 @@ def command():
     torch.set_num_threads(threads)
 
 
+def elements(shapes):
+    return sum(math.prod(shape) for shape in shapes)
+
+
 def quietly(gradients, rule, clipped, providers, said, effort=None):
     effort = effort or Effort(samples=2, seconds=0.0)
-    given = (gradients, rule, clipped, providers)
-    return measure(*given, effort=effort, copy_gb_per_s=1.0, say=said.append)
+    return measure(gradients, rule, clipped, providers, effort, said.append)
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_list_has_the_published_size(name):
-    found = WORKLOADS[name]()
-    assert (len(found.shapes), found.n_elements) == COUNTS[name]
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_list_has_the_name_it_is_known_by(name):
-    assert WORKLOADS[name]().name == name
+    found = WORKLOADS[name]
+    assert (len(found.shapes), elements(found.shapes)) == COUNTS[name]
 
 
 def test_moe_has_all_tensors_and_unscaled_the_published_size():
-    assert workloads.moe(1).n_elements == 16_375_728_128
-    assert len(workloads.moe().shapes) == len(workloads.moe(1).shapes) == 5466
+    whole = workloads.moe(1)
+    assert elements(whole) == 16_375_728_128
+    assert len(WORKLOADS["moe"].shapes) == len(whole) == 5466
 
 
 def test_llama_share_is_a_32nd():
-    share, whole = workloads.llama3_8b().n_elements, workloads.llama3_8b_full().n_elements
+    share, whole = (elements(WORKLOADS[name].shapes) for name in ("llama3_8b", "llama3_8b_full"))
     # All but the last norm are divided.
     assert 32 * (share - 4096) == whole - 4096
 
 
 def test_odd_is_odd_and_misaligned():
-    assert all(shape[0] % 2 == 1 for shape in workloads.odd().shapes)
+    assert all(shape[0] % 2 == 1 for shape in WORKLOADS["odd"].shapes)
     short = Workload("odd", "odd", ((3,),) * 7, misaligned=True)
     grads = Gradients(short, "float32", CPU).grads
     assert [g.data_ptr() % 32 // 4 for g in grads] == [1, 2, 3, 4, 5, 6, 7]
@@ -137,7 +137,7 @@ def test_provider_clips_right(name, rule, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES[:3])
 @pytest.mark.parametrize("rule", RULES[:3])
-@pytest.mark.parametrize("provider", functional.PROVIDERS, ids=lambda provider: provider.name)
+@pytest.mark.parametrize("provider", OUT_OF_PLACE, ids=lambda provider: provider.name)
 def test_functional_provider_clips_right_and_leaves_its_gradients(provider, rule, dtype):
     gradients = Gradients(SMALL, dtype, CPU)
     absent = provider.why_absent(gradients)
@@ -150,15 +150,19 @@ def test_functional_provider_clips_right_and_leaves_its_gradients(provider, rule
 
 
 def wrong(gradients: Gradients, rule: str, limit: float) -> Entry:
-    """Clips to half of what it should."""
-    entry = NAMED["torch"].make(gradients, rule, limit / 2)
-    return Entry(gradients, entry.call)
+    """Clips to half of the limit, and returns no norm."""
+    call = NAMED["torch"].make(gradients, rule, limit / 2).call
+
+    def clip() -> None:
+        call()
+
+    return Entry(gradients, clip)
 
 
 def lying(gradients: Gradients, rule: str, limit: float) -> Entry:
     """Clips right and returns another norm."""
     call = NAMED["torch"].make(gradients, rule, limit).call
-    return Entry(gradients, lambda: call() * 1.2, lambda norm: [float(norm)])
+    return Entry(gradients, lambda: call() * 1.2)
 
 
 @pytest.mark.parametrize("make", [wrong, lying])
@@ -218,10 +222,10 @@ def test_long_lists_are_not_compiled():
 
 def test_measure_fills_the_columns_of_a_cpu():
     gradients = Gradients(SMALL, "float32", CPU)
-    ours, torchs = quietly(gradients, "norm", False, (*PROVIDERS[:1], NAMED["torch"]), [])
+    ours, torchs = quietly(gradients, "norm", False, [NAMED["tritonclip"], NAMED["torch"]], [])
     assert (ours.get("provider"), torchs.get("provider")) == ("tritonclip", "torch")
     assert (torchs.get("ratio"), ours.get("baseline")) == (1.0, "torch")
-    assert ours.get("bytes_moved") == 4 * SMALL.n_elements
+    assert ours.get("bytes_moved") == 4 * elements(SMALL.shapes)
     assert torchs.get("bytes_moved") == 3 * ours.get("bytes_moved")
     for name in ("wall_us", "ratio_lo", "extra_mb", "gb_per_s", "norm_error", "batch"):
         assert ours.get(name) is not None
@@ -391,16 +395,16 @@ def test_functional_measures_checks_and_writes(tmp_path, command):
 def test_speed_refuses_an_unknown_provider(command):
     done = command("speed", "--provider", "nobody")
     assert done.exit_code == 2
-    assert "got nobody" in done.output
+    assert "'nobody' is not one of" in done.output
 
 
 def test_plan_holds_every_workload_dtype_and_rule():
-    tasks = speed.plan((), (), (), quick=False, busy=0)
+    tasks = tasks_of("speed")
     assert {task.name for task in tasks} == set(WORKLOADS) - {"llama3_8b_full"}
     assert {task.dtype for task in tasks} == set(DTYPES)
     assert {rule for task in tasks for rule in task.rules} == set(RULES)
-    assert {task.name for task in speed.plan((), (), (), False, busy=2)} >= {"twelve"}
-    assert {t.rules for t in speed.plan((), (), ("value",), True, 0)} == {("value",)}
+    assert {task.name for task in tasks_of("busy")} >= {"twelve"}
+    assert {t.rules for t in tasks_of("quick", rules=("value",))} == {("value",)}
 
 
 def test_accuracy_compares_both_norms_with_float64(tmp_path, command):

@@ -42,7 +42,7 @@ def test_layout_rows_say_what_others_do() -> None:
 def test_host_rows_compare_with_torch() -> None:
     code = (
         "import json; from bench import distributed; distributed.SIZES = (3, 1000); "
-        "print(json.dumps([row.values for row in distributed._in_fake_group(2)]))"
+        "print(json.dumps([row.values for row in distributed.host_rows(2)]))"
     )
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
