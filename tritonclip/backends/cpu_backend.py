@@ -5,17 +5,26 @@ call, and measured by one more.
 """
 
 import math
+from ctypes import c_double, c_float
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonclip.backends import cpu_norm
 from tritonclip.backends.batch import PartialNorms
-from tritonclip.backends.cpu_form import CpuForm
-from tritonclip.backends.cpu_scale import CpuScaling, as_tensor
+from tritonclip.backends.cpu_form import FEW, CpuForm
+from tritonclip.backends.cpu_scale import (
+    multiply_by_tensors_,
+    multiply_each_,
+    multiply_exactly_,
+    multiply_together_,
+    unscale_each_,
+)
 from tritonclip.backends.packed import Scratch
-from tritonclip.backends.torch_backend import norm_of
-from tritonclip.backends.torch_writes import unscale_and_clamp_
+from tritonclip.backends.torch_backend import TorchBatch, combine, norm_of
+from tritonclip.backends.torch_writes import unscale_and_clamp_, zero_
+from tritonclip.rules import Rule
 
 
 class CpuLayout(CpuForm):
@@ -26,10 +35,17 @@ class CpuLayout(CpuForm):
         return CpuBatch(tensors, self)
 
 
-class CpuBatch(CpuScaling):
+class CpuBatch:
     """Verbs on a CPU; see :class:`tritonclip.backends.batch.Batch`."""
 
     counts_versions = True
+
+    def __init__(self, tensors: list[Tensor], layout: CpuLayout) -> None:
+        self.tensors, self.layout, self.dtype = tensors, layout, layout.dtype
+
+    def _as_torch(self) -> TorchBatch:
+        """The verbs that leave every decision to tensors."""
+        return TorchBatch(self.tensors, self.dtype)
 
     def count_norms(self, *, per_gradient: bool) -> int:
         """How many partial norms `norm` gives: one a gradient, or one."""
@@ -57,7 +73,7 @@ class CpuBatch(CpuScaling):
             layout.scratch.append(scratch)
         if measured is None:
             measured = self._two_norm(per_gradient)
-        return measured if out is None else out.copy_(as_tensor(measured))
+        return measured if out is None else out.copy_(_as_tensor(measured))
 
     def _two_norm(self, per_gradient: bool) -> Tensor:
         tensors, layout = self.tensors, self.layout
@@ -74,13 +90,13 @@ class CpuBatch(CpuScaling):
             (norm,) = norms
             number = norm / grad_scale if norm_type else norm
             return torch.tensor(number, dtype=self.dtype, device="cpu")
-        return self._as_torch().total(as_tensor(norms), norm_type, grad_scale)
+        return self._as_torch().total(_as_tensor(norms), norm_type, grad_scale)
 
     def total_each(
         self, norms: PartialNorms, first: int, norm_type: float, grad_scale: float | Tensor
     ) -> Tensor:
         """The norm of each gradient, 1-d."""
-        return self._as_torch().total_each(as_tensor(norms), first, norm_type, grad_scale)
+        return self._as_torch().total_each(_as_tensor(norms), first, norm_type, grad_scale)
 
     def norms_each(self, norms: Tensor, norm_type: float) -> Tensor:
         """The norm of each gradient: there is one partial norm for each."""
@@ -90,9 +106,138 @@ class CpuBatch(CpuScaling):
         """The same norms."""
         return norms
 
+    def scale_(
+        self,
+        norms: PartialNorms,
+        rule: Rule,
+        max_norm: float | Tensor,
+        grad_scale: float | Tensor,
+        *,
+        erase_nonfinite: bool,
+    ) -> tuple[Tensor, float]:
+        """Multiplies all gradients by one coefficient, but not where it is 1."""
+        if isinstance(norms, Tensor):
+            norms = [float(norms if norms.numel() == 1 else combine(norms, rule.norm_type))]
+        layout, dtype, scale = self.layout, self.dtype, float(grad_scale)
+        try:
+            numbers = layout.numbers[dtype].pop()
+        except IndexError:
+            numbers = layout.new_numbers(dtype)
+        # A count of elements carries no loss scale.
+        numbers.memory[0] = norms[0] / scale if rule.norm_type else norms[0]
+        measured: float = numbers.memory[0]
+        norm = numbers.first.clone()
+        layout.numbers[dtype].append(numbers)
+        if erase_nonfinite and not math.isfinite(measured):
+            zero_(self.tensors)
+            return norm, 0.0
+        rounded = c_double if dtype == torch.float64 else c_float
+        coefficient = _coefficient(measured, float(max_norm), rule.eps, rounded)
+        multiplier = coefficient
+        if scale != 1:
+            multiplier = rounded(coefficient / rounded(scale).value).value
+        if multiplier < layout.least and coefficient > 0:
+            # It would lose digits.
+            multiply_exactly_(self.tensors, layout, torch.full_like(norm, coefficient), scale)
+        elif multiplier != 1:
+            multiply_together_(self.tensors, layout, multiplier)
+        return norm, coefficient
+
+    def scale_each_(
+        self,
+        norms: PartialNorms,
+        first: int,
+        rule: Rule,
+        max_norm: float | Tensor,
+        grad_scale: float | Tensor,
+        *,
+        erase: Tensor | None,
+    ) -> tuple[Tensor, float | Tensor]:
+        """Multiplies each gradient by the coefficient of its norm, but not where it is 1."""
+        n = len(self.tensors)
+        if n <= FEW and not isinstance(max_norm, Tensor):
+            if isinstance(norms, Tensor):
+                norms = norms[first : first + n].tolist()
+            return self._scale_few_(norms, rule, max_norm, float(grad_scale), erase)
+        norm, coefficient, factors = self._as_torch().terms_each(
+            _as_tensor(norms), first, rule, max_norm, grad_scale
+        )
+        if erase is not None and bool(erase):
+            zero_(self.tensors)
+            return norm, 0.0
+        changed = (factors[0] != 1).nonzero().flatten().tolist()
+        if changed:
+            multiply_by_tensors_(self.tensors, self.layout, changed, factors)
+        return norm, coefficient
+
+    def _scale_few_(
+        self,
+        norms: list[float],
+        rule: Rule,
+        max_norm: float,
+        scale: float,
+        erase: Tensor | None,
+    ) -> tuple[Tensor, float]:
+        """As `scale_each_`, with every coefficient in Python's numbers; returns the least."""
+        layout, dtype = self.layout, self.dtype
+        if scale != 1 and rule.norm_type:
+            norms = [norm / scale for norm in norms]
+        numbers = layout.take_numbers(dtype)
+        numbers.memory[:] = norms
+        norm = numbers.together.clone()
+        coefficients = _to_coefficients(numbers.memory, max_norm, rule.eps)
+        least = 1.0
+        if coefficients is not None:
+            least = min(coefficients) if sum(coefficients) >= 0 else math.nan
+        if erase is not None and bool(erase):
+            zero_(self.tensors)
+            least = 0.0
+        elif scale != 1 or (dtype != layout.wide and coefficients is not None):
+            unscale_each_(self.tensors, layout, coefficients or [1.0] * len(norms), scale)
+        elif coefficients is not None:
+            multiply_each_(self.tensors, layout, coefficients, coefficients, numbers)
+        layout.numbers[dtype].append(numbers)
+        return norm, least
+
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
         """Clamps the gradients, in one pass where they are large."""
         if isinstance(grad_scale, Tensor) or grad_scale != 1:
             unscale_and_clamp_(self.tensors, low, high, grad_scale)
         else:
             self.layout.clamping.clamp_(self.tensors, low, high)
+
+
+def _as_tensor(norms: PartialNorms) -> Tensor:
+    """Partial norms as float64[n]."""
+    if isinstance(norms, Tensor):
+        return norms
+    return torch.tensor(norms, dtype=torch.float64, device="cpu")
+
+
+def _coefficient(
+    norm: float, max_norm: float, eps: float, rounded: type[c_float] | type[c_double]
+) -> float:
+    """Returns min(1, max_norm / (norm + eps)), every step rounded as a tensor would round it.
+
+    1 for nothing to clip and for an infinite limit; NaN stays. A sum and a quotient of two float32
+    computed in float64 and rounded to float32 are those that float32 gives.
+    """
+    limit = rounded(max_norm).value
+    bound = rounded(norm + rounded(eps).value).value
+    return 1.0 if bound <= limit or not bound else rounded(limit / bound).value
+
+
+def _to_coefficients(memory: Any, max_norm: float, eps: float) -> list[float] | None:
+    """The coefficient of each norm, as `_coefficient`; None where each is 1.
+
+    `memory` has the norms, and then the coefficients, where there are any but 1.
+    """
+    limit, added = memory._type_(max_norm).value, memory._type_(eps).value
+    memory[:] = [norm + added for norm in memory[:]]
+    bounds: list[float] = memory[:]
+    # max may miss a NaN, a sum does not.
+    if max(bounds) <= limit and sum(bounds) >= 0:
+        return None
+    memory[:] = [1.0 if bound <= limit or not bound else limit / bound for bound in bounds]
+    coefficients: list[float] = memory[:]
+    return coefficients

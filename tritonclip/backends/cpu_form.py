@@ -68,4 +68,8 @@ class CpuForm:
         try:
             return self.numbers[dtype].pop()
         except IndexError:
-            return Numbers(self._n_numbers, dtype)
+            return self.new_numbers(dtype)
+
+    def new_numbers(self, dtype: torch.dtype) -> Numbers:
+        """Numbers that no other call has."""
+        return Numbers(self._n_numbers, dtype)
