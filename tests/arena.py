@@ -136,11 +136,18 @@ class FlatArena(Arena):
 
 
 class OptimizerArena(Arena):
-    """Clipped by an optimizer that leaves parameters as they are."""
+    """Clipped by an optimizer that leaves parameters as they are.
+
+    Attributes:
+        takes: for a norm, the largest one that is not skipped, by the reference; None for any.
+    """
+
+    takes: Any = None
+    fused = False
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        inner = torch.optim.SGD(self.params, lr=0.0)
+        inner = torch.optim.SGD(self.params, lr=0.0, fused=self.fused)
         self.optimizer = ClippedOptimizer(inner, 1.0, flat=self.flat)
 
     def call(self, rule: Any, **options: Any) -> Any:
@@ -157,6 +164,12 @@ class OptimizerArena(Arena):
 
 class FlatOptimizerArena(OptimizerArena, FlatArena):
     """Clipped by an optimizer that knows the buffer."""
+
+
+class FusedArena(OptimizerArena):
+    """The wrapped optimizer decides whether a step is left out."""
+
+    fused = True
 
 
 # Every way to clip by the global norm.

@@ -13,36 +13,26 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import histories
 import numpy as np
 import reference
 import torch
 import units
 from arena import Arena, OptimizerArena, TorchArena
 from cases import assert_bits, assert_norm
+from memories import ADAPTIVE, assert_near, assert_remembers, coefficient, remembered
 from torch import Tensor
 
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,
-    ClipByOwnHistory,
-    ClipByQuantile,
     ClipByRMS,
     ClipByUnitNorm,
     ClipByValue,
-    ClipByZScore,
     ClipState,
+    Outlier,
 )
 
 NORM_TYPES = (2.0, 2.0, 2.0, 1.0, 3.0, 0.5, 0.0, torch.inf, -torch.inf)
-# Few steps, so that their ends are met.
-ADAPTIVE: tuple[tuple[Any, Callable[..., Any], tuple[Any, ...]], ...] = (
-    (ClipByQuantile, histories.quantile, (0.5, 4)),
-    (ClipByQuantile, histories.quantile, (0.8, 3, 5.0)),
-    (ClipByZScore, histories.zscore, (1.5, 0.9, 2)),
-    (ClipByZScore, histories.zscore, (0.5, 0.5, 3, 5.0)),
-    (ClipByOwnHistory, histories.own_history, (0.9, 0.9, 2, 3.0)),
-)
 checked: Counter[str] = Counter()
 
 
@@ -57,6 +47,7 @@ class Clip:
         limits: for an adaptive rule, the limits by the reference, which remembers.
         state: for an adaptive rule outside of an optimizer.
         spoils: writes NaN or inf into some gradients before some calls.
+        before: the norms that were remembered before the last call.
     """
 
     rule: Any
@@ -65,6 +56,7 @@ class Clip:
     limits: Callable[[Any], Any] | None = None
     state: ClipState | None = None
     spoils: bool = False
+    before: dict[str, Tensor | None] = dataclasses.field(default_factory=dict)
 
     def clip(self, arena: Arena, choice: random.Random) -> None:
         """Clips new values, and checks the call."""
@@ -91,6 +83,7 @@ class Clip:
             options["grad_scale"] = self.grad_scale
         if self.state is not None:
             options["state"] = self.state
+        self.before = remembered(arena, self.state)
         try:
             return arena.call(self.rule, **options), ""
         except RuntimeError as error:
@@ -104,6 +97,7 @@ class Clip:
         there = any(image.numel() for image in images)
         checked[f"{type(self.rule).__name__} {fate if there else 'of nothing'}"] += 1
         assert bool(error) == (fate == "refused"), error
+        self._check_memory(arena, fate)
         if fate == "clipped":
             self._check_norms(arena, norms, measured)
             self._check_grads(arena, images, norms, measured)
@@ -121,17 +115,34 @@ class Clip:
         arena.restore()
 
     def _fate(self, arena: Arena, images: Sequence[Tensor], norms: Sequence[float]) -> str:
-        """What a call does to gradients: "clipped", "zeroed", "refused" or "left out"."""
+        """What a call does to gradients.
+
+        "clipped", "zeroed", "refused", "left out", or "above" the largest norm that is taken.
+        """
         bad_elements = not all(bool(image.isfinite().all()) for image in images)
         bad = bad_elements if isinstance(self.rule, ClipByValue) else not np.isfinite(norms).all()
         if isinstance(arena, OptimizerArena):
             if self.grad_scale is not None and (bad or bad_elements):
                 return "left out"
+            if arena.takes is not None:
+                whole = reference.total_norm(images) / (self.grad_scale or 1.0)
+                if whole > arena.takes(whole):
+                    return "above"
             if self.nonfinite in ("skip", "error"):
                 bad = bad or bad_elements
         if not bad or self.nonfinite == "propagate":
             return "clipped"
         return {"zero": "zeroed", "error": "refused", "skip": "left out"}[self.nonfinite]
+
+    def _check_memory(self, arena: Arena, fate: str) -> None:
+        """No norm enters of a call that is left out; of outliers, those skipped enter too."""
+        after = remembered(arena, self.state)
+        if self.limits is None or fate not in ("clipped", "zeroed"):
+            assert_remembers(self.rule, self.before.get("rule"), after.get("rule"))
+        if isinstance(arena, OptimizerArena) and fate in ("refused", "left out"):
+            bound = arena.optimizer.skip_above
+            if isinstance(bound, Outlier):
+                assert_remembers(bound, self.before.get("outliers"), after.get("outliers"))
 
     def _norms(self, images: Sequence[Tensor]) -> list[float]:
         """The norms that the rule measures, one for a global norm."""
@@ -179,10 +190,10 @@ class Clip:
                 truth = units.expected(image, arena.weights[i], rule, scale)
             else:
                 at = i if len(limits) == len(images) else 0
-                by = _coefficient(norms[at], limits[at], rule.eps)
+                by = coefficient(norms[at], limits[at], rule.eps)
                 with np.errstate(invalid="ignore"):
                     truth = units.wide(image) * (by / scale)
-            _assert_near(grad, truth, double=double)
+            assert_near(grad, truth, double=double)
 
     def _limits(self, images: Sequence[Tensor], norms: Sequence[float]) -> Sequence[float]:
         """The largest norm after clipping, of all gradients or of each."""
@@ -193,25 +204,6 @@ class Clip:
         if self.limits is None:
             return [] if rule.per_unit else [rule.max_norm for _ in norms]
         return self.limits(norms) if rule.per_gradient else [self.limits(norms[0])]
-
-
-def _coefficient(norm: float, limit: float, eps: float) -> float:
-    """``min(1, limit / (norm + eps))``; 1 of nothing, and without a limit."""
-    if norm + eps == 0 or (limit == math.inf and not math.isnan(norm)):
-        return 1.0
-    return float(np.minimum(1.0, limit / (norm + eps)))
-
-
-def _assert_near(grad: Tensor, truth: np.ndarray, *, double: bool) -> None:
-    """To some 1e-6 for each norm that enters, and half a unit in the last place."""
-    info = torch.finfo(grad.dtype)
-    np.testing.assert_allclose(
-        units.wide(grad),
-        truth,
-        rtol=(1e-11 if double else 1e-5) + info.eps,
-        atol=info.smallest_normal * info.eps,
-        equal_nan=True,
-    )
 
 
 def random_rule(choice: random.Random) -> Any:

@@ -6,6 +6,7 @@ What is NaN, inf or 0 enters no history here either: the papers' codes do not sa
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -84,18 +85,18 @@ def outlier(sigmas: float, window: int) -> Limits:
 
 def own_history(
     ratio: float, decay: float, warmup: int, max_norm: float
-) -> Callable[[Sequence[float]], list[float]]:
-    """AdaGC, with a warm-up that counts the norms of each gradient."""
-    averages: list[float] = []
-    counts: list[int] = []
+) -> Callable[..., list[float]]:
+    """AdaGC, with a warm-up that counts the norms of each gradient.
 
-    def limits(norms: Sequence[float]) -> list[float]:
-        if not averages:
-            averages.extend([math.inf] * len(norms))
-            counts.extend([0] * len(norms))
+    The limits take norms, and the places of their gradients among all, where some have none.
+    """
+    averages: dict[int, float] = defaultdict(lambda: math.inf)
+    counts: dict[int, int] = defaultdict(int)
+
+    def limits(norms: Sequence[float], places: Sequence[int] | None = None) -> list[float]:
         total = math.sqrt(sum(norm * norm for norm in norms))
         found = []
-        for i, norm in enumerate(norms):
+        for i, norm in zip(places or range(len(norms)), norms, strict=True):
             warm = counts[i] >= warmup
             together = norm * (max_norm / total) if total else math.inf
             # inf / inf says nothing: of an inf, any finite limit leaves 0.

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import gc
 import random
-import resource
 import signal
 import sys
 import threading
@@ -22,15 +20,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from arena import Arena, FlatArena, FlatOptimizerArena, OptimizerArena, TorchArena
+from arena import (
+    Arena,
+    FlatArena,
+    FlatOptimizerArena,
+    FusedArena,
+    OptimizerArena,
+    TorchArena,
+)
 from cases import INTERPRETED, bounds_of
 from clips import Clip, checked, random_clip, random_rule
 from engine import test_stale_plans
 from engine.test_stale_plans import DTYPES, MUTATIONS, SHAPES, World, take_step
+from footprint import memory
+from memories import Follower, random_follower, random_skip_bound
 from workers import run_in_fork, run_in_threads
 
 import tritonclip
@@ -40,8 +46,8 @@ from tritonclip.engine.planner import plans
 
 BACKENDS = ("torch", "torch-deferred", *(["triton"] if INTERPRETED else []))
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-KINDS = (Arena, Arena, TorchArena, FlatArena, OptimizerArena, FlatOptimizerArena)
-# Seconds after which a call hangs, and rounds after which memory should not grow.
+KINDS = (Arena, Arena, TorchArena, FlatArena, OptimizerArena, FlatOptimizerArena, FusedArena)
+# Seconds after which a call hangs, and rounds after which no more memory should be in use.
 HANG = 300
 WARM_UP = 50
 # The number of elements, or rows and columns.
@@ -59,15 +65,23 @@ def random_sizes(choice: random.Random, backend: str) -> Sizes:
     return [(size // 3, 3) if size % 3 == 0 and choice.random() < 0.5 else size for size in sizes]
 
 
-def random_arena(choice: random.Random, backend: str, sizes: Sizes | None = None) -> Arena:
-    """Gradients of one dtype or of several, which one of the calls clips."""
+def random_arena(
+    choice: random.Random, backend: str, sizes: Sizes | None = None, *, follows: bool = True
+) -> Arena:
+    """Gradients of one dtype or of several, which one of the calls clips.
+
+    `follows`: an optimizer may skip steps by the norms of earlier ones.
+    """
     sizes = sizes or random_sizes(choice, backend)
     kind = choice.choice(KINDS)
     dtype = choice.choice(FLOATS)
     seed = choice.randrange(10**6)
-    if not issubclass(kind, FlatArena) and choice.random() < 0.3:
-        return kind(sizes, [choice.choice(FLOATS) for _ in sizes], seed=seed)
-    return kind(sizes, dtype, seed=seed)
+    mixed = not issubclass(kind, FlatArena) and choice.random() < 0.3
+    dtypes = [choice.choice(FLOATS) for _ in sizes] if mixed else dtype
+    arena = kind(sizes, dtypes, seed=seed)
+    if isinstance(arena, OptimizerArena) and choice.random() < 0.3:
+        arena.optimizer.skip_above, arena.takes = random_skip_bound(choice, follows=follows)
+    return arena
 
 
 def clip_a_list(choice: random.Random, backend: str) -> None:
@@ -87,8 +101,12 @@ def is_refused_if_sparse(rule: Any) -> bool:
     return bool(rule.norm_type == -torch.inf)
 
 
-def of_known_norms(choice: random.Random) -> Any:
-    """A rule that the reference of changing lists knows, and that sparse gradients may have."""
+def of_changing_lists(choice: random.Random, last: Any) -> Any:
+    """Any rule that sparse gradients may have; one that remembers mostly goes on."""
+    if isinstance(last, Follower) and choice.random() < 0.7:
+        return last
+    if choice.random() < 0.6:
+        return random_follower(choice)
     while True:
         rule = random_rule(choice)
         known = isinstance(rule, ClipByGlobalNorm | ClipByNorm | ClipByValue)
@@ -99,8 +117,9 @@ def of_known_norms(choice: random.Random) -> Any:
 def change_a_list(choice: random.Random, backend: str) -> None:
     """Gradients are resized, retyped, tied, made sparse, dropped and more between calls."""
     world = World(torch.device("cpu"), [(4, 5), (4, 5), (), (7,)])
-    for _ in range(8):
-        test_stale_plans.RULES["random"] = of_known_norms(choice)
+    rule: Any = None
+    for _ in range(12):
+        test_stale_plans.RULES["random"] = rule = of_changing_lists(choice, rule)
         step = (
             choice.choice(list(MUTATIONS)),
             choice.randrange(6),
@@ -112,6 +131,7 @@ def change_a_list(choice: random.Random, backend: str) -> None:
         )
         take_step(world, step)
         calls["calls"] += 1
+        calls[f"{type(getattr(rule, 'rule', rule)).__name__} among changing lists"] += 1
 
 
 def clip_in_threads(choice: random.Random, backend: str) -> None:
@@ -182,7 +202,7 @@ def duration_of(arena: Arena, clip: Clip, choice: random.Random) -> float:
 
 def interrupt_a_call(choice: random.Random, backend: str) -> None:
     """KeyboardInterrupt anywhere in a call; later calls are right."""
-    arena = random_arena(choice, backend)
+    arena = random_arena(choice, backend, follows=False)
     # Nothing tells whether an interrupted call is remembered.
     clip = random_clip(arena, choice, follows=False)
     duration = duration_of(arena, clip, choice)
@@ -275,12 +295,6 @@ def play(name: str) -> None:
     calls[f"{activity.__name__} on {backend}"] += 1
 
 
-def resident() -> float:
-    """MiB of memory that the process holds."""
-    with Path("/proc/self/statm").open() as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize() / 2**20
-
-
 def main() -> int:
     """Plays rounds until the time is over; 1 where one of them failed."""
     parser = argparse.ArgumentParser(
@@ -295,7 +309,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", "tritonclip's kernels read", UserWarning)
     torch.set_num_threads(2)
     sys.setswitchinterval(1e-5)
-    number, end, early = options.first, time.monotonic() + 60 * options.minutes, resident()
+    number, end, early = options.first, time.monotonic() + 60 * options.minutes, memory()
     print(f"seed {options.seed}", flush=True)
     while time.monotonic() < end:
         faulthandler.dump_traceback_later(2 * HANG, exit=True)
@@ -306,14 +320,15 @@ def main() -> int:
             raise
         number += 1
         if number == options.first + WARM_UP:
-            gc.collect()
-            early = resident()
+            early = memory()
     faulthandler.cancel_dump_traceback_later()
-    gc.collect()
     print(f"{number - options.first} rounds")
     for name, count in [*sorted(calls.items()), *sorted(checked.items())]:
         print(f"{count:8} {name}")
-    print(f"{early:.0f} MiB resident after {WARM_UP} rounds, {resident():.0f} at the end")
+    print(f"after {WARM_UP} rounds: {early}")
+    print(f"at the end: {memory()}")
+    plans.clear()
+    print(f"without plans: {memory()}")
     return 0
 
 

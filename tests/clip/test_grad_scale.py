@@ -233,6 +233,13 @@ def test_a_coefficient_for_float64_below_float32_serves_float32_too(device):
     torch.testing.assert_close(grads[0].cpu(), torch.full((1,), 3e-12), rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("scale", [2.0**-126, 2.0**126], ids="{:g}".format)
+def test_grad_scale_whose_reciprocal_is_just_normal_is_divided_out(device, scale):
+    grad = torch.full((2,), scale, device=device)
+    tritonclip.clip_([parameter(grad)], 10.0, grad_scale=scale)
+    assert grad.tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("scale", [2.0**-127, 2.0**127], ids="{:g}".format)
 def test_grad_scale_whose_reciprocal_is_not_normal_is_refused(device, scale):
     with pytest.raises(ValueError, match=r"from 2\^-126 to 2\^126"):

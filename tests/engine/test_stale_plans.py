@@ -19,6 +19,7 @@ import torch
 from cases import CHUNK, INTERPRETED, assert_norm, grad_of, normal, parameters
 from hypothesis import given
 from hypothesis import strategies as st
+from memories import Follower, assert_near, elements
 from torch import Tensor
 from workers import run_in_threads
 
@@ -47,6 +48,8 @@ RULES = {
     "by-norm-p3": ClipByNorm(0.5, norm_type=3.0),
     "by-value": ClipByValue(-0.3, 0.2),
 }
+# Rules that the reference has bit for bit.
+EXACT = (ClipByGlobalNorm, ClipByNorm, ClipByValue)
 FORMS: dict[str, Callable[[list[Tensor]], Any]] = {
     "list": lambda params: params,
     "tuple": tuple,
@@ -57,11 +60,6 @@ FORMS: dict[str, Callable[[list[Tensor]], Any]] = {
 
 class Subclass(Tensor):
     """What the library refuses."""
-
-
-def elements(grad: Tensor) -> Tensor:
-    """The strided tensor that holds the elements of a gradient."""
-    return grad._values() if grad.layout == torch.sparse_coo else grad
 
 
 def memory(tensor: Tensor) -> Tensor:
@@ -370,20 +368,44 @@ def chosen(params: Iterable[Tensor]) -> list[Tensor]:
     return list(once.values())
 
 
+def owners_of(grads: list[Tensor], params: list[Tensor]) -> list[int]:
+    """Where the first parameter to clip of each gradient stands."""
+    places: dict[int, int] = {}
+    for i, param in enumerate(params):
+        if getattr(param, "need_clip", True):
+            places.setdefault(id(param.grad), i)
+    return [places[id(grad)] for grad in grads]
+
+
+def has_no_units(grad: Tensor, weight: Tensor) -> bool:
+    """Whether a rule by unit refuses a gradient."""
+    return grad.layout == torch.sparse_coo or grad.shape != weight.shape
+
+
 def assert_measured(measured: Tensor, grads: list[Tensor], rule: Any) -> None:
     dtypes = {grad.dtype for grad in grads}
     wide = torch.float64 in dtypes
     assert measured.dtype == (torch.float64 if wide else torch.float32)
-    norms = reference.norms if isinstance(rule, ClipByNorm) else reference.total_norm
+    norms = reference.norms if rule.per_gradient else reference.total_norm
     truth = norms([grad.resolve_neg() for grad in grads], rule.norm_type)
     # Between float64 gradients, those of other dtypes are right to 1e-6 all the same.
     assert_norm(measured if wide and len(dtypes) == 1 else measured.float(), truth)
 
 
 def assert_clips(world: World, rule: Any, handed_over: Any, params: Iterable[Tensor]) -> None:
-    """One call: norms, and every byte of every memory that is or was a gradient's."""
+    """One call: norms, and every byte of every memory that is or was a gradient's.
+
+    `rule`: one that the reference has bit for bit, or a Follower.
+    """
     world.fill()
+    follower = rule if isinstance(rule, Follower) else Follower(rule)
+    rule, params = follower.rule, list(params)
     grads = chosen(params)
+    owners = owners_of(grads, params)
+    weights = [params[i].detach() for i in owners]
+    if rule.per_unit:
+        for i, weight in enumerate(weights):
+            weight.copy_(normal(weight.shape, weight.dtype, world.device, world.filled + i))
     everything = [p.grad for p in world.params if p.grad is not None] + world.retired
     everything += world.flat.buffers if world.flat is not None else []
     memories = {memory(t).data_ptr(): memory(t) for t in everything if memory(t).numel()}
@@ -400,13 +422,26 @@ def assert_clips(world: World, rule: Any, handed_over: Any, params: Iterable[Ten
         isinstance(rule, ClipByValue) and any(map(Tensor.is_complex, grads))
     ):
         refusal = pytest.raises((TypeError, ValueError))
+    elif rule.per_unit and any(map(has_no_units, grads, weights)):
+        refusal = pytest.raises((TypeError, ValueError), match=r"sparse|shape|weight")
+    options = follower.options(params)
+    left_alone = True
     with refusal:
-        measured = tritonclip.clip_(handed_over, rule)
+        measured = tritonclip.clip_(handed_over, rule, **options)
+        left_alone = False
 
         if measured is not None:
             assert_measured(measured, before, rule)
-        values = [elements(old).resolve_neg() for old in before]
-        formula = reference.clipped(values, rule, measured)
+        if isinstance(rule, EXACT) and not options:
+            values = [elements(old).resolve_neg() for old in before]
+            formula = reference.clipped(values, rule, measured)
+        else:
+            formula = [elements(grad).clone() for grad in grads]
+            # A list that is all float64 by now may remember norms of other dtypes.
+            double = not options and all(grad.dtype == torch.float64 for grad in grads)
+            truths = follower.truths(before, weights, owners)
+            for grad, truth in zip(formula, truths, strict=True):
+                assert_near(grad, truth, double=double)
         for grad, expected_values in zip(grads, formula, strict=True):
             held = elements(grad)
             if held.numel():
@@ -416,6 +451,8 @@ def assert_clips(world: World, rule: Any, handed_over: Any, params: Iterable[Ten
                 )
                 image = torch._neg_view(image) if held.is_neg() else image
                 image.copy_(expected_values)
+    if left_alone:
+        follower.assert_left_alone()
     for address, bytes_ in memories.items():
         assert torch.equal(bytes_.cpu(), expected[address])
 

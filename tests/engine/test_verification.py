@@ -92,6 +92,11 @@ def test_verify_passes_every_norm_type(device, norm_type):
         tritonclip.clip_(parameters(grads), ClipByGlobalNorm(0.5, norm_type))
 
 
+def test_verify_counts_ones_and_no_zeros(device):
+    with tritonclip.verify():
+        assert tritonclip.get_total_norm([torch.tensor([0.0, 1.0, 1.0], device=device)], 0.0) == 2
+
+
 @pytest.mark.parametrize("policy", ["propagate", "zero"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("rule", RULES)
@@ -190,6 +195,15 @@ def test_verify_finds_a_norm_that_is_off(verbs, device, monkeypatch):
     with (
         tritonclip.verify(),
         pytest.raises(VerificationError, match=r"norm: got 5\.000\d+, expected 5\.0\b"),
+    ):
+        tritonclip.get_total_norm([torch.tensor([3.0, 4.0], device=device)])
+
+
+def test_verify_finds_a_norm_that_is_nan(verbs, device, monkeypatch):
+    break_norm(monkeypatch, verbs, torch.nan)
+    with (
+        tritonclip.verify(),
+        pytest.raises(VerificationError, match=r"norm: got nan, expected 5\.0\b"),
     ):
         tritonclip.get_total_norm([torch.tensor([3.0, 4.0], device=device)])
 

@@ -615,6 +615,36 @@ def test_buffers_that_move_into_shared_memory_stay_in_use(part):
     assert not any(grad_of(p).any() for p in model.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_gradients_of_whole_vectors_begin_at_vectors(dtype):
+    """Ragged ones come last, so that kernels read the others 16 bytes at a time."""
+    params = parameters_of([(3,), (4, 4), (5,), (8,), (1,), (16,)], dtype)
+    (buffer,) = FlatGradients(params).buffers
+    for param in params:
+        if param.numel() * param.itemsize % 16 == 0:
+            assert (grad_of(param).data_ptr() - buffer.data_ptr()) % 16 == 0
+
+
+def test_buffers_are_planned_again_only_where_memory_moved(monkeypatch):
+    """A plan has addresses, which kernels read."""
+    model = torch.nn.Linear(3, 2)
+    flat = FlatGradients(model)
+    plan, planned = FlatGradients._plan, []
+
+    def counted(self, *args):
+        planned.append(args)
+        return plan(self, *args)
+
+    monkeypatch.setattr(FlatGradients, "_plan", counted)
+    for _ in range(3):
+        tritonclip.clip_(flat, 1.0)
+    assert len(planned) == 1
+    model.share_memory()
+    for _ in range(3):
+        tritonclip.clip_(flat, 1.0)
+    assert len(planned) == 2
+
+
 def test_verification_agrees(backend):
     params = mixed(backend.device)
     flat = FlatGradients(params)

@@ -150,6 +150,21 @@ def test_zero_makes_the_step_one_with_zero_gradients(backend, make, rule):
     assert int(optimizer.stats.steps) == 1
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [ClipByGlobalNorm(1.0), ClipByNorm(1.0)],
+    ids=["global", "by-norm"],
+)
+def test_zero_is_a_coefficient_of_zero(backend, rule):
+    params = [torch.nn.Parameter(torch.zeros(2, device=backend.device)) for _ in range(2)]
+    optimizer = ClippedOptimizer(torch.optim.SGD(params, lr=0.1), rule, nonfinite="zero")
+    for size in (1.0, math.inf):
+        for param in params:
+            param.grad = torch.full_like(param, size)
+        optimizer.step()
+    assert optimizer.stats.last_coefficient.item() == 0.0
+
+
 def test_zero_concerns_only_gradients_that_share_a_norm():
     params = new_params()
     groups: list[dict[str, Any]] = [{"params": params[:2]}, {"params": [params[2]], "clip": 1e9}]

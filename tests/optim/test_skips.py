@@ -54,6 +54,34 @@ def test_skip_above_compares_the_norm_of_all_groups(own, above, skipped):
     assert bool(params[0].any()) == bool(params[1].any()) == (not skipped)
 
 
+@pytest.mark.parametrize("first", ["without a gradient", "not clipped"])
+def test_skip_above_compares_the_groups_behind_one_that_does_not_count(first):
+    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    rules: list[Any] = [None if first == "not clipped" else 1.0, 1.0, 2.0]
+    groups: list[dict[str, Any]] = [
+        {"params": [param], "clip": rule} for param, rule in zip(params, rules, strict=True)
+    ]
+    optimizer = ClippedOptimizer(sgd(groups), 1.0)
+    for skipped, above in enumerate((5.1, 4.9)):
+        if first == "not clipped":
+            params[0].grad = torch.tensor([100.0])
+        params[1].grad, params[2].grad = torch.tensor([3.0]), torch.tensor([4.0])
+        optimizer.skip_above = above
+        optimizer.step()
+        assert optimizer.stats.summary()["skipped_steps"] == skipped
+
+
+@pytest.mark.parametrize(("norm_type", "above", "skipped"), [(math.inf, 4.5, 1), (1.0, 6.0, 0)])
+def test_skip_above_compares_the_two_norm_whatever_the_rule_measures(norm_type, above, skipped):
+    """The 2-norm is 5 here, the largest element 4, and the sum 7."""
+    param = torch.nn.Parameter(torch.zeros(2))
+    param.grad = torch.tensor([3.0, 4.0])
+    rule = tritonclip.ClipByGlobalNorm(1.0, norm_type)
+    optimizer = ClippedOptimizer(sgd([param]), rule, skip_above=above)
+    optimizer.step()
+    assert optimizer.stats.summary()["skipped_steps"] == skipped
+
+
 def test_skip_above_takes_no_gradient_for_no_outlier():
     _, optimizer = wrapped(sgd, 1.0, skip_above=1.0)
     optimizer.step()
@@ -82,6 +110,20 @@ def test_inf_is_above_and_nan_is_not(value, skips):
     give_grads(params, bad=value)
     optimizer.step()
     assert int(optimizer.stats.skipped_steps) == skips
+
+
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+def test_inf_is_skipped_before_it_is_an_error(make):
+    """Whoever decides, the host or a fused optimizer; NaN is above no bound."""
+    params, optimizer = wrapped(make, nonfinite="error", skip_above=1e30)
+    give_grads(params, bad=math.inf)
+    before = copies(params)
+    optimizer.step()
+    assert int(optimizer.stats.skipped_steps) == 1
+    assert_bits(params, before)
+    give_grads(params, bad=math.nan)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        optimizer.step()
 
 
 def test_a_norm_that_equals_the_bound_is_not_skipped():

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import normal, parameter
+from workers import python
 
 import tritonclip
 from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer
@@ -268,3 +269,20 @@ def test_distributed_checkpoint_fills_the_state_without_a_warning():
         state: Any = get_optimizer_state_dict(model, optimizer)
 
     assert "exp_avg" in state["state"]["weight"]
+
+
+def test_a_new_process_is_warned():
+    """Whatever other tests set, the module begins so."""
+    ran = python(
+        "-W",
+        "error",
+        "-c",
+        "import torch, tritonclip\n"
+        "weight = torch.ones(2, requires_grad=True)\n"
+        "optimizer = tritonclip.ClippedOptimizer(torch.optim.SGD([weight], lr=0.1), 1.0)\n"
+        "for _ in range(2):\n"
+        "    weight.grad = torch.ones(2)\n"
+        "    tritonclip.clip_(weight, 0.5)\n"
+        "    optimizer.step()\n",
+    )
+    assert f"UserWarning: {TWICE}" in ran.stderr

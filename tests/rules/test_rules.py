@@ -171,3 +171,25 @@ def test_rule_by_value_reads_bounds_in_tensors_once(bound):
 def test_rule_by_value_refuses_tensors_that_are_no_number_on_a_cpu(make, bound, message):
     with pytest.raises(TypeError, match=message):
         make(bound)
+
+
+@BY_NORM
+def test_rule_by_norm_takes_negative_zero_for_zero(kind):
+    """The sign would turn that of every gradient."""
+    assert math.copysign(1.0, kind(-0.0).max_norm) == 1.0
+
+
+@pytest.mark.parametrize("other", [0.0, -0.0])
+def test_rule_by_value_keeps_the_sign_of_a_zero_bound(other):
+    """Also where the bound of another sign was rounded before."""
+    ClipByValue(-0.0, 1.0).bounds(torch.float32)
+    ClipByValue(0.0, 1.0).bounds(torch.float32)
+    low, high = ClipByValue(other, 1.0).bounds(torch.float32)
+    assert (math.copysign(1.0, low), high) == (math.copysign(1.0, other), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(-1.0, lambda step: 2.0), (lambda step: -1.0, 2.0)], ids=["max", "min"]
+)
+def test_rule_by_value_takes_a_schedule_beside_a_number(low, high):
+    assert ClipByValue(low, high).at(0).interval() == (-1.0, 2.0)

@@ -160,9 +160,10 @@ def test_limits_may_have_gaps_or_be_one(device, make):
     )
 
 
-def test_limits_of_another_number_are_refused(device):
+@pytest.mark.parametrize(("rule", "n"), [(GivenEach, 3), (Given, 1)], ids=["each", "global"])
+def test_limits_of_another_number_are_refused(device, rule, n):
     grads = of_sizes((5, 40, 3), torch.float32, device)
     before = copies(grads)
-    with pytest.raises(ValueError, match="one for each of 3 gradients"):
-        clipped(grads, GivenEach(torch.ones(2, device=device)))
+    with pytest.raises(ValueError, match=f"one for each of {n} gradients"):
+        clipped(grads, rule(torch.ones(2, device=device)))
     assert_bits(grads, before)

@@ -9,6 +9,7 @@ import pickle
 
 import numpy as np
 import pytest
+import reference
 import torch
 from cases import FLOATS, assert_bits, assert_norm, bits, copies, grad_of, named, normal
 from hypothesis import given
@@ -191,7 +192,8 @@ def test_clip_by_unit_neither_overflows_nor_underflows(device, dtype, magnitude)
         parameters.append(one)
     # Also where the norm itself does not fit the dtype.
     rule = ClipByUnitNorm(0.25, eps=0.0)
-    tritonclip.clip_(parameters, rule)
+    before = copies(map(grad_of, parameters))
+    assert_norm(tritonclip.clip_(parameters, rule), reference.norms(before))
     for one in parameters:
         quarter = torch.full_like(one, magnitude).cpu().double() / 4
         assert_clipped(grad_of(one).abs(), quarter.numpy())

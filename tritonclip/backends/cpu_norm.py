@@ -162,9 +162,9 @@ def _zeros(dtype: torch.dtype, n: int) -> Tensor:
 
 def _repeated(numbers: list[int], counts: list[int]) -> Tensor:
     """Each number so many times, without the threads that `repeat_interleave` would start."""
-    first = torch.tensor([0, *accumulate(counts[:-1])], device="cpu")
+    first = torch.tensor([*accumulate(counts[:-1])], dtype=torch.int64, device="cpu")
     marks = torch.zeros(sum(counts), dtype=torch.int64, device="cpu")
-    marks[first[1:]] = 1
+    marks[first] = 1
     return torch.tensor(numbers, device="cpu").index_select(0, marks.cumsum_(0))
 
 

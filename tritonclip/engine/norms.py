@@ -65,9 +65,8 @@ class Norms(NamedTuple):
             there = None if all(wanted) else [i for i, own in enumerate(wanted) if own]
             return there, len(wanted)
         places = gradients.places()
-        if gradients.sources is None:
-            return places, len(gradients.tensors) if places is None else max(places) + 1
-        return places, len(gradients.sources)
+        # FlatGradients, which have no sources, hold each gradient once.
+        return places, len(gradients.tensors if gradients.sources is None else gradients.sources)
 
 
 def total(norms: Norms) -> Tensor:

@@ -245,7 +245,7 @@ class ClippedOptimizer(MeasuringWrapper):
                 self._log.add_overflowed(attempt.clipping)
             return None
         if attempt.outcomes is None:
-            if self._nonfinite == "error" and (overflow is None or not bool(overflow)):
+            if self._nonfinite == "error" and (stop is None or not bool(stop)):
                 attempt.clipping.raise_if_nonfinite()
             self._attempt = attempt
             attempt.outcomes = attempt.clipping.write_()
