@@ -17,7 +17,7 @@ from torch import Tensor
 
 import tritonclip
 from tritonclip import ClipByOwnHistory, ClipByUnitNorm, ClippedOptimizer, ClipState
-from tritonclip.backends import packed
+from tritonclip.backends import choose, packed
 from tritonclip.engine.planner import plans
 
 pytestmark = pytest.mark.skipif(
@@ -30,25 +30,39 @@ LISTS = {
     "packed": [((3,), SINGLE), ((4, 5), SINGLE), ((7,), SINGLE)],
     "large": [((70, 90), SINGLE), ((7,), SINGLE)],
     "mixed": [((7,), SINGLE), ((20,), HALF), ((9,), DOUBLE), ((3, 2), HALF)],
+    "halves": [((20,), HALF), ((3, 2), HALF)],
 }
+# With a loss scale of 2^120, their multipliers are below the least normal float32.
+TWO_FACTORS = [
+    *each_rule(1e-6, 0.0)[:2],
+    pytest.param(ClipByUnitNorm(1e-3), id="by-unit"),
+]
 
 
 class Arguments:
-    """Parameters whose gradients are written anew before each call."""
+    """Parameters whose gradients are written anew before each call.
 
-    def __init__(self, name: str, rule: Any) -> None:
+    Args:
+        name: of a list.
+        rule: to clip by.
+        grad_scale: the loss scale that gradients carry.
+    """
+
+    def __init__(self, name: str, rule: Any, grad_scale: float = 1.0) -> None:
         made = [normal(shape, dtype, seed=at) for at, (shape, dtype) in enumerate(LISTS[name])]
-        self.params, self.rule = parameters(made), rule
+        self.params, self.rule, self.grad_scale = parameters(made), rule, grad_scale
         self.grads = [grad_of(param) for param in self.params]
 
     def fill(self, seed: int) -> list[Tensor]:
         """Writes the values of a seed; returns copies."""
         for at, grad in enumerate(self.grads):
-            grad.copy_(normal(grad.shape, grad.dtype, seed=100 * seed + at))
+            values = normal(grad.shape, torch.float64, seed=100 * seed + at)
+            grad.copy_(values if grad.dtype == HALF else values * self.grad_scale)
         return copies(self.grads)
 
     def clip(self) -> Any:
-        return tritonclip.clip_(self.params, self.rule)
+        scale = None if self.grad_scale == 1 else self.grad_scale
+        return tritonclip.clip_(self.params, self.rule, grad_scale=scale)
 
     def assert_clips(self, seed: int, expected: tuple[Any, list[Tensor]]) -> None:
         self.fill(seed)
@@ -98,6 +112,35 @@ def test_clip_interrupted_anywhere_leaves_no_trace(backend, monkeypatch, name, r
         ours.assert_clips(2, others)
         n += stride
     assert n > 500
+
+
+@pytest.mark.parametrize("host_decides", [True, False], ids=["cpu", "deferred"])
+@pytest.mark.parametrize("name", ["packed", "halves"])
+@pytest.mark.parametrize("rule", TWO_FACTORS)
+def test_clip_interrupted_between_two_factors_leaves_before_or_after(
+    monkeypatch, host_decides, name, rule
+):
+    """Where coefficient / loss scale is below 2^-126, gradients are multiplied by two factors."""
+    if not host_decides:
+        monkeypatch.setattr(choose, "host_decides", lambda device: False)
+    plans.clear()
+    ours = Arguments(name, rule, grad_scale=2.0**120)
+    after = ours.result(1)[1]
+    before = ours.fill(1)
+    n, ended = 0, False
+    while not ended:
+        n += 1
+        ours.fill(1)
+        try:
+            with InterruptAtBytecode(n, "/tritonclip/backends/"):
+                ours.clip()
+            ended = True
+        except KeyboardInterrupt:
+            pass
+        for grad, old, new in zip(ours.grads, before, after, strict=True):
+            assert_between(grad, old, new)
+    plans.clear()
+    assert n > 100
 
 
 def test_clip_interrupted_anywhere_leaves_a_state_of_before_or_after():

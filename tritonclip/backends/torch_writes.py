@@ -29,8 +29,11 @@ def multiply_(tensors: list[Tensor], factors: list[Tensor], erase: Tensor) -> No
     if tensors[0].dtype != torch.float64:
         factors = [factor.to(torch.float32) for factor in factors]
     first, *others = factors
+    # On a CPU, an interrupt between two factors would leave gradients multiplied by one of them.
+    in_place = not others or tensors[0].device.type != "cpu"
     # Off the CPU, foreach rounds a factor to the tensors' dtype first.
-    if tensors[0].dtype == first.dtype and in_one_call(torch._foreach_mul_, tensors, first):
+    in_place = in_place and tensors[0].dtype == first.dtype
+    if in_place and in_one_call(torch._foreach_mul_, tensors, first):
         for factor in others:
             torch._foreach_mul_(tensors, factor)
         for tensor in tensors:

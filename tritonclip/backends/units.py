@@ -189,7 +189,9 @@ def _multiply_units_(grad: Tensor, factors: list[Tensor], erase: Tensor) -> None
     """Multiplies the units of a gradient in place by 1-d factors, rounding once."""
     rows = as_rows(as_real(grad), whole=grad.dim() < 2)
     columns = [factor.view(-1, *(1,) * (rows.dim() - 1)) for factor in factors]
-    if rows.dtype == factors[0].dtype and rows.dtype in ARITHMETIC:
+    # As in multiply_, no interrupt comes between two factors on a CPU.
+    in_place = len(factors) == 1 or grad.device.type != "cpu"
+    if in_place and rows.dtype == factors[0].dtype and rows.dtype in ARITHMETIC:
         for column in columns:
             rows.mul_(column)
         rows.masked_fill_(erase, 0.0)
