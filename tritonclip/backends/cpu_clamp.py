@@ -1,13 +1,15 @@
 """Clamping on a CPU: large gradients in one pass each, small ones together."""
 
 import math
+from collections.abc import Set
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from tritonclip.backends.batching import pack_small
-from tritonclip.backends.torch_writes import ARITHMETIC, clamp_together_
+from tritonclip.backends.cpu_wide import write_widened_
+from tritonclip.backends.torch_writes import ARITHMETIC, clamp_together_, in_forward_mode
 
 # Elements from which a CPU tensor is clamped in one pass: of 1,024, 4,096, 8,192 and 131,072
 # elements, two foreach passes take 1.2, 2.3, 7.5 and 78 us a tensor, one call of clamp_ 1.9, 2.2,
@@ -25,16 +27,20 @@ class Clamping:
     Args:
         tensors: gradients of one dtype on a CPU; at least one.
         sizes: theirs.
+        widened: indices of those that are converted to be written.
         flat: each is contiguous.
     """
 
-    __slots__ = ("_alone", "_lines", "_sizes", "_together")
+    __slots__ = ("_alone", "_lines", "_sizes", "_together", "_widened")
 
-    def __init__(self, tensors: list[Tensor], sizes: list[int], *, flat: bool) -> None:
+    def __init__(
+        self, tensors: list[Tensor], sizes: list[int], widened: Set[int], *, flat: bool
+    ) -> None:
         least = math.inf
         if tensors[0].dtype in ARITHMETIC:
             least = 0 if len(tensors) == 1 else ONE_PASS
         self._alone = [i for i, n in enumerate(sizes) if n >= least]
+        self._widened = widened
         self._together = [i for i, n in enumerate(sizes) if n < least]
         # Contiguous and 1-d: packed without a view of each.
         self._lines = flat and all(tensor.dim() == 1 for tensor in tensors)
@@ -48,8 +54,12 @@ class Clamping:
             _clamp_many_(small, [self._sizes[i] for i in self._together], low, high)
         elif small:
             clamp_together_(small, low, high)
-        for i in self._alone:
-            tensors[i].clamp_(low, high)
+        alone = [tensors[i] for i in self._alone]
+        if self._widened and not in_forward_mode():
+            write_widened_(tensors, self._widened, lambda piece, _: piece.clamp_(low, high))
+            alone = [tensors[i] for i in self._alone if i not in self._widened]
+        for tensor in alone:
+            tensor.clamp_(low, high)
 
 
 def _clamp_many_(tensors: list[Tensor], sizes: list[int], low: float, high: float) -> None:

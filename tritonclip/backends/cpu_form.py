@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.cpu_clamp import Clamping
+from tritonclip.backends.cpu_wide import to_widen
 from tritonclip.backends.numbers import Numbers
 from tritonclip.backends.packed import VIEW_BYTES, Scratch, packs, scratch_bytes
 from tritonclip.backends.torch_writes import ARITHMETIC
@@ -41,7 +42,6 @@ class CpuForm:
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.least = torch.finfo(self.wide).tiny
         self.packs = dtype in ARITHMETIC and packs(dtype, self.sizes, flat=flat)
-        self.clamping = Clamping(tensors, self.sizes, flat=flat)
         # Gradients whose mean size is small are scaled by GradScaler's function, which looks for
         # NaN and inf too; nothing reads what it finds.
         self.unscales = (
@@ -50,6 +50,8 @@ class CpuForm:
             and not any(map(Tensor.is_neg, tensors))
         )
         self.unscales_each = self.unscales and dtype != torch.float32
+        self.widened = frozenset(to_widen(tensors, self.sizes, flat=flat))
+        self.clamping = Clamping(tensors, self.sizes, self.widened, flat=flat)
         self.found_nonfinite = torch.zeros((), dtype=torch.float32, device="cpu")
         # Memory that no call uses: a call takes it and appends it again, each in one operation, so
         # that threads, and a signal handler within a call, never share any. One of each is kept.

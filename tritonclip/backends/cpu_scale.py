@@ -5,12 +5,12 @@ from ctypes import c_double, c_float
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from tritonclip.backends.cpu_form import CpuForm
+from tritonclip.backends.cpu_wide import write_widened_
 from tritonclip.backends.numbers import Numbers
 from tritonclip.backends.torch_backend import TorchBatch
-from tritonclip.backends.torch_writes import in_one_call, multiply_
+from tritonclip.backends.torch_writes import in_forward_mode, in_one_call, multiply_
 
 unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 
@@ -20,12 +20,16 @@ def multiply_together_(tensors: list[Tensor], form: CpuForm, multiplier: float) 
     # In a 0-d tensor: a number would be rounded to a half type first.
     numbers = form.take_numbers(form.wide)
     numbers.memory[0] = multiplier
-    if form.unscales and forward_ad._current_level < 0:
+    factor = numbers.first
+    if form.widened and not in_forward_mode():
+        write_widened_(tensors, form.widened, lambda piece, _: piece.mul_(factor))
+        tensors = [tensor for i, tensor in enumerate(tensors) if i not in form.widened]
+    if form.unscales and not in_forward_mode():
         # Not for dual numbers, whose tangents it leaves. What GradScaler unscales with.
-        unscale_(tensors, form.found_nonfinite, numbers.first)
+        unscale_(tensors, form.found_nonfinite, factor)
         torch.autograd.graph.increment_version(tensors)
-    elif not in_one_call(torch._foreach_mul_, tensors, numbers.first):
-        multiply_(tensors, [numbers.first], _no())
+    elif tensors and not in_one_call(torch._foreach_mul_, tensors, factor):
+        multiply_(tensors, [factor], _no())
     form.numbers[form.wide].append(numbers)
 
 
@@ -95,14 +99,19 @@ def _multiply_chosen_(
     tensors: list[Tensor], form: CpuForm, changed: list[int] | None, factors: Sequence[Tensor]
 ) -> None:
     """Multiplies some gradients, each by the 0-d factor of its index; None for all."""
+    if form.widened and not in_forward_mode():
+        places = range(len(tensors)) if changed is None else changed
+        long = [i for i in places if i in form.widened]
+        write_widened_(tensors, long, lambda piece, i: piece.mul_(factors[i]))
+        changed = [i for i in places if i not in form.widened]
     if changed is not None:
         tensors = [tensors[i] for i in changed]
         factors = [factors[i] for i in changed]
-    if form.unscales_each and forward_ad._current_level < 0:
+    if form.unscales_each and not in_forward_mode():
         for tensor, factor in zip(tensors, factors, strict=True):
             unscale_([tensor], form.found_nonfinite, factor)
         torch.autograd.graph.increment_version(tensors)
-    elif not in_one_call(torch._foreach_mul_, tensors, factors):
+    elif tensors and not in_one_call(torch._foreach_mul_, tensors, factors):
         for tensor, factor in zip(tensors, factors, strict=True):
             multiply_([tensor], [factor], _no())
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tritonclip.backends.batching import PIECE, split_flat
 
@@ -67,6 +68,11 @@ def in_one_call(foreach: Callable[..., None], tensors: list[Tensor], *operands: 
             return False
         raise
     return True
+
+
+def in_forward_mode() -> bool:
+    """Whether gradients may be dual numbers of forward AD."""
+    return forward_ad._current_level >= 0
 
 
 def store_(piece: Tensor, values: Tensor) -> None:
