@@ -181,7 +181,8 @@ def _torch_clip(gradients: Gradients, rule: str, limit: float, foreach: bool | N
         return clip_grad_norm_(parameters, limit, foreach=foreach)
     if not foreach:
         return [clip_grad_norm_(p, limit, foreach=foreach) for p in parameters]
-    grads = gradients.grads
+    # From the parameters, as all that are compared.
+    grads = [p.grad for p in parameters if p.grad is not None]
     norms = torch.stack(torch._foreach_norm(grads))
     factors = (limit / (norms + EPS)).clamp_(max=1.0)
     torch._foreach_mul_(grads, list(factors.unbind()))
