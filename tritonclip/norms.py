@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -24,6 +23,7 @@ from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.grad_mode import without_grad
 from tritonclip.rules import ClipByNorm
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
+from tritonclip.warn import warn_user
 
 
 @torch.compiler.disable
@@ -116,7 +116,7 @@ class NamedNorms:
         """The p-norms by name; raises the refusal of this process, or of others."""
         gradients, scale = self.gradients, 1.0 if grad_scale is None else grad_scale
         if gradients.plan is None and (text := gradients.warning()):
-            warnings.warn(text, UserWarning, stacklevel=4)
+            warn_user(text)
         if gradients.refusal is not None:
             again = partial(execute.measure, gradients, p, True)
             tell_others(gradients, ClipByNorm(math.inf, p), again, names_culprits=False)

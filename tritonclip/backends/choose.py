@@ -1,7 +1,6 @@
 """Which backend serves which gradients, and why."""
 
 import importlib
-import warnings
 from functools import cache
 
 import torch
@@ -13,6 +12,7 @@ from tritonclip.backends.cpu_backend import CpuLayout
 from tritonclip.backends.torch_backend import TorchLayout
 from tritonclip.backends.unit_batch import UnitLayout
 from tritonclip.backends.units import TorchUnitLayout
+from tritonclip.warn import warn_user
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -163,4 +163,4 @@ def _why_not_triton(device: str) -> str | None:
 
 @cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=7)
+    warn_user(message)

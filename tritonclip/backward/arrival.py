@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +20,7 @@ from tritonclip.engine.planner import plan_
 from tritonclip.engine.refusals import some
 from tritonclip.engine.sources import with_labels
 from tritonclip.rules import ClipByNorm, ClipByValue
+from tritonclip.warn import warn_user
 
 
 class ClippingHandle:
@@ -165,10 +165,8 @@ def _warn_of_ddp(parameters: object) -> None:
     if not isinstance(parameters, Module) or kind is None:
         return
     if any(isinstance(m, kind) for m in parameters.modules()):
-        warnings.warn(
+        warn_user(
             "DistributedDataParallel averages gradients after they have arrived, so each process "
             "clips the gradient of its own part of the batch. To clip the average, use clip_ or a "
-            "ClippedOptimizer after backward; if this is meant, pass model.parameters()",
-            UserWarning,
-            stacklevel=3,
+            "ClippedOptimizer after backward; if this is meant, pass model.parameters()"
         )

@@ -4,7 +4,6 @@ The only composition of the backends' verbs. Arguments are checked and the list 
 """
 
 import math
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from tritonclip.engine.refusals import refuse_for_rule, refuse_read_only
 from tritonclip.engine.together import tell_others
 from tritonclip.grad_mode import without_grad
 from tritonclip.rules import Rule
+from tritonclip.warn import warn_user
 
 
 class Outcome(NamedTuple):
@@ -59,7 +59,7 @@ def clip_(
     if plan is None:
         refuse_for_rule(gradients, rule)
         if text := gradients.warning():
-            warnings.warn(text, UserWarning, stacklevel=3)
+            warn_user(text)
         shape = 0 if rule.per_gradient else ()
         return (
             None

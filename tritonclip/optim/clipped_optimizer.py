@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,6 +27,7 @@ from tritonclip.optim.param_groups import check_group, not_in_buffers
 from tritonclip.optim.registry import check_optimizer
 from tritonclip.optim.step_log import StepLog, either
 from tritonclip.rules import Outlier, Rule, as_rule
+from tritonclip.warn import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -232,7 +232,7 @@ class ClippedOptimizer(MeasuringWrapper):
             attempt = Attempt(clipping, skip, outlier, scaled=grad_scale is not None)
             self._attempt = None
             if twice.remembered and twice.is_noticed(clipping.written_to()):
-                warnings.warn(_CLIPPED_TWICE, UserWarning, stacklevel=8)
+                warn_user(_CLIPPED_TWICE)
         found_inf = getattr(self, "found_inf", None)
         overflow = found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +9,8 @@ from weakref import ref
 
 import torch
 from torch.optim import Optimizer
+
+from tritonclip.warn import warn_user
 
 
 class StepGuard:
@@ -30,12 +31,10 @@ class StepGuard:
         if torch.compiler.is_compiling() or self.open or self._warned or self.wrapper() is None:
             return
         self._warned = True
-        warnings.warn(
+        warn_user(
             f"{type(optimizer).__name__}.step() was called on the optimizer inside a "
             "ClippedOptimizer, so nothing was clipped or counted; expected step() of the "
-            "ClippedOptimizer. To update without clipping, set its attribute clip to float('inf')",
-            UserWarning,
-            stacklevel=3,
+            "ClippedOptimizer. To update without clipping, set its attribute clip to float('inf')"
         )
 
 

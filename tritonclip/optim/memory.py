@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from tritonclip.rules import ClipState, Following, Numbering, Outlier, Rule
 from tritonclip.rules.arguments import as_count, as_limit
+from tritonclip.warn import warn_user
 
 # A run that skips so many steps in a row is no run; nobody may have noticed.
 _SUSPICIOUS = 100
@@ -192,12 +192,11 @@ class SkipWatch:
             )
         if self.most is None and n >= _SUSPICIOUS and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"{n} steps in a row were skipped, because their gradients were NaN or inf, or "
                 "above skip_above: nothing is learned. nonfinite='error' names the gradients; "
                 "max_consecutive_skips raises an error in place of this warning",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
     def _read(self, in_a_row: Tensor) -> int:

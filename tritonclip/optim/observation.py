@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from tritonclip.norms import NamedNorms
 from tritonclip.optim.param_groups import Groups, label_of_member
 from tritonclip.optim.shares import Share
 from tritonclip.rules import ClipByNorm
+from tritonclip.warn import warn_user
 
 if TYPE_CHECKING:
     from tritonclip.optim.step import StepClipping
@@ -109,11 +109,10 @@ class Observation:
             )
         except OSError as error:
             # The step is taken: training goes on.
-            warnings.warn(
+            warn_user(
                 f"{recorder!r} could not write: {error}. Training goes on, and the rows are kept "
                 "for the next flush",
                 RuntimeWarning,
-                stacklevel=2,
             )
 
 

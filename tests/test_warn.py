@@ -1,0 +1,47 @@
+"""Warnings point to the user's line, through however many of our frames and torch's."""
+
+import pytest
+import torch
+from cases import parameters
+
+import tritonclip
+from tritonclip import ClippedOptimizer
+from tritonclip.backends import choose
+from tritonclip.engine.planner import plans
+
+
+def wrapped() -> ClippedOptimizer:
+    (param,) = parameters([torch.ones(3)])
+    return ClippedOptimizer(torch.optim.SGD([param], lr=0.1), 1.0)
+
+
+def step_of_the_inner_optimizer() -> None:
+    # A variable, because the wrapper has to live.
+    wrapper = wrapped()
+    wrapper.optimizer.step()
+
+
+CALLS = {
+    "clip_": lambda: tritonclip.clip_([torch.zeros(3)], 1.0),
+    "clip_grad_norm_": lambda: tritonclip.clip_grad_norm_([torch.zeros(3)], 1.0),
+    "norms_by_name": lambda: tritonclip.norms_by_name([("w", torch.zeros(3))]),
+    "step of the inner optimizer": step_of_the_inner_optimizer,
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_warning_names_the_line_that_called(call):
+    with pytest.warns(UserWarning, match="expected") as caught:
+        call()
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("clip_", [tritonclip.clip_, tritonclip.clip_grad_norm_])
+def test_warning_of_a_slower_backend_names_the_line_that_called(clip_, monkeypatch):
+    monkeypatch.setattr(choose, "_why_not_triton", lambda device: None)
+    choose._warn_once.cache_clear()
+    plans.clear()
+    params = parameters([torch.ones(4, 6)[:, ::2]])
+    with tritonclip.use_backend("triton"), pytest.warns(UserWarning, match="dense") as caught:
+        clip_(params, 1.0)
+    assert [warning.filename for warning in caught] == [__file__]

@@ -1,0 +1,20 @@
+"""Warnings that point to the user's line."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+# Code between a warning and the user: ours, and torch's decorators and hooks of optimizers.
+_BETWEEN = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warns at the line that called into the library, however deep the cause lies."""
+    level = 2
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        level += 1
+        frame = frame.f_back
+    warnings.warn(message, category, stacklevel=level)
