@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -14,47 +13,19 @@ from tritonclip.clipping import Parameters, collect
 from tritonclip.distributed.domain import Copies, Holders, check_holders
 from tritonclip.distributed.shares import without_mesh
 from tritonclip.engine import apart, compiled, execute, twice
-from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import Gradients, of_parameters
 from tritonclip.engine.nonfinite import TORCH_REMEDY
 from tritonclip.engine.planner import plan_
 from tritonclip.engine.refusals import refuse_negative
 from tritonclip.engine.tensors import of_tensors
 from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.rules import ClipByGlobalNorm, ClipByValue
+from tritonclip.rules import ClipByGlobalNorm
 from tritonclip.rules.arguments import as_limit, as_norm_type, check_one_float
+from tritonclip.torch_arguments import as_float, by_norm, by_value, check_foreach
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-# Where torch has its foreach functions.
-_FOREACH_DEVICES = ("cpu", "cuda", "xpu", "mtia", "privateuseone")
-_cached_by_norm = lru_cache(maxsize=64)(ClipByGlobalNorm)
-_cached_by_value = lru_cache(maxsize=64)(lambda bound: ClipByValue(as_limit("clip_value", bound)))
-
-
-def _as_float(number: object) -> float:
-    """Converts a number as torch does: text and one-element tensors count, errors are Python's.
-
-    Booleans pass: rules refuse them.
-    """
-    return number if isinstance(number, bool) else float(number)  # type: ignore[arg-type]
-
-
-def _by_norm(max_norm: float, norm_type: float) -> ClipByGlobalNorm:
-    """The rule, made once for floats: a cache would find 1 for True, and cannot be traced."""
-    floats = type(max_norm) is float and type(norm_type) is float
-    if floats and not torch.compiler.is_compiling():
-        return _cached_by_norm(max_norm, norm_type)
-    return ClipByGlobalNorm(max_norm, norm_type)
-
-
-def _by_value(bound: float) -> ClipByValue:
-    """As `_by_norm`."""
-    if type(bound) is float and not torch.compiler.is_compiling():
-        return _cached_by_value(bound)
-    return ClipByValue(as_limit("clip_value", bound))
 
 
 def _collect(
@@ -68,21 +39,8 @@ def _collect(
     if not foreach or isinstance(parameters, FlatGradients):
         return collect(parameters, holders=holders, tells=tells)
     gradients = of_parameters(parameters, holders=holders, tells=tells)
-    _check_foreach(gradients)
+    check_foreach(gradients)
     return plan_(gradients)
-
-
-def _check_foreach(gradients: Gradients) -> None:
-    """Refuses foreach=True where torch does; otherwise the argument changes nothing."""
-    for tensor in gradients.tensors:
-        if tensor.device.type not in _FOREACH_DEVICES:
-            error = RuntimeError(
-                "foreach=True was passed, but can't use the foreach API on "
-                f"{tensor.device.type} tensors"
-            )
-            if not refuse_(gradients, error):
-                raise error
-            break
 
 
 def clip_grad_norm_(
@@ -123,7 +81,7 @@ def clip_grad_norm_(
         >>> clip_grad_norm_([weight], max_norm=1.0)
         tensor(10.)
     """
-    rule = _by_norm(_as_float(max_norm), _as_float(norm_type))
+    rule = by_norm(as_float(max_norm), as_float(norm_type))
     policy = "error" if error_if_nonfinite else "propagate"
     if torch.compiler.is_compiling():
         norm = compiled.clip_(parameters, rule, policy, 1.0, None, process_group, copies)
@@ -153,7 +111,7 @@ def clip_grad_value_(
     Raises:
         As :func:`clip_`.
     """
-    rule = _by_value(_as_float(clip_value))
+    rule = by_value(as_float(clip_value))
     if torch.compiler.is_compiling():
         compiled.clip_(parameters, rule, "propagate", 1.0)
     else:
@@ -198,7 +156,7 @@ def get_total_norm(
         >>> get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
         tensor(5.)
     """
-    order = as_norm_type(_as_float(norm_type))
+    order = as_norm_type(as_float(norm_type))
     if torch.compiler.is_compiling():
         if isinstance(tensors, FlatGradients):
             tensors = [p.grad for p in tensors.parameters if p.grad is not None]
@@ -209,7 +167,7 @@ def get_total_norm(
     else:
         gradients = of_tensors(tensors, holders=holders, tells=True)
         if foreach:
-            _check_foreach(gradients)
+            check_foreach(gradients)
         plan_(gradients)
     return apart.total_norm(gradients, order, error_if_nonfinite)
 
@@ -252,7 +210,7 @@ def clip_grads_with_norm_(
         >>> weight.grad
         tensor([1.5000, 2.0000])
     """
-    rule = ClipByGlobalNorm(_as_float(max_norm), math.inf, eps)
+    rule = ClipByGlobalNorm(as_float(max_norm), math.inf, eps)
     if isinstance(total_norm, Tensor):
         total_norm = without_mesh(total_norm)
         check_one_float("total_norm", total_norm)

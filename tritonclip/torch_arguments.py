@@ -1,0 +1,51 @@
+"""The arguments of torch.nn.utils: numbers as torch converts them, and their rules."""
+
+from functools import lru_cache
+
+import torch
+
+from tritonclip.engine.building import refuse_
+from tritonclip.engine.gradients import Gradients
+from tritonclip.rules import ClipByGlobalNorm, ClipByValue
+from tritonclip.rules.arguments import as_limit
+
+# Where torch has its foreach functions.
+_FOREACH_DEVICES = ("cpu", "cuda", "xpu", "mtia", "privateuseone")
+_cached_by_norm = lru_cache(maxsize=64)(ClipByGlobalNorm)
+_cached_by_value = lru_cache(maxsize=64)(lambda bound: ClipByValue(as_limit("clip_value", bound)))
+
+
+def as_float(number: object) -> float:
+    """Converts a number as torch does: text and one-element tensors count, errors are Python's.
+
+    Booleans pass: rules refuse them.
+    """
+    return number if isinstance(number, bool) else float(number)  # type: ignore[arg-type]
+
+
+def by_norm(max_norm: float, norm_type: float) -> ClipByGlobalNorm:
+    """The rule, made once for floats: a cache would find 1 for True, and cannot be traced."""
+    floats = type(max_norm) is float and type(norm_type) is float
+    if floats and not torch.compiler.is_compiling():
+        return _cached_by_norm(max_norm, norm_type)
+    return ClipByGlobalNorm(max_norm, norm_type)
+
+
+def by_value(bound: float) -> ClipByValue:
+    """As `by_norm`."""
+    if type(bound) is float and not torch.compiler.is_compiling():
+        return _cached_by_value(bound)
+    return ClipByValue(as_limit("clip_value", bound))
+
+
+def check_foreach(gradients: Gradients) -> None:
+    """Refuses foreach=True where torch does; otherwise the argument changes nothing."""
+    for tensor in gradients.tensors:
+        if tensor.device.type not in _FOREACH_DEVICES:
+            error = RuntimeError(
+                "foreach=True was passed, but can't use the foreach API on "
+                f"{tensor.device.type} tensors"
+            )
+            if not refuse_(gradients, error):
+                raise error
+            break
