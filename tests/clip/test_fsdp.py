@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from cases import assert_bits, copies
+from cases import assert_bits, copies, parameters
 from torch.multiprocessing.spawn import spawn
 
 import tritonclip
@@ -86,6 +86,18 @@ def _refuses_norms(strategy: str, use_orig_params: bool) -> None:
         assert_bits(grads, [reference.scaled(g, reference.coefficient(norm, 0.5)) for g in before])
 
 
+def _refuses_shards_behind_another_parameter(strategy: str, use_orig_params: bool) -> None:
+    """A list of the same form, of whole gradients, has left a plan."""
+    module = _module(strategy, use_orig_params)
+    shards = [p for p in module.parameters() if p.grad is not None]
+    if strategy == "NO_SHARD" or not shards:
+        return
+    first, *wholes = parameters([torch.ones(2), *copies(p.grad for p in shards)])
+    tritonclip.clip_([first, *wholes], 1.0)
+    with pytest.raises(TypeError, match="shards of FullyShardedDataParallel"):
+        tritonclip.clip_([first, *shards], 1.0)
+
+
 def _clamps(strategy: str, use_orig_params: bool) -> None:
     """Elements are clamped alike wherever they lie."""
     module = _module(strategy, use_orig_params)
@@ -106,7 +118,14 @@ def _scales_by_the_norm_of_all(strategy: str, use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "work", [_refuses_norms, _clamps, _scales_by_the_norm_of_all], ids=lambda work: work.__name__
+    "work",
+    [
+        _refuses_norms,
+        _refuses_shards_behind_another_parameter,
+        _clamps,
+        _scales_by_the_norm_of_all,
+    ],
+    ids=lambda work: work.__name__,
 )
 def test_clip_of_shards(tmp_path: Path, work: Callable[[str, bool], None]) -> None:
     spawn(_in_processes, (str(tmp_path), work), nprocs=2)

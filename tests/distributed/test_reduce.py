@@ -73,6 +73,11 @@ def test_clip_bumps_versions() -> None:
     tritonclip.clip_([one], 0.1)
     assert one.grad._version > before[0]
     assert one.grad._local_tensor._version > before[1]
+    before = one.grad._version, one.grad._local_tensor._version
+    # Nothing to clip, but a loss scale to divide by.
+    tritonclip.clip_([one], math.inf, grad_scale=2.0)
+    assert one.grad._version > before[0]
+    assert one.grad._local_tensor._version > before[1]
 
 
 @in_processes(2)

@@ -206,7 +206,7 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
     # No plan fills scratch or tables with tensors that a mode hands out.
     known = addresses is not None and not _n_dispatch_modes()
     sharding = gradients.sharding
-    if "torch.distributed.fsdp" in modules and sources and hasattr(sources[0], FSDP_MARK):
+    if "torch.distributed.fsdp" in modules and any(hasattr(p, FSDP_MARK) for p in sources or ()):
         # A plan of whole gradients says nothing of shards.
         known = False
     plan = cache.find(tensors, addresses, backend, sharding) if known else None  # type: ignore[arg-type]
