@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from cases import assert_bits, copies, parameters
+from cases import assert_bits, copies, grad_of, parameters
 from torch.multiprocessing.spawn import spawn
 
 import tritonclip
@@ -92,7 +92,7 @@ def _refuses_shards_behind_another_parameter(strategy: str, use_orig_params: boo
     shards = [p for p in module.parameters() if p.grad is not None]
     if strategy == "NO_SHARD" or not shards:
         return
-    first, *wholes = parameters([torch.ones(2), *copies(p.grad for p in shards)])
+    first, *wholes = parameters([torch.ones(2), *copies(map(grad_of, shards))])
     tritonclip.clip_([first, *wholes], 1.0)
     with pytest.raises(TypeError, match="shards of FullyShardedDataParallel"):
         tritonclip.clip_([first, *shards], 1.0)

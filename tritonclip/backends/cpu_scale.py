@@ -12,8 +12,6 @@ from tritonclip.backends.numbers import Numbers
 from tritonclip.backends.torch_backend import TorchBatch
 from tritonclip.backends.torch_writes import in_forward_mode, in_one_call, multiply_
 
-unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
-
 
 def multiply_together_(tensors: list[Tensor], form: CpuForm, multiplier: float) -> None:
     """Multiplies all gradients by one number."""
@@ -26,7 +24,7 @@ def multiply_together_(tensors: list[Tensor], form: CpuForm, multiplier: float) 
         tensors = [tensor for i, tensor in enumerate(tensors) if i not in form.widened]
     if form.unscales and not in_forward_mode():
         # Not for dual numbers, whose tangents it leaves. What GradScaler unscales with.
-        unscale_(tensors, form.found_nonfinite, factor)
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, form.found_nonfinite, factor)
         torch.autograd.graph.increment_version(tensors)
     elif tensors and not in_one_call(torch._foreach_mul_, tensors, factor):
         multiply_(tensors, [factor], _no())
@@ -109,7 +107,7 @@ def _multiply_chosen_(
         factors = [factors[i] for i in changed]
     if form.unscales_each and not in_forward_mode():
         for tensor, factor in zip(tensors, factors, strict=True):
-            unscale_([tensor], form.found_nonfinite, factor)
+            torch._amp_foreach_non_finite_check_and_unscale_([tensor], form.found_nonfinite, factor)
         torch.autograd.graph.increment_version(tensors)
     elif tensors and not in_one_call(torch._foreach_mul_, tensors, factors):
         for tensor, factor in zip(tensors, factors, strict=True):
