@@ -254,3 +254,8 @@ def test_grad_scale_by_value_that_overflows_is_brought_to_the_bound(device, poli
     with tritonclip.verify():
         tritonclip.clip_([parameter(grad)], ClipByValue(0.5), nonfinite=policy, grad_scale=2.0**-16)
     assert grad.tolist() == [0.5, -0.5]
+
+
+def test_scaler_in_place_of_its_scale_is_refused_with_a_remedy():
+    with pytest.raises(TypeError, match=r"got a GradScaler; pass its get_scale\(\)"):
+        tritonclip.clip_(torch.nn.Linear(2, 2), 1.0, grad_scale=torch.amp.GradScaler("cpu"))

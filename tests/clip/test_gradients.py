@@ -340,3 +340,17 @@ def test_gradients_in_place_of_parameters_get_a_warning(call):
 def test_parameters_before_their_first_backward_get_no_warning():
     params = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2), False)]
     assert tritonclip.clip_(params, 1.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "remedy"),
+    [
+        (lambda model: model.parameters, r"got method; call it: parameters\(\)"),
+        (lambda model: dict(model.named_parameters()), r"got dict; pass its items\(\)"),
+        (lambda model: torch.optim.SGD(model.parameters()), "got SGD; pass the parameters of the"),
+    ],
+    ids=["method", "dict", "optimizer"],
+)
+def test_argument_that_has_parameters_is_refused_with_a_remedy(wrong, remedy):
+    with pytest.raises(TypeError, match=remedy):
+        tritonclip.clip_(wrong(torch.nn.Linear(2, 2)), 1.0)

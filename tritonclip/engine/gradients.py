@@ -160,7 +160,8 @@ class Gradients:
         if self.sources and not any(p.requires_grad or p.grad is not None for p in self.sources):
             return (
                 f"none of the {len(self.sources)} tensors has a .grad or requires a gradient, no "
-                "gradient clipping will occur; expected parameters, not their gradients"
+                "gradient clipping will occur; expected parameters that require gradients, not "
+                "the gradients themselves"
             )
         return ""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from tritonclip.distributed.fsdp import refuse_fsdp_shards
 from tritonclip.engine.modules import check_marks, parameters_of
@@ -48,12 +50,23 @@ def as_list(parameters: object) -> list[Any]:
         return [parameters]
     if isinstance(parameters, Module):
         return parameters_of(parameters)
-    if isinstance(parameters, Iterable) and not isinstance(parameters, str | bytes):
+    if isinstance(parameters, Iterable) and not isinstance(parameters, str | bytes | dict):
         return list(parameters)
     raise TypeError(
         "expected an iterable of tensors, a tensor, a module or (name, parameter) pairs, "
-        f"got {type(parameters).__name__}"
+        f"got {type(parameters).__name__}{_remedy(parameters)}"
     )
+
+
+def _remedy(parameters: object) -> str:
+    """The end of a message about an argument that has parameters; "" for any other."""
+    if isinstance(parameters, MethodType):
+        return f"; call it: {parameters.__name__}()"
+    if isinstance(parameters, dict):
+        return "; pass its items()"
+    if isinstance(parameters, Optimizer):
+        return "; pass the parameters of the model, or wrap it: ClippedOptimizer(optimizer, 1.0)"
+    return ""
 
 
 def unnamed(items: list[Any], label_of: LabelOf) -> tuple[list[Tensor], LabelOf]:

@@ -46,7 +46,9 @@ def check_optimizer(optimizer: object) -> None:
     if isinstance(optimizer, type):
         raise TypeError(f"{expected}, got the class; write {optimizer.__name__}(parameters, ...)")
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{expected}, got {type(optimizer).__name__}")
+        raise TypeError(
+            f"{expected}, got {type(optimizer).__name__}; write ClippedOptimizer(optimizer, 1.0)"
+        )
     if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         raise TypeError(
             f"{expected} that ran Optimizer.__init__, got {type(optimizer).__name__}, which did "

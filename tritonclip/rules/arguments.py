@@ -94,6 +94,11 @@ def as_grad_scale(grad_scale: object) -> float | torch.Tensor:
         check_one_float("grad_scale", grad_scale)
         if grad_scale.device.type != "cpu" or torch.compiler.is_compiling():
             return grad_scale.detach()
+    if hasattr(grad_scale, "get_scale"):
+        raise TypeError(
+            f"grad_scale must be a number or a tensor, got a {type(grad_scale).__name__}; pass its "
+            "get_scale()"
+        )
     number = as_number("grad_scale", grad_scale)
     if not _LEAST_SCALE <= number <= 1 / _LEAST_SCALE:
         raise ValueError(
