@@ -151,9 +151,9 @@ def clip_(
             mode, outside of it; a backend that was asked for and cannot serve.
 
     A call that raises has changed nothing. One that is interrupted while it writes, as by Ctrl-C,
-    leaves some gradients clipped and others not, and a `state` that remembers the call or does not;
-    later calls are right. Over several processes, gradients that one refuses raise on all that
-    share the norm; on an accelerator the norm is NaN on the others.
+    leaves some gradients, or parts of large ones, clipped and others not, and a `state` that
+    remembers the call or does not; later calls are right. Over several processes, gradients that
+    one refuses raise on all that share the norm; on an accelerator the norm is NaN on the others.
 
     Example:
         >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)

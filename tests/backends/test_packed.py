@@ -227,3 +227,25 @@ def test_every_half_value_is_scaled_by_its_own_norm_as_foreach_scales_it(dtype, 
     torch._foreach_mul_(expected, list(coefficients.unbind()))
     for grad, other in zip(grads, expected, strict=True):
         assert torch.equal(grad.view(torch.int16), other.view(torch.int16))
+
+
+@pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0)], ids=["global", "each"])
+def test_writes_before_an_interrupt_count(rule, monkeypatch):
+    """Autograd would go on with what is half clipped."""
+    unscale = torch._amp_foreach_non_finite_check_and_unscale_
+
+    def interrupted(tensors, *arguments):
+        unscale(tensors, *arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", interrupted)
+    grads = [torch.ones(40, dtype=torch.bfloat16) for _ in range(3)]
+    before = [grad._version for grad in grads]
+    with pytest.raises(KeyboardInterrupt):
+        tritonclip.clip_(parameters(grads), rule)
+    written = [not torch.equal(grad, torch.ones_like(grad)) for grad in grads]
+    assert any(written)
+    assert all(
+        grad._version > old or not is_written
+        for grad, old, is_written in zip(grads, before, written, strict=True)
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import reference
 import torch
@@ -257,5 +259,6 @@ def test_grad_scale_by_value_that_overflows_is_brought_to_the_bound(device, poli
 
 
 def test_scaler_in_place_of_its_scale_is_refused_with_a_remedy():
+    scaler: Any = torch.amp.GradScaler("cpu")
     with pytest.raises(TypeError, match=r"got a GradScaler; pass its get_scale\(\)"):
-        tritonclip.clip_(torch.nn.Linear(2, 2), 1.0, grad_scale=torch.amp.GradScaler("cpu"))
+        tritonclip.clip_(torch.nn.Linear(2, 2), 1.0, grad_scale=scaler)

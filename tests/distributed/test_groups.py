@@ -208,3 +208,16 @@ def test_flat_gradients_over_a_group() -> None:
     assert_norm(norm, math.sqrt(2 * 1 + 2 * 4))
     with pytest.raises(ValueError, match="FlatGradients measures buffers"):
         tritonclip.clip_(flat, 1.0, process_group=dist.group.WORLD, copies={one: 1})
+
+
+@in_processes(2)
+def test_flat_gradients_over_a_group_are_verified() -> None:
+    """Buffers are compared with those of other processes, gradients are what a user sees."""
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 5)]
+    flat = tritonclip.FlatGradients(parameters)
+    for one in parameters:
+        assert one.grad is not None
+        one.grad.fill_(1.0 + dist.get_rank())
+    with tritonclip.verify():
+        norm = tritonclip.clip_(flat, 1.0, process_group=dist.group.WORLD)
+    assert_norm(norm, math.sqrt(8 * (1 + 4)))

@@ -23,9 +23,10 @@ def multiply_together_(tensors: list[Tensor], form: CpuForm, multiplier: float) 
         write_widened_(tensors, form.widened, lambda piece, _: piece.mul_(factor))
         tensors = [tensor for i, tensor in enumerate(tensors) if i not in form.widened]
     if form.unscales and not in_forward_mode():
-        # Not for dual numbers, whose tangents it leaves. What GradScaler unscales with.
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, form.found_nonfinite, factor)
+        # Not for dual numbers, whose tangents it leaves. What GradScaler unscales with. Versions
+        # count first: an interrupt leaves no write that autograd does not see.
         torch.autograd.graph.increment_version(tensors)
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, form.found_nonfinite, factor)
     elif tensors and not in_one_call(torch._foreach_mul_, tensors, factor):
         multiply_(tensors, [factor], _no())
     form.numbers[form.wide].append(numbers)
@@ -106,9 +107,9 @@ def _multiply_chosen_(
         tensors = [tensors[i] for i in changed]
         factors = [factors[i] for i in changed]
     if form.unscales_each and not in_forward_mode():
+        torch.autograd.graph.increment_version(tensors)
         for tensor, factor in zip(tensors, factors, strict=True):
             torch._amp_foreach_non_finite_check_and_unscale_([tensor], form.found_nonfinite, factor)
-        torch.autograd.graph.increment_version(tensors)
     elif tensors and not in_one_call(torch._foreach_mul_, tensors, factors):
         for tensor, factor in zip(tensors, factors, strict=True):
             multiply_([tensor], [factor], _no())

@@ -193,7 +193,7 @@ def _sums(gradients: Gradients, norm_type: float) -> list[_Entry]:
     known = {pair for theirs in everyones(own, sharding.domain).values() for pair in theirs}
     flags = [float(pair in known) for pair in sharding.copied]
     parts = zeros_for(gradients.absent, sharding, flags)
-    for index, tensor in enumerate(gradients.tensors):
+    for index, tensor in enumerate(gradients.versions or gradients.tensors):
         piece, at = gradients.piece(index), gradients.position(index)
         if piece.sums_over:
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -193,7 +193,9 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
     tensors, sources = gradients.tensors, gradients.sources
     if not tensors:
         if gradients.sharding is not None:
-            gradients.plan = plan_of_nothing(gradients)
+            nothing = plan_of_nothing(gradients)
+            # None where no other process has any either.
+            gradients.plan = nothing if nothing.reduction is not None else None
         return gradients
     assert isinstance(tensors, list)
     backend = settings.backend()

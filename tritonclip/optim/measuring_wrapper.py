@@ -24,7 +24,9 @@ class MeasuringWrapper(ClippingWrapper):
         refusal = None if flat is None else self._check_flat(flat)
         observation = None
         if recorder is not None:
-            observation = Observation(recorder, groups, flat, grad_scale)
+            tells = self._holders is not None
+            observation = Observation(recorder, groups, flat, grad_scale, tells=tells)
+            refusal = refusal or observation.refusal
         return StepClipping(
             groups,
             self._rule,

@@ -34,8 +34,10 @@ class Observation:
         groups: parameter groups of the optimizer.
         flat: the gradients of all groups, if they are in buffers.
         grad_scale: the loss scale that gradients still carry.
+        tells: the caller tells other processes of gradients that are refused.
 
     Attributes:
+        refusal: why the gradients have no norms by name; only where others are told.
         shares: to be measured with those of the step: the norm of each parameter, where other
             processes have pieces of it.
     """
@@ -46,7 +48,10 @@ class Observation:
         groups: Groups,
         flat: FlatGradients | None,
         grad_scale: Tensor | float | None,
+        *,
+        tells: bool,
     ) -> None:
+        self.refusal: Exception | None = None
         self._recorder, self._grad_scale = recorder, grad_scale
         self._named: NamedNorms | None = None
         self.shares: list[Share] = []
@@ -60,7 +65,13 @@ class Observation:
                 for index, group in enumerate(groups)
                 for position, parameter in enumerate(group["params"])
             ]
-        self._named = NamedNorms(parameters)
+        try:
+            self._named = NamedNorms(parameters)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if not tells:
+                raise
+            self.refusal = error
+            return
         gradients = self._named.gradients
         if gradients.plan is not None and gradients.plan.reduction is not None:
             self.shares.append(Share(gradients, _EACH, None, unclipped=True))

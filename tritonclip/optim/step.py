@@ -215,7 +215,13 @@ class StepClipping:
                     finite = is_finite(share.norms)
                     raise_if_nonfinite(share.gradients, share.rule, norm, remedy, finite)
                 raise_if_any_nonfinite(share.gradients, remedy)
-        raise RuntimeError(f"Another process refuses its gradients. {remedy}")
+        plans = [share.gradients.plan for share in self._shares]
+        if any(plan is not None and plan.reduction is not None for plan in plans):
+            raise RuntimeError(f"Another process refuses its gradients. {remedy}")
+        raise RuntimeError(
+            "Every gradient is finite, but divided by the loss scale the largest does not fit its "
+            f"dtype. {remedy}"
+        )
 
     @torch.compiler.disable
     @without_grad
