@@ -1,7 +1,7 @@
 """Clamping on a CPU: large gradients in one pass each, small ones together."""
 
 import math
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from itertools import accumulate
 
 import torch
@@ -48,18 +48,19 @@ class Clamping:
 
     def clamp_(self, tensors: list[Tensor], low: float, high: float) -> None:
         """Clamps gradients of the list's form."""
-        small = tensors if not self._alone else [tensors[i] for i in self._together]
-        # First, because packing refuses dual numbers of forward AD.
-        if len(small) >= MANY and self._lines:
-            _clamp_many_(small, [self._sizes[i] for i in self._together], low, high)
-        elif small:
-            clamp_together_(small, low, high)
-        alone = [tensors[i] for i in self._alone]
+        if self._together:
+            small = [tensors[i] for i in self._together] if self._alone else tensors
+            # First, because packing refuses dual numbers of forward AD.
+            if len(small) >= MANY and self._lines:
+                _clamp_many_(small, [self._sizes[i] for i in self._together], low, high)
+            else:
+                clamp_together_(small, low, high)
+        alone: Iterable[int] = self._alone
         if self._widened and not in_forward_mode():
             write_widened_(tensors, self._widened, lambda piece, _: piece.clamp_(low, high))
-            alone = [tensors[i] for i in self._alone if i not in self._widened]
-        for tensor in alone:
-            tensor.clamp_(low, high)
+            alone = [i for i in self._alone if i not in self._widened]
+        for i in alone:
+            tensors[i].clamp_(low, high)
 
 
 def _clamp_many_(tensors: list[Tensor], sizes: list[int], low: float, high: float) -> None:

@@ -12,6 +12,11 @@ from torch import Tensor
 FSDP_MARK = "_fsdp_flattened"
 
 
+def are_managed(parameters: Sequence[Tensor]) -> bool:
+    """Whether FullyShardedDataParallel manages one of these parameters."""
+    return any(hasattr(parameter, FSDP_MARK) for parameter in parameters)
+
+
 def refuse_fsdp_shards(parameters: Sequence[Tensor]) -> None:
     """Refuses norms of parameters that FullyShardedDataParallel has split over processes."""
     if are_fsdp_shards(parameters):

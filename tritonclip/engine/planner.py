@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
-from tritonclip.distributed.fsdp import FSDP_MARK
+from tritonclip.distributed.fsdp import are_managed
 from tritonclip.distributed.sharding import Sharding
 from tritonclip.engine.building import build_, plan_of_nothing, refuse_
 from tritonclip.engine.gradients import Gradients
@@ -208,7 +208,7 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
     # No plan fills scratch or tables with tensors that a mode hands out.
     known = addresses is not None and not _n_dispatch_modes()
     sharding = gradients.sharding
-    if "torch.distributed.fsdp" in modules and any(hasattr(p, FSDP_MARK) for p in sources or ()):
+    if "torch.distributed.fsdp" in modules and sources and are_managed(sources):
         # A plan of whole gradients says nothing of shards.
         known = False
     plan = cache.find(tensors, addresses, backend, sharding) if known else None  # type: ignore[arg-type]
