@@ -1,5 +1,7 @@
 """Warnings point to the user's line, through however many of our frames and torch's."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from cases import parameters
@@ -45,3 +47,12 @@ def test_warning_of_a_slower_backend_names_the_line_that_called(clip_, monkeypat
     with tritonclip.use_backend("triton"), pytest.warns(UserWarning, match="dense") as caught:
         clip_(params, 1.0)
     assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("package", [torch, tritonclip])
+def test_a_package_of_a_longer_name_is_the_users(package):
+    file = f"{Path(package.__file__).parent}vision/train.py"
+    call = compile("clip_([zeros(3)], 1.0)", file, "exec")
+    with pytest.warns(UserWarning, match="expected") as caught:
+        exec(call, {"clip_": tritonclip.clip_, "zeros": torch.zeros})
+    assert [warning.filename for warning in caught] == [file]

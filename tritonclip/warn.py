@@ -1,5 +1,6 @@
 """Warnings that point to the user's line."""
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import torch
 
 # Code between a warning and the user: ours, and torch's decorators and hooks of optimizers.
-_BETWEEN = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
+_BETWEEN = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
