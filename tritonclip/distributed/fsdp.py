@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ FSDP_MARK = "_fsdp_flattened"
 
 def are_managed(parameters: Sequence[Tensor]) -> bool:
     """Whether FullyShardedDataParallel manages one of these parameters."""
-    return any(hasattr(parameter, FSDP_MARK) for parameter in parameters)
+    return any(map(hasattr, parameters, repeat(FSDP_MARK)))
 
 
 def refuse_fsdp_shards(parameters: Sequence[Tensor]) -> None:
