@@ -93,8 +93,8 @@ def scratch_bytes(dtype: torch.dtype, sizes: Sequence[int], *, flat: bool) -> in
     """Bytes that scratch takes; arguments as for `rows_of`."""
     rows = rows_of(dtype, sizes, flat=flat)
     elements = rows.n_packed * rows.length * rows.dtype.itemsize
-    # A row has an owner, and a norm.
-    return VIEW_BYTES * len(sizes) + elements + 12 * sum(rows.counts)
+    # A row has a norm, a gradient a count and a place.
+    return (VIEW_BYTES + 16) * len(sizes) + elements + rows.dtype.itemsize * sum(rows.counts)
 
 
 class Scratch:
@@ -113,12 +113,13 @@ class Scratch:
     """
 
     __slots__ = (
+        "_counts",
         "_dtype",
         "_is_short",
         "_known",
         "_long",
         "_norms",
-        "_owners",
+        "_order",
         "_packed",
         "_packed_norms",
         "_rows",
@@ -151,11 +152,15 @@ class Scratch:
         self._packed_norms = own_norms[0]
         # Long gradients, and where the norms of their rows go.
         self._long = list(zip(rows.long, own_norms[1:], strict=True))
-        # The gradient of each row; None where each is one.
-        self._owners = None
+        # Rows of each gradient as they lie in memory, and where its norm then is; None where each
+        # gradient is one row.
+        self._counts = None
+        self._order = None
         if set(rows.counts) != {1}:
-            owners = [i for i in (*packed, *rows.long) for _ in range(rows.counts[i])]
-            self._owners = torch.tensor(owners, dtype=torch.int64, device="cpu")
+            lie = [*packed, *rows.long]
+            self._counts = torch.tensor([rows.counts[i] for i in lie], device="cpu")
+            if rows.long:
+                self._order = sorted(range(len(lie)), key=lie.__getitem__)
 
     def norm(self, tensors: list[Tensor]) -> float | None:
         """The 2-norm of gradients of the list's form; None where float64 cannot square them."""
@@ -177,11 +182,13 @@ class Scratch:
         """The 2-norm of each gradient of the list's form; None where one is beyond float64."""
         self._pack(tensors)
         rows = self._row_norms(tensors)
-        if self._owners is not None:
+        if self._counts is not None:
             squares = rows.to(torch.float64, copy=True).square_()
-            sums = torch.zeros(len(tensors), dtype=torch.float64, device="cpu")
-            rows = sums.index_add_(0, self._owners, squares).sqrt_()
+            # For 500 and 2,200 rows of 10 and 65 gradients 1.3 and 2.5 us, index_add_ 5 and 9.
+            rows = torch.segment_reduce(squares, "sum", lengths=self._counts, unsafe=True).sqrt_()
         norms: list[float] = rows.tolist()
+        if self._order is not None:
+            norms = [norms[place] for place in self._order]
         least, largest = self._known
         # A sum forgets no NaN.
         if least <= min(norms) and sum(norms) < largest:
