@@ -18,7 +18,7 @@ def small_limits(monkeypatch):
     """Lists of a size that tests can pay for are large."""
     monkeypatch.setattr(cpu_wide, "LARGE", 5000)
     monkeypatch.setattr(cpu_wide, "LONG", 100)
-    monkeypatch.setattr(cpu_wide, "PIECE", 999)
+    monkeypatch.setattr(cpu_wide, "CONVERTED", 999)
     plans.clear()
     yield
     plans.clear()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.batching import BATCH, pack_small
+from tritonclip.backends.cpu_pace import CONVERTED, SERIAL, Pace
 
 # Elements of a row, so few that no norm can be wrong by 1e-6. With u = 2^-24, torch sums up the
 # squares of a row of n elements in w lanes, each rounded up to n / w + w - 1 times: as a square, in
@@ -24,21 +25,18 @@ ROW = 128 if torch.backends.cpu.get_cpu_capability().startswith("AVX") else 64
 # Gradients up to this size are gathered.
 SMALL = 8192
 # Larger ones up to this size are copied into scratch by one call, and measured together. With
-# 8,704, 12,288, 45,056 and 65,536 elements that takes 6.4, 8.6, 16.8 and 23.5 us a tensor in
-# float32, one by one 7.3, 8.3, 12.6 and 15.0; in bfloat16 5.3, 7.1, 13.8 and 17.7 against 11.3,
-# 11.9, 17.3 and 18.5; float16 is like bfloat16. (torch 2.13, Xeon, 2 threads.)
+# 8,704, 12,288 and 45,056 elements that takes 6.4, 8.6 and 16.8 us a tensor in float32, one by one
+# 7.3, 8.3 and 12.6; in bfloat16 5.3, 7.1 and 13.8 against 11.3, 11.9 and 17.3; float16 is like
+# bfloat16. Copies of more than SERIAL elements are a parallel region each. (torch 2.13, Xeon, 2
+# threads.)
 MEDIUM = {
-    torch.float16: 65536,
-    torch.bfloat16: 65536,
+    torch.float16: SERIAL,
+    torch.bfloat16: SERIAL,
     torch.float32: 12288,
     torch.float64: 12288,
 }
 # Elements of scratch for medium gradients and those with gaps: 1.5 MiB of float32 stay in cache.
 SCRATCH = 393216
-# Elements of scratch for long gradients of half types: larger, for fewer parallel regions, each of
-# which waits for every thread where cores are busy. 16M bfloat16 elements take 11.8, 9.6, 8.2, 8.1
-# and 9.6 ms through 131,072, 393,216, 2^20, 2^21 and 2^22 elements. (torch 2.13, Xeon, 2 threads.)
-LONG_SCRATCH = 2**20
 # Elements measured at once, and those whose row norms are kept until they are added up: 1 MiB of
 # float32 norms each.
 SLAB = 2**25
@@ -102,24 +100,22 @@ def _copied_rows(tensors: list[Tensor]) -> Iterator[RowNorms]:
 
 def long_row_norms(tensors: list[Tensor], slab: int = SLAB) -> Iterator[RowNorms]:
     """Norms of the rows of contiguous tensors without a remainder, a block for each slab."""
-    if tensors and tensors[0].dtype not in WIDE:
-        yield from _half_rows(tensors, slab)
+    if not tensors:
         return
+    wide, scratch = tensors[0].dtype, None
+    if wide not in WIDE:
+        wide = torch.float32
+        most = min(CONVERTED, max(map(Tensor.numel, tensors)))
+        scratch = torch.empty(most, dtype=wide, device="cpu").view(-1, ROW)
+    pace = Pace(SLAB if scratch is None else CONVERTED)
     for tensor in tensors:
         for rows in _split(tensor.view(-1, ROW), slab):
-            yield [rows], torch.linalg.vector_norm(rows, dim=1)
-
-
-def _half_rows(tensors: list[Tensor], slab: int) -> Iterator[RowNorms]:
-    """As `_long_rows` for half types, converted through scratch that stays in cache."""
-    most = max(map(Tensor.numel, tensors))
-    scratch = torch.empty(min(LONG_SCRATCH, most), dtype=torch.float32, device="cpu").view(-1, ROW)
-    for tensor in tensors:
-        for rows in _split(tensor.view(-1, ROW), slab):
-            norms = torch.empty(len(rows), dtype=torch.float32, device="cpu")
-            for piece, out in zip(rows.split(len(scratch)), norms.split(len(scratch)), strict=True):
-                wide = scratch[: len(piece)].copy_(piece)
-                torch.linalg.vector_norm(wide, dim=1, out=out)
+            norms = torch.empty(len(rows), dtype=wide, device="cpu")
+            for start, stop in pace.spans(rows.numel()):
+                piece, out = rows[start // ROW : stop // ROW], norms[start // ROW : stop // ROW]
+                if scratch is not None:
+                    piece = scratch[: len(piece)].copy_(piece)
+                torch.linalg.vector_norm(piece, dim=1, out=out)
             yield [rows], norms
 
 

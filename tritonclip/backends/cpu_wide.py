@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from tritonclip.backends.cpu_pace import CONVERTED, Pace
+
 # Elements of a list from which its long gradients are converted. Lists of 16, 24, 32, 48 and 64M
 # elements, 4M each, take 2.7, 4.9, 12.2, 20.4 and 31.8 ms multiplied in place and 4.6, 7.1, 10.4,
 # 15.9 and 21.7 converted; clamped 3.1, 7.3, 19.1, 30.8 and 42.5 against 4.7, 7.3, 10.5, 16.1 and
@@ -16,10 +18,6 @@ from torch import Tensor
 LARGE = 2**25
 # Elements of a long gradient.
 LONG = 2**18
-# Elements of a piece: 4 MiB of float32. Of 2^18, 2^19, 2^20 and 2^21 elements the last list takes
-# 18.4, 18.1, 21.7 and 24.9 ms; larger ones are fewer parallel regions, each of which waits for
-# every thread where cores are busy.
-PIECE = 2**20
 
 
 def to_widen(tensors: Sequence[Tensor], sizes: Sequence[int], *, flat: bool) -> list[int]:
@@ -45,7 +43,10 @@ def write_widened_(
         places: indices of those that are written.
         write_: an operator in place; takes a piece in float32, and the index of its gradient.
     """
-    scratch = torch.empty(PIECE, dtype=torch.float32, device="cpu")
+    scratch = torch.empty(CONVERTED, dtype=torch.float32, device="cpu")
+    pace = Pace(CONVERTED)
     for i in places:
-        for piece in tensors[i].view(-1).split(PIECE):
+        whole = tensors[i].view(-1)
+        for start, stop in pace.spans(len(whole)):
+            piece = whole[start:stop]
             piece.copy_(write_(scratch[: len(piece)].copy_(piece), i))
