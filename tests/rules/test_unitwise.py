@@ -395,6 +395,20 @@ def test_clip_by_unit_measures_complex_units_by_modulus(device, shape):
 
 
 @pytest.mark.filterwarnings("ignore:tritonclip's kernels")
+@pytest.mark.parametrize("is_complex", ["gradient", "weight"])
+def test_clip_by_unit_takes_complex_gradients_of_real_weights(device, is_complex):
+    """Half as many reals in one as in the other; a kernel read rows of the other's length."""
+    parameters, rule = make([(4, 5), (7,)], torch.float32, device), ClipByUnitNorm(1.6)
+    for i, parameter in enumerate(parameters):
+        tensor = grad_of(parameter) if is_complex == "gradient" else parameter
+        tensor.data = normal(parameter.shape, torch.complex64, device, seed=i)
+    expected_grads = truths(parameters, rule)
+    tritonclip.clip_(parameters, rule)
+    for parameter, truth in zip(parameters, expected_grads, strict=True):
+        assert_clipped(grad_of(parameter), truth)
+
+
+@pytest.mark.filterwarnings("ignore:tritonclip's kernels")
 def test_clip_by_unit_takes_lazily_conjugated_and_negated_gradients(device):
     rule = ClipByUnitNorm()
     for view in (torch.Tensor.conj, lambda x: x.conj().imag):

@@ -59,14 +59,16 @@ def unit_layout_of(
     device, kinds = grads[0].device, {weight.dtype for weight in weights}
     if backend_name(device, grads[0].dtype.to_real(), flat=flat) == "triton":
         known = len(kinds) == 1 and next(iter(kinds)).to_real() in KERNEL_DTYPES
+        # As many reals in a unit of the weights as in one of the gradients.
+        known = known and weights[0].is_complex() == grads[0].is_complex()
         if known and all(map(_has_dense_units, [*grads, *weights])):
             backend = importlib.import_module("tritonclip.backends.triton_units")
             layout: UnitLayout = backend.TritonUnitLayout(grads, weights, dtype)
             return layout
         _warn_once(
-            "tritonclip's kernels read units that are dense in memory, and weights of one dtype: "
-            "others take the slower torch backend; make parameters contiguous or channels_last "
-            "where speed matters"
+            "tritonclip's kernels read units that are dense in memory, and weights of one dtype, "
+            "complex where their gradients are: others take the slower torch backend; make "
+            "parameters contiguous or channels_last where speed matters"
         )
     return TorchUnitLayout(grads, dtype, on_host=host_decides(device))
 
