@@ -58,8 +58,9 @@ def suggest(file: Path, warmup: int | None) -> None:
     counted = f"{suggestion.steps} steps after a warm-up of {suggestion.warmup}"
     console.print(f"{counted}; left out: {_left_out(suggestion)}.")
     console.print(suggestion.reason)
-    limit = suggestion.max_norm
-    console.print("max_norm: none" if limit is None else f"max_norm: {limit:g}", style="bold")
+    limit = "none" if suggestion.max_norm is None else f"{suggestion.max_norm:g}"
+    only = ", if the limit has to be fixed" if suggestion.verdict == "drift" else ""
+    console.print(f"max_norm: {limit}{only}", style="bold")
 
 
 @_commands.command()
@@ -103,4 +104,5 @@ def _table(suggestion: Suggestion) -> Table:
 
 
 def _left_out(suggestion: Suggestion) -> str:
-    return f"{suggestion.nonfinite} that are NaN or inf, {suggestion.zeros} that are 0"
+    counts = ((suggestion.nonfinite, "NaN or inf"), (suggestion.zeros, "0"))
+    return ", ".join(f"{n} that are {what}" for n, what in counts if n) or "none"

@@ -1,12 +1,14 @@
 """The arguments of torch.nn.utils: numbers as torch converts them, and their rules."""
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
+from torch.nn import Module
 
 from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import Gradients
-from tritonclip.rules import ClipByGlobalNorm, ClipByValue
+from tritonclip.rules import ClipByGlobalNorm, ClipByValue, Rule
 from tritonclip.rules.arguments import as_limit
 
 # Where torch has its foreach functions.
@@ -18,9 +20,21 @@ _cached_by_value = lru_cache(maxsize=64)(lambda bound: ClipByValue(as_limit("cli
 def as_float(number: object) -> float:
     """Converts a number as torch does: text and one-element tensors count, errors are Python's.
 
-    Booleans pass: rules refuse them.
+    Booleans pass: rules refuse them. What belongs elsewhere raises a TypeError that says where.
     """
-    return number if isinstance(number, bool) else float(number)  # type: ignore[arg-type]
+    if type(number) is float or isinstance(number, bool):
+        return number
+    if isinstance(number, Rule):
+        raise TypeError(
+            f"expected a number, got the rule {type(number).__name__}; pass rules to clip_: "
+            "clip_(parameters, rule)"
+        )
+    if isinstance(number, list | tuple | Iterator | Module):
+        raise TypeError(
+            f"expected a number, got {type(number).__name__}; parameters come first, and then the "
+            "limit, such as 1.0"
+        )
+    return float(number)  # type: ignore[arg-type]
 
 
 def by_norm(max_norm: float, norm_type: float) -> ClipByGlobalNorm:

@@ -135,8 +135,8 @@ def get_total_norm(
     A drop-in replacement of `torch.nn.utils.get_total_norm`.
 
     Args:
-        tensors: floating-point or complex: gradients themselves, not parameters, where None is left
-            out; or :class:`FlatGradients`.
+        tensors: floating-point or complex: gradients themselves, where None is left out, since
+            parameters give the norm of the weights; or :class:`FlatGradients`.
         norm_type: p of the p-norm: positive, 0, inf or -inf, also as text.
         error_if_nonfinite: raise RuntimeError where the norm is NaN or inf; waits for the device.
         foreach: accepted for compatibility; there is one implementation.

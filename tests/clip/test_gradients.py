@@ -337,6 +337,18 @@ def test_gradients_in_place_of_parameters_get_a_warning(call):
     assert all((grad == 1).all() for grad in grads)
 
 
+@pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0), ClipByValue(1.0)], ids=repr)
+def test_clip_of_a_loss_in_place_of_parameters_warns(device, rule):
+    """Also where torch has said before that its .grad is not filled, and says so no more."""
+    loss = torch.ones(2, device=device, requires_grad=True).sum()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tritonclip.clip_(loss, rule)
+    (ours,) = [one for one in caught if "model.parameters()" in str(one.message)]
+    assert "parameters[0] is computed from other tensors, as a loss is" in str(ours.message)
+    assert ours.filename == __file__
+
+
 def test_parameters_before_their_first_backward_get_no_warning():
     params = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2), False)]
     assert tritonclip.clip_(params, 1.0) == 0

@@ -348,3 +348,21 @@ def test_clip_says_where_outliers_belong():
 def test_total_norm_asks_for_gradients_in_place_of_a_module():
     with pytest.raises(TypeError, match=r"got Linear, a module; expected \[p.grad for p in"):
         tritonclip.get_total_norm(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
+@pytest.mark.parametrize(
+    "parameters_of", [lambda m: m, lambda m: m.parameters(), lambda m: list(m.parameters())]
+)
+def test_functions_of_torch_say_that_parameters_come_first(name, parameters_of):
+    given = parameters_of(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"expected a number, got .*; parameters come first"):
+        getattr(tritonclip, name)(1.0, given)
+
+
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
+def test_functions_of_torch_say_where_rules_belong(name):
+    grad = torch.ones(2)
+    with pytest.raises(TypeError, match=r"got the rule ClipByNorm; .*clip_\(parameters, rule\)"):
+        getattr(tritonclip, name)(parameter(grad), tritonclip.ClipByNorm(1.0))
+    assert grad.tolist() == [1.0, 1.0]

@@ -70,6 +70,7 @@ def test_rows_of_a_resumed_run_take_the_place_of_earlier_ones(write):
     history = read(write("a.csv", text))
     assert history.steps.tolist() == [1, 2, 3, 4, 5]
     assert history.norms.tolist() == [1, 2, 3, 4, 5]
+    assert history.replaced == 3
 
 
 @pytest.mark.parametrize(
@@ -130,3 +131,9 @@ def test_read_refuses_a_folder(tmp_path):
 def test_read_refuses_other_endings(write):
     with pytest.raises(ValueError, match=r"ends in \.csv or \.jsonl.*got \.txt; rename"):
         read(write("a.txt", "norm\n1\n"))
+
+
+def test_rows_without_a_norm_from_elsewhere_are_no_joins(write):
+    text = "step,norm,loss\n1,1,3\n1,,\n2,2,3\n2,,4\n3,3,3\n"
+    history = read(write("a.csv", text))
+    assert (history.norms.tolist(), history.joins) == ([1.0, 2.0, 3.0], ())

@@ -79,6 +79,7 @@ def test_record_goes_on_in_a_file(tmp_path, ending):
     assert history.steps.tolist() == [1, 2, 3, 4, 5, 6]
     assert history.norms.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert history.parts["body"].tolist() == [1.0] * 6
+    assert history.joins == (3,)
 
 
 def test_record_says_that_it_goes_on_in_a_file(path):
@@ -125,6 +126,7 @@ def test_record_goes_on_after_an_earlier_checkpoint(path):
     history = read(path)
     assert history.steps.tolist() == [1, 2, 3, 4]
     assert history.norms.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert (history.joins, history.replaced) == ((), 2)
 
 
 @pytest.mark.parametrize("state", [{}, {"steps": -1}, {"steps": 1.5}, {"steps": True}], ids=str)
@@ -271,5 +273,7 @@ def test_a_new_recorder_of_a_file_closes_the_old_one(path):
     assert first.is_closed
     assert [line.split(",")[:2] for line in path.read_text().splitlines()[1:]] == [
         ["1", "1.0"],
+        # Tells the rows of the recorders apart.
+        ["1", ""],
         ["2", "2.0"],
     ]

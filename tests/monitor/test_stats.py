@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -433,3 +435,20 @@ def test_load_of_statistics_that_are_none_changes_nothing():
     with pytest.raises(RuntimeError):
         optimizer.load_state_dict(broken)
     torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["norm", "coefficient", "clipped_share", "fantasy"])
+def test_stats_name_the_attributes_that_there_are(name):
+    stats = ClipStats(torch.device("cpu"))
+    expected = rf"no attribute '{name}'; expected one of .*\blast_norm, .*\bsummary\(\)"
+    with pytest.raises(AttributeError, match=expected) as caught:
+        getattr(stats, name)
+    assert "record_" not in str(caught.value)
+    assert not hasattr(stats, name)
+
+
+def test_stats_that_name_their_attributes_are_copied():
+    stats = copy.deepcopy(ClipStats(torch.device("cpu")))
+    assert pickle.loads(pickle.dumps(stats)).summary()["steps"] == 0
+    with pytest.raises(AttributeError, match=r"no attribute '_private'$"):
+        _ = stats._private  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -78,9 +79,13 @@ def test_drift_is_told(drift, spikes):
     assert (a > b > c) if drift < 1 else (a < b < c)
     if spikes:
         assert suggestion.verdict == "drift"
-        assert "that follows the norm, such as ClipByQuantile, fits better" in suggestion.reason
+        assert "Take a limit that follows the norm, such as ClipByQuantile." in suggestion.reason
+        assert f"If the limit has to be fixed, take {suggestion.max_norm:g}" in suggestion.reason
     else:
         assert suggestion.verdict == "nothing to clip"
+        # No fixed guard beside the drift that it could not follow.
+        assert "take a limit that follows it, such as ClipByZScore" in suggestion.reason
+        assert "ten times the largest norm" not in suggestion.reason
 
 
 @pytest.mark.parametrize("drift", [0.8, 1.0, 1.25])
@@ -103,7 +108,7 @@ def test_a_wide_spread_is_no_drift():
     assert tritonclip.suggest_max_norm(norms, warmup=0).verdict == "clip"
 
 
-@pytest.mark.parametrize("limit", [0.5, 1.5])
+@pytest.mark.parametrize("limit", [0.9, 1.5])
 def test_norms_that_something_else_clipped_are_noticed(limit):
     norms = norms_of(spikes=0.03)
     norms = norms * np.minimum(1, limit / (norms + 1e-6))
@@ -112,6 +117,84 @@ def test_norms_that_something_else_clipped_are_noticed(limit):
     assert suggestion.max_norm is None
     assert suggestion.candidates == ()
     assert "something clips before" in suggestion.reason
+
+
+@pytest.mark.parametrize("norm", [0.37, 1.0, 2000.0])
+def test_norms_that_are_all_equal_are_not_said_to_be_clipped(norm):
+    suggestion = tritonclip.suggest_max_norm([norm] * 300)
+    assert (suggestion.verdict, suggestion.max_norm) == ("constant", None)
+    assert suggestion.candidates == ()
+    assert suggestion.reason.startswith(f"All 300 norms equal {norm:g}, which tells no limit.")
+
+
+@pytest.mark.parametrize("height", [1.0, 0.5], ids=["all", "most"])
+def test_norms_at_the_limit_in_use_are_told_as_measured_after_clipping(tmp_path, height):
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path) as recorder:
+        for step in range(100):
+            recorder.add_(1.0 - 1e-6 if step % 4 else height, limit=1.0)
+    reason = tritonclip.suggest_max_norm(path).reason
+    assert "that of the limit in use, 1: record the norm that clip_ returns" in reason
+
+
+def test_norms_are_not_said_to_repeat_in_an_exponent():
+    norms = norms_of()
+    norms[500] = 100 * norms.mean()
+    assert "reach 1e+02 times" not in tritonclip.suggest_max_norm(norms).reason
+
+
+def test_shares_of_less_than_a_step_are_no_candidates():
+    origins = {c.origin for c in tritonclip.suggest_max_norm(norms_of(40)).candidates}
+    assert "about 5%" in origins
+    assert not origins & {"about 1%", "about 2%"}
+
+
+def test_a_run_that_was_appended_without_a_checkpoint_is_told(tmp_path):
+    """Rows of two runs count on, and nothing else tells them apart."""
+    path = tmp_path / "run.csv"
+    for seed in (0, 1):
+        with tritonclip.record(path, append=True) as recorder:
+            for norm in norms_of(300, spikes=0.03, seed=seed):
+                recorder.add_(float(norm))
+    reason = tritonclip.suggest_max_norm(path).reason
+    assert "A recorder went on in this file at step 301, without a checkpoint" in reason
+    assert "warmup=300, or --warmup 300" in reason
+    second = tritonclip.suggest_max_norm(path, warmup=300)
+    assert "went on" not in second.reason
+    alone = tritonclip.suggest_max_norm(norms_of(300, spikes=0.03, seed=1), warmup=0)
+    assert second.max_norm == alone.max_norm
+
+
+def test_a_run_that_resumes_from_a_checkpoint_is_one_run(tmp_path):
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path) as recorder:
+        for norm in norms_of(300):
+            recorder.add_(float(norm))
+        saved = recorder.state_dict()
+    with tritonclip.record(path, append=True) as recorder:
+        recorder.load_state_dict(saved)
+        for norm in norms_of(300, seed=1):
+            recorder.add_(float(norm))
+    suggestion = tritonclip.suggest_max_norm(path, warmup=0)
+    assert suggestion.steps == 600
+    assert "went on" not in suggestion.reason
+
+
+@pytest.mark.parametrize("again", [100, 300])
+def test_step_numbers_that_start_again_are_told(tmp_path, again):
+    path = tmp_path / "run.csv"
+    rows = [*enumerate(norms_of(300), 1), *enumerate(norms_of(again, seed=1), 1)]
+    path.write_text("step,norm\n" + "".join(f"{step},{norm}\n" for step, norm in rows))
+    suggestion = tritonclip.suggest_max_norm(path, warmup=0)
+    assert suggestion.steps == again
+    assert "only the later rows count; left out were 300 earlier ones" in suggestion.reason
+
+
+def test_too_few_steps_after_others_that_were_replaced_are_told(tmp_path):
+    path = tmp_path / "run.csv"
+    path.write_text("step,norm\n" + "".join(f"{step},1\n" for step in [*range(300), 0, 1, 2]))
+    with pytest.raises(ValueError, match=r"got 3 in 3 steps; .*left out were 300 earlier ones"):
+        tritonclip.suggest_max_norm(path)
 
 
 @pytest.mark.parametrize("factor", [1e-20, 1e-3, 1.0, 1e6, 1e30])
@@ -140,7 +223,7 @@ def test_suggestion_is_sound(n, spread, spikes, height, drift, seed):
     assert suggestion.steps == n
     assert suggestion.reason
     assert (suggestion.max_norm is None) == (
-        suggestion.verdict in ("nothing to clip", "clipped before")
+        suggestion.verdict in ("nothing to clip", "clipped before", "constant")
     )
     if suggestion.max_norm is not None:
         share = share_over(norms, suggestion.max_norm)
@@ -230,7 +313,7 @@ def test_a_short_run_is_told():
     [
         ([], None, "got 0 in 0 steps; record some hundred"),
         ([1.0] * 19, None, "got 19 in 19 steps; record some hundred"),
-        ([0.0] * 50, None, "got 0 in 50 steps; record some hundred"),
+        ([0.0] * 50, None, "got 0 in 50 steps; the others are 0: measure after backward"),
         ([math.nan] * 50, None, "got 0 in 50 steps; the others are NaN or inf"),
         ([1.0] * 50, 60, "got 0 in 50 steps; the warm-up leaves none"),
     ],
@@ -296,6 +379,16 @@ def test_the_limit_in_use_is_a_candidate_and_judged(tmp_path, limit, said):
     assert said in suggestion.reason
 
 
+def test_a_limit_in_use_is_not_to_stay_where_the_norm_drifts(tmp_path):
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path) as recorder:
+        for norm in norms_of(spikes=0.03, drift=0.05):
+            recorder.add_(float(norm), limit=1.0)
+    suggestion = tritonclip.suggest_max_norm(path)
+    assert suggestion.verdict == "drift"
+    assert "and is fixed, too." in suggestion.reason
+
+
 def test_limits_that_changed_are_no_candidates(tmp_path):
     path = tmp_path / "run.csv"
     with tritonclip.record(path) as recorder:
@@ -328,3 +421,10 @@ def test_nothing_of_the_extra_is_imported():
         "assert not new & {'rich', 'matplotlib', 'click', 'scipy', 'pandas'}, new\n",
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_suggestion_names_the_attributes_that_there_are():
+    suggestion = tritonclip.suggest_max_norm(norms_of())
+    with pytest.raises(AttributeError, match=r"'limit'; expected one of .*max_norm, .*reason"):
+        _ = suggestion.limit  # type: ignore[attr-defined]
+    assert copy.deepcopy(suggestion) == suggestion

@@ -66,6 +66,26 @@ def test_suggest_says_where_something_else_clipped(tmp_path, capsys):
     assert "clips  " not in printed
 
 
+def test_suggest_names_a_limit_beside_drift_as_second_best(tmp_path, capsys):
+    path = tmp_path / "run.csv"
+    norms = [(30 if i % 30 == 29 else 1 + i % 7 / 10) * 0.99**i for i in range(400)]
+    path.write_text("norm\n" + "".join(f"{norm}\n" for norm in norms))
+    assert main(["suggest", str(path)]) == 0
+    assert capsys.readouterr().out.endswith(", if the limit has to be fixed\n")
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [([], "none"), (["nan"], "1 that are NaN or inf"), (["0", "0"], "2 that are 0")],
+    ids=["none", "nan", "zero"],
+)
+def test_suggest_counts_only_what_was_left_out(tmp_path, capsys, bad, said):
+    path = tmp_path / "run.csv"
+    path.write_text("\n".join(["norm", *bad, *(str(1 + i % 7) for i in range(40))]))
+    assert main(["suggest", str(path)]) == 0
+    assert f"; left out: {said}.\n" in capsys.readouterr().out
+
+
 def test_suggest_leaves_out_the_warmup_that_is_given(path, capsys):
     assert main(["suggest", str(path), "--warmup", "100"]) == 0
     assert "500 steps after a warm-up of 100" in capsys.readouterr().out

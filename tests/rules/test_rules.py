@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import pickle
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipByUnitNorm, ClipByValue
+from tritonclip.rules import as_rule
 
 BY_NORM = pytest.mark.parametrize("kind", [ClipByGlobalNorm, ClipByNorm])
 
@@ -193,3 +195,52 @@ def test_rule_by_value_keeps_the_sign_of_a_zero_bound(other):
 )
 def test_rule_by_value_takes_a_schedule_beside_a_number(low, high):
     assert ClipByValue(low, high).at(0).interval() == (-1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (ClipByGlobalNorm, "max_norm"),
+        (ClipByNorm, "max_norm"),
+        (ClipByValue, "min"),
+        (lambda schedule: ClipByValue(-1.0, schedule), "max"),
+        (lambda schedule: ClipByValue(schedule, 1.0), "min"),
+        (ClipByRMS, "max_rms"),
+        (ClipByUnitNorm, "ratio"),
+        (as_rule, "max_norm"),
+    ],
+    ids=["global", "norm", "value", "max", "min", "rms", "unit", "as_rule"],
+)
+@pytest.mark.parametrize(
+    ("schedule", "signature"),
+    [
+        (lambda: 1.0, r"\(\)"),
+        (lambda step, total: 1.0, r"\(step, total\)"),
+        (lambda *, step: 1.0, r"\(\*, step\)"),
+    ],
+    ids=["no step", "two", "keyword"],
+)
+def test_rule_refuses_a_schedule_that_does_not_take_the_step(make, name, schedule, signature):
+    expected = f"{name}.* may be a function of the step, .*with the signature {signature}"
+    with pytest.raises(TypeError, match=expected):
+        make(schedule)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda step: 1.0,
+        lambda *steps: 1.0,
+        lambda step, last=9: 1.0,
+        functools.partial(pow, 2),
+        max,
+    ],
+    ids=["step", "any", "default", "partial", "unreadable"],
+)
+def test_rule_takes_a_schedule_that_may_be_called_with_the_step(schedule):
+    assert ClipByGlobalNorm(schedule).max_norm is schedule
+
+
+def test_rule_by_value_refuses_what_is_no_number_beside_a_schedule():
+    with pytest.raises(TypeError, match="min must be a number, got 'a'"):
+        ClipByValue("a", lambda step: 1.0)  # type: ignore[arg-type]  # on purpose

@@ -157,6 +157,12 @@ class Gradients:
         """Why the list is empty, where the user probably did not intend it; else ""."""
         if not self.sources and isinstance(self.handed_over, GeneratorType):
             return "`parameters` is an empty generator, no gradient clipping will occur."
+        if self.sources and not any(p.is_leaf for p in self.sources):
+            return (
+                f"{self.label_of(0)} is computed from other tensors, as a loss is, and has no "
+                ".grad, no gradient clipping will occur; expected the parameters of the model, "
+                "such as model.parameters()"
+            )
         if self.sources and not any(p.requires_grad or p.grad is not None for p in self.sources):
             return (
                 f"none of the {len(self.sources)} tensors has a .grad or requires a gradient, no "

@@ -9,16 +9,20 @@ import sys
 from typing import Any
 from weakref import WeakSet
 
-try:
-    from lightning.pytorch import Callback, LightningModule, Trainer
-except ModuleNotFoundError:
-    from pytorch_lightning import Callback, LightningModule, Trainer
-
 from tritonclip.engine.modules import check_marks
+from tritonclip.integrations.extra import needs
 from tritonclip.integrations.metrics import metrics_of
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite
 from tritonclip.optim.registry import wrapper_of
 from tritonclip.rules import Rule, as_rule
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:
+    try:
+        from pytorch_lightning import Callback, LightningModule, Trainer
+    except ImportError:
+        raise needs("lightning", error) from error
 
 # Wrappers of all callbacks.
 _made: WeakSet[ClippedOptimizer] = WeakSet()

@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import transformers
-from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
-
 from tritonclip.engine.modules import check_marks
+from tritonclip.integrations.extra import needs
 from tritonclip.integrations.metrics import metrics_of, wrapper_in
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite
 from tritonclip.rules import Rule, as_rule
+
+try:
+    import transformers
+    from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
+except ImportError as error:
+    raise needs("transformers", error) from error
 
 
 class ClippingMixin:

@@ -86,7 +86,8 @@ def candidates_of(
         limits[recommended] = "recommended"
     if in_use is not None:
         limits.setdefault(in_use, "in use")
-    for share in (LEAST_SHARE, 0.02, 0.05, MOST_SHARE):
+    # A share of less than one step is none.
+    for share in (s for s in (LEAST_SHARE, 0.02, 0.05, MOST_SHARE) if s * len(norms) >= 1):
         limits.setdefault(limit_at(norms, share), f"about {share:.0%}")
     limits.setdefault(1.0, "usual for transformers")
     return tuple(

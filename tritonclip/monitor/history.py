@@ -16,6 +16,8 @@ from tritonclip.monitor.formats import Cell, format_of
 COLUMNS = ("step", "norm", "coefficient", "limit", "skipped")
 # Begins the columns of groups and parameters, so that no name collides with those above.
 PART = "norm/"
+# In a row: a recorder went on in the file with it.
+_JOIN = "join"
 _WRITTEN_BY = "record(...) writes such files, and a file from elsewhere needs a column 'norm'"
 
 
@@ -30,6 +32,9 @@ class History:
         limits: of the norm; NaN where unknown.
         skipped: 1 for steps that were left out; NaN where unknown.
         parts: norms of groups or parameters, by name.
+        joins: positions of the rows with which another recorder went on in the file, not from a
+            checkpoint.
+        replaced: rows that are not here, because their steps or earlier ones came again.
     """
 
     steps: Tensor
@@ -38,6 +43,8 @@ class History:
     limits: Tensor
     skipped: Tensor
     parts: Mapping[str, Tensor] = field(default_factory=dict)
+    joins: tuple[int, ...] = ()
+    replaced: int = 0
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -78,16 +85,23 @@ def read(path: str | os.PathLike[str]) -> History:
     form = format_of(path)
     text = read_text(path)
     rows: list[dict[str, float]] = []
+    replaced, joined = 0, False
     last = text.count("\n") + 1 if not text.endswith("\n") else None
     try:
         for number, cells in form.decode(text):
             row = _numbers(number, cells)
-            if row is not None:
-                if rows and ("step" in row) != ("step" in rows[0]):
-                    raise ValueError(f"line {number}: expected 'step' in every row or in none")
-                while rows and row.get("step", torch.inf) <= rows[-1].get("step", 0):
-                    rows.pop()
-                rows.append(row)
+            if row is None:
+                joined = joined or is_join(cells)
+                continue
+            if rows and ("step" in row) != ("step" in rows[0]):
+                raise ValueError(f"line {number}: expected 'step' in every row or in none")
+            if joined and rows and row["step"] > rows[-1]["step"]:
+                row[_JOIN] = 1.0
+            joined = False
+            while rows and row.get("step", torch.inf) <= rows[-1].get("step", 0):
+                rows.pop()
+                replaced += 1
+            rows.append(row)
     except ValueError as error:
         # A crash may have cut the last line off.
         if last is None or f"line {last}:" not in str(error) or not rows:
@@ -97,7 +111,18 @@ def read(path: str | os.PathLike[str]) -> History:
             f"{path} is no history: expected at least one row with a norm, got none; a recorder "
             "writes after every `every` steps, and at flush() and close()"
         )
-    return _history(rows)
+    return _history(rows, replaced)
+
+
+def join_after(step: int) -> tuple[Cell, ...]:
+    """The row between those of two recorders: the last step of the first, and nothing else."""
+    return (step, *[None] * (len(COLUMNS) - 1))
+
+
+def is_join(cells: Mapping[str, Cell]) -> bool:
+    """Whether a row is one of `join_after`."""
+    known = [name for name, cell in cells.items() if cell is not None]
+    return known == ["step"] and tuple(cells)[: len(COLUMNS)] == COLUMNS
 
 
 def read_text(path: Path) -> str:
@@ -146,7 +171,7 @@ def _number(number: int, name: str, cell: Cell) -> float:
         raise ValueError(f"{expected}, got {cell!r:.40}") from None
 
 
-def _history(rows: list[dict[str, float]]) -> History:
+def _history(rows: list[dict[str, float]], replaced: int) -> History:
     names = list(dict.fromkeys(name for row in rows for name in row))
 
     def column(name: str) -> Tensor:
@@ -161,4 +186,6 @@ def _history(rows: list[dict[str, float]]) -> History:
         column("limit"),
         column("skipped"),
         {name.removeprefix(PART): column(name) for name in names if name.startswith(PART)},
+        tuple(i for i, row in enumerate(rows) if _JOIN in row),
+        replaced,
     )

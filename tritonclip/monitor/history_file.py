@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tritonclip.monitor.formats import Cell, format_of
-from tritonclip.monitor.history import COLUMNS, PART
+from tritonclip.monitor.history import COLUMNS, PART, join_after
 
 _ANOTHER = "give record(...) another path, or move the file away"
 
@@ -22,6 +22,8 @@ class HistoryFile:
     Attributes:
         path: of the file.
         last_step: the number of the last step in the file; 0 for a new one.
+        resumes: the run of the file is known to go on, as where it loaded a checkpoint; else a row
+            without a norm tells the rows of the file from those that are appended.
 
     Raises:
         FileNotFoundError: no such folder.
@@ -32,7 +34,7 @@ class HistoryFile:
         self.path = path
         self._format = format_of(path)
         self._columns: tuple[str, ...] | None = None
-        self.last_step = 0
+        self.last_step, self.resumes = 0, False
         # Bytes of whole lines, and whether this object wrote the last of them.
         self._size, self._began = 0, False
         if find and not path.parent.is_dir():
@@ -91,6 +93,9 @@ class HistoryFile:
             RuntimeError: something else wrote to the file.
         """
         assert self._columns is not None
+        if self.last_step and not (self._began or self.resumes):
+            join = join_after(self.last_step)
+            rows = [(*join, *[None] * (len(self._columns) - len(join))), *rows]
         text = self._format.encode(self._columns, rows)
         if not self._size:
             text = self._format.header(self._columns) + text

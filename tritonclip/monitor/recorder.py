@@ -186,6 +186,7 @@ class Recorder:
                 f"expected the result of Recorder.state_dict(), {{'steps': number}}, got {state!r}"
             )
         self.steps = steps
+        self._rows.file.resumes = True
 
     def _check_names(self, names: tuple[str, ...]) -> None:
         if names == self._names:

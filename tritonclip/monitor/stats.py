@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tritonclip.attributes import NamesAttributes
 from tritonclip.grad_mode import outside_inference
 
 
@@ -29,7 +30,7 @@ _COUNTERS = ("steps", "measured_steps", "clipped_steps", "skipped_steps")
 _LAST = ("last_norm", "last_coefficient", "last_limit", "consecutive_skips")
 
 
-class ClipStats:
+class ClipStats(NamesAttributes):
     """Norms, coefficients and counts of a :class:`ClippedOptimizer`; only `summary` waits for them.
 
     All are tensors on the device of the optimizer's first parameter.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tritonclip.attributes import NamesAttributes
 from tritonclip.monitor.candidates import (
     LEAST_SHARE,
     MOST_SHARE,
@@ -21,22 +22,23 @@ from tritonclip.monitor.candidates import (
 from tritonclip.monitor.history import History, read
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.trend import trend_of, warmup_of
-from tritonclip.monitor.verdict import Verdict, judge, of_limit_in_use, remarks_on
+from tritonclip.monitor.verdict import Verdict, judge, of_limit_in_use, of_runs, remarks_on
 
 # A tail of 5% is one step of these.
 LEAST_STEPS = 20
 
 
 @dataclass(frozen=True)
-class Suggestion:
+class Suggestion(NamesAttributes):
     """A limit for a run, the candidates beside it, and the reason.
 
     Attributes:
         max_norm: the recommended limit; None where none is needed, or none can be told.
         reason: for it, in sentences.
         verdict: "clip"; "nothing to clip"; "drift", where a limit that follows the norm fits better
-            than the recommended one; "clipped before", where something else clipped the gradients.
-        candidates: from the lowest limit to the highest; none where something else clipped.
+            than the recommended one; "clipped before", where norms are cut off at one value;
+            "constant", where all are equal.
+        candidates: from the lowest limit to the highest; none for the last two verdicts.
         spikes: the largest norms, from the largest on.
         medians: of the three thirds of the run after the warm-up.
         warmup: steps at the start that were left out.
@@ -77,7 +79,8 @@ def suggest_max_norm(
 
     Returns:
         The suggestion. `max_norm` is None where no norm is over three times the median of its part
-        of the run, and where something else clipped the gradients before they were measured.
+        of the run, where something else clipped the gradients before they were measured, and where
+        all norms are equal.
 
     Raises:
         FileNotFoundError: no such file.
@@ -112,9 +115,13 @@ def suggest_max_norm(
             remedy = "the others are NaN or inf: nonfinite='error' names their gradients"
         elif 0 < len(run) <= left_out:
             remedy = "the warm-up leaves none: make it shorter"
+        elif len(run) >= LEAST_STEPS > int((run.norms > 0).sum()):
+            remedy = "the others are 0: measure after backward() and before zero_grad()"
+        remarks = of_runs(run, left_out)
         raise ValueError(
             f"expected at least {LEAST_STEPS} finite norms over 0 after a warm-up of {left_out} "
             f"steps, got {len(norms)} in {len(run)} steps; {remedy}"
+            f"{remarks and '.' + remarks}"
         )
     trend = trend_of(norms)
     spikes = spikes_of(norms, steps)
@@ -125,9 +132,14 @@ def suggest_max_norm(
     n_nonfinite = int((~finite).sum())
     return Suggestion(
         recommended,
-        reason + of_limit_in_use(norms, verdict, in_use) + remarks_on(len(norms), n_nonfinite),
+        reason
+        + of_limit_in_use(norms, verdict, in_use)
+        + remarks_on(len(norms), n_nonfinite)
+        + of_runs(run, left_out),
         verdict,
-        () if verdict == "clipped before" else candidates_of(norms, spikes, recommended, in_use),
+        ()
+        if verdict in ("clipped before", "constant")
+        else candidates_of(norms, spikes, recommended, in_use),
         spikes,
         trend.medians,
         left_out,

@@ -8,9 +8,10 @@ from typing import Literal
 from torch import Tensor
 
 from tritonclip.monitor.candidates import EPS, LEAST_SHARE, MOST_SHARE, share_over
+from tritonclip.monitor.history import History
 from tritonclip.monitor.trend import Trend
 
-Verdict = Literal["clip", "nothing to clip", "drift", "clipped before"]
+Verdict = Literal["clip", "nothing to clip", "drift", "clipped before", "constant"]
 
 # A step three times as long is one at the next learning rate of a usual grid (1e-4, 3e-4, 1e-3).
 _ORDINARY = 3.0
@@ -23,30 +24,39 @@ _ENOUGH = 100
 def judge(norms: Tensor, trend: Trend, limit: float) -> tuple[Verdict, str]:
     """Whether to clip at a limit, and why."""
     largest = float(norms.max())
-    # A limit of m leaves norms up to eps below m.
-    n_cut = int((norms >= largest - 1e-5 * largest - min(EPS, 1e-3 * largest)).sum())
+    n_cut = int((norms >= _least_equal(largest)).sum())
+    if n_cut == len(norms):
+        return "constant", (
+            f"All {n_cut} norms equal {largest:.4g}, which tells no limit. Where something clips "
+            "or normalizes before the norm is measured, turn that off; where the loop adds the "
+            "same number at every step, pass the norm that clip_ returns. Then record again."
+        )
     if n_cut >= max(_CUT_STEPS, _CUT_SHARE * len(norms)):
         return "clipped before", (
-            f"{n_cut} of {len(norms)} norms equal the largest, {largest:.4g}: something clips "
-            "before the norm is measured. Turn that off and record again."
+            f"{n_cut} of {len(norms)} norms equal the largest, {largest:.4g}: most likely "
+            "something clips before the norm is measured. Turn that off and record again."
         )
-    drift = ""
-    if trend.drifts:
-        medians = _listed(f"{median:.3g}" for median in trend.medians)
-        drift = f"The norm drifts: the medians of the thirds of the run are {medians}. "
+    medians = _listed(f"{median:.3g}" for median in trend.medians)
+    drift = f"The norm drifts: the medians of the thirds of the run are {medians}."
     if trend.largest < _ORDINARY:
-        return "nothing to clip", (
-            f"{drift}No step needs clipping: norms reach {trend.largest:.2g} times the median "
-            f"around them, and a step of less than {_ORDINARY:g} times is an ordinary one. A limit "
-            f"of {float(f'{10 * largest:.0e}'):g}, ten times the largest norm, would only guard "
-            "against accidents."
+        guard = (
+            f"{drift} To guard against accidents, take a limit that follows it, such as "
+            "ClipByZScore."
+            if trend.drifts
+            else f"A limit of {_short(10 * largest, 1)}, ten times the largest norm, would only "
+            "guard against accidents."
         )
-    if drift:
-        times = _listed(f"{limit / median:.2g}" for median in trend.medians)
+        return "nothing to clip", (
+            f"No step needs clipping: norms reach {_short(trend.largest)} times the median around "
+            f"them, and a step of less than {_ORDINARY:g} times is an ordinary one. {guard}"
+        )
+    if trend.drifts:
+        times = _listed(_short(limit / median) for median in trend.medians)
         shares = _listed(f"{share_over(third, limit):.1%}" for third in norms.tensor_split(3))
         return "drift", (
-            f"{drift}A fixed limit of {limit:g} stands at {times} times these, and clips {shares} "
-            "of the steps. A limit that follows the norm, such as ClipByQuantile, fits better."
+            f"{drift} Take a limit that follows the norm, such as ClipByQuantile. If the limit has "
+            f"to be fixed, take {limit:g}, which is {times} times these medians, and clips "
+            f"{shares} of the steps."
         )
     return "clip", _why_clip(norms, trend, limit)
 
@@ -55,8 +65,8 @@ def _why_clip(norms: Tensor, trend: Trend, limit: float) -> str:
     clipped = share_over(norms, limit)
     why = (
         f"A limit of {limit:g} clips {clipped:.1%} of {len(norms)} steps. Norms reach "
-        f"{trend.largest:.2g} times the median around them, and {trend.outside:.1%} of the steps "
-        "stand out from the others"
+        f"{_short(trend.largest)} times the median around them, and {trend.outside:.1%} of the "
+        "steps stand out from the others"
     )
     if trend.outside > MOST_SHARE:
         return why + (
@@ -70,13 +80,23 @@ def _why_clip(norms: Tensor, trend: Trend, limit: float) -> str:
 
 def of_limit_in_use(norms: Tensor, verdict: Verdict, in_use: float | None) -> str:
     """A sentence on the limit that the run had; "" without one."""
-    if verdict not in ("clip", "drift") or in_use is None:
+    if in_use is None:
+        return ""
+    largest = float(norms.max())
+    if verdict in ("clipped before", "constant") and _least_equal(in_use) <= largest <= in_use:
+        return (
+            f" The largest norm is that of the limit in use, {in_use:g}: record the norm that "
+            "clip_ returns, not one that is measured after it."
+        )
+    if verdict not in ("clip", "drift"):
         return ""
     share = share_over(norms, in_use)
     use = f" The limit in use, {in_use:g}, clips {share:.1%}"
     if share > MOST_SHARE:
         return f"{use}, and is a part of the learning rate: with another limit, tune both together."
-    return f"{use}, and may stay." if share >= LEAST_SHARE else f"{use}: less than the tail."
+    if share < LEAST_SHARE:
+        return f"{use}: less than the tail."
+    return f"{use}, and may stay." if verdict == "clip" else f"{use}, and is fixed, too."
 
 
 def remarks_on(n_steps: int, n_nonfinite: int) -> str:
@@ -86,9 +106,39 @@ def remarks_on(n_steps: int, n_nonfinite: int) -> str:
         remarks += f" These are {n_steps} steps only: record some hundred."
     if n_nonfinite:
         remarks += (
-            f" Norms that are NaN or inf: {n_nonfinite}, and no limit mends them; see nonfinite=."
+            f" Norms that are NaN or inf: {n_nonfinite}. No limit mends them: nonfinite='error' "
+            "names their gradients."
         )
     return remarks
+
+
+def of_runs(run: History, warmup: int) -> str:
+    """Sentences on a file that may be of several runs; "" where it is of one."""
+    remarks = ""
+    if run.replaced:
+        remarks += (
+            " Step numbers come again, and only the later rows count; left out were "
+            f"{run.replaced} earlier ones. Where these are two runs, record each in a file of its "
+            "own."
+        )
+    if run.joins and run.joins[-1] > warmup:
+        start = run.joins[-1]
+        remarks += (
+            f" A recorder went on in this file at step {int(run.steps[start])}, without a "
+            f"checkpoint. Where a new run begins there, leave the one before out: warmup={start}, "
+            f"or --warmup {start}."
+        )
+    return remarks
+
+
+def _least_equal(limit: float) -> float:
+    """The least norm that a limit leaves: eps below it, and rounded."""
+    return limit - 1e-5 * limit - min(EPS, 1e-3 * limit)
+
+
+def _short(number: float, digits: int = 2) -> str:
+    """A number in few digits, and without an exponent where it needs none."""
+    return f"{float(f'{number:.{digits}g}'):g}"
 
 
 def _listed(words: Iterable[str]) -> str:

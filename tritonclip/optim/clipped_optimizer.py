@@ -79,7 +79,7 @@ class ClippedOptimizer(MeasuringWrapper):
             above, NaN is not. Of a closure the first evaluation is looked at. None skips none.
         max_consecutive_skips: skipped steps in a row at which `step` raises RuntimeError; None for
             no error, and a warning at 100. Where no step waits for a GPU, it raises some steps
-            later, when the number has arrived.
+            later, when the number has arrived. May be replaced.
         recorder: of :func:`record`: takes norm, coefficient, limit and skips of every step, and the
             norms of groups that have a rule; may be replaced. Copies of the wrapper have none.
         flat: the :class:`FlatGradients` of the optimizer's parameters; may be replaced. Steps then

@@ -18,6 +18,7 @@ from tritonclip.optim.checkpoint import STATS_KEY, split_own, with_own
 from tritonclip.optim.delegating import DelegatingOptimizer
 from tritonclip.optim.guard import guard_
 from tritonclip.optim.memory import SkipWatch, as_skip_bound
+from tritonclip.optim.misplaced import NoRuleNumbers
 from tritonclip.optim.observation import as_recorder
 from tritonclip.optim.param_groups import (
     check_group,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 _POLICIES = ("propagate", "error", "zero", "skip")
 
 
-class ClippingWrapper(DelegatingOptimizer):
+class ClippingWrapper(NoRuleNumbers, DelegatingOptimizer):
     """All of a ClippedOptimizer but its steps."""
 
     _holders: Holders | None
@@ -108,6 +109,15 @@ class ClippingWrapper(DelegatingOptimizer):
     @skip_above.setter
     def skip_above(self, skip_above: float | Outlier | None) -> None:
         self._log.memory.skip_above = as_skip_bound(skip_above)
+
+    @property
+    def max_consecutive_skips(self) -> int | None:
+        """Skipped steps in a row at which a step raises; replaceable."""
+        return self._log.watch.most
+
+    @max_consecutive_skips.setter
+    def max_consecutive_skips(self, most: int | None) -> None:
+        self._log.watch = SkipWatch(most)
 
     @property
     def recorder(self) -> Recorder | None:

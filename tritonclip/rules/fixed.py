@@ -15,7 +15,8 @@ from tritonclip.rules.arguments import (
     as_limit,
     as_limit_or_schedule,
     as_norm_type,
-    as_number,
+    as_number_or_schedule,
+    is_function,
 )
 from tritonclip.rules.rule import Measured, Rule, needs_state
 
@@ -142,9 +143,9 @@ class ClipByValue(Rule):
         if max is None:
             max = as_limit_or_schedule("min, the bound of both sides where max is not given,", min)
             min = partial(_negative, max) if callable(max) else -max
-        elif not (callable(min) or callable(max)):
-            min, max = as_number("min", min), as_number("max", max)
-            if not min <= max:
+        else:
+            min, max = as_number_or_schedule("min", min), as_number_or_schedule("max", max)
+            if not (callable(min) or callable(max) or min <= max):
                 raise ValueError(f"min must not exceed max, got min={min} and max={max}")
         object.__setattr__(self, "min", min)
         object.__setattr__(self, "max", max)
@@ -202,6 +203,8 @@ def as_rule(clip: object) -> Rule:
         return _rule_of(clip)
     if isinstance(clip, type) and issubclass(clip, Rule):
         raise TypeError(f"clip must be a rule, got the class; write {clip.__name__}(...)")
+    if is_function(clip):
+        return ClipByGlobalNorm(clip)
     try:
         return ClipByGlobalNorm(clip)  # type: ignore[arg-type]  # the rule checks
     except TypeError:
