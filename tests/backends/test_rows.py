@@ -1,0 +1,29 @@
+"""Rows of gradients on a CPU: every element stands in one, wherever batches of them end."""
+
+import math
+
+import pytest
+import torch
+from cases import normal
+
+from tritonclip.backends.cpu_rows import MEDIUM, ROW, SCRATCH, SMALL, row_norms_of
+
+# Elements of gradients of which so many fill scratch but for less than a row, or by less than one
+# too many.
+N_FILLING = 40
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rest", [-ROW, 1 - ROW, -1, 0, 1, ROW - 1, ROW])
+def test_a_batch_ends_before_scratch_does(dtype, rest):
+    size, last = divmod(SCRATCH + rest, N_FILLING)
+    sizes = [size] * (N_FILLING - 1) + [size + last] + [size] * 3
+    assert all(SMALL < n <= MEDIUM[dtype] for n in sizes)
+    grads = [normal(n, dtype, seed=n + i) for i, n in enumerate(sizes)]
+    rows = list(row_norms_of(grads, sizes))
+    assert [grad.data_ptr() for sources, _ in rows for grad in sources] == [
+        grad.data_ptr() for grad in grads
+    ]
+    for sources, norms in rows:
+        truth = math.hypot(*(float(torch.linalg.vector_norm(g.double())) for g in sources))
+        assert float(torch.linalg.vector_norm(norms.double())) == pytest.approx(truth, rel=1e-6)
