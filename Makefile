@@ -75,7 +75,6 @@ bench: $(INSTALLED)
 	$(RUN) -m bench host
 	$(RUN) -m bench distributed
 	$(RUN) -m bench codegen
-	$(PYTEST) bench/test_functions.py
 	$(RUN) -m bench report
 
 # Needs TensorFlow, optax and Paddle. Two runs: a process that imports TensorFlow and Paddle ends.
@@ -87,5 +86,5 @@ bench-frameworks: $(INSTALLED)
 	$(RUN) -m bench report
 
 clean:
-	rm -rf build dist *.egg-info .nox .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info .nox .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -31,6 +31,12 @@ OURS = 1e-6
 CALLS = 20
 # Elements of GPT-2 124M.
 MANY = 124_439_808
+# The lists that `hard_gradients` yields.
+N_HARD = 9
+NORMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "tritonclip": tritonclip.get_total_norm,
+    "torch": torch.nn.utils.get_total_norm,
+}
 
 
 class WrongResultError(RuntimeError):
@@ -42,40 +48,33 @@ class Gradients:
 
     Args:
         workload: the shapes.
-        dtype: "float32", "bfloat16", "float16", or "mixed": bfloat16 for tensors of two dimensions
-            or more, float32 for vectors.
+        dtype: one of DTYPES; "mixed" is bfloat16 for matrices, float32 for vectors.
         device: where parameters and gradients lie.
-        like: gradients whose values to share, in memory of their own; the device is theirs.
 
     Attributes:
         parameters: uninitialised, each with a `.grad`.
         fresh: the values of the gradients, one tensor each; never written.
         norms: their 2-norms in float64.
         norm: the 2-norm of all of them in float64.
-        largest: the largest magnitude of an element.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        dtype: str,
-        device: torch.device,
-        like: Gradients | None = None,
-    ) -> None:
+    def __init__(self, workload: Workload, dtype: str, device: torch.device) -> None:
         self.workload, self.dtype, self.device = workload, dtype, device
-        self.fresh: list[Tensor] = (
-            list(_normal(workload, dtype, device)) if like is None else like.fresh
-        )
+        self.fresh = list(_normal(workload, dtype, device))
+        self.norms = [norm([f]) for f in self.fresh]
+        self.norm = math.hypot(*self.norms)
+        self._largest = max(float(f.abs().max()) for f in self.fresh)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Makes new parameters, whose gradients get the fresh values in memory of their own."""
         # Neither read nor written but by "step", so that they take no memory on a CPU.
         self.parameters = [torch.empty_like(f, requires_grad=True) for f in self.fresh]
         for i, (parameter, fresh) in enumerate(zip(self.parameters, self.fresh, strict=True)):
-            offset = 1 + i % 7 if workload.misaligned else 0
+            offset = 1 + i % 7 if self.workload.misaligned else 0
             memory = fresh.new_empty(offset + fresh.numel())
             parameter.grad = memory[offset:].view(fresh.shape)
         self.refill()
-        self.norms: list[float] = [norm([f]) for f in self.fresh] if like is None else like.norms
-        self.norm = math.hypot(*self.norms)
-        self.largest = max(float(f.abs().max()) for f in self.fresh)
 
     @property
     def grads(self) -> list[Tensor]:
@@ -102,7 +101,7 @@ class Gradients:
         if rule == "gradient":
             return statistics.median(self.norms) / 2 if clipped else max(self.norms) * 10
         if rule == "value":
-            return min(SIGMA * 3, self.largest / 2) if clipped else SIGMA * 100
+            return min(SIGMA * 3, self._largest / 2) if clipped else SIGMA * 100
         return self.norm * (0.5 if clipped else 10)
 
     def multipliers(self, rule: str, limit: float, eps: float = EPS) -> list[float]:
@@ -136,9 +135,9 @@ class Gradients:
         Raises:
             WrongResultError: one differs.
         """
-        keep = limit is None or rule == "value"
-        multipliers = [1.0] * len(self.fresh) if keep else self.multipliers(rule, limit or 0.0, eps)
-        bound = limit if rule == "value" else None
+        bound = math.inf if limit is None or rule != "value" else limit
+        norm_limit = math.inf if limit is None or rule == "value" else limit
+        multipliers = self.multipliers(rule, norm_limit, eps)
         for i, (grad, fresh) in enumerate(zip(grads, self.fresh, strict=True)):
             if grad.shape != fresh.shape or grad.dtype != fresh.dtype:
                 raise WrongResultError(f"gradient {i} became {grad.dtype} {tuple(grad.shape)}")
@@ -149,20 +148,17 @@ class Gradients:
                 raise WrongResultError(f"gradient {i} is off by {error:.3g}, of {largest:.3g}")
 
 
-def dtype_of(dtype: str, n_dimensions: int) -> torch.dtype:
+def _dtype_of(dtype: str, n_dimensions: int) -> torch.dtype:
     """The dtype of a tensor in a list of this dtype."""
-    if dtype == "mixed":
-        return torch.bfloat16 if n_dimensions > 1 else torch.float32
-    found = getattr(torch, dtype)
-    assert isinstance(found, torch.dtype)
-    return found
+    name = ("float32", "bfloat16")[n_dimensions > 1] if dtype == "mixed" else dtype
+    return getattr(torch, name)  # type: ignore[no-any-return]
 
 
 def _normal(workload: Workload, dtype: str, device: torch.device) -> Iterator[Tensor]:
     generator = torch.Generator(device).manual_seed(1)
     for shape in workload.shapes:
         values = torch.empty(shape, device=device).normal_(0, SIGMA, generator=generator)
-        yield values.to(dtype_of(dtype, len(shape)))
+        yield values.to(_dtype_of(dtype, len(shape)))
 
 
 def norm(tensors: Sequence[Tensor]) -> float:
@@ -172,15 +168,13 @@ def norm(tensors: Sequence[Tensor]) -> float:
 
 
 def _difference(
-    grad: Tensor, fresh: Tensor, multiplier: float, bound: float | None
+    grad: Tensor, fresh: Tensor, multiplier: float, bound: float
 ) -> tuple[float, float]:
     """Largest error, and largest magnitude that was expected; NaN stays NaN."""
     blocks = (tensor.reshape(-1).split(BLOCK) for tensor in (grad, fresh))
     found = []
     for block, start in zip(*blocks, strict=True):
-        expected = start.double().mul_(multiplier)
-        if bound is not None:
-            expected.clamp_(-bound, bound)
+        expected = start.double().mul_(multiplier).clamp_(-bound, bound)
         differences = expected - block.to(expected.device)
         found.append(torch.stack([differences.abs().max(), expected.abs().max()]))
     error, largest = torch.stack(found).amax(0).tolist()
@@ -191,7 +185,7 @@ def hard_gradients(device: torch.device, shrink: int = 1) -> Iterator[tuple[str,
     """Gradients whose norm is hard to get right, and their names; long ones over `shrink`."""
     extremes = [(value, dtype) for value in ("1e20", "1e-25") for dtype in DTYPES[:2]]
     for value, dtype in (*extremes, ("6e4", "float16")):
-        filled = torch.full((1000,), float(value), dtype=dtype_of(dtype, 1), device=device)
+        filled = torch.full((1000,), float(value), dtype=_dtype_of(dtype, 1), device=device)
         yield f"4,000 times {value}, {dtype}", [filled.clone() for _ in range(4)]
     n_ones = 200_000_000 // shrink
     yield f"{n_ones:,} ones, float32", [torch.ones(n_ones, device=device)]
@@ -200,29 +194,14 @@ def hard_gradients(device: torch.device, shrink: int = 1) -> Iterator[tuple[str,
         yield f"{MANY // shrink:,} normal, {dtype}", list(_normal(long, dtype, device))
 
 
-def measure(name: str, gradients: list[Tensor]) -> list[Row]:
+def measure(name: str, gradients: list[Tensor]) -> Iterator[Row]:
     """Norms by both libraries, their errors, and how many different results twenty calls give."""
     truth = norm(gradients)
-    providers: dict[str, Callable[[list[Tensor]], Tensor]] = {
-        "tritonclip": tritonclip.get_total_norm,
-        "torch": torch.nn.utils.get_total_norm,
-    }
-    rows = []
-    for provider, total_norm in providers.items():
+    for provider, total_norm in NORMS.items():
         norms = [float(total_norm(gradients)) for _ in range(CALLS)]
-        error = abs(norms[0] / truth - 1)
-        values = {
-            "truth": truth,
-            "norm": _finite(norms[0]),
-            "norm_error": _finite(error),
-            "distinct": len({one.hex() for one in norms}),
-        }
-        right = error <= OURS and values["distinct"] == 1
-        case = {"workload": name, "provider": provider}
-        rows.append(Row("accuracy", case, values, right if provider == "tritonclip" else None))
-    return rows
-
-
-def _finite(value: float) -> float | str:
-    """A number, or "inf" and "nan" as text, for which JSON has no number."""
-    return value if math.isfinite(value) else str(value)
+        error, distinct = abs(norms[0] / truth - 1), len({one.hex() for one in norms})
+        # JSON has no number for inf and nan: they are text.
+        finite = [one if math.isfinite(one) else str(one) for one in (norms[0], error)]
+        values = {"truth": truth, "norm": finite[0], "norm_error": finite[1], "distinct": distinct}
+        right = error <= OURS and distinct == 1 if provider == "tritonclip" else None
+        yield Row("accuracy", {"workload": name, "provider": provider}, values, right)

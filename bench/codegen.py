@@ -26,12 +26,12 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from subprocess import check_output
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -40,29 +40,27 @@ import torch
 
 from bench.results import Row
 
-CAPTION = "needed = bandwidth * {} ns (assumed) / multiprocessors; arithmetic, not measured"
+LATENCY_NS = 650
+CAPTION = (
+    f"needed = bandwidth * {LATENCY_NS} ns (assumed) / multiprocessors; arithmetic, not measured"
+)
 # A load's bytes by the suffix of its opcode; 4 where it has none.
-_WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
-REGISTERS = 65_536
-THREADS = 2048
+WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+REGISTERS, THREADS = 65_536, 2048
 # More chunks than any grid has programs.
 ELEMENTS = 2**20
+KERNELS = ("norm", "scale", "norm, each", "scale, each", "clamp")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@dataclass(frozen=True)
-class Chip:
-    """A data sheet: terabytes a second, multiprocessors, KiB of shared memory in each."""
+class Chip(NamedTuple):
+    """A data sheet; KiB of shared memory in each multiprocessor."""
 
     name: str
     arch: int
     tb_per_s: float
     multiprocessors: int
     shared_kib: int
-
-    def bytes_needed(self, latency_ns: float) -> float:
-        """Bytes that a multiprocessor must have in flight to saturate memory."""
-        return self.tb_per_s * 1e12 * latency_ns * 1e-9 / self.multiprocessors
 
 
 CHIPS = (
@@ -82,14 +80,10 @@ class Launch(NamedTuple):
     arguments: tuple[Any, ...]
     constants: dict[str, Any]
 
-    def options(self) -> dict[str, Any]:
-        """The options that the library compiles kernels with."""
-        options: dict[str, Any] = kernel_module("launch").options_of(self.occupancy)
-        return options
-
     def compiled(self) -> Any:
         """The binary, through Triton's JIT, for the active driver."""
-        given = {"grid": (self.programs,), **self.constants, **self.options()}
+        options = kernel_module("launch").options_of(self.occupancy)
+        given = {"grid": (self.programs,), **self.constants, **options}
         result = self.kernel.warmup(*self.arguments, **given)
         return result.result() if hasattr(result, "result") else result
 
@@ -99,20 +93,14 @@ def kernel_module(name: str) -> ModuleType:
     return importlib.import_module(f"tritonclip.kernels.{name}")
 
 
-@contextmanager
-def replaced_launch(launch: Callable[..., Any]) -> Iterator[None]:
+def replaced_launch(launch: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Replaces the function that launches kernels."""
-    with patch.object(kernel_module("launch"), "launch", launch):
-        yield
+    return patch.object(kernel_module("launch"), "launch", launch)
 
 
 @contextmanager
 def absent_gpu(arch: int) -> Iterator[None]:
-    """Makes an absent GPU the active one of Triton; nothing compiled for another is launched.
-
-    Args:
-        arch: its compute capability, 90 for an H100.
-    """
+    """Makes an absent GPU the active one of Triton; `arch` is 90 for an H100."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
@@ -145,154 +133,118 @@ def launches_of(dtype: torch.dtype) -> dict[str, Launch]:
 
     Names end with "each" where every gradient has a norm. The GPU has one multiprocessor.
     """
-    launches: list[Launch] = []
+    launches = []
 
-    def record(
-        kernel: Any, device: Any, programs: int, occupancy: Any, arguments: Any, **constants: Any
-    ) -> None:
+    def record(kernel, device, programs, occupancy, arguments, **constants):
         launches.append(Launch(kernel, device, programs, occupancy, tuple(arguments), constants))
 
     norm, scale, clamp = map(kernel_module, ("norm", "scale", "clamp"))
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    terms = {"max_norm": 1.0, "norm_type": 2.0, "eps": 1e-6, "dtype": wide, "grad_scale": 1.0}
+    terms: dict[str, Any] = {"max_norm": 1.0, "norm_type": 2.0, "eps": 1e-6, "grad_scale": 1.0}
+    terms["dtype"] = torch.promote_types(dtype, torch.float32)
     one = patch.object(kernel_module("launch"), "multiprocessors", lambda device: 1)
     with replaced_launch(record), one:
         table = kernel_module("chunk_table").lay_out(torch.device("cpu"), dtype, [ELEMENTS], [16])
         for each in (False, True):
-            n = norm.count_norms(table, per_gradient=each)
-            norms = torch.empty(n, dtype=torch.float64)
+            norms = torch.empty(norm.count_norms(table, per_gradient=each), dtype=torch.float64)
             norm.norm(table, 2.0, norms, per_gradient=each)
             if each:
                 scale.scale_each_(table, norms, 0, **terms, erase=None)
             else:
                 scale.scale_(table, norms, **terms, erase_nonfinite=False)
         clamp.clamp_(table, -1.0, 1.0)
-    names = ("norm", "scale", "norm, each", "scale, each", "clamp")
-    return dict(zip(names, launches, strict=True))
+    return dict(zip(KERNELS, launches, strict=True))
 
 
-def rows_of(chip: Chip, dtype: torch.dtype, latency_ns: float) -> list[Row]:
-    """All kernels, compiled for one chip and dtype.
-
-    Raises:
-        RuntimeError: kernels are interpreted.
-    """
+def rows_of(chip: Chip, dtype: torch.dtype) -> list[Row]:
+    """All kernels, compiled for one chip and dtype; refuses kernels that are interpreted."""
     if kernel_module("launch").INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set: interpreted kernels have no machine code")
-    short = str(dtype).removeprefix("torch.")
+    case = {"chip": chip.name, "kernel": "", "loop": "", "dtype": str(dtype)[len("torch.") :]}
     with absent_gpu(chip.arch):
         return [
-            Row(
-                "codegen",
-                {"chip": chip.name, "kernel": kernel, "loop": loop, "dtype": short},
-                values,
-            )
+            Row("codegen", {**case, "kernel": kernel, "loop": loop}, values)
             for kernel, launch in launches_of(dtype).items()
-            for loop, values in figures_of(chip, launch, latency_ns).items()
+            for loop, values in figures_of(chip, launch).items()
         ]
 
 
-def figures_of(chip: Chip, launch: Launch, latency_ns: float) -> dict[str, dict[str, Any]]:
+def figures_of(chip: Chip, launch: Launch) -> dict[str, dict[str, Any]]:
     """Reads one binary, and does the arithmetic for each of its loops: "read" or "write"."""
     compiled = launch.compiled()
-    code = _dump(compiled.asm["cubin"], "--dump-sass")
-    usage = _dump(compiled.asm["cubin"], "--dump-resource-usage")
-    used = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
-    threads = compiled.metadata.num_warps * 32
-    shared = used["SHARED"] + compiled.metadata.shared
-    rounded = -(-used["REG"] // 8) * 8
-    programs = min(launch.programs, REGISTERS // (threads * rounded), THREADS // threads)
-    if shared:
-        programs = min(programs, chip.shared_kib * 1024 // shared)
-    width, needed = widest(code, "LDG"), round(chip.bytes_needed(latency_ns))
+    code, threads = _dump(compiled.asm["cubin"]), compiled.metadata.num_warps * 32
+    used = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", code)}
+    by_registers = REGISTERS // (threads * -(-used["REG"] // 8) * 8)
+    by_memory = chip.shared_kib * 1024 // max(used["SHARED"] + compiled.metadata.shared, 1)
+    programs = min(launch.programs, by_registers, THREADS // threads, by_memory)
+    width = widest(code, "LDG")
+    needed = round(chip.tb_per_s * 1e3 * LATENCY_NS / chip.multiprocessors)
     by_loop = loads_by_loop(code, width)
     figures: dict[str, dict[str, Any]] = {}
-    for (loop, masked), loads in sorted(by_loop.items()):
-        if masked:
-            continue
-        in_flight = programs * threads * loads * width
+    for loop in sorted(loop for loop, masked in by_loop if not masked):
+        in_flight = programs * threads * by_loop[loop, False] * width
         figures[loop] = {
             "load_bits": 8 * width,
             "registers": used["REG"],
             "spilled_bytes": used["STACK"] + used["LOCAL"],
-            "loads": loads,
+            "loads": by_loop[loop, False],
             "masked_loads": by_loop.get((loop, True), 0),
             "programs": programs,
             "threads": threads,
             "bytes_in_flight": in_flight,
             "bytes_needed": needed,
             "enough": in_flight / needed,
+            **({"store_bits": 8 * widest(code, "STG")} if loop == "write" else {}),
         }
-        if loop == "write":
-            figures[loop]["store_bits"] = 8 * widest(code, "STG")
     return figures
 
 
-def _dump(cubin: bytes, option: str) -> str:
-    """Output of cuobjdump, which comes with Triton, for a binary."""
+def _dump(cubin: bytes) -> str:
+    """Machine code and use of resources, from the cuobjdump that comes with Triton."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        command = [str(tool), option, str(path)]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def access_bytes(opcode: str) -> int:
-    """Bytes that a load or store moves for a thread."""
-    return next((_WIDTHS[part] for part in opcode.split(".") if part in _WIDTHS), 4)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-sass", "--dump-resource-usage", file.name]
+        return check_output(command, text=True)
 
 
 def widest(sass: str, access: str) -> int:
-    """Bytes of the widest LDG or STG; 0 where there is none."""
-    return max(map(access_bytes, re.findall(rf"\b({access}\.\S+)", sass)), default=0)
+    """Bytes that the widest LDG or STG moves for a thread; 0 where there is none."""
+    opcodes = [one.split(".") for one in re.findall(rf"\b{access}\.\S+", sass)]
+    widths = ([WIDTHS[part] for part in parts if part in WIDTHS] or [4] for parts in opcodes)
+    return max(map(max, widths), default=0)
 
 
 def blocks(sass: str) -> list[list[str]]:
     """Instructions between places that are jumped to or from, in the order of the program."""
     targets = set(re.findall(r"\b(?:BRA|BSSY)\S* [^;]*?0x([0-9a-f]+)", sass))
-    result: list[list[str]] = [[]]
+    place, result = 0, defaultdict(list)
     for address, instruction in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass):
-        if address.lstrip("0") in targets:
-            result.append([])
-        result[-1].append(instruction)
-        if re.search(r"\bBRA\b", instruction):
-            result.append([])
-    return result
-
-
-def loads_in_flight(block: list[str], width: int) -> int:
-    """The most loads of `width` bytes that a thread issues before it needs the first of them."""
-    most = 0
-    pending: list[set[int]] = []
-    for instruction in block:
-        used = {int(number) for number in re.findall(r"\bR(\d+)", instruction)}
-        # Loads are waited for in the order in which they were issued.
-        needed = [place for place, registers in enumerate(pending) if registers & used]
-        if needed:
-            pending = pending[needed[-1] + 1 :]
-        load = re.search(r"\b(LDG\.\S+) R(\d+)", instruction)
-        if load and access_bytes(load[1]) == width:
-            first = int(load[2])
-            pending.append(set(range(first, first + width // 4)))
-            most = max(most, len(pending))
-    return most
+        place += address.lstrip("0") in targets
+        result[place].append(instruction)
+        place += re.search(r"\bBRA\b", instruction) is not None
+    return list(result.values())
 
 
 def loads_by_loop(sass: str, width: int) -> dict[tuple[str, bool], int]:
-    """Loads in flight by loop over gradients: ("read" or "write", whether it is masked)."""
+    """Most loads of `width` bytes before the first is needed, by ("read" or "write", masked)."""
     result: dict[tuple[str, bool], int] = {}
     for block in blocks(sass):
-        loads = [
-            instruction
-            for instruction in block
-            if any(access_bytes(op) == width for op in re.findall(r"\bLDG\.\S+", instruction))
-        ]
-        if loads:
-            loop = "write" if any("STG." in instruction for instruction in block) else "read"
-            masked = all(load.startswith("@") for load in loads)
-            most = max(loads_in_flight(block, width), result.get((loop, masked), 0))
-            result[loop, masked] = most
+        most, masked = 0, True
+        # The registers of loads, which are waited for in the order in which they were issued.
+        pending: list[set[int]] = []
+        for instruction in block:
+            used = {int(number) for number in re.findall(r"\bR(\d+)", instruction)}
+            needed = (i + 1 for i, registers in enumerate(pending) if registers & used)
+            pending = pending[max(needed, default=0) :]
+            load = re.search(r"\bLDG\.\S+ R(\d+)", instruction)
+            if load and widest(load[0], "LDG") == width:
+                masked &= instruction.startswith("@")
+                pending.append(set(range(int(load[1]), int(load[1]) + width // 4)))
+                most = max(most, len(pending))
+        if most:
+            kind = "write" if any("STG." in one for one in block) else "read", masked
+            result[kind] = max(most, result.get(kind, 0))
     return result

@@ -23,15 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import Placement
 from torch.multiprocessing.spawn import spawn
 
 import tritonclip
@@ -46,40 +40,27 @@ SIZES, ELEMENTS = (10, 100, 1000, 3000), 64
 # Of torch's host time on as many DTensors.
 SHARE = 0.25
 MAX_NORM = 1e-3
-Clip = Callable[[list[Any], float, float], Any]
 
 
 class Layout(NamedTuple):
-    """Gradients of one kind.
-
-    Attributes:
-        make: the parameters of this process.
-        norm_type: p of the p-norm.
-        hangs: providers that wait for ever.
-    """
+    """Gradients of one kind: makes the parameters of this process."""
 
     make: Callable[[], list[Any]]
     norm_type: float = 2.0
-    hangs: Sequence[str] = ()
+    hangs: Sequence[str] = ()  # Providers that wait for ever.
 
 
 def _mesh(*shape: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape)
 
 
-def _parameter(
-    shape: Sequence[int],
-    mesh: DeviceMesh | None,
-    placements: Sequence[Placement] = (),
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    size: float = 1.0,
-) -> Any:
+def _parameter(shape, mesh, placements=(), seed=0, dtype=torch.float32, size=1.0):
     """A parameter and its gradient, placed alike; plain without a mesh."""
     generator = torch.Generator().manual_seed(seed)
     grad = (torch.randn(*shape, generator=generator, dtype=torch.float64) * size).to(dtype)
     if mesh is not None:
-        grad = distribute_tensor(grad, mesh, placements)
+        # Every process has all of it: none sends.
+        grad = distribute_tensor(grad, mesh, placements, src_data_rank=None)
     made = nn.Parameter(torch.zeros_like(grad))
     made.grad = grad
     return made
@@ -107,38 +88,41 @@ def _two_meshes() -> list[Any]:
     return [*_shards(mesh, Shard(0), Shard(1)), _parameter((32,), mesh["dp"], [Shard(0)], 8)]
 
 
-BOTH = ("torch", "accelerate")
+def _two_kinds() -> list[Any]:
+    """Experts on both dimensions of one mesh, dense ones on another mesh."""
+    return [*_fsdp2(), _parameter((4, 16, 8), _mesh(2, 2), [Shard(0), Shard(1)], 8)]
+
+
+def _with_empty_shard() -> list[Any]:
+    return [_parameter((9,), _mesh(4), [Shard(0)])]
+
+
 LAYOUTS = {
     "FSDP2": Layout(_fsdp2),
     "HSDP 2x2": Layout(lambda: _shards(_mesh(2, 2), Replicate(), Shard(0))),
     "TP 2 x FSDP2 2, norms on one mesh": Layout(_two_meshes),
-    "experts on (2, 2), dense on (4)": Layout(
-        lambda: [*_fsdp2(), _parameter((4, 16, 8), _mesh(2, 2), [Shard(0), Shard(1)], 8)]
-    ),
+    "experts on (2, 2), dense on (4)": Layout(_two_kinds),
     "FSDP2 beside a plain tensor": Layout(lambda: [*_fsdp2(), _parameter((32,), None, seed=8)]),
     "FSDP2 beside a Partial gradient": Layout(lambda: [*_fsdp2(), _parts(_mesh(4))]),
     "FSDP2, elements of 1e30": Layout(lambda: _fsdp2(size=1e30)),
     "FSDP2, elements of 1e-30": Layout(lambda: _fsdp2(size=1e-30)),
     "FSDP2, bfloat16": Layout(lambda: _fsdp2(dtype=torch.bfloat16)),
     "FSDP2, order inf": Layout(_fsdp2, math.inf),
-    "an empty shard, order inf": Layout(
-        lambda: [_parameter((9,), _mesh(4), [Shard(0)])], math.inf, BOTH
-    ),
+    "an empty shard, order inf": Layout(_with_empty_shard, math.inf, ("torch", "accelerate")),
 }
 
 
-def _accelerate() -> Clip:
+def _accelerate(parameters, max_norm, norm_type):
+    """The method that it uses for FSDP2, which reads nothing of the object."""
     from accelerate import Accelerator
 
-    # The method that it uses for FSDP2, which reads nothing of the object.
-    clip: Any = Accelerator._clip_grad_norm_dtensor_aware
-    return lambda parameters, max_norm, p: clip(None, parameters, max_norm, p)
+    return Accelerator._clip_grad_norm_dtensor_aware(None, parameters, max_norm, norm_type)
 
 
-PROVIDERS: dict[str, Callable[[], Clip]] = {
-    "torch": lambda: torch.nn.utils.clip_grad_norm_,
+PROVIDERS: dict[str, Callable[[list[Any], float, float], Any]] = {
+    "torch": torch.nn.utils.clip_grad_norm_,
     "accelerate": _accelerate,
-    "tritonclip": lambda: tritonclip.clip_grad_norm_,
+    "tritonclip": tritonclip.clip_grad_norm_,
 }
 
 
@@ -157,17 +141,17 @@ def layout_rows(names: Sequence[str], providers: Sequence[str]) -> Iterator[Row]
         if provider in layout.hangs:
             yield Row("distributed", case, {"outcome": "hangs: not run"})
         else:
-            values, correct = _clipped(layout, PROVIDERS[provider]())
+            values, correct = _clipped(layout, provider)
             yield Row("distributed", case, values, correct if provider == "tritonclip" else None)
 
 
-def _clipped(layout: Layout, clip: Clip) -> tuple[dict[str, Any], bool]:
+def _clipped(layout: Layout, provider: str) -> tuple[dict[str, Any], bool]:
     """Figures of one call, and whether every process has the right norm."""
     parameters = layout.make()
     truth = _truth([one.grad for one in parameters], layout.norm_type)
     with CommDebugMode() as seen:
         try:
-            norm = float(clip(parameters, MAX_NORM * truth, layout.norm_type))
+            norm = float(PROVIDERS[provider](parameters, MAX_NORM * truth, layout.norm_type))
         except (RuntimeError, ValueError) as raised:
             dist.barrier()
             return {"outcome": f"raises {type(raised).__name__}"}, False
@@ -189,16 +173,11 @@ def host_rows(n_samples: int) -> Iterator[Row]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N_OF_FAKE_GROUP)
-    mesh = init_device_mesh("cpu", (N_OF_FAKE_GROUP,))
+    mesh, shape = _mesh(N_OF_FAKE_GROUP), (N_OF_FAKE_GROUP * ELEMENTS,)
     for n in SIZES:
-        parameters = []
-        for seed in range(n):
-            local = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(seed))
-            one = nn.Parameter(DTensor.from_local(torch.zeros(ELEMENTS), mesh, [Shard(0)]))
-            one.grad = DTensor.from_local(local, mesh, [Shard(0)])
-            parameters.append(one)
+        parameters = [_parameter(shape, mesh, [Shard(0)], seed) for seed in range(n)]
         call = partial(tritonclip.clip_, parameters, 1e9)
-        values = beside_torch(call, parameters, n_samples, seconds=1.0)
+        values = beside_torch(call, parameters, n_samples)
         if n == 1000:
             values["share_goal"] = SHARE
         case = {"layout": "shards, on the host", "tensors": n, "provider": "tritonclip"}

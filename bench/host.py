@@ -28,7 +28,7 @@ import os
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from itertools import count
@@ -40,15 +40,16 @@ import torch
 from torch import Tensor
 
 import tritonclip
-from bench import codegen, timing
+from bench import codegen
 from bench.accuracy import Gradients
-from bench.results import Row, spread
-from bench.timing import Timed, paired
+from bench.providers import sgd_of
+from bench.results import Row
+from bench.timing import Timed, interleaved, paired, spread
 from bench.workloads import WORKLOADS
 
 CAPTION = "FIGURE / GOAL over: a goal that is missed"
-PARTS = ("cpu", "triton", "launches")
-ENVIRONMENT = {
+# The environment of each part.
+PARTS = {
     "cpu": {"TRITONCLIP_BACKEND": "torch"},
     "triton": {"TRITONCLIP_BACKEND": "triton", "TRITON_INTERPRET": "1"},
     "launches": {"TRITONCLIP_BACKEND": "auto"},
@@ -65,26 +66,25 @@ GROWTH = 0.5 / 0.17
 ELEMENTS = 16
 # Sets of gradients that are kept alive, so that the next one gets other memory.
 KEPT = 3
-# Longest time spent on one list.
+# Spent on one list.
 SECONDS = 1.0
 
 
-def run(parts: Sequence[str], repetitions: int, longest: int, threads: int) -> list[Row]:
+def run(parts: Iterable[str], repetitions: int, longest: int) -> list[Row]:
     """Rows of the parts, each measured in a process by itself."""
     rows = []
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TRITON")}
     for part in parts:
         with (
-            patch.dict(os.environ, kept | ENVIRONMENT[part], clear=True),
+            patch.dict(os.environ, kept | PARTS[part], clear=True),
             ProcessPoolExecutor(1, get_context("spawn")) as process,
         ):
-            rows += process.submit(measure, part, repetitions, longest, threads).result()
+            rows += process.submit(measure, part, repetitions, longest).result()
     return rows
 
 
-def measure(part: str, repetitions: int, longest: int, threads: int) -> list[Row]:
+def measure(part: str, repetitions: int, longest: int) -> list[Row]:
     """Rows of one part, measured in this process, whose environment is set for it."""
-    torch.set_num_threads(threads)
     if part == "launches":
         return list(launches(repetitions))
     no_launch = codegen.replaced_launch(lambda *_, **__: None)
@@ -101,13 +101,13 @@ def entered() -> Iterator[list[tuple[str, str]]]:
     import tritonclip.kernels
 
     folders = (*tritonclip.__path__, *tritonclip.kernels.__path__)
+    inlined = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
     found: list[tuple[str, str]] = []
 
     def profile(frame: Any, event: str, argument: Any) -> None:
-        code = frame.f_code
-        inlined = code.co_name in ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
-        if event == "call" and not inlined and code.co_filename.startswith(folders):
-            found.append((code.co_filename, code.co_name))
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if event == "call" and name not in inlined and file.startswith(folders):
+            found.append((file, name))
 
     sys.setprofile(profile)
     try:
@@ -117,15 +117,13 @@ def entered() -> Iterator[list[tuple[str, str]]]:
 
 
 def beside_torch(
-    call: Callable[[], Any], parameters: Sequence[Tensor], n_samples: int, seconds: float
+    call: Callable[[], Any], parameters: Sequence[Tensor], n_samples: int
 ) -> dict[str, float]:
     """Time of a call, and of torch's on the same parameters in turn; nothing is clipped."""
     torchs = Timed(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9))
-    pair, _ = timing.interleaved([Timed(call), torchs], CPU, n_samples, seconds)
-    ours, theirs = (samples.walls for samples in pair)
-    figures = {"torch_us": theirs, "share": paired(ours, theirs)}
-    medians = {name: statistics.median(samples) for name, samples in figures.items()}
-    return spread("total_us", ours) | medians
+    (ours, _), (theirs, _) = interleaved([Timed(call), torchs], CPU, n_samples, SECONDS)[0]
+    share = statistics.median(paired(ours, theirs))
+    return spread("total_us", ours) | {"torch_us": statistics.median(theirs), "share": share}
 
 
 def calls(path: str, repetitions: int) -> Iterator[Row]:
@@ -133,11 +131,8 @@ def calls(path: str, repetitions: int) -> Iterator[Row]:
     parameters, others = (
         Gradients(WORKLOADS["small_10"], "float32", CPU).parameters for _ in range(2)
     )
-    with torch.no_grad():
-        torch._foreach_zero_(parameters)
+    wrapper = tritonclip.ClippedOptimizer(sgd_of(parameters), 1.0)
     flat = tritonclip.FlatGradients(others)
-    sgd = torch.optim.SGD(parameters, lr=1e-3, foreach=True)
-    wrapper = tritonclip.ClippedOptimizer(sgd, 1.0)
     by_norm, by_value = tritonclip.ClipByNorm(1.0), tritonclip.ClipByValue(0.5)
     known: dict[str, Callable[[], Any]] = {
         "clip_(list, 1.0)": lambda: tritonclip.clip_(parameters, 1.0),
@@ -156,7 +151,7 @@ def calls(path: str, repetitions: int) -> Iterator[Row]:
             "functions_goal": STEP_FUNCTIONS if name.endswith("step()") else FUNCTIONS,
             "modules": len({file for file, _ in functions}),
             "modules_goal": MODULES,
-            **beside_torch(call, parameters, repetitions, SECONDS),
+            **beside_torch(call, parameters, repetitions),
             "floor_us": floor_us(parameters, repetitions),
         }
         if name == "clip_(list, 1.0)":
@@ -187,8 +182,7 @@ def growth(path: str, repetitions: int, longest: int) -> Iterator[Row]:
         shortest = 0.0
         for n in sizes:
             values = times_of(n, kind, repetitions)
-            if n == sizes[0]:
-                shortest = values["total_us"]
+            shortest = shortest or values["total_us"]
             if n == longest and kind != "first":
                 values["us_per_tensor"] = (values["total_us"] - shortest) / (n - sizes[0])
                 if path == "triton" and kind in ("unchanged", "recreated"):
@@ -207,11 +201,10 @@ def times_of(n: int, kind: str, repetitions: int) -> dict[str, float]:
         parameters = next(known)
 
     timed = Timed(lambda: tritonclip.clip_(parameters if flat is None else flat, rule), prepare)
-    ((times, _),), _ = timing.interleaved(
+    ((times, _),), _ = interleaved(
         [timed], CPU, min(3, repetitions), SECONDS, most_samples=repetitions, most_calls=1
     )
-    floor = floor_us(parameters, min(repetitions, 20))
-    return spread("total_us", times) | {"floor_us": floor}
+    return spread("total_us", times) | {"floor_us": floor_us(parameters, min(repetitions, 20))}
 
 
 def floor_us(parameters: Sequence[Tensor], repetitions: int) -> float:
@@ -224,18 +217,18 @@ def floor_us(parameters: Sequence[Tensor], repetitions: int) -> float:
         if addresses != known:
             known = addresses
 
-    ((times, _),), _ = timing.interleaved([Timed(read)], CPU, repetitions, 0.0)
+    ((times, _),), _ = interleaved([Timed(read)], CPU, repetitions, 0.0)
     return statistics.median(times)
 
 
 def launches(repetitions: int) -> Iterator[Row]:
     """Time of a norm and a scale launch: by the JIT, by the library, by the compiled kernels."""
-    launch = codegen.kernel_module("launch").launch
+    module = codegen.kernel_module("launch")
     with codegen.absent_gpu(90):
         both = list(codegen.launches_of(torch.float32).values())[:2]
         grids = [(one.programs, 1, 1) for one in both]
         compiled = [one.compiled() for one in both]
-        options = [one.options() for one in both]
+        options = [module.options_of(one.occupancy) for one in both]
 
         def by_jit() -> None:
             for one, grid, keywords in zip(both, grids, options, strict=True):
@@ -243,15 +236,14 @@ def launches(repetitions: int) -> Iterator[Row]:
 
         def by_library() -> None:
             for one in both:
-                launch(*one[:5], **one.constants)
+                module.launch(*one[:5], **one.constants)
 
         def by_compiled() -> None:
             for one, grid, kernel in zip(both, grids, compiled, strict=True):
                 kernel[grid](*one.arguments, *one.constants.values())
 
         known = {"JIT": by_jit, "library": by_library, "compiled kernel": by_compiled}
-        timed = [Timed(call) for call in known.values()]
-        samples, _ = timing.interleaved(timed, CPU, repetitions, SECONDS)
-    for name, one in zip(known, samples, strict=True):
+        samples, _ = interleaved(list(map(Timed, known.values())), CPU, repetitions, SECONDS)
+    for name, (times, _) in zip(known, samples, strict=True):
         case = {"path": "launches", "call": f"norm and scale: {name}"}
-        yield Row("host", case, spread("total_us", one.walls))
+        yield Row("host", case, spread("total_us", times))

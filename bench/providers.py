@@ -9,123 +9,104 @@ Providers from other frameworks, on arrays of theirs, are in `frameworks`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import tritonclip
-from bench.accuracy import EPS, OURS, Gradients
-from bench.workloads import CLIPS, RULES
+from bench.accuracy import EPS, NORMS, OURS, Gradients
+from bench.workloads import CLIPS, DTYPES, RULES, TWO
 from tritonclip import functional
 
-# Compilers unroll a list: a list of 10,000 takes them minutes.
+# Compilers unroll a list: one of 10,000 takes them minutes.
 MOST_COMPILED = 1000
-# Norms of others may be off by this much: torch's are by up to 1% on a CPU. `norm_error` of a row
-# says by how much.
+# Norms of others may be off by this much, torch's are by up to 1% on a CPU: see `norm_error`.
 LENIENT = 0.05
-# Lists of more bytes stand beside torch.sum over as many.
-SUMMED = 2**23
+# Lists of so many bytes and more stand beside torch.sum over as many.
+SUMMED = 2**23 + 1
+BOTH = {"cpu": DTYPES, "cuda": DTYPES}
 
 
 @dataclass
 class Entry:
-    """One provider, ready to clip given gradients in place.
-
-    Attributes:
-        gradients: the gradients that it clips.
-        call: clips and returns the norms that it measured, or None; all that is timed.
-        graphable: a CUDA graph can capture it.
-        on_torch_stream: it works on torch's current stream: events time it.
-    """
+    """One provider, ready to clip given gradients."""
 
     gradients: Gradients
+    # All that is timed. In place it returns norms or None; out of place, new gradients and these.
     call: Callable[[], Any]
-    graphable: bool = True
-    on_torch_stream: bool = True
+    graphable: bool = True  # A CUDA graph can capture it.
+    out_of_place: bool = False  # It never writes to its gradients.
+    on_torch_stream: bool = True  # It works on torch's current stream: events time it.
 
     def refill(self) -> None:
-        """Gives the gradients their values from before any clipping."""
-        self.gradients.refill()
+        """Gives the gradients their values from before any clipping, where a call writes them."""
+        if not self.out_of_place:
+            self.gradients.refill()
 
-    def grads(self, output: Any) -> list[Tensor]:
-        """The gradients after `call` returned `output`."""
-        return self.gradients.grads
-
-    def norms(self, output: Any) -> list[float]:
-        """The norms before clipping that `call` returned; empty where it returned none."""
-        if isinstance(output, Tensor):
-            return output.detach().double().reshape(-1).tolist()
-        return [] if output is None else [float(norm) for norm in output]
+    def result(self, output: Any) -> tuple[list[Tensor], list[float]]:
+        """Gradients and norms after `call` returned `output`; no norms where it returned none."""
+        grads, norms = output if self.out_of_place else (self.gradients.grads, output)
+        norms = norms.detach().flatten() if isinstance(norms, Tensor) else norms or ()
+        return list(grads), [float(norm) for norm in norms]
 
 
-class OutOfPlace(Entry):
-    """An entry whose call returns new gradients, and norms or None."""
-
-    def refill(self) -> None:
-        """Nothing to do: no call writes to its gradients."""
-
-    def grads(self, output: Any) -> list[Tensor]:
-        """The new gradients."""
-        return list(output[0])
-
-    def norms(self, output: Any) -> list[float]:
-        """The norms beside them."""
-        return super().norms(output[1])
-
-
+# From gradients, a rule and a limit.
 Make = Callable[[Gradients, str, float], Entry]
 
 
-@dataclass(frozen=True)
-class Provider:
-    """Something that clips.
-
-    Attributes:
-        name: in rows and on the command line.
-        make: gets it ready for gradients, a rule and a limit.
-        passes: by rule that it serves, how many times it reads or writes all gradients; None where
-            that depends on the gradients (`speed.bytes_moved`).
-        baseline: one of torch's ways to clip, the best of which the others are divided by.
-        clips: false where it only measures.
-        compiles: left out for lists of more than MOST_COMPILED tensors.
-        tolerance: largest relative error of norms and gradients that is let pass.
-        eps: added to a norm before a limit is divided by it.
-        absent: why it cannot run on gradients; None where it can.
-    """
+class Provider(NamedTuple):
+    """Something that clips."""
 
     name: str
     make: Make
+    # By rule that it serves, how many times it reads or writes all gradients; None where that
+    # depends on the gradients (`speed.bytes_moved`).
     passes: Mapping[str, int | None]
-    baseline: bool = False
-    clips: bool = True
-    compiles: bool = False
-    tolerance: float = LENIENT
-    eps: float = EPS
-    absent: Callable[[Gradients], str | None] = lambda gradients: None
+    baseline: bool = False  # One of torch's ways, the best of which the others are divided by.
+    clips: bool = True  # Else it only measures.
+    compiles: bool = False  # Left out for lists of more than MOST_COMPILED tensors.
+    least_bytes: int = 0  # Left out for lists of fewer.
+    eps: float = EPS  # Added to a norm before a limit is divided by it.
+    modules: Sequence[str] = ()  # All that it needs beside torch.
+    dtypes: Mapping[str, Sequence[str]] = BOTH  # Compared in these, by type of device.
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative error of norms and gradients that is let pass."""
+        return OURS if self.name.startswith("tritonclip") else LENIENT
 
     def why_absent(self, gradients: Gradients) -> str | None:
         """Why it is not compared on these gradients; None where it is."""
-        n = len(gradients.fresh)
-        if self.compiles and n > MOST_COMPILED:
-            return f"compiling a list of {n} takes minutes"
-        return self.absent(gradients)
+        n, dtype, device = len(gradients.fresh), gradients.dtype, gradients.device.type
+        # The search for a module within a package imports the package.
+        missing = [m for m in self.modules if not (find_spec(m.split(".")[0]) and find_spec(m))]
+        reasons = {
+            f"{', '.join(missing)} not installed": missing,
+            f"not compared in {dtype} on {device}": dtype not in self.dtypes.get(device, ()),
+            f"compiling a list of {n} takes minutes": self.compiles and n > MOST_COMPILED,
+            "compared with lists over 8 MiB only": gradients.n_bytes < self.least_bytes,
+        }
+        return next((f"{self.name}: {why}" for why, holds in reasons.items() if holds), None)
 
 
-def _sgd(gradients: Gradients) -> torch.optim.Optimizer:
+def sgd_of(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    """SGD of zeros."""
     with torch.no_grad():
-        torch._foreach_zero_(gradients.parameters)
-    return torch.optim.SGD(gradients.parameters, lr=1e-3, foreach=True)
+        torch._foreach_zero_(parameters)
+    return torch.optim.SGD(parameters, lr=1e-3, foreach=True)
 
 
 def _in_place(gradients: Gradients, rule: str, clip: Callable[[], Any]) -> Entry:
     """An entry that clips, and then takes a step where the rule says so."""
     if rule != "step":
         return Entry(gradients, clip)
-    sgd = _sgd(gradients)
+    sgd = sgd_of(gradients.parameters)
 
     def step() -> Any:
         norm = clip()
@@ -135,12 +116,8 @@ def _in_place(gradients: Gradients, rule: str, clip: Callable[[], Any]) -> Entry
     return Entry(gradients, step)
 
 
-OUR_RULES: dict[str, Any] = {
-    "norm": tritonclip.ClipByGlobalNorm,
-    "step": tritonclip.ClipByGlobalNorm,
-    "value": tritonclip.ClipByValue,
-    "gradient": tritonclip.ClipByNorm,
-}
+OUR_RULES: dict[str, Any] = dict.fromkeys(("norm", "step"), tritonclip.ClipByGlobalNorm)
+OUR_RULES |= {"value": tritonclip.ClipByValue, "gradient": tritonclip.ClipByNorm}
 
 
 def _ours(gradients: Gradients, rule: str, limit: float) -> Entry:
@@ -149,64 +126,57 @@ def _ours(gradients: Gradients, rule: str, limit: float) -> Entry:
 
 
 def _flat(gradients: Gradients, rule: str, limit: float) -> Entry:
-    own = Gradients(gradients.workload, gradients.dtype, gradients.device, like=gradients)
+    own = copy(gradients)
+    own.allocate()
     flat, clip = tritonclip.FlatGradients(own.parameters), OUR_RULES[rule](limit)
     own.refill()
     return _in_place(own, rule, lambda: tritonclip.clip_(flat, clip))
 
 
 def _wrapper(gradients: Gradients, rule: str, limit: float) -> Entry:
-    wrapper = tritonclip.ClippedOptimizer(_sgd(gradients), OUR_RULES[rule](limit))
-
-    def step() -> Tensor:
-        wrapper.step()
-        return wrapper.stats.last_norm
-
-    return Entry(gradients, step)
+    wrapper = tritonclip.ClippedOptimizer(sgd_of(gradients.parameters), OUR_RULES[rule](limit))
+    return Entry(gradients, lambda: wrapper.step() or wrapper.stats.last_norm)
 
 
-def _torch(foreach: bool | None) -> Make:
-    def make(gradients: Gradients, rule: str, limit: float) -> Entry:
-        return _in_place(gradients, rule, lambda: _torch_clip(gradients, rule, limit, foreach))
-
-    return make
-
-
-def _torch_clip(gradients: Gradients, rule: str, limit: float, foreach: bool | None) -> Any:
+def _torch(foreach: bool | None, gradients: Gradients, rule: str, limit: float) -> Entry:
     """Each gradient by its own norm takes a call each, or the foreach functions that torch uses."""
     parameters = gradients.parameters
-    if rule == "value":
-        return clip_grad_value_(parameters, limit, foreach=foreach)
-    if rule != "gradient":
-        return clip_grad_norm_(parameters, limit, foreach=foreach)
-    if not foreach:
-        return [clip_grad_norm_(p, limit, foreach=foreach) for p in parameters]
-    # From the parameters, as all that are compared.
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norms = torch.stack(torch._foreach_norm(grads))
-    factors = (limit / (norms + EPS)).clamp_(max=1.0)
-    torch._foreach_mul_(grads, list(factors.unbind()))
-    return norms
+
+    def clip() -> Any:
+        if rule == "value":
+            return clip_grad_value_(parameters, limit, foreach=foreach)
+        if rule != "gradient":
+            return clip_grad_norm_(parameters, limit, foreach=foreach)
+        if not foreach:
+            return [clip_grad_norm_(p, limit, foreach=foreach) for p in parameters]
+        # From the parameters, as all that are compared.
+        grads = [p.grad for p in parameters if p.grad is not None]
+        norms = torch.stack(torch._foreach_norm(grads))
+        factors = (limit / (norms + EPS)).clamp_(max=1.0)
+        torch._foreach_mul_(grads, list(factors.unbind()))
+        return norms
+
+    return _in_place(gradients, rule, clip)
 
 
-def _compiled(make: Make) -> Make:
-    def compiled(gradients: Gradients, rule: str, limit: float) -> Entry:
-        entry = make(gradients, rule, limit)
-        entry.call = torch.compile(entry.call, fullgraph=True)
-        # torch.compile makes CUDA graphs itself, with mode="reduce-overhead": not compared.
-        entry.graphable = False
-        return entry
-
-    return compiled
+def _compiled(make: Make, gradients: Gradients, rule: str, limit: float) -> Entry:
+    """torch.compile makes CUDA graphs itself, with mode="reduce-overhead": not compared."""
+    call = torch.compile(make(gradients, rule, limit).call, fullgraph=True)
+    return Entry(gradients, call, graphable=False)
 
 
-def _torch_norm(gradients: Gradients, rule: str, limit: float) -> Entry:
-    grads = gradients.grads
-    return Entry(gradients, lambda: get_total_norm(grads))
+def _drop_in(gradients: Gradients, rule: str, limit: float) -> Entry:
+    """Our functions with the names and signatures of torch's."""
+    clip = getattr(tritonclip, f"clip_grad_{rule}_")
+    return Entry(gradients, partial(clip, gradients.parameters, limit))
 
 
-def _torch_sum(gradients: Gradients, rule: str, limit: float) -> Entry:
-    """The time to read as many bytes: as float32, whatever the dtype of the gradients."""
+def _norm_only(name: str, gradients: Gradients, *_: Any) -> Entry:
+    return Entry(gradients, partial(NORMS[name], gradients.grads))
+
+
+def _torch_sum(gradients: Gradients, *_: Any) -> Entry:
+    """The time to read as many bytes: as float32, whatever the dtype; returns no norm."""
     bytes_as_float32 = torch.ones(gradients.n_bytes // 4, device=gradients.device)
 
     def call() -> None:
@@ -215,22 +185,14 @@ def _torch_sum(gradients: Gradients, rule: str, limit: float) -> Entry:
     return Entry(gradients, call)
 
 
-def _no_sum(gradients: Gradients) -> str | None:
-    return None if gradients.n_bytes > SUMMED else "compared with lists over 8 MiB only"
+def _out_of_place(clip: Callable[[list[Tensor], str, float], Any]) -> Make:
+    """From a function that returns new gradients, and norms or None."""
+    return lambda gradients, rule, limit: Entry(
+        gradients, partial(clip, gradients.grads, rule, limit), out_of_place=True
+    )
 
 
-# New gradients, and norms where any were measured.
-Clipped = tuple[Sequence[Tensor], Tensor | None]
-
-
-def _out_of_place(clip: Callable[[list[Tensor], str, float], Clipped]) -> Make:
-    def make(gradients: Gradients, rule: str, limit: float) -> Entry:
-        return OutOfPlace(gradients, partial(clip, gradients.grads, rule, limit))
-
-    return make
-
-
-def _functional(grads: list[Tensor], rule: str, limit: float) -> Clipped:
+def _functional(grads: list[Tensor], rule: str, limit: float) -> Any:
     if rule == "norm":
         return functional.clip_by_global_norm(grads, limit)
     if rule == "value":
@@ -238,7 +200,7 @@ def _functional(grads: list[Tensor], rule: str, limit: float) -> Clipped:
     return functional.clip_by_norm(grads, limit), None
 
 
-def _foreach(grads: list[Tensor], rule: str, limit: float) -> Clipped:
+def _foreach(grads: list[Tensor], rule: str, limit: float) -> Any:
     """As someone writes it who knows torch's foreach functions."""
     if rule == "value":
         return torch._foreach_clamp_max(torch._foreach_clamp_min(grads, -limit), limit), None
@@ -250,7 +212,7 @@ def _foreach(grads: list[Tensor], rule: str, limit: float) -> Clipped:
     return torch._foreach_mul(grads, (limit / norm).clamp(max=1.0)), norm
 
 
-def _loop(grads: list[Tensor], rule: str, limit: float) -> Clipped:
+def _loop(grads: list[Tensor], rule: str, limit: float) -> Any:
     """As someone writes it first: an expression for each gradient."""
     if rule == "value":
         return [grad.clamp(-limit, limit) for grad in grads], None
@@ -261,25 +223,28 @@ def _loop(grads: list[Tensor], rule: str, limit: float) -> Clipped:
     return [grad * coefficient for grad in grads], norm
 
 
-DEPENDS: dict[str, int | None] = dict.fromkeys(RULES)
+DEPENDS = dict.fromkeys(RULES)
 # Measured, then read and written; a clamp with two bounds reads and writes once.
 ONCE = {**DEPENDS, "norm": 3, "value": 2, "gradient": 3}
 # Foreach functions clamp twice.
 TWICE = {**ONCE, "value": 4}
+READ = dict.fromkeys(CLIPS, 1)
 IN_PLACE = (
-    Provider("tritonclip", _ours, DEPENDS, tolerance=OURS),
-    Provider("tritonclip flat", _flat, DEPENDS, tolerance=OURS),
-    Provider("tritonclip wrapper", _wrapper, {"step": None}, tolerance=OURS),
-    Provider("tritonclip compiled", _compiled(_ours), DEPENDS, compiles=True, tolerance=OURS),
-    Provider("torch", _torch(None), TWICE, baseline=True),
-    Provider("torch foreach", _torch(True), TWICE, baseline=True),
-    Provider("torch no foreach", _torch(False), ONCE, baseline=True),
-    Provider("torch compiled", _compiled(_torch(None)), ONCE, compiles=True),
-    Provider("torch norm only", _torch_norm, {"norm": 1}, clips=False),
-    Provider("torch sum", _torch_sum, dict.fromkeys(CLIPS, 1), clips=False, absent=_no_sum),
+    Provider("tritonclip", _ours, DEPENDS),
+    Provider("tritonclip flat", _flat, DEPENDS),
+    Provider("tritonclip wrapper", _wrapper, {"step": None}),
+    Provider("tritonclip drop-in", _drop_in, dict.fromkeys(TWO)),
+    Provider("tritonclip norm only", partial(_norm_only, "tritonclip"), {"norm": 1}, clips=False),
+    Provider("tritonclip compiled", partial(_compiled, _ours), DEPENDS, compiles=True),
+    Provider("torch", partial(_torch, None), TWICE, baseline=True),
+    Provider("torch foreach", partial(_torch, True), TWICE, baseline=True),
+    Provider("torch no foreach", partial(_torch, False), ONCE, baseline=True),
+    Provider("torch compiled", partial(_compiled, partial(_torch, None)), ONCE, compiles=True),
+    Provider("torch norm only", partial(_norm_only, "torch"), {"norm": 1}, clips=False),
+    Provider("torch sum", _torch_sum, dict.fromkeys(CLIPS, 1), clips=False, least_bytes=SUMMED),
 )
 OUT_OF_PLACE = (
-    Provider("tritonclip", _out_of_place(_functional), ONCE, tolerance=OURS, eps=0.0),
+    Provider("tritonclip", _out_of_place(_functional), ONCE, eps=0.0),
     Provider("torch foreach", _out_of_place(_foreach), TWICE, baseline=True, eps=0.0),
     Provider("torch loop", _out_of_place(_loop), ONCE, baseline=True, eps=0.0),
 )

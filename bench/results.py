@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import platform
 import re
 import shlex
-import statistics
-import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from subprocess import getstatusoutput
 from typing import Any, NamedTuple
 
 import torch
@@ -33,41 +33,40 @@ PACKAGES = ("triton", "tensorflow", "tensorflow-cpu", "paddlepaddle", "jax", "op
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement.
+    """One measurement; parts and figures have names of COLUMNS."""
 
-    Attributes:
-        benchmark: "speed", "accuracy", "host", "distributed" or "codegen".
-        case: the case that was measured, by names of COLUMNS; no two rows of a file share it.
-        values: the figures, by names of COLUMNS; a figure that was not measured is absent. Medians
-            stand beside quartiles NAME_lo and NAME_hi; NAME_goal is the most that is accepted.
-        correct: whether the result passed its check against float64; None where there is none.
-    """
-
-    benchmark: str
-    case: dict[str, Any]
+    benchmark: str  # "speed", "accuracy", "host", "distributed" or "codegen".
+    case: dict[str, Any]  # No two rows of a file share it.
+    # Without figures that were not measured. Medians stand beside quartiles NAME_lo and NAME_hi;
+    # NAME_goal is the most that is accepted.
     values: dict[str, Any]
-    correct: bool | None = None
+    correct: bool | None = None  # Whether it passed its check against float64, if there is one.
 
     def get(self, name: str) -> Any:
         """A part of the case or a figure; None where the row has none."""
         return self.case.get(name, self.values.get(name))
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.case.values()))
+
+    @property
+    def ours(self) -> bool:
+        """Whether it measures tritonclip beside others."""
+        return str(self.get("provider")).startswith("tritonclip")
 
 
 class Column(NamedTuple):
     """How a part of a row is shown, and its meaning."""
 
     heading: str
-    form: str = ""
-    meaning: str = ""
+    form: str
+    meaning: str
 
 
 COLUMNS = {
-    # Cases.
     "workload": Column("gradients", "", "the gradient list"),
     "dtype": Column("dtype", "", "of the gradients; mixed: bfloat16 matrices, float32 vectors"),
-    "rule": Column(
-        "by", "", "what clips: norm, value, gradient (each norm) or step (norm and SGD)"
-    ),
+    "rule": Column("by", "", "norm, value, gradient (each norm) or step (norm and SGD)"),
     "step": Column("step", "", "clipped or unclipped: whether the rule changes the gradients"),
     "busy": Column("busy", "d", "other processes that kept cores busy meanwhile"),
     "layout": Column("layout", "", "how the gradients lie on processes"),
@@ -126,12 +125,6 @@ COLUMNS = {
 }
 
 
-def spread(name: str, samples: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles of samples, as values of a row."""
-    low, middle, high = statistics.quantiles(samples, n=4)
-    return {name: middle, f"{name}_lo": low, f"{name}_hi": high}
-
-
 def cell(row: Row, name: str) -> str:
     """One figure with its quartiles and goal; empty where nothing was measured."""
     form, value = COLUMNS[name].form, row.get(name)
@@ -146,54 +139,45 @@ def cell(row: Row, name: str) -> str:
     return text
 
 
-def table(
-    rows: Sequence[Row], *, title: str = "", caption: str = "", hidden: Sequence[str] = ()
-) -> Table:
+def table(rows: Sequence[Row], *, caption: str = "", hidden: Sequence[str] = ()) -> Table:
     """All figures that any of the rows has; a part of the case like that above is not repeated."""
-    result = Table(title=title or None, caption=caption or None)
+    result = Table(caption=caption or None)
     cases = [name for name in COLUMNS if any(name in row.case for row in rows)]
-    figures = [name for name in COLUMNS if any(name in row.values for row in rows)]
-    figures = [name for name in figures if name not in hidden]
-    for name in (*cases, *figures):
-        justify: Any = "left" if COLUMNS[name].form == "" else "right"
-        result.add_column(COLUMNS[name].heading, justify=justify, no_wrap=True)
+    figures = [n for n in COLUMNS if n not in hidden and any(n in row.values for row in rows)]
+    for heading, form, _ in (COLUMNS[name] for name in (*cases, *figures)):
+        result.add_column(heading, justify="right" if form else "left", no_wrap=True)
     before = [""] * len(cases)
     for row in rows:
         case = [cell(row, name) for name in cases]
         new = next((i for i, (a, b) in enumerate(zip(before, case, strict=True)) if a != b), 0)
-        shown = ["" if i < new else text for i, text in enumerate(case)]
-        if any(before) and new == 0:
-            result.add_section()
         values = [cell(row, name) for name in figures]
         if row.correct is False and not row.values:
             values[0] = "wrong result, not timed"
-        result.add_row(*map(Text, (*shown, *values)))
+        result.add_row(*map(Text, ([""] * new + case[new:] + values)))
         before = case
     return result
 
 
-def markdown(given: Table) -> str:
-    """A table as Markdown."""
-    given.box, given.title, given.caption, given.show_edge = box.MARKDOWN, None, None, True
-    for row in given.rows:
-        row.end_section = False
-    console = Console(file=io.StringIO(), width=10_000, color_system=None)
-    console.print(given)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    return "\n".join(line.strip() for line in lines if line.strip())
+def markdown(rows: Sequence[Row]) -> str:
+    """A table of rows in Markdown."""
+    given = table(rows)
+    given.box = box.MARKDOWN
+    console = Console(width=10_000, color_system=None)
+    with console.capture() as printed:
+        console.print(given)
+    return "\n".join(line.strip() for line in printed.get().splitlines() if line.strip())
 
 
 def write(path: Path, origin: dict[str, Any], rows: Sequence[Row]) -> None:
     """Writes rows, one a line, with their provenance, as JSON."""
-    lines = ",\n".join(json.dumps(_rounded(asdict(row)), allow_nan=False) for row in rows)
+    lines = []
+    # Seven digits: more than any clock has, and as many as a float32 norm.
+    for row in rows:
+        values = {k: float(f"{v:.7g}") if type(v) is float else v for k, v in row.values.items()}
+        lines.append(json.dumps(asdict(replace(row, values=values)), allow_nan=False))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{"provenance": {json.dumps(origin, indent=1)},\n"rows": [\n{lines}\n]}}\n')
-
-
-def _rounded(row: dict[str, Any]) -> dict[str, Any]:
-    """Seven digits: more than any clock has, and as many as a float32 norm."""
-    values = row["values"].items()
-    return row | {"values": {k: float(f"{v:.7g}") if type(v) is float else v for k, v in values}}
+    start = f'{{"provenance": {json.dumps(origin, indent=1)},\n"rows": [\n'
+    path.write_text(start + ",\n".join(lines) + "\n]}\n")
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
@@ -202,17 +186,51 @@ def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
     return record["provenance"], [Row(**row) for row in record["rows"]]
 
 
+class RefusedError(ValueError):
+    """Rows or a page that nothing may be made from."""
+
+
+def checked(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    """Provenance and rows of a file; refuses one that is missing, empty, unchecked or doubled.
+
+    Only a row of another library without any figure may say that its result was wrong.
+    """
+    if not path.exists():
+        raise RefusedError(f"{path} does not exist: measure first, with --out {path}")
+    try:
+        origin, rows = read(path)
+    except (KeyError, TypeError) as error:
+        raise RefusedError(f"{path} holds no rows of these benchmarks: {error}") from error
+    if not rows or not origin:
+        raise RefusedError(f"{path} has no rows, or no provenance")
+    wrong = [str(row) for row in rows if not _is_checked(row)]
+    twice = [case for case, n in Counter(map(str, rows)).items() if n > 1]
+    for fault, found in (("results wrong or not checked", wrong), ("measured twice", twice)):
+        if found:
+            raise RefusedError(f"{path}: {fault}: {'; '.join(found)}")
+    return origin, rows
+
+
+def _is_checked(row: Row) -> bool:
+    """Whether a row is right, cannot be wrong, or says that another library's result was wrong."""
+    if row.correct is True or row.benchmark not in ("speed", "accuracy"):
+        return True
+    return not row.ours and (not row.values if row.benchmark == "speed" else row.correct is None)
+
+
 def provenance(device: torch.device) -> dict[str, Any]:
     """The command, machine and versions that rows are measured with."""
     arguments = sys.argv[1:]
     if "--out" in arguments:
         place = arguments.index("--out")
         del arguments[place : place + 2]
+    status, commit = getstatusoutput("git describe --always --dirty")
+    names = re.findall(r"model name\s*: (.+)", getstatusoutput("cat /proc/cpuinfo")[1])
     found: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "bench", *arguments]),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "commit": _commit(),
-        "cpu": _cpu(),
+        "commit": "unknown" if status else commit,
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -223,29 +241,10 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
     }
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
+        chip = torch.cuda.get_device_properties(device)
         found["cuda"] = torch.version.cuda or f"hip {torch.version.hip}"
-        found["multiprocessors"] = properties.multi_processor_count
-        found["l2_bytes"] = properties.L2_cache_size
+        found |= {"multiprocessors": chip.multi_processor_count, "l2_bytes": chip.L2_cache_size}
     return found
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    folder = Path(__file__).parent
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
-    except FileNotFoundError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
-
-
-def _cpu() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
-    return names[0] if names else platform.processor() or platform.machine()

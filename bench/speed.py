@@ -2,9 +2,9 @@
 
 speed clips in place, functional out of place. By default each goes through its plan; options choose
 other workloads. Gradients are in cache where a workload fits, but for the device time on a GPU.
-Only torch gets `--threads`: other frameworks choose theirs. The largest workloads by default have
-1 GB of gradients, of which torch's providers hold three copies, and each other framework up to two;
-`llama3_8b_full` is measured only where asked for by name.
+Other frameworks choose their threads. The largest workloads by default have 1 GB of gradients, of
+which torch's providers hold three copies, and each other framework up to two; `llama3_8b_full` is
+measured only where asked for by name.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import gc
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -24,45 +24,35 @@ from rich.progress import Progress
 from bench import frameworks, providers, timing
 from bench.accuracy import Gradients, WrongResultError
 from bench.providers import Entry, Provider
-from bench.results import Row, spread
-from bench.timing import Samples, Timed, paired
+from bench.results import Row
+from bench.timing import Samples, Timed, paired, spread
 from bench.workloads import WORKLOADS, Task
 
 IN_PLACE = (*providers.IN_PLACE, *frameworks.IN_PLACE)
 OUT_OF_PLACE = (*providers.OUT_OF_PLACE, *frameworks.OUT_OF_PLACE)
-# Where torch.compile is compared unless asked for elsewhere: it takes 10 to 40 seconds a provider.
+BASELINES = [one.name for one in (*IN_PLACE, *OUT_OF_PLACE) if one.baseline]
+# Where torch.compile is compared unless asked for: it takes 10 to 40 seconds a provider.
 COMPILED = ("gpt2_124m", "float32", "norm")
+COMPILERS = ("tritonclip compiled", "torch compiled")
 # Left out of a quick run.
-NOT_QUICK = ("tritonclip flat", "torch norm only")
+NOT_QUICK = ("tritonclip flat", "tritonclip drop-in", "tritonclip norm only", "torch norm only")
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How long to measure, and under which conditions.
+class Effort(NamedTuple):
+    """How long to measure, and under which conditions."""
 
-    Attributes:
-        samples: fewest timed samples of each provider.
-        seconds: how long to go on with more of them.
-        busy: other processes that keep cores busy meanwhile.
-    """
-
-    samples: int = 9
-    seconds: float = 0.6
-    busy: int = 0
+    samples: int = 9  # Fewest timed samples of each provider.
+    seconds: float = 0.6  # How long to go on with more of them.
+    busy: int = 0  # Other processes that keep cores busy meanwhile.
 
 
-def providers_of(
-    asked: Sequence[str], compiled: bool, quick: bool, task: Task, rule: str
-) -> list[Provider]:
+def providers_of(asked: Sequence[str], quick: bool, task: Task, rule: str) -> list[Provider]:
     """The providers that were asked for, else all but those that take long to compile."""
     if asked:
         return [one for one in IN_PLACE if one.name in ("tritonclip", *asked)]
-    compiled |= (task.name, task.dtype, rule) == COMPILED and not quick
-    return [
-        one
-        for one in IN_PLACE
-        if (compiled or not one.name.endswith("compiled")) and not (quick and one.name in NOT_QUICK)
-    ]
+    compiled = (task.name, task.dtype, rule) == COMPILED and not quick
+    left_out = (*(NOT_QUICK if quick else ()), *(() if compiled else COMPILERS))
+    return [one for one in IN_PLACE if one.name not in left_out]
 
 
 def compare(
@@ -110,30 +100,30 @@ def measure(
     case |= {"rule": rule, "step": "clipped" if clipped else "unclipped"}
     busy = {"busy": effort.busy} if effort.busy else {}
     serving = [one for one in compared if rule in one.passes and not one.why_absent(gradients)]
-    rows: dict[str, Row] = {}
-    timed: dict[str, tuple[Entry, Timed]] = {}
+    rows: list[Row] = []
+    ready: list[tuple[Provider, Row, Entry, Timed]] = []
     for one in serving:
-        row = rows[one.name] = Row("speed", {**case, "provider": one.name, **busy}, {}, True)
+        row = Row("speed", {**case, "provider": one.name, **busy}, {}, True)
         try:
             entry, error = checked(one, gradients, rule, clipped)
         except WrongResultError as wrong:
-            say(f"{' '.join(map(str, row.case.values()))}: wrong result, not timed: {wrong}")
-            rows[one.name] = replace(row, correct=False)
+            say(f"{row}: wrong result, not timed: {wrong}")
+            rows.append(replace(row, correct=False))
             continue
+        rows.append(row)
         known = {"bytes_moved": bytes_moved(gradients, rule, clipped, one), "norm_error": error}
         row.values.update((name, value) for name, value in known.items() if value is not None)
         prepare = entry.refill if clipped or rule == "step" else None
-        timed[one.name] = entry, Timed(entry.call, prepare)
+        ready.append((one, row, entry, Timed(entry.call, prepare)))
     with torch._dynamo.config.patch(error_on_recompile=True):
-        calls = [call for _, call in timed.values()]
+        calls = [call for *_, call in ready]
         samples, batch = timing.interleaved(calls, gradients.device, effort.samples, effort.seconds)
-        by_name = dict(zip(timed, samples, strict=True))
-        for name, (entry, call) in timed.items():
-            values = rows[name].values
-            values.update({"batch": batch, "repetitions": len(by_name[name].walls)})
-            values.update(_figures(name, by_name, serving))
-            values.update(_beside(entry, call, by_name[name], rows[name]))
-    return list(rows.values())
+        walls = {one.name: found.walls for (one, *_), found in zip(ready, samples, strict=True)}
+        for (one, row, entry, call), found in zip(ready, samples, strict=True):
+            row.values.update({"batch": batch, "repetitions": len(found.walls)})
+            row.values.update(_figures(one, walls))
+            row.values.update(_beside(entry, call, found, row))
+    return rows
 
 
 def checked(
@@ -148,26 +138,21 @@ def checked(
     gradients.refill()
     entry = provider.make(gradients, rule, limit)
     output = entry.call()
-    norms = entry.norms(output)
+    grads, norms = entry.result(output)
     norm_error = gradients.norm_error(rule, norms) if norms else None
     if norm_error is not None and not norm_error <= provider.tolerance:
         raise WrongResultError(f"the norm is off by {norm_error:.2g}")
-    given = entry.grads(output)
     most = limit if provider.clips else None
-    gradients.check(given, rule, most, provider.tolerance, provider.eps)
+    gradients.check(grads, rule, most, provider.tolerance, provider.eps)
     return entry, norm_error
 
 
 def bytes_moved(gradients: Gradients, rule: str, clipped: bool, provider: Provider) -> int | None:
-    """Bytes read and written, by formula; None for a step of an optimizer.
+    """Bytes read and written, by formula, for gradients of N bytes; None for an optimizer's step.
 
-    Args:
-        gradients: N bytes.
-        rule: the rule that clips them.
-        clipped: whether that changes them.
-        provider: it moves its passes x N, or, where it looks first: by norm N, and 2 N more where
-            it clips; each by its own norm the same for each; by value N within bounds, else 2 N; on
-            a CPU 2 N, as looking costs as much there.
+    Passes of the provider x N, or, where it looks first: by norm N, and 2 N more where it clips;
+    each by its own norm the same for each; by value N within bounds, else 2 N; on a CPU 2 N, as
+    looking costs as much there.
     """
     n, passes = gradients.n_bytes, provider.passes[rule]
     if rule == "step":
@@ -183,21 +168,18 @@ def bytes_moved(gradients: Gradients, rule: str, clipped: bool, provider: Provid
     return 2 * n if clipped or gradients.device.type == "cpu" else n
 
 
-def _figures(
-    name: str, known: dict[str, Samples], serving: Sequence[Provider]
-) -> dict[str, float | str]:
+def _figures(provider: Provider, walls: dict[str, list[float]]) -> dict[str, Any]:
     """Time, and the paired ratios to the best torch variant and to torch.sum."""
-    walls = known[name].walls
-    found: dict[str, float | str] = {**spread("wall_us", walls)}
-    torchs = [one.name for one in serving if one.baseline and one.name in known]
-    if torchs and any(one.name == name and one.clips for one in serving):
-        best = min(torchs, key=lambda one: statistics.median(known[one].walls))
-        found |= spread("ratio", paired(known[best].walls, walls))
-        found["baseline"] = best
-    if "torch sum" in known:
-        sums = known["torch sum"].walls
+    ours = walls[provider.name]
+    found: dict[str, Any] = {**spread("wall_us", ours)}
+    torchs = [name for name in BASELINES if name in walls]
+    if torchs and provider.clips:
+        best = min(torchs, key=lambda name: statistics.median(walls[name]))
+        found |= {**spread("ratio", paired(walls[best], ours)), "baseline": best}
+    if "torch sum" in walls:
+        sums = walls["torch sum"]
         found["sum_us"] = statistics.median(sums)
-        found["sum_share"] = statistics.median(paired(sums, walls))
+        found["sum_share"] = statistics.median(paired(sums, ours))
     return found
 
 

@@ -18,10 +18,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate, repeat
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.profiler import profile
 from torch.profiler import ProfilerActivity
 
 # The profiler would tell of its own stages on the terminal.
@@ -44,10 +46,11 @@ class Timed(NamedTuple):
     call: Callable[[], Any]
     prepare: Callable[[], Any] | None = None
 
-
-def paired(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """The ratio of each pair of samples."""
-    return [a / b for a, b in zip(over, under, strict=True)]
+    def prepared(self) -> Callable[[], Any]:
+        """The call, after its preparation."""
+        if self.prepare is not None:
+            self.prepare()
+        return self.call
 
 
 class Samples(NamedTuple):
@@ -57,16 +60,15 @@ class Samples(NamedTuple):
     hosts: list[float]
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps the garbage collector from running within a measurement."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+def paired(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    """The ratio of each pair of samples."""
+    return [a / b for a, b in zip(over, under, strict=True)]
+
+
+def spread(name: str, samples: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles of samples, as values of a row."""
+    low, middle, high = statistics.quantiles(samples, n=4)
+    return {name: middle, f"{name}_lo": low, f"{name}_hi": high}
 
 
 @contextmanager
@@ -99,25 +101,18 @@ def sample(timed: Timed, device: torch.device, n_calls: int = 1) -> tuple[float,
     Calls that need no preparation run between two readings of the clock. Others have readings
     around each, of which the clock's own time is subtracted.
     """
-    synchronize(device)
-    if timed.prepare is None:
-        start = perf_counter_ns()
-        for _ in range(n_calls):
-            timed.call()
-        returned = perf_counter_ns()
-        synchronize(device)
-        done = perf_counter_ns()
-        return (returned - start) / 1e3 / n_calls, (done - start) / 1e3 / n_calls
+    n_readings, clock = (1, 0.0) if timed.prepare is None else (n_calls, clock_us())
     host = wall = 0
-    for _ in range(n_calls):
-        timed.prepare()
+    for _ in range(n_readings):
+        calls = repeat(timed.prepared(), n_calls // n_readings)
         synchronize(device)
         start = perf_counter_ns()
-        timed.call()
+        for call in calls:
+            call()
         returned = perf_counter_ns()
         synchronize(device)
         host, wall = host + returned - start, wall + perf_counter_ns() - start
-    return host / 1e3 / n_calls - clock_us(), wall / 1e3 / n_calls - clock_us()
+    return host / 1e3 / n_calls - clock, wall / 1e3 / n_calls - clock
 
 
 def interleaved(
@@ -132,26 +127,18 @@ def interleaved(
     """Samples of all calls, taken in turn, and how many calls are in a sample.
 
     Samples are paired: each round goes through all calls in an order of its own, so that whatever
-    slows the machine down for a while slows all of them.
-
-    Args:
-        timed: the calls.
-        device: where they work.
-        n_samples: fewest of each call.
-        seconds: how long to go on with more of them.
-        most_samples: most of each call.
-        most_calls: most calls of a sample on a CPU.
+    slows the machine down for a while slows all of them. At least `n_samples` of each call, and
+    more for some seconds, are taken while the garbage collector is off.
     """
-    shuffle = random.Random(0)
-    result = [Samples([], []) for _ in timed]
+    shuffle, result, n_calls = random.Random(0), [Samples([], []) for _ in timed], 1
     if not timed:
         return result, 0
-    with quiet():
-        for one in timed:
-            sample(one, device)
-        n_calls = 1
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        first = [sample(one, device)[1] for _ in range(4) for one in timed]
         if device.type == "cpu":
-            usual = statistics.median(sample(one, device)[1] for _ in range(3) for one in timed)
+            usual = statistics.median(first[len(timed) :])
             n_calls = min(most_calls, math.ceil(SAMPLE_US / max(usual, 1.0)))
         end = perf_counter_ns() + seconds * 1e9
         for done in range(most_samples):
@@ -161,6 +148,9 @@ def interleaved(
                 host, wall = sample(timed[i], device, n_calls)
                 result[i].hosts.append(host)
                 result[i].walls.append(wall)
+    finally:
+        if collects:
+            gc.enable()
     return result, n_calls
 
 
@@ -181,17 +171,15 @@ def device_times(timed: Timed, flush: Callable[[], Any], repetitions: int) -> li
     count. A call with more launches than the queue holds (about 1,000), or that waits for the GPU,
     is bound by the host all the same, and its time says so.
     """
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(repetitions):
-        start = torch.cuda.Event(enable_timing=True)
-        stop = torch.cuda.Event(enable_timing=True)
-        if timed.prepare is not None:
-            timed.prepare()
+        call = timed.prepared()
         flush()
         torch.cuda.synchronize()
         torch.cuda._sleep(HEAD_START)
         start.record()
-        timed.call()
+        call()
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1e3)
@@ -204,9 +192,7 @@ def captured(timed: Timed) -> torch.cuda.CUDAGraph:
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            if timed.prepare is not None:
-                timed.prepare()
-            timed.call()
+            timed.prepared()()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -216,11 +202,11 @@ def captured(timed: Timed) -> torch.cuda.CUDAGraph:
 
 def launches(call: Callable[[], Any], device: torch.device) -> int:
     """Kernels, copies and fills that one call puts on a GPU."""
-    torch.cuda.synchronize(device)
+    synchronize(device)
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiled:
         call()
-        torch.cuda.synchronize(device)
+        synchronize(device)
     # A range that the program named shows on the GPU, too, and is not work.
     events = [e for e in profiled.events() if not e.is_user_annotation]
     return len([e for e in events if e.device_type.name == "CUDA"])
@@ -232,20 +218,17 @@ def extra_bytes(call: Callable[[], Any], device: torch.device) -> int:
     On a CPU every allocation that torch's allocator reports is counted; on a GPU its own peak.
     """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         call()
-        torch.cuda.synchronize(device)
+        synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with torch.autograd.profiler.profile(profile_memory=True) as profiled:
+    with profile(profile_memory=True) as profiled:
         call()
-    held = most = 0
     events = [e for e in profiled.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return int(most)
+    changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return int(max(accumulate(changes, initial=0)))
 
 
 def copy_gb_per_s(device: torch.device) -> float:
@@ -255,6 +238,5 @@ def copy_gb_per_s(device: torch.device) -> float:
     """
     source = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
-    copy = Timed(lambda: target.copy_(source))
-    times = [sample(copy, device)[1] for _ in range(11)]
+    times = [sample(Timed(lambda: target.copy_(source)), device)[1] for _ in range(11)]
     return 2 * source.nbytes / (min(times[1:]) * 1e3)

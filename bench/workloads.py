@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,26 +16,21 @@ DTYPES = ("float32", "bfloat16", "float16", "mixed")
 CLIPS = ("norm", "value", "gradient")
 # step: by global norm, and then a step of SGD.
 RULES = (*CLIPS, "step")
+BY = {"norm": "global norm", "value": "value", "gradient": "each norm", "step": "norm, SGD step"}
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
 
 
-@dataclass(frozen=True)
-class Workload:
-    """Shapes of the parameters of one model.
+class Workload(NamedTuple):
+    """Shapes of the parameters of one model."""
 
-    Attributes:
-        name: in rows and on the command line.
-        title: in tables.
-        shapes: one a tensor.
-        note: how it was scaled, or is special; empty for a model as it is.
-        misaligned: gradients start 1 to 7 elements after an aligned address, in turn.
-    """
-
+    # In rows and on the command line; and in tables.
     name: str
     title: str
     shapes: Shapes
+    # How it was scaled, or is special; empty for a model as it is.
     note: str = ""
+    # Gradients start 1 to 7 elements after an aligned address, in turn.
     misaligned: bool = False
 
 
@@ -53,31 +48,33 @@ def _dense(*widths: int) -> Shapes:
     return tuple(shape for i, o in itertools.pairwise(widths) for shape in ((o, i), (o,)))
 
 
+def _conv(outputs: int, inputs: int, kernel: int) -> Shapes:
+    """A convolution without bias, and its normalisation."""
+    return ((outputs, inputs, kernel, kernel), (outputs,), (outputs,))
+
+
 def _resnet20() -> Iterator[Shape]:
     """ResNet-20 for CIFAR-10: He et al. 2015 (arXiv:1512.03385), projections where it widens."""
-    yield from ((16, 3, 3, 3), (16,), (16,))
+    yield from _conv(16, 3, 3)
     channels = 16
-    for width, block in itertools.product((16, 32, 64), range(3)):
-        yield from ((width, channels, 3, 3), (width,), (width,))
-        yield from ((width, width, 3, 3), (width,), (width,))
-        if block == 0 and width != channels:
-            yield from ((width, channels, 1, 1), (width,), (width,))
+    for width in (16,) * 3 + (32,) * 3 + (64,) * 3:
+        yield from _conv(width, channels, 3) + _conv(width, width, 3)
+        if width != channels:
+            yield from _conv(width, channels, 1)
         channels = width
-    yield from ((10, 64), (10,))
+    yield from _dense(64, 10)
 
 
 def _resnet50() -> Iterator[Shape]:
     """ResNet-50: He et al. 2015 (arXiv:1512.03385), as torchvision's `resnet50` has it."""
-    yield from ((64, 3, 7, 7), (64,), (64,))
+    yield from _conv(64, 3, 7)
     channels = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            for kernel in ((width, channels, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)):
-                yield from (kernel, kernel[:1], kernel[:1])
-            if block == 0:
-                yield from ((4 * width, channels, 1, 1), (4 * width,), (4 * width,))
-            channels = 4 * width
-    yield from ((1000, 2048), (1000,))
+    for width in (64,) * 3 + (128,) * 4 + (256,) * 6 + (512,) * 3:
+        yield from _conv(width, channels, 1) + _conv(width, width, 3) + _conv(4 * width, width, 1)
+        if 4 * width != channels:
+            yield from _conv(4 * width, channels, 1)
+        channels = 4 * width
+    yield from _dense(2048, 1000)
 
 
 def _vit_b16() -> Shapes:
@@ -204,8 +201,14 @@ PLANS: dict[str, Sequence[tuple[Sequence[str], str, Sequence[str]]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Task:
+def named(part: str, value: str) -> str:
+    """A part of a case in words; as it is where this version has none for it."""
+    if part == "workload":
+        return WORKLOADS[value].title if value in WORKLOADS else value
+    return BY[value] if part == "rule" else value
+
+
+class Task(NamedTuple):
     """One workload in one dtype, unclipped and clipped by some rules."""
 
     name: str
@@ -214,19 +217,14 @@ class Task:
 
 
 def tasks_of(
-    plan: str,
-    names: Sequence[str] = (),
-    dtypes: Sequence[str] = (),
-    rules: Sequence[str] = (),
+    plan: str, names: Sequence[str] = (), dtypes: Sequence[str] = (), rules: Sequence[str] = ()
 ) -> list[Task]:
     """The cases to measure: those of a plan that fit, or, of named workloads, all."""
-    if names:
-        wanted = tuple(rules or CLIPS)
-        return [Task(name, dtype, wanted) for name in names for dtype in dtypes or ("float32",)]
+    cases = [((name,), dtype, rules or CLIPS) for name in names for dtype in dtypes or DTYPES[:1]]
     tasks = [
         Task(name, dtype, tuple(rule for rule in own if rule in (rules or RULES)))
-        for workloads, dtype, own in PLANS[plan]
-        if dtype in (dtypes or dtype)
+        for workloads, dtype, own in (cases if names else PLANS[plan])
+        if dtype in (dtypes or DTYPES)
         for name in workloads
     ]
     return [task for task in tasks if task.rules]

@@ -272,6 +272,14 @@ SASS = """
 """
 
 
+@pytest.mark.parametrize(
+    ("code", "width"),
+    [("", 0), ("LDG.E.U8 R4", 1), ("LDG.E R4", 4), ("LDG.E.U8 R4; LDG.E.64 R6", 8)],
+)
+def test_widest_load_goes_by_the_suffix(code, width):
+    assert codegen.widest(code, "LDG") == width
+
+
 def test_loads_in_flight_end_where_the_first_is_used():
     assert codegen.widest(SASS, "LDG") == codegen.widest(SASS, "STG") == 16
     assert codegen.loads_by_loop(SASS, 16) == {("read", False): 3, ("write", True): 1}
