@@ -186,8 +186,8 @@ def clip_(
             rule = following = follow(rule, state)
         if rule.per_unit:
             refuse_other_model(rule, _all_of(parameters, gradients))
-        if following is not None:
-            following.meet(_first_of(parameters, gradients))
+        if following is not None and gradients.refusal is None:
+            following.meet(_first_of(parameters, gradients), gradients.n_parameters)
     except (TypeError, ValueError, RuntimeError) as error:
         # Of this process alone; others may wait for the norm.
         if not refuse_(gradients, error):

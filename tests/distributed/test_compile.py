@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ import reference
 import torch
 from cases import assert_norm
 from processes import in_processes
-from spread import mesh_of, parameter, whole
+from refusing import check_raises, is_first, named_parameters, overlap
+from spread import assert_same_everywhere, mesh_of, parameter, whole
 from torch import distributed as dist
 from torch.distributed.tensor import Shard
 
 import tritonclip
+from tritonclip import ClipByQuantile, ClipState
 
 
 def _compiled(call: Any) -> Any:
@@ -34,6 +37,41 @@ def test_compiled_clip_of_distributed_tensors() -> None:
     norm = torch.tensor(2.0)
     _compiled(lambda: tritonclip.clip_grads_with_norm_(parameters, 1.0, norm))()
     assert reference.total_norm([whole(g) for g in grads]) == pytest.approx(0.5, rel=1e-5)
+
+
+@in_processes(2)
+def test_compiled_clip_of_a_process_without_gradients() -> None:
+    """The others wait for it."""
+    one = parameter((8, 3), mesh_of(-1), [Shard(0)])
+    if is_first():
+        one.grad = None
+    norm = _compiled(lambda: tritonclip.clip_([one], 0.5))()
+    assert float(norm) > 0
+    assert_same_everywhere(norm)
+
+
+@pytest.mark.parametrize("call", ["clip", "state", "norm"])
+@in_processes(2)
+def test_compiled_call_that_one_process_refuses_raises_everywhere(call: str) -> None:
+    named = named_parameters()
+    rule, states = ClipByQuantile(0.5, 4), [ClipState(), ClipState()]
+    known = named_parameters()
+    if call == "state":
+        tritonclip.clip_(known.values(), rule, state=states[0])
+    elif is_first() and call == "norm":
+        named["plain"].grad.untyped_storage().resize_(0)
+    elif is_first():
+        overlap(named["plain"])
+    state = states[0] if is_first() else states[1]
+    plain = list(named.values())
+    calls: dict[str, Callable[[], object]] = {
+        "clip": lambda: tritonclip.clip_(plain, 0.5),
+        "state": lambda: tritonclip.clip_(plain, rule, state=state),
+        "norm": lambda: tritonclip.get_total_norm([one.grad for one in plain]),
+    }
+    message = {"clip": "share memory", "state": "begins with another", "norm": "freed"}[call]
+    grads = [one.grad for one in plain[:2]]
+    check_raises(_compiled(calls[call]), ValueError, message, grads)
 
 
 @in_processes(2)

@@ -10,7 +10,16 @@ import reference
 import torch
 from cases import assert_norm
 from processes import in_processes
-from spread import assert_same_everywhere, check_clip, gathered, mesh_of, parameter, values, whole
+from spread import (
+    assert_same_everywhere,
+    check_clip,
+    collectives_of,
+    gathered,
+    mesh_of,
+    parameter,
+    values,
+    whole,
+)
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -67,6 +76,28 @@ def _sharded_stage() -> tuple[list[Any], float, Any]:
     return parameters, reference.total_norm(other), mesh
 
 
+@pytest.mark.parametrize("p", ORDERS)
+@in_processes(2, 4)
+def test_torch_functions_take_a_group_and_copies(p: float) -> None:
+    """A piece of its own in every process, and one that all hold."""
+    own, copied = _plain((3, 2), dist.get_rank()), _plain((5,), 9)
+    wholes = [values((3, 2), rank) for rank in range(dist.get_world_size())]
+    expected = reference.total_norm([*wholes, values((5,), 9)], p)
+    holders: Any = {
+        "process_group": dist.group.WORLD,
+        "copies": lambda one: dist.get_world_size() if one.shape == (5,) else 1,
+    }
+    norm = tritonclip.get_total_norm([own.grad, copied.grad], p, **holders)
+    assert_norm(norm, expected)
+    tritonclip.clip_grads_with_norm_([own, copied], 0.5, norm, **holders)
+    clipped = [own.grad.clone(), copied.grad.clone()]
+    own.grad, copied.grad = values((3, 2), dist.get_rank()), values((5,), 9)
+    again = tritonclip.clip_grad_norm_([own, copied], 0.5, p, **holders)
+    assert_same_everywhere(again)
+    for one, right in zip((norm, own.grad, copied.grad), (again, *clipped), strict=True):
+        torch.testing.assert_close(one, right, rtol=0, atol=0)
+
+
 @in_processes(4)
 def test_clip_sharded_stages_by_the_group_of_stages() -> None:
     parameters, expected, mesh = _sharded_stage()
@@ -101,9 +132,18 @@ def test_clip_sharded_stages_without_group_are_refused() -> None:
 def test_clip_group_that_cuts_a_mesh_is_refused() -> None:
     mesh = mesh_of(-1)
     one = parameter((8, 3), mesh, [Shard(0)])
+    before = one.grad.to_local().clone()
     half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
-    with pytest.raises(ValueError, match="cuts through"):
-        tritonclip.clip_([one], 1.0, process_group=half)
+    optimizer = tritonclip.ClippedOptimizer(torch.optim.SGD([one]), 1.0, process_group=half)
+
+    def refused() -> None:
+        for call in (lambda: tritonclip.clip_([one], 1.0, process_group=half), optimizer.step):
+            with pytest.raises(ValueError, match="cuts through"):
+                call()
+
+    _, n = collectives_of(refused)
+    assert n == 0
+    assert torch.equal(one.grad.to_local(), before)
 
 
 @in_processes(2, 4)

@@ -150,6 +150,28 @@ def test_scaler_skips_everywhere(scaler: Any, mode: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["group", "mesh"])
+@in_processes(2)
+def test_scaler_measures_in_a_process_without_gradients(is_sharded: bool) -> None:
+    """The others wait for it, and an overflow of theirs is its own too."""
+    mesh = mesh_of(-1) if is_sharded else None
+    one = parameter((6,), mesh, [Shard(0)], seed=1)
+    options: Any = {} if is_sharded else {"process_group": dist.group.WORLD}
+    optimizer = ClippedOptimizer(torch.optim.SGD([one], lr=0.1), 0.5, **options)
+    scaler = tritonclip.GradScaler("cpu", init_scale=1024.0)
+    for bad, expected in ((None, 1024.0), (math.inf, 512.0)):
+        scaler.scale(torch.ones(()))
+        if dist.get_rank() == 0:
+            one.grad = None
+        elif bad is not None:
+            local(one.grad)[0] = bad
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == expected
+    assert int(optimizer.stats.steps) == 1
+    assert_same_everywhere(optimizer.stats.last_norm)
+
+
 @in_processes(2)
 def test_groups_have_their_rules() -> None:
     model, alone = _model(), _model(sharded=False)

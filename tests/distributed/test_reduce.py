@@ -8,12 +8,22 @@ from typing import Any
 import pytest
 import torch
 from processes import in_processes
-from spread import collectives_of, mesh_of, parameter
+from refusing import as_on_accelerator
+from spread import collectives_of, mesh_of, parameter, with_partial
 from torch import distributed as dist
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
-from tritonclip import ClipByGlobalNorm, ClippedOptimizer
+from tritonclip import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByUnitNorm,
+    ClipByValue,
+    ClippedOptimizer,
+)
+from tritonclip.backends import choose
+from tritonclip.engine.planner import plans
 
 
 class _SentError(Exception):
@@ -43,6 +53,43 @@ def test_clip_sends_numbers_on_a_device_of_the_group(p: float) -> None:
         dist.get_backend_config, dist.all_reduce = config, all_reduce
     # The device was found for one domain; another mesh has its own.
     tritonclip.clip_([parameter((8, 3), mesh_of(-1), [Shard(0)])], 1.0)
+
+
+class _NoSync(TorchDispatchMode):
+    """Refuses to read a tensor on the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a host sync"
+        return func(*args, **(kwargs or {}))
+
+
+RULES = [ClipByGlobalNorm(0.1, p) for p in (2.0, 100.0, math.inf, -math.inf, 0.0)]
+
+
+@pytest.mark.parametrize("policy", ["propagate", "zero"])
+@pytest.mark.parametrize("rule", [*RULES, ClipByNorm(0.1), ClipByUnitNorm(0.01), ClipByValue(0.1)])
+@in_processes(2)
+def test_clip_waits_for_no_device(rule: Any, policy: Any) -> None:
+    """As on an accelerator: from the norm to the writing nothing is read on the host."""
+    mesh = mesh_of(-1)
+    parameters = [
+        parameter((8, 3), mesh, [Shard(0)], seed=1),
+        parameter((4,), mesh, [Replicate()], seed=2),
+        parameter((5, 2), None, seed=3),
+    ]
+    if not (rule.per_unit or rule.clamps):
+        parameters.append(with_partial(parameter((6,), mesh, [Replicate()]), [Partial()]))
+    if rule.clamps:
+        # Rounded on the host, once.
+        rule.bounds(torch.float32)
+    decides, choose.host_decides = choose.host_decides, lambda device: False
+    try:
+        with as_on_accelerator(), tritonclip.use_backend("torch"), _NoSync():
+            for _ in range(2):
+                tritonclip.clip_(parameters, rule, nonfinite=policy)
+    finally:
+        choose.host_decides = decides
+        plans.clear()
 
 
 @in_processes(2)

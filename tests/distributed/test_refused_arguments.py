@@ -15,7 +15,13 @@ from torch import distributed as dist
 from torch import nn
 
 import tritonclip
-from tritonclip import ClipByQuantile, ClippedOptimizer, ClipState, FlatGradients
+from tritonclip import (
+    ClipByOwnHistory,
+    ClipByQuantile,
+    ClippedOptimizer,
+    ClipState,
+    FlatGradients,
+)
 
 
 def _flat() -> tuple[nn.Module, FlatGradients]:
@@ -123,6 +129,59 @@ def test_clip_with_a_bad_argument_in_one_process_raises_everywhere(what: str) ->
         options = make()
     grads = [one.grad for one in named.values()]
     check_raises(lambda: tritonclip.clip_(named.items(), rule, **options), error, message, grads)
+
+
+RULES = [ClipByQuantile(0.5, 4), ClipByOwnHistory()]
+
+
+@pytest.mark.parametrize("other", ["first", "number", "rule"])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@in_processes(2)
+def test_clip_with_the_state_of_another_list_in_one_process_raises_everywhere(
+    rule: Any, other: str
+) -> None:
+    named, known = named_parameters(), named_parameters()
+    states = [ClipState(), ClipState()]
+    if other == "number":
+        known = {name: named[name] for name in ("sharded", "copied")}
+    for one, state in zip((named, known), states, strict=True):
+        clip_ = RULES[1 - RULES.index(rule)] if other == "rule" and one is known else rule
+        tritonclip.clip_(one.items(), clip_, state=state)
+    state = states[1] if is_first() else states[0]
+    message = {"first": "begins with another", "number": "2 parameters", "rule": "norms for"}[other]
+    grads = [one.grad for one in named.values()]
+    check_raises(
+        lambda: tritonclip.clip_(named.items(), rule, state=state), ValueError, message, grads
+    )
+    tritonclip.clip_(named.items(), rule, state=states[0])
+
+
+@pytest.mark.parametrize("other", ["list", "rule"])
+@in_processes(2)
+def test_wrapper_is_refused_the_memory_of_another_list_when_it_is_loaded(other: str) -> None:
+    """It keeps its states itself, so that no step meets one; a load sends nothing."""
+
+    def wrapper(names: list[str], rule: Any) -> ClippedOptimizer:
+        named = named_parameters()
+        made = ClippedOptimizer(torch.optim.SGD([named[name] for name in names], lr=0.1), rule)
+        made.step()
+        return made
+
+    rule, two = ClipByOwnHistory(), ["sharded", "copied"]
+    optimizer = wrapper(two, rule)
+    foreign = wrapper([*two, "plain"], rule) if other == "list" else wrapper(two, ClipByQuantile())
+    saved = foreign.state_dict()
+
+    def load() -> None:
+        with pytest.raises(ValueError, match="match the size" if other == "list" else "memory"):
+            optimizer.load_state_dict(saved)
+
+    if is_first():
+        _, n = collectives_of(load)
+        assert n == 0
+    optimizer.step()
+    assert int(optimizer.stats.steps) == 2
+    assert_same_everywhere(optimizer.stats.last_norm)
 
 
 @pytest.mark.parametrize("copies", [-1, 1.5, True])

@@ -194,3 +194,46 @@ def test_step_with_a_recorder_of_each_norm_raises_everywhere(is_flat: bool) -> N
             overlap(params[0])
         error, message = (RuntimeError, "is no view") if is_flat else (ValueError, "share memory")
         check_raises(optimizer.step, error, message, grads)
+
+
+def _spoil(groups: Any, index: int) -> None:
+    groups[index]["clip"] = "0.5"
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["had-none", "had-one"])
+@pytest.mark.parametrize("policy", ["propagate", "error", "skip"])
+@pytest.mark.parametrize("how", LEFT)
+@in_processes(2)
+def test_step_with_a_rule_that_is_none_in_one_process_raises_everywhere(
+    how: str, policy: Any, index: int
+) -> None:
+    """The others have the rules of the step before."""
+    named, optimizer = _optimizer(how, nonfinite=policy)
+    index = min(index, len(optimizer.param_groups) - 1)
+    before = dict(optimizer.param_groups[index])
+    if is_first():
+        _spoil(optimizer.param_groups, index)
+    grads = [one.grad for one in named.values()]
+    check_raises(optimizer.step, TypeError, rf"param_groups\[{index}\]\['clip'\]", grads)
+    optimizer.param_groups[index].clear()
+    optimizer.param_groups[index].update(before)
+    optimizer.step()
+    assert_same_everywhere(optimizer.stats.last_norm)
+
+
+@pytest.mark.parametrize("policy", ["propagate", "error", "skip"])
+@in_processes(2)
+def test_step_with_a_rule_that_is_none_leaves_nobody_waiting_on_an_accelerator(policy: Any) -> None:
+    _, optimizer = _optimizer("rule", nonfinite=policy)
+    if is_first():
+        _spoil(optimizer.param_groups, 1)
+    with as_on_accelerator():
+        if is_first():
+            with pytest.raises(TypeError, match="None clips nothing"):
+                optimizer.step()
+        elif policy == "error":
+            with pytest.raises(RuntimeError, match="non-finite"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    dist.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import tritonclip
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
 from tritonclip.distributed import reduce
 
 
@@ -86,6 +87,35 @@ def test_verify_finds_lists_that_differ(rule: Any) -> None:
         pytest.raises(ValueError, match=r"at position 1, rank 0 has .*rank 1"),
     ):
         tritonclip.clip_(parameters, rule)
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "none": lambda group: group.update(clip=None),
+    "no-key": lambda group: group.pop("clip"),
+    "another": lambda group: group.update(clip=ClipByNorm(0.5)),
+}
+
+
+@pytest.mark.parametrize("policy", ["propagate", "skip"])
+@pytest.mark.parametrize("all_groups", [False, True], ids=["one-group", "all-groups"])
+@pytest.mark.parametrize("change", CHANGES)
+@in_processes(2)
+def test_verify_finds_rules_of_groups_that_differ(
+    change: str, all_groups: bool, policy: Any
+) -> None:
+    """A rule that is valid, in one process only; each list by itself is alike."""
+    parameters = _mixed()[:2]
+    groups: list[Any] = [{"params": [one], "clip": 0.5} for one in parameters]
+    optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 1.0, nonfinite=policy)
+    before = [one.grad.to_local().clone() for one in parameters]
+    if dist.get_rank():
+        for group in groups if all_groups else groups[1:]:
+            CHANGES[change](group)
+    with tritonclip.verify(), pytest.raises(ValueError, match="expected the same rules"):
+        optimizer.step()
+    for one, was in zip(parameters, before, strict=True):
+        assert torch.equal(one.grad.to_local(), was)
+    dist.barrier()
 
 
 @in_processes(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import INTERPRETED, assert_bits, copies, grad_of, normal, parameters
+from torch.testing._internal.two_tensor import TwoTensor
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
@@ -200,3 +201,10 @@ def test_compiled_clip_grads_with_norm_refuses_a_negative_norm(device):
     with pytest.raises(ValueError, match=r"total_norm must be 0 or more, got -5\.0"):
         step(torch.tensor(-5.0))
     assert grad_of(one).tolist() == [3.0, 4.0]
+
+
+def test_compiled_clip_stays_one_graph_beside_a_parameter_of_another_class():
+    """One without a gradient here, as frozen quantized weights are."""
+    frozen = torch.nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)), requires_grad=False)
+    (one,) = parameters([torch.tensor([3.0, 4.0])])
+    assert compiled(lambda given: tritonclip.clip_(given, 1.0))([frozen, one]).item() == 5.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from training import INNERS, PLAIN_AND_FUSED, SCALERS, give_grads, sgd, state_of
 import tritonclip
 from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer, Outlier
 from tritonclip.backends import choose
-from tritonclip.optim.memory import SkipWatch
+from tritonclip.optim import memory
+from tritonclip.optim.memory import LAG, SkipWatch
 
 CLIPS: list[Any] = [
     pytest.param(1.0, id="global"),
@@ -307,7 +309,7 @@ def test_skip_above_may_be_replaced():
 
 
 def test_skips_in_a_row_of_a_gpu_are_read_when_they_have_arrived(cuda_backend):
-    """No step waits for its own count; the error comes a few steps later."""
+    """No step waits for its own count; the error comes so many steps later."""
     params, optimizer = wrapped(
         PLAIN_AND_FUSED[1].values[0],
         device=cuda_backend.device,
@@ -315,11 +317,28 @@ def test_skips_in_a_row_of_a_gpu_are_read_when_they_have_arrived(cuda_backend):
         max_consecutive_skips=3,
     )
     give_grads(params, bad=math.nan)
-    for _ in range(3):
+    for _ in range(2 + LAG):
         optimizer.step()
-    torch.cuda.synchronize()
-    with pytest.raises(RuntimeError, match="steps in a row were skipped"):
+    with pytest.raises(RuntimeError, match="3 steps in a row were skipped"):
         optimizer.step()
+
+
+def test_skips_in_a_row_of_a_gpu_are_read_so_many_steps_later(monkeypatch):
+    """At a step that is the same in every process, however fast its numbers arrive."""
+    monkeypatch.setattr(memory, "_sent", lambda number: lambda: number.value)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    watch = SkipWatch(3)
+
+    def look(n: int) -> None:
+        on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), value=n)
+        watch.look(on_gpu, waited=False)
+
+    for n in range(1, 3 + LAG):
+        look(n)
+    with pytest.raises(RuntimeError, match="3 steps in a row"):
+        look(3 + LAG)
+    for _ in range(LAG):
+        look(3)
 
 
 class Late(SkipWatch):

@@ -76,7 +76,9 @@ def clip_(
     if rule.per_unit:
         refuse_other_model(rule, [*(parameter for _, parameter in items), *left_out])
     said = state is not None or process_group is not None or copies is not None
-    if said or not rule.fixed or _is_spread(grads):
+    # Processes that have gradients of a DTensor wait for one that has none.
+    spread = any(hasattr(parameter, "_spec") for _, parameter in items)
+    if said or not rule.fixed or spread or _is_spread(grads):
         from tritonclip.engine import graph_break
 
         result: Tensor | None = graph_break.clip_(

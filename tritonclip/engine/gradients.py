@@ -100,6 +100,12 @@ class Gradients:
         """The first parameter that the list was collected from; None where that is not known."""
         return self.sources[0] if self.sources else None
 
+    @property
+    def n_parameters(self) -> int:
+        """The parameters that the list was collected from, with and without a gradient."""
+        # FlatGradients, which have no sources, hold each gradient once.
+        return len(self.tensors if self.sources is None else self.sources)
+
     def label(self, index: int) -> str:
         """Names the gradient at an index in messages."""
         return self.labels([index])

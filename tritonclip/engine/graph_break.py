@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tritonclip.distributed.domain import check_holders
 from tritonclip.engine import apart, execute
+from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import of_parameters
 from tritonclip.engine.planner import plan_
 from tritonclip.engine.tensors import of_tensors
@@ -26,12 +27,19 @@ def clip_(
     copies: object,
 ) -> Tensor | None:
     """`clip_`, eagerly."""
-    following = None if state is None else follow(rule, state)
     holders = check_holders(process_group, copies)
-    gradients = plan_(of_parameters(parameters, holders=holders))
-    if following is not None:
-        following.meet(gradients.first)
-    norm = execute.clip_(gradients, following or rule, nonfinite, grad_scale)
+    gradients = plan_(of_parameters(parameters, holders=holders, tells=True))
+    following = None
+    try:
+        if state is not None:
+            rule = following = follow(rule, state)
+            if gradients.refusal is None:
+                following.meet(gradients.first, gradients.n_parameters)
+    except (TypeError, ValueError) as error:
+        # Of this process alone; others may wait for the norm.
+        if not refuse_(gradients, error):
+            raise
+    norm = execute.clip_(gradients, rule, nonfinite, grad_scale)
     if following is not None:
         following.commit()
     return norm
@@ -46,7 +54,8 @@ def total_norm(
     copies: object,
 ) -> Tensor:
     """`get_total_norm`, eagerly."""
-    gradients = plan_(of_tensors(tensors, holders=check_holders(process_group, copies)))
+    holders = check_holders(process_group, copies)
+    gradients = plan_(of_tensors(tensors, holders=holders, tells=True))
     return apart.total_norm(gradients, norm_type, error_if_nonfinite)
 
 

@@ -64,9 +64,7 @@ class Norms(NamedTuple):
             wanted = [getattr(p, "need_clip", True) for p in gradients.sources]
             there = None if all(wanted) else [i for i, own in enumerate(wanted) if own]
             return there, len(wanted)
-        places = gradients.places()
-        # FlatGradients, which have no sources, hold each gradient once.
-        return places, len(gradients.tensors if gradients.sources is None else gradients.sources)
+        return gradients.places(), gradients.n_parameters
 
 
 def total(norms: Norms) -> Tensor:

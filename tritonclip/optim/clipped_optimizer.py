@@ -21,13 +21,13 @@ from tritonclip.optim.closures import (
     step_checking,
     step_evaluating,
 )
+from tritonclip.optim.guard import warn_if_clipped
 from tritonclip.optim.measuring_wrapper import MeasuringWrapper
 from tritonclip.optim.memory import Memory, SkipWatch, as_skip_bound
 from tritonclip.optim.param_groups import check_group, not_in_buffers
 from tritonclip.optim.registry import check_optimizer
 from tritonclip.optim.step_log import StepLog, either
-from tritonclip.rules import Outlier, Rule, as_rule
-from tritonclip.warn import warn_user
+from tritonclip.rules import Outlier, Rule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,11 +36,6 @@ if TYPE_CHECKING:
     from tritonclip.monitor.recorder import Recorder
 
 StepNonfinite = Literal["propagate", "error", "zero", "skip"]
-_CLIPPED_TWICE = (
-    "clip_ was called for these gradients, and the ClippedOptimizer clips them after it, so that "
-    "its statistics are not of gradients before clipping; expected one of the two: remove the "
-    "call, or use the bare optimizer. To measure only, call get_total_norm"
-)
 
 
 class ClippedOptimizer(MeasuringWrapper):
@@ -78,8 +73,8 @@ class ClippedOptimizer(MeasuringWrapper):
             norms. Compared is the 2-norm before clipping of all gradients that are clipped; inf is
             above, NaN is not. Of a closure the first evaluation is looked at. None skips none.
         max_consecutive_skips: skipped steps in a row at which `step` raises RuntimeError; None for
-            no error, and a warning at 100. Where no step waits for a GPU, it raises some steps
-            later, when the number has arrived. May be replaced.
+            no error, and a warning at 100. Where no step waits for a GPU, it raises eight steps
+            later, in every process at the same one. May be replaced.
         recorder: of :func:`record`: takes norm, coefficient, limit and skips of every step, and the
             norms of groups that have a rule; may be replaced. Copies of the wrapper have none.
         flat: the :class:`FlatGradients` of the optimizer's parameters; may be replaced. Steps then
@@ -138,12 +133,7 @@ class ClippedOptimizer(MeasuringWrapper):
     ) -> None:
         check_optimizer(optimizer)
         self._holders = check_holders(process_group, copies)
-        if clip is None:
-            raise TypeError(
-                "clip must be a number or a rule, got None; to clip only groups that have a rule "
-                "of their own, write float('inf')"
-            )
-        self.clip = as_rule(clip)
+        self.clip = clip
         self.nonfinite = nonfinite
         memory, watch = Memory(as_skip_bound(skip_above)), SkipWatch(max_consecutive_skips)
         self._log = StepLog(ClipStats(fused.device_of(optimizer)), memory, watch)
@@ -177,15 +167,7 @@ class ClippedOptimizer(MeasuringWrapper):
         try:
             return super().step(closure)
         except BaseException as error:
-            attempt = self._attempt
-            if attempt is not None:
-                if attempt.outcomes is None and attempt.clipping.is_refused(error):
-                    self._attempt = None
-                else:
-                    attempt.fail()
-            # A GradScaler takes these back only from a step that succeeded.
-            self._scales.clear()
-            self.__dict__.pop("found_inf", None)
+            self._end_failed(error)
             raise
         finally:
             self._guard.open = False
@@ -194,6 +176,10 @@ class ClippedOptimizer(MeasuringWrapper):
     def _step(self, closure: Closure | None = None) -> Any:
         self._log.stats.move_(fused.device_of(self.optimizer))
         if closure is None:
+            if isinstance(self.optimizer, LBFGS):
+                # Not told to other processes: they have begun to evaluate theirs, and the
+                # collectives of their models wait for this process first.
+                raise TypeError(NO_LOSS_FOR_LBFGS)
             return self._step_with_gradients()
         self._attempt = None
         if isinstance(getattr(self, "found_inf", None), Tensor):
@@ -203,7 +189,7 @@ class ClippedOptimizer(MeasuringWrapper):
             )
         if self._nonfinite in ("propagate", "zero") and self.skip_above is None:
             return step_evaluating(self.optimizer, closure, self._measure, self._log)
-        loss = evaluate(closure, self.param_groups)
+        loss = evaluate(closure, self.optimizer, self._measure)
         if loss is None or fused.takes_found_inf(self.optimizer):
             # Nothing to hand on, or an optimizer that evaluates first and only once.
             self._step_with_gradients()
@@ -215,8 +201,6 @@ class ClippedOptimizer(MeasuringWrapper):
 
     def _step_with_gradients(self) -> Any:
         """Clips the gradients that are there."""
-        if isinstance(self.optimizer, LBFGS):
-            raise TypeError(NO_LOSS_FOR_LBFGS)
         clipping, self._clipping = self._clipping, None
         grad_scale = self.grad_scale if self._scales else None
         attempt = self._attempt
@@ -231,18 +215,15 @@ class ClippedOptimizer(MeasuringWrapper):
             skip = nonfinite if outlier is None else either(nonfinite, outlier.flag)
             attempt = Attempt(clipping, skip, outlier, scaled=grad_scale is not None)
             self._attempt = None
-            if twice.remembered and twice.is_noticed(clipping.written_to()):
-                warn_user(_CLIPPED_TWICE)
+            if twice.remembered:
+                warn_if_clipped(clipping.written_to())
         found_inf = getattr(self, "found_inf", None)
         overflow = found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else None
 
         stop = attempt.skip if overflow is None else either(overflow, attempt.skip)
         on_device = stop is not None and fused.takes_found_inf(self.optimizer)
         if stop is not None and not on_device and bool(stop):
-            if overflow is None or not bool(overflow):
-                self._log.add_skipped(attempt.clipping, attempt.outlier)
-            else:
-                self._log.add_overflowed(attempt.clipping)
+            self._log.add_left_out(attempt.clipping, attempt.outlier, overflow)
             return None
         if attempt.outcomes is None:
             if self._nonfinite == "error" and (stop is None or not bool(stop)):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -16,19 +16,28 @@ from tritonclip.optim.step import StepClipping
 from tritonclip.optim.step_log import StepLog
 
 Closure = Callable[[], Any]
+_NO_LOSS = (
+    "the closure computed gradients and returned None; expected the loss: end it with "
+    "`return loss`, after loss.backward(). Nothing was clipped or updated"
+)
 NO_LOSS_FOR_LBFGS = (
     "LBFGS needs a closure that evaluates the model, calls backward and returns the loss; expected "
     "step(closure), got none, or one that returned None. Nothing was clipped or updated"
 )
 
 
+class Measure(Protocol):
+    """Measures the gradients of an evaluation, or raises a refusal, which other processes get."""
+
+    def __call__(self, *, refusal: Exception | None = None) -> StepClipping:
+        """The clipping."""
+
+
 class _NonfiniteEvaluationError(Exception):
     """A closure that was evaluated again, within a step, gave gradients that are not finite."""
 
 
-def step_evaluating(
-    inner: Optimizer, closure: Closure, measure: Callable[[], StepClipping], log: StepLog
-) -> Any:
+def step_evaluating(inner: Optimizer, closure: Closure, measure: Measure, log: StepLog) -> Any:
     """Lets the optimizer evaluate the closure whenever it wants to, and clips each time.
 
     Returns:
@@ -38,9 +47,7 @@ def step_evaluating(
     outcomes: list[Outcomes] = []
 
     def evaluate_and_clip() -> Any:
-        loss = evaluate(closure, inner.param_groups)
-        if loss is None and isinstance(inner, LBFGS):
-            raise TypeError(NO_LOSS_FOR_LBFGS)
+        loss = evaluate(closure, inner, measure)
         clippings.append(measure())
         outcomes.append(clippings[-1].write_())
         return loss
@@ -60,7 +67,7 @@ def step_checking(
     inner: Optimizer,
     closure: Closure,
     first: Any,
-    measure: Callable[[], StepClipping],
+    measure: Measure,
     nonfinite: str,
     log: StepLog,
 ) -> Any:
@@ -98,7 +105,7 @@ def _step_on(
     closure: Closure,
     first: Any,
     clipping: StepClipping,
-    measure: Callable[[], StepClipping],
+    measure: Measure,
     nonfinite: str,
 ) -> tuple[Any, Outcomes | None]:
     """The result of a step whose first evaluation is clipped, and outcomes; None if undone."""
@@ -121,7 +128,7 @@ def _step_on(
                     "nonfinite='propagate' or 'zero', or wrap the optimizer inside it"
                 )
             return losses.pop()
-        loss = evaluate(closure, inner.param_groups)
+        loss = evaluate(closure, inner, measure)
         later = measure()
         if nonfinite == "skip" and bool(later.nonfinite()):
             raise _NonfiniteEvaluationError
@@ -175,12 +182,19 @@ def _watch(groups: Groups) -> Callable[[], bool]:
     return lambda: seen() == before
 
 
-def evaluate(closure: Closure, groups: Groups) -> Any:
+def evaluate(closure: Closure, inner: Optimizer, measure: Measure) -> Any:
     """The loss, or None of a closure that leaves gradients alone, as trainers pass.
 
+    Args:
+        closure: of the user.
+        inner: the wrapped optimizer.
+        measure: takes the refusal of a closure, because other processes, which have evaluated
+            theirs, may wait for norms.
+
     Raises:
-        TypeError: a closure that computes gradients and returns None.
+        TypeError: a closure that computes gradients and returns None, or that gives LBFGS None.
     """
+    groups = inner.param_groups
     before = [
         (ref(p.grad), _version(p.grad))
         for group in groups
@@ -190,10 +204,9 @@ def evaluate(closure: Closure, groups: Groups) -> Any:
     with torch.enable_grad():
         loss = closure()
     if loss is None and not _all_of(groups, before):
-        raise TypeError(
-            "the closure computed gradients and returned None; expected the loss: end it with "
-            "`return loss`, after loss.backward(). Nothing was clipped or updated"
-        )
+        measure(refusal=TypeError(_NO_LOSS))
+    elif loss is None and isinstance(inner, LBFGS):
+        measure(refusal=TypeError(NO_LOSS_FOR_LBFGS))
     return loss
 
 

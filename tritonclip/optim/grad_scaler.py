@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from tritonclip.distributed.sharding import meshes_of
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
 from tritonclip.optim.registry import is_wrapped
 
@@ -48,9 +49,8 @@ class GradScaler(torch.amp.GradScaler):
             optimizer._clipping = None
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
-        grads = (p.grad for group in optimizer.param_groups for p in group["params"])
-        # Without any, torch's records no check, for `update` to complain about.
-        if not isinstance(optimizer, ClippedOptimizer) or all(g is None for g in grads):
+        # Without any gradient, torch's records no check, for `update` to complain about.
+        if not isinstance(optimizer, ClippedOptimizer) or _is_without_grads(optimizer):
             return super()._check_inf_per_device(optimizer)
         scale = self._get_scale_async()
         assert scale is not None
@@ -59,6 +59,13 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {found_inf.device: found_inf}
         return state
+
+
+def _is_without_grads(optimizer: ClippedOptimizer) -> bool:
+    """Whether no gradient is there, and no other process waits for the norm of its own."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    spread = optimizer._holders is not None or bool(meshes_of(parameters))
+    return not spread and all(p.grad is None for p in parameters)
 
 
 def _refuse_inner(optimizer: Optimizer) -> None:

@@ -1,15 +1,17 @@
-"""Warns of steps that the wrapped optimizer makes by itself: they are not clipped."""
+"""Warns of steps that clip nothing, by the wrapped optimizer itself, or clip what was clipped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonclip.engine import twice
 from tritonclip.warn import warn_user
 
 
@@ -60,6 +62,16 @@ def opened(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         guard.open = before
+
+
+def warn_if_clipped(written: Sequence[Tensor]) -> None:
+    """Warns, of the gradients of a step, if `clip_` was called for them."""
+    if twice.is_noticed(written):
+        warn_user(
+            "clip_ was called for these gradients, and the ClippedOptimizer clips them after it, "
+            "so that its statistics are not of gradients before clipping; expected one of the "
+            "two: remove the call, or use the bare optimizer. To measure only, call get_total_norm"
+        )
 
 
 def _guard_of(optimizer: Optimizer) -> StepGuard | None:

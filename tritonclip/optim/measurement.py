@@ -38,6 +38,19 @@ class Wanted(NamedTuple):
     rule: Rule
     field: str
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether other processes have pieces of the gradients."""
+        plan = self.share.gradients.plan
+        return plan is not None and plan.reduction is not None
+
+    @property
+    def form(self) -> str:
+        """What all processes have in common, in words."""
+        index = self.share.group_index
+        owner = "unclipped" if self.share.unclipped else "shared" if index is None else f"[{index}]"
+        return f"{owner}: {self.rule.name} of order {self.rule.norm_type}"
+
 
 def wanted(
     shares: Sequence[Share],
@@ -104,8 +117,8 @@ def measure(wanted: Sequence[Wanted], grad_scale: float | Tensor) -> None:
     Raises:
         TypeError, ValueError, RuntimeError: gradients that a process refuses; on a CPU only.
     """
-    here = [one for one in wanted if not _is_spread(one)]
-    spread = [one for one in wanted if _is_spread(one)]
+    here = [one for one in wanted if not one.is_spread]
+    spread = [one for one in wanted if one.is_spread]
     for share, rule, field in here:
         norms = execute.measure_by(share.gradients, rule, _scale(rule, grad_scale))
         setattr(share, field, norms)
@@ -117,12 +130,6 @@ def measure(wanted: Sequence[Wanted], grad_scale: float | Tensor) -> None:
     ]
     for (share, _, field), norms in zip(sent, together(exchanges), strict=True):
         setattr(share, field, norms)
-
-
-def _is_spread(one: Wanted) -> bool:
-    """Whether other processes have pieces of the gradients."""
-    plan = one.share.gradients.plan
-    return plan is not None and plan.reduction is not None
 
 
 def _is_sent(one: Wanted) -> bool:

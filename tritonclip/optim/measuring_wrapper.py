@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.optim.observation import Observation
+from tritonclip.optim.param_groups import rules_of
 from tritonclip.optim.step import StepClipping
 from tritonclip.optim.wrapper import ClippingWrapper
 
@@ -18,10 +19,27 @@ class MeasuringWrapper(ClippingWrapper):
 
     @torch.compiler.disable
     def _measure(
-        self, grad_scale: Tensor | float | None = None, *, check_finite: bool = False
+        self,
+        grad_scale: Tensor | float | None = None,
+        *,
+        check_finite: bool = False,
+        refusal: Exception | None = None,
     ) -> StepClipping:
+        """Measures a step, unless it is refused; other processes, which may wait, are told why.
+
+        Args:
+            grad_scale: the loss scale that all gradients still carry; None for none.
+            check_finite: whether every gradient is finite will be asked for.
+            refusal: is raised.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: the refusal, and as for `clip_`.
+        """
         groups, flat, recorder = self.optimizer.param_groups, self._flat, self._log.recorder
-        refusal = None if flat is None else self._check_flat(flat)
+        if self._own_rules or any("clip" in group for group in groups):
+            refusal = refusal or self._read_rules()
+        if flat is not None:
+            refusal = refusal or self._check_flat(flat)
         observation = None
         if recorder is not None:
             tells = self._holders is not None
@@ -30,6 +48,7 @@ class MeasuringWrapper(ClippingWrapper):
         return StepClipping(
             groups,
             self._rule,
+            self._own_rules,
             self._nonfinite,
             grad_scale,
             check_finite=check_finite or self._nonfinite in ("skip", "error"),
@@ -55,6 +74,14 @@ class MeasuringWrapper(ClippingWrapper):
         self._clipping = self._measure(grad_scale, check_finite=True)
         found_inf: Tensor = self._clipping.nonfinite()
         return found_inf.to(torch.float32)
+
+    def _read_rules(self) -> Exception | None:
+        """Reads the rules of groups; where one is no rule, they stay those of the step before."""
+        try:
+            self._own_rules = rules_of(self.optimizer.param_groups)
+        except (TypeError, ValueError) as error:
+            return error
+        return None
 
     def _check_flat(self, flat: FlatGradients) -> Exception | None:
         """Refuses parameters that came from outside; an error that other processes are told."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +15,9 @@ from tritonclip.warn import warn_user
 
 # A run that skips so many steps in a row is no run; nobody may have noticed.
 _SUSPICIOUS = 100
+# Steps between a number on a GPU and the look at it. They are as many in every process, so that all
+# raise at one step. By then it has arrived, or the GPU has work for so many steps.
+LAG = 8
 _OUTLIERS = "outliers"
 
 
@@ -158,7 +163,7 @@ class Judgement(NamedTuple):
 
 
 class SkipWatch:
-    """Looks at the number of steps skipped in a row; a GPU's is read when it has arrived.
+    """Looks at the number of steps skipped in a row; at a GPU's some steps later.
 
     Args:
         most: steps in a row after which RuntimeError is raised; None to warn at 100.
@@ -167,11 +172,11 @@ class SkipWatch:
     def __init__(self, most: object = None) -> None:
         self.most = None if most is None else as_count("max_consecutive_skips", most, 1)
         self._warned = False
-        self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
+        self._arriving: deque[Callable[[], int]] = deque()
 
     def forget(self) -> None:
-        """Drops a number that has not arrived, of steps before a checkpoint was loaded."""
-        self._arriving = None
+        """Drops numbers of steps before a checkpoint was loaded."""
+        self._arriving.clear()
 
     @torch.compiler.disable
     def look(self, in_a_row: Tensor, *, waited: bool) -> None:
@@ -179,7 +184,8 @@ class SkipWatch:
 
         Args:
             in_a_row: the number of them, on any device.
-            waited: this step has waited for the device already; else it raises some steps later.
+            waited: this step has waited for the device already; else the number of `LAG` steps
+                before is looked at, if it is on a GPU.
         """
         n = int(in_a_row) if waited else self._read(in_a_row)
         if self.most is not None and n >= self.most:
@@ -200,20 +206,24 @@ class SkipWatch:
             )
 
     def _read(self, in_a_row: Tensor) -> int:
-        """The number, or the last one that has arrived; 0 where none has."""
+        """The number, or a GPU's of `LAG` looks before; 0 where there is none."""
         if in_a_row.device.type == "cpu":
             return int(in_a_row)
         if in_a_row.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return 0
-        n = 0
-        if self._arriving is not None:
-            copied, event = self._arriving
-            if not event.query():
-                return 0
-            n = int(copied)
-        copied = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
-        copied.copy_(in_a_row, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(in_a_row.device))
-        self._arriving = copied, event
-        return n
+        self._arriving.append(_sent(in_a_row))
+        return self._arriving.popleft()() if len(self._arriving) > LAG else 0
+
+
+def _sent(number: Tensor) -> Callable[[], int]:
+    """Begins to copy a number from a GPU; the result waits for it."""
+    copied = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
+    copied.copy_(number, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(number.device))
+
+    def read() -> int:
+        event.synchronize()
+        return int(copied)
+
+    return read

@@ -13,6 +13,8 @@ from tritonclip.flat.layout import is_wanted
 from tritonclip.rules import Rule, as_rule
 
 Groups = Sequence[Mapping[str, Any]]
+# Rules of parameter groups, by index: of those that have the key; None clips nothing.
+OwnRules = Mapping[int, Rule | None]
 
 # Keys that users may write in its place, unless it is an option of the optimizer's own.
 _LOOKALIKES = frozenset({"clips", "clipping", "clip_grad", "clip_norm", "clip_value", "grad_clip"})
@@ -41,6 +43,20 @@ def check_group(number: int, group: Mapping[str, Any], options: Mapping[str, Any
         rule_of(number, group)
 
 
+def rule_of_all(clip: object) -> Rule:
+    """The rule of a wrapper, for the groups that carry none.
+
+    Raises:
+        TypeError, ValueError: no rule.
+    """
+    if clip is None:
+        raise TypeError(
+            "clip must be a number or a rule, got None; to clip only groups that have a rule of "
+            "their own, write float('inf')"
+        )
+    return as_rule(clip)
+
+
 def rule_of(number: int, group: Mapping[str, Any]) -> Rule | None:
     """The rule that a parameter group carries under `clip`; None leaves the group alone.
 
@@ -52,6 +68,15 @@ def rule_of(number: int, group: Mapping[str, Any]) -> Rule | None:
         return None if clip is None else as_rule(clip)
     except (TypeError, ValueError) as error:
         raise type(error)(f"param_groups[{number}]['clip']: {error}; None clips nothing") from None
+
+
+def rules_of(groups: Groups) -> dict[int, Rule | None]:
+    """The rules that parameter groups carry.
+
+    Raises:
+        TypeError, ValueError: names the group whose value is no rule.
+    """
+    return {index: rule_of(index, group) for index, group in enumerate(groups) if "clip" in group}
 
 
 def without_rules(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

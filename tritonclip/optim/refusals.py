@@ -1,16 +1,28 @@
 """Refuses the gradients of an optimizer step before any is written, and tells other processes."""
 
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
+from tritonclip.distributed.collectives import everyones
+from tritonclip.distributed.domain import Holders, domain_of
+from tritonclip.distributed.sharding import meshes_of
 from tritonclip.engine.building import refuse_
+from tritonclip.engine.nonfinite import raise_if_any_nonfinite, raise_if_nonfinite
+from tritonclip.engine.norms import is_finite, total
 from tritonclip.engine.refusals import (
     refuse_for_rule,
     refuse_other_model,
     refuse_read_only,
     refuse_shared,
 )
+from tritonclip.optim.measurement import Wanted
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.shares import Share
+
+NONFINITE_REMEDY = (
+    "Neither gradients nor parameters were changed. To go on, set nonfinite to 'propagate', 'zero' "
+    "or 'skip'"
+)
 
 
 def refused(check: Callable[[], None], shares: Sequence[Share]) -> Exception | None:
@@ -59,6 +71,55 @@ def refuse(shares: Sequence[Share]) -> None:
             refuse_for_rule(share.gradients, share.rule)
     if len(shares) > 1:
         refuse_shared([share.gradients for share in shares])
+
+
+def refuse_nonfinite(shares: Sequence[Share], remedy: str) -> NoReturn:
+    """RuntimeError for a step that is not finite, which names the parameters with NaN or inf.
+
+    Args:
+        shares: measured.
+        remedy: ends the message.
+    """
+    for share in shares:
+        if share.norms is not None:
+            if not share.unclipped:
+                norm = total(share.norms)
+                finite = is_finite(share.norms)
+                raise_if_nonfinite(share.gradients, share.rule, norm, remedy, finite)
+            raise_if_any_nonfinite(share.gradients, remedy)
+    plans = [share.gradients.plan for share in shares]
+    if any(plan is not None and plan.reduction is not None for plan in plans):
+        raise RuntimeError(f"Another process refuses its gradients. {remedy}")
+    raise RuntimeError(
+        "Every gradient is finite, but divided by the loss scale the largest does not fit its "
+        f"dtype. {remedy}"
+    )
+
+
+def refuse_other_steps(wanted: Sequence[Wanted], groups: Groups, holders: Holders | None) -> None:
+    """Refuses, under `verify()`, a step in which processes would send different norms.
+
+    Every process of the step calls this, and waits for the others.
+
+    Args:
+        wanted: all norms of the step.
+        groups: parameter groups of the optimizer.
+        holders: the processes that the gradients are spread over.
+
+    Raises:
+        ValueError: a process with other rules or policies than the first one's.
+    """
+    meshes = meshes_of(p for group in groups for p in group["params"])
+    domain = domain_of(meshes, None if holders is None else holders.group)
+    forms = everyones([one.form for one in wanted if one.is_spread], domain)
+    first, *others = forms
+    for rank in others:
+        if forms[rank] != forms[first]:
+            raise ValueError(
+                "the processes of one step measure different norms: "
+                f"rank {first} {forms[first]}, rank {rank} {forms[rank]}; expected the same rules, "
+                "policies and parameter groups in the same order everywhere"
+            )
 
 
 def refuse_other_models(groups: Groups, shares: Sequence[Share]) -> None:

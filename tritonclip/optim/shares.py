@@ -22,7 +22,7 @@ from tritonclip.engine.planner import PlanCache, plan_
 from tritonclip.engine.sources import device_of
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.stats import Clipped
-from tritonclip.optim.param_groups import Groups, label_of_member, rule_of
+from tritonclip.optim.param_groups import Groups, OwnRules, label_of_member
 from tritonclip.rules import ClipByGlobalNorm, Following, Rule
 
 # Scales nothing but a loss scale; its norm is finite where every gradient is.
@@ -67,28 +67,33 @@ class Share:
 
 
 def divide(
-    groups: Groups, rule: Rule, plans: PlanCache, holders: Holders | None, *, covers_all: bool
+    groups: Groups,
+    rule: Rule,
+    own_rules: OwnRules,
+    plans: PlanCache,
+    holders: Holders | None,
+    *,
+    covers_all: bool,
 ) -> list[Share]:
     """A share for the groups without a rule, and one for each group that has one.
 
     Args:
         groups: parameter groups of an optimizer.
-        rule: for the groups that have no key `clip`.
+        rule: for the groups that have none of their own.
+        own_rules: of the others.
         plans: of the optimizer.
         holders: the processes that the gradients are spread over.
         covers_all: whether gradients that no rule holds for are a share too.
     """
-    if covers_all or any("clip" in group for group in groups):
+    if covers_all or own_rules:
         holders = _with_meshes(holders, groups)
     common: list[int] = []
     unclipped: list[tuple[int, int]] = []
     shares = []
     for index, group in enumerate(groups):
-        if "clip" not in group:
+        if index not in own_rules:
             common.append(index)
-            continue
-        own = rule_of(index, group)
-        if own is not None:
+        elif (own := own_rules[index]) is not None:
             shares.append(Share(_collect(groups, [index], plans, holders), own, index))
         else:
             unclipped += [(index, i) for i in range(len(group["params"]))]
@@ -98,7 +103,7 @@ def divide(
         unclipped += [
             (index, i)
             for index, group in enumerate(groups)
-            if group.get("clip", rule) is not None
+            if own_rules.get(index, rule) is not None
             for i, p in enumerate(group["params"])
             if not getattr(p, "need_clip", True)
         ]

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tritonclip import settings
 from tritonclip.distributed.domain import Holders
-from tritonclip.engine.nonfinite import raise_if_any_nonfinite, raise_if_nonfinite
-from tritonclip.engine.norms import is_finite, total
 from tritonclip.engine.planner import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.grad_mode import without_grad
@@ -29,15 +28,17 @@ from tritonclip.optim.measurement import (
     wanted,
 )
 from tritonclip.optim.memory import Memory
-from tritonclip.optim.param_groups import Groups
-from tritonclip.optim.refusals import refuse, refuse_other_models, refused
+from tritonclip.optim.param_groups import Groups, OwnRules
+from tritonclip.optim.refusals import (
+    NONFINITE_REMEDY,
+    refuse,
+    refuse_nonfinite,
+    refuse_other_models,
+    refuse_other_steps,
+    refused,
+)
 from tritonclip.optim.shares import Members, Share, divide, divide_flat, numbered, write_
 from tritonclip.rules import Rule
-
-_REMEDY = (
-    "Neither gradients nor parameters were changed. To go on, set nonfinite to 'propagate', 'zero' "
-    "or 'skip'"
-)
 
 if TYPE_CHECKING:
     from tritonclip.optim.observation import Observation
@@ -48,7 +49,8 @@ class StepClipping:
 
     Args:
         groups: parameter groups of an optimizer.
-        rule: for the groups that have no key `clip`, under one norm.
+        rule: for the groups that have none of their own, under one norm.
+        own_rules: of the others.
         nonfinite: of the wrapper's policies; only "zero" changes the gradients that are written.
         grad_scale: the loss scale that all gradients still carry; None for none.
         check_finite: `nonfinite` will be asked for. It covers every gradient, also those that no
@@ -67,7 +69,7 @@ class StepClipping:
         observation: as handed over.
 
     Raises:
-        TypeError, ValueError, RuntimeError: a `clip` that is no rule, and as for `clip_`.
+        TypeError, ValueError, RuntimeError: the refusal, and as for `clip_`.
     """
 
     @without_grad
@@ -75,6 +77,7 @@ class StepClipping:
         self,
         groups: Groups,
         rule: Rule,
+        own_rules: OwnRules,
         nonfinite: str,
         grad_scale: Tensor | float | None,
         *,
@@ -92,10 +95,13 @@ class StepClipping:
         self._grad_scale = 1.0 if grad_scale is None else grad_scale
         covers_all = check_finite or self._writes_all
         self._groups, self._memory = groups, memory
+        self._flat, self._holders = flat, holders
         self._begun: Share | None = None
         self.observation = observation
-        if flat is None or any("clip" in group for group in groups):
-            shares = self._shares = divide(groups, rule, plans, holders, covers_all=covers_all)
+        if flat is None or own_rules:
+            shares = self._shares = divide(
+                groups, rule, own_rules, plans, holders, covers_all=covers_all
+            )
         else:
             shares = self._shares = divide_flat(
                 groups, rule, plans, holders, flat, not_in_buffers, covers_all=covers_all
@@ -106,11 +112,10 @@ class StepClipping:
         if share is None or not is_measured_alone(
             share, self._grad_scale, by_value=by_value, check_finite=check_finite
         ):
-            self._measure(flat, refusal, check_finite=check_finite, names_culprits=names_culprits)
+            self._measure(refusal, check_finite=check_finite, names_culprits=names_culprits)
 
     def _measure(
         self,
-        flat: FlatGradients | None,
         refusal: Exception | None,
         *,
         check_finite: bool,
@@ -119,7 +124,7 @@ class StepClipping:
         """Checks all shares, then measures all that the step needs."""
         shares, observation = self._shares, self.observation
         observed = [] if observation is None else observation.shares
-        refusal = refused(partial(self._check, flat, refusal), [*shares, *observed])
+        refusal = refused(partial(self._check, refusal), [*shares, *observed])
         # A norm of the wrapper's rule is what a recorder is told.
         has_own = any(share.has_norm and share.group_index is None for share in shares)
         needed = wanted(
@@ -129,6 +134,8 @@ class StepClipping:
             check_finite=check_finite,
             whole=self._memory.skip_above is not None or not (observation is None or has_own),
         )
+        if settings.verifying():
+            refuse_other_steps(needed, self._groups, self._holders)
         measure(needed, self._grad_scale)
         refusals = (share.gradients.refusal for share in (*shares, *observed))
         refusal = refusal or next(filter(None, refusals), None)
@@ -140,7 +147,7 @@ class StepClipping:
         if observation is not None:
             observation.take(self)
 
-    def _check(self, flat: FlatGradients | None, refusal: Exception | None) -> None:
+    def _check(self, refusal: Exception | None) -> None:
         """Raises what keeps the gradients from being clipped; makes rules follow."""
         shares = self._shares
         if refusal is not None:
@@ -151,7 +158,7 @@ class StepClipping:
         for share in shares:
             if not share.rule.fixed:
                 self.follows = True
-                numbering = partial(numbered, share, self._groups, flat)
+                numbering = partial(numbered, share, self._groups, self._flat)
                 share.following = self._memory.follow(share.group_index, share.rule, numbering)
                 share.rule = share.following
         if self.observation is not None:
@@ -204,24 +211,10 @@ class StepClipping:
 
     @torch.compiler.disable
     @without_grad
-    def raise_if_nonfinite(self, remedy: str = _REMEDY) -> None:
+    def raise_if_nonfinite(self, remedy: str = NONFINITE_REMEDY) -> None:
         """RuntimeError that names the parameters with NaN or inf; waits for the device."""
-        if not bool(self.nonfinite()):
-            return
-        for share in self._shares:
-            if share.norms is not None:
-                if not share.unclipped:
-                    norm = total(share.norms)
-                    finite = is_finite(share.norms)
-                    raise_if_nonfinite(share.gradients, share.rule, norm, remedy, finite)
-                raise_if_any_nonfinite(share.gradients, remedy)
-        plans = [share.gradients.plan for share in self._shares]
-        if any(plan is not None and plan.reduction is not None for plan in plans):
-            raise RuntimeError(f"Another process refuses its gradients. {remedy}")
-        raise RuntimeError(
-            "Every gradient is finite, but divided by the loss scale the largest does not fit its "
-            f"dtype. {remedy}"
-        )
+        if bool(self.nonfinite()):
+            refuse_nonfinite(self._shares, remedy)
 
     @torch.compiler.disable
     @without_grad

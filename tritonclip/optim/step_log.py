@@ -57,6 +57,18 @@ class StepLog:
         if skip is not None:
             self.watch.look(self.stats.consecutive_skips, waited=False)
 
+    def add_left_out(
+        self, clipping: StepClipping, outlier: Judgement | None, overflow: Tensor | None
+    ) -> None:
+        """Adds a step that was left out: because of an overflow, or else as `add_skipped` does."""
+        if overflow is None or not bool(overflow):
+            self.add_skipped(clipping, outlier)
+            return
+        # The GradScaler did it, which the statistics do not count.
+        self.memory.steps += 1
+        clipping.commit(left_out=True)
+        self._record(clipping, None, True)
+
     def add_skipped(self, clipping: StepClipping, outlier: Judgement | None) -> None:
         """Adds a step that was left out, and remembers the norm of an outlier."""
         self.memory.steps += 1
@@ -66,12 +78,6 @@ class StepLog:
         self.stats.record_skip_()
         self._record(clipping, None, True)
         self.watch.look(self.stats.consecutive_skips, waited=True)
-
-    def add_overflowed(self, clipping: StepClipping) -> None:
-        """Adds a step that a GradScaler left out, which the statistics do not count."""
-        self.memory.steps += 1
-        clipping.commit(left_out=True)
-        self._record(clipping, None, True)
 
     def _record(
         self, clipping: StepClipping, outcomes: Outcomes | None, skipped: Tensor | bool | None

@@ -1,58 +1,36 @@
-"""A wrapper around an optimizer: its attributes, the scale it is handed, and its checkpoints."""
+"""A wrapper around an optimizer: the scale it is handed, its groups, and its checkpoints."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonclip.distributed.domain import Holders
 from tritonclip.engine.planner import PlanCache
-from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim import fused
 from tritonclip.optim.attempt import Attempt
 from tritonclip.optim.callers import GRAD_SCALER, asks
 from tritonclip.optim.checkpoint import STATS_KEY, split_own, with_own
 from tritonclip.optim.delegating import DelegatingOptimizer
 from tritonclip.optim.guard import guard_
-from tritonclip.optim.memory import SkipWatch, as_skip_bound
-from tritonclip.optim.misplaced import NoRuleNumbers
-from tritonclip.optim.observation import as_recorder
+from tritonclip.optim.memory import SkipWatch
 from tritonclip.optim.param_groups import (
     check_group,
-    not_in_buffers,
-    rule_of,
+    rules_of,
     unclipped,
     with_present_rules,
     without_rules,
 )
 from tritonclip.optim.registry import check_optimizer, register
+from tritonclip.optim.replaceable import Replaceable
 from tritonclip.optim.step import StepClipping
 from tritonclip.optim.step_log import StepLog
-from tritonclip.rules import Outlier, Rule, as_rule
-
-if TYPE_CHECKING:
-    from tritonclip.monitor.recorder import Recorder
-
-_POLICIES = ("propagate", "error", "zero", "skip")
+from tritonclip.rules import Rule
 
 
-class ClippingWrapper(NoRuleNumbers, DelegatingOptimizer):
+class ClippingWrapper(Replaceable, DelegatingOptimizer):
     """All of a ClippedOptimizer but its steps."""
-
-    _holders: Holders | None
-    _log: StepLog
-
-    @property
-    def stats(self) -> ClipStats:
-        """Norms, coefficients and counts; see :class:`ClipStats`."""
-        return self._log.stats
-
-    @stats.setter
-    def stats(self, stats: ClipStats) -> None:
-        self._log.stats = stats
 
     def _attach(self, optimizer: Optimizer) -> None:
         self._share(optimizer)
@@ -63,70 +41,12 @@ class ClippingWrapper(NoRuleNumbers, DelegatingOptimizer):
         self._scales: dict[str, Any] = {}
         self._clipping: StepClipping | None = None
         self._plans = PlanCache()
+        # As they were read last.
+        self._own_rules = rules_of(optimizer.param_groups)
         self._guard = guard_(optimizer, self)
         # Steps after which calls of `clip_` are looked out for.
         self._watches = 2
         register(optimizer, self)
-
-    @property
-    def clip(self) -> Rule:
-        """The rule for all groups that carry none; may be replaced, by a number too."""
-        return self._rule
-
-    @clip.setter
-    def clip(self, clip: float | Rule) -> None:
-        self._rule = as_rule(clip)
-
-    @property
-    def flat(self) -> FlatGradients | None:
-        """The gradients as one buffer for each device and dtype, if any; replaceable."""
-        return self._flat
-
-    @flat.setter
-    def flat(self, flat: FlatGradients | None) -> None:
-        self._not_in_buffers = not_in_buffers(flat, self.param_groups, self._holders)
-        known = [] if flat is None else [list(group["params"]) for group in self.param_groups]
-        self._flat, self._known_params = flat, known
-
-    @property
-    def nonfinite(self) -> str:
-        """The policy for a step that is not finite."""
-        return self._nonfinite
-
-    @nonfinite.setter
-    def nonfinite(self, nonfinite: str) -> None:
-        if nonfinite not in _POLICIES:
-            raise ValueError(
-                f"nonfinite must be 'propagate', 'error', 'zero' or 'skip', got {nonfinite!r}"
-            )
-        self._nonfinite = nonfinite
-
-    @property
-    def skip_above(self) -> float | Outlier | None:
-        """The largest norm of a step that is not skipped; replaceable."""
-        return self._log.memory.skip_above
-
-    @skip_above.setter
-    def skip_above(self, skip_above: float | Outlier | None) -> None:
-        self._log.memory.skip_above = as_skip_bound(skip_above)
-
-    @property
-    def max_consecutive_skips(self) -> int | None:
-        """Skipped steps in a row at which a step raises; replaceable."""
-        return self._log.watch.most
-
-    @max_consecutive_skips.setter
-    def max_consecutive_skips(self, most: int | None) -> None:
-        self._log.watch = SkipWatch(most)
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """What takes the norms of every step; replaceable."""
-        return self._log.recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder | None) -> None:
-        self._log.recorder = as_recorder(recorder)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -160,6 +80,18 @@ class ClippingWrapper(NoRuleNumbers, DelegatingOptimizer):
     def grad_scale(self) -> None:
         self._scales.clear()
 
+    def _end_failed(self, error: BaseException) -> None:
+        """Ends a step that raises: keeps its attempt, for the next step, if it wrote anything."""
+        attempt = self._attempt
+        if attempt is not None:
+            if attempt.outcomes is None and attempt.clipping.is_refused(error):
+                self._attempt = None
+            else:
+                attempt.fail()
+        # A GradScaler takes these back only from a step that succeeded.
+        self._scales.clear()
+        self.__dict__.pop("found_inf", None)
+
     def _before_unscaling(self) -> None:
         if self._attempt is not None:
             self._attempt.refuse_unscaling(self._present())
@@ -181,6 +113,7 @@ class ClippingWrapper(NoRuleNumbers, DelegatingOptimizer):
                 "new FlatGradients"
             )
         super().add_param_group(param_group)
+        self._own_rules = rules_of(self.optimizer.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients, as the wrapped optimizer does; those of `flat` become 0, never None."""
@@ -210,9 +143,8 @@ class ClippingWrapper(NoRuleNumbers, DelegatingOptimizer):
 
     def _rules(self) -> dict[str, Rule]:
         """The rules of the program, by their owners in a checkpoint."""
-        groups = enumerate(self.optimizer.param_groups)
-        own = {f"group{i}": rule_of(i, group) for i, group in groups if "clip" in group}
-        return {"rule": self._rule, **{owner: rule for owner, rule in own.items() if rule}}
+        own = rules_of(self.optimizer.param_groups)
+        return {"rule": self._rule, **{f"group{i}": rule for i, rule in own.items() if rule}}
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -6,6 +6,8 @@ that is left out leaves no trace.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,3 +63,11 @@ def counts(norm: Tensor) -> Tensor:
 def bounded(limit: Tensor, max_norm: float | Schedule) -> Tensor:
     """A limit that is at most `max_norm`, which is a number in the rule of a step."""
     return limit.clamp(max=as_number("max_norm", max_norm))
+
+
+@lru_cache(maxsize=64)
+def kind_of(rule: Any) -> str:
+    """What a state must have in common with a rule: its class, and the length of a row."""
+    if not isinstance(rule, Adaptive):
+        return ""
+    return f"{type(rule).__name__} with {len(rule.start())} numbers"

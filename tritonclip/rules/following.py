@@ -78,15 +78,19 @@ class Following(Rule):
     def __repr__(self) -> str:
         return repr(self.rule)
 
-    def meet(self, first: Tensor | None) -> None:
-        """Checks the list of the call by its first parameter; None where it is empty.
+    def meet(self, first: Tensor | None, n: int) -> None:
+        """Checks the list of the call, before it is measured.
+
+        Args:
+            first: its first parameter; None where it is empty.
+            n: its parameters.
 
         Raises:
             ValueError: another list than that of the state.
         """
         self._first = first
         if first is not None:
-            self._state.check_first(first)
+            self._state.check_list(first, n if isinstance(self.rule, Adaptive) else None)
 
     def onto(self, state: ClipState) -> Following:
         """The same call, for another state to remember."""

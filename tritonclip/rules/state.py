@@ -1,7 +1,6 @@
 """What a rule remembers from call to call."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 from weakref import ref
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.grad_mode import outside_inference
-from tritonclip.rules.adaptive import Adaptive
+from tritonclip.rules.adaptive import kind_of
 from tritonclip.rules.following import Following, Numbering
 from tritonclip.rules.rule import Measured, Rule
 
@@ -69,7 +68,7 @@ class ClipState:
         """
         if not self.remembers(rule):
             raise ValueError(
-                f"this state remembers norms for {self._kind}, and the rule is {_kind_of(rule)}; "
+                f"this state remembers norms for {self._kind}, and the rule is {kind_of(rule)}; "
                 "expected the rule that it began with: make a new ClipState() for another one"
             )
         return Following(rule.at(self._steps if step is None else step), self, numbering)
@@ -104,7 +103,7 @@ class ClipState:
 
         A kind is a class of rules, with the same window.
         """
-        kind = _kind_of(rule)
+        kind = kind_of(rule)
         if not kind or not self._kind:
             return True
         return kind == self._kind and (
@@ -120,10 +119,7 @@ class ClipState:
         norm = norm.to(torch.float32 if norm.device.type == "mps" else torch.float64)
         if not getattr(rule, "per_gradient", False):
             if numbering is None:
-                n = measured.positions()[1]
-                if self._n_parameters not in (None, n):
-                    raise _other_list(self._n_parameters, n)
-                self._n_parameters = n
+                self._n_parameters = measured.positions()[1]
             limit, values = rule.advance(self._values_for(rule, norm, None), norm)
             return limit, values
         positions, n = measured.positions()
@@ -135,11 +131,15 @@ class ClipState:
         limit, rows = rule.advance(values if places is None else values[places], norm)
         return limit, rows if places is None else values.index_copy(0, places, rows)
 
-    def check_first(self, first: Tensor) -> None:
+    def check_list(self, first: Tensor, n: int | None) -> None:
         """Refuses a list that begins with another parameter, while the first one is alive.
 
+        Args:
+            first: parameter of the list.
+            n: parameters in it; None for a rule that needs no norms.
+
         Raises:
-            ValueError: another one.
+            ValueError: another one, or another number of them.
         """
         known = None if self._first is None else self._first()
         if known is not None and known is not first:
@@ -150,6 +150,10 @@ class ClipState:
                 "Where parameters were replaced, go on with "
                 "new_state.load_state_dict(state.state_dict())"
             )
+        values = self._values
+        n_known = self._n_parameters if values is None or values.dim() == 1 else len(values)
+        if n is not None and n_known not in (None, n):
+            raise _other_list(n_known, n)
 
     def begin_with(self, first: Tensor) -> None:
         """Knows the list by its first parameter from now on."""
@@ -172,7 +176,7 @@ class ClipState:
             return values
         if values is not None and not (may_grow and n is not None and n > n_known):
             raise _other_list(n_known, n)
-        self._kind = _kind_of(rule)
+        self._kind = kind_of(rule)
         self._values = _grown(values, rule, norm, None if n is None else n - n_known)
         return self._values
 
@@ -230,14 +234,6 @@ def follow(rule: Rule, state: object) -> Following:
             "tritonclip.ClipState() before the loop"
         )
     return state.follow(rule)
-
-
-@lru_cache(maxsize=64)
-def _kind_of(rule: Any) -> str:
-    """What a state must have in common with a rule: its class, and the length of a row."""
-    if not isinstance(rule, Adaptive):
-        return ""
-    return f"{type(rule).__name__} with {len(rule.start())} numbers"
 
 
 @outside_inference
