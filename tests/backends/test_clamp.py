@@ -45,6 +45,17 @@ def test_each_gradient_is_clamped_wherever_it_is_looked_at(sizes, dtype, every):
     assert_bits(grads, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_many_float8_gradients_are_clamped_without_a_look(dtype):
+    """torch finds no least element of theirs."""
+    grads = gradients([4] * (2 * LOOKED_AT), dtype)
+    grads[3][0] = 2.0
+    expected = [grad.float().clamp(-1.0, 0.5) for grad in grads]
+    tritonclip.clip_(parameters(grads), ClipByValue(-1.0, 0.5))
+    for grad, truth in zip(grads, expected, strict=True):
+        assert torch.equal(grad.float(), truth)
+
+
 def test_after_many_outside_some_calls_clamp_without_a_look():
     """In vain is what a look then probably is."""
     n = 2 * LOOKED_AT
