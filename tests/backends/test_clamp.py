@@ -56,6 +56,16 @@ def test_many_float8_gradients_are_clamped_without_a_look(dtype):
         assert torch.equal(grad.float(), truth)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+def test_many_gradients_are_clamped_under_autocast(dtype, autocast):
+    grads = gradients([4] * (2 * LOOKED_AT), dtype)
+    grads[3][0] = 2.0
+    with torch.autocast("cpu", dtype=autocast):
+        tritonclip.clip_(parameters(grads), ClipByValue(-1.0, 0.5))
+    assert grads[3][0] == 0.5
+
+
 def test_after_many_outside_some_calls_clamp_without_a_look():
     """In vain is what a look then probably is."""
     n = 2 * LOOKED_AT

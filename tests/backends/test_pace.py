@@ -1,4 +1,4 @@
-"""Pieces on a CPU become smaller after one that was late; results are the same bits."""
+"""Pieces on a CPU become smaller after a late one, for a while; results are the same bits."""
 
 import pytest
 import torch
@@ -6,7 +6,15 @@ from cases import grad_of, normal, parameters
 
 import tritonclip
 from tritonclip.backends import cpu_pace, cpu_wide
-from tritonclip.backends.cpu_pace import CONVERTED, LATE, LATE_EACH, SERIAL, Pace
+from tritonclip.backends.cpu_pace import (
+    CONVERTED,
+    GROWTH,
+    LATE,
+    LATE_EACH,
+    PENALTY,
+    SERIAL,
+    Pace,
+)
 from tritonclip.backends.cpu_rows import ROW
 from tritonclip.engine.planner import plans
 
@@ -32,18 +40,26 @@ def test_pieces_stay_as_large_while_none_is_late(clock):
     assert sizes == [100, 100, 50]
 
 
-def test_pieces_are_for_one_thread_after_a_late_one(clock):
-    pace, spans = Pace(CONVERTED), []
-    for start, stop in pace.spans(3 * CONVERTED):
+def test_pieces_are_for_one_thread_for_a_while_after_a_late_one(clock):
+    pace, spans, late = Pace(CONVERTED), [], 0
+    for start, stop in pace.spans(400 * CONVERTED):
         spans.append((start, stop))
-        if len(spans) == 2:
+        if stop - start == CONVERTED and late < 2:
             clock.now += LATE + LATE_EACH * CONVERTED + 1
+            late += 1
     sizes = [stop - start for start, stop in spans]
-    assert sizes[:3] == [CONVERTED, CONVERTED, SERIAL]
-    assert set(sizes[2:-1]) == {SERIAL}
+    n_serial = PENALTY * (1 + GROWTH)
+    assert sizes[: PENALTY + 2] == [CONVERTED, *[SERIAL] * PENALTY, CONVERTED]
+    assert sizes[: n_serial + 3].count(SERIAL) == n_serial
+    assert set(sizes[n_serial + 2 : -1]) == {CONVERTED}
     assert [stop for _, stop in spans[:-1]] == [start for start, _ in spans[1:]]
-    assert (spans[0][0], spans[-1][1]) == (0, 3 * CONVERTED)
-    # The next tensor of the same call, too.
+    assert (spans[0][0], spans[-1][1]) == (0, 400 * CONVERTED)
+
+
+def test_the_next_tensor_of_a_call_goes_on_in_one_thread(clock):
+    pace = Pace(CONVERTED)
+    for _ in pace.spans(CONVERTED):
+        clock.now += LATE + LATE_EACH * CONVERTED + 1
     assert next(pace.spans(CONVERTED)) == (0, SERIAL)
 
 

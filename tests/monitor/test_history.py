@@ -137,3 +137,10 @@ def test_rows_without_a_norm_from_elsewhere_are_no_joins(write):
     text = "step,norm,loss\n1,1,3\n1,,\n2,2,3\n2,,4\n3,3,3\n"
     history = read(write("a.csv", text))
     assert (history.norms.tolist(), history.joins) == ([1.0, 2.0, 3.0], ())
+
+
+def test_rows_without_steps_join_no_runs(write):
+    """Whatever stands between them."""
+    join = '{"step":1,"norm":null,"coefficient":null,"limit":null,"skipped":null}'
+    history = read(write("a.jsonl", f'{{"norm":1}}\n{join}\n{{"norm":2}}\n'))
+    assert (history.norms.tolist(), history.joins) == ([1.0, 2.0], ())

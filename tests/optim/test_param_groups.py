@@ -12,7 +12,14 @@ import torch
 from cases import assert_bits, assert_norm, copies, grad_of, normal, parameter, parameters
 from torch.optim import SGD, SparseAdam
 
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, use_backend
+from tritonclip import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByValue,
+    ClippedOptimizer,
+    use_backend,
+    verify,
+)
 
 ABSENT = object()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -656,3 +663,15 @@ def test_step_refuses_a_backend_before_any_group_is_written(backend):
     with use_backend("triton"), pytest.raises(RuntimeError, match="not on meta"):
         optimizer.step()
     assert grads_of(optimizer)[0].tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("own", [0.5, None], ids=str)
+def test_step_of_groups_under_verify_needs_no_other_process(own):
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    for param in params:
+        param.grad = torch.ones(4)
+    groups = [{"params": params[:1]}, {"params": params[1:], "clip": own}]
+    optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 1.0)
+    with verify():
+        optimizer.step()
+    assert int(optimizer.stats.steps) == 1

@@ -102,7 +102,9 @@ class _Batch:
         if self._waits or in_forward_mode():
             self._waits = max(0, self._waits - 1)
             return chosen
-        elements = torch.cat(chosen)
+        # Without memory to write to, autocast would refuse half types.
+        room = torch.empty(self._ends[-1], dtype=chosen[0].dtype, device="cpu")
+        elements = torch.cat(chosen, out=room)
         least, largest = torch.aminmax(elements)
         if low <= least.item() and largest.item() <= high:
             return ()

@@ -21,23 +21,32 @@ CONVERTED = 2**18
 LATE, LATE_EACH = 2_000_000, 1
 
 
+# Pieces for one thread after a late one, and how many times as many after the next: 64 take some 9
+# ms, and a list of 48M elements is tried at most four times in all threads.
+PENALTY, GROWTH = 64, 4
+
+
 class Pace:
-    """Cuts gradients into pieces, and after one that was late, into pieces for one thread.
+    """Cuts gradients into pieces; for a while after one that was late, into those of one thread.
 
     Args:
-        size: elements of a piece until then; a multiple of the elements of a row.
+        size: elements of a piece otherwise; a multiple of the elements of a row.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
+        # Pieces for one thread that are left, and those after the next late one.
+        self._left, self._penalty = 0, PENALTY
 
     def spans(self, n: int) -> Iterator[tuple[int, int]]:
         """Start and stop of each piece of n elements; the next is asked for when one is done."""
         start = 0
         while start < n:
-            stop = min(n, start + self._size)
+            stop = min(n, start + (SERIAL if self._left else self._size))
             began = perf_counter_ns()
             yield start, stop
-            if perf_counter_ns() - began > LATE + LATE_EACH * (stop - start):
-                self._size = SERIAL
+            if self._left:
+                self._left -= 1
+            elif perf_counter_ns() - began > LATE + LATE_EACH * (stop - start):
+                self._left, self._penalty = self._penalty, GROWTH * self._penalty
             start = stop

@@ -95,7 +95,7 @@ def read(path: str | os.PathLike[str]) -> History:
                 continue
             if rows and ("step" in row) != ("step" in rows[0]):
                 raise ValueError(f"line {number}: expected 'step' in every row or in none")
-            if joined and rows and row["step"] > rows[-1]["step"]:
+            if joined and rows and "step" in row and row["step"] > rows[-1]["step"]:
                 row[_JOIN] = 1.0
             joined = False
             while rows and row.get("step", torch.inf) <= rows[-1].get("step", 0):

@@ -110,6 +110,8 @@ def refuse_other_steps(wanted: Sequence[Wanted], groups: Groups, holders: Holder
         ValueError: a process with other rules or policies than the first one's.
     """
     meshes = meshes_of(p for group in groups for p in group["params"])
+    if not meshes and holders is None:
+        return
     domain = domain_of(meshes, None if holders is None else holders.group)
     forms = everyones([one.form for one in wanted if one.is_spread], domain)
     first, *others = forms

@@ -1,10 +1,12 @@
 """Checks of arguments: numbers, limits, norm types and loss scales."""
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable
 from numbers import Integral, Real
 from typing import TypeGuard
+from weakref import WeakSet
 
 import torch
 
@@ -56,6 +58,8 @@ def is_function(value: object) -> TypeGuard[Schedule]:
 
 def _checked_schedule(name: str, schedule: Schedule) -> Schedule:
     """The function itself; TypeError where it cannot be called with a step alone."""
+    if _is_known(schedule):
+        return schedule
     try:
         signature = inspect.signature(schedule)
     except (TypeError, ValueError):
@@ -69,7 +73,21 @@ def _checked_schedule(name: str, schedule: Schedule) -> Schedule:
             f"before; expected one such as lambda step: 1.0, got {schedule!r:.80} with the "
             f"signature {signature}: {error}"
         ) from None
+    # Others, without a hash or weak references, are looked at again.
+    with contextlib.suppress(TypeError):
+        _known_schedules.add(schedule)
     return schedule
+
+
+# Schedules that take a step: a parameter group's rule is made from its schedule at every step.
+_known_schedules: WeakSet[Schedule] = WeakSet()
+
+
+def _is_known(schedule: Schedule) -> bool:
+    try:
+        return schedule in _known_schedules
+    except TypeError:
+        return False
 
 
 def as_share(name: str, value: object) -> float:
