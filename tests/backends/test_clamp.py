@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tritonclip
 from tritonclip import ClipByValue
 from tritonclip.backends.batching import BATCH
-from tritonclip.backends.cpu_clamp import LOOKED_AT, ONE_PASS, PATIENCE, Clamping
+from tritonclip.backends.cpu_clamp import LOOKED_AT, ONE_PASS, PATIENCE, SEARCHED, Clamping
 
 # Numbers of elements, 2-d where they are negative.
 LISTS = {
@@ -66,9 +66,10 @@ def test_many_gradients_are_clamped_under_autocast(dtype, autocast):
     assert grads[3][0] == 0.5
 
 
-def test_after_many_outside_some_calls_clamp_without_a_look():
-    """In vain is what a look then probably is."""
-    n = 2 * LOOKED_AT
+@pytest.mark.parametrize("n", [LOOKED_AT, SEARCHED])
+def test_after_a_look_in_vain_some_calls_clamp_without_one(n):
+    """Where a few of many are outside, only these are clamped."""
+    few = 1 if n == SEARCHED else n
     clamping = Clamping([torch.zeros(4)] * n, [4] * n, frozenset(), flat=True)
 
     def written(value: float) -> int:
@@ -82,10 +83,12 @@ def test_after_many_outside_some_calls_clamp_without_a_look():
         return sum(grad._version > old for grad, old in zip(grads, versions, strict=True))
 
     assert written(0.0) == 0
-    assert written(5.0) == 1
+    if few == 1:
+        assert written(5.0) == 1
     assert written(-5.0) == n
-    assert [written(5.0) for _ in range(PATIENCE)] == [n] * PATIENCE
-    assert written(5.0) == 1
+    assert [written(0.0) for _ in range(PATIENCE)] == [n] * PATIENCE
+    assert written(0.0) == 0
+    assert written(5.0) == few
 
 
 OUTLIERS = {

@@ -19,13 +19,13 @@ from tritonclip.backends.torch_writes import ARITHMETIC, clamp_together_, in_for
 # 6.0 and 45. To compare first whether any element is outside costs as much as to clamp: 28 to 35 ms
 # for 124M float32 elements, against 29. (torch 2.13, Xeon, 2 threads.)
 ONE_PASS = 4096
-# Small 1-d gradients from which a batch is looked at before it is clamped. For 10, 18, 30, 60 and
-# 300 of 1 to 64 float32 elements, clamping takes 6.8, 11.5, 18, 35 and 168 us. To see that none is
-# outside takes 3.3, 4.0, 5.1, 7.9 and 29; to find and clamp one in twenty, 12, 14, 16, 21 and 59.
-# (torch 2.13, Xeon, 1 thread.)
-LOOKED_AT = 24
-# Calls that clamp without a look after one that found many elements outside: of 30 and 60 gradients
-# most of which have some, such a look takes 22 and 28 us in vain.
+# Small 1-d gradients from which a batch is looked at before it is clamped, and those from which
+# the few with elements outside are searched. For 10, 18, 30, 60 and 300 of 1 to 64 float32
+# elements, clamping takes 6.8, 11.5, 18, 35 and 168 us, to see that none is outside 3.3, 4.0, 5.1,
+# 7.9 and 29, and to find and clamp one in twenty 12, 14, 16, 21 and 59; between calls of other
+# code, as in training, the search takes twice as long. (torch 2.13, Xeon, 1 thread.)
+LOOKED_AT, SEARCHED = 24, 256
+# Calls that clamp without a look after one that was in vain.
 PATIENCE = 31
 
 
@@ -108,12 +108,13 @@ class _Batch:
         least, largest = torch.aminmax(elements)
         if low <= least.item() and largest.item() <= high:
             return ()
-        outside = (elements.clamp(low, high) != elements).nonzero()
-        if 2 * len(outside) > len(chosen):
-            self._waits = PATIENCE
-            return chosen
-        places = {bisect_right(self._ends, place) for place in outside.flatten().tolist()}
-        return [chosen[place] for place in sorted(places)]
+        if len(chosen) >= SEARCHED:
+            outside = (elements.clamp(low, high) != elements).nonzero()
+            if 2 * len(outside) <= len(chosen):
+                places = {bisect_right(self._ends, place) for place in outside.flatten().tolist()}
+                return [chosen[place] for place in sorted(places)]
+        self._waits = PATIENCE
+        return chosen
 
 
 def _batches_of(indices: list[int], sizes: list[int]) -> Iterator[list[int]]:

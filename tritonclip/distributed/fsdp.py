@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import repeat
 
 import torch
 from torch import Tensor
 
 # The attribute of parameters that FullyShardedDataParallel manages.
 FSDP_MARK = "_fsdp_flattened"
-
-
-def are_managed(parameters: Sequence[Tensor]) -> bool:
-    """Whether FullyShardedDataParallel manages one of these parameters."""
-    return any(map(hasattr, parameters, repeat(FSDP_MARK)))
 
 
 def refuse_fsdp_shards(parameters: Sequence[Tensor]) -> None:

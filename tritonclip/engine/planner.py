@@ -10,6 +10,7 @@ takes a lock: every change is one operation on a dict or a list.
 """
 
 from collections import OrderedDict
+from itertools import repeat
 from operator import attrgetter
 from sys import modules
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
-from tritonclip.distributed.fsdp import are_managed
+from tritonclip.distributed.fsdp import FSDP_MARK
 from tritonclip.distributed.sharding import Sharding
 from tritonclip.engine.building import build_, plan_of_nothing, refuse_
 from tritonclip.engine.gradients import Gradients
@@ -38,6 +39,7 @@ CAPACITY = 32
 BUDGET = 32 * 2**20
 
 _get_is_nested = attrgetter("is_nested")
+_FSDP_MARKS = repeat(FSDP_MARK)
 _get_form = attrgetter("__class__", "dtype", "device", "shape", "layout", "requires_grad")
 # Modes that see every operator may hand out other tensors than asked for, which no plan may keep.
 _n_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
@@ -208,7 +210,7 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
     # No plan fills scratch or tables with tensors that a mode hands out.
     known = addresses is not None and not _n_dispatch_modes()
     sharding = gradients.sharding
-    if "torch.distributed.fsdp" in modules and sources and are_managed(sources):
+    if "torch.distributed.fsdp" in modules and any(map(hasattr, sources or (), _FSDP_MARKS)):
         # A plan of whole gradients says nothing of shards.
         known = False
     plan = cache.find(tensors, addresses, backend, sharding) if known else None  # type: ignore[arg-type]
