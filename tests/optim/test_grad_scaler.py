@@ -700,10 +700,8 @@ def test_scaler_that_is_disabled_hands_a_closure_on(scaler_type, how):
     torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
 
 
-@pytest.mark.parametrize("scaler_type", SCALERS)
-@pytest.mark.parametrize("fused", [False, True])
-def test_scaler_does_not_unscale_again_after_a_step_that_raised(scaler_type, fused):
-    weight, optimizer, scaler = two(scaler_type, fused=fused)
+def interrupt_a_step(scaler, optimizer):
+    """Begins a step that ends before the parameters are updated."""
 
     def fail(*_):
         handle.remove()
@@ -712,6 +710,13 @@ def test_scaler_does_not_unscale_again_after_a_step_that_raised(scaler_type, fus
     handle = optimizer.optimizer.register_step_pre_hook(fail)
     with pytest.raises(KeyboardInterrupt):
         scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("scaler_type", SCALERS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaler_does_not_unscale_again_after_a_step_that_raised(scaler_type, fused):
+    weight, optimizer, scaler = two(scaler_type, fused=fused)
+    interrupt_a_step(scaler, optimizer)
     scaler.step(optimizer)
     torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
 
@@ -721,14 +726,7 @@ def test_scaler_does_not_unscale_again_after_a_step_that_raised(scaler_type, fus
 def test_unscale_after_a_step_that_raised_is_refused(scaler_type, fused):
     """The step has divided and clipped, and another one goes on."""
     weight, optimizer, scaler = two(scaler_type, fused=fused)
-
-    def fail(*_):
-        handle.remove()
-        raise KeyboardInterrupt
-
-    handle = optimizer.optimizer.register_step_pre_hook(fail)
-    with pytest.raises(KeyboardInterrupt):
-        scaler.step(optimizer)
+    interrupt_a_step(scaler, optimizer)
     # A scaler that has unscaled refuses by itself until then.
     scaler.update()
     before = grad_of(weight).clone()
@@ -745,13 +743,7 @@ def test_unscale_of_new_gradients_after_a_step_that_raised_is_right(scaler_type,
     weight, optimizer, scaler = two(scaler_type, fused=True)
     optimizer.flat = FlatGradients([weight]) if flat else None
 
-    def fail(*_):
-        handle.remove()
-        raise KeyboardInterrupt
-
-    handle = optimizer.optimizer.register_step_pre_hook(fail)
-    with pytest.raises(KeyboardInterrupt):
-        scaler.step(optimizer)
+    interrupt_a_step(scaler, optimizer)
     weight.grad = None if not flat else grad_of(weight).zero_()
     scaler.scale((weight * torch.tensor([30.0, 40.0])).sum()).backward()
     scaler.unscale_(optimizer)
