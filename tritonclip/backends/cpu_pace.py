@@ -1,6 +1,7 @@
 """How many elements torch is given at a time on a CPU, where cores are idle and where not.
 
-An operator on GRAIN elements or more is a parallel region, which ends when its last thread does.
+An operator on 32,768 elements or more, torch's grain, is a parallel region: it ends when its last
+thread does.
 Where other processes keep the cores busy, a thread may wait for its turn, for as long as one
 process may run: 92 regions, 48M bfloat16 elements in pieces of 2^20, took 29 ms or 730, as the
 scheduler placed the threads. Operators on fewer elements run in the calling thread.
@@ -19,8 +20,6 @@ CONVERTED = 2**18
 # Nanoseconds for a piece, and for each of its elements, from which it is late: 16M elements that no
 # cache holds take 0.2 ns each.
 LATE, LATE_EACH = 2_000_000, 1
-
-
 # Pieces for one thread after a late one, and how many times as many after the next: 64 take some 9
 # ms, and a list of 48M elements is tried at most four times in all threads.
 PENALTY, GROWTH = 64, 4

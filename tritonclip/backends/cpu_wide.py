@@ -12,9 +12,10 @@ from torch import Tensor
 from tritonclip.backends.cpu_pace import CONVERTED, Pace
 
 # Elements of a list from which its long gradients are converted. Lists of 16, 24, 32, 48 and 64M
-# elements, 4M each, take 2.7, 4.9, 12.2, 20.4 and 31.8 ms multiplied in place and 4.6, 7.1, 10.4,
-# 15.9 and 21.7 converted; clamped 3.1, 7.3, 19.1, 30.8 and 42.5 against 4.7, 7.3, 10.5, 16.1 and
-# 22.2. float16 takes a third of that in place. (torch 2.13, Xeon, 2 threads.)
+# elements, 4M each, take 2.7, 4.9, 12.2, 20.4 and 31.8 ms multiplied in place, and clamped 3.1,
+# 7.3, 19.1, 30.8 and 42.5; converted in pieces of 2^20 4.6, 7.1, 10.4, 15.9 and 21.7, and 4.7, 7.3,
+# 10.5, 16.1 and 22.2. In pieces of CONVERTED 16 and 24M take 3.6 and 5.4 multiplied, in place on
+# that day 2.7 and 4.1. float16 takes a third of that in place. (torch 2.13, Xeon, 2 threads.)
 LARGE = 2**25
 # Elements of a long gradient.
 LONG = 2**18
