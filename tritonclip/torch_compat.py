@@ -22,6 +22,7 @@ from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.rules import ClipByGlobalNorm
 from tritonclip.rules.arguments import as_limit, as_norm_type, check_one_float
 from tritonclip.torch_arguments import as_float, by_norm, by_value, check_foreach
+from tritonclip.tracing import is_traced
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -83,7 +84,7 @@ def clip_grad_norm_(
     """
     rule = by_norm(as_float(max_norm), as_float(norm_type))
     policy = "error" if error_if_nonfinite else "propagate"
-    if torch.compiler.is_compiling():
+    if is_traced():
         norm = compiled.clip_(parameters, rule, policy, 1.0, None, process_group, copies)
     else:
         holders = None
@@ -112,7 +113,7 @@ def clip_grad_value_(
         As :func:`clip_`.
     """
     rule = by_value(as_float(clip_value))
-    if torch.compiler.is_compiling():
+    if is_traced():
         compiled.clip_(parameters, rule, "propagate", 1.0)
     else:
         gradients = _collect(parameters, foreach)
@@ -157,7 +158,7 @@ def get_total_norm(
         tensor(5.)
     """
     order = as_norm_type(as_float(norm_type))
-    if torch.compiler.is_compiling():
+    if is_traced():
         if isinstance(tensors, FlatGradients):
             tensors = [p.grad for p in tensors.parameters if p.grad is not None]
         return compiled.total_norm(tensors, order, error_if_nonfinite, process_group, copies)
@@ -214,13 +215,13 @@ def clip_grads_with_norm_(
     if isinstance(total_norm, Tensor):
         total_norm = without_mesh(total_norm)
         check_one_float("total_norm", total_norm)
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             refuse_negative("total_norm", total_norm)
     else:
         total_norm = torch.tensor(
             as_limit("total_norm", total_norm), dtype=torch.float64, device="cpu"
         )
-    if torch.compiler.is_compiling():
+    if is_traced():
         compiled.scale_to_norm_(parameters, rule, total_norm)
     else:
         holders = check_holders(process_group, copies)

@@ -16,6 +16,7 @@ from tritonclip.engine.planner import plan_
 from tritonclip.engine.refusals import PLAIN
 from tritonclip.engine.tensors import of_tensors
 from tritonclip.rules import ClipByNorm, ClipByValue
+from tritonclip.tracing import is_traced
 
 
 def clip_backward(
@@ -111,7 +112,7 @@ def _clip(
     rule: ClipByNorm | ClipByValue, nonfinite: str, grad: Tensor, references: References
 ) -> Tensor:
     """The gradient after clipping: in its own memory, in a copy, or as a formula."""
-    if (torch.is_grad_enabled() and grad.requires_grad) or not _has_memory(grad):
+    if (torch.is_grad_enabled() and grad.requires_grad) or is_traced() or not _has_memory(grad):
         return formula.clipped(grad, rule, nonfinite)
     if not is_free(grad, references):
         grad = grad.clone()

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
@@ -20,6 +19,7 @@ from tritonclip.engine.planner import plan_
 from tritonclip.engine.refusals import some
 from tritonclip.engine.sources import with_labels
 from tritonclip.rules import ClipByNorm, ClipByValue
+from tritonclip.tracing import is_traced
 from tritonclip.warn import warn_user
 
 
@@ -109,8 +109,8 @@ class _Clip:
         self._label, self._rule, self._nonfinite = label, rule, nonfinite
 
     def __call__(self, parameter: Tensor) -> None:
-        if torch.compiler.is_compiling():
-            # A graph of compiled autograd.
+        if is_traced():
+            # In a graph of compiled autograd, among others.
             compiled.clip_([(self._label, parameter)], self._rule, self._nonfinite, 1.0)
             return
         gradients = of_parameters([parameter], lambda _: self._label)

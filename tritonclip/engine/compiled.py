@@ -1,4 +1,4 @@
-"""Calls that torch.compile traces: they collect the gradients, and one operator does the rest.
+"""Calls that are traced: they collect the gradients, and one operator does the rest.
 
 Operators take no DTensors, no process groups and no state: lists over several processes and limits
 that change break the graph. Nothing of this is used outside a compiled region, see `operators.py`.
@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from tritonclip.engine import operators
 from tritonclip.engine.modules import check_marks
 from tritonclip.engine.refusals import refuse_other_model
 from tritonclip.rules import Rule
+from tritonclip.tracing import WHOLE
 
 
 def _items(parameters: object) -> list[tuple[str, Tensor]]:
@@ -55,7 +56,7 @@ def _read_once(parameters: object) -> Any:
 
 def _is_spread(grads: Sequence[Tensor]) -> bool:
     """Whether some gradients are no plain tensors, as DTensors are not."""
-    return any(type(grad) not in (Tensor, Parameter) for grad in grads)
+    return any(type(grad) not in WHOLE for grad in grads)
 
 
 def clip_(
@@ -67,7 +68,7 @@ def clip_(
     process_group: object = None,
     copies: object = None,
 ) -> Tensor | None:
-    """`clip_` in a compiled region."""
+    """`clip_` where it is traced."""
     # Of FlatGradients.
     left_out = getattr(parameters, "left_out", ()) if rule.per_unit else ()
     parameters = _read_once(parameters)
@@ -117,7 +118,7 @@ def total_norm(
     process_group: object = None,
     copies: object = None,
 ) -> Tensor:
-    """`get_total_norm` in a compiled region."""
+    """`get_total_norm` where it is traced."""
     items = [tensors] if isinstance(tensors, Tensor) else list(tensors)  # type: ignore[call-overload]
     items = [item for item in items if item is not None]
     if process_group is not None or copies is not None or _is_spread(items):
@@ -136,7 +137,7 @@ def total_norm(
 
 
 def scale_to_norm_(parameters: object, rule: Rule, norm: Tensor) -> None:
-    """`clip_grads_with_norm_` in a compiled region."""
+    """`clip_grads_with_norm_` where it is traced."""
     parameters = _read_once(parameters)
     grads, names, _ = _collect(_items(parameters))
     if _is_spread(grads):

@@ -25,6 +25,7 @@ from tritonclip.engine.building import build_, plan_of_nothing, refuse_
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OFFSETS, are_apart, is_freed
 from tritonclip.engine.plan import Plan
+from tritonclip.tracing import n_dispatch_modes, refuse_tracer
 
 try:
     from torch._C._dynamo import guards as _dynamo_guards
@@ -41,8 +42,6 @@ BUDGET = 32 * 2**20
 _get_is_nested = attrgetter("is_nested")
 _FSDP_MARKS = repeat(FSDP_MARK)
 _get_form = attrgetter("__class__", "dtype", "device", "shape", "layout", "requires_grad")
-# Modes that see every operator may hand out other tensors than asked for, which no plan may keep.
-_n_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 
 
 class PlainGuards:
@@ -207,8 +206,11 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
     except (RuntimeError, NotImplementedError, ValueError):
         # Sparse gradients, among others, have no memory that an address could tell.
         addresses = None
-    # No plan fills scratch or tables with tensors that a mode hands out.
-    known = addresses is not None and not _n_dispatch_modes()
+    known = addresses is not None
+    if n_dispatch_modes():
+        refuse_tracer()
+        # A mode may hand out other tensors than asked for, which no plan may keep.
+        known = False
     sharding = gradients.sharding
     if "torch.distributed.fsdp" in modules and any(map(hasattr, sources or (), _FSDP_MARKS)):
         # A plan of whole gradients says nothing of shards.

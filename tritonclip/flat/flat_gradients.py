@@ -19,6 +19,7 @@ from tritonclip.flat.gradient_lists import list_of, refused_list
 from tritonclip.flat.layout import is_wanted, lay_out, refuse
 from tritonclip.flat.view_watch import ViewWatch, present
 from tritonclip.grad_mode import without_grad
+from tritonclip.tracing import refuse_tracer
 
 
 class FlatGradients:
@@ -184,9 +185,7 @@ class FlatGradients:
         weights: bool = False,
         tells: bool = False,
     ) -> Gradients:
-        """The gradients with their plan, after the check in constant time.
-
-        Under `verify()`, after a full check.
+        """The gradients with their plan, after a check in constant time; all under `verify()`.
 
         Args:
             per_gradient: each gradient is measured, rather than all together.
@@ -198,6 +197,7 @@ class FlatGradients:
             RuntimeError: a gradient that is no view any more.
             ValueError: `copies`, because buffers hold many parameters.
         """
+        refuse_tracer()
         try:
             if settings.verifying():
                 self.check()

@@ -23,13 +23,14 @@ from tritonclip.engine.planner import plan_
 from tritonclip.engine.refusals import OverlapError
 from tritonclip.engine.tensors import of_tensors
 from tritonclip.functional import formulas
+from tritonclip.tracing import is_traced
 
 _get_requires_grad = attrgetter("requires_grad")
 
 
 def is_readable(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors have memory to read now; says once where kernels would have served them."""
-    if torch.compiler.is_compiling():
+    if is_traced():
         return False
     transformed = torch._C._are_functorch_transforms_active()
     if not transformed and forward_ad._current_level < 0:

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
+from tritonclip.tracing import is_traced
+
 _PLAIN = frozenset({Tensor, Parameter})
 _Form = tuple[torch.dtype, torch.layout, bool]
 
@@ -39,9 +41,9 @@ class Tree:
     def __init__(self, tree: Any, name: str, *, ordered: bool = False) -> None:
         leaves, self._rebuild = _flatten(tree)
         present = [leaf for leaf in leaves if leaf is not None]
-        # What torch.export hands over in place of tensors is of other classes.
+        # What stands in for tensors while they are traced is of other classes.
         known = _PLAIN.issuperset(map(type, present)) or (
-            torch.compiler.is_compiling() and all(isinstance(x, Tensor) for x in present)
+            is_traced() and all(isinstance(x, Tensor) for x in present)
         )
         forms = {_form_of(x) for x in present} if known else set()
         if not known or any(_fault_of_form(*form, ordered) for form in forms):

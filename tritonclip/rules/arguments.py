@@ -10,6 +10,8 @@ from weakref import WeakSet
 
 import torch
 
+from tritonclip.tracing import is_traced
+
 # A number that depends on the step: how many calls or steps came before.
 Schedule = Callable[[int], float]
 # The least normal number of float32.
@@ -138,7 +140,7 @@ def as_grad_scale(grad_scale: object) -> float | torch.Tensor:
         return 1.0
     if isinstance(grad_scale, torch.Tensor):
         check_one_float("grad_scale", grad_scale)
-        if grad_scale.device.type != "cpu" or torch.compiler.is_compiling():
+        if grad_scale.device.type != "cpu" or is_traced():
             return grad_scale.detach()
     if hasattr(grad_scale, "get_scale"):
         raise TypeError(

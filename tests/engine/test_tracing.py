@@ -1,0 +1,133 @@
+"""make_fx and FakeTensorMode: a call is one operator, and values do not become constants."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import INTERPRETED, assert_bits, grad_of, normal, parameters
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import tritonclip
+from tritonclip import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByQuantile,
+    ClipByRMS,
+    ClipByUnitNorm,
+    ClipByValue,
+    ClippedOptimizer,
+    ClipState,
+    FlatGradients,
+    functional,
+)
+
+# Tracing fills memory with what a test would take for ours.
+pytestmark = pytest.mark.plain_empty
+CALLS = {
+    "clip_": lambda params: tritonclip.clip_(params, 1.0),
+    "order inf": lambda params: tritonclip.clip_(params, ClipByGlobalNorm(1.0, torch.inf)),
+    "each norm": lambda params: tritonclip.clip_(params, ClipByNorm(0.5)),
+    "RMS": lambda params: tritonclip.clip_(params, ClipByRMS(0.1)),
+    "unit": lambda params: tritonclip.clip_(params, ClipByUnitNorm(0.01)),
+    "value": lambda params: tritonclip.clip_(params, ClipByValue(-0.3, 0.2)),
+    "zero": lambda params: tritonclip.clip_(params, 1.0, nonfinite="zero"),
+    "grad_scale": lambda params: tritonclip.clip_(params, 1.0, grad_scale=4.0),
+    "grad_scale tensor": lambda params: tritonclip.clip_(
+        params, 1.0, grad_scale=torch.full((), 4.0)
+    ),
+    "clip_grad_norm_": lambda params: tritonclip.clip_grad_norm_(params, 1.0),
+    "clip_grad_value_": lambda params: tritonclip.clip_grad_value_(params, 0.3),
+    "get_total_norm": lambda params: tritonclip.get_total_norm([p.grad for p in params]),
+    "clip_grads_with_norm_": lambda params: tritonclip.clip_grads_with_norm_(
+        params, 1.0, grad_of(params[0]).norm()
+    ),
+}
+each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+# The host decides otherwise where there are few gradients, and many.
+SIZES = [(7, 3, 20), *([] if INTERPRETED else [(5,) * 30, (3,) * 600])]
+sizes_of_lists = pytest.mark.parametrize("sizes", SIZES, ids=len)
+
+
+def grads_of(sizes, scale=1.0):
+    return [normal(n, seed=i) * scale for i, n in enumerate(sizes)]
+
+
+def step_of(call):
+    """A function of gradients: the result of a call on parameters that have them, and theirs."""
+
+    def step(grads):
+        params = parameters([grad.clone() for grad in grads])
+        result = call(params)
+        return [*([] if result is None else [result]), *map(grad_of, params)]
+
+    return step
+
+
+@each_call
+@sizes_of_lists
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_traced_call_is_right_for_gradients_that_the_trace_has_not_seen(backend, call, sizes, mode):
+    step = step_of(call)
+    graph = make_fx(step, tracing_mode=mode)(grads_of(sizes))
+    for scale in (1.0, 30.0, 1e-3):
+        assert_bits(graph(grads_of(sizes, scale)), step(grads_of(sizes, scale)))
+
+
+@each_call
+@sizes_of_lists
+def test_simulated_call_has_the_form_of_a_real_one(backend, call, sizes):
+    real = step_of(call)(grads_of(sizes))
+    with FakeTensorMode():
+        simulated = step_of(call)(grads_of(sizes))
+    assert [(x.shape, x.dtype, x.device) for x in simulated] == [
+        (x.shape, x.dtype, x.device) for x in real
+    ]
+
+
+def test_traced_flat_gradients_are_clipped_for_what_they_hold_then(backend):
+    params = parameters(grads_of((7, 3)))
+    flat = FlatGradients(params)
+
+    def step(grads):
+        for parameter, grad in zip(params, grads, strict=True):
+            grad_of(parameter).copy_(grad)
+        return [tritonclip.clip_(flat, 1.0), *[grad_of(p).clone() for p in params]]
+
+    graph = make_fx(step)(grads_of((7, 3)))
+    for scale in (30.0, 1e-3):
+        assert_bits(graph(grads_of((7, 3), scale)), step(grads_of((7, 3), scale)))
+
+
+def test_traced_functions_out_of_place_are_right_for_other_tensors(backend):
+    def step(grads):
+        clipped, norm = functional.clip_by_global_norm(grads, 1.0)
+        return [*clipped, norm, *functional.clip_by_value(grads, min=-0.3, max=0.2)]
+
+    graph = make_fx(step)(grads_of((7, 3)))
+    for scale in (1.0, 30.0, 1e-3):
+        others = grads_of((7, 3), scale)
+        torch.testing.assert_close(graph(others), step(others))
+
+
+def adaptive(params):
+    return tritonclip.clip_(params, ClipByQuantile(0.9), state=ClipState())
+
+
+def scheduled(params):
+    return tritonclip.clip_(params, ClipByNorm(lambda step: 1.0), state=ClipState())
+
+
+def wrapped(params):
+    return ClippedOptimizer(torch.optim.SGD(params, lr=0.1), ClipByNorm(0.5)).step()
+
+
+def wrapped_flat(params):
+    flat = FlatGradients(params)
+    return ClippedOptimizer(torch.optim.SGD(params, lr=0.1), ClipByNorm(0.5), flat=flat).step()
+
+
+@pytest.mark.parametrize("call", [adaptive, scheduled, wrapped, wrapped_flat])
+def test_calls_whose_decisions_would_become_constants_are_refused(backend, call):
+    with pytest.raises(RuntimeError, match=r"make_fx.*expected clip_ or one of torch's functions"):
+        make_fx(step_of(call))(grads_of((7, 3)))

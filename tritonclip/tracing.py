@@ -1,0 +1,46 @@
+"""Whether operators run, or are only recorded or simulated."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.nn import Parameter
+
+# What a traced or simulated gradient may be where it is whole.
+WHOLE = (Tensor, Parameter, FakeTensor)
+# How many modes see every operator. No public part of PyTorch: where it is missing, no mode is
+# known.
+n_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_get_mode = getattr(torch._C, "_get_dispatch_mode", lambda kind: None)
+_kinds: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
+# Of make_fx, of FakeTensorMode, and of the functional graphs that torch.export and others make.
+_TRACERS = [getattr(_kinds, name, None) for name in ("PROXY", "FAKE", "FUNCTIONAL")]
+
+
+def is_traced() -> bool:
+    """Whether no value of a tensor may be read: by torch.compile, make_fx or FakeTensorMode.
+
+    What the host decided by it would become a constant of the graph.
+    """
+    return torch.compiler.is_compiling() or _has_tracer()
+
+
+def refuse_tracer() -> None:
+    """Refuses what reads values, where operators are recorded or simulated.
+
+    Raises:
+        RuntimeError: under make_fx or FakeTensorMode.
+    """
+    if _has_tracer():
+        raise RuntimeError(
+            "this call would read gradients that are traced (make_fx) or simulated "
+            "(FakeTensorMode); expected clip_ or one of torch's functions, with a limit that is a "
+            "number, no state and gradients of one process, and other calls outside"
+        )
+
+
+def _has_tracer() -> bool:
+    return n_dispatch_modes() > 0 and any(
+        kind is not None and _get_mode(kind) is not None for kind in _TRACERS
+    )
