@@ -367,11 +367,11 @@ def _distributed(rank: int, folder: Path) -> None:
         # Without it a process that lost the other one waits for half an hour.
         timeout=timedelta(seconds=30),
     )
-    model = model_of()
+    model = model_of().double()
     parallel = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = optimizer_of(model, 0.5, flat=True)
     for batch in batches(4):
-        parallel(batch + rank).square().sum().backward()
+        parallel(batch.double() + rank).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     assert optimizer.flat is not None
@@ -385,12 +385,13 @@ def _distributed(rank: int, folder: Path) -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 def test_ddp_reduces_into_the_views(tmp_path: Path) -> None:
+    # In float64: processes and threads may multiply matrices in different orders.
     run_in_processes(_distributed, tmp_path)
-    model = model_of()
+    model = model_of().double()
     optimizer = optimizer_of(model, 0.5, flat=False)
     for batch in batches(4):
         for rank in range(2):
-            (model(batch + rank).square().sum() / 2).backward()
+            (model(batch.double() + rank).square().sum() / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
     torch.testing.assert_close(
