@@ -1,13 +1,19 @@
-"""The command line: `python -m bench speed|functional|accuracy|host|distributed|codegen|report`.
+"""Benchmarks of tritonclip against what a user would pick instead; run from the repository root.
 
-Each command but `report` measures, prints a table, and writes rows with their provenance to
-bench/results/, or to `--out`. OMP_NUM_THREADS says how many threads torch has.
+`python -m bench speed|functional|accuracy|host|distributed|codegen|report`: `speed` and
+`functional` are in speed.py, the others in files of their names. Each but `report` measures, writes
+rows with their provenance to bench/results/ or `--out` as they are measured, and prints a table.
+Ctrl-C ends it and keeps the rows so far. OMP_NUM_THREADS says how many threads torch has.
+
+Imports point up this list: workloads and results; accuracy, which also checks results; timing;
+providers and frameworks, which are compared; codegen; speed, host and distributed; report.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 
 from bench import results
-from bench.results import RefusedError, Row
+from bench.results import Row
 from bench.speed import IN_PLACE, OUT_OF_PLACE, Effort, compare, providers_of
 from bench.workloads import DTYPES, RULES, WORKLOADS, tasks_of
 
@@ -56,14 +62,31 @@ def terminal() -> Console:
 
 
 def finish(
-    rows: Sequence[Row], device: torch.device, out: Path | None, default: str, caption: str = ""
+    measured: Iterable[Sequence[Row]],
+    device: torch.device,
+    out: Path | None,
+    default: str,
+    caption: str = "",
 ) -> None:
-    """Writes and prints rows; ends with 1 where a result of tritonclip was wrong."""
+    """Writes rows as they are measured, and prints all; an interrupt ends the measurement.
+
+    Ends with 1 where a result of tritonclip was wrong, with 130 where it was interrupted.
+    """
     out = out or results.RESULTS / f"{default}.json"
-    results.write(out, results.provenance(device), rows)
-    terminal().print(results.table(rows, caption=caption, hidden=HIDDEN))
-    click.echo(f"{len(rows)} rows in {out}")
-    sys.exit(1 if any(row.ours and row.correct is False for row in rows) else 0)
+    rows: list[Row] = []
+    origin = results.provenance(device) | {"plan": "not finished"}
+    with suppress(KeyboardInterrupt):
+        for found in measured:
+            rows += found
+            results.write(out, origin, rows)
+        del origin["plan"]
+    if rows:
+        results.write(out, origin, rows)
+        terminal().print(results.table(rows, caption=caption, hidden=HIDDEN))
+    written = f"{len(rows)} rows in {out}" if rows else f"no rows; {out} is as it was"
+    click.echo(f"interrupted: {written}" if "plan" in origin else written)
+    wrong = any(row.ours and row.correct is False for row in rows)
+    sys.exit(130 if "plan" in origin else int(wrong))
 
 
 @click.group()
@@ -112,8 +135,8 @@ def accuracy(shrink, device, out):
     from bench.accuracy import N_HARD, hard_gradients, measure
 
     lists = track(hard_gradients(device, shrink), "norms", total=N_HARD, transient=True)
-    rows = [row for one in lists for row in measure(*one)]
-    finish(rows, device, out, f"accuracy-{device.type}")
+    measured = (list(measure(*one)) for one in lists)
+    finish(measured, device, out, f"accuracy-{device.type}")
 
 
 @main.command()
@@ -125,8 +148,8 @@ def host(parts, samples, longest, out):
     """Measures calls on the host: functions, modules and time, by path; no GPU is needed."""
     from bench.host import CAPTION, PARTS, run
 
-    rows = run(parts or PARTS, samples, longest)
-    finish(rows, CPU, out, "host", CAPTION)
+    measured = (run([part], samples, longest) for part in parts or PARTS)
+    finish(measured, CPU, out, "host", CAPTION)
 
 
 @main.command()
@@ -147,8 +170,7 @@ def codegen(out):
     from bench.codegen import CAPTION, CHIPS, DTYPES, rows_of
 
     work = track([(c, d) for c in CHIPS for d in DTYPES], "compiling", transient=True)
-    rows = [row for chip, dtype in work for row in rows_of(chip, dtype)]
-    finish(rows, CPU, out, "codegen", CAPTION)
+    finish((rows_of(*one) for one in work), CPU, out, "codegen", CAPTION)
 
 
 @main.command()
@@ -162,10 +184,7 @@ def report(check, show, root):
     if show is not None:
         terminal().print(results.table(results.read(show)[1]))
         return
-    try:
-        made = Report(root)
-    except RefusedError as error:
-        raise click.ClickException(f"refused: {error}") from error
+    made = Report(root)
     if not check:
         made.write()
     stale = made.stale()

@@ -1,22 +1,8 @@
 """`python -m bench codegen`: bytes that compiled kernels keep in flight, and that a chip needs.
 
-Arithmetic, no timing. Every kernel is compiled ahead of time for sm_80, sm_90 and sm_100 through
-Triton's JIT, with the arguments and options of its launcher; no GPU is needed. From the machine
-code, read with cuobjdump, for each loop over gradients: the widest accesses to global memory,
-registers, spills, and the most wide loads that a thread has issued before it uses the first of
-them. From these and the chip's data sheet, by Little's law:
-
-    programs resident on a multiprocessor = the least of
-        what the grid starts, 65,536 registers / (threads * registers a thread, in units of 8),
-        2,048 threads / threads, shared memory of the multiprocessor / that of a program
-    bytes in flight = programs * threads * loads in flight * bytes a load
-    bytes needed    = bandwidth * latency / multiprocessors
-
-A loop with fewer bytes in flight than the chip needs cannot reach its bandwidth, as far as the
-assumed latency holds. One with more may still miss it: bytes in flight are a peak, which a program
-leaves while it computes. Chunks shorter than others (the end of every gradient) have masked loads,
-of which fewer are in flight. The write loop of clamp reads again what its read loop has just read,
-so mostly from cache. The latency is an assumption, a round number for a busy memory.
+Arithmetic, no timing: docs/performance.md has the formulas and their limits. Every kernel is
+compiled ahead of time for sm_80, sm_90 and sm_100 through Triton's JIT, with the arguments and
+options of its launcher, and its machine code is read with cuobjdump; no GPU is needed.
 
 This is the one place of the benchmarks that knows the modules of tritonclip.kernels and the
 arguments of their launchers. Its absent GPU, where nothing happens, also serves `host` and tests.

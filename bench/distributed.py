@@ -185,12 +185,12 @@ def host_rows(n_samples: int) -> Iterator[Row]:
     dist.destroy_process_group()
 
 
-def run(n_samples: int) -> list[Row]:
-    """All rows: layouts in four processes, host time in one."""
+def run(n_samples: int) -> Iterator[list[Row]]:
+    """All rows: of layouts in four processes, then of host time in one."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_serve, (folder,), N_PROCESSES)
-        rows = results.read(Path(folder) / "rows.json")[1]
-    return [*rows, *host_rows(n_samples)]
+        yield results.read(Path(folder) / "rows.json")[1]
+    yield list(host_rows(n_samples))
 
 
 def _serve(rank: int, folder: str) -> None:

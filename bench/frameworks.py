@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bench.accuracy import Gradients
-from bench.providers import Entry, Provider
+from bench.providers import ONCE, TWICE, Entry, Provider
 from bench.workloads import DTYPES
 
 # TensorFlow and JAX take most of a GPU's memory when they start, unless told before their import.
@@ -83,12 +83,8 @@ def _paddle(gradients: Gradients, rule: str, limit: float) -> Entry:
     paddle = import_module("paddle")
     if gradients.device.type == "cpu":
         paddle.set_device("cpu")
-    names = {
-        "norm": "ClipGradByGlobalNorm",
-        "value": "ClipGradByValue",
-        "gradient": "ClipGradByNorm",
-    }
-    run = getattr(paddle.nn, names[rule])(limit)
+    by = {"norm": "GlobalNorm", "value": "Value", "gradient": "Norm"}
+    run = getattr(paddle.nn, f"ClipGradBy{by[rule]}")(limit)
     # All that is read of a parameter.
     parameter = SimpleNamespace(need_clip=True, name="parameter", process_mesh=None)
 
@@ -144,30 +140,20 @@ def _transformer_engine(gradients: Gradients, rule: str, limit: float) -> Entry:
 
 # Of one dtype in a list.
 ONE = DTYPES[:3]
-PASSES = {"norm": 3, "value": 2, "gradient": 3}
+ON_GPU = {"cuda": DTYPES}
 # Eager TensorFlow clamps in two operators.
-TWICE = {**PASSES, "value": 4}
 TENSORFLOW = Provider(
     "tensorflow", _tensorflow, TWICE, eps=0.0, modules=("tensorflow",), dtypes={"cpu": ONE}
 )
-PADDLE = Provider(
-    "paddle", _paddle, PASSES, modules=("paddle",), dtypes={"cpu": DTYPES[:1], "cuda": DTYPES}
-)
+PADDLE = Provider("paddle", _paddle, ONCE, modules=("paddle",), dtypes=ON_GPU | {"cpu": ONE[:1]})
+BY_TWO = {"norm": 3, "value": 2}
 OPTAX = Provider(
-    "optax",
-    partial(_optax, True),
-    {"norm": 3, "value": 2},
-    compiles=True,
-    eps=0.0,
-    modules=("jax", "optax"),
+    "optax", partial(_optax, True), BY_TWO, compiles=True, eps=0.0, modules=("jax", "optax")
 )
-APEX = Provider("apex", _apex, {"norm": 3}, modules=("apex.contrib",), dtypes={"cuda": DTYPES})
+APEX = Provider("apex", _apex, {"norm": 3}, modules=("apex.contrib",), dtypes=ON_GPU)
+ENGINE = ("transformer_engine.pytorch",)
 TRANSFORMER_ENGINE = Provider(
-    "transformer_engine",
-    _transformer_engine,
-    {"norm": None},
-    modules=("transformer_engine.pytorch",),
-    dtypes={"cuda": ONE},
+    "transformer_engine", _transformer_engine, {"norm": None}, modules=ENGINE, dtypes={"cuda": ONE}
 )
 IN_PLACE = (TENSORFLOW, PADDLE, OPTAX, APEX, TRANSFORMER_ENGINE)
 OUT_OF_PLACE = (TENSORFLOW, OPTAX._replace(make=partial(_optax, False)))

@@ -1,25 +1,8 @@
 """`python -m bench host [cpu] [triton] [launches]`: the cost of a call on the host; needs no GPU.
 
-Each part runs in a process by itself.
-
-cpu: the PyTorch backend. Torch's operators cannot be replaced, so times are those of whole calls,
-beside whole calls of `torch.nn.utils.clip_grad_norm_` on the same tensors.
-
-triton: the Triton backend on CPU tensors, as under TRITON_INTERPRET=1, with every launch replaced
-by a function that does nothing: the host's time before and between launches. CPU tensors cannot
-show the copy of a table to pinned memory, the start of its upload, and the question which stream is
-current.
-
-launches: the norm and the scale kernel launched with real arguments for an absent H100 whose driver
-does nothing: through Triton's JIT, through the library's launch function, and through a compiled
-kernel that is called again.
-
-Both paths count the Python functions and modules of the library that a warm call enters, and time
-lists of 10 to 10,000 tensors. unchanged: the same gradients as in the call before. recreated: new
-tensors at the same addresses, as `zero_grad(set_to_none=True)` often gets from an allocator. moved:
-every gradient at an address that it did not have in the last calls. first: new parameters in sizes
-never seen, with everything imported. flat: FlatGradients, unchanged. The floor reads every `.grad`
-and address and compares the addresses with the last; no call that walks the gradients is faster.
+Each part runs in a process by itself. docs/performance.md says what the parts and lists are. CPU
+tensors cannot show the copy of a table to pinned memory, the start of its upload, and the question
+which stream is current.
 """
 
 from __future__ import annotations

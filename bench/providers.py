@@ -225,10 +225,10 @@ def _loop(grads: list[Tensor], rule: str, limit: float) -> Any:
 
 DEPENDS = dict.fromkeys(RULES)
 # Measured, then read and written; a clamp with two bounds reads and writes once.
-ONCE = {**DEPENDS, "norm": 3, "value": 2, "gradient": 3}
-# Foreach functions clamp twice.
+ONCE = {"norm": 3, "value": 2, "gradient": 3}
+# Two clamps with one bound each.
 TWICE = {**ONCE, "value": 4}
-READ = dict.fromkeys(CLIPS, 1)
+_default = partial(_torch, None)
 IN_PLACE = (
     Provider("tritonclip", _ours, DEPENDS),
     Provider("tritonclip flat", _flat, DEPENDS),
@@ -236,10 +236,10 @@ IN_PLACE = (
     Provider("tritonclip drop-in", _drop_in, dict.fromkeys(TWO)),
     Provider("tritonclip norm only", partial(_norm_only, "tritonclip"), {"norm": 1}, clips=False),
     Provider("tritonclip compiled", partial(_compiled, _ours), DEPENDS, compiles=True),
-    Provider("torch", partial(_torch, None), TWICE, baseline=True),
-    Provider("torch foreach", partial(_torch, True), TWICE, baseline=True),
-    Provider("torch no foreach", partial(_torch, False), ONCE, baseline=True),
-    Provider("torch compiled", partial(_compiled, partial(_torch, None)), ONCE, compiles=True),
+    Provider("torch", _default, {**TWICE, "step": None}, baseline=True),
+    Provider("torch foreach", partial(_torch, True), {**TWICE, "step": None}, baseline=True),
+    Provider("torch no foreach", partial(_torch, False), {**ONCE, "step": None}, baseline=True),
+    Provider("torch compiled", partial(_compiled, _default), {**ONCE, "step": None}, compiles=True),
     Provider("torch norm only", partial(_norm_only, "torch"), {"norm": 1}, clips=False),
     Provider("torch sum", _torch_sum, dict.fromkeys(CLIPS, 1), clips=False, least_bytes=SUMMED),
 )

@@ -11,13 +11,14 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from subprocess import getstatusoutput
 from typing import Any, NamedTuple
 
+import click
 import torch
 from rich import box
 from rich.console import Console
@@ -31,7 +32,7 @@ RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("triton", "tensorflow", "tensorflow-cpu", "paddlepaddle", "jax", "optax", "apex")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Row:
     """One measurement; parts and figures have names of COLUMNS."""
 
@@ -169,15 +170,17 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def write(path: Path, origin: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Writes rows, one a line, with their provenance, as JSON."""
+    """Writes rows, one a line, with their provenance, as JSON; replaces a file in one step."""
     lines = []
     # Seven digits: more than any clock has, and as many as a float32 norm.
     for row in rows:
         values = {k: float(f"{v:.7g}") if type(v) is float else v for k, v in row.values.items()}
-        lines.append(json.dumps(asdict(replace(row, values=values)), allow_nan=False))
+        lines.append(json.dumps(vars(row) | {"values": values}, allow_nan=False))
     path.parent.mkdir(parents=True, exist_ok=True)
     start = f'{{"provenance": {json.dumps(origin, indent=1)},\n"rows": [\n'
-    path.write_text(start + ",\n".join(lines) + "\n]}\n")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(start + ",\n".join(lines) + "\n]}\n")
+    part.replace(path)
 
 
 def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
@@ -186,7 +189,7 @@ def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
     return record["provenance"], [Row(**row) for row in record["rows"]]
 
 
-class RefusedError(ValueError):
+class RefusedError(click.ClickException):
     """Rows or a page that nothing may be made from."""
 
 
@@ -220,14 +223,11 @@ def _is_checked(row: Row) -> bool:
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """The command, machine and versions that rows are measured with."""
-    arguments = sys.argv[1:]
-    if "--out" in arguments:
-        place = arguments.index("--out")
-        del arguments[place : place + 2]
+    command = shlex.join(["python", "-m", "bench", *sys.argv[1:]])
     status, commit = getstatusoutput("git describe --always --dirty")
     names = re.findall(r"model name\s*: (.+)", getstatusoutput("cat /proc/cpuinfo")[1])
     found: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "bench", *arguments]),
+        "command": re.sub(r" --out[ =]('[^']*'|\S+)", "", command),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "commit": "unknown" if status else commit,
         "cpu": names[0] if names else platform.processor() or platform.machine(),

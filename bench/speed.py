@@ -12,8 +12,7 @@ from __future__ import annotations
 import gc
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -61,9 +60,8 @@ def compare(
     effort: Effort,
     console: Console,
     choose: Callable[[Task, str], Sequence[Provider]],
-) -> list[Row]:
-    """Rows of all tasks."""
-    rows: list[Row] = []
+) -> Iterator[list[Row]]:
+    """Rows of all tasks, as each case is measured."""
     # Each text once.
     say = cache(partial(console.print, markup=False, highlight=False))
     with Progress(console=console, transient=True) as progress, timing.busy_cores(effort.busy):
@@ -74,15 +72,11 @@ def compare(
             gradients = Gradients(WORKLOADS[task.name], task.dtype, device)
             gc.collect()
             for rule, clipped in itertools.product(task.rules, (False, True)):
-                compared = choose(task, rule)
-                for why in filter(None, (one.why_absent(gradients) for one in compared)):
-                    say(f"left out: {why}")
-                found = measure(gradients, rule, clipped, compared, effort, say)
-                for row in found:
-                    row.values.update({"copy_gb_per_s": copy} if row.correct else {})
-                rows += found
+                found = measure(gradients, rule, clipped, choose(task, rule), effort, say)
+                for row in (one for one in found if one.correct):
+                    row.values["copy_gb_per_s"] = copy
                 progress.advance(bar)
-    return rows
+                yield found
 
 
 def measure(
@@ -93,24 +87,28 @@ def measure(
     effort: Effort,
     say: Callable[[str], Any],
 ) -> list[Row]:
-    """Rows of all providers that serve a rule; a wrong result is said, and not timed."""
+    """Rows of all providers that serve a rule; says who is left out; a wrong one is not timed."""
     # Else the same function on another list would count as compiled again, and be slower to find.
     torch._dynamo.reset()
     case: dict[str, Any] = {"workload": gradients.workload.name, "dtype": gradients.dtype}
     case |= {"rule": rule, "step": "clipped" if clipped else "unclipped"}
     busy = {"busy": effort.busy} if effort.busy else {}
-    serving = [one for one in compared if rule in one.passes and not one.why_absent(gradients)]
     rows: list[Row] = []
     ready: list[tuple[Provider, Row, Entry, Timed]] = []
-    for one in serving:
+    for one in compared:
+        why = one.why_absent(gradients)
+        if why:
+            say(f"left out: {why}")
+        if why or rule not in one.passes:
+            continue
         row = Row("speed", {**case, "provider": one.name, **busy}, {}, True)
+        rows.append(row)
         try:
             entry, error = checked(one, gradients, rule, clipped)
         except WrongResultError as wrong:
             say(f"{row}: wrong result, not timed: {wrong}")
-            rows.append(replace(row, correct=False))
+            row.correct = False
             continue
-        rows.append(row)
         known = {"bytes_moved": bytes_moved(gradients, rule, clipped, one), "norm_error": error}
         row.values.update((name, value) for name, value in known.items() if value is not None)
         prepare = entry.refill if clipped or rule == "step" else None

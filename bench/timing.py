@@ -36,8 +36,11 @@ COPIED = {"cpu": 2**28, "cuda": 2**30}
 SAMPLE_US = 1000.0
 MOST_CALLS = 50
 MOST_SAMPLES = 300
-# Spins until its parent ends.
-SPIN = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
+# Spins until its parent ends, which Ctrl-C is meant for.
+SPIN = """import os, signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+parent = os.getppid()
+while os.getppid() == parent: sum(range(100_000))"""
 
 
 class Timed(NamedTuple):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 from click.testing import CliRunner
 
 import tritonclip
-from bench import codegen, host, results, timing, workloads
+from bench import codegen, host, results, speed, timing, workloads
 from bench.__main__ import main
 from bench.accuracy import Gradients, WrongResultError
 from bench.providers import SUMMED, Entry, Provider
@@ -335,6 +337,21 @@ def test_provenance_names_the_command_without_its_output_file(monkeypatch):
     assert results.provenance(CPU)["command"] == "python -m bench speed --quick"
 
 
+def test_rows_that_are_not_written_whole_leave_the_file_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "rows.json"
+    results.write(path, {}, [ROW])
+
+    def write_half(self, text):
+        with self.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(KeyboardInterrupt):
+        results.write(path, {}, [ROW, replace(ROW, case={"workload": "b"})])
+    assert results.read(path) == ({}, [ROW])
+
+
 def test_rows_refuse_numbers_that_json_lacks(tmp_path):
     with pytest.raises(ValueError, match="JSON compliant"):
         results.write(tmp_path / "rows.json", {}, [replace(ROW, values={"wall_us": torch.nan})])
@@ -371,12 +388,58 @@ def test_speed_measures_checks_and_writes(tmp_path, command):
     assert done.exit_code == 0, done.output
     origin, rows = results.read(out)
     assert origin["device"] == "cpu"
+    assert "plan" not in origin
     assert {(row.get("rule"), row.get("step")) for row in rows} == {
         (rule, step) for rule in RULES[:3] for step in ("unclipped", "clipped")
     }
     assert {row.get("provider") for row in rows} == {"tritonclip", "torch"}
     assert all(row.correct for row in rows)
     assert "lenet5" in done.output
+
+
+# Whatever pytest was started with, Ctrl-C interrupts.
+INTERRUPTIBLE = """import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from bench import timing
+from bench.__main__ import main
+timing.COPIED["cpu"] = 2**16
+main()
+"""
+
+
+def test_interrupted_run_keeps_its_rows_and_says_so(tmp_path):
+    out, cases = tmp_path / "rows.json", 2 * len(workloads.SMALL) * len(RULES[:3])
+    lists = [option for n in workloads.SMALL for option in ("--workload", f"small_{n}")]
+    options = ["speed", "--quick", *lists, "--device", "cpu", "--provider", "torch", "--out", out]
+    command = [sys.executable, "-c", INTERRUPTIBLE, *map(str, options)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        try:
+            while run.poll() is None and not out.exists():
+                time.sleep(0.01)
+            run.send_signal(signal.SIGINT)
+            said = run.communicate(timeout=60)[0]
+        finally:
+            run.kill()
+    origin, rows = results.read(out)
+    assert run.returncode == 130
+    assert f"interrupted: {len(rows)} rows in {out}" in said.replace("\n", "")
+    assert origin["plan"] == "not finished"
+    assert 0 < len(rows) < 2 * cases
+    assert all(row.correct and row.get("wall_us") for row in rows)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_interrupt_before_the_first_rows_leaves_the_file_as_it_was(tmp_path, command, monkeypatch):
+    out = tmp_path / "rows.json"
+    results.write(out, {"torch": "2"}, [ROW])
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(speed, "measure", interrupted)
+    done = command("speed", "--workload", "small_1", "--device", "cpu", "--out", out)
+    assert (done.exit_code, "interrupted: no rows" in done.output) == (130, True)
+    assert results.read(out) == ({"torch": "2"}, [ROW])
 
 
 def test_functional_measures_checks_and_writes(tmp_path, command):
