@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -31,7 +32,7 @@ from tritonclip.rules import (
     follow,
 )
 from tritonclip.rules.arguments import as_grad_scale
-from tritonclip.tracing import is_traced
+from tritonclip.tracing import is_traced, n_dispatch_modes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -166,7 +167,7 @@ def clip_(
     rule = as_rule(clip)
     if nonfinite not in POLICIES:
         raise unknown_policy(nonfinite)
-    if is_traced():
+    if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
         scale = 1.0 if grad_scale is None else as_grad_scale(grad_scale)
         return compiled.clip_(parameters, rule, nonfinite, scale, state, process_group, copies)
     holders = None

@@ -22,7 +22,7 @@ from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.rules import ClipByGlobalNorm
 from tritonclip.rules.arguments import as_limit, as_norm_type, check_one_float
 from tritonclip.torch_arguments import as_float, by_norm, by_value, check_foreach
-from tritonclip.tracing import is_traced
+from tritonclip.tracing import is_traced, n_dispatch_modes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -84,7 +84,7 @@ def clip_grad_norm_(
     """
     rule = by_norm(as_float(max_norm), as_float(norm_type))
     policy = "error" if error_if_nonfinite else "propagate"
-    if is_traced():
+    if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
         norm = compiled.clip_(parameters, rule, policy, 1.0, None, process_group, copies)
     else:
         holders = None
@@ -113,7 +113,7 @@ def clip_grad_value_(
         As :func:`clip_`.
     """
     rule = by_value(as_float(clip_value))
-    if is_traced():
+    if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
         compiled.clip_(parameters, rule, "propagate", 1.0)
     else:
         gradients = _collect(parameters, foreach)

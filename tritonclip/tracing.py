@@ -9,8 +9,8 @@ from torch.nn import Parameter
 
 # What a traced or simulated gradient may be where it is whole.
 WHOLE = (Tensor, Parameter, FakeTensor)
-# How many modes see every operator. No public part of PyTorch: where it is missing, no mode is
-# known.
+# How many modes see every operator: calls of a few microseconds ask no more where none does. No
+# public part of PyTorch: where it is missing, no mode is known.
 n_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _get_mode = getattr(torch._C, "_get_dispatch_mode", lambda kind: None)
 _kinds: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
@@ -23,7 +23,7 @@ def is_traced() -> bool:
 
     What the host decided by it would become a constant of the graph.
     """
-    return torch.compiler.is_compiling() or _has_tracer()
+    return torch.compiler.is_compiling() or (n_dispatch_modes() > 0 and _has_tracer())
 
 
 def refuse_tracer() -> None:
@@ -32,7 +32,7 @@ def refuse_tracer() -> None:
     Raises:
         RuntimeError: under make_fx or FakeTensorMode.
     """
-    if _has_tracer():
+    if n_dispatch_modes() and _has_tracer():
         raise RuntimeError(
             "this call would read gradients that are traced (make_fx) or simulated "
             "(FakeTensorMode); expected clip_ or one of torch's functions, with a limit that is a "
@@ -41,6 +41,4 @@ def refuse_tracer() -> None:
 
 
 def _has_tracer() -> bool:
-    return n_dispatch_modes() > 0 and any(
-        kind is not None and _get_mode(kind) is not None for kind in _TRACERS
-    )
+    return any(kind is not None and _get_mode(kind) is not None for kind in _TRACERS)
