@@ -1,10 +1,22 @@
-"""Wrapped optimizers that do something before they evaluate a closure, or do not evaluate it."""
+"""Closures: without a loss, and of optimizers that do something before they evaluate one."""
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
-from cases import assert_bits
+from cases import assert_bits, copies, grad_of
+from optimizers import (
+    LIMIT,
+    ONE_OF_EACH,
+    assert_same_state,
+    build,
+    loss_of,
+    made,
+    one_weight,
+    train,
+)
 from torch.optim import SGD, Optimizer
 
 import tritonclip
@@ -127,3 +139,75 @@ def test_statistics_made_in_inference_mode_count_outside():
         wrapper = ClippedOptimizer(inner, 2.5)
     wrapper.step()
     assert wrapper.stats.summary()["clipped_steps"] == 1
+
+
+NO_LOSS = "returned None; expected the loss: end it with `return loss`"
+
+
+@ONE_OF_EACH
+def test_closure_without_a_loss_changes_nothing(name, options):
+    params = made(name)
+    wrapper = ClippedOptimizer(build(name, params, options), LIMIT)
+    train(name, wrapper, params)
+    weights, saved = copies(params), deepcopy(wrapper.state_dict())
+    raw = torch.autograd.grad(loss_of(name, params), params)
+
+    def closure():
+        wrapper.zero_grad()
+        loss_of(name, params).backward()
+
+    with pytest.raises(TypeError, match=NO_LOSS):
+        wrapper.step(closure)
+    assert_bits((grad_of(p).to_dense() for p in params), [grad.to_dense() for grad in raw])
+    assert_bits(params, weights)
+    assert_same_state(wrapper.state_dict(), saved)
+    torch.testing.assert_close(
+        wrapper.state_dict()["tritonclip"], saved["tritonclip"], rtol=0, atol=0
+    )
+
+
+def test_closure_without_a_loss_is_refused_for_a_gradient_in_place_of_the_old_one():
+    weight, wrapper = one_weight()
+    others = []
+
+    def closure():
+        address, weight.grad = id(weight.grad), None
+        for _ in range(1000):
+            others.append(torch.tensor([6.0, 8.0]))
+            if id(others[-1]) == address:
+                break
+        weight.grad = others[-1]
+
+    with pytest.raises(TypeError, match=NO_LOSS):
+        wrapper.step(closure)
+    assert weight.tolist() == [0.0, 0.0]
+
+
+def test_closure_without_a_loss_is_refused_for_a_gradient_that_was_added_to():
+    weight, wrapper = one_weight()
+    with pytest.raises(TypeError, match=NO_LOSS):
+        wrapper.step(lambda: (weight - 1).square().sum().backward())
+    # 3 - 2 and 4 - 2.
+    assert grad_of(weight).tolist() == [1.0, 2.0]
+    assert weight.tolist() == [0.0, 0.0]
+
+
+def test_closure_that_leaves_gradients_alone_needs_no_loss():
+    """As trainers pass it, which have called backward before."""
+    weight, wrapper = one_weight()
+    calls = []
+    assert wrapper.step(lambda: calls.append(1)) is None
+    assert calls == [1]
+    assert weight.tolist() == [-1.5, -2.0]
+    assert int(wrapper.stats.steps) == 1
+
+
+@pytest.mark.parametrize("args", [(), (lambda: None,)], ids=["no-closure", "no-gradients"])
+def test_step_of_lbfgs_refuses_to_go_without_a_loss(args):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.tensor([3.0, 4.0])
+    wrapper = ClippedOptimizer(torch.optim.LBFGS([weight]), LIMIT)
+    with pytest.raises(TypeError, match=r"LBFGS needs a closure .* expected step\(closure\)"):
+        wrapper.step(*args)
+    assert weight.tolist() == [0.0, 0.0]
+    assert grad_of(weight).tolist() == [3.0, 4.0]
