@@ -1,0 +1,90 @@
+"""Steps under a loss scale, and the same steps without one, clipped by hand in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import reference
+import torch
+from cases import bounds_of, copies, normal
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+from training import SHAPES
+
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
+
+STEPS = 12
+OVERFLOWS = (3, 8)
+SCALE, INTERVAL = 1024.0, 2
+
+UNSCALED_BEFORE = pytest.mark.parametrize("unscale", [False, True], ids=["direct", "unscale_"])
+
+
+def grads_at(step: int, shapes: Sequence[Sequence[int]] = SHAPES) -> list[Tensor]:
+    """The gradients of a step without a loss scale: norms from 0.5 to 10, so most are clipped."""
+    size = (0.1, 1.0, 2.0)[step % 3]
+    return [size * normal(shape, seed=10 * step + at) for at, shape in enumerate(shapes)]
+
+
+def spoiled(grads: list[Tensor], value: float = torch.inf) -> list[Tensor]:
+    """The gradients with one element that is not finite."""
+    grads = copies(grads)
+    grads[1].view(-1)[2] = value
+    return grads
+
+
+def backward(scaler: torch.amp.GradScaler, params: Sequence[Tensor], grads: list[Tensor]) -> None:
+    """Leaves the gradients, times the loss scale, at the parameters."""
+    for param in params:
+        param.grad = None
+    loss = sum((p * g.to(p.device)).sum() for p, g in zip(params, grads, strict=True))
+    assert isinstance(loss, Tensor)
+    scaler.scale(loss).backward()
+
+
+def scaled_step(
+    scaler: torch.amp.GradScaler, optimizer: Optimizer, params: Sequence[Tensor], grads: Any
+) -> None:
+    backward(scaler, params, grads)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def hand_clip(rule: Any, grads: list[Tensor]) -> list[Tensor]:
+    """What a rule makes of gradients, in float64 and rounded once."""
+    wide = [g.double() for g in grads]
+    if isinstance(rule, ClipByValue):
+        return [g.clamp(*bounds_of(rule)).float() for g in wide]
+    limit: float = rule.max_norm
+    if isinstance(rule, ClipByNorm):
+        return [(g * min(1.0, limit / (reference.norm(g) + 1e-6))).float() for g in wide]
+    coefficient = min(1.0, limit / (reference.total_norm(wide) + 1e-6))
+    return [(g * coefficient).float() for g in wide]
+
+
+def hand_step(
+    optimizer: Optimizer, params: Sequence[Tensor], grads: list[Tensor], rule: Any
+) -> None:
+    """One step of a bare optimizer on gradients that were clipped by hand."""
+    for param, grad in zip(params, hand_clip(rule, grads), strict=True):
+        param.grad = grad
+    optimizer.step()
+
+
+def assert_same_run(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Coefficients of both sides differ by the few ulp of a float32 norm and quotient, and every
+    element of an update by as much: 12 updates of 0.1 are right to 12 * 0.1 * 4 * 2**-23 = 6e-7.
+    """
+    for ours, truth in zip(actual, expected, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=1e-6, atol=1e-6)
+
+
+def weight_under(scaler_type, **options):
+    """A weight with gradient [3, 4] under a scale of 1,024, its wrapper and the scaler."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = ClippedOptimizer(SGD([weight], lr=1.0, **options), ClipByGlobalNorm(1.0, eps=0.0))
+    scaler = scaler_type("cpu", init_scale=1024.0)
+    scaler.scale((weight * torch.tensor([3.0, 4.0])).sum()).backward()
+    return weight, optimizer, scaler

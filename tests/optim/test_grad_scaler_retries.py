@@ -1,0 +1,96 @@
+"""Steps under a GradScaler after one that raised: nothing is divided twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import grad_of
+from loss_scale import (
+    SCALE,
+    assert_same_run,
+    backward,
+    grads_at,
+    hand_step,
+    scaled_step,
+    weight_under,
+)
+from torch.optim import SGD
+from training import SCALERS, new_params
+
+from tritonclip import ClipByGlobalNorm, ClippedOptimizer, FlatGradients
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["with scaler", "without scaler"])
+@pytest.mark.parametrize("mode", [{"foreach": False}, {"fused": True}], ids=["plain", "fused"])
+@pytest.mark.parametrize("scaler_type", SCALERS)
+def test_scaler_is_right_after_a_step_that_raised(scaler_type, mode, again):
+    """What a scaler leaves at the optimizer for one step must not scale or skip the next one."""
+    params, twins = new_params(), new_params()
+    optimizer = ClippedOptimizer(SGD(params, lr=0.1, **mode), 1.0)
+    scaler = scaler_type("cpu", init_scale=SCALE)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = optimizer.register_step_pre_hook(interrupt)
+    backward(scaler, params, grads_at(1))
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+    handle.remove()
+    scaler.update()
+    following = scaler if again else torch.amp.GradScaler("cpu", enabled=False)
+    scaled_step(following, optimizer, params, grads_at(2))
+    hand_step(SGD(twins, lr=0.1), twins, grads_at(2), ClipByGlobalNorm(1.0))
+    assert_same_run(params, twins)
+
+
+def interrupt_a_step(scaler, optimizer):
+    """Begins a step that ends before the parameters are updated."""
+
+    def fail(*_):
+        handle.remove()
+        raise KeyboardInterrupt
+
+    handle = optimizer.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("scaler_type", SCALERS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_scaler_does_not_unscale_again_after_a_step_that_raised(scaler_type, fused):
+    weight, optimizer, scaler = weight_under(scaler_type, fused=fused)
+    interrupt_a_step(scaler, optimizer)
+    scaler.step(optimizer)
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+
+
+@pytest.mark.parametrize("scaler_type", SCALERS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_unscale_after_a_step_that_raised_is_refused(scaler_type, fused):
+    """The step has divided and clipped, and another one goes on."""
+    weight, optimizer, scaler = weight_under(scaler_type, fused=fused)
+    interrupt_a_step(scaler, optimizer)
+    # A scaler that has unscaled refuses by itself until then.
+    scaler.update()
+    before = grad_of(weight).clone()
+    with pytest.raises(RuntimeError, match=r"divided .* another step"):
+        scaler.unscale_(optimizer)
+    assert torch.equal(grad_of(weight), before)
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+
+
+@pytest.mark.parametrize("scaler_type", SCALERS)
+@pytest.mark.parametrize("flat", [False, True], ids=["list", "flat"])
+def test_unscale_of_new_gradients_after_a_step_that_raised_is_right(scaler_type, flat):
+    weight, optimizer, scaler = weight_under(scaler_type, fused=True)
+    optimizer.flat = FlatGradients([weight]) if flat else None
+
+    interrupt_a_step(scaler, optimizer)
+    weight.grad = None if not flat else grad_of(weight).zero_()
+    scaler.scale((weight * torch.tensor([30.0, 40.0])).sum()).backward()
+    scaler.unscale_(optimizer)
+    torch.testing.assert_close(grad_of(weight), torch.tensor([30.0, 40.0]))
+    scaler.step(optimizer)
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
