@@ -23,21 +23,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from arena import (
-    Arena,
-    FlatArena,
-    FlatOptimizerArena,
-    FusedArena,
-    OptimizerArena,
-    TorchArena,
-)
+from arena import Arena, FlatArena, FlatOptimizerArena, FusedArena, OptimizerArena, TorchArena
 from cases import INTERPRETED, bounds_of
 from clips import Clip, checked, random_clip, random_rule
-from engine import test_stale_plans
-from engine.test_stale_plans import DTYPES, MUTATIONS, SHAPES, World, take_step
 from footprint import memory
 from memories import Follower, random_follower, random_skip_bound
+from mutations import DTYPES, FORMS, MUTATIONS, RULES, SHAPES, take_step
 from workers import run_in_fork, run_in_threads
+from world import World
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
@@ -119,7 +112,7 @@ def change_a_list(choice: random.Random, backend: str) -> None:
     world = World(torch.device("cpu"), [(4, 5), (4, 5), (), (7,)])
     rule: Any = None
     for _ in range(12):
-        test_stale_plans.RULES["random"] = rule = of_changing_lists(choice, rule)
+        RULES["random"] = rule = of_changing_lists(choice, rule)
         step = (
             choice.choice(list(MUTATIONS)),
             choice.randrange(6),
@@ -127,7 +120,7 @@ def change_a_list(choice: random.Random, backend: str) -> None:
             choice.choice([torch.float32, *DTYPES]),
             choice.random() < 0.5,
             "random",
-            choice.choice(list(test_stale_plans.FORMS)),
+            choice.choice(list(FORMS)),
         )
         take_step(world, step)
         calls["calls"] += 1

@@ -1,0 +1,263 @@
+"""Ways to change a list of parameters between calls, each of which a cache could overlook."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from cases import grad_of
+from memories import elements
+from torch import Tensor
+from world import Subclass, World, assert_clips, memory
+
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, FlatGradients
+
+SHAPES = [(), (0,), (1,), (7,), (33,), (4, 5), (5, 4), (20,), (2, 3, 4), (24,)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64]
+# The same bytes seen as another dtype: as many elements, or twice as many.
+SAME_BYTES = {
+    torch.float16: torch.bfloat16,
+    torch.bfloat16: torch.float16,
+    torch.float32: torch.bfloat16,
+    torch.float64: torch.complex64,
+    torch.complex64: torch.float64,
+}
+RULES = {
+    "global": ClipByGlobalNorm(0.5),
+    "global-within": ClipByGlobalNorm(1e6),
+    "global-inf": ClipByGlobalNorm(0.5, norm_type=math.inf),
+    "by-norm": ClipByNorm(0.5),
+    "by-norm-p3": ClipByNorm(0.5, norm_type=3.0),
+    "by-value": ClipByValue(-0.3, 0.2),
+}
+FORMS: dict[str, Callable[[list[Tensor]], Any]] = {
+    "list": lambda params: params,
+    "tuple": tuple,
+    "generator": iter,
+    "pairs": lambda params: [(f"p{i}", p) for i, p in enumerate(params)],
+}
+
+
+def transpose(world: World, i: int, shape: Any, dtype: Any) -> None:
+    if world.own(i).dim() != 2:
+        world.renew(i, (4, 5), dtype)
+    grad_of(world.params[i]).t_()
+
+
+def spread(world: World, i: int, shape: Any, dtype: Any) -> None:
+    """The same address, dtype and shape, with a gap after each element; and back again."""
+    grad = world.own(i)
+    if grad.is_contiguous():
+        end = grad.storage_offset() + 2 * grad.numel()
+        if memory(grad).numel() < end * grad.itemsize:
+            world.renew(i, tuple(grad.shape), grad.dtype)
+            grad = grad_of(world.params[i])
+        grad.as_strided_(grad.shape, [2 * stride for stride in grad.stride()])
+    else:
+        grad.as_strided_(grad.shape, torch.empty(grad.shape, device="meta").stride())
+
+
+def overlap(world: World, i: int, shape: Any, dtype: Any) -> None:
+    grad = world.own(i)
+    grad.as_strided_((max(grad.numel(), 2),), (0,))
+
+
+def resize(world: World, i: int, shape: Any, dtype: Any) -> None:
+    world.own(i).resize_(shape)
+
+
+def reshape(world: World, i: int, shape: Any, dtype: Any) -> None:
+    grad = world.own(i)
+    grad.data = world.room(shape, grad.dtype)
+
+
+def retype(world: World, i: int, shape: Any, dtype: Any) -> None:
+    grad = world.own(i)
+    grad.data = torch.zeros(grad.shape, dtype=dtype, device=world.device)
+
+
+def reinterpret(world: World, i: int, shape: Any, dtype: Any) -> None:
+    grad = world.own(i)
+    if grad.is_contiguous() and grad.stride()[-1:] == (1,):
+        grad.data = grad.data.view(SAME_BYTES[grad.dtype])
+
+
+def to_integer(world: World, i: int, shape: Any, dtype: Any) -> None:
+    world.renew(i, (4, 5), torch.float32)
+    grad = grad_of(world.params[i])
+    grad.data = grad.data.view(torch.int32)
+
+
+def to_subclass(world: World, i: int, shape: Any, dtype: Any) -> None:
+    world.give(i, world.own(i).as_subclass(Subclass))
+
+
+def to_sparse(world: World, i: int, shape: Any, dtype: Any) -> None:
+    values = world.room((3,), torch.float32)
+    index = torch.tensor([[0, 2, 5]], device=world.device)
+    world.give(
+        i, torch.sparse_coo_tensor(index, values, (7,), is_coalesced=True, check_invariants=True)
+    )
+
+
+def negate(world: World, i: int, shape: Any, dtype: Any) -> None:
+    """The same memory, read with the other sign."""
+    if world.own(i).is_complex():
+        world.renew(i, shape, torch.float32)
+    world.give(i, torch._neg_view(grad_of(world.params[i])))
+
+
+def shift(world: World, i: int, shape: Any, dtype: Any) -> None:
+    """Another address in the same memory."""
+    world.renew(i, shape, dtype)
+    grad = grad_of(world.params[i])
+    grad.data = grad.as_strided(grad.shape, grad.stride(), 3)
+
+
+def recreate(world: World, i: int, shape: Any, dtype: Any) -> None:
+    grad = world.own(i)
+    shape, dtype = tuple(grad.shape), grad.dtype
+    del grad
+    world.renew(i, shape, dtype)
+
+
+def recreate_in_place(world: World, i: int, shape: Any, dtype: Any) -> None:
+    """The address that was there, with another dtype and shape."""
+    memory_of_old = memory(world.own(i))
+    world.give(i, None)
+    n = math.prod(shape)
+    if n * dtype.itemsize <= memory_of_old.numel() // 8 * 8:
+        world.give(i, memory_of_old[: n * dtype.itemsize].view(dtype).view(shape))
+
+
+def zero_grad(world: World, *, set_to_none: bool) -> None:
+    """What an optimizer and `backward` leave behind."""
+    for i, param in enumerate(world.params):
+        # backward adds to gradients of the parameter's own kind only.
+        kinds = [(t.dtype, t.layout, t.shape, t.is_contiguous()) for t in (param, world.own(i))]
+        if kinds[0] != kinds[1]:
+            world.renew(i, (4, 5), torch.float32)
+    torch.optim.SGD(world.params).zero_grad(set_to_none)
+    gc.collect()
+    sum(
+        (param.abs().sum() + param.sum().abs()).to(torch.float64) for param in world.params
+    ).backward()  # type: ignore[union-attr]
+
+
+def swap(world: World, i: int, shape: Any, dtype: Any) -> None:
+    """Two gradients of one size exchange their memory."""
+    j = (i + 1) % len(world.params)
+    for k in (i, j):
+        world.own(k)
+        world.renew(k, shape, dtype)
+    one, other = grad_of(world.params[i]), grad_of(world.params[j])
+    one.data, other.data = other.data, one.data
+
+
+def tie(world: World, i: int, shape: Any, dtype: Any) -> None:
+    world.give((i + 1) % len(world.params), world.own(i))
+
+
+def alias(world: World, i: int, shape: Any, dtype: Any) -> None:
+    world.give((i + 1) % len(world.params), world.own(i).detach())
+
+
+def share_part(world: World, i: int, shape: Any, dtype: Any) -> None:
+    """The form and the dtype that were there, from one element further on in another's memory."""
+    j = (i + 1) % len(world.params)
+    world.renew(i, (4, 5), torch.float32)
+    grad = grad_of(world.params[i])
+    world.give(j, grad.as_strided(grad.shape, grad.stride(), 1))
+    world.in_common = world.params[i], world.params[j]
+
+
+def rotate(world: World, i: int, shape: Any, dtype: Any) -> None:
+    world.params.append(world.params.pop(0))
+
+
+def toggle(world: World, i: int, shape: Any, dtype: Any) -> None:
+    param: Any = world.params[i]
+    param.need_clip = not getattr(param, "need_clip", True)
+
+
+def remove(world: World, i: int, shape: Any, dtype: Any) -> None:
+    if len(world.params) > 2:
+        del world.params[i]
+
+
+def replace_parameter(world: World, i: int, shape: Any, dtype: Any) -> None:
+    """Another parameter in the same place of the list, with the very gradient."""
+    grad = world.own(i)
+    world.params[i] = torch.nn.Parameter(torch.zeros(0, device=world.device))
+    world.give(i, grad)
+
+
+def flatten(world: World, i: int, shape: Any, dtype: Any) -> None:
+    for k, param in enumerate(world.params):
+        if param.grad is not None:
+            world.give(k, world.own(k))
+    if any(getattr(param, "need_clip", True) for param in world.params):
+        world.flat = FlatGradients(world.params)
+
+
+def lose_view(world: World, i: int, shape: Any, dtype: Any) -> None:
+    flatten(world, i, shape, dtype)
+    param = world.params[i]
+    if world.flat is not None and any(param is p for p in world.flat.parameters):
+        world.lost_view = True
+        world.give(i, None)
+        if math.prod(shape) % 2:
+            world.renew(i, tuple(param.shape), param.dtype)
+
+
+MUTATIONS: dict[str, Callable[[World, int, Any, Any], None]] = {
+    "filled": lambda world, i, shape, dtype: None,
+    "none": lambda world, i, shape, dtype: world.give(i, None),
+    "made-anew": lambda world, i, shape, dtype: world.renew(i, shape, dtype),
+    "recreated": recreate,
+    "recreated-in-place": recreate_in_place,
+    "zero-grad-to-none": lambda world, *_: zero_grad(world, set_to_none=True),
+    "zero-grad-to-zero": lambda world, *_: zero_grad(world, set_to_none=False),
+    "resized": resize,
+    "reshaped": reshape,
+    "retyped": retype,
+    "reinterpreted": reinterpret,
+    "transposed": transpose,
+    "spread": spread,
+    "shifted": shift,
+    "negated": negate,
+    "overlapping": overlap,
+    "integer": to_integer,
+    "subclass": to_subclass,
+    "sparse": to_sparse,
+    "swapped": swap,
+    "tied": tie,
+    "aliased": alias,
+    "part-in-common": share_part,
+    "rotated": rotate,
+    "need-clip": toggle,
+    "added": lambda world, i, shape, dtype: world.add(shape, dtype),
+    "removed": remove,
+    "replaced": replace_parameter,
+    "flat": flatten,
+    "lost-view": lose_view,
+}
+
+
+def take_step(world: World, step: tuple[Any, ...]) -> None:
+    """Changes the list in one way, and clips it."""
+    mutation, i, shape, dtype, keep, rule, form = step
+    i %= len(world.params)
+    world.mend()
+    old = world.params[i].grad
+    if keep and old is not None:
+        # Whoever still knows the old address would write here.
+        world.retired = [*world.retired[-4:], elements(old).detach()]
+    del old
+    MUTATIONS[mutation](world, i, shape, dtype)
+    if world.flat is not None:
+        assert_clips(world, RULES[rule], world.flat, world.flat.parameters)
+    assert_clips(world, RULES[rule], FORMS[form](world.params), world.params)
