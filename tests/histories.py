@@ -1,4 +1,4 @@
-"""Adaptive rules as their papers have them, in NumPy, one norm after the other; and norms to feed.
+"""Adaptive rules as their papers have them, in NumPy; norms and gradients to feed them.
 
 What is NaN, inf or 0 enters no history here either: the papers' codes do not say so.
 """
@@ -8,8 +8,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import pytest
+import torch
+from cases import grad_of, normal, parameters
+from torch import Tensor
+
+import tritonclip
+from tritonclip import ClipByOwnHistory, ClipByQuantile, ClipByZScore, ClipState
 
 Limits = Callable[[float], float]
 
@@ -111,3 +119,29 @@ def own_history(
         return found
 
     return limits
+
+
+ADAPTIVE = [
+    pytest.param(ClipByQuantile(0.7, 20), id="quantile"),
+    pytest.param(ClipByZScore(warmup=10), id="zscore"),
+    pytest.param(ClipByOwnHistory(warmup=10), id="own-history"),
+]
+
+
+def of_norm(size: float, shape: int = 5, dtype: torch.dtype = torch.float64) -> Tensor:
+    """A gradient of this norm."""
+    if not math.isfinite(size):
+        return torch.tensor([1.0] * (shape - 1) + [size], dtype=dtype)
+    direction = normal(shape, torch.float64)
+    length = float(direction.norm())
+    return (direction / length * size).to(dtype)
+
+
+def run(rule: Any, state: ClipState, steps: range) -> list[Tensor]:
+    grads = []
+    for step in steps:
+        size = norms(60, seed=5)[step]
+        weights = parameters([of_norm(size), of_norm(1.0, 3)])
+        tritonclip.clip_(weights, rule, state=state)
+        grads += [grad_of(weight) for weight in weights]
+    return grads

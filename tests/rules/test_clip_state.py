@@ -1,0 +1,216 @@
+"""The state of rules that follow earlier norms: saved, loaded, copied, and refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from cases import grad_of, parameters
+from histories import ADAPTIVE, of_norm, run
+from torch import Tensor
+
+import tritonclip
+from tritonclip import (
+    ClipByNorm,
+    ClipByOwnHistory,
+    ClipByQuantile,
+    ClipByValue,
+    ClipByZScore,
+    ClipState,
+)
+
+
+@pytest.mark.parametrize(
+    "rule", [*ADAPTIVE, pytest.param(ClipByNorm(lambda t: 1 / (1 + t)), id="schedule")]
+)
+@pytest.mark.parametrize("how", ["state_dict", "deepcopy", "pickle"])
+def test_a_resumed_state_clips_as_one_that_went_on(rule, how):
+    state = ClipState()
+    run(rule, state, range(30))
+    if how == "state_dict":
+        other = ClipState()
+        other.load_state_dict(copy.deepcopy(state.state_dict()))
+    else:
+        other = copy.deepcopy(state) if how == "deepcopy" else pickle.loads(pickle.dumps(state))
+    expected, found = run(rule, state, range(30, 60)), run(rule, other, range(30, 60))
+    assert all(
+        map(torch.equal, [g.nan_to_num() for g in found], [g.nan_to_num() for g in expected])
+    )
+    assert other.steps == 60
+
+
+def test_state_dict_is_a_copy():
+    state = ClipState()
+    run(ClipByZScore(), state, range(3))
+    saved = state.state_dict()
+    before = saved["values"].clone()
+    run(ClipByZScore(), state, range(3))
+    assert torch.equal(saved["values"], before)
+
+
+@pytest.mark.parametrize("rule", ADAPTIVE)
+def test_a_call_that_raises_leaves_the_state(rule):
+    state = ClipState()
+    run(rule, state, range(3))
+    before = state.state_dict()
+    weights = parameters([of_norm(math.nan), of_norm(1.0, 3)])
+    with pytest.raises(RuntimeError, match="non-finite"):
+        tritonclip.clip_(weights, rule, state=state, nonfinite="error")
+    after = state.state_dict()
+    assert torch.equal(after["values"].nan_to_num(-1), before["values"].nan_to_num(-1))
+    assert after["steps"] == before["steps"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0])
+@pytest.mark.parametrize("rule", ADAPTIVE)
+def test_a_norm_that_is_no_measure_leaves_the_values(rule, value):
+    state = ClipState()
+    run(rule, state, range(1))
+    before = state.state_dict()["values"]
+    tritonclip.clip_(parameters([of_norm(value), of_norm(value, 3)]), rule, state=state)
+    assert torch.equal(state.state_dict()["values"].nan_to_num(-1), before.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("other", [ClipByZScore(), ClipByQuantile(0.7, 21)], ids=["rule", "window"])
+def test_a_state_refuses_another_rule(other):
+    state = ClipState()
+    run(ClipByQuantile(0.7, 20), state, range(2))
+    (weight,) = parameters([of_norm(100.0)])
+    with pytest.raises(ValueError, match=r"remembers norms for ClipByQuantile.*new ClipState"):
+        tritonclip.clip_(weight, other, state=state)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("rule", ADAPTIVE)
+@pytest.mark.parametrize("fresh", [True, False], ids=["loaded", "same"])
+def test_a_state_refuses_another_list(rule, n, fresh):
+    state = ClipState()
+    run(rule, state, range(2))
+    if fresh:
+        saved, state = state.state_dict(), ClipState()
+        state.load_state_dict(saved)
+    weights = parameters([of_norm(100.0)] * n)
+    before = [grad_of(weight).clone() for weight in weights]
+    with pytest.raises(ValueError, match=f"norms of 2 parameters, and there are {n}"):
+        tritonclip.clip_(weights, rule, state=state)
+    assert all(map(torch.equal, map(grad_of, weights), before))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        [1],
+        None,
+        {"kind": 7, "steps": 1, "parameters": 1, "values": None},
+        {"kind": "", "steps": -3, "parameters": 1, "values": None},
+        {"kind": "", "steps": 0, "parameters": -1, "values": None},
+        {"kind": "", "steps": 0, "parameters": None, "values": [1.0]},
+    ],
+    ids=repr,
+)
+def test_load_state_dict_refuses_what_is_no_state(wrong):
+    with pytest.raises(ValueError, match=r"ClipState\.state_dict"):
+        ClipState().load_state_dict(wrong)
+
+
+def _given(*sizes: float) -> list[Tensor]:
+    """Weights that have gradients of these norms."""
+    weights = [torch.zeros(1, requires_grad=True) for _ in sizes]
+    for weight, size in zip(weights, sizes, strict=True):
+        weight.grad = torch.tensor([size])
+    return weights
+
+
+LISTS = {
+    "list": lambda weights: weights,
+    "flat": tritonclip.FlatGradients,
+    "named": lambda weights: [(f"w{i}", weight) for i, weight in enumerate(weights)],
+}
+
+
+@pytest.mark.parametrize("of", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(ClipByQuantile(0.5, 9), id="quantile"),
+        pytest.param(ClipByOwnHistory(), id="own-history"),
+        pytest.param(ClipByValue(lambda step: 0.1), id="value"),
+    ],
+)
+def test_a_state_refuses_another_model_of_as_many_parameters(rule, of):
+    state, first, second = ClipState(), _given(1.0, 2.0), _given(3.0, 4.0)
+    tritonclip.clip_(of(first), rule, state=state)
+    before = repr(state.state_dict())
+    with pytest.raises(ValueError, match=r"begins with another parameter.*new ClipState\(\)"):
+        tritonclip.clip_(of(second), rule, state=state)
+    assert repr(state.state_dict()) == before
+    assert [grad_of(weight).item() for weight in second] == [3.0, 4.0]
+    tritonclip.clip_(LISTS["list"](first), rule, state=state)
+
+
+def _loaded(state: ClipState) -> ClipState:
+    other = ClipState()
+    other.load_state_dict(state.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, copy.copy, _loaded])
+def test_a_copied_state_follows_another_model(again):
+    state, rule = ClipState(), ClipByQuantile(0.5, 9)
+    first, second = _given(1.0), _given(3.0)
+    tritonclip.clip_(first, rule, state=state)
+    other = again(state)
+    tritonclip.clip_(second, rule, state=other)
+    assert other.steps == 2
+
+
+def test_a_state_goes_on_where_its_parameters_are_gone():
+    state, rule = ClipState(), ClipByQuantile(0.5, 9)
+    for _ in range(2):
+        tritonclip.clip_(_given(1.0), rule, state=state)
+    assert state.steps == 2
+
+
+def test_values_saved_in_float32_go_on_in_float64():
+    """As a checkpoint that was cast brings them."""
+    rule, state, loaded = ClipByQuantile(0.5, 9), ClipState(), ClipState()
+    run(rule, state, range(5))
+    saved = state.state_dict()
+    loaded.load_state_dict({**saved, "values": saved["values"].float()})
+    for one in (state, loaded):
+        run(rule, one, range(5, 10))
+    torch.testing.assert_close(
+        loaded.state_dict()["values"],
+        state.state_dict()["values"],
+        rtol=1e-6,
+        atol=0,
+        equal_nan=True,
+    )
+
+
+def test_state_must_be_a_state():
+    with pytest.raises(TypeError, match="state must be a ClipState, got dict"):
+        tritonclip.clip_([], 1.0, state={})  # type: ignore[call-overload]
+
+
+def test_a_state_of_another_window_is_refused_by_its_length():
+    state = ClipState()
+    run(ClipByQuantile(0.7, 20), state, range(2))
+    saved = state.state_dict()
+    saved["values"] = saved["values"][:-3]
+    state.load_state_dict(saved)
+    with pytest.raises(ValueError, match="new ClipState"):
+        run(ClipByQuantile(0.7, 20), state, range(2))
+
+
+def test_a_state_may_be_loaded_in_inference_mode():
+    state, other = ClipState(), ClipState()
+    run(ClipByZScore(), state, range(2))
+    with torch.inference_mode():
+        other.load_state_dict(state.state_dict())
+    run(ClipByZScore(), other, range(2))
+    assert other.steps == 4
