@@ -11,6 +11,7 @@ import pytest
 import reference
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
@@ -177,3 +178,13 @@ def no_sync() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class NoHostRead(TorchDispatchMode):
+    """Refuses to read a value from a tensor on the host, or to pin memory for a copy of one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        assert not name.startswith(("_local_scalar_dense", "item", "is_nonzero", "nonzero")), name
+        assert not (kwargs or {}).get("pin_memory"), name
+        return func(*args, **(kwargs or {}))

@@ -7,21 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from cases import NoHostRead
 from processes import in_processes
 from refusing import as_on_accelerator
 from spread import collectives_of, mesh_of, parameter, with_partial
 from torch import distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
-from tritonclip import (
-    ClipByGlobalNorm,
-    ClipByNorm,
-    ClipByUnitNorm,
-    ClipByValue,
-    ClippedOptimizer,
-)
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue, ClippedOptimizer
 from tritonclip.backends import choose
 from tritonclip.engine.planner import plans
 
@@ -55,14 +49,6 @@ def test_clip_sends_numbers_on_a_device_of_the_group(p: float) -> None:
     tritonclip.clip_([parameter((8, 3), mesh_of(-1), [Shard(0)])], 1.0)
 
 
-class _NoSync(TorchDispatchMode):
-    """Refuses to read a tensor on the host."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default, "a host sync"
-        return func(*args, **(kwargs or {}))
-
-
 RULES = [ClipByGlobalNorm(0.1, p) for p in (2.0, 100.0, math.inf, -math.inf, 0.0)]
 
 
@@ -84,7 +70,7 @@ def test_clip_waits_for_no_device(rule: Any, policy: Any) -> None:
         rule.bounds(torch.float32)
     decides, choose.host_decides = choose.host_decides, lambda device: False
     try:
-        with as_on_accelerator(), tritonclip.use_backend("torch"), _NoSync():
+        with as_on_accelerator(), tritonclip.use_backend("torch"), NoHostRead():
             for _ in range(2):
                 tritonclip.clip_(parameters, rule, nonfinite=policy)
     finally:

@@ -7,24 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from cases import NoHostRead
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
 from tritonclip.monitor import row_buffer
 from tritonclip.monitor.history import read
-
-
-class NoSync(TorchDispatchMode):
-    """Refuses to read a value from a tensor, or to copy one to another device."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        name = str(func)
-        assert "_local_scalar_dense" not in name, name
-        assert "nonzero" not in name, name
-        assert not (kwargs or {}).get("pin_memory"), name
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -37,7 +25,7 @@ def test_add_reads_no_value(path, dtype):
     """The mode is entered around everything but the last flush: automatic flushes are inside."""
     weight = torch.nn.Parameter(torch.ones(5, dtype=dtype))
     recorder = tritonclip.record(path, every=4)
-    with NoSync():
+    with NoHostRead():
         for step in range(10):
             norm = torch.full((), float(step), dtype=dtype)
             parts = {"weight": weight.detach()[0]}
@@ -76,7 +64,7 @@ def test_add_between_flushes_only_fills_a_row(path):
 
 
 def test_the_mode_of_these_tests_notices_a_sync():
-    with NoSync(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+    with NoHostRead(), pytest.raises(AssertionError, match="_local_scalar_dense"):
         torch.tensor(1.0).item()
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_bits, copies, grad_of
+from cases import NoHostRead, assert_bits, copies, grad_of
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from training import INNERS, PLAIN_AND_FUSED, SCALERS, give_grads, sgd, state_of, wrapped
 
 import tritonclip
@@ -200,14 +199,6 @@ def test_skip_above_looks_at_a_closure_first():
     assert int(optimizer.stats.skipped_steps) == 1
 
 
-class NoSync(TorchDispatchMode):
-    """Refuses to read a tensor on the host."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func is not torch.ops.aten._local_scalar_dense.default, "a host sync"
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("above", [20.0, Outlier(4.0, 8)], ids=["fixed", "outlier"])
 def test_skip_above_waits_for_no_device_where_the_optimizer_is_fused(above, monkeypatch):
     """As for tensors of a GPU; a CPU's optimizer itself reads its numbers."""
@@ -215,7 +206,7 @@ def test_skip_above_waits_for_no_device_where_the_optimizer_is_fused(above, monk
     monkeypatch.setattr(tritonclip.optim.memory.SkipWatch, "_read", lambda self, n: 0)
     params, optimizer = wrapped(PLAIN_AND_FUSED[1].values[0], skip_above=above)
     monkeypatch.setattr(optimizer.optimizer, "step", lambda: None)
-    with tritonclip.use_backend("torch"), NoSync():
+    with tritonclip.use_backend("torch"), NoHostRead():
         for step in range(12):
             give_grads(params, step)
             optimizer.step()
