@@ -13,6 +13,7 @@ from cases import assert_norm
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -104,6 +105,46 @@ def assert_same_everywhere(tensor: Tensor) -> None:
     """A result has the same bits in every process."""
     for other in gathered(tensor.detach()):
         torch.testing.assert_close(other, tensor.detach(), rtol=0, atol=0, equal_nan=True)
+
+
+def network() -> nn.Module:
+    """A model that is the same in every process, for batches of 3 columns."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def norm_alone(batches: Iterable[Tensor], model: nn.Module, max_norm: float) -> Tensor:
+    """The last norm of one process, whose weights are compared with those of several."""
+    alone = network()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        alone(batch).square().mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), max_norm)
+        optimizer.step()
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours.detach()), theirs.detach(), rtol=1e-5, atol=1e-7)
+    return norm
+
+
+def sharded_network(*, sharded: bool = True) -> nn.Module:
+    """A model over all processes by FSDP2, for batches of 6 columns; or that of one process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    if sharded:
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh_of(-1))
+        fully_shard(model, mesh=mesh_of(-1))
+    return model
+
+
+def loss_of(model: nn.Module, step: int, *, sharded: bool = True) -> Tensor:
+    """The loss of the batch of a step, or of the part of this process."""
+    batch = values((8, 6), step)
+    if sharded:
+        batch = batch.chunk(dist.get_world_size())[dist.get_rank()]
+    loss: Tensor = model(batch).square().mean()
+    return loss
 
 
 def grads_of(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from processes import in_processes
-from spread import as_torchrun, assert_same_everywhere, values, whole
+from spread import as_torchrun, assert_same_everywhere, network, norm_alone, values
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
@@ -19,11 +19,6 @@ from tritonclip import ClippedOptimizer
 accelerate: Any = pytest.importorskip("accelerate", reason="needs tritonclip[integrations]")
 
 STEPS, MAX_NORM = 3, 0.05
-
-
-def _network() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
 
 
 @contextmanager
@@ -51,7 +46,7 @@ def test_accelerate_leaves_fsdp_out_on_a_cpu() -> None:
     """Why the recipe runs only forced."""
     with _accelerator(forced=False) as accelerator:
         assert accelerator.distributed_type == accelerate.DistributedType.MULTI_CPU
-        model = accelerator.prepare(_network())
+        model = accelerator.prepare(network())
         assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
 
 
@@ -60,10 +55,10 @@ def test_accelerate_leaves_fsdp_out_on_a_cpu() -> None:
 def test_accelerate_with_fsdp2_trains_as_one_process(by: str) -> None:
     batches = [values((4, 3), step) for step in range(STEPS)]
     with _accelerator(forced=True) as accelerator:
-        network = _network()
-        inner: Any = torch.optim.SGD(network.parameters(), lr=0.1)
+        bare = network()
+        inner: Any = torch.optim.SGD(bare.parameters(), lr=0.1)
         wrapper = ClippedOptimizer(inner, MAX_NORM) if by == "optimizer" else None
-        model, optimizer = accelerator.prepare(network, wrapper or inner)
+        model, optimizer = accelerator.prepare(bare, wrapper or inner)
         assert all(isinstance(one, DTensor) for one in model.parameters())
         for batch in batches:
             optimizer.zero_grad()
@@ -73,14 +68,6 @@ def test_accelerate_with_fsdp2_trains_as_one_process(by: str) -> None:
                 norm = tritonclip.clip_(model, MAX_NORM)
             optimizer.step()
         ours = norm if wrapper is None else wrapper.stats.last_norm
-    alone = _network()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for batch in batches:
-        optimizer.zero_grad()
-        alone(batch).square().mean().backward()
-        expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), MAX_NORM)
-        optimizer.step()
+    expected = norm_alone(batches, model, MAX_NORM)
     assert_same_everywhere(ours)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=0)
-    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(one.detach()), other.detach(), rtol=1e-5, atol=1e-7)

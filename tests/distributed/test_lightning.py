@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from processes import in_processes
-from spread import as_torchrun, assert_same_everywhere, values, whole
+from spread import as_torchrun, assert_same_everywhere, network, norm_alone, values
 from torch import distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
@@ -18,42 +18,13 @@ lightning: Any = pytest.importorskip("lightning", reason="needs tritonclip[integ
 STEPS, MAX_NORM = 3, 0.05
 
 
-def _network() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-
-
-@pytest.mark.parametrize("by", ["hand", "callback"])
-@in_processes(2)
-def test_model_parallel_strategy_trains_as_one_process(by: str) -> None:
+def _fitted(model: Any, batches: list[torch.Tensor], strategy: Any, by: str) -> Any:
+    """A Trainer that has fitted a model, each process on its part of every batch."""
     from tritonclip.integrations.lightning import Clipping
 
-    class Model(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network: Any = None
-
-        def configure_model(self) -> None:
-            if self.network is None:
-                self.network = fully_shard(_network(), mesh=self.device_mesh["data_parallel"])
-
-        def configure_optimizers(self) -> Any:
-            inner = torch.optim.SGD(self.parameters(), lr=0.1)
-            return tritonclip.ClippedOptimizer(inner, MAX_NORM) if by == "hand" else inner
-
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            loss: torch.Tensor = self.network(batch).square().mean()
-            return loss
-
-    batches = [values((4, 3), step) for step in range(STEPS)]
-    # A batch is a half of each of these.
     rows: Any = torch.cat([batch.chunk(2)[dist.get_rank()] for batch in batches])
-    model = Model()
     with pytest.MonkeyPatch.context() as environment:
         as_torchrun(environment)
-        strategy = lightning.pytorch.strategies.ModelParallelStrategy(
-            data_parallel_size=2, tensor_parallel_size=1
-        )
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=dist.get_world_size(),
@@ -67,26 +38,41 @@ def test_model_parallel_strategy_trains_as_one_process(by: str) -> None:
             use_distributed_sampler=False,
         )
         trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=2))
+    return trainer
 
-    norm = _norm_alone(batches, model)
+
+@pytest.mark.parametrize("by", ["hand", "callback"])
+@in_processes(2)
+def test_model_parallel_strategy_trains_as_one_process(by: str) -> None:
+    class Model(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network: Any = None
+
+        def configure_model(self) -> None:
+            if self.network is None:
+                self.network = fully_shard(network(), mesh=self.device_mesh["data_parallel"])
+
+        def configure_optimizers(self) -> Any:
+            inner = torch.optim.SGD(self.parameters(), lr=0.1)
+            return tritonclip.ClippedOptimizer(inner, MAX_NORM) if by == "hand" else inner
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.network(batch).square().mean()
+            return loss
+
+    batches = [values((4, 3), step) for step in range(STEPS)]
+    model = Model()
+    strategy = lightning.pytorch.strategies.ModelParallelStrategy(
+        data_parallel_size=2, tensor_parallel_size=1
+    )
+    trainer = _fitted(model, batches, strategy, by)
+
+    norm = norm_alone(batches, model, MAX_NORM)
     stats = trainer.optimizers[0].stats
     assert stats.summary()["clipped_steps"] == STEPS
     assert_same_everywhere(stats.last_norm)
     torch.testing.assert_close(stats.last_norm, norm, rtol=1e-5, atol=0)
-
-
-def _norm_alone(batches: list[torch.Tensor], model: Any) -> torch.Tensor:
-    """The last norm of one process, whose weights are compared with those of several."""
-    alone = _network()
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
-    for batch in batches:
-        optimizer.zero_grad()
-        alone(batch).square().mean().backward()
-        norm = torch.nn.utils.clip_grad_norm_(alone.parameters(), MAX_NORM)
-        optimizer.step()
-    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(whole(ours.detach()), theirs.detach(), rtol=1e-5, atol=1e-7)
-    return norm
 
 
 def test_fsdp_strategy_refuses_a_cpu() -> None:
@@ -112,14 +98,12 @@ class _Sharded(lightning.pytorch.strategies.FSDPStrategy):
 @pytest.mark.parametrize("by", ["hook", "callback"])
 @in_processes(2)
 def test_fsdp_strategy_trains_as_one_process(by: str, sharding: str) -> None:
-    from tritonclip.integrations.lightning import Clipping
-
     norms = []
 
     class Model(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.network = _network()
+            self.network = network()
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -137,27 +121,12 @@ def test_fsdp_strategy_trains_as_one_process(by: str, sharding: str) -> None:
                 norms.append(tritonclip.clip_(self.parameters(), MAX_NORM, **options))
 
     batches = [values((4, 3), step) for step in range(STEPS)]
-    rows: Any = torch.cat([batch.chunk(2)[dist.get_rank()] for batch in batches])
     model = Model()
-    with pytest.MonkeyPatch.context() as environment:
-        as_torchrun(environment)
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            strategy=_Sharded(sharding_strategy=sharding),
-            callbacks=[Clipping(MAX_NORM)] if by == "callback" else [],
-            max_steps=STEPS,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-        )
-        trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=2))
+    trainer = _fitted(model, batches, _Sharded(sharding_strategy=sharding), by)
 
     sharded = trainer.strategy.model
     with FullyShardedDataParallel.summon_full_params(sharded, writeback=False):
-        norm = _norm_alone(batches, model)
+        norm = norm_alone(batches, model, MAX_NORM)
     ours = norms[-1] if by == "hook" else trainer.optimizers[0].stats.last_norm
     assert_same_everywhere(ours)
     torch.testing.assert_close(ours, norm, rtol=1e-5, atol=0)

@@ -13,15 +13,16 @@ from spread import (
     gathered,
     grads_of,
     local,
+    loss_of,
     mesh_of,
     parameter,
+    sharded_network,
     values,
     whole,
 )
 from torch import distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from training import MODES, SCALERS
 
@@ -35,24 +36,6 @@ from tritonclip import (
     ClippedOptimizer,
     Outlier,
 )
-
-
-def _model(*, sharded: bool = True) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    if sharded:
-        for layer in (model[0], model[2]):
-            fully_shard(layer, mesh=mesh_of(-1))
-        fully_shard(model, mesh=mesh_of(-1))
-    return model
-
-
-def _loss(model: nn.Module, step: int, *, sharded: bool = True) -> torch.Tensor:
-    batch = values((8, 6), step)
-    if sharded:
-        batch = batch.chunk(dist.get_world_size())[dist.get_rank()]
-    loss: torch.Tensor = model(batch).square().mean()
-    return loss
 
 
 def _weights(model: nn.Module) -> list[torch.Tensor]:
@@ -69,7 +52,7 @@ def _spoil(model: nn.Module, bad: float) -> None:
 @pytest.mark.parametrize("nonfinite", ["propagate", "zero", "error", "skip"])
 @in_processes(2)
 def test_step_equals_one_process(mode: str, nonfinite: Any) -> None:
-    models = [_model(), _model(sharded=False)]
+    models = [sharded_network(), sharded_network(sharded=False)]
     wrappers = [
         ClippedOptimizer(
             torch.optim.AdamW(m.parameters(), lr=0.1, **MODES[mode]), 0.05, nonfinite=nonfinite
@@ -78,7 +61,7 @@ def test_step_equals_one_process(mode: str, nonfinite: Any) -> None:
     ]
     for step in range(4):
         for sharded, model, wrapper in zip((True, False), models, wrappers, strict=True):
-            _loss(model, step, sharded=sharded).backward()
+            loss_of(model, step, sharded=sharded).backward()
             wrapper.step()
             wrapper.zero_grad()
     for ours, theirs in zip(*map(_weights, models), strict=True):
@@ -92,11 +75,11 @@ def test_step_equals_one_process(mode: str, nonfinite: Any) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @in_processes(2)
 def test_step_is_skipped_everywhere(mode: str, bad: float) -> None:
-    model = _model()
+    model = sharded_network()
     wrapper = ClippedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=0.1, **MODES[mode]), 0.05, nonfinite="skip"
     )
-    _loss(model, 0).backward()
+    loss_of(model, 0).backward()
     wrapper.step()
     before = _weights(model)
     _spoil(model, bad)
@@ -109,10 +92,10 @@ def test_step_is_skipped_everywhere(mode: str, bad: float) -> None:
 
 @in_processes(2)
 def test_step_raises_everywhere() -> None:
-    model = _model()
+    model = sharded_network()
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
     wrapper = ClippedOptimizer(optimizer, 0.05, nonfinite="error")
-    _loss(model, 0).backward()
+    loss_of(model, 0).backward()
     _spoil(model, math.nan)
     before = _weights(model)
     with pytest.raises(RuntimeError, match=r"0\.weight \(on rank 1\)"):
@@ -125,7 +108,7 @@ def test_step_raises_everywhere() -> None:
 @pytest.mark.parametrize("mode", ["foreach", "fused"])
 @in_processes(2)
 def test_scaler_skips_everywhere(scaler: Any, mode: str) -> None:
-    model, alone = _model(), _model(sharded=False)
+    model, alone = sharded_network(), sharded_network(sharded=False)
     wrappers = [
         # torch has no fused SGD for DTensors.
         ClippedOptimizer(torch.optim.AdamW(m.parameters(), lr=0.1, **MODES[mode]), 0.05)
@@ -137,7 +120,7 @@ def test_scaler_skips_everywhere(scaler: Any, mode: str) -> None:
             (True, False), (model, alone), wrappers, scalers, strict=True
         ):
             wrapper.zero_grad()
-            its.scale(_loss(one, step, sharded=sharded)).backward()
+            its.scale(loss_of(one, step, sharded=sharded)).backward()
             if step == 2:
                 if sharded:
                     _spoil(one, math.inf)
@@ -174,7 +157,7 @@ def test_scaler_measures_in_a_process_without_gradients(is_sharded: bool) -> Non
 
 @in_processes(2)
 def test_groups_have_their_rules() -> None:
-    model, alone = _model(), _model(sharded=False)
+    model, alone = sharded_network(), sharded_network(sharded=False)
     wrappers = []
     for one in (model, alone):
         first, _, last = one.children()
@@ -185,7 +168,7 @@ def test_groups_have_their_rules() -> None:
         ]
         wrappers.append(ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 0.05, nonfinite="skip"))
     for sharded, one, wrapper in zip((True, False), (model, alone), wrappers, strict=True):
-        _loss(one, 0, sharded=sharded).backward()
+        loss_of(one, 0, sharded=sharded).backward()
         wrapper.step()
     for ours, theirs in zip(_weights(model), _weights(alone), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
@@ -194,9 +177,9 @@ def test_groups_have_their_rules() -> None:
 
 @in_processes(2)
 def test_checkpoint_holds_the_same_statistics_everywhere() -> None:
-    model = _model()
+    model = sharded_network()
     wrapper = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 0.05)
-    _loss(model, 0).backward()
+    loss_of(model, 0).backward()
     wrapper.step()
     saved = wrapper.state_dict()
     for value in saved["tritonclip"].values():
@@ -233,11 +216,11 @@ def test_clip_waits_for_pieces_that_are_on_their_way() -> None:
 
 def _trained_by(rule: Any, steps: int = 12, *, sharded: bool, **options: Any) -> Any:
     """A model after some steps under a rule that follows the norms, and its optimizer."""
-    model = _model(sharded=sharded)
+    model = sharded_network(sharded=sharded)
     optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule, **options)
     for step in range(steps):
         optimizer.zero_grad()
-        (_loss(model, step, sharded=sharded) * (100.0 if step % 5 == 4 else 1.0)).backward()
+        (loss_of(model, step, sharded=sharded) * (100.0 if step % 5 == 4 else 1.0)).backward()
         if step == 6:
             # A gradient that no process has in this step.
             next(iter(model.parameters())).grad = None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import assert_norm
 from processes import in_processes
-from spread import assert_same_everywhere, local, mesh_of, values, whole
+from spread import assert_same_everywhere, local, loss_of, mesh_of, sharded_network, values, whole
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -182,20 +182,12 @@ def test_clip_by_unit_agrees_on_nan_of_one_process(policy: Any) -> None:
 @in_processes(2)
 def test_clipped_optimizer_by_unit_over_fsdp_trains_as_one_process() -> None:
     def train(*, sharded: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        if sharded:
-            for layer in (model[0], model[2]):
-                fully_shard(layer, mesh=mesh_of(-1))
-            fully_shard(model, mesh=mesh_of(-1))
+        model: Any = sharded_network(sharded=sharded)
         rule = ClipByUnitNorm(0.02, exclude=model[2])
         optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), rule)
         for step in range(5):
-            batch = values((8, 6), step)
-            if sharded:
-                batch = batch.chunk(2)[dist.get_rank()]
             optimizer.zero_grad()
-            model(batch).square().mean().backward()
+            loss_of(model, step, sharded=sharded).backward()
             optimizer.step()
         assert optimizer.stats.summary()["clipped_steps"] == 5
         return [whole(one.detach()) for one in model.parameters()]
