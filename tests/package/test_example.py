@@ -1,21 +1,17 @@
 """The example trains, reports and draws, and refuses bad arguments."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import rich
 
 from examples import train_rnn
 
+pytestmark = pytest.mark.usefixtures("fixed_width")
+
 NAMES = [name for name, *_ in train_rnn.RUNS]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-
-
-@pytest.fixture(autouse=True)
-def _fixed_width(same_threads: None) -> None:
-    """Reports are the same in every terminal."""
-    rich.reconfigure(width=100)
 
 
 def test_main_learns_only_with_clipping(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,17 +71,6 @@ def test_report_survives_no_finite_step(tmp_path: Path) -> None:
     ids=["no-steps", "steps-not-a-number", "not-png", "output-is-folder", "no-folder", "unknown"],
 )
 def test_main_refuses_bad_arguments(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, refusal: Callable[..., str]
 ) -> None:
-    (tmp_path / "folder.png").mkdir()
-    (tmp_path / "file").touch()
-    names = {"folder": tmp_path / "folder", "file": tmp_path / "file"}
-
-    with pytest.raises(SystemExit) as caught:
-        train_rnn.main([argument.format(**names) for argument in arguments])
-
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(train_rnn.main, arguments)

@@ -1,24 +1,20 @@
 """The example with spikes trains, suggests, reports and draws, and refuses bad arguments."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
 import pytest
-import rich
 import torch
 
 from examples import train_transformer
 from examples.train_transformer import QUICK, WARMUP, WAYS, History, Settings
 
+pytestmark = pytest.mark.usefixtures("fixed_width")
+
 NAMES = [way.name for way in WAYS]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-
-
-@pytest.fixture(autouse=True)
-def _fixed_width(same_threads: None) -> None:
-    """Reports are the same in every terminal."""
-    rich.reconfigure(width=100)
 
 
 @pytest.fixture(scope="module")
@@ -146,17 +142,6 @@ def test_spikes_are_judged_by_the_loss_after_them(
     ids=["no-rate", "rate-nan", "rate-word", "not-png", "output-is-folder", "no-folder", "unknown"],
 )
 def test_main_refuses_bad_arguments(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, refusal: Callable[..., str]
 ) -> None:
-    (tmp_path / "folder.png").mkdir()
-    (tmp_path / "file").touch()
-    names = {"folder": tmp_path / "folder", "file": tmp_path / "file"}
-
-    with pytest.raises(SystemExit) as caught:
-        train_transformer.main([argument.format(**names) for argument in arguments])
-
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(train_transformer.main, arguments)
