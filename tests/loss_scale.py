@@ -73,12 +73,27 @@ def hand_step(
     optimizer.step()
 
 
-def assert_same_run(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def assert_same_run(
+    actual: Sequence[Tensor], expected: Sequence[Tensor], inner: Optimizer | None = None
+) -> None:
     """Coefficients of both sides differ by the few ulp of a float32 norm and quotient, and every
     element of an update by as much: 12 updates of 0.1 are right to 12 * 0.1 * 4 * 2**-23 = 6e-7.
+
+    Args:
+        actual: parameters after the run.
+        expected: those that they should be.
+        inner: whose updates may be larger.
     """
+    options = {} if inner is None else inner.defaults
+    update = 0.1
+    if options.get("momentum"):
+        update *= sum(options["momentum"] ** n for n in range(STEPS))
+    if "alpha" in options:
+        # RMSprop divides by the root of a mean of squares that begins with 0.
+        update /= (1 - options["alpha"]) ** 0.5
+    atol = max(1e-6, STEPS * update * 4 * 2**-23)
     for ours, truth in zip(actual, expected, strict=True):
-        torch.testing.assert_close(ours, truth, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(ours, truth, rtol=1e-6, atol=atol)
 
 
 def weight_under(scaler_type, **options):

@@ -59,7 +59,7 @@ def test_scaler_run_equals_a_loop_without_scaler(scaler_type, make, unscale):
             norm, finite = reference.total_norm(grads), finite + 1
             if finite == INTERVAL:
                 scale, finite = scale * 2, 0
-        assert_same_run(params, twins)
+        assert_same_run(params, twins, bare)
         assert scaler.get_scale() == scale
         assert_norm(optimizer.stats.last_norm, norm)
     assert int(optimizer.stats.steps) == STEPS - len(OVERFLOWS)
