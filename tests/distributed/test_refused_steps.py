@@ -81,6 +81,41 @@ def test_step_leaves_nobody_waiting_on_an_accelerator(
 
 
 @in_processes(2)
+def test_step_makes_the_norms_of_all_groups_nan_on_an_accelerator() -> None:
+    """Else the others would update some parameters, by gradients that this process never used."""
+    named, optimizer = _optimizer("rule")
+    if is_first():
+        overlap(named["plain"])
+    with as_on_accelerator():
+        if is_first():
+            with pytest.raises(ValueError, match="share memory"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            assert all(local(one.detach()).isnan().all() for one in named.values())
+    dist.barrier()
+
+
+@in_processes(2)
+def test_step_without_any_rule_says_that_another_process_refuses() -> None:
+    """As on an accelerator, where the others see NaN and no gradient that has it."""
+    named = named_parameters()
+    groups: list[Any] = [{"params": list(named.values()), "clip": None}]
+    optimizer = ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), 0.5, nonfinite="error")
+    weights = [local(one.detach()).clone() for one in named.values()]
+    error: type[Exception] = RuntimeError
+    message = "Another process refuses its gradients. Neither gradients"
+    if is_first():
+        overlap(named["plain"])
+        error, message = ValueError, "share memory"
+    with as_on_accelerator(), pytest.raises(error, match=message):
+        optimizer.step()
+    for one, was in zip(named.values(), weights, strict=True):
+        assert torch.equal(local(one.detach()), was)
+    dist.barrier()
+
+
+@in_processes(2)
 def test_step_by_several_units_raises_everywhere() -> None:
     """Found when units are looked at, beside the norms of another rule."""
     for accelerator in (False, True):

@@ -241,6 +241,20 @@ def test_error_says_that_a_norm_does_not_fit():
     assert torch.equal(param.grad, torch.full((4,), 3e38))
 
 
+def test_error_says_that_a_quotient_does_not_fit():
+    """Of a gradient that no rule clips: 3e38 / 0.5 is no float32."""
+    param = torch.nn.Parameter(torch.zeros(4))
+    groups: list[dict[str, Any]] = [{"params": [param], "clip": None}]
+    optimizer = ClippedOptimizer(SGD(groups), 1.0, nonfinite="error")
+    optimizer.grad_scale = torch.tensor(0.5)
+    param.grad = torch.full((4,), 3e38)
+    message = "Every gradient is finite, but divided by the loss scale the largest does not fit"
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    assert torch.equal(param.grad, torch.full((4,), 3e38))
+    assert not param.any()
+
+
 def test_error_lets_finite_steps_be():
     params, twins = new_params(), new_params()
     strict = ClippedOptimizer(AdamW(params), 1.0, nonfinite="error")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_bits, copies, parameter, parameters
+from cases import assert_bits, copies, normal, parameter, parameters
 from param_groups import ABSENT, grads_of, grouped, three_groups, values_of
 from torch.optim import SGD
 
@@ -101,6 +101,14 @@ def test_step_refuses_a_rule_that_was_set_later(clip, error):
     refused = assert_step_changes_nothing(optimizer, error, NAMES_THE_GROUP)
     optimizer.param_groups[1]["clip"] = clip
     refused()
+
+
+def test_step_refuses_gradients_beside_a_group_without_any():
+    grads = [[normal(3)], [torch.ones(2, dtype=torch.complex64)]]
+    optimizer = grouped(grads, [ABSENT, ClipByValue(0.5)])
+    values_of(optimizer)[0].grad = None
+    with pytest.raises(TypeError, match=r"complex gradients \(param_groups\[1\]"):
+        optimizer.step()
 
 
 def test_step_refuses_gradients_before_any_group_is_written():
