@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import copies, grad_of, parameters
+from cases import assert_bits, copies, grad_of, parameters
 
 import tritonclip
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer, FlatGradients
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, FlatGradients
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch without distributed"
@@ -78,3 +78,41 @@ def test_group_without_gradients_in_a_lone_process(group):
     )
     optimizer.step()
     assert optimizer.stats.last_norm == pytest.approx(6.0)
+
+
+CALLS: dict[str, Any] = {
+    "clip_": tritonclip.clip_,
+    "clip_-value": lambda params, _, **options: tritonclip.clip_(
+        params, ClipByValue(1.0), **options
+    ),
+    "clip_grad_norm_": tritonclip.clip_grad_norm_,
+    "get_total_norm": lambda params, _, **options: tritonclip.get_total_norm(params, **options),
+    "clip_grads_with_norm_": lambda params, max_norm, **options: tritonclip.clip_grads_with_norm_(
+        params, max_norm, torch.tensor(6.0), **options
+    ),
+    "step": lambda params, max_norm, **options: ClippedOptimizer(
+        torch.optim.SGD(params, lr=0.1), max_norm, **options
+    ).step(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_wrong_number_of_copies_is_refused_in_a_lone_process(group, call):
+    ours, _ = both()
+    before = copies([*ours, *map(grad_of, ours)])
+    with pytest.raises(ValueError, match="copies must be from 0 to 1"):
+        CALLS[call](ours, 1.0, process_group=group, copies=lambda one: 2)
+    assert_bits([*ours, *map(grad_of, ours)], before)
+
+
+def test_part_of_no_sum_is_refused_in_a_lone_process(group):
+    """On a mesh of one process too, or the script fails on the first machine with two."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh = init_device_mesh("cpu", (1,))
+    whole = DTensor.from_local(torch.zeros(3), mesh, [Replicate()])
+    one = torch.nn.Parameter(whole)
+    one.grad = DTensor.from_local(torch.full((3,), 2.0), mesh, [Partial("max")])
+    with pytest.raises(TypeError, match="redistribute"):
+        tritonclip.clip_([one], 1.0)

@@ -195,8 +195,9 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
     if not tensors:
         if gradients.sharding is not None:
             nothing = plan_of_nothing(gradients)
-            # None where no other process has any either.
-            gradients.plan = nothing if nothing.reduction is not None else None
+            # None where no other process has any either, and nothing was refused.
+            is_needed = nothing.reduction is not None or gradients.refusal is not None
+            gradients.plan = nothing if is_needed else None
         return gradients
     assert isinstance(tensors, list)
     backend = settings.backend()
