@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_bits, copies, grad_of, parameters
+from workers import python
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, FlatGradients
@@ -103,6 +104,27 @@ def test_wrong_number_of_copies_is_refused_in_a_lone_process(group, call):
     with pytest.raises(ValueError, match="copies must be from 0 to 1"):
         CALLS[call](ours, 1.0, process_group=group, copies=lambda one: 2)
     assert_bits([*ours, *map(grad_of, ours)], before)
+
+
+def test_group_counts_where_nobody_imported_dtensors():
+    program = """
+import sys
+import torch
+from torch import distributed
+import tritonclip
+
+distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+one = torch.nn.Parameter(torch.zeros(3))
+one.grad = torch.ones(3)
+try:
+    tritonclip.clip_([one], 1.0, process_group=distributed.group.WORLD, copies={one: 2})
+except ValueError as error:
+    print(error)
+print("torch.distributed.tensor" in sys.modules)
+"""
+    done = python("-c", program)
+    assert done.stdout.startswith("copies must be from 0 to 1"), done.stderr
+    assert done.stdout.endswith("False\n")
 
 
 def test_part_of_no_sum_is_refused_in_a_lone_process(group):

@@ -13,7 +13,7 @@ from spread import check_clip, mesh_of, parameter
 from torch.distributed.tensor import Replicate, Shard
 
 import tritonclip
-from tritonclip import ClipByGlobalNorm
+from tritonclip import ClipByGlobalNorm, ClipByNorm
 
 
 @pytest.mark.parametrize("size", [1e30, 1e19, 1e-30, 1e-44])
@@ -28,6 +28,25 @@ def test_clip_float32_of_any_size(size: float, p: float) -> None:
     collectives = 2 if p > 64 else 1
     check_clip(parameters[:1], ClipByGlobalNorm(size, p, eps=0.0), collectives=collectives)
     check_clip(parameters, ClipByGlobalNorm(size, p, eps=0.0), collectives=collectives)
+
+
+@pytest.mark.parametrize("p", [2.0, 8.0, 65.0])
+@in_processes(2)
+def test_clip_equal_elements(p: float) -> None:
+    """None outweighs the others, as the largest of random ones does under a high order."""
+    one = parameter((8, 3), mesh_of(-1), [Shard(0)])
+    one.grad.to_local().fill_(2.0)
+    norm = check_clip([one], ClipByGlobalNorm(0.5, p), collectives=2 if p == 65 else 1)
+    assert norm is not None
+    assert_norm(norm, 2.0 * 24 ** (1 / p))
+
+
+@pytest.mark.parametrize("p", [2.0, 8.0, 65.0, math.inf, -math.inf, 0.0])
+@in_processes(2)
+def test_clip_zeros(p: float) -> None:
+    parameters = [parameter((4, 3), mesh_of(-1), [Shard(0)], seed=i, size=0.0) for i in range(2)]
+    for rule in (ClipByGlobalNorm(0.5, p), ClipByNorm(0.5, p)):
+        check_clip(parameters, rule, collectives=2 if p == 65 else 1)
 
 
 @pytest.mark.parametrize("size", [1e300, 1e155, 1.0, 1e-160, 1e-307])

@@ -93,10 +93,11 @@ def test_clip_propagates_nan_everywhere(p: float) -> None:
         assert one.grad.to_local().isnan().all()
 
 
+@pytest.mark.parametrize("p", [2.0, math.inf, 8.0, 100.0])
 @in_processes(2)
-def test_clip_propagates_inf_everywhere() -> None:
+def test_clip_propagates_inf_everywhere(p: float) -> None:
     named = _bad_in_one(math.inf)
-    norm = tritonclip.clip_(named.values(), 0.5)
+    norm = tritonclip.clip_(named.values(), ClipByGlobalNorm(0.5, p))
     assert_same_everywhere(norm)
     assert norm == math.inf
     assert not named["first"].grad.to_local().any()

@@ -141,6 +141,20 @@ def test_clip_parts_along_one_of_two_dimensions() -> None:
                 one.grad.to_local().copy_(grad)
 
 
+@pytest.mark.parametrize("p", [2.0, 100.0, math.inf])
+@in_processes(4)
+def test_clip_copies_of_a_sum_that_round_otherwise(p: float) -> None:
+    """Copies are summed up by other processes each; all find the same bits nevertheless."""
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
+    made = parameter((8, 3), mesh, [Replicate(), Replicate()])
+    part = values((8, 3), seed=dist.get_rank() % 2) * (1 + 1e-6 * (dist.get_rank() // 2))
+    made.grad = DTensor.from_local(part, mesh, [Replicate(), Partial()], run_check=False)
+    norm = tritonclip.clip_([made], ClipByGlobalNorm(0.5, p))
+    assert_same_everywhere(norm)
+    full = values((8, 3), seed=0) + values((8, 3), seed=1)
+    assert float(norm) == pytest.approx(reference.total_norm([full], p), rel=2e-6)
+
+
 @in_processes(4)
 def test_clip_parts_of_a_stage_missing_in_some_processes() -> None:
     """Processes of other stages know nothing of them."""

@@ -10,7 +10,7 @@ import torch
 from cases import NoHostRead
 from processes import in_processes
 from refusing import as_on_accelerator
-from spread import collectives_of, mesh_of, parameter, with_partial
+from spread import check_clip, collectives_of, mesh_of, parameter, with_partial
 from torch import distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -76,6 +76,17 @@ def test_clip_waits_for_no_device(rule: Any, policy: Any) -> None:
     finally:
         choose.host_decides = decides
         plans.clear()
+
+
+@pytest.mark.parametrize("rule", [*RULES, ClipByNorm(0.1)])
+@in_processes(2)
+def test_clip_is_right_where_reading_a_number_would_wait(rule: Any) -> None:
+    parameters = [
+        parameter((8, 3), mesh_of(-1), [Shard(0)], seed=1),
+        parameter((4,), mesh_of(-1), [Replicate()], seed=2),
+    ]
+    with as_on_accelerator():
+        check_clip(parameters, rule, collectives=2 if rule.norm_type == 100 else 1)
 
 
 @in_processes(2)

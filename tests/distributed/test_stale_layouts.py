@@ -89,7 +89,10 @@ def test_groups_and_copies_that_change() -> None:
 def test_specs_are_recognised_from_the_second_step_on() -> None:
     """New gradients of the same layout need no new layout, and are then known by identity."""
     mesh = mesh_of(-1)
-    parameters = [parameter((8, 3), mesh, [Shard(0)], seed=i) for i in range(3)]
+    sharded = [parameter((8, 3), mesh, [Shard(0)], seed=i) for i in range(3)]
+    # Beside them a plain one, and one without a gradient.
+    parameters = [*sharded, *(parameter((5,), None, seed=i) for i in range(3, 5))]
+    parameters[4].grad = None
     made: list[int] = []
     module: Any = shares
     make = module.sharding_of
@@ -101,7 +104,7 @@ def test_specs_are_recognised_from_the_second_step_on() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shares, "sharding_of", count)
         for _ in range(4):
-            for one in parameters:
+            for one in sharded:
                 local = one.grad.to_local().clone()
                 one.grad = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
             tritonclip.clip_(parameters, 1.0)
@@ -112,5 +115,10 @@ def test_specs_are_recognised_from_the_second_step_on() -> None:
 def test_layouts_take_bounded_memory() -> None:
     mesh = mesh_of(-1)
     for n in range(1, 2 * shares.CAPACITY):
-        tritonclip.clip_([parameter((2,), mesh, [Shard(0)]) for _ in range(n)], 1.0)
+        parameters = [parameter((2,), mesh, [Shard(0)]) for _ in range(n)]
+        tritonclip.clip_(parameters, 1.0)
     assert len(shares._known) <= shares.CAPACITY
+    with pytest.MonkeyPatch.context() as patch:
+        # Of the last list it is known.
+        patch.delattr(shares, "sharding_of")
+        tritonclip.clip_(parameters, 1.0)

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import reference
 import torch
+from cases import assert_norm
 from processes import in_processes
-from spread import mesh_of, parameter, with_partial
+from spread import mesh_of, parameter, values, with_partial
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import tritonclip
@@ -116,6 +119,19 @@ def test_verify_finds_rules_of_groups_that_differ(
     for one, was in zip(parameters, before, strict=True):
         assert torch.equal(one.grad.to_local(), was)
     dist.barrier()
+
+
+@in_processes(4)
+def test_verify_passes_parameters_on_meshes_of_others() -> None:
+    """A process holds no piece of some, and a sharded one lies on two processes."""
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+    parameters = [parameter((8, 3), mesh, [Shard(0)], seed=i) for i, mesh in enumerate(meshes)]
+    own = dist.get_rank() // 2
+    for p in (2.0, math.inf, -math.inf):
+        with tritonclip.verify():
+            norms = tritonclip.clip_(parameters, ClipByNorm(math.inf, p))
+        expected = [reference.norm(values((8, 3), own), p) if i == own else 0.0 for i in range(2)]
+        assert_norm(norms, expected)
 
 
 @in_processes(2)

@@ -144,7 +144,8 @@ class _Norm:
 
         found, own = yield from self._everyones(rows_of, own, largest=True, early=True)
         largest = extreme_of(found, 1.0)
-        scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
+        # Finite: inf went into it as the largest float64.
+        scale = torch.where(largest > 0, largest, 1.0)
         rows = []
         for norm, share in own:
             divisor = scale[share.places.on(self.rows.device)] if self.rows.each else scale
