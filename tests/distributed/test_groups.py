@@ -21,7 +21,7 @@ from spread import (
     whole,
 )
 from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 import tritonclip
@@ -104,6 +104,20 @@ def test_clip_sharded_stages_by_the_group_of_stages() -> None:
     group = mesh["pp"].get_group()
     check_clip(parameters, expected=expected, collectives=2, process_group=group)
     check_clip(parameters, expected=expected, collectives=2, process_group=mesh["pp"])
+
+
+@in_processes(4)
+def test_clip_weight_tied_over_sharded_stages() -> None:
+    """Of the four holders two are reached by the mesh, and the others by the group."""
+    parameters, expected, mesh = _sharded_stage()
+    tied = _plain((5,), seed=99)
+    check_clip(
+        [*parameters, tied],
+        expected=math.hypot(expected, float(tied.grad.norm())),
+        collectives=2,
+        process_group=mesh["pp"],
+        copies={tied: 4},
+    )
 
 
 @in_processes(4)
@@ -223,6 +237,20 @@ def test_clip_meshes_of_one_dimension_each() -> None:
         parameter((4, 3), grid["b"], [Shard(0)], seed=2),
     ]
     assert rank == dist.get_rank()
+    check_clip(parameters)
+    check_clip(parameters[::-1])
+
+
+@in_processes(4)
+def test_clip_mesh_across_another() -> None:
+    """Two processes of a grid that are in no row or column together."""
+    grid = mesh_of(2, 2)
+    diagonals = [DeviceMesh("cpu", [0, 3]), DeviceMesh("cpu", [1, 2])]
+    diagonal = diagonals[dist.get_rank() in (1, 2)]
+    parameters = [
+        parameter((8, 4), grid, [Shard(0), Shard(1)], seed=1),
+        parameter((4, 3), diagonal, [Shard(0)], seed=2),
+    ]
     check_clip(parameters)
     check_clip(parameters[::-1])
 

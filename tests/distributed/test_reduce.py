@@ -24,27 +24,32 @@ class _SentError(Exception):
     pass
 
 
+@pytest.mark.parametrize(
+    ("config", "device"),
+    [("meta:nccl,xpu:xccl", "meta"), ("meta:nccl,cpu:gloo", "cpu"), ("gloo", "cpu")],
+    ids=["offload", "both", "one"],
+)
 @pytest.mark.parametrize("p", [2.0, 8.0, math.inf])
 @in_processes(2)
-def test_clip_sends_numbers_on_a_device_of_the_group(p: float) -> None:
+def test_clip_sends_numbers_on_a_device_of_the_group(p: float, config: str, device: str) -> None:
     """With CPU offload gradients lie on the CPU, for which NCCL has no collective."""
     parameters = [parameter((8, 3), mesh_of(-1), [Shard(0)])]
-    config, all_reduce = dist.get_backend_config, dist.all_reduce
+    backend_config, all_reduce = dist.get_backend_config, dist.all_reduce
 
     def send(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
         # Nothing but its device can be seen of a tensor of another kind here.
-        assert tensor.device.type == "meta"
+        assert tensor.device.type == device
         raise _SentError
 
     def backends(group: Any = None) -> str:
-        return "meta:nccl,xpu:xccl"
+        return config
 
     dist.get_backend_config, dist.all_reduce = backends, send
     try:
         with pytest.raises(_SentError):
             tritonclip.clip_(parameters, ClipByGlobalNorm(1.0, p))
     finally:
-        dist.get_backend_config, dist.all_reduce = config, all_reduce
+        dist.get_backend_config, dist.all_reduce = backend_config, all_reduce
     # The device was found for one domain; another mesh has its own.
     tritonclip.clip_([parameter((8, 3), mesh_of(-1), [Shard(0)])], 1.0)
 
