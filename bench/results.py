@@ -204,8 +204,8 @@ def checked(path: Path) -> tuple[dict[str, Any], list[Row]]:
         origin, rows = read(path)
     except (KeyError, TypeError) as error:
         raise RefusedError(f"{path} holds no rows of these benchmarks: {error}") from error
-    if not rows or not origin:
-        raise RefusedError(f"{path} has no rows, or no provenance")
+    if not rows or not origin or "plan" in origin:
+        raise RefusedError(f"{path} has no rows, no provenance, or a plan that was not finished")
     wrong = [str(row) for row in rows if not _is_checked(row)]
     twice = [case for case, n in Counter(map(str, rows)).items() if n > 1]
     for fault, found in (("results wrong or not checked", wrong), ("measured twice", twice)):

@@ -23,6 +23,7 @@ from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.grad_mode import without_grad
 from tritonclip.rules import ClipByNorm
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
+from tritonclip.tracing import refuse_tracer
 from tritonclip.warn import warn_user
 
 
@@ -64,6 +65,7 @@ def norms_by_name(
         >>> norms_by_name(model)
         {'weight': tensor(5.), 'bias': tensor(1.)}
     """
+    refuse_tracer()
     p = as_norm_type(norm_type)
     if not p > 0:
         raise ValueError(

@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import Parameter
 
 # What a traced or simulated gradient may be where it is whole.
-WHOLE = (Tensor, Parameter, FakeTensor)
+WHOLE = (Tensor, Parameter, FakeTensor, FunctionalTensor)
 # How many modes see every operator: calls of a few microseconds ask no more where none does. No
 # public part of PyTorch: where it is missing, no mode is known.
 n_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
@@ -16,6 +17,8 @@ _get_mode = getattr(torch._C, "_get_dispatch_mode", lambda kind: None)
 _kinds: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
 # Of make_fx, of FakeTensorMode, and of the functional graphs that torch.export and others make.
 _TRACERS = [getattr(_kinds, name, None) for name in ("PROXY", "FAKE", "FUNCTIONAL")]
+# make_fx(pre_dispatch=True) counts as no mode.
+_is_included = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", None)
 
 
 def is_traced() -> bool:
@@ -23,7 +26,7 @@ def is_traced() -> bool:
 
     What the host decided by it would become a constant of the graph.
     """
-    return torch.compiler.is_compiling() or (n_dispatch_modes() > 0 and _has_tracer())
+    return torch.compiler.is_compiling() or _has_tracer()
 
 
 def refuse_tracer() -> None:
@@ -32,7 +35,7 @@ def refuse_tracer() -> None:
     Raises:
         RuntimeError: under make_fx or FakeTensorMode.
     """
-    if n_dispatch_modes() and _has_tracer():
+    if _has_tracer():
         raise RuntimeError(
             "this call would read gradients that are traced (make_fx) or simulated "
             "(FakeTensorMode); expected clip_ or one of torch's functions, with a limit that is a "
@@ -41,4 +44,6 @@ def refuse_tracer() -> None:
 
 
 def _has_tracer() -> bool:
-    return any(kind is not None and _get_mode(kind) is not None for kind in _TRACERS)
+    if n_dispatch_modes() and any(k is not None and _get_mode(k) is not None for k in _TRACERS):
+        return True
+    return bool(_is_included is not None and _is_included(torch._C.DispatchKey.PreDispatch))

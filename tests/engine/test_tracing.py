@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from cases import INTERPRETED, assert_bits, grad_of, normal, parameters
+from cases import INTERPRETED, assert_bits, copies, grad_of, normal, parameters
+from torch._functorch.aot_autograd import aot_function
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -127,7 +130,59 @@ def wrapped_flat(params):
     return ClippedOptimizer(torch.optim.SGD(params, lr=0.1), ClipByNorm(0.5), flat=flat).step()
 
 
-@pytest.mark.parametrize("call", [adaptive, scheduled, wrapped, wrapped_flat])
+def named(params):
+    return tritonclip.norms_by_name(params)["parameters[0]"]
+
+
+def grouped(params):
+    group: Any = object()
+    return tritonclip.clip_(params, 1.0, process_group=group)
+
+
+REFUSED = r"make_fx.*expected clip_ or one of torch's functions"
+REFUSED_CALLS = [adaptive, scheduled, wrapped, named, grouped]
+
+
+@pytest.mark.parametrize("call", [*REFUSED_CALLS, wrapped_flat])
 def test_calls_whose_decisions_would_become_constants_are_refused(backend, call):
-    with pytest.raises(RuntimeError, match=r"make_fx.*expected clip_ or one of torch's functions"):
+    with pytest.raises(RuntimeError, match=REFUSED):
         make_fx(step_of(call))(grads_of((7, 3)))
+
+
+@pytest.mark.parametrize("call", REFUSED_CALLS)
+def test_calls_that_read_values_are_refused_where_there_are_none(backend, call):
+    with FakeTensorMode(), pytest.raises(RuntimeError, match=REFUSED):
+        step_of(call)(grads_of((7, 3)))
+
+
+@pytest.mark.parametrize("name", ["each norm", "RMS"])
+def test_trace_before_dispatch_is_refused(backend, name):
+    with pytest.raises(RuntimeError, match=REFUSED):
+        make_fx(step_of(CALLS[name]), pre_dispatch=True)(grads_of((7, 3)))
+
+
+def test_trace_before_dispatch_of_functions_out_of_place_holds_no_constant(backend):
+    def step(grads):
+        return [*functional.clip_by_norm(grads, 0.5)]
+
+    graph = make_fx(step, pre_dispatch=True)(grads_of((7, 3)))
+    torch.testing.assert_close(graph(grads_of((7, 3), 30.0)), step(grads_of((7, 3), 30.0)))
+
+
+def test_trace_writes_no_row_of_a_recorder(tmp_path):
+    recorder = tritonclip.record(tmp_path / "norms.csv")
+    with pytest.raises(RuntimeError, match=REFUSED):
+        make_fx(lambda norm: recorder.add_(norm))(torch.ones(()))
+    recorder.add_(2.0)
+    recorder.close()
+    assert len((tmp_path / "norms.csv").read_text().splitlines()) == 2
+
+
+@each_call
+def test_functional_graph_is_right_for_other_gradients(backend, call):
+    """By AOTAutograd, which sees the gradients as functional tensors."""
+    step = step_of(call)
+    graph = aot_function(lambda *grads: step(grads), fw_compiler=lambda graph, _: graph)
+    graph(*grads_of((7, 3)))
+    others = grads_of((7, 3), 30.0)
+    assert_bits(graph(*copies(others)), step(others))

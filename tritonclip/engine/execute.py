@@ -24,6 +24,7 @@ from tritonclip.engine.refusals import refuse_for_rule, refuse_read_only
 from tritonclip.engine.together import tell_others
 from tritonclip.grad_mode import without_grad
 from tritonclip.rules import Rule
+from tritonclip.tracing import refuse_tracer
 from tritonclip.warn import warn_user
 
 
@@ -120,6 +121,9 @@ def measure(
     """Measures the groups of a list that is not empty: one launch each on a GPU."""
     plan = gradients.plan
     assert plan is not None
+    if per_gradient:
+        # The host decides by numbers that no operator reads: a trace would not notice.
+        refuse_tracer()
     if plan.reduction is not None:
         return measure_pieces(gradients, norm_type, per_gradient, grad_scale)
     if len(plan.groups) == 1 and not ((plan.pairs or plan.empty) and norm_type != 2.0):

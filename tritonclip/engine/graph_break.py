@@ -14,6 +14,7 @@ from tritonclip.engine.gradients import of_parameters
 from tritonclip.engine.planner import plan_
 from tritonclip.engine.tensors import of_tensors
 from tritonclip.rules import Rule, follow
+from tritonclip.tracing import refuse_tracer
 
 
 @torch.compiler.disable
@@ -27,6 +28,7 @@ def clip_(
     copies: object,
 ) -> Tensor | None:
     """`clip_`, eagerly."""
+    refuse_tracer()
     holders = check_holders(process_group, copies)
     gradients = plan_(of_parameters(parameters, holders=holders, tells=True))
     following = None
@@ -54,6 +56,7 @@ def total_norm(
     copies: object,
 ) -> Tensor:
     """`get_total_norm`, eagerly."""
+    refuse_tracer()
     holders = check_holders(process_group, copies)
     gradients = plan_(of_tensors(tensors, holders=holders, tells=True))
     return apart.total_norm(gradients, norm_type, error_if_nonfinite)
@@ -62,4 +65,5 @@ def total_norm(
 @torch.compiler.disable
 def scale_(parameters: object, rule: Rule, norm: Tensor) -> None:
     """`clip_grads_with_norm_`, eagerly."""
+    refuse_tracer()
     apart.scale_(plan_(of_parameters(parameters)), rule, norm)

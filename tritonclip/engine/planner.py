@@ -201,17 +201,17 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
         return gradients
     assert isinstance(tensors, list)
     backend = settings.backend()
+    # A mode may hand out other tensors than asked for, which no plan may keep.
+    modes = n_dispatch_modes()
+    if modes:
+        refuse_tracer()
     addresses: list[int] | None
     try:
         addresses = list(map(Tensor.data_ptr, tensors))
     except (RuntimeError, NotImplementedError, ValueError):
         # Sparse gradients, among others, have no memory that an address could tell.
         addresses = None
-    known = addresses is not None
-    if n_dispatch_modes():
-        refuse_tracer()
-        # A mode may hand out other tensors than asked for, which no plan may keep.
-        known = False
+    known = addresses is not None and not modes
     sharding = gradients.sharding
     if "torch.distributed.fsdp" in modules and any(map(hasattr, sources or (), _FSDP_MARKS)):
         # A plan of whole gradients says nothing of shards.

@@ -16,6 +16,7 @@ from tritonclip.monitor.history_file import HistoryFile
 from tritonclip.monitor.row_buffer import Value
 from tritonclip.monitor.row_writer import RowWriter
 from tritonclip.monitor.rows import checked_value
+from tritonclip.tracing import refuse_tracer
 
 # The last recorder of each file in this process, while it is alive.
 _open: weakref.WeakValueDictionary[Path, Recorder] = weakref.WeakValueDictionary()
@@ -116,9 +117,10 @@ class Recorder:
             ValueError: several elements; a negative norm; other names than at the step before, or
                 than in the file.
             RuntimeError: a recorder that is closed, or belongs to another process; inside the
-                capture of a CUDA graph.
+                capture of a CUDA graph, under make_fx and FakeTensorMode.
             OSError: the file cannot be written; the rows are kept for the next flush.
         """
+        refuse_tracer()
         self._check_open()
         if norm is None:
             raise TypeError(
