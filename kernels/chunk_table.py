@@ -109,7 +109,7 @@ class PinnedMemory:
 
     def block(self, n_bytes: int, capturing: bool) -> torch.Tensor:
         """A block for one upload, uint8, at least as large."""
-        room = max(64, 1 << max(0, n_bytes - 1).bit_length())
+        room = max(64, 1 << (n_bytes - 1).bit_length())
         spare = self._spare[room]
         if not capturing:
             if len(spare) < SPARES:

@@ -324,3 +324,28 @@ def test_pinned_memory_is_not_allocated_in_a_capture(monkeypatch):
     assert made == [128] * 3
     pinned.block(100, capturing=True)
     assert len(made) == 3
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1, 64, 65, 128, 129])
+def test_pinned_memory_holds_what_is_uploaded(n_bytes, monkeypatch):
+    module = kernels("chunk_table")
+    monkeypatch.setattr(module, "_pinned", torch.empty)
+    pinned = module.PinnedMemory()
+    assert n_bytes <= len(pinned.block(n_bytes, capturing=False)) <= max(64, 2 * n_bytes)
+    assert n_bytes <= len(pinned.block(n_bytes, capturing=True))
+
+
+def test_eager_call_replaces_the_pinned_memory_of_captures(monkeypatch, one_multiprocessor):
+    module = kernels("chunk_table")
+    monkeypatch.setattr(module, "_pinned", torch.empty)
+    monkeypatch.setattr(module, "pinned_memory", pinned := module.PinnedMemory())
+    pinned.block(100, capturing=False)
+    pinned.block(100, capturing=True)
+    tables = module.ChunkTables(torch.device("cpu"), torch.float32, SIZES)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_current_stream", lambda device: (0, True))
+        tables.table(ADDRESSES)
+    with pytest.raises(RuntimeError, match="pinned memory while a CUDA graph is captured"):
+        pinned.block(100, capturing=True)
+    tables.table(ADDRESSES)
+    pinned.block(100, capturing=True)
