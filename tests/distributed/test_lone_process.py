@@ -138,3 +138,20 @@ def test_part_of_no_sum_is_refused_in_a_lone_process(group):
     one.grad = DTensor.from_local(torch.full((3,), 2.0), mesh, [Partial("max")])
     with pytest.raises(TypeError, match="redistribute"):
         tritonclip.clip_([one], 1.0)
+
+
+@pytest.mark.parametrize("call", ["clip_", "clip_-value", "clip_grad_norm_", "get_total_norm"])
+def test_simulated_distributed_gradients_are_refused(group, call):
+    """torch simulates them, too: its norm has a form, and no error."""
+    from torch._subclasses import FakeTensorMode
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = init_device_mesh("cpu", (1,))
+    with FakeTensorMode():
+        params = [torch.nn.Parameter(DTensor.from_local(torch.zeros(3), mesh, [Replicate()]))]
+        params[0].grad = DTensor.from_local(torch.ones(3), mesh, [Replicate()])
+        measured = [p.grad for p in params] if call == "get_total_norm" else params
+        with pytest.raises(RuntimeError, match=r"FakeTensorMode.*gradients of one process"):
+            CALLS[call](measured, 1.0)
+        assert torch.nn.utils.clip_grad_norm_(params, 1.0).shape == ()
