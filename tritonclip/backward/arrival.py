@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
@@ -19,7 +20,7 @@ from tritonclip.engine.planner import plan_
 from tritonclip.engine.refusals import some
 from tritonclip.engine.sources import with_labels
 from tritonclip.rules import ClipByNorm, ClipByValue
-from tritonclip.tracing import is_traced
+from tritonclip.tracing import is_traced, n_dispatch_modes
 from tritonclip.warn import warn_user
 
 
@@ -109,7 +110,7 @@ class _Clip:
         self._label, self._rule, self._nonfinite = label, rule, nonfinite
 
     def __call__(self, parameter: Tensor) -> None:
-        if is_traced():
+        if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
             # In a graph of compiled autograd, among others.
             compiled.clip_([(self._label, parameter)], self._rule, self._nonfinite, 1.0)
             return
