@@ -149,7 +149,8 @@ def clip_(
             other processes may hold other gradients, without `process_group`; a group that cuts
             through a mesh, `copies` without a group, ClipByNorm and ClipByUnitNorm with one.
         RuntimeError: a norm that is not finite, with nonfinite="error"; gradients made in inference
-            mode, outside of it; a backend that was asked for and cannot serve.
+            mode, outside of it; a backend that was asked for and cannot serve; under make_fx and
+            FakeTensorMode a `state`, a limit that changes, and gradients of several processes.
 
     A call that raises has changed nothing. One that is interrupted while it writes, as by Ctrl-C,
     leaves some gradients, or parts of large ones, clipped and others not, and a `state` that

@@ -1,7 +1,7 @@
 """Calls that are traced: they collect the gradients, and one operator does the rest.
 
 Operators take no DTensors, no process groups and no state: lists over several processes and limits
-that change break the graph. Nothing of this is used outside a compiled region, see `operators.py`.
+that change break the graph of torch.compile, and are refused by others. See `operators.py`.
 """
 
 from collections.abc import Sequence

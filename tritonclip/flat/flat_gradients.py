@@ -194,7 +194,7 @@ class FlatGradients:
             tells: errors become a refusal, which the caller tells these processes, and raises.
 
         Raises:
-            RuntimeError: a gradient that is no view any more.
+            RuntimeError: a gradient that is no view any more; make_fx and FakeTensorMode.
             ValueError: `copies`, because buffers hold many parameters.
         """
         refuse_tracer()
