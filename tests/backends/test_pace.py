@@ -1,4 +1,4 @@
-"""Pieces on a CPU become smaller after a late one, for a while; results are the same bits."""
+"""Pieces on a CPU: of the fastest of several sizes, and smaller for a while after a late one."""
 
 import pytest
 import torch
@@ -7,16 +7,18 @@ from cases import grad_of, normal, parameters
 import tritonclip
 from tritonclip.backends import cpu_pace, cpu_wide
 from tritonclip.backends.cpu_pace import (
-    CONVERTED,
     GROWTH,
     LATE,
     LATE_EACH,
     PENALTY,
     SERIAL,
+    TRIED,
     Pace,
 )
 from tritonclip.backends.cpu_rows import ROW
 from tritonclip.engine.planner import plans
+
+CONVERTED = cpu_pace.CONVERTED[0]
 
 
 class Clock:
@@ -63,12 +65,55 @@ def test_the_next_tensor_of_a_call_goes_on_in_one_thread(clock):
     assert next(pace.spans(CONVERTED)) == (0, SERIAL)
 
 
+def spans_of(pace, clock, n, slow):
+    """The pieces of n elements, each of which takes 3 nanoseconds in some ways and 1 in others."""
+    spans = []
+    for start, stop in pace.spans(n):
+        spans.append((start, stop, pace.way))
+        clock.now += (3 if pace.way in slow else 1) * (stop - start)
+    return spans
+
+
+@pytest.mark.parametrize("fastest", range(3))
+def test_each_size_is_tried_and_the_fastest_is_kept(clock, fastest):
+    sizes = [400, 100, 200]
+    pace = Pace(*sizes)
+    assert pace.kept is None
+    spans = spans_of(pace, clock, 10_000, set(range(3)) - {fastest})
+    assert pace.kept == fastest
+    tried = len(sizes) * TRIED
+    assert [way for *_, way in spans[:tried]] == [0, 1, 2] * TRIED
+    assert {way for *_, way in spans[tried:]} == {fastest}
+    assert all(stop - start == sizes[way] for start, stop, way in spans[:-1])
+    assert [start for start, *_ in spans] == [0, *(stop for _, stop, _ in spans[:-1])]
+    assert spans[-1][1] == 10_000
+
+
+def test_short_gradients_choose_a_size_too_but_the_shortest_do_not(clock):
+    """Pieces shorter than the smallest size tell little of a size."""
+    pace = Pace(400, 100)
+    for _ in range(9):
+        assert {way for *_, way in spans_of(pace, clock, 99, {0})} == {0}
+    ways = [way for _ in range(9) for *_, way in spans_of(pace, clock, 100, {0})]
+    assert ways == [0, 1] * TRIED + [1] * (9 - 2 * TRIED)
+
+
+def test_late_pieces_say_nothing_of_their_size(clock):
+    pace, ways = Pace(2 * SERIAL, SERIAL), []
+    for start, stop in pace.spans((PENALTY + 20) * SERIAL):
+        ways.append(pace.way)
+        clock.now += stop - start
+        if len(ways) == 1:
+            clock.now += LATE + LATE_EACH * 2 * SERIAL
+    assert ways[: PENALTY + 2 * TRIED + 1] == [0] * (PENALTY + 1) + [0, 1] * TRIED
+
+
 def test_nothing_has_no_pieces():
     assert list(Pace(100).spans(0)) == []
 
 
 def test_pieces_are_whole_rows():
-    assert SERIAL % ROW == CONVERTED % ROW == 0
+    assert not any(size % ROW for size in (SERIAL, *cpu_pace.CONVERTED))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from cases import normal
 
-from tritonclip.backends.cpu_pace import CONVERTED, SERIAL
+from tritonclip.backends import cpu_rows
+from tritonclip.backends.cpu_pace import CONVERTED as SIZES
 from tritonclip.backends.cpu_rows import MEDIUM, ROW, SCRATCH, SMALL, long_row_norms, row_norms_of
 
+CONVERTED = SIZES[0]
 # Elements of gradients of which so many fill scratch but for less than a row, or by less than one
 # too many.
 N_FILLING = 40
@@ -32,10 +34,11 @@ def test_a_batch_ends_before_scratch_does(dtype, rest):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("slab", [CONVERTED, 4 * CONVERTED], ids=["blocks", "one-block"])
-def test_every_row_of_a_long_gradient_is_measured(dtype, slab):
+@pytest.mark.parametrize("compared", [1, 2**40], ids=["all sizes", "one size"])
+def test_every_row_of_a_long_gradient_is_measured(dtype, slab, compared, monkeypatch):
     """Converted ones piece by piece; of whatever length pieces are where cores are busy."""
-    assert SERIAL % ROW == CONVERTED % ROW == 0
-    grad = normal(2 * CONVERTED + 3 * ROW, dtype)
+    monkeypatch.setattr(cpu_rows, "COMPARED", compared)
+    grad = normal(7 * CONVERTED + 3 * ROW, dtype)
     norms = torch.cat([norms for _, norms in long_row_norms([grad], slab)])
     truth = torch.linalg.vector_norm(grad.double().view(-1, ROW), dim=1)
     torch.testing.assert_close(norms.double(), truth, rtol=1e-6, atol=0.0)

@@ -1,4 +1,4 @@
-"""Long bfloat16 gradients on a CPU are written through float32, and end as if written in place."""
+"""Long bfloat16 gradients on a CPU may be written through float32: the bits are the same."""
 
 import pytest
 import torch
@@ -8,8 +8,9 @@ from torch.autograd import forward_ad
 
 import tritonclip
 from tritonclip import ClipByNorm, ClipByValue
-from tritonclip.backends import cpu_wide
+from tritonclip.backends import cpu_pace, cpu_wide
 from tritonclip.backends.cpu_backend import CpuLayout
+from tritonclip.backends.cpu_pace import Pace
 from tritonclip.engine.planner import plans
 
 
@@ -18,13 +19,14 @@ def small_limits(monkeypatch):
     """Lists of a size that tests can pay for are large."""
     monkeypatch.setattr(cpu_wide, "LARGE", 5000)
     monkeypatch.setattr(cpu_wide, "LONG", 100)
-    monkeypatch.setattr(cpu_wide, "CONVERTED", 999)
+    monkeypatch.setattr(cpu_wide, "CONVERTED", (999,))
+    monkeypatch.setattr(cpu_wide, "IN_PLACE", 1200)
     plans.clear()
     yield
     plans.clear()
 
 
-@pytest.fixture(params=[False, True], ids=["as it is", "converted"])
+@pytest.fixture(params=["never converted", "by the clock", "in place", "converted"])
 def lists(request, monkeypatch):
     """Every bfloat16 value in gradients of several lengths, and the same again to compare with."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -33,8 +35,18 @@ def lists(request, monkeypatch):
     sizes.append(len(values) - sum(sizes))
     mixed = torch.randperm(len(values), generator=torch.Generator().manual_seed(0))
     grads = values[mixed].split(sizes)
-    if not request.param:
+    if request.param == "never converted":
         monkeypatch.setattr(cpu_wide, "LARGE", 2**40)
+    elif request.param != "by the clock":
+
+        def pace_of(*sizes: int) -> Pace:
+            pace = Pace(*sizes)
+            pace.way = ["in place", "converted"].index(request.param)
+            pace.kept = pace.way
+            return pace
+
+        monkeypatch.setattr(cpu_pace, "TRIED", 0)
+        monkeypatch.setattr(cpu_wide, "Pace", pace_of)
     return [grad.clone() for grad in grads], [grad.clone() for grad in grads]
 
 
@@ -101,7 +113,7 @@ def test_versions_of_converted_gradients_count():
     ],
     ids=["long ones", "a short list", "float16", "float32"],
 )
-def test_long_gradients_of_large_bfloat16_lists_are_converted(dtype, sizes, widened):
+def test_long_gradients_of_large_bfloat16_lists_may_be_converted(dtype, sizes, widened):
     grads = [torch.zeros(n, dtype=dtype) for n in sizes]
     assert sorted(CpuLayout(grads, flat=True).widened) == widened
 

@@ -35,7 +35,7 @@ class Clamping:
     Args:
         tensors: gradients of one dtype on a CPU; at least one.
         sizes: theirs.
-        widened: indices of those that are converted to be written.
+        widened: indices of those that may be converted to be written.
         flat: each is contiguous.
     """
 

@@ -1,22 +1,28 @@
-"""How many elements torch is given at a time on a CPU, where cores are idle and where not.
+"""How many elements torch is given at a time on a CPU: found out by the clock in each call.
 
 An operator on 32,768 elements or more, torch's grain, is a parallel region: it ends when its last
-thread does.
+thread does. How long it takes to start one, and whether scratch stays in a core's cache, depends on
+the processor, so that the first pieces of a call have several sizes and the others that of the
+fastest.
 Where other processes keep the cores busy, a thread may wait for its turn, for as long as one
 process may run: 92 regions, 48M bfloat16 elements in pieces of 2^20, took 29 ms or 730, as the
 scheduler placed the threads. Operators on fewer elements run in the calling thread.
 """
 
+import math
 from collections.abc import Iterator
 from time import perf_counter_ns
 
 # The most elements of an operator in one thread: fewer than torch's grain of 32,768, and a multiple
 # of the elements of a row.
 SERIAL = 32640
-# Elements of half types that are converted to float32 at a time: 1 MiB of scratch stays in the
-# cores' own caches. The norm of GPT-2's 124M in bfloat16 takes 27, 30 and 34 ms with 2^18, 2^19 and
-# 2^20, that of 16M 8.9 with SERIAL. (torch 2.13, Xeon, 2 threads.)
-CONVERTED = 2**18
+# Elements of half types that are converted to float32 at a time, in 1 or 4 MiB of scratch. The norm
+# of 124M in bfloat16 takes 42, 34, 28, 26 and 28 ms in pieces of 2^18 to 2^22 on an AMD EPYC, where
+# a region takes 5 us to start; on a Xeon 27, 30 and 34 ms in pieces of 2^18 to 2^20. That of 16M
+# takes 8.9 ms there with SERIAL. (torch 2.13, 2 threads.)
+CONVERTED = (2**18, 2**20)
+# How often each size is tried.
+TRIED = 2
 # Nanoseconds for a piece, and for each of its elements, from which it is late: 16M elements that no
 # cache holds take 0.2 ns each.
 LATE, LATE_EACH = 2_000_000, 1
@@ -26,14 +32,25 @@ PENALTY, GROWTH = 64, 4
 
 
 class Pace:
-    """Cuts gradients into pieces; for a while after one that was late, into those of one thread.
+    """Cuts gradients into pieces of several sizes in turn, and then of the fastest of them.
+
+    For a while after one that was late, pieces are those of one thread.
 
     Args:
-        size: elements of a piece otherwise; a multiple of the elements of a row.
+        sizes: elements of a piece; multiples of the elements of a row.
+
+    Attributes:
+        way: the index of the size that the current piece has, or would have in all threads.
+        kept: the index of the fastest size; None until each was tried.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, *sizes: int) -> None:
+        self._sizes = sizes
+        self.way = 0
+        self.kept: int | None = None
+        # The fewest nanoseconds an element for each size, and how many pieces are left to try.
+        self._least = [math.inf] * len(sizes)
+        self._untried = TRIED * len(sizes) if len(sizes) > 1 else 0
         # Pieces for one thread that are left, and those after the next late one.
         self._left, self._penalty = 0, PENALTY
 
@@ -41,11 +58,22 @@ class Pace:
         """Start and stop of each piece of n elements; the next is asked for when one is done."""
         start = 0
         while start < n:
-            stop = min(n, start + (SERIAL if self._left else self._size))
+            stop = min(n, start + (SERIAL if self._left else self._sizes[self.way]))
             began = perf_counter_ns()
             yield start, stop
+            took = perf_counter_ns() - began
             if self._left:
                 self._left -= 1
-            elif perf_counter_ns() - began > LATE + LATE_EACH * (stop - start):
+            elif took > LATE + LATE_EACH * (stop - start):
                 self._left, self._penalty = self._penalty, GROWTH * self._penalty
+            elif self._untried and stop - start >= min(self._sizes):
+                self._compare(took / (stop - start))
             start = stop
+
+    def _compare(self, each: float) -> None:
+        """Takes the nanoseconds an element of the last piece, and chooses the next size."""
+        self._least[self.way] = min(self._least[self.way], each)
+        self._untried -= 1
+        self.way = (self.way + 1) % len(self._sizes)
+        if not self._untried:
+            self.way = self.kept = self._least.index(min(self._least))

@@ -40,6 +40,8 @@ SCRATCH = 393216
 # Elements measured at once, and those whose row norms are kept until they are added up: 1 MiB of
 # float32 norms each.
 SLAB = 2**25
+# Elements to convert from which pieces of several sizes are compared.
+COMPARED = 2**23
 # Dtypes in which rows are squared; others are converted to float32 first.
 WIDE = (torch.float32, torch.float64)
 MEASURED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -103,11 +105,13 @@ def long_row_norms(tensors: list[Tensor], slab: int = SLAB) -> Iterator[RowNorms
     if not tensors:
         return
     wide, scratch = tensors[0].dtype, None
+    sizes: Sequence[int] = (SLAB,)
     if wide not in WIDE:
         wide = torch.float32
-        most = min(CONVERTED, max(map(Tensor.numel, tensors)))
-        scratch = torch.empty(most, dtype=wide, device="cpu").view(-1, ROW)
-    pace = Pace(SLAB if scratch is None else CONVERTED)
+        counts = list(map(Tensor.numel, tensors))
+        sizes = CONVERTED if sum(counts) >= COMPARED else CONVERTED[:1]
+        scratch = torch.empty(min(sizes[-1], max(counts)), dtype=wide, device="cpu").view(-1, ROW)
+    pace = Pace(*sizes)
     for tensor in tensors:
         for rows in _split(tensor.view(-1, ROW), slab):
             norms = torch.empty(len(rows), dtype=wide, device="cpu")

@@ -1,7 +1,8 @@
-"""bfloat16 gradients that a CPU's cache does not hold: written through float32, in pieces.
+"""bfloat16 gradients that a CPU's cache does not hold: written in place, or through float32.
 
-torch multiplies and clamps them in place at a fraction of the speed of memory, which converting
-them piece by piece does not: the results are the same bits.
+On some processors torch multiplies and clamps them in place at a fraction of the speed of memory,
+which converting them piece by piece does not; on others in place is three times as fast. The first
+pieces of a call are written in both ways, the others in the faster: the results are the same bits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,18 +12,21 @@ from torch import Tensor
 
 from tritonclip.backends.cpu_pace import CONVERTED, Pace
 
-# Elements of a list from which its long gradients are converted. Lists of 16, 24, 32, 48 and 64M
-# elements, 4M each, take 2.7, 4.9, 12.2, 20.4 and 31.8 ms multiplied in place, and clamped 3.1,
-# 7.3, 19.1, 30.8 and 42.5; converted in pieces of 2^20 4.6, 7.1, 10.4, 15.9 and 21.7, and 4.7, 7.3,
-# 10.5, 16.1 and 22.2. In pieces of CONVERTED 16 and 24M take 3.6 and 5.4 multiplied, in place on
-# that day 2.7 and 4.1. float16 takes a third of that in place. (torch 2.13, Xeon, 2 threads.)
+# Elements of a list from which its long gradients may be converted. On a Xeon lists of 16, 24, 32,
+# 48 and 64M elements, 4M each, take 2.7, 4.9, 12.2, 20.4 and 31.8 ms multiplied in place, and
+# clamped 3.1, 7.3, 19.1, 30.8 and 42.5; converted in pieces of 2^20 4.6, 7.1, 10.4, 15.9 and 21.7,
+# and 4.7, 7.3, 10.5, 16.1 and 22.2. On an AMD EPYC 124M elements are multiplied in 13 to 17 ms in
+# place, converted in 29 to 40. float16 takes a third of bfloat16's time in place on the Xeon.
+# (torch 2.13, 2 threads.)
 LARGE = 2**25
+# Elements that are written in place at a time, until that is found to be faster.
+IN_PLACE = 2**20
 # Elements of a long gradient.
 LONG = 2**18
 
 
 def to_widen(tensors: Sequence[Tensor], sizes: Sequence[int], *, flat: bool) -> list[int]:
-    """Indices of the gradients that are converted.
+    """Indices of the gradients that may be converted.
 
     Args:
         tensors: of one dtype on a CPU; at least one.
@@ -42,12 +46,20 @@ def write_widened_(
     Args:
         tensors: all gradients.
         places: indices of those that are written.
-        write_: an operator in place; takes a piece in float32, and the index of its gradient.
+        write_: an operator in place; takes a piece, and the index of its gradient.
     """
-    scratch = torch.empty(CONVERTED, dtype=torch.float32, device="cpu")
-    pace = Pace(CONVERTED)
+    # One size is tried, and the smaller, since to try the slower way costs time.
+    size = CONVERTED[0]
+    scratch = torch.empty(size, dtype=torch.float32, device="cpu")
+    pace = Pace(IN_PLACE, size)
     for i in places:
+        if pace.kept == 0:
+            write_(tensors[i], i)
+            continue
         whole = tensors[i].view(-1)
         for start, stop in pace.spans(len(whole)):
             piece = whole[start:stop]
-            piece.copy_(write_(scratch[: len(piece)].copy_(piece), i))
+            if pace.way == 0:
+                write_(piece, i)
+            else:
+                piece.copy_(write_(scratch[: len(piece)].copy_(piece), i))
