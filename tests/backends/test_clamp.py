@@ -91,6 +91,44 @@ def test_after_a_look_in_vain_some_calls_clamp_without_one(n):
     assert written(5.0) == few
 
 
+def test_a_batch_that_waits_does_not_keep_another_from_a_look():
+    """The second batch waits for fewer calls than the first."""
+    size = BATCH // LOOKED_AT
+    grads = [torch.zeros(size) for _ in range(2 * LOOKED_AT)]
+    clamping = Clamping(grads, [size] * len(grads), frozenset(), flat=True)
+
+    def written(*outside: int) -> set[int]:
+        """The batches whose gradients are written, where some gradients have an outlier."""
+        for place in outside:
+            grads[place][0] = 5.0
+        versions = [grad._version for grad in grads]
+        clamping.clamp_(grads, -1.0, 1.0)
+        assert all(grad.abs().max() <= 1 for grad in grads)
+        return {i // LOOKED_AT for i, grad in enumerate(grads) if grad._version > versions[i]}
+
+    assert written(0) == {0}
+    assert written(0, LOOKED_AT) == {0, 1}
+    for _ in range(PATIENCE - 1):
+        assert written() == {0, 1}
+    assert written() == {1}
+    assert written(0) == {0}
+    assert written() == {0}
+
+
+@pytest.mark.parametrize(("n", "is_one_by_one"), [(1, True), (2, True), (3, False)])
+def test_very_few_gradients_are_clamped_one_by_one(n, is_one_by_one, monkeypatch):
+    def refuse(*_):
+        raise AssertionError
+
+    if is_one_by_one:
+        monkeypatch.setattr(torch, "_foreach_clamp_min_", refuse)
+    else:
+        monkeypatch.setattr(torch.Tensor, "clamp_", refuse)
+    grads = [torch.full((4,), 5.0) for _ in range(n)]
+    tritonclip.clip_(parameters(grads), ClipByValue(0.5))
+    assert all((grad == 0.5).all() for grad in grads)
+
+
 OUTLIERS = {
     "none": (),
     "few": (0, 5, 1700, 2999),

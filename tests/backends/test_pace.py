@@ -1,5 +1,7 @@
 """Pieces on a CPU: of the fastest of several sizes, and smaller for a while after a late one."""
 
+from functools import partial
+
 import pytest
 import torch
 from cases import grad_of, normal, parameters
@@ -65,6 +67,13 @@ def test_the_next_tensor_of_a_call_goes_on_in_one_thread(clock):
     assert next(pace.spans(CONVERTED)) == (0, SERIAL)
 
 
+def pace_with(way, *sizes):
+    """One that keeps to a way."""
+    pace = Pace(*sizes)
+    pace.way = min(way, len(sizes) - 1)
+    return pace
+
+
 def spans_of(pace, clock, n, slow):
     """The pieces of n elements, each of which takes 3 nanoseconds in some ways and 1 in others."""
     spans = []
@@ -98,14 +107,14 @@ def test_short_gradients_choose_a_size_too_but_the_shortest_do_not(clock):
     assert ways == [0, 1] * TRIED + [1] * (9 - 2 * TRIED)
 
 
-def test_late_pieces_say_nothing_of_their_size(clock):
+def test_late_pieces_are_no_trials_and_the_next_size_goes_on(clock):
     pace, ways = Pace(2 * SERIAL, SERIAL), []
     for start, stop in pace.spans((PENALTY + 20) * SERIAL):
         ways.append(pace.way)
         clock.now += stop - start
         if len(ways) == 1:
             clock.now += LATE + LATE_EACH * 2 * SERIAL
-    assert ways[: PENALTY + 2 * TRIED + 1] == [0] * (PENALTY + 1) + [0, 1] * TRIED
+    assert ways[: PENALTY + 2 * TRIED + 1] == [0, *[1] * PENALTY] + [1, 0] * TRIED
 
 
 def test_nothing_has_no_pieces():
@@ -118,8 +127,12 @@ def test_pieces_are_whole_rows():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("limit", [1.0, 1e9])
-def test_late_pieces_change_no_bit(dtype, limit, clock, monkeypatch):
+@pytest.mark.parametrize("way", [0, 1], ids=["in place", "converted"])
+def test_late_pieces_change_no_bit(dtype, limit, way, clock, monkeypatch):
     monkeypatch.setattr(cpu_wide, "LARGE", 1)
+    monkeypatch.setattr(cpu_wide, "IN_PLACE", 3 * SERIAL)
+    monkeypatch.setattr(cpu_pace, "TRIED", 0)
+    monkeypatch.setattr(cpu_wide, "Pace", partial(pace_with, way))
     plans.clear()
     n = CONVERTED + 3 * SERIAL + 77
     results = []

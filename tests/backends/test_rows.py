@@ -7,8 +7,19 @@ import torch
 from cases import normal
 
 from tritonclip.backends import cpu_rows
+from tritonclip.backends.cpu_norm import two_norms_of_each
 from tritonclip.backends.cpu_pace import CONVERTED as SIZES
-from tritonclip.backends.cpu_rows import MEDIUM, ROW, SCRATCH, SMALL, long_row_norms, row_norms_of
+from tritonclip.backends.cpu_pace import Pace
+from tritonclip.backends.cpu_rows import (
+    MEDIUM,
+    ROW,
+    SCRATCH,
+    SLAB,
+    SMALL,
+    long_row_norms,
+    row_norms_of,
+)
+from tritonclip.backends.cpu_squares import LONE
 
 CONVERTED = SIZES[0]
 # Elements of gradients of which so many fill scratch but for less than a row, or by less than one
@@ -19,7 +30,7 @@ N_FILLING = 40
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("rest", [-ROW, 1 - ROW, -1, 0, 1, ROW - 1, ROW])
 def test_a_batch_ends_before_scratch_does(dtype, rest):
-    size, last = divmod(SCRATCH + rest, N_FILLING)
+    size, last = divmod(SCRATCH[dtype] + rest, N_FILLING)
     sizes = [size] * (N_FILLING - 1) + [size + last] + [size] * 3
     assert all(SMALL < n <= MEDIUM[dtype] for n in sizes)
     grads = [normal(n, dtype, seed=n + i) for i, n in enumerate(sizes)]
@@ -42,3 +53,35 @@ def test_every_row_of_a_long_gradient_is_measured(dtype, slab, compared, monkeyp
     norms = torch.cat([norms for _, norms in long_row_norms([grad], slab)])
     truth = torch.linalg.vector_norm(grad.double().view(-1, ROW), dim=1)
     torch.testing.assert_close(norms.double(), truth, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("more", [0, ROW])
+def test_pieces_of_several_sizes_are_tried_where_much_is_converted(dtype, more, monkeypatch):
+    tried = []
+
+    def pace_of(*sizes: int) -> Pace:
+        tried.append(sizes)
+        return Pace(*sizes)
+
+    monkeypatch.setattr(cpu_rows, "Pace", pace_of)
+    monkeypatch.setattr(cpu_rows, "COMPARED", 4 * CONVERTED)
+    grads = [torch.ones(n, dtype=dtype) for n in (2 * CONVERTED, 2 * CONVERTED - ROW + more)]
+    assert sum(len(norms) for _, norms in long_row_norms(grads)) == sum(map(len, grads)) // ROW
+    if dtype == torch.float32:
+        assert tried == [(cpu_rows.SLAB,)]
+    else:
+        assert tried == [SIZES if more else SIZES[:1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_each_of_long_gradients_is_measured_whole(dtype):
+    """Gradients of several slabs, of rows that are added up alone, together, and one by one."""
+    sizes = [2 * SLAB + 3 * ROW + 5, LONE * ROW, LONE * ROW - 1, *[SMALL + 1] * 900, SMALL, 3, 0]
+    grads = [torch.full((n,), 1.0 + i % 7, dtype=dtype) for i, n in enumerate(sizes)]
+    truth = [(1.0 + i % 7) * math.sqrt(n) for i, n in enumerate(sizes)]
+    norms = two_norms_of_each(grads, sizes, flat=True)
+    assert norms.tolist() == pytest.approx(truth, rel=1e-6)
+    grads[0][SLAB + 1] = torch.nan
+    norms = two_norms_of_each(grads, sizes, flat=True)
+    assert norms.isnan().nonzero().flatten().tolist() == [0]

@@ -44,7 +44,6 @@ def lists(request, monkeypatch):
         def pace_of(*sizes: int) -> Pace:
             pace = Pace(*sizes)
             pace.way = ["in place", "converted"].index(request.param)
-            pace.kept = pace.way
             return pace
 
         monkeypatch.setattr(cpu_pace, "TRIED", 0)
@@ -80,6 +79,28 @@ def test_value_gives_the_bits_of_clamp(lists):
     # Bounds are rounded to the dtype first.
     low = float(torch.tensor(-1e-3, dtype=torch.bfloat16))
     assert_same_bits(grads, [grad.clamp(low, 2.0) for grad in expected])
+
+
+@pytest.mark.parametrize("faster", [torch.bfloat16, torch.float32], ids=["in place", "converted"])
+def test_gradients_are_written_in_the_faster_way_once_both_were_tried(faster, monkeypatch):
+    now, written = 0, []
+    monkeypatch.setattr(cpu_pace, "perf_counter_ns", lambda: now)
+
+    def write_(piece: Tensor, _: int) -> Tensor:
+        nonlocal now
+        now += len(piece) * (1 if piece.dtype == faster else 2)
+        written.append((piece.dtype, len(piece)))
+        return piece.zero_()
+
+    grads = [torch.ones(n, dtype=torch.bfloat16) for n in (1200, 999, 1200, 999, 7, 6000, 6000)]
+    cpu_wide.write_widened_(grads, range(len(grads)), write_)
+    tried = [(torch.bfloat16, 1200), (torch.float32, 999)] * cpu_pace.TRIED
+    assert written[: len(tried)] == tried
+    assert {dtype for dtype, _ in written[len(tried) :]} == {faster}
+    assert sum(n for _, n in written) == sum(map(len, grads))
+    assert not any(grad.any() for grad in grads)
+    if faster == torch.bfloat16:
+        assert written[-2:] == [(faster, 6000)] * 2
 
 
 def test_nan_and_inf_spread_as_they_do_in_place():

@@ -116,6 +116,14 @@ def test_clip_takes_no_more_for_a_gradient_four_times_as_large(rule):
     assert peak(lambda: tritonclip.clip_(given, RULES[rule])) <= LIMIT
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("sizes", [[2**25 + 5, 2**25 + 7], [2**18] * 300], ids=["two", "many"])
+def test_clip_of_large_bfloat16_lists_takes_little_memory(rule, sizes):
+    """Large enough for several slabs, and to be converted in order to be written."""
+    given = parameters([uniform(torch.bfloat16, size) for size in sizes])
+    assert peak(lambda: tritonclip.clip_(given, RULES[rule])) <= LIMIT
+
+
 def test_get_total_norm_takes_little_memory():
     grads = [uniform(torch.bfloat16)]
     assert peak(lambda: tritonclip.get_total_norm(grads)) <= LIMIT

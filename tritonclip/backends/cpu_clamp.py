@@ -55,7 +55,7 @@ class Clamping:
         small = [i for i, n in enumerate(sizes) if n < least]
         # None for all gradients.
         self._small = small if self._alone else None
-        # Those that torch's foreach functions refuse take others.
+        # Whether torch's foreach functions take them.
         self._foreach = least < math.inf and not any(map(Tensor.is_neg, tensors))
         lines = []
         if flat and least < math.inf:
@@ -72,7 +72,11 @@ class Clamping:
     def clamp_(self, tensors: list[Tensor], low: float, high: float) -> None:
         """Clamps gradients of the list's form."""
         small = tensors if self._small is None else [tensors[i] for i in self._small]
-        if self._batches and not self._all_wait():
+        if self._batches and all(batch.waits > 0 for batch in self._batches):
+            for batch in self._batches:
+                # Another thread may have done it.
+                batch.waits = max(0, batch.waits - 1)
+        elif self._batches:
             small = [tensors[i] for i in self._together]
             for batch in self._batches:
                 small += batch.to_clamp(tensors, low, high)
@@ -88,14 +92,6 @@ class Clamping:
         for i in alone:
             tensors[i].clamp_(low, high)
 
-    def _all_wait(self) -> bool:
-        """Whether every batch clamps without a look, in this call."""
-        if not all(batch.waits for batch in self._batches):
-            return False
-        for batch in self._batches:
-            batch.waits -= 1
-        return True
-
 
 class _Batch:
     """Small 1-d gradients that are looked at together.
@@ -105,8 +101,8 @@ class _Batch:
         sizes: theirs, BATCH elements at most in all.
 
     Attributes:
-        indices: as above.
-        waits: how many calls more clamp without a look.
+        indices: of the gradients.
+        waits: how many calls more clamp all of them, whatever they hold.
     """
 
     __slots__ = ("_choose", "_ends", "indices", "waits")

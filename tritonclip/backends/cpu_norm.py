@@ -8,7 +8,7 @@ half types, for which torch has no such reduction with a float32 result, convert
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import chain, repeat
 
 import torch
 from torch import Tensor
@@ -17,16 +17,18 @@ from tritonclip.backends.batching import BATCH, PIECE, pack_small, split_flat
 from tritonclip.backends.cpu_rows import (
     MEASURED,
     ROW,
-    SCRATCH,
     SLAB,
     SMALL,
     RowNorms,
     long_row_norms,
     row_norms_of,
 )
+from tritonclip.backends.cpu_squares import Squares
 
 # Where norms are told apart, elements of gradients up to this size are squared one by one.
 TINY = 64
+# Elements of a gradient with gaps that are copied at a time.
+GAPPED = 393216
 # A smaller norm may have lost something to underflow, one that is not finite may have overflowed.
 # From there on the sum of squares is 2^-60 or more, of which 2^31 elements that lose 2^-126 each
 # are 2^-35. float64 alike.
@@ -60,17 +62,18 @@ def _norms_of_parts(tensors: list[Tensor], sizes: Sequence[int], *, flat: bool) 
     if not flat:
         for tensor in tensors:
             # One copy at a time.
-            for piece in split_flat(tensor, SCRATCH):
+            for piece in split_flat(tensor, GAPPED):
                 yield from _norms(list(row_norms_of([piece.contiguous()], [piece.numel()])))
         return
     kept: list[RowNorms] = []
     n_kept = 0
     for rows in row_norms_of(tensors, sizes):
-        kept.append(rows)
-        n_kept += rows[1].numel()
-        if n_kept > SLAB // ROW:
+        n = rows[1].numel()
+        if n_kept + n > SLAB // ROW:
             yield from _norms(kept)
             kept, n_kept = [], 0
+        kept.append(rows)
+        n_kept += n
     yield from _norms(kept)
 
 
@@ -108,44 +111,46 @@ def _two_norms_of_flat(tensors: list[Tensor], sizes: Sequence[int]) -> tuple[Ten
             places.append(place)
             short.append(flat[whole:] if whole else flat)
 
+    squares = Squares(result)
     counts = [-(-piece.numel() // ROW) for piece in short]
-    blocks = list(_rows_apart(short))
-    for place, (_, norms) in zip(owners, long_row_norms(long, SLAB * ROW), strict=True):
-        places.append(place)
-        counts.append(norms.numel())
-        blocks.append(norms)
+    for start, stop, norms in _rows_apart(short):
+        squares.add(places[start:stop], counts[start:stop], norms)
+    blocks = [-(-tensor.numel() // SLAB) for tensor in long]
+    owner = chain.from_iterable(map(repeat, owners, blocks))
+    for place, (_, norms) in zip(owner, long_row_norms(long), strict=True):
+        squares.add([place], [norms.numel()], norms)
     # Of these every element is a row: filled up, they would take up to ROW times the memory.
     tiny_counts = [sizes[i] for i in tiny]
-    for _, _, elements in pack_small([tensors[i] for i in tiny], tiny_counts):
-        blocks.append(elements.to(wide, copy=True))
-    places += tiny
-    counts += tiny_counts
-    if blocks:
-        norms = torch.cat(blocks)
-        owner = _repeated(places, counts)
-        result.index_add_(0, owner, norms.to(torch.float64, copy=True).square_()).sqrt_()
+    for start, stop, elements in pack_small([tensors[i] for i in tiny], tiny_counts):
+        squares.add(tiny[start:stop], tiny_counts[start:stop], elements.to(wide, copy=True))
+    squares.finish()
+    result.sqrt_()
     trusted = (result >= _TRUSTED[wide]) & (result < _LARGEST[wide])
     doubtful = (~trusted).nonzero().flatten().tolist()
     # Tiny ones were squared in float64, which squares of float32 fit; of empty ones the norm is 0.
     return result, [i for i in doubtful if wide == torch.float64 or sizes[i] > TINY]
 
 
-def _rows_apart(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """Norms of rows of short 1-d tensors, each from a row of its own on, filled up with zeros."""
+def _rows_apart(tensors: list[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
+    """Norms of rows of short 1-d tensors, each from a row of its own on, filled up with zeros.
+
+    Yields:
+        Indices of a batch's first tensor and of the one after its last, and the norms of its rows.
+    """
     batch: list[Tensor] = []
-    n = 0
-    for tensor in tensors:
+    start, n = 0, 0
+    for stop, tensor in enumerate(tensors):
         size = tensor.numel()
         if n + size + ROW > BATCH:
-            yield _row_norms(batch)
-            batch, n = [], 0
+            yield start, stop, _row_norms(batch)
+            batch, start, n = [], stop, 0
         batch.append(tensor)
         n += size
         if size % ROW:
             batch.append(_zeros(tensor.dtype, -size % ROW))
             n += -size % ROW
     if batch:
-        yield _row_norms(batch)
+        yield start, len(tensors), _row_norms(batch)
 
 
 def _row_norms(batch: list[Tensor]) -> Tensor:
@@ -158,14 +163,6 @@ def _row_norms(batch: list[Tensor]) -> Tensor:
 
 def _zeros(dtype: torch.dtype, n: int) -> Tensor:
     return torch.zeros(n, dtype=dtype, device="cpu")
-
-
-def _repeated(numbers: list[int], counts: list[int]) -> Tensor:
-    """Each number so many times, without the threads that `repeat_interleave` would start."""
-    first = torch.tensor([*accumulate(counts[:-1])], dtype=torch.int64, device="cpu")
-    marks = torch.zeros(sum(counts), dtype=torch.int64, device="cpu")
-    marks[first] = 1
-    return torch.tensor(numbers, device="cpu").index_select(0, marks.cumsum_(0))
 
 
 def two_norm_of(tensor: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""How many elements torch is given at a time on a CPU: found out by the clock in each call.
+"""How many elements torch is given at a time on a CPU.
 
 An operator on 32,768 elements or more, torch's grain, is a parallel region: it ends when its last
-thread does. How long it takes to start one, and whether scratch stays in a core's cache, depends on
-the processor, so that the first pieces of a call have several sizes and the others that of the
-fastest.
+thread does. The time to start one, and the cache for scratch, differ from processor to processor:
+the first pieces of a large list have several sizes, and the others that of the fastest.
 Where other processes keep the cores busy, a thread may wait for its turn, for as long as one
 process may run: 92 regions, 48M bfloat16 elements in pieces of 2^20, took 29 ms or 730, as the
 scheduler placed the threads. Operators on fewer elements run in the calling thread.
@@ -21,7 +20,7 @@ SERIAL = 32640
 # a region takes 5 us to start; on a Xeon 27, 30 and 34 ms in pieces of 2^18 to 2^20. That of 16M
 # takes 8.9 ms there with SERIAL. (torch 2.13, 2 threads.)
 CONVERTED = (2**18, 2**20)
-# How often each size is tried.
+# How often each size is tried: the first piece also pays for scratch that no call has used.
 TRIED = 2
 # Nanoseconds for a piece, and for each of its elements, from which it is late: 16M elements that no
 # cache holds take 0.2 ns each.
@@ -66,6 +65,9 @@ class Pace:
                 self._left -= 1
             elif took > LATE + LATE_EACH * (stop - start):
                 self._left, self._penalty = self._penalty, GROWTH * self._penalty
+                if self._untried:
+                    # This size may be why.
+                    self.way = (self.way + 1) % len(self._sizes)
             elif self._untried and stop - start >= min(self._sizes):
                 self._compare(took / (stop - start))
             start = stop

@@ -1,8 +1,8 @@
 """bfloat16 gradients that a CPU's cache does not hold: written in place, or through float32.
 
 On some processors torch multiplies and clamps them in place at a fraction of the speed of memory,
-which converting them piece by piece does not; on others in place is three times as fast. The first
-pieces of a call are written in both ways, the others in the faster: the results are the same bits.
+which converting them piece by piece does not; on others in place is twice as fast. The first pieces
+of a call are written in both ways, the others in the faster: the results are the same bits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,8 +19,9 @@ from tritonclip.backends.cpu_pace import CONVERTED, Pace
 # place, converted in 29 to 40. float16 takes a third of bfloat16's time in place on the Xeon.
 # (torch 2.13, 2 threads.)
 LARGE = 2**25
-# Elements that are written in place at a time, until that is found to be faster.
-IN_PLACE = 2**20
+# Elements that are written in place at a time: while ways are tried, and then. On an AMD EPYC 48M
+# are clamped in 7.4 ms in pieces of 2^20, and in 7.1 gradient by gradient. (torch 2.13, 2 threads.)
+IN_PLACE, KEPT = 2**20, 2**24
 # Elements of a long gradient.
 LONG = 2**18
 
@@ -48,14 +49,11 @@ def write_widened_(
         places: indices of those that are written.
         write_: an operator in place; takes a piece, and the index of its gradient.
     """
-    # One size is tried, and the smaller, since to try the slower way costs time.
+    # The smaller size, since each trial of the slower way costs time.
     size = CONVERTED[0]
     scratch = torch.empty(size, dtype=torch.float32, device="cpu")
     pace = Pace(IN_PLACE, size)
     for i in places:
-        if pace.kept == 0:
-            write_(tensors[i], i)
-            continue
         whole = tensors[i].view(-1)
         for start, stop in pace.spans(len(whole)):
             piece = whole[start:stop]
@@ -63,3 +61,5 @@ def write_widened_(
                 write_(piece, i)
             else:
                 piece.copy_(write_(scratch[: len(piece)].copy_(piece), i))
+        if pace.kept == 0:
+            pace = Pace(KEPT)

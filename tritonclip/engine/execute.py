@@ -232,12 +232,8 @@ def _clamp_(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Non
     """Clamps every group."""
     plan = gradients.plan
     assert plan is not None
-    if len(plan.groups) == 1:
-        group = plan.groups[0]
-        batches = [group.clamping.bind(gradients.readable, gradients.addresses)]
-    else:
-        # What fails, an upload of addresses among it, fails before the first write.
-        batches = [group.clamping.bind(*gradients.of(group.indices)) for group in plan.groups]
+    # What fails, an upload of addresses among it, fails before the first write.
+    batches = [group.clamping.bind(*gradients.of(group.indices)) for group in plan.groups]
     for i, batch in enumerate(batches):
         group = plan.groups[i]
         low, high = rule.bounds(group.dtype)
