@@ -38,6 +38,7 @@ def clock(monkeypatch):
 
 def test_pieces_stay_as_large_while_none_is_late(clock):
     pace, sizes = Pace(100), []
+    assert not pace.is_serial
     for start, stop in pace.spans(250):
         sizes.append(stop - start)
         clock.now += LATE + LATE_EACH * (stop - start)
@@ -64,6 +65,7 @@ def test_the_next_tensor_of_a_call_goes_on_in_one_thread(clock):
     pace = Pace(CONVERTED)
     for _ in pace.spans(CONVERTED):
         clock.now += LATE + LATE_EACH * CONVERTED + 1
+    assert pace.is_serial
     assert next(pace.spans(CONVERTED)) == (0, SERIAL)
 
 
@@ -134,10 +136,10 @@ def test_late_pieces_change_no_bit(dtype, limit, way, clock, monkeypatch):
     monkeypatch.setattr(cpu_pace, "TRIED", 0)
     monkeypatch.setattr(cpu_wide, "Pace", partial(pace_with, way))
     plans.clear()
-    n = CONVERTED + 3 * SERIAL + 77
+    sizes = [CONVERTED + 3 * SERIAL + 77, 9, *[SERIAL + 5] * 40, CONVERTED - 1, 9000]
     results = []
     for late in (False, True):
-        grads = [normal(n, dtype), normal(9, dtype), normal(SERIAL + 5, dtype)]
+        grads = [normal(n, dtype, seed=n) for n in sizes]
         params = parameters(grads)
         monkeypatch.setattr(cpu_pace, "LATE", -(10**9) if late else 10**18)
         norm = tritonclip.clip_(params, limit)

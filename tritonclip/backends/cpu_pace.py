@@ -53,6 +53,11 @@ class Pace:
         # Pieces for one thread that are left, and those after the next late one.
         self._left, self._penalty = 0, PENALTY
 
+    @property
+    def is_serial(self) -> bool:
+        """Whether the next piece is for one thread."""
+        return self._left > 0
+
     def spans(self, n: int) -> Iterator[tuple[int, int]]:
         """Start and stop of each piece of n elements; the next is asked for when one is done."""
         start = 0
