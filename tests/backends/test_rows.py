@@ -6,10 +6,10 @@ import pytest
 import torch
 from cases import normal
 
-from tritonclip.backends import cpu_rows
+from tritonclip.backends import cpu_pace, cpu_rows
 from tritonclip.backends.cpu_norm import two_norms_of_each
 from tritonclip.backends.cpu_pace import CONVERTED as SIZES
-from tritonclip.backends.cpu_pace import Pace
+from tritonclip.backends.cpu_pace import SERIAL, Pace
 from tritonclip.backends.cpu_rows import (
     MEDIUM,
     ROW,
@@ -85,3 +85,30 @@ def test_each_of_long_gradients_is_measured_whole(dtype):
     grads[0][SLAB + 1] = torch.nan
     norms = two_norms_of_each(grads, sizes, flat=True)
     assert norms.isnan().nonzero().flatten().tolist() == [0]
+
+
+def test_medium_gradients_are_copied_in_one_thread_after_a_late_batch(monkeypatch):
+    """Copies of more elements are parallel regions, which wait where cores are busy."""
+    now = 0
+    copied: list[int | None] = []
+    monkeypatch.setattr(cpu_pace, "perf_counter_ns", lambda: now)
+    foreach_copy_, copy_ = torch._foreach_copy_, torch.Tensor.copy_
+
+    def late_copies_(slots, tensors):
+        nonlocal now
+        now += 10**9
+        copied.append(None)
+        foreach_copy_(slots, tensors)
+
+    def single_copy_(self, other):
+        copied.append(len(other))
+        return copy_(self, other)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", late_copies_)
+    monkeypatch.setattr(torch.Tensor, "copy_", single_copy_)
+    size = 2 * SERIAL + 5
+    grads = [torch.ones(size, dtype=torch.bfloat16) for _ in range(18)]
+    norms = torch.cat([norms for _, norms in row_norms_of(grads, [size] * len(grads))])
+    assert float(norms.double().norm()) == pytest.approx(math.sqrt(18 * size), rel=1e-6)
+    assert copied[0] is None
+    assert copied[1:] == [SERIAL, SERIAL, 5] * (18 - (SCRATCH[torch.bfloat16] - ROW) // size)

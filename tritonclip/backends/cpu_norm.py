@@ -27,7 +27,7 @@ from tritonclip.backends.cpu_squares import Squares
 
 # Where norms are told apart, elements of gradients up to this size are squared one by one.
 TINY = 64
-# Elements of a gradient with gaps that are copied at a time.
+# Elements of a gradient with gaps that are copied at a time: up to 3 MiB.
 GAPPED = 393216
 # A smaller norm may have lost something to underflow, one that is not finite may have overflowed.
 # From there on the sum of squares is 2^-60 or more, of which 2^31 elements that lose 2^-126 each

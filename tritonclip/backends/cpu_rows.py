@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.batching import BATCH, pack_small
-from tritonclip.backends.cpu_pace import CONVERTED, Pace
+from tritonclip.backends.cpu_pace import CONVERTED, SERIAL, Pace
 
 # Elements of a row, so few that no norm can be wrong by 1e-6. With u = 2^-24, torch sums up the
 # squares of a row of n elements in w lanes, each rounded up to n / w + w - 1 times: as a square, in
@@ -45,7 +45,7 @@ SCRATCH = {
 }
 # Elements measured at once, and those whose row norms are kept until they are added up: 512 KiB of
 # float32 norms each, and three times as much while they are.
-SLAB = 2**24
+SLAB = 2**17 * ROW
 # Elements to convert from which pieces of several sizes are compared: trials take 2.6M.
 COMPARED = 2**23
 # Dtypes in which rows are squared; others are converted to float32 first.
@@ -86,7 +86,7 @@ def row_norms_of(tensors: list[Tensor], sizes: Sequence[int]) -> Iterator[RowNor
 
 
 def _copied_rows(tensors: list[Tensor]) -> Iterator[RowNorms]:
-    """Rows of 1-d tensors of up to MEDIUM elements, end to end in scratch that stays in cache."""
+    """Rows of 1-d tensors of up to MEDIUM elements, copied end to end into scratch."""
     if not tensors:
         return
     sizes = list(map(Tensor.numel, tensors))
@@ -110,7 +110,7 @@ def _copied_rows(tensors: list[Tensor]) -> Iterator[RowNorms]:
 def _measure_copies(
     tensors: list[Tensor], slots: list[Tensor], copies: Tensor, norms: Tensor, pace: Pace
 ) -> None:
-    """Copies tensors to slots, and measures rows of all copies: together, but on busy cores."""
+    """Copies tensors to slots and measures the rows of all copies; on busy cores in one thread."""
     rows = copies.view(-1, ROW)
     if not pace.is_serial:
         for _ in pace.spans(len(copies)):
@@ -118,6 +118,9 @@ def _measure_copies(
             torch.linalg.vector_norm(rows, dim=1, out=norms)
         return
     for tensor, slot in zip(tensors, slots, strict=True):
+        if len(tensor) <= SERIAL:
+            slot.copy_(tensor)
+            continue
         for start, stop in pace.spans(len(tensor)):
             slot[start:stop].copy_(tensor[start:stop])
     for start, stop in pace.spans(len(copies)):

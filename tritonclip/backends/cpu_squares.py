@@ -6,8 +6,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-# Rows of one gradient from which they are added up by themselves, and rows that are added up at a
-# time, which takes 2 MiB.
+# Rows of one gradient from which they are added up alone, and rows from which those of several are,
+# which takes up to 4 MiB.
 LONE, TOGETHER = 2**13, 2**16
 
 

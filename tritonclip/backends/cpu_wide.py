@@ -61,5 +61,5 @@ def write_widened_(
                 write_(piece, i)
             else:
                 piece.copy_(write_(scratch[: len(piece)].copy_(piece), i))
-        if pace.kept == 0:
+        if pace.kept == 0 and not pace.is_serial:
             pace = Pace(KEPT)
