@@ -233,7 +233,11 @@ def _clamp_(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Non
     plan = gradients.plan
     assert plan is not None
     # What fails, an upload of addresses among it, fails before the first write.
-    batches = [group.clamping.bind(*gradients.of(group.indices)) for group in plan.groups]
+    if len(plan.groups) == 1:
+        # It holds all gradients. Short lists notice what is not done.
+        batches = [plan.groups[0].clamping.bind(gradients.readable, gradients.addresses)]
+    else:
+        batches = [group.clamping.bind(*gradients.of(group.indices)) for group in plan.groups]
     for i, batch in enumerate(batches):
         group = plan.groups[i]
         low, high = rule.bounds(group.dtype)
