@@ -19,8 +19,8 @@ from tritonclip.backends.torch_writes import ARITHMETIC, clamp_together_, in_for
 # 6.0 and 45. To compare first whether any element is outside costs as much as to clamp: 28 to 35 ms
 # for 124M float32 elements, against 29. (torch 2.13, Xeon, 2 threads.)
 ONE_PASS = 4096
-# Lists of so few gradients are clamped one by one: two of 8 and 32 elements take 2.4 us, and in two
-# foreach passes 2.9. (torch 2.13, AMD EPYC.)
+# Lists of so few gradients are clamped one by one: two of 4 and two of 4,095 elements take 2.9 and
+# 3.4 us, in two foreach passes 3.3 and 4.0. (torch 2.13, AMD EPYC.)
 CALLED = 2
 # Small 1-d gradients from which a batch is looked at before it is clamped, and those from which
 # the few with elements outside are searched. For 10, 18, 30, 60 and 300 of 1 to 64 float32
