@@ -71,12 +71,12 @@ class Clamping:
 
     def clamp_(self, tensors: list[Tensor], low: float, high: float) -> None:
         """Clamps gradients of the list's form."""
-        small = tensors if self._small is None else [tensors[i] for i in self._small]
-        if self._batches and all(batch.waits > 0 for batch in self._batches):
+        if not self._batches or all(batch.waits > 0 for batch in self._batches):
+            small = tensors if self._small is None else [tensors[i] for i in self._small]
             for batch in self._batches:
                 # Another thread may have done it.
                 batch.waits = max(0, batch.waits - 1)
-        elif self._batches:
+        else:
             small = [tensors[i] for i in self._together]
             for batch in self._batches:
                 small += batch.to_clamp(tensors, low, high)
