@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 _FLOATS, _INTEGERS = Struct("<3d"), Struct("<3q")
+_NO_POINTERS = None, None, None
 INF = tl.constexpr(float("inf"))
 
 
@@ -28,6 +29,8 @@ def number_arguments(
         c: likewise.
         device: of the launch.
     """
+    if type(a) is type(b) is type(c) is float:
+        return _NO_POINTERS, _INTEGERS.unpack(_FLOATS.pack(a, b, c))
     numbers = [a, b, c]
     pointers: list[torch.Tensor | None] = [None, None, None]
     for i, number in enumerate(numbers):
