@@ -1,0 +1,132 @@
+"""The norms that a suggestion reads: of every kind of history, and those left out or refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from norm_series import norms_of
+
+import tritonclip
+
+
+def test_a_run_that_was_appended_without_a_checkpoint_is_told(tmp_path):
+    """Rows of two runs count on, and nothing else tells them apart."""
+    path = tmp_path / "run.csv"
+    for seed in (0, 1):
+        with tritonclip.record(path, append=True) as recorder:
+            for norm in norms_of(300, spikes=0.03, seed=seed):
+                recorder.add_(float(norm))
+    reason = tritonclip.suggest_max_norm(path).reason
+    assert "A recorder went on in this file at step 301, without a checkpoint" in reason
+    assert "warmup=300, or --warmup 300" in reason
+    second = tritonclip.suggest_max_norm(path, warmup=300)
+    assert "went on" not in second.reason
+    alone = tritonclip.suggest_max_norm(norms_of(300, spikes=0.03, seed=1), warmup=0)
+    assert second.max_norm == alone.max_norm
+
+
+def test_a_run_that_resumes_from_a_checkpoint_is_one_run(tmp_path):
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path) as recorder:
+        for norm in norms_of(300):
+            recorder.add_(float(norm))
+        saved = recorder.state_dict()
+    with tritonclip.record(path, append=True) as recorder:
+        recorder.load_state_dict(saved)
+        for norm in norms_of(300, seed=1):
+            recorder.add_(float(norm))
+    suggestion = tritonclip.suggest_max_norm(path, warmup=0)
+    assert suggestion.steps == 600
+    assert "went on" not in suggestion.reason
+
+
+@pytest.mark.parametrize("again", [100, 300])
+def test_step_numbers_that_start_again_are_told(tmp_path, again):
+    path = tmp_path / "run.csv"
+    rows = [*enumerate(norms_of(300), 1), *enumerate(norms_of(again, seed=1), 1)]
+    path.write_text("step,norm\n" + "".join(f"{step},{norm}\n" for step, norm in rows))
+    suggestion = tritonclip.suggest_max_norm(path, warmup=0)
+    assert suggestion.steps == again
+    assert "only the later rows count; left out were 300 earlier ones" in suggestion.reason
+
+
+def test_too_few_steps_after_others_that_were_replaced_are_told(tmp_path):
+    path = tmp_path / "run.csv"
+    path.write_text("step,norm\n" + "".join(f"{step},1\n" for step in [*range(300), 0, 1, 2]))
+    with pytest.raises(ValueError, match=r"got 3 in 3 steps; .*left out were 300 earlier ones"):
+        tritonclip.suggest_max_norm(path)
+
+
+def test_norms_that_are_zero_or_not_finite_are_counted_and_left_out():
+    norms = norms_of(spikes=0.03)
+    plain = tritonclip.suggest_max_norm(norms, warmup=0)
+    broken = np.insert(norms, [10, 20, 30, 600, 700], [math.nan, math.inf, 0.0, 0.0, math.inf])
+    suggestion = tritonclip.suggest_max_norm(broken, warmup=0)
+    assert (suggestion.nonfinite, suggestion.zeros, suggestion.steps) == (3, 2, 1000)
+    assert suggestion.max_norm == plain.max_norm
+    assert "Norms that are NaN or inf: 3" in suggestion.reason
+
+
+@pytest.mark.parametrize(
+    ("norms", "warmup", "message"),
+    [
+        ([], None, "got 0 in 0 steps; record some hundred"),
+        ([1.0] * 19, None, "got 19 in 19 steps; record some hundred"),
+        ([0.0] * 50, None, "got 0 in 50 steps; the others are 0: measure after backward"),
+        ([math.nan] * 50, None, "got 0 in 50 steps; the others are NaN or inf"),
+        ([1.0] * 50, 60, "got 0 in 50 steps; the warm-up leaves none"),
+    ],
+    ids=["none", "few", "zero", "nan", "warmup"],
+)
+def test_too_few_norms_are_refused(norms, warmup, message):
+    with pytest.raises(ValueError, match=f"expected at least 20 .*{message}"):
+        tritonclip.suggest_max_norm(norms, warmup=warmup)
+
+
+@pytest.mark.parametrize(
+    "history",
+    [3.0, None, ["a"], torch.ones(3, 30), torch.ones(30, dtype=torch.complex64), {"a": 1}],
+    ids=["number", "none", "text", "2-d", "complex", "dict"],
+)
+def test_histories_of_another_kind_are_refused(history):
+    with pytest.raises(TypeError, match="history must be a path, a Recorder, or norms"):
+        tritonclip.suggest_max_norm(history)
+
+
+def test_negative_norms_are_refused():
+    with pytest.raises(ValueError, match=r"got a negative one, -1\.0"):
+        tritonclip.suggest_max_norm([1.0] * 30 + [-1.0])
+
+
+def test_all_kinds_of_history_give_the_same_suggestion(tmp_path):
+    norms = norms_of(spikes=0.03).tolist()
+    expected = tritonclip.suggest_max_norm(norms)
+    path = tmp_path / "run.jsonl"
+    recorder = tritonclip.record(path)
+    for norm in norms:
+        recorder.add_(norm)
+    for history in (
+        torch.tensor(norms, dtype=torch.float64),
+        np.array(norms),
+        [torch.tensor(norm, dtype=torch.float64) for norm in norms],
+        iter(norms),
+        recorder,
+        path,
+        str(path),
+    ):
+        assert tritonclip.suggest_max_norm(history) == expected
+    recorder.close()
+    assert tritonclip.suggest_max_norm(recorder) == expected
+
+
+def test_steps_of_spikes_are_those_of_the_file(tmp_path):
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path) as recorder:
+        recorder.load_state_dict({"steps": 5000})
+        for norm in norms_of(spikes=0.03):
+            recorder.add_(float(norm))
+        recorder.add_(1000.0)
+    assert tritonclip.suggest_max_norm(path).spikes[0].step == 6001
