@@ -1,6 +1,8 @@
-"""Counts of how often the statistics of an optimizer are read."""
+"""Statistics that are read on the host, and recorders that wrappers are given."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -18,4 +20,20 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tritonclip.ClipStats]:
         return summary(stats)
 
     monkeypatch.setattr(tritonclip.ClipStats, "summary", counting)
+    return seen
+
+
+@pytest.fixture
+def recorders(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The recorders given to wrappers during the test, in order; the wrappers record nothing."""
+    seen = []
+    make = tritonclip.ClippedOptimizer.__init__
+
+    def noting(
+        wrapper: tritonclip.ClippedOptimizer, *args: Any, recorder: object, **options: Any
+    ) -> None:
+        seen.append(recorder)
+        make(wrapper, *args, **options)
+
+    monkeypatch.setattr(tritonclip.ClippedOptimizer, "__init__", noting)
     return seen

@@ -275,16 +275,7 @@ def test_policy_reaches_the_wrapper(tmp_path):
     assert trainer.optimizers[0].nonfinite == "skip"
 
 
-def test_recorder_reaches_the_wrapper(tmp_path, monkeypatch):
-    recorders = []
-
-    class Recording(tritonclip.ClippedOptimizer):
-        def __init__(self, *args, recorder, **options):
-            super().__init__(*args, **options)
-            recorders.append(recorder)
-
-    monkeypatch.setattr("tritonclip.integrations.lightning.ClippedOptimizer", Recording)
-
+def test_recorder_reaches_the_wrapper(tmp_path, recorders):
     trainer_of(tmp_path, Clipping(MAX_NORM, recorder="ours")).fit(TwoOptimizers(), loader())
 
     assert recorders == ["ours", "ours"]

@@ -233,15 +233,7 @@ def test_resumed_run_equals_one_that_went_on(tmp_path):
     assert_bits(resumed.model.parameters(), whole.model.parameters())
 
 
-def test_recorder_reaches_the_wrapper(tmp_path, monkeypatch):
-    recorders = []
-
-    class Recording(tritonclip.ClippedOptimizer):
-        def __init__(self, *args, recorder, **options):
-            super().__init__(*args, **options)
-            recorders.append(recorder)
-
-    monkeypatch.setattr("tritonclip.integrations.transformers.ClippedOptimizer", Recording)
+def test_recorder_reaches_the_wrapper(tmp_path, recorders):
     trainer = ClippingTrainer(language_model(), arguments_of(tmp_path), clip=1.0, recorder="ours")
 
     trainer.create_optimizer()
