@@ -59,3 +59,22 @@ def as_on_accelerator() -> Iterator[None]:
         yield
     finally:
         norm._reads = reads
+
+
+def check_nobody_waits(
+    step: Callable[[], object],
+    error: type[Exception],
+    message: str,
+    nonfinite: str = "propagate",
+) -> None:
+    """On an accelerator a step raises in the first process, and leaves nobody waiting."""
+    with as_on_accelerator():
+        if is_first():
+            with pytest.raises(error, match=message):
+                step()
+        elif nonfinite == "error":
+            with pytest.raises(RuntimeError, match="non-finite"):
+                step()
+        else:
+            step()
+    dist.barrier()

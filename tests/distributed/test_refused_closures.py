@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from processes import in_processes
-from refusing import as_on_accelerator, check_raises, is_first, named_parameters
+from refusing import check_nobody_waits, check_raises, is_first, named_parameters
 from spread import assert_same_everywhere, collectives_of, mesh_of, values, whole
 from torch import distributed as dist
 from torch import nn
@@ -68,16 +68,7 @@ def test_closure_without_a_loss_leaves_nobody_waiting_on_an_accelerator(policy: 
     named = named_parameters()
     optimizer = ClippedOptimizer(INNERS["SGD"](named.values()), 0.5, nonfinite=policy)
     closure = _closure(named, returns=not is_first())
-    with as_on_accelerator():
-        if is_first():
-            with pytest.raises(TypeError, match="return loss"):
-                optimizer.step(closure)
-        elif policy == "error":
-            with pytest.raises(RuntimeError, match="non-finite"):
-                optimizer.step(closure)
-        else:
-            optimizer.step(closure)
-    dist.barrier()
+    check_nobody_waits(lambda: optimizer.step(closure), TypeError, "return loss", policy)
 
 
 @in_processes(2)

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from processes import in_processes
-from refusing import as_on_accelerator, check_raises, is_first, named_parameters, overlap
+from refusing import (
+    as_on_accelerator,
+    check_nobody_waits,
+    check_raises,
+    is_first,
+    named_parameters,
+    overlap,
+)
 from spread import assert_same_everywhere, collectives_of, local, parameter
 from torch import distributed as dist
 from torch import nn
@@ -86,14 +93,9 @@ def test_step_makes_the_norms_of_all_groups_nan_on_an_accelerator() -> None:
     named, optimizer = _optimizer("rule")
     if is_first():
         overlap(named["plain"])
-    with as_on_accelerator():
-        if is_first():
-            with pytest.raises(ValueError, match="share memory"):
-                optimizer.step()
-        else:
-            optimizer.step()
-            assert all(local(one.detach()).isnan().all() for one in named.values())
-    dist.barrier()
+    check_nobody_waits(optimizer.step, ValueError, "share memory")
+    if not is_first():
+        assert all(local(one.detach()).isnan().all() for one in named.values())
 
 
 @in_processes(2)
@@ -150,16 +152,10 @@ def test_step_with_norms_by_name_leaves_nobody_waiting(accelerator: bool) -> Non
         grads = [named["sharded"].grad, named["copied"].grad]
         if is_first():
             overlap(named["plain"])
-        if not accelerator:
+        if accelerator:
+            check_nobody_waits(optimizer.step, ValueError, "share memory")
+        else:
             check_raises(optimizer.step, ValueError, "share memory", grads)
-            return
-        with as_on_accelerator():
-            if is_first():
-                with pytest.raises(ValueError, match="share memory"):
-                    optimizer.step()
-            else:
-                optimizer.step()
-    dist.barrier()
 
 
 @in_processes(2)
@@ -262,13 +258,4 @@ def test_step_with_a_rule_that_is_none_leaves_nobody_waiting_on_an_accelerator(p
     _, optimizer = _optimizer("rule", nonfinite=policy)
     if is_first():
         _spoil(optimizer.param_groups, 1)
-    with as_on_accelerator():
-        if is_first():
-            with pytest.raises(TypeError, match="None clips nothing"):
-                optimizer.step()
-        elif policy == "error":
-            with pytest.raises(RuntimeError, match="non-finite"):
-                optimizer.step()
-        else:
-            optimizer.step()
-    dist.barrier()
+    check_nobody_waits(optimizer.step, TypeError, "None clips nothing", policy)
