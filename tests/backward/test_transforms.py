@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED, grad_of, normal
+from cases import grad_of, normal
+from graphs import NEEDS_DYNAMO
 
 from tritonclip import ClipByNorm, ClipByValue, clip_backward, clip_on_backward_
 
@@ -143,7 +144,7 @@ def test_formula_raises_on_nonfinite(rule):
         torch.autograd.grad(y, x, root, create_graph=True)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="dynamo cannot trace beside the interpreter")
+@NEEDS_DYNAMO
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize("nonfinite", POLICIES)
@@ -157,7 +158,7 @@ def test_compiled_graph_clips_in_backward(rule, nonfinite, dtype):
     torch.testing.assert_close(x.grad, gradient_of(twin, rule, nonfinite))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="dynamo cannot trace beside the interpreter")
+@NEEDS_DYNAMO
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_graph_refuses_to_wait():
     compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
@@ -166,7 +167,7 @@ def test_compiled_graph_refuses_to_wait():
         compiled(normal(5).requires_grad_(), ClipByNorm(1.0), "error")
 
 
-@pytest.mark.skipif(INTERPRETED, reason="dynamo cannot trace beside the interpreter")
+@NEEDS_DYNAMO
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("traced", [False, True], ids=["eager-backward", "compiled-autograd"])
 @pytest.mark.parametrize("rule", RULES)

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import INTERPRETED, assert_bits, copies, grad_of, normal, parameters
+from cases import assert_bits, copies, grad_of, normal, parameters
+from graphs import COMPILING, compiled
 from torch.testing._internal.two_tensor import TwoTensor
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_compiler"),
-    # A replaced torch.empty would be traced in place of torch's.
-    pytest.mark.plain_empty,
-    # torch's own deprecations while it traces are not ours.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.skipif(INTERPRETED, reason="dynamo cannot trace beside the interpreter"),
-]
+pytestmark = COMPILING
 
 RULES = [
     pytest.param(1.0, id="number"),
@@ -41,10 +35,6 @@ CALLS = {
         params, 0.5, params[0].grad.norm()
     ),
 }
-
-
-def compiled(step):
-    return torch.compile(step, fullgraph=True, backend="aot_eager")
 
 
 def fill(params, scale):

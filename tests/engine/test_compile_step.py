@@ -12,21 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED, assert_bits, copies, grad_of, normal
+from cases import assert_bits, copies, grad_of, normal
+from graphs import COMPILING
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, FlatGradients
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_compiler"),
-    # A replaced torch.empty would be traced in place of torch's.
-    pytest.mark.plain_empty,
-    # torch's own deprecations while it traces are not ours.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.skipif(INTERPRETED, reason="dynamo cannot trace beside the interpreter"),
-]
+pytestmark = COMPILING
 
 STEPS = 5
 RULES = pytest.mark.parametrize(

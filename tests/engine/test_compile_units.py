@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import INTERPRETED, assert_bits, copies, grad_of, normal
+from cases import assert_bits, copies, grad_of, normal
+from graphs import COMPILING, compiled
 from units import make
 
 import tritonclip
 from tritonclip import ClipByUnitNorm, FlatGradients
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_compiler"),
-    # A replaced torch.empty would be traced in place of torch's.
-    pytest.mark.plain_empty,
-    # torch's own deprecations while it traces are not ours.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.skipif(INTERPRETED, reason="dynamo cannot trace beside the interpreter"),
-]
+pytestmark = COMPILING
 SHAPES = [(5, 8), (3, 700), (70,), (2, 2)]
-
-
-def compiled(step):
-    return torch.compile(step, fullgraph=True, backend="aot_eager")
 
 
 def fill(parameters, scale=1.0):

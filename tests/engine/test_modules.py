@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED
 from torch import nn
 
 import tritonclip
@@ -116,30 +115,6 @@ def test_modules_that_need_clipping_are_clipped():
     tritonclip.clip_(model, 0.0)
 
     assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
-
-
-@pytest.mark.skipif(INTERPRETED, reason="dynamo cannot trace beside the interpreter")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.plain_empty
-@pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_calls_take_modules():
-    model = marked("1")
-    del model[1].need_clip
-
-    torch.compile(lambda: tritonclip.clip_(model, 0.0), fullgraph=True, backend="aot_eager")()
-
-    assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
-
-
-@pytest.mark.skipif(INTERPRETED, reason="dynamo cannot trace beside the interpreter")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.plain_empty
-@pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_calls_refuse_marks():
-    model = marked("1")
-
-    with pytest.raises(Exception, match="need_clip = False"):
-        torch.compile(lambda: tritonclip.clip_(model, 0.0), backend="aot_eager")()
 
 
 def with_unclipped_bias() -> Any:
