@@ -1,4 +1,4 @@
-"""Compiled graphs of calls, and the marks of tests that compile."""
+"""Compiled graphs and CUDA graphs of calls, and the marks of tests that compile."""
 
 from __future__ import annotations
 
@@ -24,3 +24,17 @@ COMPILING = [
 def compiled(call: Callable[..., Any]) -> Callable[..., Any]:
     """The call in one graph."""
     return torch.compile(call, fullgraph=True, backend="aot_eager")
+
+
+def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of a call, warmed up on another stream as torch asks, and its result."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result

@@ -18,6 +18,7 @@ from cases import (
     of_sizes,
     parameters,
 )
+from graphs import captured
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
@@ -73,15 +74,7 @@ def test_torch_signatures_do_not_sync(cuda_backend):
 def test_graph_replays_on_new_values(cuda_backend, rule):
     grads = [*of_sizes(SIZES, torch.float32, "cuda"), normal(9, torch.bfloat16, "cuda")]
     params = parameters(grads)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            tritonclip.clip_(params, rule)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        measured = tritonclip.clip_(params, rule)
+    graph, measured = captured(lambda: tritonclip.clip_(params, rule))
     for step, factor in enumerate((1.0, 1e-5, 30.0)):
         values = [normal(g.shape, g.dtype, "cuda", 50 + step) * factor for g in grads]
         for grad, value in zip(grads, values, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import CHUNK, assert_bits, assert_norm, grad_of, no_sync, normal
+from graphs import captured
 from units import make
 
 import tritonclip
@@ -33,15 +34,7 @@ def test_clip_by_unit_does_not_sync(cuda_backend, policy, scaled):
 
 def test_graph_of_clip_by_unit_replays_on_new_values(cuda_backend):
     parameters, rule = make(SHAPES, device="cuda"), ClipByUnitNorm()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            tritonclip.clip_(parameters, rule)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        measured = tritonclip.clip_(parameters, rule)
+    graph, measured = captured(lambda: tritonclip.clip_(parameters, rule))
     others = make(SHAPES, device="cuda")
     for step, factor in enumerate((1.0, 1e-5, 30.0)):
         for one, other in zip(parameters, others, strict=True):
