@@ -1,7 +1,5 @@
 """ClippedOptimizer under PyTorch Lightning, wrapped by hand: clips once a step, and is logged."""
 
-import csv
-
 import pytest
 import torch
 from cases import assert_bits
@@ -12,17 +10,10 @@ pytest.importorskip("lightning", reason="needs tritonclip[integrations]")
 
 import lightning
 from digits import BATCHES, MAX_NORM, loader, loss_of, network, sgd, train_by_hand
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
+from lightning_trainer import FITTING, logged, quiet_trainer
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    # Advice for real data and real machines.
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:GPU available but not used"),
-    # It copies a tree of torch's in a way that torch no longer likes.
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
-]
+pytestmark = FITTING
 
 PRECISIONS = ["32-true", "bf16-mixed", "16-mixed", "16-mixed-tritonclip"]
 
@@ -76,7 +67,7 @@ class AccumulatingManual(Manual):
 
 
 def trainer_of(folder, precision="32-true", epochs=1, **arguments):
-    """A trainer that writes to `folder` only, and its GradScaler's twin for the loop by hand."""
+    """A quiet trainer, and its GradScaler's twin for the loop by hand."""
     twin = None
     if precision.startswith("16-mixed"):
         kind = torch.amp.GradScaler if precision == "16-mixed" else tritonclip.GradScaler
@@ -86,30 +77,12 @@ def trainer_of(folder, precision="32-true", epochs=1, **arguments):
         arguments["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
     else:
         arguments["precision"] = precision
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        default_root_dir=folder,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        log_every_n_steps=1,
-        logger=CSVLogger(folder, version="run"),
-        max_epochs=epochs,
-        **arguments,
-    )
-    return trainer, twin
+    return quiet_trainer(folder, epochs, **arguments), twin
 
 
 def autocast_of(precision):
     half = torch.float16 if precision.startswith("16") else torch.bfloat16
     return None if precision == "32-true" else half
-
-
-def logged(folder):
-    """What the logger's file says of the norm, by step."""
-    with (folder / "lightning_logs" / "run" / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["grad_norm"]]
-    return {int(row["step"]): float(row["grad_norm"]) for row in rows}
 
 
 def stats_of(trainer):
@@ -167,7 +140,7 @@ def test_log_writes_the_norm_before_clipping(tmp_path, kind):
     trainer.fit(kind(), loader())
 
     norms = train_by_hand(network(), loader())
-    assert logged(tmp_path) == dict(enumerate(norms))
+    assert logged(tmp_path, "grad_norm") == dict(enumerate(norms))
     assert norms[-1] == stats_of(trainer)["norm"] > MAX_NORM
 
 
@@ -195,7 +168,7 @@ def test_gradient_clip_val_clips_before_the_wrapper(tmp_path):
 
     # The norm of torch's clipped gradient misses the limit by its 1e-6 and by roundings.
     expected = pytest.approx([MAX_NORM / 2] * BATCHES, rel=1e-5)
-    assert [*logged(tmp_path).values()] == expected
+    assert [*logged(tmp_path, "grad_norm").values()] == expected
     assert stats_of(trainer)["clipped_steps"] == 0
 
 

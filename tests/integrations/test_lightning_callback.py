@@ -3,7 +3,6 @@
 A loop by hand is the truth.
 """
 
-import csv
 from typing import Any, cast
 
 import pytest
@@ -17,20 +16,13 @@ pytest.importorskip("lightning", reason="needs tritonclip[integrations]")
 import lightning
 from digits import BATCHES, MAX_NORM, loader, loss_of, network, sgd, train_by_hand
 from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning_trainer import FITTING, logged, quiet_trainer
 
 from tritonclip.integrations.lightning import Clipping
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    # Advice for real data and real machines.
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
-    pytest.mark.filterwarnings("ignore:GPU available but not used"),
-    # It copies a tree of torch's in a way that torch no longer likes.
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
-]
+pytestmark = FITTING
 
 
 class Digits(lightning.LightningModule):
@@ -88,25 +80,9 @@ class ClipsToo(Digits):
         self.clip_gradients(optimizer, 0.1, "norm")
 
 
-def trainer_of(folder, callback=None, epochs=1, log_every=1, callbacks=(), **arguments):
-    return lightning.Trainer(
-        accelerator="cpu",
-        callbacks=[callback or Clipping(MAX_NORM), *callbacks],
-        default_root_dir=folder,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        log_every_n_steps=log_every,
-        logger=CSVLogger(folder, version="run"),
-        max_epochs=epochs,
-        **arguments,
-    )
-
-
-def logged(folder, name="clip/norm"):
-    """A column of the logger's file, by step."""
-    with (folder / "lightning_logs" / "run" / "metrics.csv").open() as file:
-        return {int(row["step"]): float(row[name]) for row in csv.DictReader(file) if row.get(name)}
+def trainer_of(folder, callback=None, epochs=1, callbacks=(), **arguments):
+    callbacks = [callback or Clipping(MAX_NORM), *callbacks]
+    return quiet_trainer(folder, epochs, callbacks=callbacks, **arguments)
 
 
 def stats_of(trainer, index=0):
@@ -133,7 +109,7 @@ def test_callback_clips_the_sum_of_accumulated_batches(tmp_path):
 
     norms = train_by_hand(by_hand, loader(), 3)
     assert_bits(module.model.parameters(), by_hand.parameters())
-    assert logged(tmp_path) == dict(enumerate(norms))
+    assert logged(tmp_path, "clip/norm") == dict(enumerate(norms))
 
 
 def test_callback_clips_unscaled_gradients(tmp_path):
@@ -175,7 +151,7 @@ def test_callback_logs_norm_coefficient_and_share(tmp_path):
     trainer.fit(Digits(), loader())
 
     norms = train_by_hand(network(), loader())
-    assert logged(tmp_path) == dict(enumerate(norms))
+    assert logged(tmp_path, "clip/norm") == dict(enumerate(norms))
     expected = [MAX_NORM / norm for norm in norms]
     assert [*logged(tmp_path, "clip/coefficient").values()] == pytest.approx(expected, rel=1e-5)
     assert set(logged(tmp_path, "clip/clipped_share").values()) == {1.0}
@@ -187,7 +163,7 @@ def test_callback_reads_statistics_at_the_logging_interval_only(tmp_path, reads)
 
     # Four steps of three batches.
     assert len(reads) == 2
-    assert [*logged(tmp_path)] == [1, 3]
+    assert [*logged(tmp_path, "clip/norm")] == [1, 3]
 
 
 def test_callback_can_be_silent(tmp_path):
