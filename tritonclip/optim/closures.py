@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from tritonclip.grad_mode import without_grad
-from tritonclip.monitor.stats import Outcomes
+from tritonclip.monitor.stats import Outcomes, as_tensor
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.step import StepClipping
 from tritonclip.optim.step_log import StepLog
@@ -163,8 +163,8 @@ def _merged(evaluations: list[Outcomes]) -> Outcomes:
         for index, outcome in outcomes.items():
             known = merged.get(index)
             if outcome is not None and known is not None:
-                least = torch.minimum(known.coefficient, outcome.coefficient.to(known.coefficient))
-                merged[index] = known._replace(coefficient=least)
+                both = [as_tensor(o.coefficient, known.norm) for o in (known, outcome)]
+                merged[index] = known._replace(coefficient=torch.minimum(*both))
     return merged
 
 

@@ -21,7 +21,7 @@ from tritonclip.engine.norms import Norms
 from tritonclip.engine.planner import PlanCache, plan_
 from tritonclip.engine.sources import device_of
 from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.monitor.stats import Clipped
+from tritonclip.monitor.stats import Clipped, as_tensor
 from tritonclip.optim.param_groups import Groups, OwnRules, label_of_member
 from tritonclip.rules import ClipByGlobalNorm, Following, Rule
 
@@ -162,12 +162,15 @@ def write_(share: Share, grad_scale: float | Tensor, zero_nonfinite: bool) -> Cl
     if norm is None:
         return None
     if not share.rule.per_gradient:
-        return Clipped(norm, _as_tensor(by_group[0][1], norm), limit)
+        return Clipped(norm, by_group[0][1], limit)
     if not by_group:
         return Clipped(norm.new_zeros(()), norm.new_ones(()), limit)
-    least = [_as_tensor(coefficient, norm).min() for _, coefficient in by_group]
+    largest = norm.max()
+    if len(by_group) == 1 and not isinstance(by_group[0][1], Tensor):
+        return Clipped(largest, by_group[0][1], limit)
+    least = [as_tensor(coefficient, norm).min() for _, coefficient in by_group]
     coefficient = least[0] if len(least) == 1 else torch.stack(least).min()
-    return Clipped(norm.max(), coefficient, limit)
+    return Clipped(largest, coefficient, limit)
 
 
 def numbered(share: Share, groups: Groups, flat: FlatGradients | None) -> tuple[Sequence[int], int]:
@@ -230,10 +233,3 @@ def _with_meshes(holders: Holders | None, groups: Groups) -> Holders | None:
     """Holders of lists that are clipped in one step, which all processes take or skip together."""
     meshes = meshes_of(p for group in groups for p in group["params"])
     return (holders or Holders())._replace(meshes=meshes) if meshes else holders
-
-
-def _as_tensor(number: float | Tensor, like: Tensor) -> Tensor:
-    """A number or a tensor, on the device of another one."""
-    if isinstance(number, Tensor):
-        return number.to(like.device)
-    return torch.full((), number, dtype=like.dtype, device=like.device)

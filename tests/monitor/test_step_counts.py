@@ -1,0 +1,187 @@
+"""Counts of steps, most of which the device does before they are read."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tritonclip.monitor.step_counts import COUNTS, KEPT, StepCounts
+
+CPU = torch.device("cpu")
+
+
+class _Functions(TorchFunctionMode):
+    """Lists the functions of torch that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.called.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps the operators that write, and runs them again."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator._schema.is_mutable:
+            self.written.append((operator, args, kwargs or {}))
+        return operator(*args, **(kwargs or {}))
+
+    def replay(self):
+        for operator, args, kwargs in self.written:
+            operator(*args, **kwargs)
+
+
+def by_name(counts):
+    return dict(zip(COUNTS, counts.read().tolist(), strict=True))
+
+
+def tensors(*numbers, dtype=torch.float32):
+    return [torch.tensor(number, dtype=dtype) for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "clipped"),
+    [
+        pytest.param([0.5], 1, id="number"),
+        pytest.param([1.0], 0, id="number_1"),
+        pytest.param([math.nan], 0, id="number_nan"),
+        pytest.param([0.0], 1, id="number_0"),
+        pytest.param(tensors(0.5), 1, id="tensor"),
+        pytest.param(tensors(1.0), 0, id="tensor_1"),
+        pytest.param(tensors(math.nan), 0, id="tensor_nan"),
+        pytest.param(tensors(1 - 2**-40, dtype=torch.float64), 1, id="tensor_float64"),
+        pytest.param([1.0, math.nan, 0.5], 1, id="numbers"),
+        pytest.param(tensors(math.nan, 0.5), 1, id="tensors_nan_first"),
+        pytest.param(tensors(0.5, math.nan), 1, id="tensors_nan_last"),
+        pytest.param(tensors(1.0, math.nan), 0, id="tensors_none"),
+        pytest.param([*tensors(1.0), 0.5], 1, id="mixed_number"),
+        pytest.param([0.5, *tensors(1.0)], 1, id="mixed_number_first"),
+        pytest.param([1.0, *tensors(0.5)], 1, id="mixed_tensor"),
+        pytest.param([1.0, *tensors(1.0)], 0, id="mixed_none"),
+    ],
+)
+def test_add_counts_a_step_as_clipped_once_where_any_coefficient_is_below_1(coefficients, clipped):
+    counts = StepCounts(CPU)
+    counts.add(coefficients)
+    expected = {"steps": 1, "measured_steps": 1, "clipped_steps": clipped, "skipped_steps": 0}
+    assert by_name(counts) == expected
+    # Reading adds nothing.
+    assert by_name(counts) == expected
+
+
+def test_add_without_coefficients_counts_no_measured_step():
+    counts = StepCounts(CPU)
+    counts.add([])
+    assert by_name(counts) == dict.fromkeys(COUNTS, 0) | {"steps": 1}
+
+
+@pytest.mark.parametrize("n", [1, KEPT - 1, KEPT, KEPT + 1, 3 * KEPT + 7])
+def test_add_counts_as_many_coefficients_as_there_are(n):
+    counts = StepCounts(CPU)
+    for i in range(n):
+        dtype = torch.float64 if i % 5 == 0 else torch.float32
+        own = tensors(0.5 if i % 3 == 0 else 1.0, dtype=dtype)
+        counts.add(own if i % 7 else [*own, 1.0])
+    clipped = len(range(0, n, 3))
+    assert by_name(counts) == {
+        "steps": n,
+        "measured_steps": n,
+        "clipped_steps": clipped,
+        "skipped_steps": 0,
+    }
+
+
+def test_add_keeps_a_bounded_number_of_coefficients():
+    counts = StepCounts(CPU)
+    longest = 0
+    for _ in range(3 * KEPT):
+        counts.add(tensors(0.5))
+        longest = max(longest, len(counts._coefficients))
+    assert longest == KEPT - 1
+
+
+@pytest.mark.parametrize("coefficients", [[0.5], tensors(0.5)], ids=["number", "tensor"])
+def test_add_calls_no_operator(coefficients):
+    counts = StepCounts(CPU)
+    with _Functions() as functions:
+        counts.add(coefficients)
+    # To read an attribute and to move to the own device run none.
+    names = {function.__name__ for function in functions.called}
+    assert names <= {"__get__", "to"}
+
+
+def test_recorded_steps_count_at_every_replay():
+    """As in a CUDA graph, whose replays run operators and no Python."""
+    counts = StepCounts(CPU)
+    with _Recorder() as recorder:
+        counts.add(tensors(0.5))
+    recorder.replay()
+    recorder.replay()
+    assert by_name(counts) == {
+        "steps": 3,
+        "measured_steps": 3,
+        "clipped_steps": 3,
+        "skipped_steps": 0,
+    }
+
+
+def flag(value):
+    return torch.tensor(value)
+
+
+@pytest.mark.parametrize(
+    ("overflow", "skip", "names", "in_a_row"),
+    [
+        pytest.param(flag(False), None, {"steps", "measured_steps", "clipped_steps"}, 0, id="no"),
+        pytest.param(flag(True), None, set(), 0, id="overflow"),
+        pytest.param(None, flag(True), {"skipped_steps"}, 1, id="skip"),
+        pytest.param(flag(True), flag(True), set(), 0, id="both"),
+    ],
+)
+def test_add_with_flags_counts_by_them(overflow, skip, names, in_a_row):
+    counts = StepCounts(CPU)
+    counts.add([0.5], overflow, skip)
+    assert by_name(counts) == dict.fromkeys(COUNTS, 0) | dict.fromkeys(names, 1)
+    assert int(counts.consecutive_skips) == in_a_row
+
+
+def test_consecutive_skips_end_with_a_step():
+    counts = StepCounts(CPU)
+    counts.add_skipped()
+    counts.add([0.5], None, flag(True))
+    assert int(counts.consecutive_skips) == 2
+    counts.add([0.5])
+    assert int(counts.consecutive_skips) == 0
+    assert by_name(counts)["skipped_steps"] == 2
+
+
+@pytest.mark.parametrize("change", ["move", "copy", "load"])
+def test_steps_that_were_not_read_yet_are_kept(change):
+    counts = StepCounts(CPU)
+    counts.add([0.5])
+    counts.add(tensors(0.5))
+    if change == "move":
+        counts.move_(CPU)
+    elif change == "copy":
+        counts = copy.deepcopy(counts)
+    else:
+        counts.load({"steps": 2, "measured_steps": 2, "clipped_steps": 2})
+    assert by_name(counts) == {
+        "steps": 2,
+        "measured_steps": 2,
+        "clipped_steps": 2,
+        "skipped_steps": 0,
+    }
