@@ -305,7 +305,7 @@ def _scale_units_kernel(
     else:
         erase = pid < 0
 
-    # First: within the loop below, what it needs would spill on gfx942.
+    # First: within the loop below, its registers would spill on gfx942.
     for own in range(pid, n_tensors, tl.num_programs(0)):
         n_own = count_of(forms_ptr, own) * _chunks_of(length_of(forms_ptr, own), CHUNK)
         first = first_norm_of(forms_ptr, own)

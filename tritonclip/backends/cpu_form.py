@@ -1,4 +1,4 @@
-"""What is known of the gradients of a list on a CPU, and memory that its calls share."""
+"""The form of a gradient list on a CPU, and memory that its calls share."""
 
 from collections import deque
 
@@ -43,7 +43,7 @@ class CpuForm:
         self.least = torch.finfo(self.wide).tiny
         self.packs = dtype in ARITHMETIC and packs(dtype, self.sizes, flat=flat)
         # Gradients whose mean size is small are scaled by GradScaler's function, which looks for
-        # NaN and inf too; nothing reads what it finds.
+        # NaN and inf too; nothing reads its answer.
         self.unscales = (
             dtype in UNSCALED
             and sum(self.sizes) <= UNSCALED[dtype] * len(tensors)

@@ -23,8 +23,8 @@ def multiply_together_(tensors: list[Tensor], form: CpuForm, multiplier: float) 
         write_widened_(tensors, form.widened, lambda piece, _: piece.mul_(factor))
         tensors = [tensor for i, tensor in enumerate(tensors) if i not in form.widened]
     if form.unscales and not in_forward_mode():
-        # Not for dual numbers, whose tangents it leaves. What GradScaler unscales with. Versions
-        # count first: an interrupt leaves no write that autograd does not see.
+        # The operator by which a GradScaler unscales; it would leave the tangents of dual numbers.
+        # Versions count first: an interrupt leaves no write that autograd does not see.
         torch.autograd.graph.increment_version(tensors)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, form.found_nonfinite, factor)
     elif tensors and not in_one_call(torch._foreach_mul_, tensors, factor):

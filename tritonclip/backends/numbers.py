@@ -15,7 +15,7 @@ class Numbers:
     To store ten and clone them takes 2.8 us, torch.tensor 6.5. (torch 2.13, Xeon.)
 
     Attributes:
-        memory: the numbers; what is stored there is rounded.
+        memory: the numbers, rounded where they are stored.
         together: the numbers, 1-d.
         first: a 0-d view of the first.
 

@@ -232,9 +232,9 @@ def _clamp_(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Non
     """Clamps every group."""
     plan = gradients.plan
     assert plan is not None
-    # What fails, an upload of addresses among it, fails before the first write.
+    # Every step that may fail, such as an upload of addresses, comes before the first write.
     if len(plan.groups) == 1:
-        # It holds all gradients. Short lists notice what is not done.
+        # It holds all gradients: without gathering them, short lists take less time.
         batches = [plan.groups[0].clamping.bind(gradients.readable, gradients.addresses)]
     else:
         batches = [group.clamping.bind(*gradients.of(group.indices)) for group in plan.groups]
