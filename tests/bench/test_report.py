@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
-from bench import codegen, report, results
+from bench import report, results
 from bench.__main__ import main
 from bench.results import Row
 
@@ -257,29 +257,3 @@ def test_losses_are_drawn_in_their_own_colour(tmp_path):
 def test_ratios_of_others_are_not_counted_as_ours():
     assert report.ratio_rows(ROWS) == [OURS, LOSS, VALUE, TIE]
     assert report.summary([TORCH]) == "No ratio was measured."
-
-
-SASS = """
-        /*0000*/                   LDG.E.128 R4, desc[UR8][R2.64] ;
-        /*0010*/                   LDG.E.128 R8, desc[UR8][R2.64+0x1000] ;
-        /*0020*/                   LDG.E.128 R12, desc[UR8][R2.64+0x2000] ;
-        /*0030*/                   FADD R20, R5, R20 ;
-        /*0040*/                   LDG.E.128 R4, desc[UR8][R2.64+0x3000] ;
-        /*0050*/              @!P0 BRA 0x70 ;
-        /*0060*/                   FADD R20, R4, R20 ;
-        /*0070*/              @!P1 LDG.E.128 R4, desc[UR8][R2.64] ;
-        /*0080*/                   STG.E.128 desc[UR8][R2.64], R4 ;
-"""
-
-
-@pytest.mark.parametrize(
-    ("code", "width"),
-    [("", 0), ("LDG.E.U8 R4", 1), ("LDG.E R4", 4), ("LDG.E.U8 R4; LDG.E.64 R6", 8)],
-)
-def test_widest_load_goes_by_the_suffix(code, width):
-    assert codegen.widest(code, "LDG") == width
-
-
-def test_loads_in_flight_end_where_the_first_is_used():
-    assert codegen.widest(SASS, "LDG") == codegen.widest(SASS, "STG") == 16
-    assert codegen.loads_by_loop(SASS, 16) == {("read", False): 3, ("write", True): 1}

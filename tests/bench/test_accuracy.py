@@ -1,0 +1,58 @@
+"""Gradients are the same on every run, and a wrong one is seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bench_cases import CPU, NAMED, SMALL
+
+from bench import results
+from bench.accuracy import Gradients, WrongResultError
+from bench.speed import checked
+from bench.workloads import DTYPES, RULES
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_equal_on_every_run(dtype):
+    first, second = (Gradients(SMALL, dtype, CPU) for _ in range(2))
+    for a, b in zip(first.grads, second.grads, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_mixed_has_both_dtypes():
+    dtypes = [g.dtype for g in Gradients(SMALL, "mixed", CPU).grads]
+    assert dtypes == [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_limit_clips_or_clips_nothing(rule):
+    gradients = Gradients(SMALL, "float32", CPU)
+    for clipped in (False, True):
+        gradients.refill()
+        checked(NAMED["torch"], gradients, rule, clipped)
+        kept = all(map(torch.equal, gradients.grads, gradients.fresh))
+        assert kept is not clipped
+
+
+@pytest.mark.parametrize("limit", [1e-3, None])
+def test_check_sees_nan_and_a_changed_element(limit):
+    gradients = Gradients(SMALL, "float32", CPU)
+    for spoil in (torch.nan, 1.0):
+        grads = [f.clone() for f in gradients.fresh]
+        if limit is not None:
+            torch._foreach_clamp_max_(grads, limit)
+            torch._foreach_clamp_min_(grads, -limit)
+        gradients.check(grads, "value", limit, 0.0)
+        grads[3][100, 3] = spoil
+        with pytest.raises(WrongResultError, match="gradient 3"):
+            gradients.check(grads, "value", limit, 1e-3)
+
+
+def test_accuracy_compares_both_norms_with_float64(tmp_path, command):
+    out = tmp_path / "accuracy.json"
+    done = command("accuracy", "--shrink", "100000", "--device", "cpu", "--out", out)
+    assert done.exit_code == 0, done.output
+    rows = results.read(out)[1]
+    ours, torchs = (rows[i::2] for i in range(2))
+    assert torchs[0].get("norm") == "inf"
+    assert all(row.get("norm_error") < 1e-6 and row.correct for row in ours)

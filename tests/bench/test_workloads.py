@@ -1,0 +1,62 @@
+"""Gradient lists have the sizes of the published models, and plans measure all of them."""
+
+from __future__ import annotations
+
+import pytest
+from bench_cases import CPU, elements
+
+from bench import workloads
+from bench.accuracy import Gradients
+from bench.workloads import DTYPES, RULES, WORKLOADS, Workload, tasks_of
+
+# Published of the models; for the others, as their names say.
+COUNTS = {
+    "small_1": (1, 8),
+    "small_10": (10, 283),
+    "small_300": (300, 8_490),
+    "mlp4": (4, 706),
+    "mlp8": (8, 138_506),
+    "lenet5": (10, 61_706),
+    "resnet20": (65, 272_474),
+    "resnet50": (161, 25_557_032),
+    "vit_b16": (152, 86_567_656),
+    "gpt2_124m": (148, 124_439_808),
+    "llama3_8b_full": (291, 8_030_261_248),
+    "lora_r16": (448, 41_943_040),
+    "twelve": (12, 48_000_000),
+    "tiny_10000": (10_000, 40_000),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_list_has_the_published_size(name):
+    found = WORKLOADS[name]
+    assert (len(found.shapes), elements(found.shapes)) == COUNTS[name]
+
+
+def test_moe_has_all_tensors_and_unscaled_the_published_size():
+    whole = workloads.moe(1)
+    assert elements(whole) == 16_375_728_128
+    assert len(WORKLOADS["moe"].shapes) == len(whole) == 5466
+
+
+def test_llama_share_is_a_32nd():
+    share, whole = (elements(WORKLOADS[name].shapes) for name in ("llama3_8b", "llama3_8b_full"))
+    # All but the last norm are divided.
+    assert 32 * (share - 4096) == whole - 4096
+
+
+def test_odd_is_odd_and_misaligned():
+    assert all(shape[0] % 2 == 1 for shape in WORKLOADS["odd"].shapes)
+    short = Workload("odd", "odd", ((3,),) * 7, misaligned=True)
+    grads = Gradients(short, "float32", CPU).grads
+    assert [g.data_ptr() % 32 // 4 for g in grads] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_plan_holds_every_workload_dtype_and_rule():
+    tasks = tasks_of("speed")
+    assert {task.name for task in tasks} == set(WORKLOADS) - {"llama3_8b_full"}
+    assert {task.dtype for task in tasks} == set(DTYPES)
+    assert {rule for task in tasks for rule in task.rules} == set(RULES)
+    assert {task.name for task in tasks_of("busy")} >= {"twelve"}
+    assert {t.rules for t in tasks_of("quick", rules=("value",))} == {("value",)}
