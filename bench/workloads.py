@@ -168,6 +168,7 @@ TWO = ("norm", "value")
 PLANS: dict[str, Sequence[tuple[Sequence[str], str, Sequence[str]]]] = {
     "speed": (
         ((*SHORT, "resnet50", "vit_b16"), "float32", CLIPS),
+        (("small_10", "resnet20"), "float32", ("step",)),
         (("gpt2_124m",), "float32", RULES),
         (("twelve", "llama3_8b", "moe"), "float32", TWO),
         (("lora_r16", "huge_and_small"), "float32", RULES),
@@ -180,9 +181,9 @@ PLANS: dict[str, Sequence[tuple[Sequence[str], str, Sequence[str]]]] = {
         (("gpt2_124m",), "mixed", ("norm",)),
     ),
     "quick": (
-        (("small_1", "small_10", "small_100", "mlp4", "lenet5"), "float32", CLIPS),
+        (("small_1", "small_100", "mlp4", "lenet5"), "float32", CLIPS),
         (("small_10",), "bfloat16", CLIPS),
-        (("resnet20",), "float32", RULES),
+        (("small_10", "resnet20"), "float32", RULES),
         (("resnet20",), "float16", CLIPS),
         (("resnet50",), "float32", TWO),
         (("gpt2_124m",), "bfloat16", ("norm",)),
