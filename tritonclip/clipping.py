@@ -129,8 +129,8 @@ def clip_(
             its processes, as are those of pipeline stages; DTensors differ where their mesh ends.
             For ClipByGlobalNorm, and for the policies of ClipByValue.
         copies: how many processes of `process_group` hold the very same piece, for each parameter:
-            a mapping or a function; None for what the two say. 0: counted elsewhere, and scaled all
-            the same.
+            a mapping or a function; None to go by the group and the placements. 0: counted
+            elsewhere, and scaled all the same.
 
     Returns:
         ClipByGlobalNorm: the norm of all gradients, a 0-d tensor. ClipByNorm, ClipByUnitNorm: the

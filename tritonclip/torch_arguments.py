@@ -20,7 +20,8 @@ _cached_by_value = lru_cache(maxsize=64)(lambda bound: ClipByValue(as_limit("cli
 def as_float(number: object) -> float:
     """Converts a number as torch does: text and one-element tensors count, errors are Python's.
 
-    Booleans pass: rules refuse them. What belongs elsewhere raises a TypeError that says where.
+    Booleans pass: rules refuse them. An argument that belongs elsewhere raises a TypeError that
+    says where.
     """
     if type(number) is float or isinstance(number, bool):
         return number

@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import Parameter
 
-# What a traced or simulated gradient may be where it is whole.
+# The classes of a whole gradient, traced or simulated ones too.
 WHOLE = (Tensor, Parameter, FakeTensor, FunctionalTensor)
 # How many modes see every operator: calls of a few microseconds ask no more where none does. No
 # public part of PyTorch: where it is missing, no mode is known.
@@ -24,13 +24,13 @@ _is_included = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", None)
 def is_traced() -> bool:
     """Whether no value of a tensor may be read: by torch.compile, make_fx or FakeTensorMode.
 
-    What the host decided by it would become a constant of the graph.
+    A decision of the host by such a value would become a constant of the graph.
     """
     return torch.compiler.is_compiling() or _has_tracer()
 
 
 def refuse_tracer() -> None:
-    """Refuses what reads values, where operators are recorded or simulated.
+    """Refuses a call that reads values, where operators are recorded or simulated.
 
     Raises:
         RuntimeError: under make_fx or FakeTensorMode.

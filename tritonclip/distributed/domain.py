@@ -23,12 +23,12 @@ Copies = Mapping[Tensor, int] | Callable[[Tensor], int | None]
 
 
 class Holders(NamedTuple):
-    """What the user says about processes that no DTensor names.
+    """The processes that hold a list, as far as none of its DTensors names them.
 
     Attributes:
         group: those that hold the gradients between them: a ProcessGroup or a DeviceMesh; None for
             those of the DTensors' meshes.
-        copies: how many processes hold a parameter's piece; None for what its placements say.
+        copies: how many processes hold a parameter's piece; None to go by its placements.
         meshes: of other lists that are clipped in the same step, so that one step has one domain.
     """
 

@@ -2,7 +2,8 @@
 
 An exchange is a generator. It yields a `Request`, is sent the reduced numbers, and may ask again.
 `together` runs several side by side: requests that are alike travel in one buffer. All processes
-serve them in one order, because what an exchange asks for depends on the parameters alone.
+serve them in one order, because the requests of an exchange are the same whichever gradients a
+process has.
 
     norms = together([reduction.norm(...) for reduction in reductions])   one SUM, at most one MAX
 """

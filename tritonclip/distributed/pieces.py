@@ -1,4 +1,4 @@
-"""What a process holds of one gradient: of which piece it is, and how much that counts.
+"""The piece of one gradient that a process holds, and the weight with which it counts.
 
 Shard and _StridedShard split a gradient, Replicate copies it. Of a Partial one the sum is measured,
 see `parts.py`; the parts are scaled, which scales the sum.
@@ -15,12 +15,12 @@ from tritonclip.distributed.domain import Domain
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Partial gradients whose local pieces are scaled by what their sum is scaled by.
+# Reductions of Partial gradients that are linear: scaled parts make a scaled gradient.
 _LINEAR = ("sum", "avg")
 
 
 class Piece(NamedTuple):
-    """What a process holds of a gradient.
+    """The piece of a gradient that a process holds.
 
     Attributes:
         weight: 1 / the processes of the domain that hold this very piece; 0: counted elsewhere.
@@ -47,7 +47,7 @@ def piece_of_spec(
     placements: Sequence[Any] | None = None,
     mesh: Any = None,
 ) -> Piece:
-    """What lies here of a gradient.
+    """The local piece of a gradient.
 
     Args:
         spec: its own; None for a plain one.
@@ -55,8 +55,8 @@ def piece_of_spec(
         domain: of the list.
         label: names the parameter.
         placements: in place of those of the spec.
-        mesh: the parameter's. Of meshes that are equal but not one, each has groups of its own, and
-            a process without the gradient knows those of the parameter.
+        mesh: the parameter's. Of meshes that are equal but not one, each has its own groups, and a
+            process without the gradient knows those of the parameter.
     """
     if spec is None:
         return Piece(_weight(copies, 1, domain))

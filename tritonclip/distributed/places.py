@@ -1,4 +1,4 @@
-"""The gradients of a plan's group as pieces: what they are, and where their norms stand."""
+"""The gradients of a plan's group as pieces, and the places of their norms."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Share:
     """The gradients of one of a plan's groups, as pieces.
 
     Attributes:
-        piece: what each of them is.
+        piece: the weight and sums of each of them.
         places: theirs among the parameters.
         narrow: they are no float64.
     """

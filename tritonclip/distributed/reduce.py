@@ -176,7 +176,7 @@ class _Norm:
         largest: bool,
         early: bool = False,
     ) -> Exchange[tuple[Tensor, Sequence[Measured]]]:
-        """Rows of all processes, and what this one has measured, sums of parts among it.
+        """Rows of all processes, and the norms of this one, with those of sums of parts.
 
         The first collective carries flags, where gradients may be Partial, and the others go by
         them. `early` where the caller asks for more.

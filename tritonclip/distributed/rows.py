@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tritonclip.distributed.places import Share
 
-# Norms of some gradients, partial ones or one for each, and what the gradients are pieces of.
+# Norms of some gradients, partial ones or one for each, and the share of these gradients.
 Measured = tuple[Tensor, Share]
 
 
@@ -35,7 +35,7 @@ class Rows:
         """Weighted powers, added up, or at the places of their parameters: float64[n, n_columns].
 
         Args:
-            powers: rows for each of what was measured.
+            powers: rows for each entry of `measured`.
             measured: says whose they are.
             n_columns: numbers of a row.
         """

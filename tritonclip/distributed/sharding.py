@@ -29,7 +29,7 @@ class Sharding:
     Attributes:
         domain: the processes to reduce over.
         pieces: of the gradients that are there, in order.
-        where: what tells each piece from the others of its gradient.
+        where: the mesh coordinates of each piece; other pieces of its gradient have others.
         positions: theirs among the parameters.
         n_parameters: with and without a gradient.
         absent: the parameters without one, by position.
@@ -114,7 +114,7 @@ def _is_partial(form: Any, dim: int) -> bool:
 
 
 def piece_of(parameter: Tensor, at: int, sharding: Sharding, sums: Sequence[int] = ()) -> Piece:
-    """What lies here of a gradient that is placed as its parameter is.
+    """The local piece of a gradient that is placed as its parameter is.
 
     Args:
         parameter: without a gradient here.
@@ -136,7 +136,7 @@ def piece_of(parameter: Tensor, at: int, sharding: Sharding, sums: Sequence[int]
 
 
 def mesh_of(spec: Any) -> Any:
-    """The mesh of a spec; None for what stands in place of one."""
+    """The mesh of a spec; None for the marks in its place: a dtype, None or False."""
     return getattr(spec, "mesh", None)
 
 

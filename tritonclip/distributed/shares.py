@@ -25,7 +25,7 @@ from tritonclip.distributed.sharding import Sharding, dtype_of, mesh_of, shardin
 
 CAPACITY = 32
 _NOBODY = Holders()
-# What a DTensor is made of; `to_local` and `placements` call Python for each.
+# The parts of a DTensor, read directly: `to_local` and `placements` call Python for each.
 _get_spec, _get_local = attrgetter("_spec"), attrgetter("_local_tensor")
 _PLAIN = frozenset({Tensor, Parameter})
 
@@ -37,7 +37,7 @@ class Shares(NamedTuple):
         tensors: plain, one a gradient.
         wrappers: the DTensors around them, whose versions count too.
         absent: the parameters without a gradient.
-        sharding: what they are pieces of.
+        sharding: how the list lies over processes.
     """
 
     tensors: list[Tensor]
@@ -84,7 +84,7 @@ def shares_of(
     Args:
         parameters: all that are to be clipped, with and without a gradient.
         grads: of each parameter, or None.
-        holders: what the user says.
+        holders: the user's group and copies; None without.
         label: names the i-th parameter in messages.
 
     Raises:

@@ -38,7 +38,7 @@ class _Entry(NamedTuple):
 
 
 class Agreement:
-    """What all processes of a domain say of their gradients, before they are measured.
+    """The gradients of all processes of a domain, compared before their norms are reduced.
 
     Every process of the domain makes one, and waits for the others.
 

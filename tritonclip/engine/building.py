@@ -1,4 +1,4 @@
-"""Makes the plan of a gradient list that was not met before, and refuses what cannot be clipped."""
+"""Makes the plan of a gradient list that has none, and refuses gradients that cannot be clipped."""
 
 from array import array
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ from tritonclip.grad_mode import without_grad
 # where it has four, 488 where it is then read as a view (glibc's mallinfo2, torch 2.13).
 GRADIENT_BYTES = 512
 
-# What the gradients of a group have in common: device, dtype, density, whether they are complex,
-# and what they are pieces of.
+# The gradients of a group share their device, their dtype, whether they are flat, whether they are
+# complex, and the weight and sums of their pieces.
 _Kind = tuple[torch.device, torch.dtype, bool, bool, Piece | None]
 
 

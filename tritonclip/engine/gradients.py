@@ -33,7 +33,7 @@ class Gradients:
         handed_over: the user's argument.
         label_of: names the i-th source where it has no name.
         distinct: indices of `tensors` among the gradients of the sources; None for all.
-        sharding: what the tensors are pieces of; None for whole gradients.
+        sharding: how the list lies over processes; None for whole gradients.
         wrappers: DTensors around the tensors, whose versions count too.
         absent: parameters without a gradient, of a list that has a sharding.
         refusal: why this process refuses its gradients, which were dropped; the others are told.
@@ -42,7 +42,7 @@ class Gradients:
         versions: tensors of which all readable ones are views; None where they are no views.
     """
 
-    # What most lists have: set here, a call sets only what is its own.
+    # The values that most lists have: a call sets only those that differ.
     parameters: Sequence[Tensor] | None = None
     plan: Plan | None = None
     addresses: list[int] | None = None
@@ -130,7 +130,7 @@ class Gradients:
         return there if self.distinct is None else [there[i] for i in self.distinct]
 
     def piece(self, index: int) -> Piece:
-        """What the gradient at an index is a piece of; only for a list that has a sharding."""
+        """The piece of the gradient at an index; only for a list that has a sharding."""
         assert self.sharding is not None
         return self.sharding.pieces[index if self.distinct is None else self.distinct[index]]
 

@@ -90,7 +90,7 @@ class PlanCache:
             grads: at least one.
             addresses: theirs.
             backend: the one asked for.
-            sharding: what they are pieces of.
+            sharding: how they lie over processes; None for whole gradients.
         """
         # At a nested tensor the guards end the process.
         if any(map(_get_is_nested, grads)):

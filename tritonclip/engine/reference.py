@@ -74,7 +74,7 @@ def coefficient_of(norm: float, max_norm: float, eps: float) -> float:
 
 
 class ReferenceNorms(NamedTuple):
-    """What a rule is told: the norms of the reference."""
+    """The norms of the reference, as a rule asks for them."""
 
     norms: Tensor
     n_elements: list[int]

@@ -30,7 +30,7 @@ def watch() -> None:
 
 
 def remember(gradients: Gradients, rule: Rule) -> None:
-    """Keeps what a call has clipped, until something else writes to it."""
+    """Remembers the gradients that a call has clipped, until something else writes to them."""
     global calls
     calls -= 1
     limit = getattr(rule, "max_norm", 0.0)

@@ -123,7 +123,7 @@ def parameters_of(gradients: Gradients) -> list[Tensor]:
 
 
 def weights_of(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """What is held here of parameters, without their autograd."""
+    """The local tensors of parameters, detached."""
     local = [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
     return [weight.detach() for weight in local]
 

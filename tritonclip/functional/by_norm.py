@@ -52,8 +52,9 @@ def clip_by_norm(
         ValueError: a limit that is negative, NaN or does not broadcast; a `norm_type` that names no
             norm; dimensions that a tensor does not have.
 
-    There is no eps: a norm equal to `max_norm` changes nothing. NaN in a tensor makes all of what
-    shares its norm NaN; inf makes the finite elements 0. `max_norm=inf` changes nothing.
+    There is no eps: a norm equal to `max_norm` changes nothing. NaN makes all elements that share
+    its norm NaN; inf makes the finite ones 0. The norm of order 0 hides both and that of order -inf
+    hides inf, so that other elements stay finite. `max_norm=inf` changes nothing.
     Differentiable twice: at the limit the derivative is the mean of both sides, at 0 that of the
     identity. A gradient of a norm of 0 is 0.
 

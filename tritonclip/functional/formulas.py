@@ -1,8 +1,8 @@
 """The formulas in PyTorch operators: right for every magnitude, differentiable twice everywhere.
 
-They serve what no kernel can read: tensors inside torch.func and torch.compile, norms over some
-dimensions, derivatives of norms of other orders than 2. Where a derivative does not exist it is the
-mean of both sides: at the limit of a coefficient, at a bound. Of a norm it is 0 at 0.
+They serve where no kernel does: for tensors inside torch.func and torch.compile, norms over some
+dimensions, and derivatives of norms of other orders than 2. Where a derivative does not exist it is
+the mean of both sides: at the limit of a coefficient, at a bound. Of a norm it is 0 at 0.
 
 Arithmetic is in the widest dtype that a device has, float64 but on MPS, so that neither values nor
 derivatives of narrower tensors overflow on the way. Each branch that a `where` leaves out gets

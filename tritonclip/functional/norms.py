@@ -41,7 +41,7 @@ def is_readable(tensors: Sequence[Tensor]) -> bool:
 
 
 def needs_grad(tensors: Sequence[Tensor]) -> bool:
-    """Whether autograd records what happens to these tensors."""
+    """Whether autograd records operations on these tensors."""
     return torch.is_grad_enabled() and True in map(_get_requires_grad, tensors)
 
 

@@ -41,7 +41,7 @@ class Tree:
     def __init__(self, tree: Any, name: str, *, ordered: bool = False) -> None:
         leaves, self._rebuild = _flatten(tree)
         present = [leaf for leaf in leaves if leaf is not None]
-        # What stands in for tensors while they are traced is of other classes.
+        # Stand-ins for tensors, while they are traced, are of other classes.
         known = _PLAIN.issuperset(map(type, present)) or (
             is_traced() and all(isinstance(x, Tensor) for x in present)
         )

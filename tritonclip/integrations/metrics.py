@@ -1,4 +1,4 @@
-"""What trainers log of a clipped optimizer."""
+"""The metrics of a clipped optimizer that trainers log."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""Candidates for a limit: what each would do to the steps of a run, and to its largest spikes."""
+"""Candidates for a limit: the share of steps that each clips, and its coefficients for spikes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Candidate:
         max_norm: the limit.
         origin: why it is among the candidates.
         share: of the steps after the warm-up, those that it would clip.
-        coefficients: what it would have multiplied the largest spikes with, in their order.
+        coefficients: the factors by which it would scale the largest spikes, in their order.
     """
 
     max_norm: float

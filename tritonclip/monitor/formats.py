@@ -23,7 +23,7 @@ class Format(Protocol):
     """Turns rows into text and back."""
 
     def header(self, columns: Sequence[str]) -> str:
-        """What a new file begins with."""
+        """The first line of a new file; "" in a format that has none."""
 
     def encode(self, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
         """Rows as whole lines."""

@@ -126,7 +126,7 @@ def is_join(cells: Mapping[str, Cell]) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; an error that says what to do where there is none."""
+    """The text of a file; where there is none, an error with the remedy."""
     if not path.exists():
         raise FileNotFoundError(
             f"{path}: expected a history file, got none; a recorder writes it at its first flush, "

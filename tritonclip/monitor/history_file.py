@@ -48,7 +48,7 @@ class HistoryFile:
     def _find(self) -> None:
         """Reads columns and the number of the last step from a file that is there."""
         data = self.path.read_bytes() if self.path.is_file() else b"\n"
-        # What follows the last line break is a line that a crash cut off.
+        # A line after the last line break was cut off by a crash.
         self._size = data.rfind(b"\n") + 1
         if not data:
             return

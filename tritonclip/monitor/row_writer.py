@@ -26,7 +26,7 @@ class RowWriter:
         self._buffer.add_([step, *row])
 
     def flush(self, *, wait: bool = True) -> None:
-        """Writes what has arrived on the host, or everything; nothing in a fork."""
+        """Writes the rows that have arrived on the host, or with `wait` all; none in a fork."""
         if os.getpid() != self.process:
             return
         self._buffer.send_()

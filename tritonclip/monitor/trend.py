@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# The warm-up ends within this part of a run; what changes later is drift.
+# The warm-up ends within this part of a run; a later change is drift.
 _MOST_WARMUP = 0.2
 # Blocks of a warm-up; a median of fewer than 5 norms is that of a spike too often.
 _BLOCKS, _LEAST_BLOCK = 20, 5

@@ -100,7 +100,7 @@ def of_limit_in_use(norms: Tensor, verdict: Verdict, in_use: float | None) -> st
 
 
 def remarks_on(n_steps: int, n_nonfinite: int) -> str:
-    """Sentences on what makes the norms a poor ground for a limit; "" where nothing does."""
+    """Sentences on too few steps, and on norms that are NaN or inf; "" without either."""
     remarks = ""
     if n_steps < _ENOUGH:
         remarks += f" These are {n_steps} steps only: record some hundred."

@@ -1,4 +1,4 @@
-"""What `torch.distributed.checkpoint` needs: state to load into, and groups as they are saved.
+"""State to load into, and groups as they are saved, for `torch.distributed.checkpoint`.
 
 Its functions know an optimizer by `state`, `param_groups` and `state_dict` only. They fill an empty
 state by a step, unless a gradient is there; of `state_dict` they carry the state and the groups.
@@ -16,7 +16,7 @@ from tritonclip.grad_mode import without_grad
 from tritonclip.optim.guard import opened
 from tritonclip.optim.param_groups import Groups
 
-# Under this key the wrapper's own part stands: statistics, and what rules remember.
+# The key of the wrapper's own part: statistics, the states of rules, the recorder's step.
 STATS_KEY = "tritonclip"
 
 

@@ -57,9 +57,9 @@ class ClippedOptimizer(MeasuringWrapper):
     Args:
         optimizer: any `torch.optim.Optimizer`.
         clip: a rule, such as :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or
-            :class:`ClipByValue`; a number means ClipByGlobalNorm(number). What adaptive rules
-            remember is part of checkpoints.
-        nonfinite: what happens at a step whose gradients or norms are NaN or inf.
+            :class:`ClipByValue`; a number means ClipByGlobalNorm(number). The state of
+            adaptive rules is part of checkpoints.
+        nonfinite: the policy for a step whose gradients or norms are NaN or inf.
             "propagate", "zero": as for :func:`clip_`, for those that share a rule.
             "error": RuntimeError that names the parameters; nothing is changed; waits for the
             device at every step.

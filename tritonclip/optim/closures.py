@@ -114,7 +114,7 @@ def _step_on(
     undone = isinstance(inner, LBFGS)
     remedy = (
         "This was a later evaluation of the closure within a step. Parameters and state are "
-        + ("those before the step" if undone else "what the step had made of them so far")
+        + ("those before the step" if undone else "as changed by the step so far")
     )
     losses = [first]
 

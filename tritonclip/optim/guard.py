@@ -1,4 +1,4 @@
-"""Warns of steps that clip nothing, by the wrapped optimizer itself, or clip what was clipped."""
+"""Warns of steps that bypass the wrapper and clip nothing, or that clip gradients twice."""
 
 from __future__ import annotations
 

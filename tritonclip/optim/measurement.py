@@ -1,4 +1,4 @@
-"""What an optimizer step measures before it writes anything: over processes, by one exchange.
+"""The norms of an optimizer step, measured before it writes: over processes, by one exchange.
 
 The norms of all rules travel together. A step then costs one SUM, and a MAX if a rule or a policy
 needs one, however many parameter groups have a rule.
@@ -46,7 +46,7 @@ class Wanted(NamedTuple):
 
     @property
     def form(self) -> str:
-        """What all processes have in common, in words."""
+        """The owner, class and order of the rule as text; they must agree in all processes."""
         index = self.share.group_index
         owner = "unclipped" if self.share.unclipped else "shared" if index is None else f"[{index}]"
         return f"{owner}: {self.rule.name} of order {self.rule.norm_type}"

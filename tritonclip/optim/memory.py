@@ -1,4 +1,4 @@
-"""What a wrapper remembers from step to step beside its statistics: norms, and skips in a row."""
+"""The states of a wrapper's rules and of its outlier test, and the watch over skips in a row."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _owner(group_index: int | None) -> str:
 
 
 class Judgement(NamedTuple):
-    """Whether a step is an outlier, and what is remembered of it.
+    """Whether a step is an outlier, and the state of the test after it.
 
     Attributes:
         norm: of the step.

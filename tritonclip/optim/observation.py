@@ -1,4 +1,4 @@
-"""What a recorder is told of a step: norms from before the first gradient is written."""
+"""The norms of a step for its recorder, measured before the first gradient is written."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def refused(check: Callable[[], None], shares: Sequence[Share]) -> Exception | N
     All shares are then refused: measuring them tells the others. Where nobody waits, it raises.
 
     Args:
-        check: raises what keeps the gradients from being clipped.
+        check: raises an error where the gradients cannot be clipped.
         shares: all that are measured in this step.
 
     Raises:

@@ -36,7 +36,7 @@ def is_wrapped(optimizer: Optimizer) -> bool:
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Refuses what cannot be wrapped, and what is wrapped already.
+    """Refuses an object that cannot be wrapped, and an optimizer that is wrapped already.
 
     Raises:
         TypeError: no optimizer.

@@ -89,7 +89,7 @@ class Replaceable(NoRuleNumbers):
 
     @property
     def recorder(self) -> Recorder | None:
-        """What takes the norms of every step; replaceable."""
+        """The recorder that takes the norms of every step, if any; replaceable."""
         return self._log.recorder
 
     @recorder.setter

@@ -125,7 +125,7 @@ class StepClipping:
         shares, observation = self._shares, self.observation
         observed = [] if observation is None else observation.shares
         refusal = refused(partial(self._check, refusal), [*shares, *observed])
-        # A norm of the wrapper's rule is what a recorder is told.
+        # A recorder gets the norm of the wrapper's rule, else that of all clipped gradients.
         has_own = any(share.has_norm and share.group_index is None for share in shares)
         needed = wanted(
             shares,
@@ -148,7 +148,7 @@ class StepClipping:
             observation.take(self)
 
     def _check(self, refusal: Exception | None) -> None:
-        """Raises what keeps the gradients from being clipped; makes rules follow."""
+        """Refuses a step that cannot be clipped or recorded; gives changing rules their states."""
         shares = self._shares
         if refusal is not None:
             raise refusal

@@ -100,7 +100,7 @@ class StepLog:
     def loaded(
         self, own: dict[str, Any], rules: dict[str, Rule], device: torch.device
     ) -> tuple[ClipStats, Memory, dict[str, Any] | None]:
-        """What `state_dict` gave, checked; nothing has changed yet.
+        """Loads a checkpoint into new objects; this log stays as it is until `take`.
 
         Args:
             own: the result of `state_dict`.
@@ -108,7 +108,10 @@ class StepLog:
             device: of the optimizer.
 
         Returns:
-            For `take`.
+            Statistics, memory, and the recorder's state or None, for `take`.
+
+        Raises:
+            ValueError: norms that were remembered for another rule.
         """
         own = dict(own)
         memory = Memory(self.memory.skip_above)

@@ -1,8 +1,8 @@
 """The interface of limits that follow the norms of earlier calls.
 
-What such a rule remembers is one float64 tensor, its state: it moves, is saved and changes in one
-piece. `advance` is a pure function of tensors, so that nothing waits for the device, and a step
-that is left out leaves no trace.
+The state of such a rule is one tensor, float64 where the device has it. It moves, is saved and
+changes in one piece. `advance` is a pure function of tensors, so that nothing waits for the device,
+and a step that is left out leaves no trace.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def bounded(limit: Tensor, max_norm: float | Schedule) -> Tensor:
 
 @lru_cache(maxsize=64)
 def kind_of(rule: Any) -> str:
-    """What a state must have in common with a rule: its class, and the length of a row."""
+    """The class and row length that the state of an adaptive rule must have; "" for other rules."""
     if not isinstance(rule, Adaptive):
         return ""
     return f"{type(rule).__name__} with {len(rule.start())} numbers"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Measured(Protocol):
-    """What a call has measured, and has not written yet; nothing here waits for the device."""
+    """The measurements of a call before it writes; nothing here waits for the device."""
 
     def norm(self) -> Tensor:
         """The norm before clipping, divided by the loss scale; costs a launch on a GPU.

@@ -1,4 +1,4 @@
-"""What a rule remembers from call to call."""
+"""The state of a rule, kept from call to call."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -113,7 +113,7 @@ class ClipState:
     def advance(
         self, rule: Any, measured: Measured, numbering: Numbering | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The limit for what was measured, and the values after it."""
+        """The limit for the measured norm, or norms, and the values after it."""
         norm = measured.norm()
         # Some devices have no float64.
         norm = norm.to(torch.float32 if norm.device.type == "mps" else torch.float64)

@@ -19,8 +19,8 @@ _EXPECTED = "exclude must be a module, a parameter, or an iterable of these"
 class Excluded:
     """Parameters that a rule sets no limit for, compared by identity.
 
-    It keeps none of them alive. A copy, or what pickle makes of it, has the copies of the
-    parameters: copy it together with their model or optimizer.
+    It keeps none of them alive. A deep copy or an unpickled one has the copies of the parameters:
+    copy it together with their model or optimizer.
 
     Args:
         parameters: tensors.
