@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -113,12 +114,12 @@ class _Norm:
 
     @property
     def _reads(self) -> bool:
-        """Whether a look at numbers waits for nothing."""
+        """Whether numbers can be read without a wait for the device."""
         return self.rows.device.type == "cpu"
 
     def by_powers(self, own: Sequence[Measured]) -> Exchange[Tensor]:
         """The root of sums of powers."""
-        # Known to every process without a look at gradients.
+        # Known to every process, whichever gradients it has.
         wide = self._sharding.wide or not self._sharding.one_list
         bins = count_bins(self.norm_type, wide=wide)
 
@@ -136,16 +137,11 @@ class _Norm:
 
     def by_largest(self, own: Sequence[Measured]) -> Exchange[Tensor]:
         """Norms of a high order: the largest of all is taken out first, by one more all-reduce."""
-
-        def rows_of(measured: Sequence[Measured]) -> Tensor:
-            return self.rows.extremes(
-                [(n.nan_to_num(nan=0.0), share) for n, share in measured], 1.0
-            )
-
+        rows_of = partial(self.rows.extremes, sign=1.0)
         found, own = yield from self._everyones(rows_of, own, largest=True, early=True)
         largest = extreme_of(found, 1.0)
-        # Finite: inf went into it as the largest float64.
-        scale = torch.where(largest > 0, largest, 1.0)
+        # NaN and inf come out of the powers at any scale.
+        scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
         rows = []
         for norm, share in own:
             divisor = scale[share.places.on(self.rows.device)] if self.rows.each else scale
@@ -161,10 +157,7 @@ class _Norm:
     def extreme(self, own: Sequence[Measured], norm_type: float) -> Exchange[Tensor]:
         """The largest or the smallest of norms."""
         sign = 1.0 if norm_type > 0 else -1.0
-
-        def rows_of(measured: Sequence[Measured]) -> Tensor:
-            return self.rows.extremes(measured, sign)
-
+        rows_of = partial(self.rows.extremes, sign=sign)
         rows, _ = yield from self._everyones(rows_of, own, largest=True)
         return extreme_of(rows, sign)
 
