@@ -111,7 +111,8 @@ def clip_(
         clip: a rule, such as :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or
             :class:`ClipByValue`; a number means ClipByGlobalNorm(number).
         nonfinite: the policy where a norm is NaN or inf (for ClipByValue: where any element is,
-            before the loss scale is divided out).
+            before the loss scale is divided out). The norm of order 0 hides NaN and inf among the
+            elements, that of order -inf hides inf.
             "propagate": nothing special; as in torch, NaN spreads to all gradients that share the
             norm, inf turns their finite ones into 0; ClipByValue brings inf to its bound and keeps
             NaN.
