@@ -1,5 +1,6 @@
 """Pieces on a CPU: of the fastest of several sizes, and smaller for a while after a late one."""
 
+import math
 from functools import partial
 
 import pytest
@@ -7,16 +8,8 @@ import torch
 from cases import grad_of, normal, parameters
 
 import tritonclip
-from tritonclip.backends import cpu_pace, cpu_wide
-from tritonclip.backends.cpu_pace import (
-    GROWTH,
-    LATE,
-    LATE_EACH,
-    PENALTY,
-    SERIAL,
-    TRIED,
-    Pace,
-)
+from tritonclip.backends import cpu_pace, cpu_rows, cpu_wide
+from tritonclip.backends.cpu_pace import LATE, LATE_EACH, SERIAL, TRIED, Pace
 from tritonclip.backends.cpu_rows import ROW
 from tritonclip.engine.planner import plans
 
@@ -45,20 +38,40 @@ def test_pieces_stay_as_large_while_none_is_late(clock):
     assert sizes == [100, 100, 50]
 
 
-def test_pieces_are_for_one_thread_for_a_while_after_a_late_one(clock):
-    pace, spans, late = Pace(CONVERTED), [], 0
-    for start, stop in pace.spans(400 * CONVERTED):
+# Nanoseconds of a piece that is late, and of one in one thread.
+TOO_LONG, ALONE = LATE + LATE_EACH * CONVERTED + 1, 10_000
+# Pieces in one thread that take as long as the late one.
+N_ALONE = -(-TOO_LONG // ALONE)
+
+
+def test_pieces_are_for_one_thread_until_they_took_as_long_as_the_late_one(clock):
+    pace, spans = Pace(CONVERTED), []
+    for start, stop in pace.spans(80 * CONVERTED):
         spans.append((start, stop))
-        if stop - start == CONVERTED and late < 2:
-            clock.now += LATE + LATE_EACH * CONVERTED + 1
-            late += 1
+        n_large = sum(stop - start == CONVERTED for start, stop in spans)
+        is_late = stop - start == CONVERTED and n_large <= 2
+        clock.now += TOO_LONG if is_late else ALONE
     sizes = [stop - start for start, stop in spans]
-    n_serial = PENALTY * (1 + GROWTH)
-    assert sizes[: PENALTY + 2] == [CONVERTED, *[SERIAL] * PENALTY, CONVERTED]
-    assert sizes[: n_serial + 3].count(SERIAL) == n_serial
-    assert set(sizes[n_serial + 2 : -1]) == {CONVERTED}
+    assert sizes[: N_ALONE + 2] == [CONVERTED, *[SERIAL] * N_ALONE, CONVERTED]
+    assert sizes[: 2 * N_ALONE + 2].count(SERIAL) == 2 * N_ALONE
+    assert set(sizes[2 * N_ALONE + 2 : -1]) == {CONVERTED}
     assert [stop for _, stop in spans[:-1]] == [start for start, _ in spans[1:]]
-    assert (spans[0][0], spans[-1][1]) == (0, 400 * CONVERTED)
+    assert (spans[0][0], spans[-1][1]) == (0, 80 * CONVERTED)
+
+
+def test_late_pieces_are_followed_by_others_where_one_thread_was_slower(clock):
+    """The second comes after so many in time that all together were faster than one thread."""
+    pace, sizes = Pace(CONVERTED), []
+    each = TOO_LONG * SERIAL // CONVERTED
+    for start, stop in pace.spans(80 * CONVERTED):
+        sizes.append(stop - start)
+        if stop - start == SERIAL:
+            clock.now += each
+        elif sizes.count(CONVERTED) in (1, 10):
+            clock.now += TOO_LONG
+    n_alone = -(-TOO_LONG // each)
+    assert sizes.count(SERIAL) == n_alone
+    assert set(sizes[n_alone + 1 : -1]) == {CONVERTED}
 
 
 def test_the_next_tensor_of_a_call_goes_on_in_one_thread(clock):
@@ -101,22 +114,32 @@ def test_each_size_is_tried_and_the_fastest_is_kept(clock, fastest):
 
 
 def test_short_gradients_choose_a_size_too_but_the_shortest_do_not(clock):
-    """Pieces shorter than the smallest size tell little of a size."""
+    """Pieces shorter than half of the smallest size tell little of a size."""
     pace = Pace(400, 100)
     for _ in range(9):
-        assert {way for *_, way in spans_of(pace, clock, 99, {0})} == {0}
-    ways = [way for _ in range(9) for *_, way in spans_of(pace, clock, 100, {0})]
+        assert {way for *_, way in spans_of(pace, clock, 49, {0})} == {0}
+    ways = [way for _ in range(9) for *_, way in spans_of(pace, clock, 50, {0})]
     assert ways == [0, 1] * TRIED + [1] * (9 - 2 * TRIED)
 
 
 def test_late_pieces_are_no_trials_and_the_next_size_goes_on(clock):
-    pace, ways = Pace(2 * SERIAL, SERIAL), []
-    for start, stop in pace.spans((PENALTY + 20) * SERIAL):
-        ways.append(pace.way)
-        clock.now += stop - start
-        if len(ways) == 1:
-            clock.now += LATE + LATE_EACH * 2 * SERIAL
-    assert ways[: PENALTY + 2 * TRIED + 1] == [0, *[1] * PENALTY] + [1, 0] * TRIED
+    pace, spans = Pace(2 * SERIAL, SERIAL), []
+    too_long = LATE + 2 * LATE_EACH * 2 * SERIAL
+    for start, stop in pace.spans(40 * SERIAL):
+        spans.append((pace.way, pace.is_serial))
+        clock.now += too_long if len(spans) == 1 else 2 * (stop - start)
+    n_alone = -(-too_long // (2 * SERIAL))
+    assert spans[: n_alone + 1] == [(0, False), *[(1, True)] * n_alone]
+    assert spans[n_alone + 1 :][: 2 * TRIED] == [(1, False), (0, False)] * TRIED
+
+
+def test_whole_pieces_are_not_cut_and_count_for_their_way(clock):
+    pace, seen = Pace(100, 100), []
+    for _ in range(3 * TRIED):
+        for start, stop in pace.spans(90, whole=True):
+            seen.append((start, stop, pace.way))
+            clock.now += 3 if pace.way == 0 else 1
+    assert seen == [(0, 90, way) for way in [0, 1] * TRIED + [1] * TRIED]
 
 
 def test_nothing_has_no_pieces():
@@ -130,20 +153,45 @@ def test_pieces_are_whole_rows():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("limit", [1.0, 1e9])
 @pytest.mark.parametrize("way", [0, 1], ids=["in place", "converted"])
-def test_late_pieces_change_no_bit(dtype, limit, way, clock, monkeypatch):
+def test_ways_and_threads_change_no_bit(dtype, limit, way, clock, monkeypatch):
     monkeypatch.setattr(cpu_wide, "LARGE", 1)
+    monkeypatch.setattr(cpu_rows, "COMPARED", 1)
     monkeypatch.setattr(cpu_wide, "IN_PLACE", 3 * SERIAL)
     monkeypatch.setattr(cpu_pace, "TRIED", 0)
-    monkeypatch.setattr(cpu_wide, "Pace", partial(pace_with, way))
     plans.clear()
     sizes = [CONVERTED + 3 * SERIAL + 77, 9, *[SERIAL + 5] * 40, CONVERTED - 1, 9000]
     results = []
-    for late in (False, True):
+    for chosen, is_serial in ((0, False), (way, False), (way, True)):
         grads = [normal(n, dtype, seed=n) for n in sizes]
         params = parameters(grads)
-        monkeypatch.setattr(cpu_pace, "LATE", -(10**9) if late else 10**18)
+        for module in (cpu_rows, cpu_wide):
+            monkeypatch.setattr(module, "Pace", partial(pace_with, chosen))
+        monkeypatch.setattr(Pace, "is_serial", is_serial)
         norm = tritonclip.clip_(params, limit)
         results.append([norm, *(grad_of(param) for param in params)])
     plans.clear()
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
+    for result in zip(*results, strict=True):
+        assert all(torch.equal(result[0], other) for other in result[1:])
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_medium_gradients_are_copied_by_one_thread_where_that_is_faster(
+    is_slow, clock, monkeypatch
+):
+    """Where each parallel region takes long, a copy of many gradients is as many."""
+    plans.clear()
+    n_batches, calls, copy = 12, 0, torch._foreach_copy_
+
+    def copy_slowly(*args):
+        nonlocal calls
+        calls += 1
+        clock.now += 1000 * is_slow
+        return copy(*args)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy_slowly)
+    # Three to a batch: as many elements more would be four rows too many.
+    grads = [torch.ones(2**18, dtype=torch.bfloat16) for _ in range(3 * n_batches)]
+    norm = tritonclip.clip_(parameters(grads), 1e9)
+    plans.clear()
+    assert float(norm) == pytest.approx(math.sqrt(3 * n_batches * 2**18), rel=1e-6)
+    assert calls == (TRIED if is_slow else n_batches - TRIED)

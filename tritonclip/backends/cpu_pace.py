@@ -25,18 +25,18 @@ TRIED = 2
 # Nanoseconds for a piece, and for each of its elements, from which it is late: 16M elements that no
 # cache holds take 0.2 ns each.
 LATE, LATE_EACH = 2_000_000, 1
-# Pieces for one thread after a late one, and how many times as many after the next: 64 take some 9
-# ms, and a list of 48M elements is tried at most four times in all threads.
-PENALTY, GROWTH = 64, 4
 
 
 class Pace:
     """Cuts gradients into pieces of several sizes in turn, and then of the fastest of them.
 
-    For a while after one that was late, pieces are those of one thread.
+    After a late piece, pieces are those of one thread until they took as long as it did: at worst a
+    call takes twice as long as in one thread. Where all threads were faster nevertheless, they go
+    on.
 
     Args:
-        sizes: elements of a piece; multiples of the elements of a row.
+        sizes: elements of a piece; multiples of the elements of a row. Equal ones may stand for
+            different operators.
 
     Attributes:
         way: the index of the size that the current piece has, or would have in all threads.
@@ -50,32 +50,52 @@ class Pace:
         # The fewest nanoseconds an element for each size, and how many pieces are left to try.
         self._least = [math.inf] * len(sizes)
         self._untried = TRIED * len(sizes) if len(sizes) > 1 else 0
-        # Pieces for one thread that are left, and those after the next late one.
-        self._left, self._penalty = 0, PENALTY
+        # Nanoseconds that are left to one thread.
+        self._left = 0
+        # Nanoseconds and elements, in all threads since one thread ended, and in one thread.
+        self._shared, self._alone = (0, 0), (0, 0)
 
     @property
     def is_serial(self) -> bool:
         """Whether the next piece is for one thread."""
         return self._left > 0
 
-    def spans(self, n: int) -> Iterator[tuple[int, int]]:
-        """Start and stop of each piece of n elements; the next is asked for when one is done."""
+    def spans(self, n: int, *, whole: bool = False) -> Iterator[tuple[int, int]]:
+        """Start and stop of each piece of n elements; the next is asked for when one is done.
+
+        Args:
+            n: elements of a tensor.
+            whole: give them as one piece, which the caller cuts for one thread.
+        """
         start = 0
         while start < n:
-            stop = min(n, start + (SERIAL if self._left else self._sizes[self.way]))
+            is_serial = self.is_serial
+            most = n if whole else SERIAL if is_serial else self._sizes[self.way]
+            stop = min(n, start + most)
             began = perf_counter_ns()
             yield start, stop
-            took = perf_counter_ns() - began
-            if self._left:
-                self._left -= 1
-            elif took > LATE + LATE_EACH * (stop - start):
-                self._left, self._penalty = self._penalty, GROWTH * self._penalty
-                if self._untried:
-                    # This size may be why.
-                    self.way = (self.way + 1) % len(self._sizes)
-            elif self._untried and stop - start >= min(self._sizes):
-                self._compare(took / (stop - start))
+            took, size = perf_counter_ns() - began, stop - start
+            if is_serial:
+                self._alone = self._alone[0] + took, self._alone[1] + size
+                self._left -= took
+                if not self.is_serial:
+                    self._shared = 0, 0
+            else:
+                self._shared = self._shared[0] + took, self._shared[1] + size
+                if took > LATE + LATE_EACH * size:
+                    self._be_late(took)
+                elif self._untried and 2 * size >= min(self._sizes):
+                    self._compare(took / size)
             start = stop
+
+    def _be_late(self, took: int) -> None:
+        """Takes the nanoseconds of a late piece; leaves the next to one thread if it is faster."""
+        (shared, n_shared), (alone, n_alone) = self._shared, self._alone
+        if not n_alone or shared * n_alone > alone * n_shared:
+            self._left = took
+        if self._untried:
+            # This size may be why.
+            self.way = (self.way + 1) % len(self._sizes)
 
     def _compare(self, each: float) -> None:
         """Takes the nanoseconds an element of the last piece, and chooses the next size."""
