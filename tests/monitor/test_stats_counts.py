@@ -98,3 +98,16 @@ def test_counts_that_were_read_stay_what_they_were():
         optimizer.step()
         counts.append(optimizer.stats.steps)
     assert [int(count) for count in counts] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0)], ids=["global", "each"])
+def test_counts_stay_where_the_last_coefficient_is_written_to(rule):
+    """As by an all-reduce that logs it; over 1,000 gradients it is a tensor on a CPU too."""
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(1000)]
+    optimizer = ClippedOptimizer(sgd(params), rule)
+    for _ in range(3):
+        give_grads(params, size=9.0)
+        optimizer.step()
+        optimizer.stats.last_coefficient.fill_(1.0)
+    assert int(optimizer.stats.clipped_steps) == 3
+    assert float(optimizer.stats.last_coefficient) < 1

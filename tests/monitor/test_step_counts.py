@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
+from threading import Thread
 
 import pytest
 import torch
@@ -109,7 +111,7 @@ def test_add_keeps_a_bounded_number_of_coefficients():
     longest = 0
     for _ in range(3 * KEPT):
         counts.add(tensors(0.5))
-        longest = max(longest, len(counts._coefficients))
+        longest = max(longest, len(counts._kept))
     assert longest == KEPT - 1
 
 
@@ -123,19 +125,79 @@ def test_add_calls_no_operator(coefficients):
     assert names <= {"__get__", "to"}
 
 
-def test_recorded_steps_count_at_every_replay():
+@pytest.mark.parametrize(
+    ("coefficients", "names"),
+    [
+        pytest.param([], {"steps"}, id="none"),
+        pytest.param([0.5], {"steps", "measured_steps", "clipped_steps"}, id="number"),
+        pytest.param(tensors(0.5), {"steps", "measured_steps", "clipped_steps"}, id="tensor"),
+        pytest.param(tensors(1.0), {"steps", "measured_steps"}, id="tensor_1"),
+    ],
+)
+def test_recorded_steps_count_at_every_replay(coefficients, names):
     """As in a CUDA graph, whose replays run operators and no Python."""
     counts = StepCounts(CPU)
     with _Recorder() as recorder:
-        counts.add(tensors(0.5))
+        counts.add(coefficients)
     recorder.replay()
     recorder.replay()
-    assert by_name(counts) == {
-        "steps": 3,
-        "measured_steps": 3,
-        "clipped_steps": 3,
-        "skipped_steps": 0,
-    }
+    assert by_name(counts) == dict.fromkeys(COUNTS, 0) | dict.fromkeys(names, 3)
+
+
+def test_counts_cannot_be_read_while_a_graph_is_captured(monkeypatch):
+    """Its replays would count the steps before it again."""
+    counts = StepCounts(CPU)
+    counts.add([0.5])
+    with monkeypatch.context() as patch:
+        patch.setattr(StepCounts, "_is_captured", lambda self: True)
+        with pytest.raises(RuntimeError, match="expected to read them after the capture"):
+            counts.read()
+    assert by_name(counts)["steps"] == 1
+
+
+@pytest.mark.usefixtures("frequent_switches")
+@pytest.mark.parametrize("coefficients", [[0.5], tensors(0.5)], ids=["number", "tensor"])
+def test_threads_may_read_while_steps_are_counted(coefficients):
+    counts, n = StepCounts(CPU), 2000
+    done = False
+
+    def read():
+        while not done:
+            counts.read()
+
+    threads = [Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(n):
+        counts.add(coefficients)
+    done = True
+    for thread in threads:
+        thread.join()
+    assert by_name(counts) == dict.fromkeys(COUNTS, n) | {"skipped_steps": 0}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_steps_stay_where_a_read_fails(error, monkeypatch):
+    counts = StepCounts(CPU)
+    for number in (0.5, 1.0, 0.5):
+        counts.add(tensors(number))
+
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "stack", fail)
+        with pytest.raises(error):
+            counts.read()
+    assert by_name(counts) == dict.fromkeys(COUNTS, 3) | {"clipped_steps": 2, "skipped_steps": 0}
+
+
+def test_counts_loaded_to_another_device_are_there():
+    file = io.BytesIO()
+    torch.save(StepCounts(CPU), file)
+    file.seek(0)
+    loaded = torch.load(file, map_location="meta", weights_only=False)
+    assert loaded.device.type == loaded.consecutive_skips.device.type == "meta"
 
 
 def flag(value):
@@ -175,6 +237,7 @@ def test_steps_that_were_not_read_yet_are_kept(change):
     counts.add(tensors(0.5))
     if change == "move":
         counts.move_(CPU)
+        assert not counts._kept
     elif change == "copy":
         counts = copy.deepcopy(counts)
     else:

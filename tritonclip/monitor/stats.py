@@ -83,7 +83,8 @@ class ClipStats(NamesAttributes):
     @property
     def last_coefficient(self) -> Tensor:
         """See the class; 0-d, of the dtype of `last_norm`."""
-        return as_tensor(self._coefficient, self.last_norm)
+        # A copy: the steps that are not counted yet need it as it was.
+        return as_tensor(self._coefficient, self.last_norm).clone()
 
     @property
     def last_limit(self) -> Tensor:
@@ -157,7 +158,7 @@ class ClipStats(NamesAttributes):
                 self.last_norm, self._coefficient, self._limit = norm, coefficient, limit
             else:
                 self.group_norms[owner] = norm
-                self.group_coefficients[owner] = as_tensor(coefficient, norm)
+                self.group_coefficients[owner] = as_tensor(coefficient, norm).clone()
         measured = [outcome.coefficient for outcome in outcomes.values() if outcome is not None]
         self._counts.add(measured, overflow, skip)
 
@@ -176,6 +177,8 @@ class ClipStats(NamesAttributes):
             return
         self._counts.move_(device)
         self.last_norm = self.last_norm.to(device)
+        self._coefficient = self.last_coefficient
+        self._limit = self.last_limit
         self.group_norms = {i: norm.to(device) for i, norm in self.group_norms.items()}
         self.group_coefficients = {i: c.to(device) for i, c in self.group_coefficients.items()}
 

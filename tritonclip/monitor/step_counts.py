@@ -1,28 +1,28 @@
-"""Counts of an optimizer's steps, on its device; a step costs no operator, reading them does."""
+"""Counts of an optimizer's steps, on its device; a plain step costs no operator there."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from tritonclip.grad_mode import outside_inference
-from tritonclip.tracing import n_dispatch_modes
+from tritonclip.tracing import is_traced, n_dispatch_modes
 
 # In this order in one tensor, so that they move together.
 COUNTS = ("steps", "measured_steps", "clipped_steps", "skipped_steps")
-# Coefficients on a device that are kept until they are compared with 1 together: each has a block
-# of 512 bytes on a GPU, and would take two launches by itself.
+# Steps that are kept until they are counted together: a coefficient on a GPU has a block of 512
+# bytes, and would take two launches by itself.
 KEPT = 64
 
 
 class StepCounts:
     """Steps that were taken, measured, clipped and skipped.
 
-    The host adds up all that it knows. Coefficients that only the device knows are kept, and
-    counted together.
+    Steps are kept, with the coefficients that only the device knows, and counted KEPT at a time, or
+    when the counts are read. Any thread may read: each step is one entry, which one of them takes.
 
     Attributes:
-        device: of all counts.
         consecutive_skips: steps that were skipped since the last one that was not; 0-d int64.
     """
 
@@ -30,21 +30,32 @@ class StepCounts:
         # Never an inference tensor, which no later step could add to.
         zeros = outside_inference(torch.zeros)
         self._counts = zeros(len(COUNTS), dtype=torch.int64, device=device)
-        self.device = self._counts.device
         self.consecutive_skips = zeros((), dtype=torch.int64, device=device)
         # Spares a step without skips an operation.
         self._may_have_skipped = False
-        # Steps taken, measured and clipped that `_counts` lacks, and coefficients of others.
-        self._known = [0, 0, 0]
-        self._coefficients: list[Tensor] = []
+        # Of steps that were taken: whether it measured a norm, and whether it was clipped, or 0-d
+        # a number on the device that is then below 1.
+        self._kept: deque[tuple[bool, bool | Tensor]] = deque()
+
+    @property
+    def device(self) -> torch.device:
+        """Of all counts."""
+        return self._counts.device
 
     def read(self) -> Tensor:
-        """All counts in the order of COUNTS, int64[4]; later steps may change it."""
-        self._count_coefficients()
-        known, self._known = self._known, [0, 0, 0]
-        for i, n in enumerate(known):
-            if n:
-                self._counts[i].add_(n)
+        """All counts in the order of COUNTS, int64[4], once the steps that were kept are counted.
+
+        Later steps may change it.
+
+        Raises:
+            RuntimeError: a CUDA graph is captured, whose replays would count them again.
+        """
+        if self._is_captured():
+            raise RuntimeError(
+                "statistics cannot be read while a CUDA graph is captured, whose replays would "
+                "count the same steps again; expected to read them after the capture"
+            )
+        self._count_kept()
         return self._counts
 
     def add(
@@ -67,23 +78,22 @@ class StepCounts:
         if self._may_have_skipped:
             self.consecutive_skips.zero_()
             self._may_have_skipped = False
+        if n_dispatch_modes() or is_traced() or self._is_captured():
+            # The host runs once, replays of what is recorded often.
+            self._counts[: 1 + bool(coefficients)].add_(1)
+            if coefficients:
+                self._counts[2].add_(_is_clipped(coefficients, self.device))
+            return
+        clipped: bool | Tensor
         if all(type(coefficient) is float for coefficient in coefficients):
-            self._known[0] += 1
-            self._known[1] += bool(coefficients)
-            self._known[2] += any(coefficient < 1 for coefficient in coefficients)
-        elif self._is_recorded():
-            # The host runs once, its replays often.
-            self._counts[:2].add_(1)
-            self._counts[2].add_(_is_clipped(coefficients, self.device))
+            clipped = any(coefficient < 1 for coefficient in coefficients)
+        elif len(coefficients) == 1 and isinstance(coefficients[0], Tensor):
+            clipped = coefficients[0].to(self.device)
         else:
-            self._known[0] += 1
-            self._known[1] += 1
-            own = coefficients[0]
-            if len(coefficients) > 1 or not isinstance(own, Tensor):
-                own = ~_is_clipped(coefficients, self.device)
-            self._coefficients.append(own.to(self.device))
-            if len(self._coefficients) >= KEPT:
-                self._count_coefficients()
+            clipped = ~_is_clipped(coefficients, self.device)
+        self._kept.append((bool(coefficients), clipped))
+        if len(self._kept) >= KEPT:
+            self._count_kept()
 
     def add_skipped(self) -> None:
         """Counts a step that was skipped."""
@@ -94,7 +104,6 @@ class StepCounts:
     def move_(self, device: torch.device) -> None:
         """Moves all counts."""
         self._counts = self.read().to(device)
-        self.device = self._counts.device
         self.consecutive_skips = self.consecutive_skips.to(device)
 
     def load(self, counts: Mapping[str, Tensor | int]) -> None:
@@ -105,16 +114,42 @@ class StepCounts:
         self.consecutive_skips.fill_(counts.get("consecutive_skips", 0))
         self._may_have_skipped = True
 
-    def _count_coefficients(self) -> None:
-        """Counts the steps whose coefficients are kept."""
-        kept, self._coefficients = self._coefficients, []
-        if kept:
-            self._counts[2].add_((torch.stack(kept) < 1).sum())
+    def _count_kept(self) -> None:
+        """Counts the steps that are kept; an error or an interrupt leaves them kept."""
+        steps: list[tuple[bool, bool | Tensor]] = []
+        try:
+            while self._kept:
+                steps.append(self._kept.popleft())
+        except IndexError:
+            # Another thread took the last.
+            pass
+        if not steps:
+            return
+        try:
+            more = self._sums(steps)
+        except BaseException:
+            self._kept.extendleft(reversed(steps))
+            raise
+        self._counts.add_(more)
 
-    def _is_recorded(self) -> bool:
-        """Whether operators are recorded now, by a CUDA graph or a tracer, to be replayed."""
-        is_cuda = self.device.type == "cuda"
-        return bool(n_dispatch_modes()) or (is_cuda and torch.cuda.is_current_stream_capturing())
+    def _sums(self, steps: Sequence[tuple[bool, bool | Tensor]]) -> Tensor:
+        """All counts of some steps, int64[4]."""
+        coefficients = [clipped for _, clipped in steps if isinstance(clipped, Tensor)]
+        known = [
+            len(steps),
+            sum(measured for measured, _ in steps),
+            sum(clipped is True for _, clipped in steps),
+            0,
+        ]
+        # An upload would wait for the device.
+        sums = [torch.full((), n, dtype=torch.int64, device=self.device) for n in known]
+        if coefficients:
+            sums[2] += (torch.stack(coefficients) < 1).sum()
+        return torch.stack(sums)
+
+    def _is_captured(self) -> bool:
+        """Whether a CUDA graph is captured."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _add_uncertain(
         self,

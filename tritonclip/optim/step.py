@@ -219,7 +219,7 @@ class StepClipping:
     @torch.compiler.disable
     @without_grad
     def write_(self) -> Outcomes:
-        """Clips all groups, once; returns norms before clipping and coefficients, 0-d.
+        """Clips all groups, once; returns norms before clipping, 0-d, and coefficients.
 
         For a rule that is per gradient the largest norm and the least coefficient, for one that
         clamps None. Gradients that no rule holds for are written only to divide them by the loss
