@@ -1,5 +1,6 @@
 """Whether operators run, or are only recorded or simulated."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ _kinds: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
 # Of make_fx, of FakeTensorMode, and of the functional graphs that torch.export and others make.
 _TRACERS = [getattr(_kinds, name, None) for name in ("PROXY", "FAKE", "FUNCTIONAL")]
 # make_fx(pre_dispatch=True) counts as no mode.
-_is_included = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", None)
+_is_included = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", lambda key: False)
+is_pre_dispatch = partial(_is_included, torch._C.DispatchKey.PreDispatch)
 
 
 def is_traced() -> bool:
@@ -46,4 +48,4 @@ def refuse_tracer() -> None:
 def _has_tracer() -> bool:
     if n_dispatch_modes() and any(k is not None and _get_mode(k) is not None for k in _TRACERS):
         return True
-    return bool(_is_included is not None and _is_included(torch._C.DispatchKey.PreDispatch))
+    return bool(is_pre_dispatch())

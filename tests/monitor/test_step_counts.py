@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tritonclip.monitor import step_counts
 from tritonclip.monitor.step_counts import COUNTS, KEPT, StepCounts
 
 CPU = torch.device("cpu")
@@ -149,7 +150,7 @@ def test_counts_cannot_be_read_while_a_graph_is_captured(monkeypatch):
     counts = StepCounts(CPU)
     counts.add([0.5])
     with monkeypatch.context() as patch:
-        patch.setattr(StepCounts, "_is_captured", lambda self: True)
+        patch.setattr(step_counts, "_is_captured", lambda counts: True)
         with pytest.raises(RuntimeError, match="expected to read them after the capture"):
             counts.read()
     assert by_name(counts)["steps"] == 1

@@ -137,7 +137,7 @@ class ClipStats(NamesAttributes):
 
         A step that overflowed leaves everything as it was, one that was skipped all but its count.
         """
-        device = self._counts.device
+        device = self.last_norm.device
         overflow = None if overflow is None else overflow.to(device)
         skip = None if skip is None else skip.to(device)
         left_out = overflow if skip is None else skip if overflow is None else overflow | skip
@@ -169,7 +169,7 @@ class ClipStats(NamesAttributes):
 
     def move_(self, device: torch.device) -> None:
         """Moves everything, where the model was moved after its optimizer was made."""
-        if device == self._counts.device:
+        if device == self.last_norm.device:
             return
         if self._counts.device.type == "meta":
             # Without values that could be moved.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.grad_mode import outside_inference
-from tritonclip.tracing import is_traced, n_dispatch_modes
+from tritonclip.tracing import is_pre_dispatch, n_dispatch_modes
 
 # In this order in one tensor, so that they move together.
 COUNTS = ("steps", "measured_steps", "clipped_steps", "skipped_steps")
@@ -50,7 +50,7 @@ class StepCounts:
         Raises:
             RuntimeError: a CUDA graph is captured, whose replays would count them again.
         """
-        if self._is_captured():
+        if _is_captured(self._counts):
             raise RuntimeError(
                 "statistics cannot be read while a CUDA graph is captured, whose replays would "
                 "count the same steps again; expected to read them after the capture"
@@ -78,19 +78,20 @@ class StepCounts:
         if self._may_have_skipped:
             self.consecutive_skips.zero_()
             self._may_have_skipped = False
-        if n_dispatch_modes() or is_traced() or self._is_captured():
+        device = self._counts.device
+        if n_dispatch_modes() or is_pre_dispatch() or _is_captured(self._counts):
             # The host runs once, replays of what is recorded often.
             self._counts[: 1 + bool(coefficients)].add_(1)
             if coefficients:
-                self._counts[2].add_(_is_clipped(coefficients, self.device))
+                self._counts[2].add_(_is_clipped(coefficients, device))
             return
         clipped: bool | Tensor
         if all(type(coefficient) is float for coefficient in coefficients):
             clipped = any(coefficient < 1 for coefficient in coefficients)
         elif len(coefficients) == 1 and isinstance(coefficients[0], Tensor):
-            clipped = coefficients[0].to(self.device)
+            clipped = coefficients[0].to(device)
         else:
-            clipped = ~_is_clipped(coefficients, self.device)
+            clipped = ~_is_clipped(coefficients, device)
         self._kept.append((bool(coefficients), clipped))
         if len(self._kept) >= KEPT:
             self._count_kept()
@@ -147,10 +148,6 @@ class StepCounts:
             sums[2] += (torch.stack(coefficients) < 1).sum()
         return torch.stack(sums)
 
-    def _is_captured(self) -> bool:
-        """Whether a CUDA graph is captured."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
     def _add_uncertain(
         self,
         coefficients: Sequence[float | Tensor],
@@ -168,6 +165,11 @@ class StepCounts:
         self._counts.add_(torch.stack([taken, measured, clipped, skip]))
         self.consecutive_skips.add_(skip).mul_(~taken)
         self._may_have_skipped = True
+
+
+def _is_captured(counts: Tensor) -> bool:
+    """Whether a CUDA graph is captured on the device of the counts."""
+    return counts.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _is_clipped(coefficients: Sequence[float | Tensor], device: torch.device) -> Tensor:
