@@ -30,9 +30,9 @@ LATE, LATE_EACH = 2_000_000, 1
 class Pace:
     """Cuts gradients into pieces of several sizes in turn, and then of the fastest of them.
 
-    After a late piece, pieces are those of one thread until they took as long as it did: at worst a
-    call takes twice as long as in one thread. Where all threads were faster nevertheless, they go
-    on.
+    After a late piece, pieces are those of one thread until they took as long as it did: but for
+    its last late piece, a call takes at most twice as long as in one thread. Where all threads were
+    faster nevertheless, they go on.
 
     Args:
         sizes: elements of a piece; multiples of the elements of a row. Equal ones may stand for
