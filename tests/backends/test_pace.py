@@ -9,7 +9,7 @@ from cases import grad_of, normal, parameters
 
 import tritonclip
 from tritonclip.backends import cpu_pace, cpu_rows, cpu_wide
-from tritonclip.backends.cpu_pace import LATE, LATE_EACH, SERIAL, TRIED, Pace
+from tritonclip.backends.cpu_pace import LATE, LATE_EACH, SERIAL, TRIED, Pace, middle_of
 from tritonclip.backends.cpu_rows import ROW
 from tritonclip.engine.planner import plans
 
@@ -106,7 +106,7 @@ def test_each_size_is_tried_and_the_fastest_is_kept(clock, fastest):
     spans = spans_of(pace, clock, 10_000, set(range(3)) - {fastest})
     assert pace.kept == fastest
     tried = len(sizes) * TRIED
-    assert [way for *_, way in spans[:tried]] == [0, 1, 2] * TRIED
+    assert [way for *_, way in spans[:tried]] == [way for way in range(3) for _ in range(TRIED)]
     assert {way for *_, way in spans[tried:]} == {fastest}
     assert all(stop - start == sizes[way] for start, stop, way in spans[:-1])
     assert [start for start, *_ in spans] == [0, *(stop for _, stop, _ in spans[:-1])]
@@ -119,7 +119,7 @@ def test_short_gradients_choose_a_size_too_but_the_shortest_do_not(clock):
     for _ in range(9):
         assert {way for *_, way in spans_of(pace, clock, 49, {0})} == {0}
     ways = [way for _ in range(9) for *_, way in spans_of(pace, clock, 50, {0})]
-    assert ways == [0, 1] * TRIED + [1] * (9 - 2 * TRIED)
+    assert ways == [0] * TRIED + [1] * (9 - TRIED)
 
 
 def test_late_pieces_are_no_trials_and_the_next_size_goes_on(clock):
@@ -130,7 +130,8 @@ def test_late_pieces_are_no_trials_and_the_next_size_goes_on(clock):
         clock.now += too_long if len(spans) == 1 else 2 * (stop - start)
     n_alone = -(-too_long // (2 * SERIAL))
     assert spans[: n_alone + 1] == [(0, False), *[(1, True)] * n_alone]
-    assert spans[n_alone + 1 :][: 2 * TRIED] == [(1, False), (0, False)] * TRIED
+    tried = [(1, False)] * TRIED + [(0, False)] * TRIED
+    assert spans[n_alone + 1 :][: 2 * TRIED] == tried
 
 
 def test_whole_pieces_are_not_cut_and_count_for_their_way(clock):
@@ -139,7 +140,19 @@ def test_whole_pieces_are_not_cut_and_count_for_their_way(clock):
         for start, stop in pace.spans(90, whole=True):
             seen.append((start, stop, pace.way))
             clock.now += 3 if pace.way == 0 else 1
-    assert seen == [(0, 90, way) for way in [0, 1] * TRIED + [1] * TRIED]
+    assert seen == [(0, 90, way) for way in [0] * TRIED + [1] * 2 * TRIED]
+
+
+@pytest.mark.parametrize("n", [0, 1, 6, 7])
+def test_pieces_lie_in_the_middle_of_scratch(n):
+    """So two threads, which halve a piece, share no memory but for an element."""
+    scratch = torch.arange(7)
+    piece = middle_of(scratch, n)
+    assert len(piece) == n
+    assert piece.tolist() == scratch[(7 - n) // 2 :][:n].tolist()
+    halves = piece.tensor_split(2)
+    assert not set(halves[0].tolist()) & {4, 5, 6}
+    assert not set(halves[1].tolist()) & {0, 1, 2}
 
 
 def test_nothing_has_no_pieces():

@@ -27,6 +27,7 @@ LISTS = {
     "float32 rows": [20_000, 7, 0, 128, 30_000],
     "measured in place": [7, 16_384, 0, 32_768],
     "nothing packed": [65_536],
+    "copied by several threads": [10, 40_000, 0, 50_001, 300],
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # What all elements of a gradient are multiplied by: squares that float32 does not hold, or half.
@@ -56,6 +57,7 @@ def test_lists_take_every_form_of_scratch():
     assert forms["several rows each"].dtype == torch.float64
     assert forms["measured in place"].long == [1, 3]
     assert forms["nothing packed"].packed == []
+    assert forms["copied by several threads"].packed == [1, 3, 0, 2, 4]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

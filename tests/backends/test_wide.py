@@ -94,7 +94,10 @@ def test_gradients_are_written_in_the_faster_way_once_both_were_tried(faster, mo
 
     grads = [torch.ones(n, dtype=torch.bfloat16) for n in (1200, 999, 1200, 999, 7, 6000, 6000)]
     cpu_wide.write_widened_(grads, range(len(grads)), write_)
-    tried = [(torch.bfloat16, 1200), (torch.float32, 999)] * cpu_pace.TRIED
+    assert cpu_pace.TRIED == 2
+    tried = [(torch.bfloat16, n) for n in (1200, 999)]
+    # The second of three is too short to tell.
+    tried += [(torch.float32, n) for n in (999, 201, 999)]
     assert written[: len(tried)] == tried
     assert {dtype for dtype, _ in written[len(tried) :]} == {faster}
     assert sum(n for _, n in written) == sum(map(len, grads))

@@ -19,10 +19,12 @@ FEW = 512
 # Largest mean size of gradients that GradScaler's function multiplies faster than foreach does: 30
 # float32 gradients of 64, 1,024, 4,096 and 16,384 elements take 8.2, 11.4, 20.8 and 67 us, foreach
 # 13.1, 14.6, 20.7 and 56; of bfloat16 8.5, 14.8, 32 and 99 against 32, 37, 50 and 105; float16 is
-# like bfloat16. Called once for each gradient, it wins for half types alone: 10 and 100 gradients
-# of 28 elements on average and 65 of 4,192 take 6.5, 65 and 78 us in bfloat16, foreach 11.2, 108
-# and 107; in float32 6.4, 61 and 66 against 5.4, 46 and 50. (torch 2.13, Xeon, 2 threads.)
-UNSCALED = {torch.float32: 2048, torch.float16: 16384, torch.bfloat16: 16384}
+# like bfloat16. (Xeon.) 16 half-type gradients of 65,536 and 2^18 elements take 180 and 664 us in
+# bfloat16, foreach 195 and 657, in float16 93 and 227 against 96 and 205. (AMD EPYC.) Called once
+# for each gradient, it wins for half types alone: 10 and 100 gradients of 28 elements on average
+# and 65 of 4,192 take 6.5, 65 and 78 us in bfloat16, foreach 11.2, 108 and 107; in float32 6.4, 61
+# and 66 against 5.4, 46 and 50. (Xeon; torch 2.13, 2 threads.)
+UNSCALED = {torch.float32: 2048, torch.float16: 65536, torch.bfloat16: 65536}
 
 
 class CpuForm:

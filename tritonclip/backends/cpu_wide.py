@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from tritonclip.backends.cpu_pace import CONVERTED, Pace
+from tritonclip.backends.cpu_pace import CONVERTED, Pace, middle_of
 
 # Elements of a list from which its long gradients may be converted. On a Xeon lists of 16, 24, 32,
 # 48 and 64M elements, 4M each, take 2.7, 4.9, 12.2, 20.4 and 31.8 ms multiplied in place, and
@@ -60,6 +60,6 @@ def write_widened_(
             if pace.way == 0:
                 write_(piece, i)
             else:
-                piece.copy_(write_(scratch[: len(piece)].copy_(piece), i))
+                piece.copy_(write_(middle_of(scratch, len(piece)).copy_(piece), i))
         if pace.kept == 0 and not pace.is_serial:
             pace = Pace(KEPT)

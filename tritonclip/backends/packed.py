@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tritonclip.backends.cpu_pace import SERIAL
 from tritonclip.backends.cpu_rows import ROW
 from tritonclip.grad_mode import outside_inference
 
@@ -55,10 +56,20 @@ class Rows(NamedTuple):
     long: list[int]
 
     @property
+    def shared(self) -> list[int]:
+        """Gradients that several threads copy, each measured by a call: by the same threads.
+
+        Memory that one thread wrote and another one read is slow to write again, see `middle_of`.
+        """
+        long, least = set(self.long), SERIAL // self.length
+        return [i for i, count in enumerate(self.counts) if count > least and i not in long]
+
+    @property
     def packed(self) -> list[int]:
-        """Gradients that are copied to scratch."""
-        long = set(self.long)
-        return [i for i in range(len(self.counts)) if i not in long]
+        """Gradients that are copied to scratch: first those that are shared."""
+        first = self.shared
+        own = {*self.long, *first}
+        return [*first, *(i for i in range(len(self.counts)) if i not in own)]
 
     @property
     def n_packed(self) -> int:
@@ -93,8 +104,9 @@ def scratch_bytes(dtype: torch.dtype, sizes: Sequence[int], *, flat: bool) -> in
     """Bytes that scratch takes; arguments as for `rows_of`."""
     rows = rows_of(dtype, sizes, flat=flat)
     elements = rows.n_packed * rows.length * rows.dtype.itemsize
-    # A row has a norm, a gradient a count and a place.
-    return (VIEW_BYTES + 16) * len(sizes) + elements + rows.dtype.itemsize * sum(rows.counts)
+    # A row has a norm, a gradient a count and a place, and a shared one views of rows and norms.
+    views = len(sizes) + 2 * len(rows.shared)
+    return VIEW_BYTES * views + 16 * len(sizes) + elements + rows.dtype.itemsize * sum(rows.counts)
 
 
 class Scratch:
@@ -121,8 +133,7 @@ class Scratch:
         "_norms",
         "_order",
         "_packed",
-        "_packed_norms",
-        "_rows",
+        "_parts",
         "elements",
         "is_dotted",
         "slots",
@@ -133,8 +144,8 @@ class Scratch:
         self._dtype = tensors[0].dtype
         rows = rows_of(self._dtype, sizes, flat=flat)
         packed = rows.packed
-        # None for all.
-        self._packed = packed if rows.long else None
+        # None for all, in their order.
+        self._packed = packed if rows.long or rows.shared else None
         room = [rows.length * rows.counts[i] for i in packed]
         # One sum of more squares would miss the last of twelve digits.
         self._is_short = sum(sizes) <= WIDE_ELEMENTS
@@ -142,14 +153,18 @@ class Scratch:
         self._known = (0.0, math.inf) if fits else _KNOWN[rows.dtype]
         self.is_dotted = fits and sum(room) <= DOTTED
         self.elements = torch.zeros(sum(room), dtype=rows.dtype, device="cpu")
-        self._rows = self.elements.view(rows.n_packed, rows.length)
         self.slots = [
             own[: sizes[i]].view(tensors[i].shape)
             for own, i in zip(self.elements.split(room), packed, strict=True)
         ]
         self._norms = torch.empty(sum(rows.counts), dtype=rows.dtype, device="cpu")
         own_norms = self._norms.split([rows.n_packed, *(rows.counts[i] for i in rows.long)])
-        self._packed_norms = own_norms[0]
+        # Rows that are measured together, and where their norms go.
+        counts = [rows.counts[i] for i in rows.shared]
+        counts.append(rows.n_packed - sum(counts))
+        parts = self.elements.view(rows.n_packed, rows.length).split(counts)
+        norms = own_norms[0].split(counts)
+        self._parts = [pair for pair in zip(parts, norms, strict=True) if len(pair[0])]
         # Long gradients, and where the norms of their rows go.
         self._long = list(zip(rows.long, own_norms[1:], strict=True))
         # Rows of each gradient as they lie in memory, and where its norm then is; None where each
@@ -159,7 +174,7 @@ class Scratch:
         if set(rows.counts) != {1}:
             lie = [*packed, *rows.long]
             self._counts = torch.tensor([rows.counts[i] for i in lie], device="cpu")
-            if rows.long:
+            if self._packed is not None:
                 self._order = sorted(range(len(lie)), key=lie.__getitem__)
 
     def norm(self, tensors: list[Tensor]) -> float | None:
@@ -207,7 +222,8 @@ class Scratch:
             torch._foreach_copy_(self.slots, tensors)
 
     def _row_norms(self, tensors: list[Tensor]) -> Tensor:
-        torch.linalg.vector_norm(self._rows, dim=1, out=self._packed_norms)
+        for rows, norms in self._parts:
+            torch.linalg.vector_norm(rows, dim=1, out=norms)
         for i, norms in self._long:
             torch.linalg.vector_norm(tensors[i].view(len(norms), -1), dim=1, out=norms)
         return self._norms
