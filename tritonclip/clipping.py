@@ -127,8 +127,9 @@ def clip_(
             same at every call. A call that raises leaves it as it was.
         process_group: the processes that hold the gradients between them, where DTensors do not say
             so: a ProcessGroup or a DeviceMesh. Plain tensors are then different pieces on each of
-            its processes, as are those of pipeline stages; DTensors differ where their mesh ends.
-            For ClipByGlobalNorm, and for the policies of ClipByValue.
+            its processes, as are those of pipeline stages, but copies of one along the meshes of
+            DTensors beside them; DTensors differ where their mesh ends. For ClipByGlobalNorm, and
+            for the policies of ClipByValue.
         copies: how many processes of `process_group` hold the very same piece, for each parameter:
             a mapping or a function; None to go by the group and the placements. 0: counted
             elsewhere, and scaled all the same.
