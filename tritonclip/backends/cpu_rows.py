@@ -94,7 +94,7 @@ def _copied_rows(tensors: list[Tensor]) -> Iterator[RowNorms]:
     most = SCRATCH[tensors[0].dtype]
     # Measured together, or each where it was copied, as the first batches tell: see `middle_of`.
     # 42M elements in 448 tensors take 10 and 14 ms; where memory that another thread read is slow
-    # to write, 52 and 20 to 28. (bfloat16, torch 2.13, AMD EPYC.)
+    # to write, 52 and 20 to 33. (bfloat16, torch 2.13, AMD EPYC.)
     compares = dtype != tensors[0].dtype and sum(sizes) >= COMPARED
     pace = Pace(*[most] * (2 if compares else 1))
     # Where both may happen each begins with a row, so that they give the same bits.
