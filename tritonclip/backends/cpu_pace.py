@@ -35,15 +35,15 @@ def middle_of(scratch: Tensor, n: int) -> Tensor:
 
     Each of two threads then meets the same half of scratch, however long pieces are. Memory that
     one thread wrote and another one read is slow to write again: bfloat16 pieces of 2^20, 589,824,
-    720,896 and 2^18 elements at the start of scratch are converted and measured in 1.6 ms, in the
-    middle in 0.4. (torch 2.13, AMD EPYC; in one process of eight, in the others 0.5 and 0.4.)
+    720,896 and 2^18 elements at the start of scratch are converted and measured in 1.4 to 1.8 ms,
+    in the middle in 0.3 to 0.5. (torch 2.13, AMD EPYC, when its cores probably shared no cache.)
     """
     start = (len(scratch) - n) // 2
     return scratch[start : start + n]
 
 
 class Pace:
-    """Cuts gradients into pieces of several sizes in turn, and then of the fastest of them.
+    """Cuts gradients into pieces of several sizes, one after the other, and then of the fastest.
 
     After a late piece, pieces are those of one thread until they took as long as it did: but for
     its last late piece, a call takes at most twice as long as in one thread. Where all threads were

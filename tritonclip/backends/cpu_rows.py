@@ -93,8 +93,8 @@ def _copied_rows(tensors: list[Tensor]) -> Iterator[RowNorms]:
     dtype = tensors[0].dtype if tensors[0].dtype in WIDE else torch.float32
     most = SCRATCH[tensors[0].dtype]
     # Measured together, or each where it was copied, as the first batches tell: see `middle_of`.
-    # 42M elements in 448 tensors take 10 and 14 ms; where memory that another thread read is slow
-    # to write, 52 and 20 to 33. (bfloat16, torch 2.13, AMD EPYC.)
+    # 42M elements in 448 tensors take 10 to 15 ms together; where memory that another thread read
+    # is slow to write, 52, and as chosen 20 to 33. (bfloat16, torch 2.13, AMD EPYC.)
     compares = dtype != tensors[0].dtype and sum(sizes) >= COMPARED
     pace = Pace(*[most] * (2 if compares else 1))
     # Where both may happen each begins with a row, so that they give the same bits.
@@ -151,7 +151,8 @@ def _norms_of_copy(tensor: Tensor, scratch: Tensor) -> Tensor:
     n = tensor.numel()
     copy = middle_of(scratch, n + -n % ROW)
     copy[:n].copy_(tensor)
-    copy[n:] = 0
+    if n < len(copy):
+        copy[n:] = 0
     return _norms_of_rows(copy.view(-1, ROW))
 
 
