@@ -8,7 +8,7 @@ half types, for which torch has no such reduction with a float32 result, convert
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ def _norms_of_parts(tensors: list[Tensor], sizes: Sequence[int], *, flat: bool) 
     kept: list[RowNorms] = []
     n_kept = 0
     for rows in row_norms_of(tensors, sizes):
-        n = rows[1].numel()
+        n = rows.norms.numel()
         if n_kept + n > SLAB // ROW:
             yield from _norms(kept)
             kept, n_kept = [], 0
@@ -117,8 +117,9 @@ def _two_norms_of_flat(tensors: list[Tensor], sizes: Sequence[int]) -> tuple[Ten
         squares.add(places[start:stop], counts[start:stop], norms)
     blocks = [-(-tensor.numel() // SLAB) for tensor in long]
     owner = chain.from_iterable(map(repeat, owners, blocks))
-    for place, (_, norms) in zip(owner, long_row_norms(long), strict=True):
-        squares.add([place], [norms.numel()], norms)
+    for rows in long_row_norms(long):
+        assert rows.counts is not None
+        squares.add([*islice(owner, len(rows.counts))], rows.counts, rows.norms)
     # Of these every element is a row: filled up, they would take up to ROW times the memory.
     tiny_counts = [sizes[i] for i in tiny]
     for start, stop, elements in pack_small([tensors[i] for i in tiny], tiny_counts):
@@ -178,17 +179,27 @@ def _norms(kept: Sequence[RowNorms]) -> Iterator[Tensor]:
     """The norm of all rows; where it cannot be trusted, those of their tensors."""
     if not kept:
         return
-    norm = _trusted_norm(torch.cat([norms for _, norms in kept]))
+    parts = [rows.norms for rows in kept]
+    norm = _trusted_norm(parts[0] if len(parts) == 1 else torch.cat(parts))
     if norm is not None:
         yield norm
         return
-    for sources, norms in kept:
+    for tensors, norms in chain.from_iterable(map(_apart, kept)):
         norm = _trusted_norm(norms)
         if norm is not None:
             yield norm
             continue
-        for source in sources:
-            yield from _exact_norms(source)
+        for tensor in tensors:
+            yield from _exact_norms(tensor)
+
+
+def _apart(rows: RowNorms) -> Iterator[tuple[Sequence[Tensor], Tensor]]:
+    """As few tensors as share no row with others, and the norms of their rows."""
+    if rows.counts is None:
+        yield rows.tensors, rows.norms
+        return
+    norms = rows.norms.split_with_sizes(list(rows.counts))
+    yield from zip(zip(rows.tensors), norms, strict=True)
 
 
 def _trusted_norm(rows: Tensor) -> Tensor | None:

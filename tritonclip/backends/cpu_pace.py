@@ -68,45 +68,52 @@ class Pace:
         # Nanoseconds that are left to one thread.
         self._left = 0
         # Nanoseconds and elements, in all threads since one thread ended, and in one thread.
-        self._shared, self._alone = (0, 0), (0, 0)
+        self._shared_ns = self._shared_n = self._alone_ns = self._alone_n = 0
 
     @property
     def is_serial(self) -> bool:
         """Whether the next piece is for one thread."""
         return self._left > 0
 
-    def spans(self, n: int, *, whole: bool = False) -> Iterator[tuple[int, int]]:
-        """Start and stop of each piece of n elements; the next is asked for when one is done.
+    def spans(self, *sizes: int, whole: bool = False) -> Iterator[tuple[int, int, int]]:
+        """The pieces of tensors, one after the other; the next is asked for when one is done.
 
         Args:
-            n: elements of a tensor.
-            whole: give them as one piece, which the caller cuts for one thread.
+            sizes: elements of each tensor.
+            whole: give each as one piece, which the caller cuts for one thread.
+
+        Yields:
+            The index of a tensor, and start and stop of a piece of it.
         """
-        start = 0
-        while start < n:
-            is_serial = self.is_serial
-            most = n if whole else SERIAL if is_serial else self._sizes[self.way]
-            stop = min(n, start + most)
-            began = perf_counter_ns()
-            yield start, stop
-            took, size = perf_counter_ns() - began, stop - start
-            if is_serial:
-                self._alone = self._alone[0] + took, self._alone[1] + size
-                self._left -= took
-                if not self.is_serial:
-                    self._shared = 0, 0
-            else:
-                self._shared = self._shared[0] + took, self._shared[1] + size
+        began = perf_counter_ns()
+        for i, n in enumerate(sizes):
+            start = 0
+            while start < n:
+                is_serial = self.is_serial
+                most = n if whole else SERIAL if is_serial else self._sizes[self.way]
+                stop = start + most if start + most < n else n
+                yield i, start, stop
+                now = perf_counter_ns()
+                took, size = now - began, stop - start
+                began, start = now, stop
+                if is_serial:
+                    self._alone_ns += took
+                    self._alone_n += size
+                    self._left -= took
+                    if not self.is_serial:
+                        self._shared_ns = self._shared_n = 0
+                    continue
+                self._shared_ns += took
+                self._shared_n += size
                 if took > LATE + LATE_EACH * size:
                     self._be_late(took)
                 elif self._untried and 2 * size >= min(self._sizes):
                     self._compare(took / size)
-            start = stop
 
     def _be_late(self, took: int) -> None:
         """Takes the nanoseconds of a late piece; leaves the next to one thread if it is faster."""
-        (shared, n_shared), (alone, n_alone) = self._shared, self._alone
-        if not n_alone or shared * n_alone > alone * n_shared:
+        n_alone = self._alone_n
+        if not n_alone or self._shared_ns * n_alone > self._alone_ns * self._shared_n:
             self._left = took
         if self._untried:
             # This size may be why.

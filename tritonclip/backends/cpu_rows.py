@@ -1,6 +1,7 @@
 """Rows into which gradients on a CPU are cut, gathered or copied, and the norms of these rows."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,37 +25,37 @@ from tritonclip.backends.cpu_pace import CONVERTED, SERIAL, Pace, middle_of
 ROW = 128 if torch.backends.cpu.get_cpu_capability().startswith("AVX") else 64
 # Gradients up to this size are gathered.
 SMALL = 8192
-# Larger ones up to this size are copied into scratch by one call, and measured together. With
-# 8,704, 12,288 and 45,056 elements that takes 6.4, 8.6 and 16.8 us a tensor in float32, one by one
-# 7.3, 8.3 and 12.6; in bfloat16 5.3, 7.1 and 13.8 against 11.3, 11.9 and 17.3; float16 is like
-# bfloat16. (torch 2.13, Xeon, 2 threads.) Norms of 42M bfloat16 elements in 448 tensors of up to
-# 229,376 take 21 ms where those of up to 32,640 are copied, and 15 where all are. (AMD EPYC.)
-MEDIUM = {
-    torch.float16: 2**18,
-    torch.bfloat16: 2**18,
-    torch.float32: 12288,
-    torch.float64: 12288,
-}
-# Elements of scratch for medium gradients: 1.5 or 3 MiB stay in cache, and 4 MiB of float32 to
-# which half types are converted.
-SCRATCH = {
-    torch.float16: 2**20,
-    torch.bfloat16: 2**20,
-    torch.float32: 393216,
-    torch.float64: 393216,
-}
+# Larger ones of half types up to this size, which one thread copies, are converted into scratch by
+# one call, and measured together. With 8,704, 16,512 and 32,640 elements that takes 10.6, 11.1 and
+# 16.2 us a gradient, one by one 14.9, 15.2 and 23.0; float32 one by one takes 10.9 and 15.6 with
+# 16,512 and 32,640, together 13.0 and 20.6. Of more elements several threads copy, and others may
+# read: see `middle_of`. 65,536 bfloat16 elements take 31 us together, and 82 where memory that
+# another thread read is slow to write; one by one 35 and 39. (torch 2.13, AMD EPYC, 2 threads.)
+MEDIUM = SERIAL
+# Elements of scratch for medium gradients, 4 MiB.
+SCRATCH = 2**20
 # Elements measured at once, and those whose row norms are kept until they are added up: 512 KiB of
 # float32 norms each, and three times as much while they are.
 SLAB = 2**17 * ROW
-# Elements to convert from which pieces of several sizes are compared: trials take 2.6M.
+# Elements to convert from which ways are compared: trials take up to 4.2M.
 COMPARED = 2**23
 # Dtypes in which rows are squared; others are converted to float32 first.
 WIDE = (torch.float32, torch.float64)
 MEASURED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-# Tensors, and the norms of the rows that they were cut or gathered into.
-RowNorms = tuple[Sequence[Tensor], Tensor]
+class RowNorms(NamedTuple):
+    """Tensors, and the norms of the rows that they were cut or gathered into.
+
+    Attributes:
+        tensors: in their order.
+        norms: 1-d.
+        counts: how many rows each tensor has; None where a row may hold the elements of several.
+    """
+
+    tensors: Sequence[Tensor]
+    norms: Tensor
+    counts: Sequence[int] | None = None
 
 
 def row_norms_of(tensors: list[Tensor], sizes: Sequence[int]) -> Iterator[RowNorms]:
@@ -64,7 +65,7 @@ def row_norms_of(tensors: list[Tensor], sizes: Sequence[int]) -> Iterator[RowNor
     if tensors[0].dtype not in MEASURED:
         # One of the float8 formats: rare, and small enough when it comes.
         tensors = [tensor.float() for tensor in tensors]
-    most_copied = MEDIUM[tensors[0].dtype]
+    most_copied = 0 if tensors[0].dtype in WIDE else MEDIUM
     short: list[Tensor] = []
     medium: list[Tensor] = []
     long: list[Tensor] = []
@@ -86,74 +87,30 @@ def row_norms_of(tensors: list[Tensor], sizes: Sequence[int]) -> Iterator[RowNor
 
 
 def _copied_rows(tensors: list[Tensor]) -> Iterator[RowNorms]:
-    """Rows of 1-d tensors of up to MEDIUM elements, copied end to end into scratch."""
+    """Rows of 1-d tensors of up to MEDIUM elements, converted end to end into scratch."""
     if not tensors:
         return
     sizes = list(map(Tensor.numel, tensors))
-    dtype = tensors[0].dtype if tensors[0].dtype in WIDE else torch.float32
-    most = SCRATCH[tensors[0].dtype]
-    # Measured together, or each where it was copied, as the first batches tell: see `middle_of`.
-    # 42M elements in 448 tensors take 10 to 15 ms together; where memory that another thread read
-    # is slow to write, 52, and as chosen 20 to 33. (bfloat16, torch 2.13, AMD EPYC.)
-    compares = dtype != tensors[0].dtype and sum(sizes) >= COMPARED
-    pace = Pace(*[most] * (2 if compares else 1))
-    # Where both may happen each begins with a row, so that they give the same bits.
-    rooms = [size + -size % ROW for size in sizes] if compares else sizes
-    scratch = torch.empty(min(most, sum(rooms) + ROW), dtype=dtype, device="cpu")
+    # One thread copies. Others may measure, as the first batches tell: with 24,576 elements that
+    # takes 13 us a gradient, in the same thread 18; where memory that another thread read is slow
+    # to write 31 and 16. (bfloat16, torch 2.13, AMD EPYC, 2 threads.)
+    pace = Pace(*[SCRATCH] * (2 if sum(sizes) >= COMPARED else 1))
+    scratch = torch.empty(min(SCRATCH, sum(sizes) + ROW), dtype=torch.float32, device="cpu")
     start, n = 0, 0
-    for stop, room in enumerate([*rooms, most]):
-        if n + room > most - ROW:
+    for stop, size in enumerate([*sizes, SCRATCH]):
+        if n + size > SCRATCH - ROW:
             batch = tensors[start:stop]
+            padded = scratch[: n + -n % ROW]
             for _ in pace.spans(n, whole=True):
-                if pace.is_serial or pace.way == 0:
-                    own = rooms[start:stop]
-                    norms = _norms_together(batch, own, scratch, is_serial=pace.is_serial)
-                else:
-                    norms = torch.cat([_norms_of_copy(tensor, scratch) for tensor in batch])
-            yield batch, norms
+                torch._foreach_copy_(list(padded[:n].split_with_sizes(sizes[start:stop])), batch)
+                padded[n:] = 0
+                rows = padded.view(-1, ROW)
+                is_alone = pace.is_serial or pace.way == 1
+                parts = rows.split(SERIAL // ROW) if is_alone else [rows]
+                norms = torch.cat([_norms_of_rows(part) for part in parts])
+            yield RowNorms(batch, norms)
             start, n = stop, 0
-        n += room
-
-
-def _norms_together(
-    batch: list[Tensor], rooms: Sequence[int], scratch: Tensor, *, is_serial: bool
-) -> Tensor:
-    """Norms of the rows of tensors, copied one after another, by one thread or by all.
-
-    Args:
-        batch: the tensors.
-        rooms: elements of scratch for each.
-        scratch: memory that holds them and a row more.
-        is_serial: in one thread.
-    """
-    n = sum(rooms)
-    padded = n + -n % ROW
-    scratch[n:padded] = 0
-    slots = []
-    for tensor, slot in zip(batch, scratch[:n].split_with_sizes(list(rooms)), strict=True):
-        size = tensor.numel()
-        if size < len(slot):
-            slot[size:] = 0
-            slot = slot[:size]
-        slots.append(slot)
-    rows = scratch[:padded].view(-1, ROW)
-    if not is_serial:
-        torch._foreach_copy_(slots, batch)
-        return _norms_of_rows(rows)
-    for tensor, slot in zip(batch, slots, strict=True):
-        for piece, place in zip(tensor.split(SERIAL), slot.split(SERIAL), strict=True):
-            place.copy_(piece)
-    return torch.cat([_norms_of_rows(some) for some in rows.split(SERIAL // ROW)])
-
-
-def _norms_of_copy(tensor: Tensor, scratch: Tensor) -> Tensor:
-    """Norms of the rows of one tensor."""
-    n = tensor.numel()
-    copy = middle_of(scratch, n + -n % ROW)
-    copy[:n].copy_(tensor)
-    if n < len(copy):
-        copy[n:] = 0
-    return _norms_of_rows(copy.view(-1, ROW))
+        n += size
 
 
 def _norms_of_rows(rows: Tensor) -> Tensor:
@@ -162,46 +119,49 @@ def _norms_of_rows(rows: Tensor) -> Tensor:
 
 
 def long_row_norms(tensors: list[Tensor], slab: int = SLAB) -> Iterator[RowNorms]:
-    """Norms of the rows of contiguous tensors without a remainder, a block for each slab."""
+    """Norms of the rows of contiguous tensors without a remainder, those of a slab at a time."""
     if not tensors:
         return
+    blocks = [block for tensor in tensors for block in _split(tensor.view(-1, ROW), slab)]
+    elements = list(map(Tensor.numel, blocks))
     wide, scratch = tensors[0].dtype, None
-    sizes: Sequence[int] = (SLAB,)
+    sizes: Sequence[int] = (slab,)
     if wide not in WIDE:
         wide = torch.float32
-        elements = list(map(Tensor.numel, tensors))
         sizes = CONVERTED if sum(elements) >= COMPARED else CONVERTED[:1]
-        most = min(max(sizes), max(elements))
-        scratch = torch.empty(most, dtype=wide, device="cpu").view(-1, ROW)
+        scratch = torch.empty(min(max(sizes), max(elements)), dtype=wide, device="cpu")
+    # Where pieces of so many elements are converted to.
+    slots: dict[int, Tensor] = {}
     pace = Pace(*sizes)
-    blocks = [block for tensor in tensors for block in _split(tensor.view(-1, ROW), slab)]
-    counts = [block.numel() // ROW for block in blocks]
-    for rows, norms in zip(blocks, _memory_of(counts, wide), strict=True):
-        n = rows.numel()
-        for start, stop in pace.spans(n):
-            piece, out = rows, norms
-            if stop - start < n:
-                piece, out = rows[start // ROW : stop // ROW], norms[start // ROW : stop // ROW]
+    for first, last in _slabs(elements):
+        counts = [n // ROW for n in elements[first:last]]
+        # One allocation: with one each, norms of float32 gradients of 12,288 and 45,056 elements
+        # take 10.4 and 18.9 us, so 5.9 and 14.1. (torch 2.13, AMD EPYC.)
+        norms = torch.empty(sum(counts), dtype=wide, device="cpu")
+        outs = norms.split_with_sizes(counts)
+        for i, start, stop in pace.spans(*elements[first:last]):
+            rows, out, n = blocks[first + i], outs[i], stop - start
+            if n < elements[first + i]:
+                start, stop = start // ROW, stop // ROW
+                rows, out = rows[start:stop], out[start:stop]
             if scratch is not None:
-                piece = middle_of(scratch, len(piece)).copy_(piece)
-            torch.linalg.vector_norm(piece, dim=1, out=out)
-        yield [rows], norms
+                slot = slots.get(n)
+                if slot is None:
+                    slot = slots[n] = middle_of(scratch, n).view(-1, ROW)
+                rows = slot.copy_(rows)
+            torch.linalg.vector_norm(rows, dim=1, out=out)
+        yield RowNorms(blocks[first:last], norms, counts)
 
 
-def _memory_of(counts: list[int], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Memory for so many numbers each, allocated for those of a slab at a time.
-
-    With an allocation each, norms of float32 gradients of 12,288 and 45,056 elements take 10.4 and
-    18.9 us, so 5.9 and 14.1. (torch 2.13, AMD EPYC.)
-    """
-    start = 0
-    while start < len(counts):
-        stop, n = start + 1, counts[start]
-        while stop < len(counts) and n + counts[stop] <= SLAB // ROW:
-            n += counts[stop]
-            stop += 1
-        yield from torch.empty(n, dtype=dtype, device="cpu").split_with_sizes(counts[start:stop])
-        start = stop
+def _slabs(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """Start and stop of each run of sizes that is a slab at most, or one."""
+    start = n = 0
+    for stop, size in enumerate(sizes):
+        if n + size > SLAB and stop > start:
+            yield start, stop
+            start, n = stop, 0
+        n += size
+    yield start, len(sizes)
 
 
 def _split(rows: Tensor, size: int) -> Sequence[Tensor]:
@@ -218,4 +178,4 @@ def _packed_rows(tensors: list[Tensor]) -> Iterator[RowNorms]:
         wide = torch.empty(BATCH, dtype=torch.float32, device="cpu")
     for start, stop, elements in pack_small(tensors, list(map(Tensor.numel, tensors)), ROW):
         filled = elements if wide is None else middle_of(wide, len(elements)).copy_(elements)
-        yield tensors[start:stop], torch.linalg.vector_norm(filled.view(-1, ROW), dim=1)
+        yield RowNorms(tensors[start:stop], _norms_of_rows(filled.view(-1, ROW)))

@@ -6,8 +6,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-# Rows of one gradient from which they are added up alone, and rows from which those of several are,
-# which takes up to 4 MiB.
+# Rows of one gradient from which they are added up alone, and rows of several, at most, but for
+# those of a slab, that are added up together, which takes up to 4 MiB.
 LONE, TOGETHER = 2**13, 2**16
 
 
@@ -26,16 +26,21 @@ class Squares:
         self._n = 0
 
     def add(self, places: Sequence[int], counts: Sequence[int], norms: Tensor) -> None:
-        """Takes norms of rows, of which so many are of each of some gradients."""
-        if norms.numel() >= LONE and len(places) == 1:
-            self._result[places[0]] += torch.linalg.vector_norm(norms, dtype=torch.float64) ** 2
+        """Takes norms of rows, of which so many are of each of some gradients; at most a slab."""
+        if max(counts) >= LONE:
+            if len(places) == 1:
+                self._result[places[0]] += torch.linalg.vector_norm(norms, dtype=torch.float64) ** 2
+                return
+            own = norms.split_with_sizes(list(counts))
+            for place, count, some in zip(places, counts, own, strict=True):
+                self.add([place], [count], some)
             return
+        if self._n + norms.numel() > TOGETHER:
+            self.finish()
         self._places += places
         self._counts += counts
         self._norms.append(norms)
         self._n += norms.numel()
-        if self._n > TOGETHER:
-            self.finish()
 
     def finish(self) -> None:
         """Adds those that were taken."""

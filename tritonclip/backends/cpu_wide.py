@@ -55,7 +55,7 @@ def write_widened_(
     pace = Pace(IN_PLACE, size)
     for i in places:
         whole = tensors[i].view(-1)
-        for start, stop in pace.spans(len(whole)):
+        for _, start, stop in pace.spans(len(whole)):
             piece = whole[start:stop]
             if pace.way == 0:
                 write_(piece, i)
