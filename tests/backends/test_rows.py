@@ -55,6 +55,17 @@ def test_every_row_of_a_long_gradient_is_measured(dtype, slab, compared, monkeyp
     torch.testing.assert_close(norms.double(), truth, rtol=1e-6, atol=0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_come_a_slab_at_a_time_in_the_order_of_their_gradients(dtype):
+    """A gradient longer than a slab is cut; shorter ones share a slab that holds them whole."""
+    grads = [torch.full((n * ROW,), float(n), dtype=dtype) for n in (1, 3, 2, 9, 4)]
+    slabs = list(long_row_norms(grads, 4 * ROW))
+    assert [slab.counts for slab in slabs] == [[1, 3], [2], [4], [4], [1], [4]]
+    expected = [float(n) for n in (1, 3, 2, 9, 4) for _ in range(n)]
+    norms = torch.cat([slab.norms for slab in slabs]) / math.sqrt(ROW)
+    assert norms.tolist() == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("more", [0, ROW])
 def test_pieces_of_several_sizes_are_tried_where_much_is_converted(dtype, more, monkeypatch):

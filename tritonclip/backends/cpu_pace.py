@@ -91,7 +91,7 @@ class Pace:
             while start < n:
                 is_serial = self.is_serial
                 most = n if whole else SERIAL if is_serial else self._sizes[self.way]
-                stop = start + most if start + most < n else n
+                stop = min(n, start + most)
                 yield i, start, stop
                 now = perf_counter_ns()
                 took, size = now - began, stop - start
