@@ -167,7 +167,7 @@ def clip_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
-    rule = as_rule(clip)
+    rule = clip if isinstance(clip, Rule) else as_rule(clip)
     if nonfinite not in POLICIES:
         raise unknown_policy(nonfinite)
     if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):

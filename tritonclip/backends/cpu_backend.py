@@ -15,6 +15,7 @@ from tritonclip.backends import cpu_norm
 from tritonclip.backends.batch import PartialNorms
 from tritonclip.backends.cpu_form import FEW, CpuForm
 from tritonclip.backends.cpu_scale import (
+    least_of,
     multiply_by_tensors_,
     multiply_each_,
     multiply_exactly_,
@@ -188,14 +189,14 @@ class CpuBatch:
         coefficients = _to_coefficients(numbers.memory, max_norm, rule.eps)
         least = 1.0
         if coefficients is not None:
-            least = min(coefficients) if sum(coefficients) >= 0 else math.nan
+            least = least_of(coefficients)
         if erase is not None and bool(erase):
             zero_(self.tensors)
             least = 0.0
         elif scale != 1 or (dtype != layout.wide and coefficients is not None):
             unscale_each_(self.tensors, layout, coefficients or [1.0] * len(norms), scale)
         elif coefficients is not None:
-            multiply_each_(self.tensors, layout, coefficients, coefficients, numbers)
+            multiply_each_(self.tensors, layout, coefficients, coefficients, numbers, least)
         layout.numbers[dtype].append(numbers)
         return norm, least
 
@@ -233,11 +234,12 @@ def _to_coefficients(memory: Any, max_norm: float, eps: float) -> list[float] | 
     `memory` has the norms, and then the coefficients, where there are any but 1.
     """
     limit, added = memory._type_(max_norm).value, memory._type_(eps).value
-    memory[:] = [norm + added for norm in memory[:]]
-    bounds: list[float] = memory[:]
-    # max may miss a NaN, a sum does not.
-    if max(bounds) <= limit and sum(bounds) >= 0:
+    norms: list[float] = memory[:]
+    # max may miss a NaN, a sum does not. What is within the limit is so after rounding too.
+    if max(norms) + added <= limit and sum(norms) >= 0:
         return None
+    memory[:] = [norm + added for norm in norms]
+    bounds: list[float] = memory[:]
     memory[:] = [1.0 if bound <= limit or not bound else limit / bound for bound in bounds]
     coefficients: list[float] = memory[:]
     return coefficients

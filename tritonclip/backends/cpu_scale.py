@@ -1,5 +1,6 @@
 """Multiplying gradients on a CPU: together, or each by its own number, but none by 1."""
 
+import math
 from collections.abc import Sequence
 from ctypes import c_double, c_float
 
@@ -48,7 +49,8 @@ def unscale_each_(
     multipliers = [rounded(coefficient / divisor).value for coefficient in coefficients]
     factors = form.take_numbers(form.wide)
     factors.memory[:] = multipliers
-    multiply_each_(tensors, form, multipliers, coefficients, factors, scale)
+    least = least_of(multipliers)
+    multiply_each_(tensors, form, multipliers, coefficients, factors, least, scale)
     form.numbers[form.wide].append(factors)
 
 
@@ -58,6 +60,7 @@ def multiply_each_(
     multipliers: list[float],
     coefficients: list[float],
     factors: Numbers,
+    least: float,
     scale: float = 1.0,
 ) -> None:
     """Multiplies each gradient, but not where its multiplier is 1.
@@ -68,6 +71,7 @@ def multiply_each_(
         multipliers: coefficients divided by the loss scale.
         coefficients: the same, where a multiplier would lose digits.
         factors: the multipliers, in the dtype that gradients are multiplied in.
+        least: of the multipliers; NaN where one is.
         scale: the loss scale.
     """
     changed = None
@@ -75,7 +79,10 @@ def multiply_each_(
         changed = [i for i, multiplier in enumerate(multipliers) if multiplier != 1]
         if not changed:
             return
-    if _loses_digits(multipliers, coefficients, form.least):
+    # Whether one is too small for the dtype that it multiplies in.
+    if not least >= form.least and any(
+        m < form.least and c > 0 for m, c in zip(multipliers, coefficients, strict=True)
+    ):
         exact = torch.tensor(coefficients, dtype=form.dtype, device="cpu")
         by_tensors = TorchBatch(tensors, form.dtype).factors_of(exact, scale)
         multiply_by_tensors_(tensors, form, changed, by_tensors)
@@ -115,11 +122,10 @@ def _multiply_chosen_(
             multiply_([tensor], [factor], _no())
 
 
-def _loses_digits(multipliers: list[float], coefficients: list[float], least: float) -> bool:
-    """Whether a multiplier is too small for the dtype that it multiplies in."""
-    if least <= min(multipliers) and sum(multipliers) >= 0:
-        return False
-    return any(m < least and c > 0 for m, c in zip(multipliers, coefficients, strict=True))
+def least_of(numbers: list[float]) -> float:
+    """The least of numbers of which none is negative; NaN where one is."""
+    # min may miss a NaN, a sum does not.
+    return min(numbers) if sum(numbers) >= 0 else math.nan
 
 
 def _no() -> Tensor:

@@ -1,6 +1,5 @@
 """Makes the plan of a gradient list that has none, and refuses gradients that cannot be clipped."""
 
-from array import array
 from collections.abc import Sequence
 from functools import partial
 
@@ -103,11 +102,14 @@ def build_(gradients: Gradients, addresses: list[int] | None) -> bool:
         empty=not any(map(Tensor.numel, readable)),
         inference=any(map(Tensor.is_inference, readable)),
         requires_grad=any(grad.requires_grad for grad in readable),
-        spans=array("q", [0 if r is None else r.end - r.start for r in regions]),
+        # No array: these numbers are added to addresses in every step of a training loop.
+        spans=[0 if r is None else r.end - r.start for r in regions],
     )
     plan.reduction = _reduction(gradients, shares)
     split = sharding is not None or are_fsdp_shards(gradients.sources or ())
     plan.ordinary = not (sparse or plan.pairs or plan.inference or split)
+    if plan.ordinary and len(groups) == 1 and not plan.empty:
+        plan.alone = groups[0]
     plan.n_bytes = GRADIENT_BYTES * n + sum(group.layout.n_bytes for group in groups)
     for group in groups:
         group.layout.dtype = group.clamping.dtype = plan.dtype

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from math import gcd
-from operator import add, gt
+from operator import gt
 from typing import NamedTuple
 
 import torch
@@ -56,17 +55,15 @@ def memory_of(grad: Tensor) -> Region | None:
         return None
 
 
-def are_apart(addresses: Iterable[int], spans: Iterable[int]) -> bool:
+def are_apart(starts: Sequence[int], ends: Iterable[int]) -> bool:
     """Whether each tensor ends before the next one begins; those without bytes may lie anywhere.
 
     Args:
-        addresses: of their first bytes.
-        spans: bytes from the first to the last of each.
+        starts: addresses of their first bytes, ascending.
+        ends: addresses after their last bytes, in any order.
     """
-    addresses = list(addresses)
-    starts, ends = sorted(addresses), sorted(map(add, addresses, spans))
     # So it is exactly where every end, in order, comes before the start that follows.
-    return not any(map(gt, ends, islice(starts, 1, None)))
+    return not any(map(gt, sorted(ends), starts[1:]))
 
 
 def is_freed(tensor: Tensor, address: int) -> bool:

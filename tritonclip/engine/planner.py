@@ -11,7 +11,7 @@ takes a lock: every change is one operation on a dict or a list.
 
 from collections import OrderedDict
 from itertools import repeat
-from operator import attrgetter
+from operator import add, attrgetter
 from sys import modules
 from typing import Any
 
@@ -161,13 +161,14 @@ def _key(
 
 def _moves(plan: Plan, grads: list[Tensor], addresses: list[int]) -> bool:
     """Whether a plan's gradients lie apart at new addresses, and all have memory."""
-    if not are_apart(addresses, plan.spans):
-        return False
-    # Empty gradients, and those freed, have no address.
-    there = list(filter(None, addresses))
-    if len(there) < plan.n_addresses:
-        return False
-    if there and min(there) < OFFSETS and any(map(is_freed, grads, addresses)):
+    starts = sorted(addresses)
+    if starts[0] < OFFSETS:
+        # Empty gradients, and those freed, have no address.
+        if len(starts) - starts.count(0) < plan.n_addresses:
+            return False
+        if any(map(is_freed, grads, addresses)):
+            return False
+    if not are_apart(starts, map(add, addresses, plan.spans)):
         return False
     plan.addresses = addresses
     return True

@@ -47,6 +47,10 @@ class _ClipNorm(Rule):
             raise needs_state(self)
         return self.max_norm
 
+    def known_limit(self) -> float | None:
+        """`max_norm`, where it is a number."""
+        return self.max_norm if type(self.max_norm) is float else None
+
 
 @dataclass(frozen=True, slots=True)
 class ClipByGlobalNorm(_ClipNorm):
@@ -152,6 +156,10 @@ class ClipByValue(Rule):
 
     def limit(self, measured: Measured) -> float:
         """No limit: a norm is measured to find NaN and inf."""
+        return math.inf
+
+    def known_limit(self) -> float:
+        """As `limit`."""
         return math.inf
 
     def bounds(self, dtype: torch.dtype) -> tuple[float, float]:

@@ -66,6 +66,10 @@ class Rule:
         """
         raise NotImplementedError
 
+    def known_limit(self) -> float | None:
+        """The limit where the rule alone decides it; None where a norm or a memory is needed."""
+        return None
+
     @property
     def name(self) -> str:
         """Names the rule in messages."""
