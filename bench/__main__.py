@@ -97,6 +97,7 @@ def main() -> None:
 @main.command()
 @click.option("--quick", is_flag=True, help="some cases, in under 90 seconds")
 @count("--busy", 0, "processes that spin meanwhile", least=0)
+@click.option("--training", is_flag=True, help="a backward pass makes new gradients for each call")
 @several("--workload", list(WORKLOADS), "measure these by all rules, whatever the plan")
 @several("--dtype", DTYPES, "only these; with --workload: in these")
 @several("--rule", RULES, "only these")
@@ -104,13 +105,16 @@ def main() -> None:
 @count("--samples", None, "fewest timed samples (9; quick: 5)")
 @DEVICE
 @OUT
-def speed(quick, busy, workload, dtype, rule, provider, samples, device, out):
+def speed(quick, busy, training, workload, dtype, rule, provider, samples, device, out):
     """Times every provider on every workload, after its results were checked."""
-    effort = Effort(samples or (5 if quick else 9), 0.2 if quick else 0.6, busy)
-    tasks = tasks_of("busy" if busy else "quick" if quick else "speed", workload, dtype, rule)
-    choose = partial(providers_of, provider, quick)
+    effort = Effort(samples or (5 if quick else 9), 0.2 if quick else 0.6, busy, training)
+    plans = {"busy": busy, "training": training, "quick": quick, "speed": True}
+    plan = next(name for name, holds in plans.items() if holds)
+    tasks = tasks_of(plan, workload, dtype, rule)
+    choose = partial(providers_of, provider, quick, training)
     rows = compare(tasks, device, effort, terminal(), choose)
-    name = f"{device.type}{'-quick' * quick}{f'-busy{busy}' if busy else ''}"
+    name = f"{device.type}{'-quick' * quick}{'-training' * training}"
+    name += f"-busy{busy}" if busy else ""
     finish(rows, device, out, name, RATIO.format("torch variant's"))
 
 

@@ -91,6 +91,14 @@ class Gradients:
         with torch.no_grad():
             torch._foreach_copy_(self.grads, self.fresh)
 
+    def backward(self) -> None:
+        """Gives every parameter its first gradient again, made by a backward pass in new memory."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        products = (p * f for p, f in zip(self.parameters, self.fresh, strict=True))
+        # Whatever the parameters are, the gradients are the values that they are multiplied by.
+        torch.autograd.backward([product.sum() for product in products])
+
     def limit(self, rule: str, clipped: bool) -> float:
         """The limit at which a rule clips, or clips nothing.
 

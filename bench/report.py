@@ -137,6 +137,8 @@ def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequenc
     busy = max(row.case.get("busy", 0) for row in rows)
     if busy:
         parts[0] += f" Meanwhile {busy} other processes kept cores busy."
+    if after := rows[0].case.get("after"):
+        parts[0] += f" Before every call: a {after}."
     if rows[0].benchmark != "speed":
         parts.append(results.markdown(rows))
     elif of_providers:

@@ -70,6 +70,7 @@ COLUMNS = {
     "rule": Column("by", "", "norm, value, gradient (each norm) or step (norm and SGD)"),
     "step": Column("step", "", "clipped or unclipped: whether the rule changes the gradients"),
     "busy": Column("busy", "d", "other processes that kept cores busy meanwhile"),
+    "after": Column("after", "", "what comes before every call, as in a training loop"),
     "layout": Column("layout", "", "how the gradients lie on processes"),
     "provider": Column("provider", "", "what clipped"),
     "path": Column("path", "", "cpu: PyTorch; triton: Triton, launches replaced by nothing"),

@@ -1,7 +1,8 @@
 """`python -m bench speed|functional`: every provider is checked, then all are timed in turn.
 
 speed clips in place, functional out of place. By default each goes through its plan; options choose
-other workloads. Gradients are in cache where a workload fits, but for the device time on a GPU.
+other workloads. Gradients are in cache where a workload fits, but for the device time on a GPU, and
+so are code and plans, unless a backward pass comes before every call.
 Other frameworks choose their threads. The largest workloads by default have 1 GB of gradients, of
 which torch's providers hold three copies, and each other framework up to two; `llama3_8b_full` is
 measured only where asked for by name.
@@ -43,10 +44,18 @@ class Effort(NamedTuple):
     samples: int = 9  # Fewest timed samples of each provider.
     seconds: float = 0.6  # How long to go on with more of them.
     busy: int = 0  # Other processes that keep cores busy meanwhile.
+    training: bool = False  # A backward pass makes new gradients before every call.
 
 
-def providers_of(asked: Sequence[str], quick: bool, task: Task, rule: str) -> list[Provider]:
-    """The providers that were asked for, else all but those that take long to compile."""
+def providers_of(
+    asked: Sequence[str], quick: bool, training: bool, task: Task, rule: str
+) -> list[Provider]:
+    """The providers that were asked for, else all but those that take long to compile.
+
+    In training by default ours and torch's: others work on arrays that no backward pass makes.
+    """
+    if training and not asked:
+        return [one for one in IN_PLACE if one.baseline or one.name == "tritonclip"]
     if asked:
         return [one for one in IN_PLACE if one.name in ("tritonclip", *asked)]
     compiled = (task.name, task.dtype, rule) == COMPILED and not quick
@@ -92,7 +101,8 @@ def measure(
     torch._dynamo.reset()
     case: dict[str, Any] = {"workload": gradients.workload.name, "dtype": gradients.dtype}
     case |= {"rule": rule, "step": "clipped" if clipped else "unclipped"}
-    busy = {"busy": effort.busy} if effort.busy else {}
+    conditions: dict[str, Any] = {"busy": effort.busy} if effort.busy else {}
+    conditions |= {"after": "backward pass"} if effort.training else {}
     rows: list[Row] = []
     ready: list[tuple[Provider, Row, Entry, Timed]] = []
     for one in compared:
@@ -101,7 +111,7 @@ def measure(
             say(f"left out: {why}")
         if why or rule not in one.passes:
             continue
-        row = Row("speed", {**case, "provider": one.name, **busy}, {}, True)
+        row = Row("speed", {**case, "provider": one.name, **conditions}, {}, True)
         rows.append(row)
         try:
             entry, error = checked(one, gradients, rule, clipped)
@@ -112,6 +122,8 @@ def measure(
         known = {"bytes_moved": bytes_moved(gradients, rule, clipped, one), "norm_error": error}
         row.values.update((name, value) for name, value in known.items() if value is not None)
         prepare = entry.refill if clipped or rule == "step" else None
+        if effort.training:
+            prepare = entry.gradients.backward
         ready.append((one, row, entry, Timed(entry.call, prepare)))
     with torch._dynamo.config.patch(error_on_recompile=True):
         calls = [call for *_, call in ready]

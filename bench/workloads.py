@@ -194,6 +194,10 @@ PLANS: dict[str, Sequence[tuple[Sequence[str], str, Sequence[str]]]] = {
         (("twelve",), "float32", TWO),
         (("twelve",), "bfloat16", TWO),
     ),
+    "training": (
+        ((*SHORT, "resnet50"), "float32", CLIPS),
+        (("small_10", "resnet20"), "bfloat16", CLIPS),
+    ),
     "functional": (
         (("small_1", "small_10", "small_100", "resnet20"), "float32", CLIPS),
         (("resnet50", "gpt2_124m", "tiny_10000", "odd"), "float32", CLIPS),

@@ -343,13 +343,15 @@ def norm(
     Returns:
         `out`, filled with norms whose norm is the norm.
     """
+    programs = table.programs[OCCUPANCY_3X80]
     if out is None:
-        n = count_norms(table, per_gradient=per_gradient)
+        # As many as `count_norms` says.
+        n = table.n_chunks if per_gradient else programs
         out = torch.empty(n, dtype=torch.float64, device=table.device)
     launch.launch(
         _norm_kernel,
         table.device,
-        table.programs[OCCUPANCY_3X80],
+        programs,
         OCCUPANCY_3X80,
         (*table.arguments, out, table.n_chunks),
         DTYPE=launch.TL_DTYPES[table.dtype],

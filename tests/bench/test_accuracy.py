@@ -24,6 +24,17 @@ def test_mixed_has_both_dtypes():
     assert dtypes == [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_backward_pass_gives_the_first_gradients_in_new_memory(dtype):
+    gradients = Gradients(SMALL, dtype, CPU)
+    old = gradients.grads
+    torch._foreach_zero_(old)
+    gradients.backward()
+    assert all(map(torch.equal, gradients.grads, gradients.fresh))
+    # The old ones are alive, so that no new one can have their memory.
+    assert not {g.data_ptr() for g in old} & {g.data_ptr() for g in gradients.grads}
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_limit_clips_or_clips_nothing(rule):
     gradients = Gradients(SMALL, "float32", CPU)

@@ -108,6 +108,21 @@ def test_rows_of_busy_cores_say_so():
     assert row.case["busy"] == 3
 
 
+def test_each_call_in_training_gets_gradients_that_a_backward_pass_made(monkeypatch):
+    gradients = Gradients(SMALL, "float32", CPU)
+    made, backward = [], gradients.backward
+
+    def counted():
+        made.append(True)
+        backward()
+
+    monkeypatch.setattr(gradients, "backward", counted)
+    effort = Effort(samples=2, seconds=0.0, training=True)
+    (row,) = quietly(gradients, "norm", False, [NAMED["tritonclip"]], [], effort)
+    assert row.case["after"] == "backward pass"
+    assert len(made) >= row.get("batch") * row.get("repetitions")
+
+
 def test_bytes_moved_follow_the_formula():
     size = 10_000
     gradients = Gradients(Workload("two", "two", ((size,), (8,))), "float32", CPU)

@@ -112,7 +112,7 @@ def _clip_alone_(
         norms = batch.norm(rule.norm_type, None, per_gradient=False)
         norm, _ = batch.scale_(norms, rule, limit, grad_scale, erase_nonfinite=False)
     if not batch.counts_versions:
-        gradients.count_versions(None)
+        torch.autograd.graph.increment_version(gradients.versions or gradients.readable)
     return norm
 
 

@@ -19,7 +19,7 @@ from tritonclip.flat.gradient_lists import list_of, refused_list
 from tritonclip.flat.layout import is_wanted, lay_out, refuse
 from tritonclip.flat.view_watch import ViewWatch, present
 from tritonclip.grad_mode import without_grad
-from tritonclip.tracing import refuse_tracer
+from tritonclip.tracing import is_pre_dispatch, n_dispatch_modes, refuse_tracer
 
 
 class FlatGradients:
@@ -197,7 +197,8 @@ class FlatGradients:
             RuntimeError: a gradient that is no view any more; make_fx and FakeTensorMode.
             ValueError: `copies`, because buffers hold many parameters.
         """
-        refuse_tracer()
+        if n_dispatch_modes() or is_pre_dispatch():
+            refuse_tracer()
         try:
             if settings.verifying():
                 self.check()

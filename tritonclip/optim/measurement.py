@@ -102,7 +102,7 @@ def is_measured_alone(
     if by_value or not rule.clamps:
         # By value, an element counts as it came.
         scale = 1.0 if rule.clamps else grad_scale
-        share.norms = execute.measure_by(share.gradients, rule, scale)
+        share.norms = execute.measure(share.gradients, rule.norm_type, rule.per_gradient, scale)
     return True
 
 

@@ -1,0 +1,64 @@
+"""The usual list, of one group under a known limit, takes a shorter way, with the same result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import CHUNK, assert_bits, copies, each_rule, grad_of, of_sizes, parameters
+
+import tritonclip
+from tritonclip.engine import execute
+
+RULES = [*each_rule(0.5, 0.1), pytest.param(tritonclip.ClipByNorm(0.5, norm_type=3.0), id="p=3")]
+
+
+@pytest.fixture
+def no_detour(monkeypatch):
+    """Takes the long way away."""
+
+    def refused(*_, **__):
+        raise AssertionError("the usual list went the long way")
+
+    with monkeypatch.context() as patch:
+        for name in ("measure", "measure_by", "write_"):
+            patch.setattr(execute, name, refused)
+        yield patch
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("scale", [None, 8.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_both_ways_give_the_same_bits(device, dtype, scale, rule, no_detour):
+    grads = of_sizes((5, 40, 1, CHUNK + 1), dtype, device)
+    short, long = parameters(grads), parameters(copies(grads))
+    norm = tritonclip.clip_(short, rule, grad_scale=scale)
+    no_detour.undo()
+    same = tritonclip.clip_(long, rule, nonfinite="error", grad_scale=scale)
+    assert_bits(map(grad_of, short), map(grad_of, long))
+    if norm is None or same is None:
+        assert norm is same
+    else:
+        assert_bits([norm], [same])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_calls_that_are_verified_take_the_long_way(device, rule, monkeypatch):
+    went, write_ = [], execute.write_
+
+    def counted(*args, **kwargs):
+        went.append(args)
+        return write_(*args, **kwargs)
+
+    monkeypatch.setattr(execute, "write_", counted)
+    with tritonclip.verify():
+        tritonclip.clip_(parameters(of_sizes((5, 40), torch.float32, device)), rule)
+    assert len(went) == 1
+
+
+def test_list_of_two_groups_takes_the_long_way(device, no_detour):
+    grads = [
+        *of_sizes((5,), torch.float32, device),
+        *of_sizes((5,), torch.float64, device),
+    ]
+    with pytest.raises(AssertionError, match="the long way"):
+        tritonclip.clip_(parameters(grads), 0.5)
