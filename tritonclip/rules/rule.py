@@ -67,7 +67,10 @@ class Rule:
         raise NotImplementedError
 
     def known_limit(self) -> float | None:
-        """The limit where the rule alone decides it; None where a norm or a memory is needed."""
+        """The limit where the rule alone decides it; None where a norm or a memory is needed.
+
+        Where there is one, `limit` gives the same, and may not be asked.
+        """
         return None
 
     @property
