@@ -12,16 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tritonclip
 from tritonclip import ClipByValue
 from tritonclip.backends.batching import BATCH
-from tritonclip.backends.cpu_clamp import LOOKED_AT, ONE_PASS, PATIENCE, SEARCHED, Clamping
+from tritonclip.backends.cpu_clamp import ONE_PASS, PATIENCE, SEARCHED, Clamping
 
 # Numbers of elements, 2-d where they are negative.
 LISTS = {
-    "one fewer than are looked at": [5] * (LOOKED_AT - 1),
-    "as many": [5] * LOOKED_AT,
-    "some empty": [0, 7, 0] * LOOKED_AT,
-    "beside 2-d and large ones": [9, -12, ONE_PASS, 9, 9] * LOOKED_AT,
-    "two batches": [ONE_PASS - 1] * (2 * LOOKED_AT),
-    "a last batch too short to be looked at": [BATCH // LOOKED_AT] * (LOOKED_AT + 5),
+    "one fewer than are looked at": [5] * (SEARCHED - 1),
+    "as many": [5] * SEARCHED,
+    "some empty": [0, 7, 0] * SEARCHED,
+    "beside 2-d and large ones": [9, -12, ONE_PASS, 9, 9] * SEARCHED,
+    "batches too short to be looked at": [ONE_PASS - 1] * 48,
+    "two batches": [100] * (BATCH // 100 + SEARCHED),
+    "a last batch too short to be looked at": [BATCH // SEARCHED] * (SEARCHED + 5),
 }
 
 
@@ -48,7 +49,7 @@ def test_each_gradient_is_clamped_wherever_it_is_looked_at(sizes, dtype, every):
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_many_float8_gradients_are_clamped_without_a_look(dtype):
     """torch finds no least element of theirs."""
-    grads = gradients([4] * (2 * LOOKED_AT), dtype)
+    grads = gradients([4] * (2 * SEARCHED), dtype)
     grads[3][0] = 2.0
     expected = [grad.float().clamp(-1.0, 0.5) for grad in grads]
     tritonclip.clip_(parameters(grads), ClipByValue(-1.0, 0.5))
@@ -59,17 +60,16 @@ def test_many_float8_gradients_are_clamped_without_a_look(dtype):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
 def test_many_gradients_are_clamped_under_autocast(dtype, autocast):
-    grads = gradients([4] * (2 * LOOKED_AT), dtype)
+    grads = gradients([4] * (2 * SEARCHED), dtype)
     grads[3][0] = 2.0
     with torch.autocast("cpu", dtype=autocast):
         tritonclip.clip_(parameters(grads), ClipByValue(-1.0, 0.5))
     assert grads[3][0] == 0.5
 
 
-@pytest.mark.parametrize("n", [LOOKED_AT, SEARCHED])
-def test_after_a_look_in_vain_some_calls_clamp_without_one(n):
-    """Where a few of many are outside, only these are clamped."""
-    few = 1 if n == SEARCHED else n
+def test_after_a_look_in_vain_some_calls_clamp_without_one():
+    """Where a few are outside, only these are clamped."""
+    n = SEARCHED
     clamping = Clamping([torch.zeros(4)] * n, [4] * n, frozenset(), flat=True)
 
     def written(value: float) -> int:
@@ -83,31 +83,32 @@ def test_after_a_look_in_vain_some_calls_clamp_without_one(n):
         return sum(grad._version > old for grad, old in zip(grads, versions, strict=True))
 
     assert written(0.0) == 0
-    if few == 1:
-        assert written(5.0) == 1
+    assert written(5.0) == 1
     assert written(-5.0) == n
     assert [written(0.0) for _ in range(PATIENCE)] == [n] * PATIENCE
     assert written(0.0) == 0
-    assert written(5.0) == few
+    assert written(5.0) == 1
 
 
 def test_a_batch_that_waits_does_not_keep_another_from_a_look():
     """The second batch waits for fewer calls than the first."""
-    size = BATCH // LOOKED_AT
-    grads = [torch.zeros(size) for _ in range(2 * LOOKED_AT)]
+    size = BATCH // SEARCHED
+    n = BATCH // size
+    grads = [torch.zeros(size) for _ in range(2 * n)]
     clamping = Clamping(grads, [size] * len(grads), frozenset(), flat=True)
 
     def written(*outside: int) -> set[int]:
-        """The batches whose gradients are written, where some gradients have an outlier."""
-        for place in outside:
-            grads[place][0] = 5.0
+        """The batches whose gradients are written, where each gradient of some has an outlier."""
+        for batch in outside:
+            for grad in grads[batch * n : (batch + 1) * n]:
+                grad[0] = 5.0
         versions = [grad._version for grad in grads]
         clamping.clamp_(grads, -1.0, 1.0)
         assert all(grad.abs().max() <= 1 for grad in grads)
-        return {i // LOOKED_AT for i, grad in enumerate(grads) if grad._version > versions[i]}
+        return {i // n for i, grad in enumerate(grads) if grad._version > versions[i]}
 
     assert written(0) == {0}
-    assert written(0, LOOKED_AT) == {0, 1}
+    assert written(0, 1) == {0, 1}
     for _ in range(PATIENCE - 1):
         assert written() == {0, 1}
     assert written() == {1}

@@ -22,12 +22,13 @@ ONE_PASS = 4096
 # Lists of so few gradients are clamped one by one: two of 4 and two of 4,095 elements take 2.9 and
 # 3.4 us, in two foreach passes 3.3 and 4.0. (torch 2.13, AMD EPYC.)
 CALLED = 2
-# Small 1-d gradients from which a batch is looked at before it is clamped, and those from which
-# the few with elements outside are searched. For 10, 18, 30, 60 and 300 of 1 to 64 float32
-# elements, clamping takes 6.8, 11.5, 18, 35 and 168 us, to see that none is outside 3.3, 4.0, 5.1,
-# 7.9 and 29, and to find and clamp one in twenty 12, 14, 16, 21 and 59; between calls of other
-# code, as in training, the search takes twice as long. (torch 2.13, Xeon, 1 thread.)
-LOOKED_AT, SEARCHED = 24, 256
+# Small 1-d gradients from which a batch is looked at before it is clamped, and the few that have an
+# element outside are searched. For 60 and 300 of 1 to 64 float32 elements, clamping takes 35 and
+# 168 us, to see that none is outside 7.9 and 29, and to find and clamp one in twenty 21 and 59.
+# (torch 2.13, Xeon, 1 thread.) After a backward pass a look takes longer: with one, 100, 300 and
+# 10,000 of which none is outside take 1.6, 1.3 and 0.8 times as long as torch, without one 1.4, 1.3
+# and 1.2. (AMD EPYC, 2 threads.)
+SEARCHED = 256
 # Calls that clamp without a look after one that was in vain.
 PATIENCE = 31
 
@@ -64,7 +65,7 @@ class Clamping:
         self._batches = [
             _Batch(indices, [sizes[i] for i in indices])
             for indices in _batches_of(lines, sizes)
-            if len(indices) >= LOOKED_AT
+            if len(indices) >= SEARCHED
         ]
         looked_at = {i for batch in self._batches for i in batch.indices}
         self._together = [i for i in small if i not in looked_at]
@@ -125,11 +126,10 @@ class _Batch:
         least, largest = torch.aminmax(elements)
         if low <= least.item() and largest.item() <= high:
             return ()
-        if len(chosen) >= SEARCHED:
-            outside = (elements.clamp(low, high) != elements).nonzero()
-            if 2 * len(outside) <= len(chosen):
-                places = {bisect_right(self._ends, place) for place in outside.flatten().tolist()}
-                return [chosen[place] for place in sorted(places)]
+        outside = (elements.clamp(low, high) != elements).nonzero()
+        if 2 * len(outside) <= len(chosen):
+            places = {bisect_right(self._ends, place) for place in outside.flatten().tolist()}
+            return [chosen[place] for place in sorted(places)]
         self.waits = PATIENCE
         return chosen
 
