@@ -22,12 +22,12 @@ ONE_PASS = 4096
 # Lists of so few gradients are clamped one by one: two of 4 and two of 4,095 elements take 2.9 and
 # 3.4 us, in two foreach passes 3.3 and 4.0. (torch 2.13, AMD EPYC.)
 CALLED = 2
-# Small 1-d gradients from which a batch is looked at before it is clamped, and the few that have an
-# element outside are searched. For 60 and 300 of 1 to 64 float32 elements, clamping takes 35 and
-# 168 us, to see that none is outside 7.9 and 29, and to find and clamp one in twenty 21 and 59.
-# (torch 2.13, Xeon, 1 thread.) After a backward pass a look takes longer: with one, 100, 300 and
-# 10,000 of which none is outside take 1.6, 1.3 and 0.8 times as long as torch, without one 1.4, 1.3
-# and 1.2. (AMD EPYC, 2 threads.)
+# Small 1-d gradients from which a batch is compared with the bounds before it is clamped, and the
+# few that have an element outside are searched. For 60 and 300 of 1 to 64 float32 elements,
+# clamping takes 35 and 168 us, to see that none is outside 7.9 and 29, and to find and clamp one in
+# twenty 21 and 59. (torch 2.13, Xeon, 1 thread.) After a backward pass this pays later: 100, 300
+# and 10,000 of which none is outside take 1.6, 1.3 and 0.8 times as long as torch, clamped at once
+# 1.4, 1.3 and 1.2. (AMD EPYC, 2 threads.)
 SEARCHED = 256
 # Calls that clamp without a look after one that was in vain.
 PATIENCE = 31

@@ -109,7 +109,7 @@ def build_(gradients: Gradients, addresses: list[int] | None) -> bool:
     split = sharding is not None or are_fsdp_shards(gradients.sources or ())
     plan.ordinary = not (sparse or plan.pairs or plan.inference or split)
     if plan.ordinary and len(groups) == 1 and not plan.empty:
-        plan.alone = groups[0]
+        plan.only_group = groups[0]
     plan.n_bytes = GRADIENT_BYTES * n + sum(group.layout.n_bytes for group in groups)
     for group in groups:
         group.layout.dtype = group.clamping.dtype = plan.dtype

@@ -72,10 +72,10 @@ def clip_(
         refuse_or_tell(gradients, rule, nonfinite)
     if plan.requires_grad and torch.is_grad_enabled():
         return without_grad(clip_)(gradients, rule, nonfinite, grad_scale, remedy=remedy)
-    if plan.alone is not None and nonfinite == "propagate":
+    if plan.only_group is not None and nonfinite == "propagate":
         limit = rule.known_limit()
         if limit is not None and not settings.verifying():
-            return _clip_alone_(gradients, plan.alone, rule, limit, grad_scale)
+            return _clip_only_group_(gradients, plan.only_group, rule, limit, grad_scale)
     norms = None
     if nonfinite != "propagate" or not rule.clamps:
         # By value, an element counts as it came, before the loss scale is divided out.
@@ -90,12 +90,12 @@ def clip_(
     return write_(gradients, rule, norms, grad_scale, zero_nonfinite=nonfinite == "zero").norm
 
 
-def _clip_alone_(
+def _clip_only_group_(
     gradients: Gradients, group: Group, rule: Rule, limit: float, grad_scale: float | Tensor
 ) -> Tensor | None:
-    """Clips the usual list: of one group, by a limit that is known before any norm.
+    """Clips a list of one group by a limit that no norm decides.
 
-    Small lists take a third less time than by `measure` and `write_`, which serve every list.
+    Small lists take a quarter less time than by `measure` and `write_`, which serve every list.
     """
     layout = group.clamping if rule.clamps else group.layout
     batch = layout.bind(gradients.readable, gradients.addresses)

@@ -76,7 +76,7 @@ class Plan:
         requires_grad: gradients that autograd can differentiate are among them.
         ordinary: none of them is complex, sparse, made in inference mode, a piece, or a shard of
             FullyShardedDataParallel: every rule takes them.
-        alone: the one group of an ordinary list that has elements; None for other lists.
+        only_group: the one group of an ordinary list that has elements; None for other lists.
         addresses: those last seen, of distinct gradients.
         n_addresses: how many of them are not 0, the address of gradients without elements.
         spans: bytes from the first to the last of each gradient; 0 for those without elements.
@@ -96,7 +96,7 @@ class Plan:
     inference: bool
     requires_grad: bool
     ordinary: bool = False
-    alone: Group | None = None
+    only_group: Group | None = None
     addresses: list[int] | None = None
     n_addresses: int = 0
     spans: Sequence[int] = ()

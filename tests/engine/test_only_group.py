@@ -1,4 +1,4 @@
-"""The usual list, of one group under a known limit, takes a shorter way, with the same result."""
+"""A list of one group, under a limit that the rule knows, is clipped directly: the same result."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ RULES = [*each_rule(0.5, 0.1), pytest.param(tritonclip.ClipByNorm(0.5, norm_type
 
 
 @pytest.fixture
-def no_detour(monkeypatch):
-    """Takes the long way away."""
+def only_directly(monkeypatch):
+    """Refuses to measure first and write then, as for other lists."""
 
     def refused(*_, **__):
-        raise AssertionError("the usual list went the long way")
+        raise AssertionError("measured before it was written")
 
     with monkeypatch.context() as patch:
         for name in ("measure", "measure_by", "write_"):
@@ -28,13 +28,15 @@ def no_detour(monkeypatch):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("scale", [None, 8.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-def test_both_ways_give_the_same_bits(device, dtype, scale, rule, no_detour):
+def test_direct_clipping_gives_the_bits_of_measuring_first(
+    device, dtype, scale, rule, only_directly
+):
     grads = of_sizes((5, 40, 1, CHUNK + 1), dtype, device)
-    short, long = parameters(grads), parameters(copies(grads))
-    norm = tritonclip.clip_(short, rule, grad_scale=scale)
-    no_detour.undo()
-    same = tritonclip.clip_(long, rule, nonfinite="error", grad_scale=scale)
-    assert_bits(map(grad_of, short), map(grad_of, long))
+    direct, measured = parameters(grads), parameters(copies(grads))
+    norm = tritonclip.clip_(direct, rule, grad_scale=scale)
+    only_directly.undo()
+    same = tritonclip.clip_(measured, rule, nonfinite="error", grad_scale=scale)
+    assert_bits(map(grad_of, direct), map(grad_of, measured))
     if norm is None or same is None:
         assert norm is same
     else:
@@ -42,7 +44,7 @@ def test_both_ways_give_the_same_bits(device, dtype, scale, rule, no_detour):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_calls_that_are_verified_take_the_long_way(device, rule, monkeypatch):
+def test_calls_that_are_verified_measure_first(device, rule, monkeypatch):
     went, write_ = [], execute.write_
 
     def counted(*args, **kwargs):
@@ -55,10 +57,10 @@ def test_calls_that_are_verified_take_the_long_way(device, rule, monkeypatch):
     assert len(went) == 1
 
 
-def test_list_of_two_groups_takes_the_long_way(device, no_detour):
+def test_lists_of_two_groups_are_measured_first(device, only_directly):
     grads = [
         *of_sizes((5,), torch.float32, device),
         *of_sizes((5,), torch.float64, device),
     ]
-    with pytest.raises(AssertionError, match="the long way"):
+    with pytest.raises(AssertionError, match="measured before"):
         tritonclip.clip_(parameters(grads), 0.5)
