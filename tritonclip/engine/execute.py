@@ -95,7 +95,7 @@ def _clip_only_group_(
 ) -> Tensor | None:
     """Clips a list of one group by a limit that no norm decides.
 
-    Small lists take a quarter less time than by `measure` and `write_`, which serve every list.
+    Small lists take up to a quarter less time than by `measure` and `write_`, which serve all.
     """
     layout = group.clamping if rule.clamps else group.layout
     batch = layout.bind(gradients.readable, gradients.addresses)
