@@ -107,6 +107,10 @@ def main() -> None:
 @OUT
 def speed(quick, busy, training, workload, dtype, rule, provider, samples, device, out):
     """Times every provider on every workload, after its results were checked."""
+    if training and "tritonclip flat" in provider:
+        raise click.UsageError(
+            "--training makes new gradients, which are in no buffer: leave out 'tritonclip flat'"
+        )
     effort = Effort(samples or (5 if quick else 9), 0.2 if quick else 0.6, busy, training)
     plans = {"busy": busy, "training": training, "quick": quick, "speed": True}
     plan = next(name for name, holds in plans.items() if holds)

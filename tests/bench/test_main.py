@@ -87,6 +87,12 @@ def test_functional_measures_checks_and_writes(tmp_path, command):
     assert all(row.correct and row.get("baseline").startswith("torch ") for row in ours)
 
 
+def test_speed_refuses_buffers_after_a_backward_pass(command):
+    result = command("speed", "--training", "--provider", "tritonclip flat")
+    assert result.exit_code == 2
+    assert "in no buffer" in result.output
+
+
 def test_speed_refuses_an_unknown_provider(command):
     done = command("speed", "--provider", "nobody")
     assert done.exit_code == 2
