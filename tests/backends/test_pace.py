@@ -1,6 +1,5 @@
 """Pieces on a CPU: of the fastest of several sizes, and smaller for a while after a late one."""
 
-import math
 from functools import partial
 
 import pytest
@@ -8,12 +7,10 @@ import torch
 from cases import grad_of, normal, parameters
 
 import tritonclip
-from tritonclip.backends import cpu_pace, cpu_rows, cpu_wide
-from tritonclip.backends.cpu_pace import LATE, LATE_EACH, SERIAL, TRIED, Pace, middle_of
-from tritonclip.backends.cpu_rows import ROW, SCRATCH
+from tritonclip.backends import cpu_pace, cpu_wide
+from tritonclip.backends.cpu_pace import LATE, LATE_EACH, SERIAL, TRIED, Pace
+from tritonclip.backends.cpu_wide import CONVERTED, _middle_of
 from tritonclip.engine.planner import plans
-
-CONVERTED = cpu_pace.CONVERTED[0]
 
 
 class Clock:
@@ -32,7 +29,7 @@ def clock(monkeypatch):
 def test_pieces_stay_as_large_while_none_is_late(clock):
     pace, sizes = Pace(100), []
     assert not pace.is_serial
-    for _, start, stop in pace.spans(250):
+    for start, stop in pace.spans(250):
         sizes.append(stop - start)
         clock.now += LATE + LATE_EACH * (stop - start)
     assert sizes == [100, 100, 50]
@@ -46,7 +43,7 @@ N_ALONE = -(-TOO_LONG // ALONE)
 
 def test_pieces_are_for_one_thread_until_they_took_as_long_as_the_late_one(clock):
     pace, spans = Pace(CONVERTED), []
-    for _, start, stop in pace.spans(80 * CONVERTED):
+    for start, stop in pace.spans(80 * CONVERTED):
         spans.append((start, stop))
         n_large = sum(stop - start == CONVERTED for start, stop in spans)
         is_late = stop - start == CONVERTED and n_large <= 2
@@ -63,7 +60,7 @@ def test_late_pieces_are_followed_by_others_where_one_thread_was_slower(clock):
     """The second comes after so many in time that all together were faster than one thread."""
     pace, sizes = Pace(CONVERTED), []
     each = TOO_LONG * SERIAL // CONVERTED
-    for _, start, stop in pace.spans(80 * CONVERTED):
+    for start, stop in pace.spans(80 * CONVERTED):
         sizes.append(stop - start)
         if stop - start == SERIAL:
             clock.now += each
@@ -79,7 +76,7 @@ def test_the_next_tensor_of_a_call_goes_on_in_one_thread(clock):
     for _ in pace.spans(CONVERTED):
         clock.now += LATE + LATE_EACH * CONVERTED + 1
     assert pace.is_serial
-    assert next(pace.spans(CONVERTED)) == (0, 0, SERIAL)
+    assert next(pace.spans(CONVERTED)) == (0, SERIAL)
 
 
 def pace_with(way, *sizes):
@@ -92,7 +89,7 @@ def pace_with(way, *sizes):
 def spans_of(pace, clock, n, slow):
     """The pieces of n elements, each of which takes 3 nanoseconds in some ways and 1 in others."""
     spans = []
-    for _, start, stop in pace.spans(n):
+    for start, stop in pace.spans(n):
         spans.append((start, stop, pace.way))
         clock.now += (3 if pace.way in slow else 1) * (stop - start)
     return spans
@@ -125,7 +122,7 @@ def test_short_gradients_choose_a_size_too_but_the_shortest_do_not(clock):
 def test_late_pieces_are_no_trials_and_the_next_size_goes_on(clock):
     pace, spans = Pace(2 * SERIAL, SERIAL), []
     too_long = LATE + 2 * LATE_EACH * 2 * SERIAL
-    for _, start, stop in pace.spans(40 * SERIAL):
+    for start, stop in pace.spans(40 * SERIAL):
         spans.append((pace.way, pace.is_serial))
         clock.now += too_long if len(spans) == 1 else 2 * (stop - start)
     n_alone = -(-too_long // (2 * SERIAL))
@@ -134,20 +131,11 @@ def test_late_pieces_are_no_trials_and_the_next_size_goes_on(clock):
     assert spans[n_alone + 1 :][: 2 * TRIED] == tried
 
 
-def test_whole_pieces_are_not_cut_and_count_for_their_way(clock):
-    pace, seen = Pace(100, 100), []
-    for _ in range(3 * TRIED):
-        for _, start, stop in pace.spans(90, whole=True):
-            seen.append((start, stop, pace.way))
-            clock.now += 3 if pace.way == 0 else 1
-    assert seen == [(0, 90, way) for way in [0] * TRIED + [1] * 2 * TRIED]
-
-
 @pytest.mark.parametrize("n", [0, 1, 6, 7])
 def test_pieces_lie_in_the_middle_of_scratch(n):
     """So two threads, which halve a piece, share no memory but for an element."""
     scratch = torch.arange(7)
-    piece = middle_of(scratch, n)
+    piece = _middle_of(scratch, n)
     assert len(piece) == n
     assert piece.tolist() == scratch[(7 - n) // 2 :][:n].tolist()
     halves = piece.tensor_split(2)
@@ -156,26 +144,7 @@ def test_pieces_lie_in_the_middle_of_scratch(n):
 
 
 def test_nothing_has_no_pieces():
-    assert list(Pace(100).spans()) == []
     assert list(Pace(100).spans(0)) == []
-
-
-def test_tensors_are_cut_one_after_the_other():
-    spans = [(0, 0, 100), (0, 100, 150), (2, 0, 100), (3, 0, 100), (3, 100, 101)]
-    assert list(Pace(100).spans(150, 0, 100, 101)) == spans
-
-
-def test_one_late_tensor_leaves_the_next_to_one_thread(clock):
-    pace, seen = Pace(10 * SERIAL), []
-    for i, start, stop in pace.spans(SERIAL, 2 * SERIAL, 2 * SERIAL):
-        seen.append((i, start, stop))
-        clock.now += LATE + LATE_EACH * SERIAL + 1 if i == 0 else 1
-    assert seen[1:3] == [(1, 0, SERIAL), (1, SERIAL, 2 * SERIAL)]
-    assert seen[3:] == [(2, 0, SERIAL), (2, SERIAL, 2 * SERIAL)]
-
-
-def test_pieces_are_whole_rows():
-    assert not any(size % ROW for size in (SERIAL, *cpu_pace.CONVERTED))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -183,7 +152,6 @@ def test_pieces_are_whole_rows():
 @pytest.mark.parametrize("way", [0, 1], ids=["in place", "converted"])
 def test_ways_and_threads_change_no_bit(dtype, limit, way, clock, monkeypatch):
     monkeypatch.setattr(cpu_wide, "LARGE", 1)
-    monkeypatch.setattr(cpu_rows, "COMPARED", 1)
     monkeypatch.setattr(cpu_wide, "IN_PLACE", 3 * SERIAL)
     monkeypatch.setattr(cpu_pace, "TRIED", 0)
     plans.clear()
@@ -192,36 +160,10 @@ def test_ways_and_threads_change_no_bit(dtype, limit, way, clock, monkeypatch):
     for chosen, is_serial in ((0, False), (way, False), (way, True)):
         grads = [normal(n, dtype, seed=n) for n in sizes]
         params = parameters(grads)
-        for module in (cpu_rows, cpu_wide):
-            monkeypatch.setattr(module, "Pace", partial(pace_with, chosen))
+        monkeypatch.setattr(cpu_wide, "Pace", partial(pace_with, chosen))
         monkeypatch.setattr(Pace, "is_serial", is_serial)
         norm = tritonclip.clip_(params, limit)
         results.append([norm, *(grad_of(param) for param in params)])
     plans.clear()
     for result in zip(*results, strict=True):
         assert all(torch.equal(result[0], other) for other in result[1:])
-
-
-@pytest.mark.parametrize("is_slow", [False, True])
-def test_medium_gradients_are_measured_by_one_thread_where_that_is_faster(
-    is_slow, clock, monkeypatch
-):
-    """Where memory that another thread read is slow to write, for one."""
-    plans.clear()
-    measure, batches = torch.linalg.vector_norm, []
-
-    def measure_slowly(rows, *args, **kwargs):
-        if rows.dim() == 2:
-            batches.append(rows.numel() > SERIAL)
-            clock.now += 10_000 if rows.numel() > SERIAL and is_slow else 100
-        return measure(rows, *args, **kwargs)
-
-    monkeypatch.setattr(torch.linalg, "vector_norm", measure_slowly)
-    monkeypatch.setattr(cpu_rows, "COMPARED", 1)
-    n_batches, each = 12, SCRATCH // SERIAL
-    grads = [torch.ones(SERIAL, dtype=torch.bfloat16) for _ in range(each * n_batches)]
-    norm = tritonclip.clip_(parameters(grads), 1e9)
-    plans.clear()
-    assert float(norm) == pytest.approx(math.sqrt(each * n_batches * SERIAL), rel=1e-6)
-    assert batches.count(True) == (TRIED if is_slow else n_batches - TRIED)
-    assert batches.count(False) == (n_batches - batches.count(True)) * each

@@ -6,83 +6,106 @@ import pytest
 import torch
 from cases import normal
 
-from tritonclip.backends import cpu_norm, cpu_pace, cpu_rows
+from tritonclip.backends import cpu_norm
 from tritonclip.backends.cpu_norm import two_norms_of_each
-from tritonclip.backends.cpu_pace import CONVERTED as SIZES
-from tritonclip.backends.cpu_pace import SERIAL, Pace
 from tritonclip.backends.cpu_rows import (
-    MEDIUM,
+    MEASURED,
     ROW,
-    SCRATCH,
     SLAB,
     SMALL,
-    long_row_norms,
-    row_norms_of,
+    WIDE,
+    RowSums,
+    long_row_sums,
+    sums_of_rows,
 )
 from tritonclip.backends.cpu_squares import LONE
 
-CONVERTED = SIZES[0]
-# Elements of gradients of which so many fill scratch but for less than a row, or by less than one
-# too many.
-N_FILLING = 40
+HALF = [torch.float16, torch.bfloat16]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("rest", [-ROW, 1 - ROW, -1, 0, 1, ROW - 1, ROW])
-def test_a_batch_ends_before_scratch_does(dtype, rest):
-    size, last = divmod(SCRATCH + rest, N_FILLING)
-    sizes = [size] * (N_FILLING - 1) + [size + last] + [size] * 3
-    assert all(SMALL < n <= MEDIUM for n in sizes)
-    grads = [normal(n, dtype, seed=n + i) for i, n in enumerate(sizes)]
-    rows = list(row_norms_of(grads, sizes))
-    assert [grad.data_ptr() for sources, *_ in rows for grad in sources] == [
-        grad.data_ptr() for grad in grads
-    ]
-    for sources, norms, _ in rows:
-        truth = math.hypot(*(float(torch.linalg.vector_norm(g.double())) for g in sources))
-        assert float(torch.linalg.vector_norm(norms.double())) == pytest.approx(truth, rel=1e-6)
+def norms_of(rows: RowSums) -> torch.Tensor:
+    """The norm of each row, float64."""
+    sums = rows.sums.double()
+    return sums if rows.tensors[0].dtype in WIDE else sums.sqrt()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("slab", [CONVERTED, 4 * CONVERTED], ids=["blocks", "one-block"])
-@pytest.mark.parametrize("compared", [1, 2**40], ids=["all sizes", "one size"])
-def test_every_row_of_a_long_gradient_is_measured(dtype, slab, compared, monkeypatch):
-    """Converted ones piece by piece; of whatever length pieces are where cores are busy."""
-    monkeypatch.setattr(cpu_rows, "COMPARED", compared)
-    grad = normal(7 * CONVERTED + 3 * ROW, dtype)
-    norms = torch.cat([norms for _, norms, _ in long_row_norms([grad], slab)])
+@pytest.mark.parametrize("dtype", MEASURED, ids=str)
+@pytest.mark.parametrize("slab", [ROW, 7 * ROW, SLAB], ids=["rows", "blocks", "one block"])
+def test_every_row_of_a_long_gradient_is_measured(dtype, slab):
+    grad = normal(100 * ROW, dtype)
+    norms = torch.cat([norms_of(rows) for rows in long_row_sums([grad], slab)])
     truth = torch.linalg.vector_norm(grad.double().view(-1, ROW), dim=1)
-    torch.testing.assert_close(norms.double(), truth, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(norms, truth, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_come_a_slab_at_a_time_in_the_order_of_their_gradients(dtype):
     """A gradient longer than a slab is cut; shorter ones share a slab that holds them whole."""
     grads = [torch.full((n * ROW,), float(n), dtype=dtype) for n in (1, 3, 2, 9, 4)]
-    slabs = list(long_row_norms(grads, 4 * ROW))
+    slabs = list(long_row_sums(grads, 4 * ROW))
     assert [slab.counts for slab in slabs] == [[1, 3], [2], [4], [4], [1], [4]]
     expected = [float(n) for n in (1, 3, 2, 9, 4) for _ in range(n)]
-    norms = torch.cat([slab.norms for slab in slabs]) / math.sqrt(ROW)
+    norms = torch.cat([norms_of(slab) for slab in slabs]) / math.sqrt(ROW)
     assert norms.tolist() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("more", [0, ROW])
-def test_pieces_of_several_sizes_are_tried_where_much_is_converted(dtype, more, monkeypatch):
-    tried = []
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("lanes", [4, 8, 16])
+@pytest.mark.parametrize("is_first", [False, True], ids=["each lane", "the first lane"])
+def test_a_row_loses_no_more_than_its_bound(dtype, lanes, is_first):
+    """1 comes first in a lane, or in each, and what is added then is half of its last digit."""
+    row = torch.full((ROW,), 2.0**-12, dtype=dtype)
+    if is_first:
+        # Squares of another lane add up to half of the last digit.
+        row.fill_(2.0**-12 / math.sqrt(ROW // lanes))
+        row[::lanes] = 2.0**-12
+    row[: 1 if is_first else lanes] = 1.0
+    norm = float(sums_of_rows([row], [1]).double().sqrt())
+    truth = float(torch.linalg.vector_norm(row.double()))
+    assert norm == pytest.approx(truth, rel=1e-6)
+    assert norm < truth
 
-    def pace_of(*sizes: int) -> Pace:
-        tried.append(sizes)
-        return Pace(*sizes)
 
-    monkeypatch.setattr(cpu_rows, "Pace", pace_of)
-    monkeypatch.setattr(cpu_rows, "COMPARED", 4 * CONVERTED)
-    grads = [torch.ones(n, dtype=dtype) for n in (2 * CONVERTED, 2 * CONVERTED - ROW + more)]
-    assert sum(len(norms) for _, norms, _ in long_row_norms(grads)) == sum(map(len, grads)) // ROW
-    if dtype == torch.float32:
-        assert tried == [(cpu_rows.SLAB,)]
-    else:
-        assert tried == [SIZES if more else SIZES[:1]]
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("n", [SMALL, SMALL + 5, 3 * SMALL])
+@pytest.mark.parametrize("bad", [[math.inf], [math.inf, -math.inf], [-math.inf], [math.nan]])
+def test_a_half_type_with_elements_that_are_not_finite_has_such_a_norm(dtype, n, bad):
+    """Though sums over their rows are NaN whichever they are."""
+    grad = normal(n, dtype)
+    grad[7 : 7 + len(bad)] = torch.tensor(bad, dtype=dtype)
+    fine = normal(n, dtype, seed=1)
+    truth = float(torch.linalg.vector_norm(grad.double()))
+    norm = float(cpu_norm.two_norm([fine, grad], [n, n], flat=True))
+    assert norm == pytest.approx(truth, nan_ok=True)
+    norms = two_norms_of_each([fine, grad], [n, n], flat=True).tolist()
+    expected = [float(torch.linalg.vector_norm(fine.double())), truth]
+    assert norms == pytest.approx(expected, rel=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("value", [1e-7, 1e-30, 6e4, 1e30, 3e38])
+def test_half_types_whose_squares_float32_does_not_hold_are_measured(dtype, value):
+    filled = torch.full((3 * SMALL,), value, dtype=torch.float64).to(dtype)
+    filled.nan_to_num_(nan=1.0, posinf=6e4)
+    truth = float(torch.linalg.vector_norm(filled.double()))
+    assert float(cpu_norm.two_norm([filled], [len(filled)], flat=True)) == pytest.approx(truth)
+    norms = two_norms_of_each([filled], [len(filled)], flat=True)
+    assert float(norms) == pytest.approx(truth, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_threads_change_no_bit(dtype):
+    grads = [normal(n, dtype) for n in (SMALL, SMALL + 3, 40 * SMALL, 9)]
+    sizes = [len(grad) for grad in grads]
+    before = torch.get_num_threads()
+    try:
+        norms = []
+        for n_threads in (1, 2, 3):
+            torch.set_num_threads(n_threads)
+            norms.append(float(cpu_norm.two_norm(grads, sizes, flat=True)))
+    finally:
+        torch.set_num_threads(before)
+    assert norms[0] == norms[1] == norms[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -98,27 +121,6 @@ def test_each_of_long_gradients_is_measured_whole(dtype):
     assert norms.isnan().nonzero().flatten().tolist() == [0]
 
 
-def test_medium_gradients_are_measured_in_one_thread_after_a_late_batch(monkeypatch):
-    """Norms of more elements are parallel regions, which wait where cores are busy."""
-    now = 0
-    measured: list[int] = []
-    monkeypatch.setattr(cpu_pace, "perf_counter_ns", lambda: now)
-    vector_norm = torch.linalg.vector_norm
-
-    def late_norm(rows, *args, **kwargs):
-        nonlocal now
-        now += 10**9 if rows.numel() > SERIAL else 1
-        measured.append(rows.numel())
-        return vector_norm(rows, *args, **kwargs)
-
-    monkeypatch.setattr(torch.linalg, "vector_norm", late_norm)
-    each = SCRATCH // SERIAL
-    grads = [torch.ones(SERIAL, dtype=torch.bfloat16) for _ in range(3 * each)]
-    norms = torch.cat([norms for _, norms, _ in row_norms_of(grads, [SERIAL] * len(grads))])
-    assert measured == [each * SERIAL, *[SERIAL] * 2 * each]
-    assert float(norms.double().norm()) == pytest.approx(math.sqrt(3 * each * SERIAL), rel=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gradient_that_rows_cannot_square_costs_no_other_its_norm(dtype, monkeypatch):
     """Only that one is measured again, in float64, though all were measured in one memory."""
@@ -129,7 +131,7 @@ def test_a_gradient_that_rows_cannot_square_costs_no_other_its_norm(dtype, monke
         again.append(x.numel())
         yield from exact(x)
 
-    sizes = [SERIAL + ROW, 3 * SERIAL, 2 * SERIAL + 5]
+    sizes = [SMALL + ROW, 3 * SMALL, 2 * SMALL + 5]
     grads = [torch.full((n,), 1.0, dtype=dtype) for n in sizes]
     grads[1][7] = 1e30
     monkeypatch.setattr(cpu_norm, "_exact_norms", exact_norms)

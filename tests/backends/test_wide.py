@@ -19,7 +19,7 @@ def small_limits(monkeypatch):
     """Lists of a size that tests can pay for are large."""
     monkeypatch.setattr(cpu_wide, "LARGE", 5000)
     monkeypatch.setattr(cpu_wide, "LONG", 100)
-    monkeypatch.setattr(cpu_wide, "CONVERTED", (999,))
+    monkeypatch.setattr(cpu_wide, "CONVERTED", 999)
     monkeypatch.setattr(cpu_wide, "IN_PLACE", 1200)
     # Pieces after a late one, on a busy machine, fit into scratch too.
     monkeypatch.setattr(cpu_pace, "SERIAL", 500)

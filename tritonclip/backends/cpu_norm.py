@@ -2,8 +2,7 @@
 
 torch's own full reduction on CPU uses one thread and one running float32 sum a lane: 0.3% off over
 38M normal float32 elements (torch 2.13). Here short rows are reduced with all threads, which bounds
-the error of running sums, and rows are added up in float64. Small gradients are packed first, and
-half types, for which torch has no such reduction with a float32 result, converted piece by piece.
+the error of running sums, and rows are added up in float64. Small gradients are packed first.
 """
 
 import math
@@ -19,9 +18,11 @@ from tritonclip.backends.cpu_rows import (
     ROW,
     SLAB,
     SMALL,
-    RowNorms,
-    long_row_norms,
-    row_norms_of,
+    WIDE,
+    RowSums,
+    long_row_sums,
+    row_sums_of,
+    sums_of_rows,
 )
 from tritonclip.backends.cpu_squares import Squares
 
@@ -63,12 +64,12 @@ def _norms_of_parts(tensors: list[Tensor], sizes: Sequence[int], *, flat: bool) 
         for tensor in tensors:
             # One copy at a time.
             for piece in split_flat(tensor, GAPPED):
-                yield from _norms(list(row_norms_of([piece.contiguous()], [piece.numel()])))
+                yield from _norms(list(row_sums_of([piece.contiguous()], [piece.numel()])))
         return
-    kept: list[RowNorms] = []
+    kept: list[RowSums] = []
     n_kept = 0
-    for rows in row_norms_of(tensors, sizes):
-        n = rows.norms.numel()
+    for rows in row_sums_of(tensors, sizes):
+        n = rows.sums.numel()
         if n_kept + n > SLAB // ROW:
             yield from _norms(kept)
             kept, n_kept = [], 0
@@ -111,19 +112,20 @@ def _two_norms_of_flat(tensors: list[Tensor], sizes: Sequence[int]) -> tuple[Ten
             places.append(place)
             short.append(flat[whole:] if whole else flat)
 
-    squares = Squares(result)
+    squares = Squares(result, are_norms=dtype in WIDE)
     counts = [-(-piece.numel() // ROW) for piece in short]
-    for start, stop, norms in _rows_apart(short):
-        squares.add(places[start:stop], counts[start:stop], norms)
+    for start, stop, sums in _rows_apart(short):
+        squares.add(places[start:stop], counts[start:stop], sums)
     blocks = [-(-tensor.numel() // SLAB) for tensor in long]
     owner = chain.from_iterable(map(repeat, owners, blocks))
-    for rows in long_row_norms(long):
+    for rows in long_row_sums(long):
         assert rows.counts is not None
-        squares.add([*islice(owner, len(rows.counts))], rows.counts, rows.norms)
+        squares.add([*islice(owner, len(rows.counts))], rows.counts, rows.sums)
     # Of these every element is a row: filled up, they would take up to ROW times the memory.
     tiny_counts = [sizes[i] for i in tiny]
     for start, stop, elements in pack_small([tensors[i] for i in tiny], tiny_counts):
-        squares.add(tiny[start:stop], tiny_counts[start:stop], elements.to(wide, copy=True))
+        own = elements.clone() if dtype in WIDE else elements.double().square_()
+        squares.add(tiny[start:stop], tiny_counts[start:stop], own)
     squares.finish()
     result.sqrt_()
     trusted = (result >= _TRUSTED[wide]) & (result < _LARGEST[wide])
@@ -133,17 +135,17 @@ def _two_norms_of_flat(tensors: list[Tensor], sizes: Sequence[int]) -> tuple[Ten
 
 
 def _rows_apart(tensors: list[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
-    """Norms of rows of short 1-d tensors, each from a row of its own on, filled up with zeros.
+    """Sums over rows of short 1-d tensors, each from a row of its own on, filled up with zeros.
 
     Yields:
-        Indices of a batch's first tensor and of the one after its last, and the norms of its rows.
+        Indices of a batch's first tensor and of the one after its last, and sums over its rows.
     """
     batch: list[Tensor] = []
     start, n = 0, 0
     for stop, tensor in enumerate(tensors):
         size = tensor.numel()
         if n + size + ROW > BATCH:
-            yield start, stop, _row_norms(batch)
+            yield start, stop, _sums_of_batch(batch)
             batch, start, n = [], stop, 0
         batch.append(tensor)
         n += size
@@ -151,15 +153,12 @@ def _rows_apart(tensors: list[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
             batch.append(_zeros(tensor.dtype, -size % ROW))
             n += -size % ROW
     if batch:
-        yield start, len(tensors), _row_norms(batch)
+        yield start, len(tensors), _sums_of_batch(batch)
 
 
-def _row_norms(batch: list[Tensor]) -> Tensor:
-    rows = torch.cat(batch).view(-1, ROW)
-    norms: Tensor = torch.linalg.vector_norm(
-        rows if rows.dtype in _TRUSTED else rows.float(), dim=1
-    )
-    return norms
+def _sums_of_batch(batch: list[Tensor]) -> Tensor:
+    elements = torch.cat(batch)
+    return sums_of_rows([elements], [len(elements) // ROW])
 
 
 def _zeros(dtype: torch.dtype, n: int) -> Tensor:
@@ -175,17 +174,18 @@ def two_norm_of(tensor: Tensor) -> Tensor:
     return next(_exact_norms(torch.stack([zero, *norms])))
 
 
-def _norms(kept: Sequence[RowNorms]) -> Iterator[Tensor]:
+def _norms(kept: Sequence[RowSums]) -> Iterator[Tensor]:
     """The norm of all rows; where it cannot be trusted, those of their tensors."""
     if not kept:
         return
-    parts = [rows.norms for rows in kept]
-    norm = _trusted_norm(parts[0] if len(parts) == 1 else torch.cat(parts))
+    parts = [rows.sums for rows in kept]
+    are_norms = kept[0].tensors[0].dtype in WIDE
+    norm = _trusted_norm(parts[0] if len(parts) == 1 else torch.cat(parts), are_norms=are_norms)
     if norm is not None:
         yield norm
         return
-    for tensors, norms in chain.from_iterable(map(_apart, kept)):
-        norm = _trusted_norm(norms)
+    for tensors, sums in chain.from_iterable(map(_apart, kept)):
+        norm = _trusted_norm(sums, are_norms=are_norms)
         if norm is not None:
             yield norm
             continue
@@ -193,27 +193,31 @@ def _norms(kept: Sequence[RowNorms]) -> Iterator[Tensor]:
             yield from _exact_norms(tensor)
 
 
-def _apart(rows: RowNorms) -> Iterator[tuple[Sequence[Tensor], Tensor]]:
-    """As few tensors as share no row with others, and the norms of their rows."""
+def _apart(rows: RowSums) -> Iterator[tuple[Sequence[Tensor], Tensor]]:
+    """As few tensors as share no row with others, and the sums over their rows."""
     if rows.counts is None:
-        yield rows.tensors, rows.norms
+        yield rows.tensors, rows.sums
         return
-    norms = rows.norms.split_with_sizes(list(rows.counts))
-    yield from zip(zip(rows.tensors), norms, strict=True)
+    sums = rows.sums.split_with_sizes(list(rows.counts))
+    yield from zip(zip(rows.tensors), sums, strict=True)
 
 
-def _trusted_norm(rows: Tensor) -> Tensor | None:
-    """The float64 norm of row norms; None where it cannot be trusted."""
-    if rows.dtype == torch.float32:
-        # Their squares fit float64. One operator, on one thread: others may be busy.
-        norm: Tensor = torch.linalg.vector_norm(rows, dtype=torch.float64)
-        return norm if _TRUSTED[rows.dtype] <= norm < math.inf else None
-    largest = rows.max()
+def _trusted_norm(sums: Tensor, *, are_norms: bool) -> Tensor | None:
+    """The float64 norm from sums over rows; None where it cannot be trusted."""
+    if sums.dtype == torch.float32:
+        # Squares of norms fit float64. One operator, on one thread: others may be busy.
+        norm: Tensor = (
+            torch.linalg.vector_norm(sums, dtype=torch.float64)
+            if are_norms
+            else sums.sum(dtype=torch.float64).sqrt_()
+        )
+        return norm if _TRUSTED[sums.dtype] <= norm < math.inf else None
+    largest = sums.max()
     if not largest < math.inf:
         return None
     scale = 1.0 if largest == 0 else float(largest)
-    norm = rows.div(scale).square_().sum().sqrt_().mul_(scale)
-    return norm if norm >= _TRUSTED[rows.dtype] else None
+    norm = sums.div(scale).square_().sum().sqrt_().mul_(scale)
+    return norm if norm >= _TRUSTED[sums.dtype] else None
 
 
 def _exact_norms(x: Tensor) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""Sums of squares by gradient on a CPU, from norms of rows, with little memory."""
+"""Sums of squares by gradient on a CPU, from sums over rows, with little memory."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,42 +12,49 @@ LONE, TOGETHER = 2**13, 2**16
 
 
 class Squares:
-    """Adds squares of row norms to those of the gradients that the rows are of, many at a time.
+    """Adds squares of rows to those of the gradients that the rows are of, many at a time.
 
     Args:
         result: float64[n], the sum of squares of each gradient.
+        are_norms: sums over rows are norms, not squares.
     """
 
-    def __init__(self, result: Tensor) -> None:
-        self._result = result
+    def __init__(self, result: Tensor, *, are_norms: bool) -> None:
+        self._result, self._are_norms = result, are_norms
         self._places: list[int] = []
         self._counts: list[int] = []
-        self._norms: list[Tensor] = []
+        self._sums: list[Tensor] = []
         self._n = 0
 
-    def add(self, places: Sequence[int], counts: Sequence[int], norms: Tensor) -> None:
-        """Takes norms of rows, of which so many are of each of some gradients; at most a slab."""
+    def add(self, places: Sequence[int], counts: Sequence[int], sums: Tensor) -> None:
+        """Takes sums over rows, of which so many are of each of some gradients; at most a slab."""
         if max(counts) >= LONE:
             if len(places) == 1:
-                self._result[places[0]] += torch.linalg.vector_norm(norms, dtype=torch.float64) ** 2
+                self._result[places[0]] += (
+                    torch.linalg.vector_norm(sums, dtype=torch.float64) ** 2
+                    if self._are_norms
+                    else sums.sum(dtype=torch.float64)
+                )
                 return
-            own = norms.split_with_sizes(list(counts))
+            own = sums.split_with_sizes(list(counts))
             for place, count, some in zip(places, counts, own, strict=True):
                 self.add([place], [count], some)
             return
-        if self._n + norms.numel() > TOGETHER:
+        if self._n + sums.numel() > TOGETHER:
             self.finish()
         self._places += places
         self._counts += counts
-        self._norms.append(norms)
-        self._n += norms.numel()
+        self._sums.append(sums)
+        self._n += sums.numel()
 
     def finish(self) -> None:
         """Adds those that were taken."""
-        if self._norms:
-            squares = torch.cat(self._norms).to(torch.float64, copy=True).square_()
+        if self._sums:
+            squares = torch.cat(self._sums).to(torch.float64, copy=True)
+            if self._are_norms:
+                squares.square_()
             self._result.index_add_(0, _repeated(self._places, self._counts), squares)
-            self._places, self._counts, self._norms, self._n = [], [], [], 0
+            self._places, self._counts, self._sums, self._n = [], [], [], 0
 
 
 def _repeated(numbers: list[int], counts: list[int]) -> Tensor:

@@ -59,7 +59,7 @@ class Rows(NamedTuple):
     def shared(self) -> list[int]:
         """Gradients that several threads copy, each measured by a call: by the same threads.
 
-        Memory that one thread wrote and another one read is slow to write again, see `middle_of`.
+        Memory that one thread wrote and another one read is slow to write again, see `cpu_wide`.
         """
         long, least = set(self.long), SERIAL // self.length
         return [i for i, count in enumerate(self.counts) if count > least and i not in long]
