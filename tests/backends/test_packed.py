@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm
 from tritonclip.backends.cpu_backend import CpuLayout
+from tritonclip.backends.cpu_pace import SERIAL
 from tritonclip.backends.packed import (
     LONG,
     MEASURED_ELEMENTS,
@@ -28,6 +29,8 @@ LISTS = {
     "measured in place": [7, 16_384, 0, 32_768],
     "nothing packed": [65_536],
     "copied by several threads": [10, 40_000, 0, 50_001, 300],
+    "several parts": [8192] * 9,
+    "parts without a rest": [SERIAL // 5] * 10,
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # What all elements of a gradient are multiplied by: squares that float32 does not hold, or half.
@@ -58,6 +61,15 @@ def test_lists_take_every_form_of_scratch():
     assert forms["measured in place"].long == [1, 3]
     assert forms["nothing packed"].packed == []
     assert forms["copied by several threads"].packed == [1, 3, 0, 2, 4]
+    assert forms["several rows each"].measured == [forms["several rows each"].n_packed]
+    assert forms["nothing packed"].measured == []
+    for name, n_parts in (("several parts", 3), ("parts without a rest", 2)):
+        form = forms[name]
+        assert len(form.measured) == n_parts
+        assert sum(form.measured) == form.n_packed
+        assert max(form.measured) * form.length <= SERIAL
+    shared = forms["copied by several threads"]
+    assert shared.measured == [shared.counts[1], shared.counts[3], 4]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
