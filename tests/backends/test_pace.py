@@ -9,7 +9,7 @@ from cases import grad_of, normal, parameters
 import tritonclip
 from tritonclip.backends import cpu_pace, cpu_wide
 from tritonclip.backends.cpu_pace import LATE, LATE_EACH, SERIAL, TRIED, Pace
-from tritonclip.backends.cpu_wide import CONVERTED, _middle_of
+from tritonclip.backends.cpu_wide import CONVERTED
 from tritonclip.engine.planner import plans
 
 
@@ -129,18 +129,6 @@ def test_late_pieces_are_no_trials_and_the_next_size_goes_on(clock):
     assert spans[: n_alone + 1] == [(0, False), *[(1, True)] * n_alone]
     tried = [(1, False)] * TRIED + [(0, False)] * TRIED
     assert spans[n_alone + 1 :][: 2 * TRIED] == tried
-
-
-@pytest.mark.parametrize("n", [0, 1, 6, 7])
-def test_pieces_lie_in_the_middle_of_scratch(n):
-    """So two threads, which halve a piece, share no memory but for an element."""
-    scratch = torch.arange(7)
-    piece = _middle_of(scratch, n)
-    assert len(piece) == n
-    assert piece.tolist() == scratch[(7 - n) // 2 :][:n].tolist()
-    halves = piece.tensor_split(2)
-    assert not set(halves[0].tolist()) & {4, 5, 6}
-    assert not set(halves[1].tolist()) & {0, 1, 2}
 
 
 def test_nothing_has_no_pieces():

@@ -11,6 +11,7 @@ from tritonclip import ClipByNorm, ClipByValue
 from tritonclip.backends import cpu_pace, cpu_wide
 from tritonclip.backends.cpu_backend import CpuLayout
 from tritonclip.backends.cpu_pace import Pace
+from tritonclip.backends.cpu_wide import _middle_of
 from tritonclip.engine.planner import plans
 
 
@@ -166,3 +167,15 @@ def test_tangents_are_written_with_their_gradients(rule):
         assert (primal == 0.5).all()
         assert tangent is not None
         assert (tangent == (0.5 if rule == "norm" else 0.0)).all()
+
+
+@pytest.mark.parametrize("n", [0, 1, 6, 7])
+def test_pieces_lie_in_the_middle_of_scratch(n):
+    """So two threads, which halve a piece, share no memory but for an element."""
+    scratch = torch.arange(7)
+    piece = _middle_of(scratch, n)
+    assert len(piece) == n
+    assert piece.tolist() == scratch[(7 - n) // 2 :][:n].tolist()
+    halves = piece.tensor_split(2)
+    assert not set(halves[0].tolist()) & {4, 5, 6}
+    assert not set(halves[1].tolist()) & {0, 1, 2}

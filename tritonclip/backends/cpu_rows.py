@@ -1,4 +1,4 @@
-"""Rows into which gradients on a CPU are cut, gathered or copied, and the norms of these rows."""
+"""Rows into which gradients on a CPU are cut or gathered, and sums over these rows."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -26,8 +26,8 @@ from tritonclip.backends.batching import pack_small
 ROW = 128 if torch.backends.cpu.get_cpu_capability().startswith("AVX") else 64
 # Gradients up to this size are gathered.
 SMALL = 8192
-# Elements measured at once, and those whose row norms are kept until they are added up: 512 KiB of
-# float32 norms each, and three times as much while they are.
+# Elements measured at once, and those whose sums over rows are kept until they are added up: in
+# float32 512 KiB each, three times as much while they are, and for half types while they are made.
 SLAB = 2**17 * ROW
 # Dtypes of which rows have norms; of half types they have sums of squares, in float32.
 WIDE = (torch.float32, torch.float64)
@@ -104,8 +104,8 @@ def _squares_of_rows(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[T
     """Sums of squares of the rows of half types, float32[count]; NaN for a row with inf or NaN.
 
     The gradient of a group norm's weights is the sum of gradients times normalised inputs: with
-    the elements as both, a mean of 0 and a deviation of 1, of squares. No other operator of torch
-    reads half types once, with all threads, and adds up their squares in float32.
+    the elements as both, a mean of 0 and a deviation of 1, of squares. torch's norms of half types
+    are of half types; this operator reads the same elements once and adds up in float32.
     """
     mean = torch.zeros(1, dtype=torch.float32, device="cpu")
     deviation = torch.ones(1, dtype=torch.float32, device="cpu")

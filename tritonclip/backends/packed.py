@@ -81,7 +81,7 @@ class Rows(NamedTuple):
         """Rows of scratch that each call measures: each shared gradient, then the others.
 
         One thread copies those, and measures them: with several the norm of ResNet-20's gradients
-        takes 122 to 193 us, so 122 to 137 (float32); 137 to 234, and 130 to 169 in bfloat16. (torch
+        takes 127 to 194 us, so 122 to 135 (float32); 137 to 234, and 130 to 169 in bfloat16. (torch
         2.13, AMD EPYC, 2 threads, three processes each.)
         """
         counts = [self.counts[i] for i in self.shared]
