@@ -1,10 +1,9 @@
 """`python -m bench report`: from committed rows to tables and figures in README and docs.
 
-In docs/performance.md, between `<!-- bench:NAME -->` and `<!-- /bench -->`, stand the tables that
-the rows of bench/results/NAME.json give, and nothing else; `<!-- bench:NAME providers -->` asks for
-the times of all providers. In README.md, a small table of bench/results/cpu.json stands between
-`<!-- speed -->` and `<!-- /speed -->`. Figures lie beside the rows, as NAME-RULE.svg. Rows whose
-results were not checked, or found wrong, are refused (`results.checked`).
+Tables stand between `<!-- bench:NAME -->` and `<!-- /bench -->` in docs/performance.md, from the
+rows of bench/results/NAME.json (`<!-- bench:NAME providers -->`: the times of all providers), and
+between `<!-- speed -->` and `<!-- /speed -->` in README.md, from cpu.json. Figures lie beside the
+rows, as NAME-RULE.svg. Rows that were not checked, or found wrong, are refused (`results.checked`).
 """
 
 from __future__ import annotations
@@ -88,12 +87,11 @@ def pivot(rows: Sequence[Row], line: Sequence[str], column: Text, cell: Text) ->
     columns = list(dict.fromkeys(map(column, rows)))
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
-        lines.setdefault(tuple(named(part, row.case[part]) for part in line), {})[column(row)] = (
-            cell(row)
-        )
+        case = tuple(named(part, row.case[part]) for part in line)
+        lines.setdefault(case, {})[column(row)] = cell(row)
     headings = [*(results.COLUMNS[part].heading for part in line), *columns]
     texts = [headings, ["---"] * len(headings)]
-    texts += [[*case, *(cells.get(one, "") for one in columns)] for case, cells in lines.items()]
+    texts += [[*own, *(cells.get(one, "") for one in columns)] for own, cells in lines.items()]
     return "\n".join(f"| {' | '.join(text)} |" for text in texts)
 
 

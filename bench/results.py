@@ -195,10 +195,7 @@ class RefusedError(click.ClickException):
 
 
 def checked(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """Provenance and rows of a file; refuses one that is missing, empty, unchecked or doubled.
-
-    Only a row of another library without any figure may say that its result was wrong.
-    """
+    """Provenance and rows of a file; refuses one that is missing, empty, unchecked or doubled."""
     if not path.exists():
         raise RefusedError(f"{path} does not exist: measure first, with --out {path}")
     try:

@@ -55,7 +55,8 @@ def providers_of(
     In training by default ours and torch's: others work on arrays that no backward pass makes.
     """
     if training and not asked:
-        return [one for one in IN_PLACE if one.baseline or one.name == "tritonclip"]
+        ours = ("tritonclip", "tritonclip wrapper")
+        return [one for one in IN_PLACE if one.baseline or one.name in ours]
     if asked:
         return [one for one in IN_PLACE if one.name in ("tritonclip", *asked)]
     compiled = (task.name, task.dtype, rule) == COMPILED and not quick

@@ -196,6 +196,7 @@ PLANS: dict[str, Sequence[tuple[Sequence[str], str, Sequence[str]]]] = {
     ),
     "training": (
         ((*SHORT, "resnet50"), "float32", CLIPS),
+        (("small_10", "resnet20"), "float32", ("step",)),
         (("small_10", "resnet20"), "bfloat16", CLIPS),
     ),
     "functional": (

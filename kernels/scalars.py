@@ -80,6 +80,15 @@ def coefficient_of(norm, max_norm, eps):
 
 
 @triton.jit
+def unit_coefficient_of(norm, weight, ratio, eps, RESULT: tl.constexpr):
+    """Returns min(1, ratio * max(weight, eps) / norm), computed in float64; NaN stays."""
+    floor = tl.where(weight < eps, eps, weight)
+    limit = tl.where(weight == INF, INF, ratio * floor)
+    limit = tl.where(ratio == INF, INF, limit)
+    return coefficient_of(norm, limit, 0.0).to(RESULT)
+
+
+@triton.jit
 def factors_of(coefficient, grad_scale, LANE: tl.constexpr):
     """Returns two factors of LANE whose product is coefficient / grad_scale.
 

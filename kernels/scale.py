@@ -264,8 +264,7 @@ def scale_(
     # Less host time than views of one allocation.
     norm = torch.empty_strided((), (), dtype=dtype, device=table.device)
     coefficient = torch.empty_strided((), (), dtype=dtype, device=table.device)
-    (limit, scale, _), bits = number_arguments(max_norm, grad_scale, eps, table.device)
-    limit_bits, scale_bits, eps_bits = bits
+    (limit, _, scale), bits = number_arguments(max_norm, eps, grad_scale, table.device)
     launch.launch(
         _scale_kernel,
         table.device,
@@ -280,9 +279,7 @@ def scale_(
             scale,
             table.n_chunks if write else 0,
             norms.numel(),
-            limit_bits,
-            eps_bits,
-            scale_bits,
+            *bits,
         ),
         DTYPE=launch.TL_DTYPES[table.dtype],
         P=norm_type,
@@ -329,8 +326,7 @@ def scale_each_(
     """
     norm = torch.empty(table.n_tensors, dtype=dtype, device=table.device)
     coefficient = torch.empty(table.n_tensors, dtype=dtype, device=table.device)
-    (limit, scale, _), bits = number_arguments(max_norm, grad_scale, eps, table.device)
-    limit_bits, scale_bits, eps_bits = bits
+    (limit, _, scale), bits = number_arguments(max_norm, eps, grad_scale, table.device)
     launch.launch(
         _scale_each_kernel,
         table.device,
@@ -347,9 +343,7 @@ def scale_each_(
             table.n_chunks,
             first,
             int(limit is not None and limit.dim() == 1),
-            limit_bits,
-            eps_bits,
-            scale_bits,
+            *bits,
         ),
         DTYPE=launch.TL_DTYPES[table.dtype],
         P=norm_type,

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
 from tritonclip.kernels.chunk_access import CHUNK, OCCUPANCY_2X128, Occupancy
 from tritonclip.kernels.chunk_table import ChunkTables, on_cpu, upload
@@ -113,41 +111,3 @@ def _starts(counts: torch.Tensor) -> torch.Tensor:
 def count_chunks(length: int) -> int:
     """Chunks, and partial norms, of a row."""
     return max(1, -(-length // CHUNK))
-
-
-@triton.jit
-def find_piece(forms_ptr, pieces_ptr, piece):
-    """Returns a piece's tensor, first row, number of rows (int32) and chunk, and its rows' length.
-
-    forms_ptr: int64[n_tensors, 4]; pieces_ptr: int64[n_pieces, 4].
-    """
-    own_ptr = pieces_ptr + piece.to(tl.int64) * 4
-    tensor = tl.load(own_ptr)
-    row = tl.load(own_ptr + 1)
-    n_rows = tl.load(own_ptr + 2)
-    chunk = tl.load(own_ptr + 3)
-    return tensor, row, n_rows.to(tl.int32), chunk, length_of(forms_ptr, tensor)
-
-
-@triton.jit
-def count_of(forms_ptr, tensor):
-    """The rows of a tensor."""
-    return tl.load(forms_ptr + tensor * 4)
-
-
-@triton.jit
-def length_of(forms_ptr, tensor):
-    """The elements of a tensor's rows."""
-    return tl.load(forms_ptr + tensor * 4 + 1)
-
-
-@triton.jit
-def first_norm_of(forms_ptr, tensor):
-    """The place of a tensor's first partial norm."""
-    return tl.load(forms_ptr + tensor * 4 + 2)
-
-
-@triton.jit
-def first_unit_of(forms_ptr, tensor):
-    """The place of a tensor's first unit."""
-    return tl.load(forms_ptr + tensor * 4 + 3)

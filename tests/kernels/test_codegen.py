@@ -89,13 +89,13 @@ def _unit_table(table: Any) -> Any:
 
 
 def _unit_norms(table: Any, p: float, variant: str) -> None:
-    _module("units").unit_norms(_unit_table(table))
+    _module("unit_norm").unit_norms(_unit_table(table))
 
 
 def _scale_units(table: Any, p: float, variant: str) -> None:
     unit_table = _unit_table(table)
     zero = variant == "zero"
-    _module("units").scale_units_(
+    _module("unit_scale").scale_units_(
         unit_table,
         torch.empty(2, unit_table.n_norms, dtype=torch.float64),
         ratio=torch.ones(1) if zero else 1.0,

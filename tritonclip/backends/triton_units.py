@@ -1,4 +1,4 @@
-"""Unit-wise clipping by the Triton backend: two launches a group of `tritonclip.kernels.units`.
+"""Unit-wise clipping by the Triton backend: two launches a group.
 
 Imported where the backend is first chosen, because it imports triton.
 """
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.unit_batch import count_units
-from tritonclip.kernels import units
+from tritonclip.kernels.unit_norm import unit_norms
+from tritonclip.kernels.unit_scale import scale_units_
 from tritonclip.kernels.unit_table import UnitTable, UnitTables, count_chunks
 from tritonclip.rules import Rule
 
@@ -75,7 +76,7 @@ class TritonUnits:
 
     def measure(self) -> Tensor:
         """Measures gradients and weights, by unit."""
-        return units.unit_norms(self._table)
+        return unit_norms(self._table)
 
     def total_each(
         self, norms: Tensor, first: int, norm_type: float, grad_scale: float | Tensor
@@ -92,7 +93,7 @@ class TritonUnits:
         return self._totals(norms.flip(0), torch.float64, 1.0)
 
     def _totals(self, norms: Tensor, dtype: torch.dtype, grad_scale: float | Tensor) -> Tensor:
-        return units.scale_units_(
+        return scale_units_(
             self._table,
             norms,
             ratio=math.inf,
@@ -124,7 +125,7 @@ class TritonUnits:
         erase: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Multiplies each unit by its coefficient; `max_norm` is the limit of the ratio."""
-        return units.scale_units_(
+        return scale_units_(
             self._table,
             norms,
             ratio=max_norm,

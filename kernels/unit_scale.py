@@ -1,0 +1,246 @@
+"""Units: one launch scales the rows of gradients, each by its own coefficient.
+
+Only rows with a coefficient below 1 are written.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonclip.kernels import launch
+from tritonclip.kernels.chunk_access import CHUNK, OCCUPANCY_2X128, TAIL, any_pointer
+from tritonclip.kernels.norm import combine
+from tritonclip.kernels.scalars import (
+    INF,
+    as_float64,
+    factors_of,
+    load_number,
+    number_arguments,
+    unit_coefficient_of,
+)
+from tritonclip.kernels.scale import scale_chunk
+from tritonclip.kernels.unit_access import (
+    COLUMNS,
+    SHORT,
+    chunks_of,
+    count_of,
+    find_piece,
+    first_norm_of,
+    first_unit_of,
+    length_of,
+    row_block_of,
+    short_tile,
+)
+from tritonclip.kernels.unit_table import UnitTable
+
+# Rows of a tile that is multiplied: it has 2 elements for each of 256 threads, and at least one for
+# each of the 512 threads on gfx942 (see `TAIL`). Larger ones spill.
+ROWS = 32
+
+
+@triton.jit
+def _norms_of_row(norms_ptr, n_norms, chunks):
+    """The norm of a row and that of its weights, from the partial norms of its chunks."""
+    norm = tl.load(norms_ptr)
+    weight = tl.load(norms_ptr + n_norms)
+    if chunks > 1:
+        # A loop, so that the code is there once: for two of it, registers spill.
+        for side in range(2):
+            whole = combine(norms_ptr + side * n_norms, 0, chunks, 2.0)
+            if side == 0:
+                norm = whole
+            else:
+                weight = whole
+    return norm, weight
+
+
+@triton.jit
+def _scale_short(
+    x_ptr,
+    norms_ptr,
+    weights_ptr,
+    coefficient_ptr,
+    n_rows,
+    length,
+    ratio,
+    eps,
+    grad_scale,
+    erase,
+    RESULT: tl.constexpr,
+    LANE: tl.constexpr,
+    WRITE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Multiplies rows that lie end to end from x_ptr on, each by its own coefficient."""
+    for first in range(0, n_rows, ROWS):
+        own = first + tl.arange(0, ROWS)
+        norm = tl.load(norms_ptr + own, mask=own < n_rows, other=0.0) / grad_scale
+        weight = tl.load(weights_ptr + own, mask=own < n_rows, other=INF)
+        coefficient = unit_coefficient_of(norm, weight, ratio, eps, RESULT)
+        multiplier, rest = factors_of(coefficient, grad_scale.to(RESULT), LANE)
+        kept = tl.where(erase, 0.0, coefficient)
+        tl.store(coefficient_ptr + own, kept, mask=own < n_rows)
+        if WRITE:
+            # One comparison: interpreters do not take a mask made of `erase`.
+            changed = (tl.where(erase, 0.0, multiplier) != 1) & (own < n_rows)
+            if tl.max(changed.to(tl.int32), axis=0) != 0:
+                for column in range(0, length, COLUMNS):
+                    tile_ptr, inside = short_tile(x_ptr, own, column, n_rows, length, COLUMNS)
+                    inside &= changed[:, None]
+                    x = tl.load(tile_ptr, mask=inside, other=0.0)
+                    y = x.to(LANE) * multiplier[:, None]
+                    if LANE != tl.float64:
+                        y *= rest[:, None]
+                    y = tl.where(erase, 0.0, y).to(x.dtype)
+                    tl.store(tile_ptr, y, mask=inside)
+
+
+@launch.jit
+def _scale_units_kernel(
+    addresses_ptr,
+    forms_ptr,
+    pieces_ptr,
+    norms_ptr,
+    norm_ptr,
+    coefficient_ptr,
+    ratio_ptr,
+    grad_scale_ptr,
+    erase_ptr,
+    n_tensors: tl.int32,
+    n_pieces: tl.int32,
+    n_norms: tl.int64,
+    ratio_stride: tl.int32,
+    ratio_bits: tl.int64,
+    eps_bits: tl.int64,
+    grad_scale_bits: tl.int64,
+    DTYPE: tl.constexpr,
+    WRITE: tl.constexpr,
+    SHORT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """One program multiplies the rows of the pieces n_pieces - 1 - program_id, that - grid, ...
+
+    addresses_ptr: int64[2, n_tensors]; forms_ptr: int64[n_tensors, 4]; pieces_ptr: int64[n_pieces,
+    4]; norms_ptr: float64[2, n_norms]; norm_ptr: float32 or float64 [n_tensors], of each gradient;
+    coefficient_ptr: as norm_ptr, [n_units]; ratio_ptr: any float [1] with ratio_stride 0, or
+    [n_tensors] with 1, or None; grad_scale_ptr: any float [1], or None; erase_ptr: uint8[1],
+    whether to write zeros, or None.
+    Without WRITE no gradient is touched.
+    """
+    pid = tl.program_id(0)
+    RESULT: tl.constexpr = norm_ptr.dtype.element_ty
+    LANE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
+    ITEMSIZE: tl.constexpr = DTYPE.primitive_bitwidth // 8
+
+    grad_scale = load_number(grad_scale_ptr, grad_scale_bits, 0)
+    eps = as_float64(eps_bits)
+    if erase_ptr is not None:
+        erase = tl.load(erase_ptr) != 0
+    else:
+        erase = pid < 0
+
+    # First: within the loop below, its registers would spill on gfx942.
+    for own in range(pid, n_tensors, tl.num_programs(0)):
+        n_own = count_of(forms_ptr, own) * chunks_of(length_of(forms_ptr, own), CHUNK)
+        first = first_norm_of(forms_ptr, own)
+        whole = combine(norms_ptr + first, 0, n_own, 2.0) / grad_scale
+        tl.store(norm_ptr + own, whole.to(RESULT))
+
+    for back in range(pid, n_pieces, tl.num_programs(0)):
+        tensor, row, n_rows, chunk, length = find_piece(forms_ptr, pieces_ptr, n_pieces - 1 - back)
+        row_address = tl.load(addresses_ptr + tensor) + row * length * ITEMSIZE
+        ratio = load_number(ratio_ptr, ratio_bits, tensor * ratio_stride)
+        chunks = chunks_of(length, CHUNK)
+        own_ptr = norms_ptr + first_norm_of(forms_ptr, tensor) + row * chunks
+        unit_ptr = coefficient_ptr + first_unit_of(forms_ptr, tensor) + row
+
+        if length <= SHORT:
+            _scale_short(
+                any_pointer(row_address, 0, DTYPE), own_ptr, own_ptr + n_norms, unit_ptr,
+                n_rows, length.to(tl.int32), ratio, eps, grad_scale, erase,
+                RESULT, LANE, WRITE, ROWS, COLUMNS,
+            )  # fmt: skip
+        else:
+            start = chunk * CHUNK
+            n = tl.minimum(length - start, CHUNK).to(tl.int32)
+            for i in range(n_rows):
+                norm, weight = _norms_of_row(own_ptr + i, n_norms, chunks)
+                coefficient = unit_coefficient_of(norm / grad_scale, weight, ratio, eps, RESULT)
+                multiplier, rest = factors_of(coefficient, grad_scale.to(RESULT), LANE)
+                if chunk == 0:
+                    tl.store(unit_ptr + i, tl.where(erase, 0.0, coefficient))
+                if WRITE:
+                    if (multiplier != 1) | erase:
+                        scale_chunk(
+                            row_address, start, n, multiplier, rest, erase,
+                            DTYPE, CHUNK, BLOCK, TAIL,
+                        )  # fmt: skip
+                row_address += length * ITEMSIZE
+
+
+def scale_units_(
+    table: UnitTable,
+    norms: torch.Tensor,
+    *,
+    ratio: float | torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    grad_scale: float | torch.Tensor,
+    erase: torch.Tensor | None,
+    write: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multiplies each row of the table's gradients by its coefficient, in one launch.
+
+    Args:
+        table: the gradients and weights, of which the latter are not read.
+        norms: the result of `unit_norms`, still loss-scaled.
+        ratio: largest norm of a row, in norms of its weights: a number, a one-element tensor, or
+            contiguous [n_tensors], one for each gradient.
+        eps: norm that weights count with at least.
+        dtype: of norms and coefficients, float32 or float64.
+        grad_scale: the loss scale that the gradients still carry: a number, or a one-element
+            tensor.
+        erase: 0-d bool on the table's device: whether to write zeros; None for no.
+        write: false to compute norms and coefficients only.
+
+    Returns:
+        The norm of each gradient before clipping, [n_tensors], and the coefficient of each row,
+        [n_units], on the table's device.
+    """
+    norm = torch.empty(table.n_tensors, dtype=dtype, device=table.device)
+    coefficient = torch.empty(table.n_units, dtype=dtype, device=table.device)
+    (limit, _, scale), bits = number_arguments(ratio, eps, grad_scale, table.device)
+    launch.launch(
+        _scale_units_kernel,
+        table.device,
+        table.programs[OCCUPANCY_2X128],
+        OCCUPANCY_2X128,
+        (
+            *table.arguments,
+            norms,
+            norm,
+            coefficient,
+            limit,
+            scale,
+            None if erase is None else erase.view(torch.uint8),
+            table.n_tensors,
+            table.n_pieces,
+            table.n_norms,
+            int(limit is not None and limit.dim() == 1),
+            *bits,
+        ),
+        DTYPE=launch.TL_DTYPES[table.dtype],
+        WRITE=write,
+        SHORT=SHORT,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        CHUNK=CHUNK,
+        BLOCK=row_block_of(table.dtype.itemsize),
+        TAIL=TAIL,
+    )
+    return norm, coefficient
