@@ -30,21 +30,22 @@ def norms_of(rows: RowSums) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", MEASURED, ids=str)
-@pytest.mark.parametrize("slab", [ROW, 7 * ROW, SLAB], ids=["rows", "blocks", "one block"])
+@pytest.mark.parametrize("slab", [1, 7, SLAB], ids=["rows", "blocks", "one block"])
 def test_every_row_of_a_long_gradient_is_measured(dtype, slab):
-    grad = normal(100 * ROW, dtype)
-    norms = torch.cat([norms_of(rows) for rows in long_row_sums([grad], slab)])
-    truth = torch.linalg.vector_norm(grad.double().view(-1, ROW), dim=1)
+    grad = normal(100 * ROW, dtype).view(-1, ROW)
+    norms = torch.cat([norms_of(rows) for rows in long_row_sums([grad], [100], slab)])
+    truth = torch.linalg.vector_norm(grad.double(), dim=1)
     torch.testing.assert_close(norms, truth, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rows_come_a_slab_at_a_time_in_the_order_of_their_gradients(dtype):
     """A gradient longer than a slab is cut; shorter ones share a slab that holds them whole."""
-    grads = [torch.full((n * ROW,), float(n), dtype=dtype) for n in (1, 3, 2, 9, 4)]
-    slabs = list(long_row_sums(grads, 4 * ROW))
+    counts = [1, 3, 2, 9, 4]
+    grads = [torch.full((n, ROW), float(n), dtype=dtype) for n in counts]
+    slabs = list(long_row_sums(grads, counts, 4))
     assert [slab.counts for slab in slabs] == [[1, 3], [2], [4], [4], [1], [4]]
-    expected = [float(n) for n in (1, 3, 2, 9, 4) for _ in range(n)]
+    expected = [float(n) for n in counts for _ in range(n)]
     norms = torch.cat([norms_of(slab) for slab in slabs]) / math.sqrt(ROW)
     assert norms.tolist() == pytest.approx(expected, rel=1e-6)
 
@@ -60,7 +61,7 @@ def test_a_row_loses_no_more_than_its_bound(dtype, lanes, is_first):
         row.fill_(2.0**-12 / math.sqrt(ROW // lanes))
         row[::lanes] = 2.0**-12
     row[: 1 if is_first else lanes] = 1.0
-    norm = float(sums_of_rows([row], [1]).double().sqrt())
+    norm = float(sums_of_rows([row.view(1, ROW)], [1]).double().sqrt())
     truth = float(torch.linalg.vector_norm(row.double()))
     assert norm == pytest.approx(truth, rel=1e-6)
     assert norm < truth
@@ -111,12 +112,12 @@ def test_threads_change_no_bit(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_each_of_long_gradients_is_measured_whole(dtype):
     """Gradients of several slabs, of rows that are added up alone, together, and one by one."""
-    sizes = [2 * SLAB + 3 * ROW + 5, LONE * ROW, LONE * ROW - 1, *[SMALL + 1] * 900, SMALL, 3, 0]
+    sizes = [(2 * SLAB + 3) * ROW + 5, LONE * ROW, LONE * ROW - 1, *[SMALL + 1] * 900, SMALL, 3, 0]
     grads = [torch.full((n,), 1.0 + i % 7, dtype=dtype) for i, n in enumerate(sizes)]
     truth = [(1.0 + i % 7) * math.sqrt(n) for i, n in enumerate(sizes)]
     norms = two_norms_of_each(grads, sizes, flat=True)
     assert norms.tolist() == pytest.approx(truth, rel=1e-6)
-    grads[0][SLAB + 1] = torch.nan
+    grads[0][SLAB * ROW + 1] = torch.nan
     norms = two_norms_of_each(grads, sizes, flat=True)
     assert norms.isnan().nonzero().flatten().tolist() == [0]
 

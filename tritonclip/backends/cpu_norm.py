@@ -20,6 +20,7 @@ from tritonclip.backends.cpu_rows import (
     SMALL,
     WIDE,
     RowSums,
+    cut,
     long_row_sums,
     row_sums_of,
     sums_of_rows,
@@ -70,7 +71,7 @@ def _norms_of_parts(tensors: list[Tensor], sizes: Sequence[int], *, flat: bool) 
     n_kept = 0
     for rows in row_sums_of(tensors, sizes):
         n = rows.sums.numel()
-        if n_kept + n > SLAB // ROW:
+        if n_kept + n > SLAB:
             yield from _norms(kept)
             kept, n_kept = [], 0
         kept.append(rows)
@@ -98,29 +99,31 @@ def _two_norms_of_flat(tensors: list[Tensor], sizes: Sequence[int]) -> tuple[Ten
     short: list[Tensor] = []
     owners: list[int] = []
     long: list[Tensor] = []
+    long_counts: list[int] = []
     for place, (tensor, n) in enumerate(zip(tensors, sizes, strict=True)):
         if n <= TINY:
             if n:
                 tiny.append(place)
             continue
-        flat = tensor.view(-1)
-        whole = n // ROW * ROW if n > SMALL else 0
-        if whole:
+        rest: Tensor | None = tensor
+        if n > SMALL:
+            rows, rest = cut(tensor, n)
             owners.append(place)
-            long.append(flat if whole == n else flat[:whole])
-        if whole < n:
+            long.append(rows)
+            long_counts.append(n // ROW)
+        if rest is not None:
             places.append(place)
-            short.append(flat[whole:] if whole else flat)
+            short.append(rest.view(-1))
 
     squares = Squares(result, are_norms=dtype in WIDE)
     counts = [-(-piece.numel() // ROW) for piece in short]
     for start, stop, sums in _rows_apart(short):
         squares.add(places[start:stop], counts[start:stop], sums)
-    blocks = [-(-tensor.numel() // SLAB) for tensor in long]
+    blocks = [-(-count // SLAB) for count in long_counts]
     owner = chain.from_iterable(map(repeat, owners, blocks))
-    for rows in long_row_sums(long):
-        assert rows.counts is not None
-        squares.add([*islice(owner, len(rows.counts))], rows.counts, rows.sums)
+    for measured in long_row_sums(long, long_counts):
+        assert measured.counts is not None
+        squares.add([*islice(owner, len(measured.counts))], measured.counts, measured.sums)
     # Of these every element is a row: filled up, they would take up to ROW times the memory.
     tiny_counts = [sizes[i] for i in tiny]
     for start, stop, elements in pack_small([tensors[i] for i in tiny], tiny_counts):
@@ -157,8 +160,8 @@ def _rows_apart(tensors: list[Tensor]) -> Iterator[tuple[int, int, Tensor]]:
 
 
 def _sums_of_batch(batch: list[Tensor]) -> Tensor:
-    elements = torch.cat(batch)
-    return sums_of_rows([elements], [len(elements) // ROW])
+    rows = torch.cat(batch).view(-1, ROW)
+    return sums_of_rows([rows], [len(rows)])
 
 
 def _zeros(dtype: torch.dtype, n: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Rows into which gradients on a CPU are cut or gathered, and sums over these rows."""
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import NamedTuple
 
 import torch
@@ -26,9 +26,9 @@ from tritonclip.backends.batching import pack_small
 ROW = 128 if torch.backends.cpu.get_cpu_capability().startswith("AVX") else 64
 # Gradients up to this size are gathered.
 SMALL = 8192
-# Elements measured at once, and those whose sums over rows are kept until they are added up: in
-# float32 512 KiB each, three times as much while they are, and for half types while they are made.
-SLAB = 2**17 * ROW
+# Rows measured at once, and those whose sums are kept until they are added up: in float32 512 KiB
+# each, three times as much while they are, and for half types while they are made.
+SLAB = 2**17
 # Dtypes of which rows have norms; of half types they have sums of squares, in float32.
 WIDE = (torch.float32, torch.float64)
 MEASURED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -57,36 +57,54 @@ def row_sums_of(tensors: list[Tensor], sizes: Sequence[int]) -> Iterator[RowSums
         tensors = [tensor.float() for tensor in tensors]
     short: list[Tensor] = []
     long: list[Tensor] = []
+    counts: list[int] = []
     for tensor, n in zip(tensors, sizes, strict=True):
         if n <= SMALL:
             short.append(tensor)
-        elif n % ROW == 0:
-            long.append(tensor.view(-1))
         else:
-            flat = tensor.view(-1)
-            whole = n // ROW * ROW
-            short.append(flat[whole:])
-            long.append(flat[:whole])
+            rows, rest = cut(tensor, n)
+            long.append(rows)
+            counts.append(n // ROW)
+            if rest is not None:
+                short.append(rest)
     yield from _packed_rows(short)
-    yield from long_row_sums(long)
+    yield from long_row_sums(long, counts)
 
 
-def long_row_sums(tensors: list[Tensor], slab: int = SLAB) -> Iterator[RowSums]:
-    """Sums over the rows of 1-d contiguous tensors without a remainder, a slab at a time."""
+def cut(tensor: Tensor, n: int) -> tuple[Tensor, Tensor | None]:
+    """Whole rows [n // ROW, ROW] and the remainder, 1-d, of a contiguous tensor of n elements."""
+    if n % ROW == 0:
+        return tensor.view(-1, ROW), None
+    # A view of each, where view and slices take five.
+    count, rest = divmod(n, ROW)
+    last = tensor.as_strided((rest,), (1,), tensor.storage_offset() + n - rest)
+    return tensor.as_strided((count, ROW), (ROW, 1)), last
+
+
+def long_row_sums(tensors: list[Tensor], counts: list[int], slab: int = SLAB) -> Iterator[RowSums]:
+    """Sums over rows, a slab at a time.
+
+    Args:
+        tensors: contiguous, [count, ROW].
+        counts: their rows.
+        slab: rows that are measured at once, at most.
+    """
     if not tensors:
         return
-    blocks = list(chain.from_iterable(_split(tensor, slab) for tensor in tensors))
-    sizes = list(map(Tensor.numel, blocks))
-    for first, last in _slabs(sizes, slab):
-        counts = [n // ROW for n in sizes[first:last]]
-        yield RowSums(blocks[first:last], sums_of_rows(blocks[first:last], counts), counts)
+    if max(counts) > slab:
+        blocks = chain.from_iterable(map(Tensor.split, tensors, repeat(slab)))
+        tensors = list(blocks)
+        counts = list(map(len, tensors))
+    for first, last in _slabs(counts, slab):
+        own = counts[first:last]
+        yield RowSums(tensors[first:last], sums_of_rows(tensors[first:last], own), own)
 
 
 def sums_of_rows(tensors: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
     """The norm of each row of a wide dtype, or the sum of squares of a half type, 1-d.
 
     Args:
-        tensors: 1-d, contiguous, of one dtype of MEASURED, in whole rows; at least one.
+        tensors: contiguous, [count, ROW], of one dtype of MEASURED; at least one.
         counts: their rows.
     """
     if tensors[0].dtype not in WIDE:
@@ -96,7 +114,7 @@ def sums_of_rows(tensors: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
     # take 10.4 and 18.9 us, so 5.9 and 14.1. (torch 2.13, AMD EPYC.)
     norms = torch.empty(sum(counts), dtype=tensors[0].dtype, device="cpu")
     for tensor, out in zip(tensors, norms.split_with_sizes(list(counts)), strict=True):
-        torch.linalg.vector_norm(tensor.view(-1, ROW), dim=1, out=out)
+        torch.linalg.vector_norm(tensor, dim=1, out=out)
     return norms
 
 
@@ -119,11 +137,6 @@ def _squares_of_rows(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[T
     ]
 
 
-def _split(tensor: Tensor, size: int) -> Sequence[Tensor]:
-    """Pieces of at most so many elements; the tensor itself if it is one."""
-    return tensor.split(size) if tensor.numel() > size else [tensor]
-
-
 def _slabs(sizes: list[int], slab: int) -> Iterator[tuple[int, int]]:
     """Start and stop of each run of sizes that adds up to a slab at most, or is one size."""
     start = n = 0
@@ -138,4 +151,5 @@ def _slabs(sizes: list[int], slab: int) -> Iterator[tuple[int, int]]:
 def _packed_rows(tensors: list[Tensor]) -> Iterator[RowSums]:
     """Rows of tensors of up to SMALL elements, end to end; zeros fill up the last of a batch."""
     for start, stop, elements in pack_small(tensors, list(map(Tensor.numel, tensors)), ROW):
-        yield RowSums(tensors[start:stop], sums_of_rows([elements], [len(elements) // ROW]))
+        rows = elements.view(-1, ROW)
+        yield RowSums(tensors[start:stop], sums_of_rows([rows], [len(rows)]))
