@@ -15,6 +15,7 @@ from tritonclip.backends.cpu_rows import (
     SMALL,
     WIDE,
     RowSums,
+    cut,
     long_row_sums,
     sums_of_rows,
 )
@@ -36,6 +37,20 @@ def test_every_row_of_a_long_gradient_is_measured(dtype, slab):
     norms = torch.cat([norms_of(rows) for rows in long_row_sums([grad], [100], slab)])
     truth = torch.linalg.vector_norm(grad.double(), dim=1)
     torch.testing.assert_close(norms, truth, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("rest", [0, 1, ROW - 1])
+def test_rows_and_remainder_are_all_elements_of_a_gradient_within_a_buffer(rest):
+    """And no others: those around it are inf."""
+    buffer = torch.full((SMALL + 5 * ROW,), math.inf)
+    n = SMALL + ROW + rest
+    grad = buffer[5 : 5 + n].copy_(torch.arange(n))
+    rows, last = cut(grad, n)
+    assert rows.shape == (n // ROW, ROW)
+    assert (last is None) == (rest == 0)
+    assert rows.data_ptr() == grad.data_ptr()
+    found = rows.flatten() if last is None else torch.cat([rows.flatten(), last])
+    torch.testing.assert_close(found, grad, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
