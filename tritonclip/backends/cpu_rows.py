@@ -1,7 +1,7 @@
 """Rows into which gradients on a CPU are cut or gathered, and sums over these rows."""
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, repeat
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -92,8 +92,9 @@ def long_row_sums(tensors: list[Tensor], counts: list[int], slab: int = SLAB) ->
     if not tensors:
         return
     if max(counts) > slab:
-        blocks = chain.from_iterable(map(Tensor.split, tensors, repeat(slab)))
-        tensors = list(blocks)
+        pairs = zip(tensors, counts, strict=True)
+        blocks = (rows.split(slab) if n > slab else [rows] for rows, n in pairs)
+        tensors = list(chain.from_iterable(blocks))
         counts = list(map(len, tensors))
     for first, last in _slabs(counts, slab):
         own = counts[first:last]
