@@ -33,7 +33,7 @@ from bench.workloads import WORKLOADS
 CAPTION = "FIGURE / GOAL over: a goal that is missed"
 # The environment of each part.
 PARTS = {
-    "cpu": {"TRITONCLIP_BACKEND": "torch"},
+    "cpu": {"TRITONCLIP_BACKEND": "native"},
     "triton": {"TRITONCLIP_BACKEND": "triton", "TRITON_INTERPRET": "1"},
     "launches": {"TRITONCLIP_BACKEND": "auto"},
 }

@@ -1,8 +1,9 @@
 """Fixtures of the whole suite: the backends a test runs on, and empty memory full of NaN.
 
-Two passes cover everything that needs no GPU: a plain one (the torch backend on CPU tensors, and
-both backends on CUDA tensors where there is a GPU), and one under ``TRITON_INTERPRET=1``, which
-runs the real kernels on CPU tensors and only those tests that take the ``backend`` fixture.
+Two passes cover everything that needs no GPU: a plain one (the native and the torch backend on CPU
+tensors, and torch and triton on CUDA tensors where there is a GPU), and one under
+``TRITON_INTERPRET=1``, which runs the real kernels on CPU tensors and only those tests that take
+the ``backend`` fixture.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ class Backend:
     device: torch.device
     module: str
 
+    @property
+    def host_decides(self) -> bool:
+        """Whether coefficients are numbers of the host, which waits for no device."""
+        return self.module in ("cpu_backend", "native_backend")
+
 
 _NEEDS_GPU = (
     pytest.mark.gpu,
@@ -71,7 +77,12 @@ _DEFERRED = _backend("torch", "cpu", "torch_backend", "torch-deferred")
 _BACKENDS = (
     [_backend("triton", "cpu", "triton_backend")]
     if INTERPRETED
-    else [_backend("torch", "cpu", "cpu_backend"), _DEFERRED, *_CUDA_BACKENDS]
+    else [
+        _backend("native", "cpu", "native_backend"),
+        _backend("torch", "cpu", "cpu_backend"),
+        _DEFERRED,
+        *_CUDA_BACKENDS,
+    ]
 )
 
 
@@ -101,6 +112,13 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield chosen
     if deferred:
         plans.clear()
+
+
+@pytest.fixture
+def operators() -> Iterator[None]:
+    """The torch backend, for tests of its own code that go through public functions."""
+    with tritonclip.use_backend("torch"):
+        yield
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-BACKENDS = ("auto", "triton", "torch")
+BACKENDS = ("auto", "triton", "native", "torch")
 
 # The mapping behind os.environ, and the form of its keys; os.environ where a Python has neither.
 _variables: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
@@ -93,8 +93,9 @@ def use_backend(name: str) -> Block:
     """Chooses the backend of every call in the block, before TRITONCLIP_BACKEND.
 
     Args:
-        name: "triton", "torch", or "auto": triton for CUDA and ROCm tensors where triton can be
-            imported, else torch.
+        name: "triton", "native" (loops in C on a CPU), "torch" (PyTorch's operators), or "auto":
+            triton for CUDA and ROCm tensors where it can be imported, native for CPU tensors where
+            the C extension was built, else torch.
 
     Returns:
         A context manager, which also decorates functions. It warns where no block is entered.
@@ -182,5 +183,5 @@ def _verify_from(value: str | bytes) -> bool:
 
 def _checked(name: str, source: str) -> str:
     if name not in BACKENDS:
-        raise ValueError(f"{source}: expected 'auto', 'triton' or 'torch', got {name!r}")
+        raise ValueError(f"{source}: expected 'auto', 'triton', 'native' or 'torch', got {name!r}")
     return name

@@ -14,8 +14,9 @@ from workers import python
 
 import tritonclip
 from tritonclip import settings
-from tritonclip.backends import choose
+from tritonclip.backends import choose, native_loops
 from tritonclip.backends.cpu_backend import CpuLayout
+from tritonclip.backends.native_backend import NativeLayout
 from tritonclip.backends.torch_backend import TorchLayout
 from tritonclip.engine.planner import plans
 
@@ -49,10 +50,61 @@ class OnCuda:
 ON_CUDA: Any = OnCuda()
 
 
-def test_auto_is_torch_on_cpu_tensors():
+def test_auto_is_native_on_cpu_tensors():
     assert settings.backend() == "auto"
-    assert choose.backend_name(CPU, torch.float32) == "torch"
-    assert type(choose.layout_of([normal(3)], flat=True)) is CpuLayout
+    assert choose.backend_name(CPU, torch.float32) == "native"
+    assert type(choose.layout_of([normal(3)], flat=True)) is NativeLayout
+
+
+@pytest.mark.parametrize("name", ["auto", "native"])
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [
+        (torch.float8_e5m2, {}),
+        (torch.float32, {"flat": False}),
+        (torch.float32, {"negated": True}),
+    ],
+    ids=["float8", "gaps", "negated"],
+)
+def test_operators_serve_what_has_no_loops(name, dtype, form):
+    with tritonclip.use_backend(name):
+        assert choose.backend_name(CPU, dtype, **form) == "torch"
+
+
+def test_an_installation_without_the_extension_is_said_once(monkeypatch):
+    monkeypatch.setattr(choose, "loops", None)
+    with pytest.warns(UserWarning, match=r"slower torch backend on cpu.*install a C compiler"):
+        tritonclip.clip_(parameters([normal(3)]), 1.0)
+    plans.clear()
+    tritonclip.clip_(parameters([normal(3)]), 1.0)
+    with tritonclip.use_backend("torch"):
+        tritonclip.clip_(parameters([normal(3)]), 1.0)
+
+
+def test_native_that_was_not_built_is_refused(monkeypatch):
+    monkeypatch.setattr(choose, "loops", None)
+    with (
+        tritonclip.use_backend("native"),
+        pytest.raises(RuntimeError, match=r"native backend was asked for.*install a C compiler"),
+    ):
+        choose.backend_name(CPU, torch.float32)
+
+
+def test_native_refuses_other_devices():
+    with (
+        tritonclip.use_backend("native"),
+        pytest.raises(RuntimeError, match=r"runs on CPU tensors, not on cuda: use backend 'auto'"),
+    ):
+        choose.backend_name(CUDA, torch.float32)
+
+
+def test_large_lists_without_threads_take_operators(monkeypatch):
+    """Those have threads anyway."""
+    monkeypatch.setattr(choose, "has_threads", False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    large = [torch.zeros(native_loops.loops.SHARED)]
+    assert type(choose.layout_of(large, flat=True)) is CpuLayout
+    assert type(choose.layout_of([normal(3)], flat=True)) is NativeLayout
 
 
 def test_auto_is_triton_on_cuda_tensors(monkeypatch):
@@ -124,13 +176,13 @@ def test_a_setting_that_no_block_enters_is_said(call, text):
 @pytest.mark.parametrize("name", ["cuda", "Torch", "", None])
 def test_use_backend_lists_the_choices(name):
     with (
-        pytest.raises(ValueError, match=r"use_backend: .*'auto', 'triton' or 'torch'"),
+        pytest.raises(ValueError, match=r"use_backend: .*'auto', 'triton', 'native' or 'torch'"),
         tritonclip.use_backend(name),
     ):
         pass
 
 
-@pytest.mark.parametrize("value", ["torch", "triton", "auto", "TORCH"])
+@pytest.mark.parametrize("value", ["torch", "triton", "native", "auto", "TORCH"])
 def test_environment_asks_for_a_backend(monkeypatch, value):
     monkeypatch.setenv("TRITONCLIP_BACKEND", value)
     assert settings.backend() == value.lower()
@@ -149,7 +201,7 @@ def test_environment_with_another_name_is_refused_by_the_call(monkeypatch, rule)
     grad = normal(9)
     before = bits(grad)
     with pytest.raises(
-        ValueError, match=r"TRITONCLIP_BACKEND: .*'auto', 'triton' or 'torch'.*'gpu'"
+        ValueError, match=r"TRITONCLIP_BACKEND: .*'auto', 'triton', 'native' or 'torch'.*'gpu'"
     ):
         tritonclip.clip_(parameters([grad]), rule)
     assert torch.equal(bits(grad), before)
@@ -174,7 +226,7 @@ def test_triton_refuses_cpu_tensors_before_anything_is_written(monkeypatch, rule
 
 ASKS = """
 import warnings, torch, tritonclip
-from tritonclip.backends import choose
+from tritonclip.backends import choose, native_loops
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     for _ in range(2):

@@ -14,6 +14,8 @@ from tritonclip import ClipByValue
 from tritonclip.backends.batching import BATCH
 from tritonclip.backends.cpu_clamp import ONE_PASS, PATIENCE, SEARCHED, Clamping
 
+pytestmark = pytest.mark.usefixtures("operators")
+
 # Numbers of elements, 2-d where they are negative.
 LISTS = {
     "one fewer than are looked at": [5] * (SEARCHED - 1),

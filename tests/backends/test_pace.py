@@ -12,6 +12,8 @@ from tritonclip.backends.cpu_pace import LATE, LATE_EACH, SERIAL, TRIED, Pace
 from tritonclip.backends.cpu_wide import CONVERTED
 from tritonclip.engine.planner import plans
 
+pytestmark = pytest.mark.usefixtures("operators")
+
 
 class Clock:
     """Tells a time that a test sets."""

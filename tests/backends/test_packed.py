@@ -20,6 +20,8 @@ from tritonclip.backends.packed import (
     rows_of,
 )
 
+pytestmark = pytest.mark.usefixtures("operators")
+
 # Of lists on both sides of WIDE_ELEMENTS: one row each, and rows of several lengths.
 LISTS = {
     "one": [5],

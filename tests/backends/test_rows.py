@@ -21,6 +21,8 @@ from tritonclip.backends.cpu_rows import (
 )
 from tritonclip.backends.cpu_squares import LONE
 
+pytestmark = pytest.mark.usefixtures("operators")
+
 HALF = [torch.float16, torch.bfloat16]
 
 

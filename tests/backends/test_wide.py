@@ -14,6 +14,8 @@ from tritonclip.backends.cpu_pace import Pace
 from tritonclip.backends.cpu_wide import _middle_of
 from tritonclip.engine.planner import plans
 
+pytestmark = pytest.mark.usefixtures("operators")
+
 
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch):

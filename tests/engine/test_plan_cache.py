@@ -102,8 +102,9 @@ plans.clear()
 
 
 @pytest.mark.skipif(platform.libc_ver() < ("glibc", "2.33"), reason="glibc 2.33 has mallinfo2")
-def test_plans_take_no_more_than_they_count():
-    done = python("-c", MEASURE, PYTHONMALLOC="malloc")
+@pytest.mark.parametrize("backend_name", ["native", "torch"])
+def test_plans_take_no_more_than_they_count(backend_name):
+    done = python("-c", MEASURE, PYTHONMALLOC="malloc", TRITONCLIP_BACKEND=backend_name)
     assert done.returncode == 0, done.stderr
     sizes = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     assert len(sizes) == 8
@@ -118,8 +119,9 @@ def test_threads_leave_one_scratch_behind():
 
     def work(thread: int) -> None:
         params = [parameter(normal(1000)) for _ in range(10)]
-        for _ in range(50):
-            tritonclip.clip_(params, 1.0)
+        with tritonclip.use_backend("torch"):
+            for _ in range(50):
+                tritonclip.clip_(params, 1.0)
 
     run_in_threads(work, 8)
     (plan,) = planner.plans._plans.values()

@@ -14,6 +14,8 @@ import tritonclip
 from tritonclip import ClippedOptimizer
 from tritonclip.backends.cpu_backend import CpuLayout
 
+pytestmark = pytest.mark.usefixtures("operators")
+
 
 class Calls:
     """How often a backend's verbs ran: norms measured, writes asked for, gradients written."""

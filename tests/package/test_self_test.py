@@ -48,7 +48,7 @@ def test_self_test_fails_with_a_reason_where_the_backend_cannot_serve():
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("TRITONCLIP_BACKEND", "gpu", "expected 'auto', 'triton' or 'torch', got 'gpu'"),
+        ("TRITONCLIP_BACKEND", "gpu", "expected 'auto', 'triton', 'native' or 'torch', got 'gpu'"),
         ("TRITONCLIP_VERIFY", "yse", "expected '1' or '0', got 'yse'"),
     ],
 )

@@ -71,7 +71,9 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     metadata = {name for name in names if name.split("/")[0].endswith(".dist-info")}
 
     assert "tritonclip/kernels/__init__.py" in INSTALLED
-    assert names - metadata == INSTALLED | {"tritonclip/py.typed"}
+    # One for all versions of Python; with the functions' types.
+    extension = {"tritonclip/backends/_native.abi3.so", "tritonclip/backends/_native.pyi"}
+    assert names - metadata == INSTALLED | extension | {"tritonclip/py.typed"}
     assert any(name.endswith("/LICENSE") for name in metadata)
 
 

@@ -9,11 +9,14 @@ from torch import Tensor
 from tritonclip import settings
 from tritonclip.backends.batch import Layout
 from tritonclip.backends.cpu_backend import CpuLayout
+from tritonclip.backends.native_backend import NativeLayout
+from tritonclip.backends.native_loops import CODES, has_threads, loops
 from tritonclip.backends.torch_backend import TorchLayout
 from tritonclip.backends.unit_batch import UnitLayout
 from tritonclip.backends.units import TorchUnitLayout
 from tritonclip.warn import warn_user
 
+REBUILD = "install a C compiler (gcc or clang), and then tritonclip again"
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -27,14 +30,22 @@ def layout_of(tensors: list[Tensor], *, flat: bool, negated: bool = False) -> La
             kernels may read them too.
 
     Raises:
-        RuntimeError: triton was asked for by name and cannot serve the device.
+        RuntimeError: a backend was asked for by name and cannot serve the device.
     """
     device, dtype = tensors[0].device, tensors[0].dtype
-    if backend_name(device, dtype, flat=flat, negated=negated) == "torch":
+    name = backend_name(device, dtype, flat=flat, negated=negated)
+    if name == "native" and (has_threads or _is_for_one_thread(tensors)):
+        return NativeLayout(tensors)
+    if name != "triton":
         return torch_layout(tensors, flat=flat)
     backend = importlib.import_module("tritonclip.backends.triton_backend")
     layout: Layout = backend.TritonLayout(tensors)
     return layout
+
+
+def _is_for_one_thread(tensors: list[Tensor]) -> bool:
+    """Whether threads would gain nothing, or there are none."""
+    return torch.get_num_threads() == 1 or sum(map(Tensor.numel, tensors)) < loops.SHARED
 
 
 def torch_layout(tensors: list[Tensor], *, flat: bool) -> Layout:
@@ -93,9 +104,13 @@ def host_decides(device: torch.device) -> bool:
 def backend_name(
     device: torch.device, dtype: torch.dtype, *, flat: bool = True, negated: bool = False
 ) -> str:
-    """'triton' or 'torch': the backend of gradients of a kind; errors as for `layout_of`."""
+    """The backend of gradients of a kind: 'triton', 'native' or 'torch'; errors as `layout_of`."""
     requested = settings.backend()
-    if requested == "torch" or (requested == "auto" and device.type != "cuda"):
+    if requested == "torch":
+        return "torch"
+    if requested == "native" or (requested == "auto" and device.type == "cpu"):
+        return _name_on_cpu(device, dtype, requested, flat=flat, negated=negated)
+    if requested == "auto" and device.type != "cuda":
         return "torch"
     reason = _why_not_triton(device.type)
     if reason is not None:
@@ -117,6 +132,26 @@ def backend_name(
         )
         return "torch"
     return "triton"
+
+
+def _name_on_cpu(
+    device: torch.device, dtype: torch.dtype, requested: str, *, flat: bool, negated: bool
+) -> str:
+    """'native' or 'torch': the backend of gradients of a kind on a CPU."""
+    reason = None
+    if device.type != "cpu":
+        reason = f"it runs on CPU tensors, not on {device.type}: use backend 'auto'"
+    elif loops is None:
+        reason = f"tritonclip was installed without its C extension: {REBUILD}"
+    if reason is None:
+        return "native" if dtype in CODES and flat and not negated else "torch"
+    if requested == "native":
+        raise RuntimeError(f"the native backend was asked for, but {reason}")
+    _warn_once(
+        f"tritonclip uses its slower torch backend on {device.type}: {reason}, or set "
+        "TRITONCLIP_BACKEND=torch, where that is intended"
+    )
+    return "torch"
 
 
 def warn_without_kernels(device: torch.device, dtype: torch.dtype, where: str) -> None:

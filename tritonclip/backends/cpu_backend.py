@@ -20,8 +20,8 @@ from tritonclip.backends.cpu_scale import (
     multiply_each_,
     multiply_exactly_,
     multiply_together_,
-    unscale_each_,
 )
+from tritonclip.backends.numbers import Numbers
 from tritonclip.backends.packed import Scratch
 from tritonclip.backends.torch_backend import TorchBatch, combine, norm_of
 from tritonclip.backends.torch_writes import unscale_and_clamp_, zero_
@@ -74,7 +74,7 @@ class CpuBatch:
             layout.scratch.append(scratch)
         if measured is None:
             measured = self._two_norm(per_gradient)
-        return measured if out is None else out.copy_(_as_tensor(measured))
+        return measured if out is None else out.copy_(as_tensor(measured))
 
     def _two_norm(self, per_gradient: bool) -> Tensor:
         tensors, layout = self.tensors, self.layout
@@ -91,13 +91,13 @@ class CpuBatch:
             (norm,) = norms
             number = norm / grad_scale if norm_type else norm
             return torch.tensor(number, dtype=self.dtype, device="cpu")
-        return self._as_torch().total(_as_tensor(norms), norm_type, grad_scale)
+        return self._as_torch().total(as_tensor(norms), norm_type, grad_scale)
 
     def total_each(
         self, norms: PartialNorms, first: int, norm_type: float, grad_scale: float | Tensor
     ) -> Tensor:
         """The norm of each gradient, 1-d."""
-        return self._as_torch().total_each(_as_tensor(norms), first, norm_type, grad_scale)
+        return self._as_torch().total_each(as_tensor(norms), first, norm_type, grad_scale)
 
     def norms_each(self, norms: Tensor, norm_type: float) -> Tensor:
         """The norm of each gradient: there is one partial norm for each."""
@@ -141,7 +141,7 @@ class CpuBatch:
             # It would lose digits.
             multiply_exactly_(self.tensors, layout, torch.full_like(norm, coefficient), scale)
         elif multiplier != 1:
-            multiply_together_(self.tensors, layout, multiplier)
+            self._multiply_(multiplier)
         return norm, coefficient
 
     def scale_each_(
@@ -161,14 +161,14 @@ class CpuBatch:
                 norms = norms[first : first + n].tolist()
             return self._scale_few_(norms, rule, max_norm, float(grad_scale), erase)
         norm, coefficient, factors = self._as_torch().terms_each(
-            _as_tensor(norms), first, rule, max_norm, grad_scale
+            as_tensor(norms), first, rule, max_norm, grad_scale
         )
         if erase is not None and bool(erase):
             zero_(self.tensors)
             return norm, 0.0
         changed = (factors[0] != 1).nonzero().flatten().tolist()
         if changed:
-            multiply_by_tensors_(self.tensors, self.layout, changed, factors)
+            self._multiply_by_tensors_(changed, factors)
         return norm, coefficient
 
     def _scale_few_(
@@ -194,11 +194,39 @@ class CpuBatch:
             zero_(self.tensors)
             least = 0.0
         elif scale != 1 or (dtype != layout.wide and coefficients is not None):
-            unscale_each_(self.tensors, layout, coefficients or [1.0] * len(norms), scale)
+            self._unscale_each_(coefficients or [1.0] * len(norms), scale)
         elif coefficients is not None:
-            multiply_each_(self.tensors, layout, coefficients, coefficients, numbers, least)
+            self._multiply_each_(coefficients, coefficients, numbers, least)
         layout.numbers[dtype].append(numbers)
         return norm, least
+
+    def _multiply_(self, multiplier: float) -> None:
+        multiply_together_(self.tensors, self.layout, multiplier)
+
+    def _unscale_each_(self, coefficients: list[float], scale: float) -> None:
+        """Multiplies each gradient by its coefficient, divided by the loss scale."""
+        layout = self.layout
+        rounded = c_double if self.dtype == torch.float64 else c_float
+        divisor = rounded(scale).value
+        multipliers = [rounded(coefficient / divisor).value for coefficient in coefficients]
+        factors = layout.take_numbers(layout.wide)
+        factors.memory[:] = multipliers
+        self._multiply_each_(multipliers, coefficients, factors, least_of(multipliers), scale)
+        layout.numbers[layout.wide].append(factors)
+
+    def _multiply_each_(
+        self,
+        multipliers: list[float],
+        coefficients: list[float],
+        factors: Numbers,
+        least: float,
+        scale: float = 1.0,
+    ) -> None:
+        """Arguments as for :func:`tritonclip.backends.cpu_scale.multiply_each_`."""
+        multiply_each_(self.tensors, self.layout, multipliers, coefficients, factors, least, scale)
+
+    def _multiply_by_tensors_(self, changed: list[int], factors: list[Tensor]) -> None:
+        multiply_by_tensors_(self.tensors, self.layout, changed, factors)
 
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
         """Clamps the gradients, in one pass where they are large."""
@@ -208,7 +236,7 @@ class CpuBatch:
             self.layout.clamping.clamp_(self.tensors, low, high)
 
 
-def _as_tensor(norms: PartialNorms) -> Tensor:
+def as_tensor(norms: PartialNorms) -> Tensor:
     """Partial norms as float64[n]."""
     if isinstance(norms, Tensor):
         return norms

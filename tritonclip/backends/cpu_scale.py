@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from ctypes import c_double, c_float
 
 import torch
 from torch import Tensor
 
-from tritonclip.backends.cpu_form import CpuForm
+from tritonclip.backends.cpu_form import CpuForm, HostForm
 from tritonclip.backends.cpu_wide import write_widened_
 from tritonclip.backends.numbers import Numbers
 from tritonclip.backends.torch_backend import TorchBatch
@@ -34,24 +33,10 @@ def multiply_together_(tensors: list[Tensor], form: CpuForm, multiplier: float) 
 
 
 def multiply_exactly_(
-    tensors: list[Tensor], form: CpuForm, coefficient: Tensor, scale: float
+    tensors: list[Tensor], form: HostForm, coefficient: Tensor, scale: float
 ) -> None:
     """Multiplies all gradients by a quotient that one number would hold with fewer digits."""
     multiply_(tensors, TorchBatch(tensors, form.dtype).factors_of(coefficient, scale), _no())
-
-
-def unscale_each_(
-    tensors: list[Tensor], form: CpuForm, coefficients: list[float], scale: float
-) -> None:
-    """Multiplies each gradient by its coefficient, divided by the loss scale."""
-    rounded = c_double if form.dtype == torch.float64 else c_float
-    divisor = rounded(scale).value
-    multipliers = [rounded(coefficient / divisor).value for coefficient in coefficients]
-    factors = form.take_numbers(form.wide)
-    factors.memory[:] = multipliers
-    least = least_of(multipliers)
-    multiply_each_(tensors, form, multipliers, coefficients, factors, least, scale)
-    form.numbers[form.wide].append(factors)
 
 
 def multiply_each_(
@@ -79,26 +64,47 @@ def multiply_each_(
         changed = [i for i, multiplier in enumerate(multipliers) if multiplier != 1]
         if not changed:
             return
-    # Whether one is too small for the dtype that it multiplies in.
-    if not least >= form.least and any(
-        m < form.least and c > 0 for m, c in zip(multipliers, coefficients, strict=True)
-    ):
-        exact = torch.tensor(coefficients, dtype=form.dtype, device="cpu")
-        by_tensors = TorchBatch(tensors, form.dtype).factors_of(exact, scale)
-        multiply_by_tensors_(tensors, form, changed, by_tensors)
-    else:
+    if form.holds(multipliers, coefficients, least):
         _multiply_chosen_(tensors, form, changed, factors.each)
+    else:
+        multiply_each_exactly_(tensors, form, coefficients, scale, changed)
+
+
+def multiply_each_exactly_(
+    tensors: list[Tensor],
+    form: HostForm,
+    coefficients: list[float],
+    scale: float,
+    changed: list[int] | None = None,
+) -> None:
+    """Multiplies some gradients by quotients that one number each would hold with fewer digits."""
+    exact = torch.tensor(coefficients, dtype=form.dtype, device="cpu")
+    multiply_by_products_(
+        tensors, TorchBatch(tensors, form.dtype).factors_of(exact, scale), changed
+    )
 
 
 def multiply_by_tensors_(
-    tensors: list[Tensor], form: CpuForm, changed: list[int] | None, factors: list[Tensor]
+    tensors: list[Tensor], form: CpuForm, changed: list[int], factors: list[Tensor]
 ) -> None:
-    """Multiplies some gradients, each by the factors of its index; None for all."""
-    if len(factors) > 1 and bool((factors[1] != 1).any()):
-        for i in range(len(tensors)) if changed is None else changed:
-            multiply_([tensors[i]], [factor[i] for factor in factors], _no())
+    """Multiplies some gradients, each by the factors of its index."""
+    if are_products(factors):
+        multiply_by_products_(tensors, factors, changed)
     else:
         _multiply_chosen_(tensors, form, changed, factors[0].to(form.wide).unbind())
+
+
+def are_products(factors: list[Tensor]) -> bool:
+    """Whether a gradient is multiplied by several factors in turn."""
+    return len(factors) > 1 and bool((factors[1] != 1).any())
+
+
+def multiply_by_products_(
+    tensors: list[Tensor], factors: list[Tensor], changed: list[int] | None
+) -> None:
+    """Multiplies some gradients, each by all factors of its index; None for all gradients."""
+    for i in range(len(tensors)) if changed is None else changed:
+        multiply_([tensors[i]], [factor[i] for factor in factors], _no())
 
 
 def _multiply_chosen_(

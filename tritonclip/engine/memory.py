@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import gcd
-from operator import gt
+from operator import add, gt
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from tritonclip.backends.native_loops import loops
 
 # A view into a freed buffer has its offset in place of an address. No buffer is as large as this,
 # and most systems give no memory below it.
@@ -55,15 +57,19 @@ def memory_of(grad: Tensor) -> Region | None:
         return None
 
 
-def are_apart(starts: Sequence[int], ends: Iterable[int]) -> bool:
-    """Whether each tensor ends before the next one begins; those without bytes may lie anywhere.
+def are_apart(addresses: list[int], spans: list[int]) -> bool:
+    """Whether no two tensors share a byte; those without bytes may lie anywhere.
 
     Args:
-        starts: addresses of their first bytes, ascending.
-        ends: addresses after their last bytes, in any order.
+        addresses: of their first bytes.
+        spans: bytes from the first to the last of each.
     """
+    if loops is not None:
+        apart: bool = loops.are_apart(addresses, spans)
+        return apart
     # So it is exactly where every end, in order, comes before the start that follows.
-    return not any(map(gt, sorted(ends), starts[1:]))
+    ends = sorted(map(add, addresses, spans))
+    return not any(map(gt, ends, sorted(addresses)[1:]))
 
 
 def is_freed(tensor: Tensor, address: int) -> bool:

@@ -1,7 +1,7 @@
 """Plans: everything derived from a gradient list that does not change between calls."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class Plan:
     only_group: Group | None = None
     addresses: list[int] | None = None
     n_addresses: int = 0
-    spans: Sequence[int] = ()
+    spans: list[int] = field(default_factory=list)
     n_bytes: int = 0
     guards: Any = None
     reduction: Reduction | None = None

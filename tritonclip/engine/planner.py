@@ -11,7 +11,7 @@ takes a lock: every change is one operation on a dict or a list.
 
 from collections import OrderedDict
 from itertools import repeat
-from operator import add, attrgetter
+from operator import attrgetter
 from sys import modules
 from typing import Any
 
@@ -161,14 +161,13 @@ def _key(
 
 def _moves(plan: Plan, grads: list[Tensor], addresses: list[int]) -> bool:
     """Whether a plan's gradients lie apart at new addresses, and all have memory."""
-    starts = sorted(addresses)
-    if starts[0] < OFFSETS:
+    if min(addresses) < OFFSETS:
         # Empty gradients, and those freed, have no address.
-        if len(starts) - starts.count(0) < plan.n_addresses:
+        if len(addresses) - addresses.count(0) < plan.n_addresses:
             return False
         if any(map(is_freed, grads, addresses)):
             return False
-    if not are_apart(starts, map(add, addresses, plan.spans)):
+    if not are_apart(addresses, plan.spans):
         return False
     plan.addresses = addresses
     return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import add
 from typing import TYPE_CHECKING
 
 import torch
@@ -239,7 +238,7 @@ def refuse_shared(lists: Sequence[Gradients]) -> None:
                 known[address] = gradients, index
     planned = [(g, g.plan.spans) for g in lists if g.plan is not None]
     starts = [a for g, _ in planned for a in g.addresses or map(Tensor.data_ptr, g.readable)]
-    if are_apart(sorted(starts), map(add, starts, chain(*(spans for _, spans in planned)))):
+    if are_apart(starts, list(chain(*(spans for _, spans in planned)))):
         return
     every = [(g, at, memory_of(grad)) for g, _ in planned for at, grad in enumerate(g.tensors)]
     there = [(g, at, region) for g, at, region in every if region is not None]

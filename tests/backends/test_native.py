@@ -1,0 +1,304 @@
+"""The loops of `native.c`: every dtype and length, in both forms, by any number of threads."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from array import array
+
+import pytest
+import reference
+import torch
+from cases import FLOATS, HALVES, assert_bits, bits, grad_of, normal, parameters
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from tritonclip.backends import native_loops
+from tritonclip.backends.native_backend import NativeLayout
+from tritonclip.backends.native_loops import CODES, loops
+from tritonclip.engine import memory
+
+if loops is None:
+    pytest.skip("tritonclip was installed without its C extension", allow_module_level=True)
+
+# As `native.c` has them: a block, and the elements that are compared before a write.
+BLOCK, COMPARED = 32768, 2048
+LENGTHS = (0, 1, 7, 8, 9, 31, 32, 33, 255, 256, 257, COMPARED - 1, COMPARED, COMPARED + 9)
+LONG = (BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
+
+
+@pytest.fixture(params=[False, True], ids=["fastest", "portable"], autouse=True)
+def _loops(request):
+    """Both forms of the loops."""
+    loops.set_portable(request.param)
+    yield
+    loops.set_portable(False)
+
+
+def listed(tensors, threads=1):
+    """The arguments that a list takes."""
+    sizes = array("q", [tensor.numel() for tensor in tensors]).tobytes()
+    return [tensor.data_ptr() for tensor in tensors], sizes, CODES[tensors[0].dtype], threads
+
+
+def amid_canaries(tensor, offset):
+    """A copy within memory of sevens, `offset` elements from an aligned address; and the memory."""
+    memory = torch.full((tensor.numel() + 64,), 7.0, dtype=tensor.dtype)
+    own = memory[16 + offset : 16 + offset + tensor.numel()]
+    own.copy_(tensor)
+    return own, memory
+
+
+def assert_canaries(memory, own):
+    start = own.storage_offset()
+    assert bool((memory[:start] == 7).all())
+    assert bool((memory[start + own.numel() :] == 7).all())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("length", [*LENGTHS, *LONG])
+def test_norm_is_that_of_float64(dtype, length):
+    x = normal(length, dtype=dtype)
+    # Squares of half types round seven times in float32: 2.1e-7 at most.
+    tolerance = 2.1e-7 if dtype in (torch.float16, torch.bfloat16) else 1e-14
+    assert loops.norm(*listed([x])) == pytest.approx(reference.norm(x), rel=tolerance, abs=0)
+    assert loops.norms(*listed([x])) == [loops.norm(*listed([x]))]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_norms_are_those_of_each(dtype):
+    grads = [normal(n, dtype=dtype, seed=n) for n in (*LENGTHS, *LONG)]
+    norms = loops.norms(*listed(grads))
+    assert norms == [loops.norm(*listed([grad])) for grad in grads]
+    assert loops.norm(*listed(grads)) == pytest.approx(math.hypot(*norms), rel=1e-14)
+
+
+@pytest.mark.parametrize("value", [2.0**-126, 2.0**-149, 2.0**-80, 2.0**64, 2.0**100, 3e38])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("length", [3, 5000])
+def test_norm_of_squares_beyond_float32(dtype, value, length):
+    x = torch.full((length,), value, dtype=torch.float64).to(dtype)
+    assert loops.norm(*listed([x])) == pytest.approx(reference.norm(x), rel=2.1e-7, abs=0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("length", [5, 5000])
+def test_norm_keeps_nan_and_inf(dtype, length):
+    for values, expected in (([math.inf], math.inf), ([math.nan, -math.inf], math.nan)):
+        x = normal(length, dtype=dtype)
+        x[: len(values)] = torch.tensor(values)
+        norm = loops.norm(*listed([x]))
+        assert norm == expected or (math.isnan(norm) and math.isnan(expected))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_norms_of_all_numbers_of_threads_are_the_same_bits(dtype):
+    grads = [normal(n, dtype=dtype, seed=n) for n in (7, 0, 3 * loops.SHARED + 1, 1, BLOCK, 5)]
+    alone = loops.norms(*listed(grads)), loops.norm(*listed(grads))
+    for threads, _ in itertools.product((2, 3, 8), range(5)):
+        shared = loops.norms(*listed(grads, threads)), loops.norm(*listed(grads, threads))
+        assert shared == alone
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_products_are_rounded_once_and_stay_in_their_memory(dtype, length, offset):
+    x = normal(length, dtype=dtype)
+    own, memory = amid_canaries(x, offset)
+    loops.multiply_(*listed([own]), 0.3)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert_bits([own], [(x.to(wide) * torch.tensor(0.3, dtype=wide)).to(dtype)])
+    assert_canaries(memory, own)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_clamps_are_exact_and_stay_in_their_memory(dtype, length, offset):
+    x = normal(length, dtype=dtype)
+    own, memory = amid_canaries(x, offset)
+    loops.clamp_(*listed([own]), -0.5, 0.75)
+    assert_bits([own], [x.clamp(-0.5, 0.75)])
+    assert_canaries(memory, own)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("length", [5, 40])
+def test_clamp_keeps_nan_and_the_sign_of_zero(dtype, length):
+    x = torch.zeros(length, dtype=dtype)
+    x[:5] = torch.tensor([math.nan, -0.0, math.inf, -math.inf, 0.25])
+    loops.clamp_(*listed([x]), -1.0, 1.0)
+    assert x[0].isnan()
+    assert bool(x[1].signbit())
+    assert x[2:5].tolist() == [1.0, -1.0, 0.25]
+
+
+def test_factors_of_one_write_nothing():
+    grads = [normal(9), normal(9), normal(9)]
+    expected = [grads[0] * 0.5, grads[1].clone(), grads[2] * 2]
+    loops.multiply_each_(*listed(grads), [0.5, 1.0, 2.0])
+    assert_bits(grads, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_writes_of_several_threads_are_those_of_one(dtype):
+    sizes = (5, 0, 2 * loops.SHARED + 3, BLOCK, 1)
+    for verb, arguments in (
+        (loops.multiply_, (0.3,)),
+        (loops.multiply_each_, ([0.5, 1.0, 0.25, 3.0, 0.125],)),
+        (loops.clamp_, (-0.5, 0.5)),
+    ):
+        alone = [normal(n, dtype=dtype, seed=n) for n in sizes]
+        shared = [grad.clone() for grad in alone]
+        verb(*listed(alone), *arguments)
+        verb(*listed(shared, 3), *arguments)
+        assert_bits(shared, alone)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("factor", [1.5, 0.3, 2.0**-9, 2.0**-14, 3e4, math.inf, math.nan])
+def test_every_half_is_converted_as_torch_does(dtype, factor):
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    expected = (x.float() * factor).to(dtype)
+    loops.multiply_(*listed([x]), factor)
+    assert torch.equal(x.isnan(), expected.isnan())
+    assert_bits([x[~x.isnan()]], [expected[~expected.isnan()]])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_half_is_measured(dtype):
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    for one in x[x.isfinite()].view(-1, 256):
+        assert loops.norm(*listed([one])) == pytest.approx(reference.norm(one), rel=2.1e-7, abs=0)
+
+
+def test_subnormal_halves_are_read_where_subnormal_floats_are_flushed():
+    x = torch.full((300,), 2.0**-24, dtype=torch.float16)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    try:
+        assert loops.norm(*listed([x])) == pytest.approx(math.sqrt(300) * 2.0**-24, rel=1e-6)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+RUNS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), min_size=1, max_size=9)
+
+
+@given(RUNS)
+def test_runs_are_apart_exactly_where_no_byte_is_shared(runs):
+    starts, spans = [start for start, _ in runs], [span for _, span in runs]
+    met = [byte for start, span in runs for byte in range(start, start + span)]
+    assert loops.are_apart(starts, spans) == (len(set(met)) == len(met))
+
+
+def test_are_apart_is_the_same_without_the_extension(monkeypatch):
+    monkeypatch.setattr(memory, "loops", None)
+    for runs in itertools.product([(0, 2), (1, 1), (2, 3), (1, 0), (4, 1)], repeat=3):
+        starts, spans = [start for start, _ in runs], [span for _, span in runs]
+        assert memory.are_apart(starts, spans) == loops.are_apart(starts, spans)
+
+
+def test_many_runs_are_sorted():
+    starts = [(7919 * i) % 10_007 * 8 for i in range(10_000)]
+    assert loops.are_apart(starts, [8] * 10_000)
+    assert not loops.are_apart(starts, [8] * 9_999 + [9 * 8])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (([1], b"", 2, 1), ValueError),
+        (([], b"", 4, 1), ValueError),
+        (([], b"", -1, 1), ValueError),
+        ((["a"], bytes(8), 2, 1), TypeError),
+        (((), b"", 2, 1), SystemError),
+        (([], "", 2, 1), TypeError),
+        (([], b"", 2), TypeError),
+    ],
+    ids=["sizes", "dtype", "negative", "address", "tuple", "text", "too few"],
+)
+def test_wrong_arguments_raise(arguments, error):
+    for verb in (loops.norm, loops.norms):
+        with pytest.raises(error):
+            verb(*arguments)
+
+
+def test_factors_and_spans_have_to_be_as_many():
+    x = normal(3)
+    with pytest.raises(ValueError, match="a factor for each"):
+        loops.multiply_each_(*listed([x]), [1.0, 2.0])
+    with pytest.raises(TypeError):
+        loops.multiply_each_(*listed([x]), ["1"])
+    with pytest.raises(ValueError, match="a span for each"):
+        loops.are_apart([1, 2], [1])
+    assert_bits([x], [normal(3)])
+
+
+def test_nothing_is_measured_and_written():
+    assert loops.norm([], b"", 2, 1) == 0.0
+    assert loops.norms([], b"", 2, 1) == []
+    loops.clamp_([], b"", 2, 1, -1.0, 1.0)
+
+
+@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.1), ClipByNorm(0.1), ClipByValue(0.1)])
+def test_writes_count_as_versions_and_others_do_not(rule):
+    for limit, written in ((rule, True), (type(rule)(1e9), False)):
+        (one,) = parameters([normal(9)])
+        before = grad_of(one)._version
+        with tritonclip.use_backend("native"):
+            tritonclip.clip_([one], limit)
+        # By value, an element may be written wherever it is.
+        assert (grad_of(one)._version > before) == (written or isinstance(rule, ClipByValue))
+
+
+class Seen(TorchDispatchMode):
+    """Counts operators that write."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.written += func._schema.is_mutable
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.1), ClipByNorm(0.1), ClipByValue(0.1)])
+def test_modes_see_every_write(rule):
+    params = parameters([normal(9), normal(4)])
+    with tritonclip.use_backend("native"):
+        tritonclip.clip_(params, rule)
+        with Seen() as mode:
+            tritonclip.clip_(params, type(rule)(0.05))
+    assert mode.written
+
+
+# Of torch itself, when it first makes a dual tensor.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_tangents_of_dual_numbers_are_clamped_too():
+    with forward_ad.dual_level(), tritonclip.use_backend("native"):
+        (one,) = parameters([forward_ad.make_dual(torch.tensor([0.5, 3.0]), torch.ones(2))])
+        tritonclip.clip_([one], ClipByValue(1.0))
+        tangent = forward_ad.unpack_dual(grad_of(one)).tangent
+    assert tangent is not None
+    assert tangent.tolist() == [1.0, 0.0]
+
+
+def test_layout_counts_its_memory():
+    layout = NativeLayout([normal(3)] * 100)
+    assert layout.n_bytes >= 100 * 8
+
+
+def test_threads_are_those_of_torch():
+    assert native_loops.has_threads
+    assert loops.SHARED >= BLOCK
+    x = normal(loops.SHARED)
+    assert bits(torch.tensor(loops.norm(*listed([x], 2)))) == bits(
+        torch.tensor(loops.norm(*listed([x])))
+    )

@@ -1,0 +1,38 @@
+"""The functions of `native.c`.
+
+`addresses` and `sizes` are of contiguous gradients of one dtype: the first byte of each, and its
+elements as bytes of int64. `dtype` is a code of `native_loops.CODES`. At most `threads` threads
+share a list of SHARED elements or more. Memory that is not there ends the process.
+"""
+
+SHARED: int
+
+def norm(addresses: list[int], sizes: bytes, dtype: int, threads: int, /) -> float:
+    """The 2-norm of all elements."""
+
+def norms(addresses: list[int], sizes: bytes, dtype: int, threads: int, /) -> list[float]:
+    """The 2-norm of each gradient."""
+
+def multiply_(
+    addresses: list[int], sizes: bytes, dtype: int, threads: int, factor: float, /
+) -> None:
+    """Multiplies all gradients; the factor is rounded to float32, but for float64 gradients."""
+
+def multiply_each_(
+    addresses: list[int], sizes: bytes, dtype: int, threads: int, factors: list[float], /
+) -> None:
+    """Multiplies each gradient by its factor, and leaves those whose factor is 1."""
+
+def clamp_(
+    addresses: list[int], sizes: bytes, dtype: int, threads: int, low: float, high: float, /
+) -> None:
+    """Clamps; the bounds are numbers of the dtype. What lies within them is not written."""
+
+def are_apart(addresses: list[int], spans: list[int], /) -> bool:
+    """Whether no two of these runs of bytes share one."""
+
+def share(function: int, /) -> None:
+    """Takes the address of GOMP_parallel, which runs a function in several threads."""
+
+def set_portable(flag: bool, /) -> None:
+    """Whether to use the loops that every processor has, which have the same results."""

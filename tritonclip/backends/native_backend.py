@@ -1,0 +1,120 @@
+"""The native backend: the loops of `native.c` on the memory of CPU gradients.
+
+The host decides, as in :mod:`tritonclip.backends.cpu_backend`, which it takes everything from but
+the loops: norms of order 2, products and clamps, each in one call, whatever the number of
+gradients.
+"""
+
+from array import array
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from tritonclip.backends import cpu_norm
+from tritonclip.backends.batch import PartialNorms
+from tritonclip.backends.cpu_backend import CpuBatch, CpuLayout, as_tensor
+from tritonclip.backends.cpu_form import HostForm
+from tritonclip.backends.cpu_scale import (
+    are_products,
+    multiply_by_products_,
+    multiply_each_exactly_,
+)
+from tritonclip.backends.native_loops import CODES, loops
+from tritonclip.backends.numbers import Numbers
+from tritonclip.backends.torch_writes import in_forward_mode, unscale_and_clamp_
+from tritonclip.tracing import is_pre_dispatch, n_dispatch_modes
+
+# A norm of float64 is known where it lies from the first up to the second: a smaller one may have
+# lost squares to underflow, a larger one overflowed. Those of other dtypes fit float64.
+_LEAST, _LARGEST = 2.0**-450, 2.0**450
+
+
+class NativeLayout(HostForm):
+    """Sizes of contiguous gradients.
+
+    Args:
+        tensors: gradients of one dtype that has loops, on a CPU; at least one.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__(tensors)
+        self.code = CODES[tensors[0].dtype]
+        self.packed_sizes = array("q", self.sizes).tobytes()
+        self.is_shared = sum(self.sizes) >= loops.SHARED
+        self.n_bytes += len(self.packed_sizes)
+        # Made where a call cannot be served by addresses.
+        self._by_operators: CpuLayout | None = None
+
+    def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> CpuBatch:
+        """The gradients of a call; operators serve those that modes or transforms have to see."""
+        if addresses is None or n_dispatch_modes() or in_forward_mode() or is_pre_dispatch():
+            if self._by_operators is None:
+                self._by_operators = CpuLayout(tensors, flat=True)
+            self._by_operators.dtype = self.dtype
+            return self._by_operators.bind(tensors, addresses)
+        return NativeBatch(tensors, self, addresses)
+
+
+class NativeBatch(CpuBatch):
+    """Verbs by addresses; see :class:`tritonclip.backends.batch.Batch`.
+
+    Versions count before a write, so that an interrupt leaves none that autograd does not see.
+    """
+
+    layout: NativeLayout  # type: ignore[assignment]
+
+    def __init__(self, tensors: list[Tensor], layout: NativeLayout, addresses: list[int]) -> None:
+        self.tensors, self.layout, self.dtype = tensors, layout, layout.dtype
+        threads = torch.get_num_threads() if layout.is_shared else 1
+        self._list = addresses, layout.packed_sizes, layout.code, threads
+
+    def norm(self, norm_type: float, out: Tensor | None, *, per_gradient: bool) -> PartialNorms:
+        """Measures the gradients."""
+        measured: PartialNorms
+        if norm_type != 2.0:
+            measured = self._as_torch().norm(norm_type, None, per_gradient=per_gradient)
+        else:
+            measured = loops.norms(*self._list) if per_gradient else [loops.norm(*self._list)]
+            if self.layout.wide == torch.float64 and not all(
+                _LEAST <= norm < _LARGEST for norm in measured
+            ):
+                measure = cpu_norm.two_norms_of_each if per_gradient else cpu_norm.two_norm
+                measured = measure(self.tensors, self.layout.sizes, flat=True)
+        return measured if out is None else out.copy_(as_tensor(measured))
+
+    def _multiply_(self, multiplier: float) -> None:
+        increment_version(self.tensors)
+        loops.multiply_(*self._list, multiplier)
+
+    def _multiply_each_(
+        self,
+        multipliers: list[float],
+        coefficients: list[float],
+        factors: Numbers,
+        least: float,
+        scale: float = 1.0,
+    ) -> None:
+        if self.layout.holds(multipliers, coefficients, least):
+            self._multiply_chosen_(multipliers)
+        else:
+            multiply_each_exactly_(self.tensors, self.layout, coefficients, scale)
+
+    def _multiply_by_tensors_(self, changed: list[int], factors: list[Tensor]) -> None:
+        if are_products(factors):
+            multiply_by_products_(self.tensors, factors, changed)
+        else:
+            self._multiply_chosen_(factors[0].to(self.layout.wide).tolist())
+
+    def _multiply_chosen_(self, factors: list[float]) -> None:
+        """Multiplies each gradient, but not where its factor is 1."""
+        increment_version([t for t, f in zip(self.tensors, factors, strict=True) if f != 1])
+        loops.multiply_each_(*self._list, factors)
+
+    def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
+        """Clamps the gradients, and writes none of those within the bounds."""
+        if isinstance(grad_scale, Tensor) or grad_scale != 1:
+            unscale_and_clamp_(self.tensors, low, high, grad_scale)
+        else:
+            increment_version(self.tensors)
+            loops.clamp_(*self._list, low, high)
