@@ -10,12 +10,12 @@ from torch.autograd import forward_ad
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm
 from tritonclip.backends.cpu_backend import CpuLayout
-from tritonclip.backends.cpu_pace import SERIAL
 from tritonclip.backends.packed import (
     LONG,
     MEASURED_ELEMENTS,
     PACKED_ELEMENTS,
     PACKED_TENSORS,
+    SERIAL,
     WIDE_ELEMENTS,
     rows_of,
 )

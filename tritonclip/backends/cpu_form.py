@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.cpu_clamp import Clamping
-from tritonclip.backends.cpu_wide import to_widen
 from tritonclip.backends.numbers import Numbers
 from tritonclip.backends.packed import VIEW_BYTES, Scratch, packs, scratch_bytes
 from tritonclip.backends.torch_writes import ARITHMETIC
@@ -98,8 +97,7 @@ class CpuForm(HostForm):
             and not any(map(Tensor.is_neg, tensors))
         )
         self.unscales_each = self.unscales and dtype != torch.float32
-        self.widened = frozenset(to_widen(tensors, self.sizes, flat=flat))
-        self.clamping = Clamping(tensors, self.sizes, self.widened, flat=flat)
+        self.clamping = Clamping(tensors, self.sizes)
         self.found_nonfinite = torch.zeros((), dtype=torch.float32, device="cpu")
         self.scratch: deque[Scratch] = deque(maxlen=1)
         self.n_bytes += VIEW_BYTES * self._n_numbers

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.cpu_form import CpuForm, HostForm
-from tritonclip.backends.cpu_wide import write_widened_
 from tritonclip.backends.numbers import Numbers
 from tritonclip.backends.torch_backend import TorchBatch
 from tritonclip.backends.torch_writes import in_forward_mode, in_one_call, multiply_
@@ -19,15 +18,12 @@ def multiply_together_(tensors: list[Tensor], form: CpuForm, multiplier: float) 
     numbers = form.take_numbers(form.wide)
     numbers.memory[0] = multiplier
     factor = numbers.first
-    if form.widened and not in_forward_mode():
-        write_widened_(tensors, form.widened, lambda piece, _: piece.mul_(factor))
-        tensors = [tensor for i, tensor in enumerate(tensors) if i not in form.widened]
     if form.unscales and not in_forward_mode():
         # The operator by which a GradScaler unscales; it would leave the tangents of dual numbers.
         # Versions count first: an interrupt leaves no write that autograd does not see.
         torch.autograd.graph.increment_version(tensors)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, form.found_nonfinite, factor)
-    elif tensors and not in_one_call(torch._foreach_mul_, tensors, factor):
+    elif not in_one_call(torch._foreach_mul_, tensors, factor):
         multiply_(tensors, [factor], _no())
     form.numbers[form.wide].append(numbers)
 
@@ -111,11 +107,6 @@ def _multiply_chosen_(
     tensors: list[Tensor], form: CpuForm, changed: list[int] | None, factors: Sequence[Tensor]
 ) -> None:
     """Multiplies some gradients, each by the 0-d factor of its index; None for all."""
-    if form.widened and not in_forward_mode():
-        places = range(len(tensors)) if changed is None else changed
-        long = [i for i in places if i in form.widened]
-        write_widened_(tensors, long, lambda piece, i: piece.mul_(factors[i]))
-        changed = [i for i in places if i not in form.widened]
     if changed is not None:
         tensors = [tensors[i] for i in changed]
         factors = [factors[i] for i in changed]
@@ -123,7 +114,7 @@ def _multiply_chosen_(
         torch.autograd.graph.increment_version(tensors)
         for tensor, factor in zip(tensors, factors, strict=True):
             torch._amp_foreach_non_finite_check_and_unscale_([tensor], form.found_nonfinite, factor)
-    elif tensors and not in_one_call(torch._foreach_mul_, tensors, factors):
+    elif not in_one_call(torch._foreach_mul_, tensors, factors):
         for tensor, factor in zip(tensors, factors, strict=True):
             multiply_([tensor], [factor], _no())
 

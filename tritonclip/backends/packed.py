@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.backends.cpu_pace import SERIAL
 from tritonclip.backends.cpu_rows import ROW
 from tritonclip.grad_mode import outside_inference
 
@@ -29,6 +28,8 @@ WIDE_ELEMENTS = 32768
 # where cores are busy, one call in hundreds took 4 to 13 ms. For 640, 6,400 and 32,768 elements the
 # product takes 1.2, 2.4 and 3.5 us, the norm 1.6, 2.5 and 6.5. (torch 2.13, Xeon, 2 threads.)
 DOTTED = 2048
+# The most elements of an operator in one thread: fewer than torch's grain of 32,768.
+SERIAL = 32640
 # Elements of a row, at most, where each gradient is one of float64; of float32 they are ROW.
 LONGEST_ROW = 1024
 # Each gradient is one row where that takes no more than so many times the elements.
@@ -59,7 +60,7 @@ class Rows(NamedTuple):
     def shared(self) -> list[int]:
         """Gradients that several threads copy, each measured by a call: by the same threads.
 
-        Memory that one thread wrote and another one read is slow to write again, see `cpu_wide`.
+        Memory that one thread wrote and another one read is slow to write again.
         """
         long, least = set(self.long), SERIAL // self.length
         return [i for i, count in enumerate(self.counts) if count > least and i not in long]
