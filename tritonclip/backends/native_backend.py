@@ -9,6 +9,7 @@ from array import array
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from tritonclip.backends import cpu_norm
@@ -22,7 +23,7 @@ from tritonclip.backends.cpu_scale import (
 )
 from tritonclip.backends.native_loops import CODES, loops
 from tritonclip.backends.numbers import Numbers
-from tritonclip.backends.torch_writes import in_forward_mode, unscale_and_clamp_
+from tritonclip.backends.torch_writes import unscale_and_clamp_
 from tritonclip.tracing import is_pre_dispatch, n_dispatch_modes
 
 # A norm of float64 is known where it lies from the first up to the second: a smaller one may have
@@ -48,7 +49,8 @@ class NativeLayout(HostForm):
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> CpuBatch:
         """The gradients of a call; operators serve those that modes or transforms have to see."""
-        if addresses is None or n_dispatch_modes() or in_forward_mode() or is_pre_dispatch():
+        is_dual = forward_ad._current_level >= 0
+        if addresses is None or is_dual or n_dispatch_modes() or is_pre_dispatch():
             if self._by_operators is None:
                 self._by_operators = CpuLayout(tensors, flat=True)
             self._by_operators.dtype = self.dtype
