@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 import tritonclip
+from tritonclip.backends import choose
 
 RESULTS = Path(__file__).parent / "results"
 # Named in the provenance where installed.
@@ -236,6 +237,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "tritonclip": tritonclip.__version__,
+        "backend": choose.backend_name(device, torch.float32),
         "torch": torch.__version__,
     }
     for package in PACKAGES:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from bench_cases import CPU, ROW
 
+import tritonclip
 from bench import results
 from bench.results import Row
 
@@ -18,6 +19,12 @@ def test_rows_go_to_json_and_come_back(tmp_path):
     given = [ROW, replace(ROW, case={"workload": "b"}, values={}, correct=False)]
     results.write(tmp_path / "rows.json", {"torch": "2"}, given)
     assert results.read(tmp_path / "rows.json") == ({"torch": "2"}, given)
+
+
+def test_provenance_names_the_backend_that_serves():
+    for name in ("native", "torch"):
+        with tritonclip.use_backend(name):
+            assert results.provenance(CPU)["backend"] == name
 
 
 def test_provenance_names_the_command_without_its_output_file(monkeypatch):
