@@ -53,7 +53,7 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(RUN) -m mypy
 
-# Once on the torch backend (and on the GPU, where there is one), once through the real kernels on
+# Once on the native and the torch backend (and on the GPU, where there is one), once through the real kernels on
 # CPU tensors. Triton reads TRITON_INTERPRET when it is imported: hence two processes.
 tests: $(INSTALLED)
 	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not codegen and not wheel"

@@ -8,7 +8,7 @@ import torch
 
 import tritonclip
 from tritonclip import settings
-from tritonclip.backends import choose
+from tritonclip.backends import choose, native_loops
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _RULES = (
@@ -30,6 +30,7 @@ def examine() -> int:
         ("python", platform.python_version()),
         ("torch", torch.__version__),
         ("triton", _version("triton")),
+        ("c extension", native_loops.fault or "built"),
         ("backend", backend),
         ("verify", "on" if verifying else "off"),
     ):

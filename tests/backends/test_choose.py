@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,6 +75,7 @@ def test_operators_serve_what_has_no_loops(name, dtype, form):
 
 def test_an_installation_without_the_extension_is_said_once(monkeypatch):
     monkeypatch.setattr(choose, "loops", None)
+    monkeypatch.setattr(choose, "fault", "it was not built: install a C compiler")
     with pytest.warns(UserWarning, match=r"slower torch backend on cpu.*install a C compiler"):
         tritonclip.clip_(parameters([normal(3)]), 1.0)
     plans.clear()
@@ -83,11 +86,44 @@ def test_an_installation_without_the_extension_is_said_once(monkeypatch):
 
 def test_native_that_was_not_built_is_refused(monkeypatch):
     monkeypatch.setattr(choose, "loops", None)
+    monkeypatch.setattr(choose, "fault", "it was not built: install a C compiler")
     with (
         tritonclip.use_backend("native"),
         pytest.raises(RuntimeError, match=r"native backend was asked for.*install a C compiler"),
     ):
         choose.backend_name(CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("spec", "module", "reason"),
+    [
+        (None, None, r"imported from its sources in .*pip install -e \."),
+        (True, ImportError("too short"), r"cannot be loaded \(too short\): install a C compiler"),
+        (True, SimpleNamespace(), r"built from another version: .*tritonclip again"),
+    ],
+    ids=["sources", "broken", "older"],
+)
+def test_an_extension_that_cannot_serve_says_why(monkeypatch, spec, module, reason):
+    def import_module(name):
+        if isinstance(module, Exception):
+            raise module
+        return module
+
+    monkeypatch.setattr(native_loops, "find_spec", lambda name: spec)
+    monkeypatch.setattr("tritonclip.backends.native_loops.importlib.import_module", import_module)
+    loops, fault = native_loops.load()
+    assert loops is None
+    assert re.search(reason, fault)
+
+
+def test_an_installation_without_the_extension_says_how_to_build_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(native_loops, "find_spec", lambda name: None)
+    monkeypatch.setattr(native_loops, "__file__", str(tmp_path / "native_loops.py"))
+    assert native_loops.load() == (
+        None,
+        "tritonclip was installed without its C extension: install a C compiler (gcc or clang), "
+        "and then tritonclip again",
+    )
 
 
 def test_native_refuses_other_devices():
@@ -226,7 +262,7 @@ def test_triton_refuses_cpu_tensors_before_anything_is_written(monkeypatch, rule
 
 ASKS = """
 import warnings, torch, tritonclip
-from tritonclip.backends import choose, native_loops
+from tritonclip.backends import choose
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     for _ in range(2):
@@ -258,6 +294,11 @@ except RuntimeError as error:
             "raise OSError('libcuda.so: cannot open')",
             "is installed but cannot be imported (OSError: libcuda.so: cannot open)",
             id="OSError",
+        ),
+        pytest.param(
+            "raise ModuleNotFoundError('No module named numpy', name='numpy')",
+            "is installed, and its interpreter needs numpy: pip install numpy",
+            id="numpy-missing",
         ),
         pytest.param(
             "raise ModuleNotFoundError('No module named triton', name='triton')",

@@ -6,6 +6,7 @@ share a list of SHARED elements or more. Memory that is not there ends the proce
 """
 
 SHARED: int
+INTERFACE: int
 
 def norm(addresses: list[int], sizes: bytes, dtype: int, threads: int, /) -> float:
     """The 2-norm of all elements."""

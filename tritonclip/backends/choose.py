@@ -10,13 +10,12 @@ from tritonclip import settings
 from tritonclip.backends.batch import Layout
 from tritonclip.backends.cpu_backend import CpuLayout
 from tritonclip.backends.native_backend import NativeLayout
-from tritonclip.backends.native_loops import CODES, has_threads, loops
+from tritonclip.backends.native_loops import CODES, fault, has_threads, loops
 from tritonclip.backends.torch_backend import TorchLayout
 from tritonclip.backends.unit_batch import UnitLayout
 from tritonclip.backends.units import TorchUnitLayout
 from tritonclip.warn import warn_user
 
-REBUILD = "install a C compiler (gcc or clang), and then tritonclip again"
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -142,7 +141,7 @@ def _name_on_cpu(
     if device.type != "cpu":
         reason = f"it runs on CPU tensors, not on {device.type}: use backend 'auto'"
     elif loops is None:
-        reason = f"tritonclip was installed without its C extension: {REBUILD}"
+        reason = fault
     if reason is None:
         return "native" if dtype in CODES and flat and not negated else "torch"
     if requested == "native":
@@ -171,6 +170,8 @@ def triton_fault() -> str | None:
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":
             return "triton is not installed: pip install triton"
+        if isinstance(error, ModuleNotFoundError) and error.name == "numpy":
+            return "triton is installed, and its interpreter needs numpy: pip install numpy"
         # One that was built for other libraries raises all kinds of errors.
         return (
             f"triton is installed but cannot be imported ({type(error).__name__}: {error}): "

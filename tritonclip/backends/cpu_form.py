@@ -15,8 +15,6 @@ from tritonclip.grad_mode import outside_inference
 # takes 5, 10 and 29 us where nothing is clipped, tensor operators 33, 39 and 58; where all are
 # clipped, 29, 94 and 361 against 65, 151 and 492. (torch 2.13, Xeon, 1 thread.)
 FEW = 512
-# A size in a list: the number and where it is.
-SIZE_BYTES = 40
 # Largest mean size of gradients that GradScaler's function multiplies faster than foreach does: 30
 # float32 gradients of 64, 1,024, 4,096 and 16,384 elements take 8.2, 11.4, 20.8 and 67 us, foreach
 # 13.1, 14.6, 20.7 and 56; of bfloat16 8.5, 14.8, 32 and 99 against 32, 37, 50 and 105; float16 is
@@ -49,7 +47,7 @@ class HostForm:
         # One a gradient where there are few; else one for all.
         self._n_numbers = len(tensors) if len(tensors) <= FEW else 1
         # Of float32 and of float64, and a view of each together and of its first.
-        self.n_bytes = 4 * VIEW_BYTES + 12 * self._n_numbers + SIZE_BYTES * len(tensors)
+        self.n_bytes = 4 * VIEW_BYTES + 12 * self._n_numbers
 
     def take_numbers(self, dtype: torch.dtype) -> Numbers:
         """Numbers of a dtype that tensors share."""

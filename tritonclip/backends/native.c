@@ -27,6 +27,8 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
+/* Of the functions and their arguments, for `native_loops`. */
+#define INTERFACE 1
 /* Elements whose squares have a sum of their own, and of a task, at least: a thread that has to wait
  * for its turn delays the others by one task. Tasks of 131,072 and of 32,768 elements: two threads
  * add up 2^21 squares of float32 in 230 and 203 us, and multiply 2^19 bfloat16 in 67 and 59. (AMD
@@ -619,6 +621,8 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__native(void) {
     loops_of = fastest_loops();
     PyObject *module = PyModule_Create(&definition);
-    if (module && PyModule_AddIntConstant(module, "SHARED", SHARED)) Py_CLEAR(module);
+    if (module && (PyModule_AddIntConstant(module, "SHARED", SHARED) ||
+                   PyModule_AddIntConstant(module, "INTERFACE", INTERFACE)))
+        Py_CLEAR(module);
     return module;
 }

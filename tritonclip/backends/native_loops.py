@@ -5,6 +5,7 @@ of the OpenMP library that PyTorch has loaded, so that no second pool competes w
 """
 
 import ctypes
+import importlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,34 @@ import torch
 
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
+# Of the functions and their arguments, as `native.c` has it: a binary may be older than this file.
+INTERFACE = 1
 
-# `_native.pyi` has its functions; None where it was not built.
-loops: Any = None
-if find_spec("tritonclip.backends._native") is not None:
-    from tritonclip.backends import _native
+_MODULE = "tritonclip.backends._native"
+_REBUILD = "install a C compiler (gcc or clang), and then tritonclip again"
 
-    loops = _native
+
+def load() -> tuple[Any, str]:
+    """The extension, whose functions `_native.pyi` has; or None, and why, with a remedy."""
+    folder = Path(__file__).parent
+    if find_spec(_MODULE) is None:
+        if (folder / "native.c").exists():
+            return None, (
+                f"tritonclip is imported from its sources in {folder.parents[1]}, where its C "
+                "extension was not built: run Python in another folder, or install them in place "
+                "by pip install -e ."
+            )
+        return None, f"tritonclip was installed without its C extension: {_REBUILD}"
+    try:
+        module = importlib.import_module(_MODULE)
+    except ImportError as error:
+        return None, f"its C extension cannot be loaded ({error}): {_REBUILD}"
+    if getattr(module, "INTERFACE", None) != INTERFACE:
+        return None, f"its C extension was built from another version: {_REBUILD}"
+    return module, ""
+
+
+loops, fault = load()
 
 
 def _share_threads() -> bool:
