@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from array import array
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
+from workers import python
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
@@ -136,6 +138,14 @@ def test_clamp_keeps_nan_and_the_sign_of_zero(dtype, length):
     assert x[0].isnan()
     assert bool(x[1].signbit())
     assert x[2:5].tolist() == [1.0, -1.0, 0.25]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_clamp_to_a_bound_of_zero_keeps_its_sign(dtype):
+    x = torch.tensor([-1.0, -0.0, 0.0, 2.0] * 3, dtype=dtype)
+    expected = x.clamp(-0.0, 0.0)
+    loops.clamp_(*listed([x]), -0.0, 0.0)
+    assert_bits([x], [expected])
 
 
 def test_factors_of_one_write_nothing():
@@ -288,6 +298,30 @@ def test_tangents_of_dual_numbers_are_clamped_too():
         tangent = forward_ad.unpack_dual(grad_of(one)).tangent
     assert tangent is not None
     assert tangent.tolist() == [1.0, 0.0]
+
+
+FORKS = """
+import os, signal, torch, tritonclip
+from tritonclip.backends.native_loops import loops
+# Of lengths that PyTorch's operators take in one thread, in both processes.
+params = [torch.zeros(10_000, requires_grad=True) for _ in range(loops.SHARED // 10_000 + 1)]
+for one in params:
+    one.grad = torch.ones(10_000)
+tritonclip.clip_(params, 1.0)
+child = os.fork()
+if not child:
+    signal.alarm(60)
+    norm = tritonclip.clip_(params, 0.5)
+    os._exit(abs(norm.item() - 1) > 1e-5)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
+def test_forked_process_waits_for_no_thread():
+    """Where the list is large, but no gradient is, PyTorch's own operators wait for none."""
+    done = python("-c", FORKS, TRITONCLIP_BACKEND="native")
+    assert done.returncode == 0, done.stderr
 
 
 def test_layout_counts_its_memory():

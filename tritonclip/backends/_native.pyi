@@ -36,4 +36,4 @@ def share(function: int, /) -> None:
     """Takes the address of GOMP_parallel, which runs a function in several threads."""
 
 def set_portable(flag: bool, /) -> None:
-    """Whether to use the loops that every processor has, which have the same results."""
+    """Whether to use the loops that every processor has; norms of float64 may differ by a bit."""

@@ -210,7 +210,7 @@ INLINE double sum_of_lanes(double *lanes) {
 #define WRITES(D, T, W, MASK, ISA, ATTRIBUTE) \
     ATTRIBUTE static void multiply_##D##_##ISA(void *elements, int64_t n, double number) { \
         T *x = elements, last[WIDE]; \
-        W factor = (W){0} + (__typeof__(factor[0]))number, wide; \
+        W factor = (__typeof__(factor[0]))number - (W){0}, wide; \
         int64_t i = 0; \
         for (; i + WIDE <= n; i += WIDE) { \
             widen_##D##_##ISA(x + i, &wide); \
@@ -234,7 +234,8 @@ INLINE double sum_of_lanes(double *lanes) {
         return any != 0; \
     } \
     ATTRIBUTE static void clamp_##D##_##ISA(void *elements, int64_t n, double from, double to) { \
-        W low = (W){0} + (__typeof__(low[0]))from, high = (W){0} + (__typeof__(high[0]))to, wide; \
+        /* Less 0, a bound of -0 keeps its sign. */ \
+        W low = (__typeof__(low[0]))from - (W){0}, high = (__typeof__(high[0]))to - (W){0}, wide; \
         T *x = elements, last[WIDE]; \
         int64_t i = 0; \
         int is_written = 0; \

@@ -6,6 +6,8 @@ of the OpenMP library that PyTorch has loaded, so that no second pool competes w
 
 import ctypes
 import importlib
+import os
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -58,3 +60,6 @@ def _share_threads() -> bool:
 
 # Whether large lists are shared by threads.
 has_threads = loops is not None and _share_threads()
+if has_threads and hasattr(os, "register_at_fork"):
+    # A forked process has none of these threads: it would wait for them.
+    os.register_at_fork(after_in_child=partial(loops.share, 0))
