@@ -27,7 +27,7 @@ def multiply_each_(
 def clamp_(
     addresses: list[int], sizes: bytes, dtype: int, threads: int, low: float, high: float, /
 ) -> None:
-    """Clamps; the bounds are numbers of the dtype. What lies within them is not written."""
+    """Clamps; the bounds are numbers of the dtype. Lists within them are not written."""
 
 def are_apart(addresses: list[int], spans: list[int], /) -> bool:
     """Whether no two of these runs of bytes share one."""

@@ -114,7 +114,7 @@ class NativeBatch(CpuBatch):
         loops.multiply_each_(*self._list, factors)
 
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
-        """Clamps the gradients, and writes none of those within the bounds."""
+        """Clamps the gradients, and writes none where all are within the bounds."""
         if isinstance(grad_scale, Tensor) or grad_scale != 1:
             unscale_and_clamp_(self.tensors, low, high, grad_scale)
         else:

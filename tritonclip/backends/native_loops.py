@@ -7,6 +7,7 @@ of the OpenMP library that PyTorch has loaded, so that no second pool competes w
 import ctypes
 import importlib
 import os
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,10 @@ CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3
 INTERFACE = 1
 
 _MODULE = "tritonclip.backends._native"
-_REBUILD = "install a C compiler (gcc or clang), and then tritonclip again"
+_REBUILD = (
+    "install a C compiler (gcc or clang) and Python's headers, and then tritonclip by pip install "
+    "--force-reinstall --no-cache-dir --no-deps"
+)
 
 
 def load() -> tuple[Any, str]:
@@ -30,8 +34,8 @@ def load() -> tuple[Any, str]:
         if (folder / "native.c").exists():
             return None, (
                 f"tritonclip is imported from its sources in {folder.parents[1]}, where its C "
-                "extension was not built: run Python in another folder, or install them in place "
-                "by pip install -e ."
+                "extension was not built: run Python in another folder, or, with gcc or clang and "
+                "Python's headers, install them in place by pip install -e ."
             )
         return None, f"tritonclip was installed without its C extension: {_REBUILD}"
     try:
@@ -48,14 +52,14 @@ loops, fault = load()
 
 def _share_threads() -> bool:
     """Lets loops run in PyTorch's threads; False where its OpenMP library cannot be called."""
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        # GCC's interface, which LLVM's library has too. Already loaded: nothing is read.
-        function = ctypes.CDLL(str(library)).GOMP_parallel
-    except (OSError, AttributeError):
-        return False
-    loops.share(ctypes.cast(function, ctypes.c_void_p).value)
-    return True
+    # First as PyTorch itself looks it up, so that a library that was preloaded serves both.
+    for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
+        with suppress(OSError, AttributeError, TypeError):
+            # GCC's interface, which LLVM's library has too. Already loaded: nothing is read.
+            function = ctypes.CDLL(library).GOMP_parallel
+            loops.share(ctypes.cast(function, ctypes.c_void_p).value)
+            return True
+    return False
 
 
 # Whether large lists are shared by threads.
