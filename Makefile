@@ -53,8 +53,8 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(RUN) -m mypy
 
-# Once on the native and the torch backend (and on the GPU, where there is one), once through the real kernels on
-# CPU tensors. Triton reads TRITON_INTERPRET when it is imported: hence two processes.
+# Once on the native and the torch backend (and on the GPU, where there is one), once through the
+# real kernels on CPU tensors. Triton reads TRITON_INTERPRET when it is imported: hence two processes.
 tests: $(INSTALLED)
 	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not codegen and not wheel"
 	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) --dist loadgroup -m "not codegen and not wheel"

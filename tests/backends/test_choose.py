@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,37 +90,6 @@ def test_native_that_was_not_built_is_refused(monkeypatch):
         pytest.raises(RuntimeError, match=r"native backend was asked for.*install a C compiler"),
     ):
         choose.backend_name(CPU, torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("spec", "module", "reason"),
-    [
-        (None, None, r"imported from its sources in .*gcc or clang.*pip install -e \."),
-        (True, ImportError("too short"), r"cannot be loaded \(too short\): install a C compiler"),
-        (True, SimpleNamespace(), r"built from another version: install a C compiler"),
-    ],
-    ids=["sources", "broken", "older"],
-)
-def test_an_extension_that_cannot_serve_says_why(monkeypatch, spec, module, reason):
-    def import_module(name):
-        if isinstance(module, Exception):
-            raise module
-        return module
-
-    monkeypatch.setattr(native_loops, "find_spec", lambda name: spec)
-    monkeypatch.setattr("tritonclip.backends.native_loops.importlib.import_module", import_module)
-    loops, fault = native_loops.load()
-    assert loops is None
-    assert re.search(reason, fault)
-
-
-def test_an_installation_without_the_extension_says_how_to_build_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(native_loops, "find_spec", lambda name: None)
-    monkeypatch.setattr(native_loops, "__file__", str(tmp_path / "native_loops.py"))
-    assert native_loops.load() == (
-        None,
-        f"tritonclip was installed without its C extension: {native_loops._REBUILD}",
-    )
 
 
 def test_native_refuses_other_devices():
