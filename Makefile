@@ -22,7 +22,7 @@ help:
 install: $(INSTALLED)
 
 # Stamps are touched last: an install that was cut off is done again. The demo needs no tools.
-$(FOR_DEMO): pyproject.toml constraints.txt tritonclip/backends/native.c
+$(FOR_DEMO): pyproject.toml setup.py constraints.txt $(wildcard native/*)
 	@echo "Installing torch and the examples into $(VENV); the first time takes a few minutes."
 	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install -c constraints.txt setuptools

@@ -30,7 +30,7 @@ def examine() -> int:
         ("python", platform.python_version()),
         ("torch", torch.__version__),
         ("triton", _version("triton")),
-        ("c extension", native_loops.fault or "built"),
+        ("c extension", native_loops.describe()),
         ("backend", backend),
         ("verify", "on" if verifying else "off"),
     ):

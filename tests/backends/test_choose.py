@@ -107,6 +107,8 @@ def test_large_lists_without_threads_take_operators(monkeypatch):
     large = [torch.zeros(native_loops.loops.SHARED)]
     assert type(choose.layout_of(large, flat=True)) is CpuLayout
     assert type(choose.layout_of([normal(3)], flat=True)) is NativeLayout
+    with tritonclip.use_backend("native"):
+        assert type(choose.layout_of(large, flat=True)) is NativeLayout
 
 
 def test_auto_is_triton_on_cuda_tensors(monkeypatch):

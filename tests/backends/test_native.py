@@ -1,4 +1,4 @@
-"""The loops of `native.c`: every dtype and length, in both forms, by any number of threads."""
+"""The loops of `native/`: every dtype and length, in both forms, by any number of threads."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from tritonclip.engine import memory
 if loops is None:
     pytest.skip("tritonclip was installed without its C extension", allow_module_level=True)
 
-# As `native.c` has them: a block, and the elements that are compared before a write.
-BLOCK, COMPARED = 32768, 2048
-LENGTHS = (0, 1, 7, 8, 9, 31, 32, 33, 255, 256, 257, COMPARED - 1, COMPARED, COMPARED + 9)
+# Elements of a block, and bytes that are compared before a write, as `native/` has them.
+BLOCK, COMPARED = 32768, 8192
+EDGES = [COMPARED // item + more for item in (2, 4, 8) for more in (-1, 0, 9)]
+LENGTHS = (0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 255, 256, 257, *EDGES)
 LONG = (BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
 
 
@@ -178,6 +179,42 @@ def test_every_half_is_converted_as_torch_does(dtype, factor):
     loops.multiply_(*listed([x]), factor)
     assert torch.equal(x.isnan(), expected.isnan())
     assert_bits([x[~x.isnan()]], [expected[~expected.isnan()]])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        (-1.5, 0.75),
+        (0.0, 2.0),
+        (-0.0, 0.0),
+        (-2.0, -0.0),
+        (0.5, math.inf),
+        (-math.inf, -(2.0**-14)),
+    ],
+)
+def test_every_half_is_clamped_as_torch_does(dtype, low, high):
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    expected = torch.where(x.isnan(), x, x.clamp(low, high))
+    # Once amid others, once as the last elements of a gradient.
+    last = list(x.clone().split(5))
+    loops.clamp_(*listed([x]), low, high)
+    loops.clamp_(*listed(last), low, high)
+    assert_bits([x, torch.cat(last)], [expected, expected])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("length", [5, 300])
+def test_gradients_between_the_addresses_of_elements(dtype, length):
+    x = normal(length, dtype=dtype)
+    memory = bytearray(1 + x.numel() * x.element_size())
+    own = torch.frombuffer(memory, dtype=dtype, offset=1)
+    own.copy_(x)
+    assert own.data_ptr() % x.element_size()
+    assert loops.norm(*listed([own])) == loops.norm(*listed([x]))
+    loops.multiply_(*listed([own]), 3.0)
+    loops.clamp_(*listed([own]), -1.0, 1.0)
+    assert_bits([own], [(x * 3).clamp(-1, 1)])
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.wheel
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ["pyproject.toml", "README.md", "LICENSE", "tritonclip", "kernels"]
+SOURCES = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "tritonclip", "kernels", "native"]
 # -S reads no .pth files: torch is found here, the editable install is not.
 LIBRARIES = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 

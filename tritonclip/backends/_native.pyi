@@ -1,4 +1,4 @@
-"""The functions of `native.c`.
+"""The functions of `native/module.c`.
 
 `addresses` and `sizes` are of contiguous gradients of one dtype: the first byte of each, and its
 elements as bytes of int64. `dtype` is a code of `native_loops.CODES`. At most `threads` threads

@@ -33,7 +33,7 @@ def layout_of(tensors: list[Tensor], *, flat: bool, negated: bool = False) -> La
     """
     device, dtype = tensors[0].device, tensors[0].dtype
     name = backend_name(device, dtype, flat=flat, negated=negated)
-    if name == "native" and (has_threads or _is_for_one_thread(tensors)):
+    if name == "native" and (settings.backend() == "native" or _is_served_best(tensors)):
         return NativeLayout(tensors)
     if name != "triton":
         return torch_layout(tensors, flat=flat)
@@ -42,9 +42,10 @@ def layout_of(tensors: list[Tensor], *, flat: bool, negated: bool = False) -> La
     return layout
 
 
-def _is_for_one_thread(tensors: list[Tensor]) -> bool:
-    """Whether threads would gain nothing, or there are none."""
-    return torch.get_num_threads() == 1 or sum(map(Tensor.numel, tensors)) < loops.SHARED
+def _is_served_best(tensors: list[Tensor]) -> bool:
+    """Whether loops are faster than operators, which always have threads."""
+    is_short = sum(map(Tensor.numel, tensors)) < loops.SHARED
+    return has_threads or is_short or torch.get_num_threads() == 1
 
 
 def torch_layout(tensors: list[Tensor], *, flat: bool) -> Layout:

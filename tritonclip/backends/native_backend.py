@@ -1,4 +1,4 @@
-"""The native backend: the loops of `native.c` on the memory of CPU gradients.
+"""The native backend: the loops of `native/` on the memory of CPU gradients.
 
 The host decides, as in :mod:`tritonclip.backends.cpu_backend`, which it takes everything from but
 the loops: norms of order 2, products and clamps, each in one call, whatever the number of

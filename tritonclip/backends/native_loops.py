@@ -1,4 +1,4 @@
-"""The C extension, `native.c`, where it was built: loops over the memory of CPU gradients.
+"""The C extension of `native/`, where it was built: loops over the memory of CPU gradients.
 
 It is built where a C compiler is found when tritonclip is installed; its loops run in the threads
 of the OpenMP library that PyTorch has loaded, so that no second pool competes with them.
@@ -17,7 +17,7 @@ import torch
 
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
-# Of the functions and their arguments, as `native.c` has it: a binary may be older than this file.
+# Of the functions and their arguments, as in `native/module.c`: a binary may be older.
 INTERFACE = 1
 
 _MODULE = "tritonclip.backends._native"
@@ -29,11 +29,11 @@ _REBUILD = (
 
 def load() -> tuple[Any, str]:
     """The extension, whose functions `_native.pyi` has; or None, and why, with a remedy."""
-    folder = Path(__file__).parent
     if find_spec(_MODULE) is None:
-        if (folder / "native.c").exists():
+        root = Path(__file__).parents[2]
+        if (root / "native" / "module.c").exists():
             return None, (
-                f"tritonclip is imported from its sources in {folder.parents[1]}, where its C "
+                f"tritonclip is imported from its sources in {root}, where its C "
                 "extension was not built: run Python in another folder, or, with gcc or clang and "
                 "Python's headers, install them in place by pip install -e ."
             )
@@ -67,3 +67,17 @@ has_threads = loops is not None and _share_threads()
 if has_threads and hasattr(os, "register_at_fork"):
     # A forked process has none of these threads: it would wait for them.
     os.register_at_fork(after_in_child=partial(loops.share, 0))
+
+
+def describe() -> str:
+    """Whether the extension serves, for a report."""
+    if loops is None:
+        return fault
+    return (
+        "built"
+        if has_threads
+        else (
+            f"built; lists of {loops.SHARED:,} elements or more take PyTorch's operators, as the "
+            "threads of its OpenMP library cannot be shared"
+        )
+    )

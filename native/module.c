@@ -1,0 +1,194 @@
+/* The extension `tritonclip.backends._native`: loops over the memory of CPU gradients, each of a
+ * whole list in one call.
+ *
+ * A gradient is an address and a number of contiguous elements; `_native.pyi` describes the
+ * functions. Of Python only the stable ABI is used, and nothing of PyTorch but its threads: one
+ * binary serves all versions.
+ */
+#include <Python.h>
+
+#include "job.h"
+
+/* Of the functions and their arguments, for `native_loops`. */
+#define INTERFACE 1
+/* Elements from which a call lets other threads of Python run. */
+#define UNLOCKED 16384
+
+/* Runs a job; while it is long, other threads of Python go on. */
+static void run(Job *job) {
+    if (job->n_elements < UNLOCKED) {
+        run_job(job);
+        return;
+    }
+    PyThreadState *state = PyEval_SaveThread();
+    run_job(job);
+    PyEval_RestoreThread(state);
+}
+
+/* Makes a job from the arguments that all verbs have; 0 with an error of Python.
+ *
+ * addresses: a list of ints; sizes: bytes of as many int64; dtype: its code; threads: at most.
+ */
+static int read_job(Job *job, Verb verb, PyObject *const *arguments) {
+    Py_ssize_t n = PyList_Size(arguments[0]);
+    const char *sizes = PyBytes_AsString(arguments[1]);
+    long dtype = PyLong_AsLong(arguments[2]), threads = PyLong_AsLong(arguments[3]);
+    if (PyErr_Occurred()) return 0;
+    if (PyBytes_Size(arguments[1]) != n * (Py_ssize_t)sizeof(int64_t) || dtype < 0 || dtype >= N_DTYPES) {
+        PyErr_SetString(PyExc_ValueError, "expected as many sizes as addresses, and a known dtype");
+        return 0;
+    }
+    if (!make_job(job, verb, loops_of + dtype, threads, n, sizes)) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    for (Py_ssize_t i = 0; i < n; i++)
+        job->gradients[i].elements = PyLong_AsVoidPtr(PyList_GetItem(arguments[0], i));
+    if (!PyErr_Occurred()) return 1;
+    free_job(job);
+    return 0;
+}
+
+static int has_arguments(Py_ssize_t got, Py_ssize_t expected) {
+    if (got == expected) return 1;
+    PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, got);
+    return 0;
+}
+
+/* Runs a job unless there is an error, and frees it; returns None, or NULL with the error. */
+static PyObject *finish(Job *job) {
+    int failed = PyErr_Occurred() != NULL;
+    if (!failed) run(job);
+    free_job(job);
+    return failed ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *norm(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    Job job;
+    if (!has_arguments(n_arguments, 4) || !read_job(&job, SUM_SQUARES, arguments)) return NULL;
+    run(&job);
+    double sum = 0;
+    for (int64_t i = 0; i < job.n; i++) sum += sum_of(&job, i);
+    free_job(&job);
+    return PyFloat_FromDouble(sqrt(sum));
+}
+
+static PyObject *norms(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    Job job;
+    if (!has_arguments(n_arguments, 4) || !read_job(&job, SUM_SQUARES, arguments)) return NULL;
+    run(&job);
+    PyObject *result = PyList_New((Py_ssize_t)job.n);
+    for (Py_ssize_t i = 0; result && i < job.n; i++) {
+        PyObject *own = PyFloat_FromDouble(sqrt(sum_of(&job, i)));
+        if (!own || PyList_SetItem(result, i, own)) Py_CLEAR(result);
+    }
+    free_job(&job);
+    return result;
+}
+
+static PyObject *multiply(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    Job job;
+    if (!has_arguments(n_arguments, 5) || !read_job(&job, MULTIPLY, arguments)) return NULL;
+    double factor = PyFloat_AsDouble(arguments[4]);
+    for (int64_t i = 0; i < job.n; i++) job.gradients[i].factor = factor;
+    return finish(&job);
+}
+
+static PyObject *multiply_each(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    Job job;
+    if (!has_arguments(n_arguments, 5) || !read_job(&job, MULTIPLY, arguments)) return NULL;
+    if (PyList_Size(arguments[4]) != job.n && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "expected a factor for each address");
+    for (Py_ssize_t i = 0; !PyErr_Occurred() && i < job.n; i++)
+        job.gradients[i].factor = PyFloat_AsDouble(PyList_GetItem(arguments[4], i));
+    return finish(&job);
+}
+
+static PyObject *clamp(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    Job job;
+    if (!has_arguments(n_arguments, 6) || !read_job(&job, CLAMP, arguments)) return NULL;
+    job.low = PyFloat_AsDouble(arguments[4]);
+    job.high = PyFloat_AsDouble(arguments[5]);
+    return finish(&job);
+}
+
+typedef struct {
+    uint64_t start, end;
+} Bytes;
+
+static int compare_starts(const void *left, const void *right) {
+    uint64_t a = ((const Bytes *)left)->start, b = ((const Bytes *)right)->start;
+    return (a > b) - (a < b);
+}
+
+static PyObject *are_apart(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 2)) return NULL;
+    Py_ssize_t n = PyList_Size(arguments[0]), kept = 0;
+    if (n < 0 || PyList_Size(arguments[1]) != n) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "expected a span for each address");
+        return NULL;
+    }
+    Bytes few[FEW], *all = few;
+    if (n > FEW && !(all = malloc(sizeof(Bytes) * (size_t)n))) return PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < n; i++) {
+        uint64_t start = PyLong_AsUnsignedLongLong(PyList_GetItem(arguments[0], i));
+        uint64_t span = PyLong_AsUnsignedLongLong(PyList_GetItem(arguments[1], i));
+        if (span) all[kept++] = (Bytes){start, start + span};
+    }
+    int apart = 1;
+    if (!PyErr_Occurred()) {
+        qsort(all, (size_t)kept, sizeof(Bytes), compare_starts);
+        for (Py_ssize_t i = 1; i < kept; i++) apart &= all[i - 1].end <= all[i].start;
+    }
+    if (all != few) free(all);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(apart);
+}
+
+static PyObject *set_portable(PyObject *module, PyObject *flag) {
+    (void)module;
+    int is_portable = PyObject_IsTrue(flag);
+    if (is_portable < 0) return NULL;
+    loops_of = is_portable ? plain_loops : fastest_loops();
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *share(PyObject *module, PyObject *address) {
+    (void)module;
+    void *function = PyLong_AsVoidPtr(address);
+    if (PyErr_Occurred()) return NULL;
+    memcpy(&parallel, &function, sizeof parallel);
+    return Py_NewRef(Py_None);
+}
+
+#define FAST(function) (PyCFunction)(void (*)(void)) function, METH_FASTCALL
+
+static PyMethodDef methods[] = {
+    {"norm", FAST(norm), NULL},
+    {"norms", FAST(norms), NULL},
+    {"multiply_", FAST(multiply), NULL},
+    {"multiply_each_", FAST(multiply_each), NULL},
+    {"clamp_", FAST(clamp), NULL},
+    {"are_apart", FAST(are_apart), NULL},
+    {"set_portable", set_portable, METH_O, NULL},
+    {"share", share, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_native", "Loops over CPU gradients.", -1, methods, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__native(void) {
+    loops_of = fastest_loops();
+    PyObject *module = PyModule_Create(&definition);
+    if (module && (PyModule_AddIntConstant(module, "SHARED", SHARED) ||
+                   PyModule_AddIntConstant(module, "INTERFACE", INTERFACE)))
+        Py_CLEAR(module);
+    return module;
+}
