@@ -10,7 +10,7 @@
 #include "job.h"
 
 /* Of the functions and their arguments, for `native_loops`. */
-#define INTERFACE 1
+#define INTERFACE 2
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
 
@@ -86,6 +86,31 @@ static PyObject *norms(PyObject *module, PyObject *const *arguments, Py_ssize_t 
     }
     free_job(&job);
     return result;
+}
+
+/* min(1, max_norm / (norm + eps)), every step rounded to float32 unless `wide`; NaN stays. */
+static double coefficient_of(double norm, double max_norm, double eps, int wide) {
+    if (wide) return norm + eps <= max_norm ? 1 : max_norm / (norm + eps);
+    float limit = (float)max_norm, bound = (float)norm + (float)eps;
+    return bound <= limit ? 1 : (double)(limit / bound);
+}
+
+static PyObject *coefficients(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 4)) return NULL;
+    Py_ssize_t n = PyList_Size(arguments[0]);
+    double max_norm = PyFloat_AsDouble(arguments[1]), eps = PyFloat_AsDouble(arguments[2]), least = 1;
+    int wide = PyObject_IsTrue(arguments[3]);
+    if (PyErr_Occurred()) return NULL;
+    PyObject *result = PyList_New(n);
+    for (Py_ssize_t i = 0; result && i < n; i++) {
+        double norm = PyFloat_AsDouble(PyList_GetItem(arguments[0], i));
+        double coefficient = coefficient_of(norm, max_norm, eps, wide);
+        if (coefficient < least || coefficient != coefficient) least = coefficient;
+        PyObject *own = PyErr_Occurred() ? NULL : PyFloat_FromDouble(coefficient);
+        if (!own || PyList_SetItem(result, i, own)) Py_CLEAR(result);
+    }
+    return result ? Py_BuildValue("(Nd)", result, least) : NULL;
 }
 
 static PyObject *multiply(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
@@ -171,6 +196,7 @@ static PyObject *share(PyObject *module, PyObject *address) {
 static PyMethodDef methods[] = {
     {"norm", FAST(norm), NULL},
     {"norms", FAST(norms), NULL},
+    {"coefficients", FAST(coefficients), NULL},
     {"multiply_", FAST(multiply), NULL},
     {"multiply_each_", FAST(multiply_each), NULL},
     {"clamp_", FAST(clamp), NULL},

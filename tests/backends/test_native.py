@@ -149,6 +149,22 @@ def test_clamp_to_a_bound_of_zero_keeps_its_sign(dtype):
     assert_bits([x], [expected])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("max_norm", [0.0, 1e-40, 0.1, 1.0, 1e30, math.inf])
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_coefficients_are_those_of_tensors(dtype, max_norm, eps):
+    spread = (10.0 ** torch.linspace(-45, 38, 200, dtype=torch.float64)).tolist()
+    norms = [0.0, 1.0, 1 + 2**-24, math.inf, *spread]
+    limit, bounds = torch.tensor(max_norm, dtype=dtype), torch.tensor(norms, dtype=dtype) + eps
+    expected = torch.where(bounds <= limit, 1.0, limit / bounds).tolist()
+    wide = dtype == torch.float64
+    assert loops.coefficients(norms, max_norm, eps, wide) == (expected, min(expected))
+    found, least = loops.coefficients([math.nan, *norms], max_norm, eps, wide)
+    assert math.isnan(found[0])
+    assert math.isnan(least)
+    assert found[1:] == expected
+
+
 def test_factors_of_one_write_nothing():
     grads = [normal(9), normal(9), normal(9)]
     expected = [grads[0] * 0.5, grads[1].clone(), grads[2] * 2]

@@ -14,6 +14,14 @@ def norm(addresses: list[int], sizes: bytes, dtype: int, threads: int, /) -> flo
 def norms(addresses: list[int], sizes: bytes, dtype: int, threads: int, /) -> list[float]:
     """The 2-norm of each gradient."""
 
+def coefficients(
+    norms: list[float], max_norm: float, eps: float, wide: bool, /
+) -> tuple[list[float], float]:
+    """min(1, max_norm / (norm + eps)) of each, and the least, or NaN where one is.
+
+    Every step is rounded to float32, or to float64 where `wide`.
+    """
+
 def multiply_(
     addresses: list[int], sizes: bytes, dtype: int, threads: int, factor: float, /
 ) -> None:

@@ -6,7 +6,6 @@ call, and measured by one more.
 
 import math
 from ctypes import c_double, c_float
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -186,19 +185,35 @@ class CpuBatch:
         numbers = layout.take_numbers(dtype)
         numbers.memory[:] = norms
         norm = numbers.together.clone()
-        coefficients = _to_coefficients(numbers.memory, max_norm, rule.eps)
-        least = 1.0
-        if coefficients is not None:
-            least = least_of(coefficients)
+        coefficients, least = self._coefficients(norms, numbers, max_norm, rule.eps)
         if erase is not None and bool(erase):
             zero_(self.tensors)
             least = 0.0
-        elif scale != 1 or (dtype != layout.wide and coefficients is not None):
-            self._unscale_each_(coefficients or [1.0] * len(norms), scale)
-        elif coefficients is not None:
+        elif scale != 1 or (dtype != layout.wide and least != 1):
+            self._unscale_each_(coefficients, scale)
+        elif least != 1:
             self._multiply_each_(coefficients, coefficients, numbers, least)
         layout.numbers[dtype].append(numbers)
         return norm, least
+
+    def _coefficients(
+        self, norms: list[float], numbers: Numbers, max_norm: float, eps: float
+    ) -> tuple[list[float], float]:
+        """The coefficient of each norm, as `_coefficient`, and the least; NaN where one is.
+
+        `numbers` has the norms, and then the coefficients, where there are any but 1.
+        """
+        memory = numbers.memory
+        limit, added = memory._type_(max_norm).value, memory._type_(eps).value
+        norms = memory[:]
+        # max may miss a NaN, a sum does not. What is within the limit is so after rounding too.
+        if max(norms) + added <= limit and sum(norms) >= 0:
+            return [1.0] * len(norms), 1.0
+        memory[:] = [norm + added for norm in norms]
+        bounds: list[float] = memory[:]
+        memory[:] = [1.0 if bound <= limit else limit / bound for bound in bounds]
+        coefficients: list[float] = memory[:]
+        return coefficients, least_of(coefficients)
 
     def _multiply_(self, multiplier: float) -> None:
         multiply_together_(self.tensors, self.layout, multiplier)
@@ -254,20 +269,3 @@ def _coefficient(
     limit = rounded(max_norm).value
     bound = rounded(norm + rounded(eps).value).value
     return 1.0 if bound <= limit or not bound else rounded(limit / bound).value
-
-
-def _to_coefficients(memory: Any, max_norm: float, eps: float) -> list[float] | None:
-    """The coefficient of each norm, as `_coefficient`; None where each is 1.
-
-    `memory` has the norms, and then the coefficients, where there are any but 1.
-    """
-    limit, added = memory._type_(max_norm).value, memory._type_(eps).value
-    norms: list[float] = memory[:]
-    # max may miss a NaN, a sum does not. What is within the limit is so after rounding too.
-    if max(norms) + added <= limit and sum(norms) >= 0:
-        return None
-    memory[:] = [norm + added for norm in norms]
-    bounds: list[float] = memory[:]
-    memory[:] = [1.0 if bound <= limit or not bound else limit / bound for bound in bounds]
-    coefficients: list[float] = memory[:]
-    return coefficients

@@ -85,6 +85,14 @@ class NativeBatch(CpuBatch):
                 measured = measure(self.tensors, self.layout.sizes, flat=True)
         return measured if out is None else out.copy_(as_tensor(measured))
 
+    def _coefficients(
+        self, norms: list[float], numbers: Numbers, max_norm: float, eps: float
+    ) -> tuple[list[float], float]:
+        found: tuple[list[float], float] = loops.coefficients(
+            norms, max_norm, eps, self.dtype == torch.float64
+        )
+        return found
+
     def _multiply_(self, multiplier: float) -> None:
         increment_version(self.tensors)
         loops.multiply_(*self._list, multiplier)
@@ -110,7 +118,10 @@ class NativeBatch(CpuBatch):
 
     def _multiply_chosen_(self, factors: list[float]) -> None:
         """Multiplies each gradient, but not where its factor is 1."""
-        increment_version([t for t, f in zip(self.tensors, factors, strict=True) if f != 1])
+        changed = self.tensors
+        if 1.0 in factors:
+            changed = [t for t, f in zip(changed, factors, strict=True) if f != 1]
+        increment_version(changed)
         loops.multiply_each_(*self._list, factors)
 
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
