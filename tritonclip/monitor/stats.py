@@ -169,8 +169,6 @@ class ClipStats(NamesAttributes):
 
     def move_(self, device: torch.device) -> None:
         """Moves everything, where the model was moved after its optimizer was made."""
-        if device == self.last_norm.device:
-            return
         if self._counts.device.type == "meta":
             # Without values that could be moved.
             vars(self).update(vars(ClipStats(device)))

@@ -79,7 +79,9 @@ class StepCounts:
             self.consecutive_skips.zero_()
             self._may_have_skipped = False
         device = self._counts.device
-        if n_dispatch_modes() or is_pre_dispatch() or _is_captured(self._counts):
+        # As `_is_captured`, without a call.
+        captured = self._counts.is_cuda and torch.cuda.is_current_stream_capturing()
+        if captured or n_dispatch_modes() or is_pre_dispatch():
             # The host runs once, replays of what is recorded often.
             self._counts[: 1 + bool(coefficients)].add_(1)
             if coefficients:

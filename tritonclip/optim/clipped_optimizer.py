@@ -15,6 +15,7 @@ from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim import fused
 from tritonclip.optim.attempt import Attempt
 from tritonclip.optim.closures import (
+    CLOSURE_UNDER_SCALER,
     NO_LOSS_FOR_LBFGS,
     Closure,
     evaluate,
@@ -174,7 +175,9 @@ class ClippedOptimizer(MeasuringWrapper):
 
     @torch.compiler.disable(recursive=False)
     def _step(self, closure: Closure | None = None) -> Any:
-        self._log.stats.move_(fused.device_of(self.optimizer))
+        device = fused.device_of(self.optimizer)
+        if device != self._log.stats.last_norm.device:
+            self._log.stats.move_(device)
         if closure is None:
             if isinstance(self.optimizer, LBFGS):
                 # Not told to other processes: they have begun to evaluate theirs, and the
@@ -183,10 +186,7 @@ class ClippedOptimizer(MeasuringWrapper):
             return self._step_with_gradients()
         self._attempt = None
         if isinstance(getattr(self, "found_inf", None), Tensor):
-            raise RuntimeError(
-                "a closure computes gradients after the GradScaler looked at them; expected "
-                "scaler.step(optimizer) without one: call backward first"
-            )
+            raise RuntimeError(CLOSURE_UNDER_SCALER)
         if self._nonfinite in ("propagate", "zero") and self.skip_above is None:
             return step_evaluating(self.optimizer, closure, self._measure, self._log)
         loss = evaluate(closure, self.optimizer, self._measure)
@@ -231,7 +231,10 @@ class ClippedOptimizer(MeasuringWrapper):
             self._attempt = attempt
             attempt.outcomes = attempt.clipping.write_()
 
-        result = fused.step(self.optimizer, stop if on_device else None)
+        # An interrupted step may have left its own.
+        vars(self.optimizer).pop("found_inf", None)
+        told = stop if on_device else None
+        result = self.optimizer.step() if told is None else fused.step(self.optimizer, told)
         self._attempt = None
         if self._watches:
             self._watches -= 1

@@ -20,6 +20,10 @@ _NO_LOSS = (
     "the closure computed gradients and returned None; expected the loss: end it with "
     "`return loss`, after loss.backward(). Nothing was clipped or updated"
 )
+CLOSURE_UNDER_SCALER = (
+    "a closure computes gradients after the GradScaler looked at them; expected "
+    "scaler.step(optimizer) without one: call backward first"
+)
 NO_LOSS_FOR_LBFGS = (
     "LBFGS needs a closure that evaluates the model, calls backward and returns the loss; expected "
     "step(closure), got none, or one that returned None. Nothing was clipped or updated"

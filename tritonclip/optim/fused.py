@@ -38,12 +38,8 @@ def _lacks_momentum(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     )
 
 
-def step(optimizer: Any, stop: Tensor | None) -> Any:
+def step(optimizer: Any, stop: Tensor) -> Any:
     """A step that updates nothing where `stop`, on the device, is true."""
-    # An interrupted step may have left its own.
-    optimizer.__dict__.pop("found_inf", None)
-    if stop is None:
-        return optimizer.step()
     try:
         optimizer.found_inf = stop.to(torch.float32)
         return optimizer.step()
