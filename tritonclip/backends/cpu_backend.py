@@ -1,30 +1,22 @@
-"""The torch backend on a CPU: no sync is needed there, so the host decides.
+"""The torch backend on a CPU: the host decides, as in `host_batch`, and operators do the work.
 
-A gradient within the limit is not written. Small gradient lists are packed into scratch by one
-call, and measured by one more.
+Small gradient lists are packed into scratch by one call, and measured by one more.
 """
 
 import math
-from ctypes import c_double, c_float
 
 import torch
 from torch import Tensor
 
 from tritonclip.backends import cpu_norm
 from tritonclip.backends.batch import PartialNorms
-from tritonclip.backends.cpu_form import FEW, CpuForm
-from tritonclip.backends.cpu_scale import (
-    least_of,
-    multiply_by_tensors_,
-    multiply_each_,
-    multiply_exactly_,
-    multiply_together_,
-)
+from tritonclip.backends.cpu_form import CpuForm
+from tritonclip.backends.cpu_scale import multiply_by_tensors_, multiply_each_, multiply_together_
+from tritonclip.backends.host_batch import HostBatch, as_tensor
 from tritonclip.backends.numbers import Numbers
 from tritonclip.backends.packed import Scratch
-from tritonclip.backends.torch_backend import TorchBatch, combine, norm_of
-from tritonclip.backends.torch_writes import unscale_and_clamp_, zero_
-from tritonclip.rules import Rule
+from tritonclip.backends.torch_backend import norm_of
+from tritonclip.backends.torch_writes import unscale_and_clamp_
 
 
 class CpuLayout(CpuForm):
@@ -35,21 +27,10 @@ class CpuLayout(CpuForm):
         return CpuBatch(tensors, self)
 
 
-class CpuBatch:
-    """Verbs on a CPU; see :class:`tritonclip.backends.batch.Batch`."""
+class CpuBatch(HostBatch):
+    """Verbs by operators; see :class:`tritonclip.backends.batch.Batch`."""
 
-    counts_versions = True
-
-    def __init__(self, tensors: list[Tensor], layout: CpuLayout) -> None:
-        self.tensors, self.layout, self.dtype = tensors, layout, layout.dtype
-
-    def _as_torch(self) -> TorchBatch:
-        """The verbs that leave every decision to tensors."""
-        return TorchBatch(self.tensors, self.dtype)
-
-    def count_norms(self, *, per_gradient: bool) -> int:
-        """How many partial norms `norm` gives: one a gradient, or one."""
-        return len(self.tensors) if per_gradient else 1
+    layout: CpuLayout
 
     def norm(self, norm_type: float, out: Tensor | None, *, per_gradient: bool) -> PartialNorms:
         """Measures the gradients."""
@@ -83,151 +64,8 @@ class CpuBatch:
             return cpu_norm.two_norms_of_each(tensors, layout.sizes, flat=layout.flat)
         return torch.stack([norm_of([tensor], 2.0, torch.float64) for tensor in tensors])
 
-    def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
-        """The norm from partial norms, 0-d."""
-        if not isinstance(norms, Tensor) and not isinstance(grad_scale, Tensor):
-            # One number, for which tensors take five operators.
-            (norm,) = norms
-            number = norm / grad_scale if norm_type else norm
-            return torch.tensor(number, dtype=self.dtype, device="cpu")
-        return self._as_torch().total(as_tensor(norms), norm_type, grad_scale)
-
-    def total_each(
-        self, norms: PartialNorms, first: int, norm_type: float, grad_scale: float | Tensor
-    ) -> Tensor:
-        """The norm of each gradient, 1-d."""
-        return self._as_torch().total_each(as_tensor(norms), first, norm_type, grad_scale)
-
-    def norms_each(self, norms: Tensor, norm_type: float) -> Tensor:
-        """The norm of each gradient: there is one partial norm for each."""
-        return norms
-
-    def partials_each(self, norms: Tensor, norm_type: float) -> Tensor:
-        """The same norms."""
-        return norms
-
-    def scale_(
-        self,
-        norms: PartialNorms,
-        rule: Rule,
-        max_norm: float | Tensor,
-        grad_scale: float | Tensor,
-        *,
-        erase_nonfinite: bool,
-    ) -> tuple[Tensor, float]:
-        """Multiplies all gradients by one coefficient, but not where it is 1."""
-        if isinstance(norms, Tensor):
-            norms = [float(norms if norms.numel() == 1 else combine(norms, rule.norm_type))]
-        layout, dtype, scale = self.layout, self.dtype, float(grad_scale)
-        try:
-            numbers = layout.numbers[dtype].pop()
-        except IndexError:
-            numbers = layout.new_numbers(dtype)
-        # A count of elements carries no loss scale.
-        numbers.memory[0] = norms[0] / scale if rule.norm_type else norms[0]
-        measured: float = numbers.memory[0]
-        norm = numbers.first.clone()
-        layout.numbers[dtype].append(numbers)
-        if erase_nonfinite and not math.isfinite(measured):
-            zero_(self.tensors)
-            return norm, 0.0
-        rounded = c_double if dtype == torch.float64 else c_float
-        coefficient = _coefficient(measured, float(max_norm), rule.eps, rounded)
-        multiplier = coefficient
-        if scale != 1:
-            multiplier = rounded(coefficient / rounded(scale).value).value
-        if multiplier < layout.least and coefficient > 0:
-            # It would lose digits.
-            multiply_exactly_(self.tensors, layout, torch.full_like(norm, coefficient), scale)
-        elif multiplier != 1:
-            self._multiply_(multiplier)
-        return norm, coefficient
-
-    def scale_each_(
-        self,
-        norms: PartialNorms,
-        first: int,
-        rule: Rule,
-        max_norm: float | Tensor,
-        grad_scale: float | Tensor,
-        *,
-        erase: Tensor | None,
-    ) -> tuple[Tensor, float | Tensor]:
-        """Multiplies each gradient by the coefficient of its norm, but not where it is 1."""
-        n = len(self.tensors)
-        if n <= FEW and not isinstance(max_norm, Tensor):
-            if isinstance(norms, Tensor):
-                norms = norms[first : first + n].tolist()
-            return self._scale_few_(norms, rule, max_norm, float(grad_scale), erase)
-        norm, coefficient, factors = self._as_torch().terms_each(
-            as_tensor(norms), first, rule, max_norm, grad_scale
-        )
-        if erase is not None and bool(erase):
-            zero_(self.tensors)
-            return norm, 0.0
-        changed = (factors[0] != 1).nonzero().flatten().tolist()
-        if changed:
-            self._multiply_by_tensors_(changed, factors)
-        return norm, coefficient
-
-    def _scale_few_(
-        self,
-        norms: list[float],
-        rule: Rule,
-        max_norm: float,
-        scale: float,
-        erase: Tensor | None,
-    ) -> tuple[Tensor, float]:
-        """As `scale_each_`, with every coefficient in Python's numbers; returns the least."""
-        layout, dtype = self.layout, self.dtype
-        if scale != 1 and rule.norm_type:
-            norms = [norm / scale for norm in norms]
-        numbers = layout.take_numbers(dtype)
-        numbers.memory[:] = norms
-        norm = numbers.together.clone()
-        coefficients, least = self._coefficients(norms, numbers, max_norm, rule.eps)
-        if erase is not None and bool(erase):
-            zero_(self.tensors)
-            least = 0.0
-        elif scale != 1 or (dtype != layout.wide and least != 1):
-            self._unscale_each_(coefficients, scale)
-        elif least != 1:
-            self._multiply_each_(coefficients, coefficients, numbers, least)
-        layout.numbers[dtype].append(numbers)
-        return norm, least
-
-    def _coefficients(
-        self, norms: list[float], numbers: Numbers, max_norm: float, eps: float
-    ) -> tuple[list[float], float]:
-        """The coefficient of each norm, as `_coefficient`, and the least; NaN where one is.
-
-        `numbers` has the norms, and then the coefficients, where there are any but 1.
-        """
-        memory = numbers.memory
-        limit, added = memory._type_(max_norm).value, memory._type_(eps).value
-        norms = memory[:]
-        # max may miss a NaN, a sum does not. What is within the limit is so after rounding too.
-        if max(norms) + added <= limit and sum(norms) >= 0:
-            return [1.0] * len(norms), 1.0
-        memory[:] = [norm + added for norm in norms]
-        bounds: list[float] = memory[:]
-        memory[:] = [1.0 if bound <= limit else limit / bound for bound in bounds]
-        coefficients: list[float] = memory[:]
-        return coefficients, least_of(coefficients)
-
     def _multiply_(self, multiplier: float) -> None:
         multiply_together_(self.tensors, self.layout, multiplier)
-
-    def _unscale_each_(self, coefficients: list[float], scale: float) -> None:
-        """Multiplies each gradient by its coefficient, divided by the loss scale."""
-        layout = self.layout
-        rounded = c_double if self.dtype == torch.float64 else c_float
-        divisor = rounded(scale).value
-        multipliers = [rounded(coefficient / divisor).value for coefficient in coefficients]
-        factors = layout.take_numbers(layout.wide)
-        factors.memory[:] = multipliers
-        self._multiply_each_(multipliers, coefficients, factors, least_of(multipliers), scale)
-        layout.numbers[layout.wide].append(factors)
 
     def _multiply_each_(
         self,
@@ -237,7 +75,6 @@ class CpuBatch:
         least: float,
         scale: float = 1.0,
     ) -> None:
-        """Arguments as for :func:`tritonclip.backends.cpu_scale.multiply_each_`."""
         multiply_each_(self.tensors, self.layout, multipliers, coefficients, factors, least, scale)
 
     def _multiply_by_tensors_(self, changed: list[int], factors: list[Tensor]) -> None:
@@ -249,23 +86,3 @@ class CpuBatch:
             unscale_and_clamp_(self.tensors, low, high, grad_scale)
         else:
             self.layout.clamping.clamp_(self.tensors, low, high)
-
-
-def as_tensor(norms: PartialNorms) -> Tensor:
-    """Partial norms as float64[n]."""
-    if isinstance(norms, Tensor):
-        return norms
-    return torch.tensor(norms, dtype=torch.float64, device="cpu")
-
-
-def _coefficient(
-    norm: float, max_norm: float, eps: float, rounded: type[c_float] | type[c_double]
-) -> float:
-    """Returns min(1, max_norm / (norm + eps)), every step rounded as a tensor would round it.
-
-    1 for nothing to clip and for an infinite limit; NaN stays. A sum and a quotient of two float32
-    computed in float64 and rounded to float32 are those that float32 gives.
-    """
-    limit = rounded(max_norm).value
-    bound = rounded(norm + rounded(eps).value).value
-    return 1.0 if bound <= limit or not bound else rounded(limit / bound).value

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonclip.backends.cpu_form import CpuForm, HostForm
+from tritonclip.backends.cpu_form import CpuForm
+from tritonclip.backends.host_form import HostForm
 from tritonclip.backends.numbers import Numbers
 from tritonclip.backends.torch_backend import TorchBatch
 from tritonclip.backends.torch_writes import in_forward_mode, in_one_call, multiply_

@@ -1,8 +1,7 @@
 """The native backend: the loops of `native/` on the memory of CPU gradients.
 
-The host decides, as in :mod:`tritonclip.backends.cpu_backend`, which it takes everything from but
-the loops: norms of order 2, products and clamps, each in one call, whatever the number of
-gradients.
+The host decides, as in `host_batch`; norms of order 2, products and clamps take one call each,
+whatever the number of gradients.
 """
 
 from array import array
@@ -13,14 +12,15 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from tritonclip.backends import cpu_norm
-from tritonclip.backends.batch import PartialNorms
-from tritonclip.backends.cpu_backend import CpuBatch, CpuLayout, as_tensor
-from tritonclip.backends.cpu_form import HostForm
+from tritonclip.backends.batch import Batch, PartialNorms
+from tritonclip.backends.cpu_backend import CpuLayout
 from tritonclip.backends.cpu_scale import (
     are_products,
     multiply_by_products_,
     multiply_each_exactly_,
 )
+from tritonclip.backends.host_batch import HostBatch, as_tensor
+from tritonclip.backends.host_form import HostForm
 from tritonclip.backends.native_loops import CODES, loops
 from tritonclip.backends.numbers import Numbers
 from tritonclip.backends.torch_writes import unscale_and_clamp_
@@ -47,7 +47,7 @@ class NativeLayout(HostForm):
         # Made where a call cannot be served by addresses.
         self._by_operators: CpuLayout | None = None
 
-    def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> CpuBatch:
+    def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> Batch:
         """The gradients of a call; operators serve those that modes or transforms have to see."""
         is_dual = forward_ad._current_level >= 0
         if addresses is None or is_dual or n_dispatch_modes() or is_pre_dispatch():
@@ -58,13 +58,13 @@ class NativeLayout(HostForm):
         return NativeBatch(tensors, self, addresses)
 
 
-class NativeBatch(CpuBatch):
+class NativeBatch(HostBatch):
     """Verbs by addresses; see :class:`tritonclip.backends.batch.Batch`.
 
     Versions count before a write, so that an interrupt leaves none that autograd does not see.
     """
 
-    layout: NativeLayout  # type: ignore[assignment]
+    layout: NativeLayout
 
     def __init__(self, tensors: list[Tensor], layout: NativeLayout, addresses: list[int]) -> None:
         self.tensors, self.layout, self.dtype = tensors, layout, layout.dtype

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.cpu_rows import ROW
+from tritonclip.backends.host_form import VIEW_BYTES
 from tritonclip.grad_mode import outside_inference
 
 # Lists of up to so many tensors are packed, if no more elements are copied, and no more measured:
@@ -34,8 +35,6 @@ SERIAL = 32640
 LONGEST_ROW = 1024
 # Each gradient is one row where that takes no more than so many times the elements.
 MOST_PADDED = 8
-# Most that a view of scratch or of a number takes: 550 to 660 bytes (mallinfo2, torch 2.13).
-VIEW_BYTES = 700
 # A norm is known where it lies from the first up to the second: a smaller one may have lost squares
 # to underflow, a larger one overflowed. For float32, `cpu_norm` derives it.
 _KNOWN = {torch.float32: (2.0**-30, math.inf), torch.float64: (2.0**-450, 2.0**450)}
