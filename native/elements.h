@@ -165,7 +165,7 @@ INLINE void store_float64_plain(const Doubles *wide, DoubleAt *x) { memcpy(x, wi
 
 #if HAS_AVX2
 AVX2 INLINE void load_bfloat16_avx2(const HalfAt *x, Floats *wide) {
-    __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i_u *)x));
+    __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x));
     *wide = (Floats)_mm256_slli_epi32(bits, 16);
 }
 
@@ -177,16 +177,16 @@ AVX2 INLINE void store_bfloat16_avx2(const Floats *wide, HalfAt *x) {
     __m256i upper = _mm256_blendv_epi8(rounded, quiet, (__m256i)(*wide != *wide));
     upper = _mm256_srli_epi32(upper, 16);
     __m128i low = _mm256_castsi256_si128(upper), high = _mm256_extracti128_si256(upper, 1);
-    _mm_storeu_si128((__m128i_u *)x, _mm_packus_epi32(low, high));
+    _mm_storeu_si128((__m128i *)x, _mm_packus_epi32(low, high));
 }
 
 AVX2 INLINE void load_float16_avx2(const HalfAt *x, Floats *wide) {
-    *wide = (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i_u *)x));
+    *wide = (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)x));
 }
 
 AVX2 INLINE void store_float16_avx2(const Floats *wide, HalfAt *x) {
     __m128i halves = _mm256_cvtps_ph((__m256)*wide, _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128((__m128i_u *)x, halves);
+    _mm_storeu_si128((__m128i *)x, halves);
 }
 
 AVX2 INLINE void load_float32_avx2(const FloatAt *x, Floats *wide) { memcpy(wide, x, sizeof *wide); }

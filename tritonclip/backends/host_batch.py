@@ -47,6 +47,10 @@ class HostBatch:
         self, norms: PartialNorms, first: int, norm_type: float, grad_scale: float | Tensor
     ) -> Tensor:
         """The norm of each gradient, 1-d."""
+        if not isinstance(norms, Tensor) and not isinstance(grad_scale, Tensor):
+            own = norms[first : first + len(self.tensors)]
+            numbers = [norm / grad_scale for norm in own] if norm_type else own
+            return torch.tensor(numbers, dtype=self.dtype, device="cpu")
         return self._as_torch().total_each(as_tensor(norms), first, norm_type, grad_scale)
 
     def norms_each(self, norms: Tensor, norm_type: float) -> Tensor:

@@ -187,7 +187,8 @@ def combine(norms: Tensor, norm_type: float) -> Tensor:
 
 def unscaled(norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
     """Norms divided by the loss scale; a count of elements carries none."""
-    return norms / as_scalar(grad_scale, norms) if norm_type else norms
+    is_scaled = norm_type and (isinstance(grad_scale, Tensor) or grad_scale != 1)
+    return norms / as_scalar(grad_scale, norms) if is_scaled else norms
 
 
 def coefficient_of(norm: Tensor, max_norm: float | Tensor, eps: float) -> Tensor:
