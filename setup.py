@@ -7,11 +7,23 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 # One binary for all versions; free-threaded Python has no stable ABI.
 STABLE = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
+
+class BuildAnew(build_ext):
+    """Builds always: no binary of other sources is left where a build fails."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Removes the last binary first."""
+        Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
+        super().build_extension(ext)
+
+
 setup(
+    cmdclass={"build_ext": BuildAnew},
     ext_modules=[
         Extension(
             "tritonclip.backends._native",

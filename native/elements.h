@@ -37,9 +37,11 @@ typedef int16_t Halves __attribute__((vector_size(4 * WIDE)));
 typedef uint16_t HalfAt __attribute__((aligned(1), may_alias));
 typedef float FloatAt __attribute__((aligned(1), may_alias));
 typedef double DoubleAt __attribute__((aligned(1), may_alias));
+typedef uint64_t Bits64At __attribute__((aligned(1), may_alias));
 
 /* For `loops.h`: elements in memory, and as they are compared with bounds; vectors of them, masks of
- * those, and vectors in which elements are multiplied; the bits of infinity of a half type, else 0. */
+ * those, and vectors in which elements are multiplied; elements as bits, where zeros are looked for;
+ * whether they are float64; the bits of infinity of a half type, else 0. */
 #define AT_float16 HalfAt
 #define AT_bfloat16 HalfAt
 #define AT_float32 FloatAt
@@ -60,6 +62,13 @@ typedef double DoubleAt __attribute__((aligned(1), may_alias));
 #define WIDENED_bfloat16 Floats
 #define WIDENED_float32 Floats
 #define WIDENED_float64 Doubles
+#define BITS_AT_float16 HalfAt
+#define BITS_AT_bfloat16 HalfAt
+#define BITS_AT_float64 Bits64At
+#define IS_DOUBLE_float16 0
+#define IS_DOUBLE_bfloat16 0
+#define IS_DOUBLE_float32 0
+#define IS_DOUBLE_float64 1
 #define INFINITE_float16 0x7c00
 #define INFINITE_bfloat16 0x7f80
 #define INFINITE_float32 0
@@ -109,6 +118,29 @@ INLINE float widen_float32(float number) { return number; }
 INLINE float narrow_float32(double number) { return (float)number; }
 INLINE double widen_float64(double number) { return number; }
 INLINE double narrow_float64(double number) { return number; }
+
+/* How the calling thread treats subnormal floats, as `torch.set_flush_denormal` sets it. */
+INLINE uint64_t float_mode(void) {
+#if defined(__x86_64__)
+    return _mm_getcsr();
+#elif defined(__aarch64__)
+    uint64_t mode;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+#else
+    return 0;
+#endif
+}
+
+INLINE void set_float_mode(uint64_t mode) {
+#if defined(__x86_64__)
+    _mm_setcsr((unsigned)mode);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode));
+#else
+    (void)mode;
+#endif
+}
 
 /* Asks for the line of memory that a loop comes to AHEAD bytes later. Of 124M elements, 0, 512, 1,024,
  * 2,048 and 4,096 bytes ahead: float32 is measured in 20.7, 19.7, 19.4, 20.1 and 21.0 ms, multiplied

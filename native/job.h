@@ -56,6 +56,8 @@ typedef struct {
     /* Where each task starts; the last place is the end. */
     Place *places;
     int64_t n_tasks, next_task;
+    /* Of the calling thread; those that share the job have their own. */
+    uint64_t float_mode;
     /* Memory of short lists. */
     Gradient few_gradients[FEW];
     double few_sums[FEW];
@@ -120,9 +122,12 @@ static void do_blocks(Job *job, Place from, Place to) {
 /* Tasks, until none is left; in every thread. */
 static void do_tasks(void *argument) {
     Job *job = argument;
+    uint64_t own_mode = float_mode();
+    set_float_mode(job->float_mode);
     int64_t task;
     while ((task = __atomic_fetch_add(&job->next_task, 1, __ATOMIC_RELAXED)) < job->n_tasks)
         do_blocks(job, job->places[task], job->places[task + 1]);
+    set_float_mode(own_mode);
 }
 
 /* Cuts the list into tasks; 0 without memory for them. */
@@ -146,6 +151,7 @@ static void run_job(Job *job) {
     long threads = job->threads;
     if (threads > 1 && parallel && job->n_elements >= SHARED && cut(job)) {
         if (threads > job->n_tasks) threads = (long)job->n_tasks;
+        job->float_mode = float_mode();
         parallel(do_tasks, job, (unsigned)threads, 0);
     } else
         do_blocks(job, (Place){0, 0}, (Place){job->n, 0});

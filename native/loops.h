@@ -34,11 +34,23 @@ TARGET static double NAME(sum_in_float64)(const void *elements, int64_t n) {
     return sum_of_lanes(lanes);
 }
 
+#if OF(INFINITE) || OF(IS_DOUBLE)
+/* Whether any element is not 0; NaN is not. */
+TARGET static int NAME(has_any)(const void *elements, int64_t n) {
+    const OF(BITS_AT) *x = elements;
+    OF(BITS_AT) any = 0;
+    for (int64_t i = 0; i < n; i++) any |= x[i];
+    /* Without the sign. */
+    return (OF(BITS_AT))(any << 1) != 0;
+}
+#endif
+
 /* The sum of squares.
  *
  * Squares of half types are exact in float32, where RUN of them are added up before they go on in
  * float64: such a sum is off by 7 * 2^-24 at most, its root by 2.1e-7. Squares that float32 does not
- * hold are added up again in float64 alone.
+ * hold are added up again in float64 alone. Squares of float64 that all underflow have a sum that is
+ * not 0, so that only the norm of zeros is.
  */
 TARGET static double NAME(sum_squares)(const void *elements, int64_t n) {
 #if OF(INFINITE)
@@ -59,8 +71,12 @@ TARGET static double NAME(sum_squares)(const void *elements, int64_t n) {
         for (int j = 0; j < LANES; j++) lanes[j] += (double)flat[j];
     }
     double sum = sum_of_lanes(lanes);
-    if (i && !(sum >= 0x1p-60 && sum < INFINITY)) i = 0, sum = 0;
+    int is_known = sum >= 0x1p-60 && sum < INFINITY;
+    if (i && !is_known && (sum || NAME(has_any)(x, i))) i = 0, sum = 0;
     return sum + NAME(sum_in_float64)(x + i, n - i);
+#elif OF(IS_DOUBLE)
+    double sum = NAME(sum_in_float64)(elements, n);
+    return sum || !NAME(has_any)(elements, n) ? sum : 0x1p-1022;
 #else
     return NAME(sum_in_float64)(elements, n);
 #endif

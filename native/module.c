@@ -3,7 +3,7 @@
  *
  * A gradient is an address and a number of contiguous elements; `_native.pyi` describes the
  * functions. Of Python only the stable ABI is used, and nothing of PyTorch but its threads: one
- * binary serves all versions.
+ * binary serves all versions, but for those of free-threaded Python.
  */
 #include <Python.h>
 

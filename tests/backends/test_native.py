@@ -19,7 +19,7 @@ from workers import python
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
-from tritonclip.backends import native_loops
+from tritonclip.backends import cpu_norm, native_loops
 from tritonclip.backends.native_backend import NativeLayout
 from tritonclip.backends.native_loops import CODES, loops
 from tritonclip.engine import memory
@@ -248,6 +248,49 @@ def test_subnormal_halves_are_read_where_subnormal_floats_are_flushed():
         assert loops.norm(*listed([x])) == pytest.approx(math.sqrt(300) * 2.0**-24, rel=1e-6)
     finally:
         torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_threads_flush_subnormal_floats_where_the_caller_does(dtype):
+    tiny = torch.finfo(dtype).tiny
+    x = torch.full((8 * loops.SHARED,), tiny / 4, dtype=dtype)
+    y = torch.full((8 * loops.SHARED,), tiny, dtype=dtype)
+    # Threads begin before the mode is set, and keep theirs.
+    loops.norm(*listed([x], 2))
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    try:
+        found = {loops.norm(*listed([x], 2)) for _ in range(5)}
+        alone = loops.norm(*listed([x]))
+        loops.multiply_(*listed([y], 2), 0.25)
+    finally:
+        torch.set_flush_denormal(False)
+    assert found == {alone}
+    assert not y.any()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_norm_of_zeros_is_0(dtype, zero):
+    grads = [torch.full((n,), zero, dtype=dtype) for n in (0, 3, 300, BLOCK + 1)]
+    assert loops.norms(*listed(grads)) == [0.0] * 4
+
+
+def test_only_extreme_gradients_of_float64_are_measured_by_operators(monkeypatch):
+    measured = []
+    real = cpu_norm.two_norm
+
+    def two_norm(tensors, sizes, *, flat):
+        measured.append(sizes)
+        return real(tensors, sizes, flat=flat)
+
+    monkeypatch.setattr(cpu_norm, "two_norm", two_norm)
+    values = [0.0, 1.0, 1e-170, 1e-300, 5e-324, 1e200, math.inf, math.nan]
+    grads = [torch.full((i + 2,), v, dtype=torch.float64) for i, v in enumerate(values)]
+    norms = tritonclip.clip_(parameters(grads), ClipByNorm(math.inf))
+    expected = [reference.norm(grad) for grad in grads]
+    assert norms.tolist() == pytest.approx(expected, rel=1e-12, abs=0, nan_ok=True)
+    assert measured == [[n] for n in (4, 5, 6, 7, 8, 9)]
 
 
 RUNS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), min_size=1, max_size=9)

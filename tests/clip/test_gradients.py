@@ -83,12 +83,21 @@ def test_clip_without_gradients_gives_zero_on_the_device_of_the_parameters(devic
 
 
 @pytest.mark.parametrize("rule", [1.0, ClipByNorm(1.0), ClipByValue(1.0)], ids=repr)
-def test_clip_of_an_exhausted_generator_warns(backend, rule):
-    used = (one for one in [parameter(torch.ones(2, device=backend.device))])
+@pytest.mark.parametrize("kind", ["generator", "iterator"])
+def test_clip_of_an_exhausted_iterator_warns(backend, rule, kind):
+    grads = [parameter(torch.ones(2, device=backend.device))]
+    used = (one for one in grads) if kind == "generator" else filter(None, grads[:0])
     list(used)
-    with pytest.warns(UserWarning, match="empty generator, no gradient clipping") as caught:
+    with pytest.warns(UserWarning, match=f"empty {kind}, no gradient clipping") as caught:
         tritonclip.clip_(used, rule)
     assert caught[0].filename == __file__
+
+
+def test_scaling_an_exhausted_generator_warns():
+    used = (one for one in [parameter(torch.ones(2))])
+    list(used)
+    with pytest.warns(UserWarning, match="empty generator, no gradient clipping"):
+        tritonclip.clip_grads_with_norm_(used, 1.0, torch.tensor(5.0))
 
 
 def test_clip_of_a_generator_without_gradients_does_not_warn(device):

@@ -17,7 +17,7 @@ import tritonclip
 from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer
 from tritonclip.engine import twice
 
-TWICE = "clip_ was called for these gradients"
+TWICE = "clip_, or a function with torch's name, was called for these gradients"
 INNER = r"SGD\.step\(\) was called on the optimizer inside"
 
 

@@ -15,6 +15,14 @@ import tritonclip
 from tritonclip import ClipByUnitNorm, FlatGradients
 
 
+def test_an_exhausted_iterator_excludes_nothing_and_raises():
+    used = torch.nn.Linear(2, 2).parameters()
+    list(used)
+    with pytest.raises(ValueError, match=r"got a generator that yields nothing.*exclude=None"):
+        ClipByUnitNorm(0.01, exclude=used)
+    assert ClipByUnitNorm(0.01, exclude=[]).excludes == 0
+
+
 @pytest.mark.parametrize("exclude", ["head", 3, ["head"], [1.0], {"head": 1}], ids=repr)
 def test_rule_by_unit_refuses_to_exclude_what_is_no_parameter(exclude):
     with pytest.raises(TypeError, match=r"exclude must be a module, a parameter.*got"):

@@ -156,7 +156,7 @@ class HostBatch:
     ) -> tuple[list[float], float]:
         """The coefficient of each norm, as `_coefficient`, and the least; NaN where one is.
 
-        `numbers` has the norms, and then the coefficients, where there are any but 1.
+        `numbers` has the norms, and then, for operators, the coefficients, where any is not 1.
         """
         memory = numbers.memory
         limit, added = memory._type_(max_norm).value, memory._type_(eps).value

@@ -26,8 +26,8 @@ from tritonclip.backends.numbers import Numbers
 from tritonclip.backends.torch_writes import unscale_and_clamp_
 from tritonclip.tracing import is_pre_dispatch, n_dispatch_modes
 
-# A norm of float64 is known where it lies from the first up to the second: a smaller one may have
-# lost squares to underflow, a larger one overflowed. Those of other dtypes fit float64.
+# A norm of float64 is known where it is 0, or lies from the first up to the second: a smaller one
+# may have lost squares to underflow, a larger one overflowed. Those of other dtypes fit float64.
 _LEAST, _LARGEST = 2.0**-450, 2.0**450
 
 
@@ -78,12 +78,18 @@ class NativeBatch(HostBatch):
             measured = self._as_torch().norm(norm_type, None, per_gradient=per_gradient)
         else:
             measured = loops.norms(*self._list) if per_gradient else [loops.norm(*self._list)]
-            if self.layout.wide == torch.float64 and not all(
-                _LEAST <= norm < _LARGEST for norm in measured
-            ):
-                measure = cpu_norm.two_norms_of_each if per_gradient else cpu_norm.two_norm
-                measured = measure(self.tensors, self.layout.sizes, flat=True)
+            if self.layout.wide == torch.float64:
+                self._measure_extremes_(measured, per_gradient)
         return measured if out is None else out.copy_(as_tensor(measured))
+
+    def _measure_extremes_(self, norms: list[float], per_gradient: bool) -> None:
+        """Measures anew where squares of float64 may have overflowed or lost digits."""
+        for i, norm in enumerate(norms):
+            if norm and not _LEAST <= norm < _LARGEST:
+                tensors, sizes = self.tensors, self.layout.sizes
+                if per_gradient:
+                    tensors, sizes = [tensors[i]], [sizes[i]]
+                norms[i] = float(cpu_norm.two_norm(tensors, sizes, flat=True))
 
     def _coefficients(
         self, norms: list[float], numbers: Numbers, max_norm: float, eps: float

@@ -22,8 +22,8 @@ INTERFACE = 2
 
 _MODULE = "tritonclip.backends._native"
 _REBUILD = (
-    "install a C compiler (gcc or clang) and Python's headers, and then tritonclip by pip install "
-    "--force-reinstall --no-cache-dir --no-deps"
+    "install a C compiler (gcc or clang) and Python's headers, and then, in a checkout of "
+    "tritonclip, run pip install --force-reinstall --no-cache-dir --no-deps ."
 )
 
 

@@ -17,6 +17,7 @@ from tritonclip.engine.refusals import refuse_read_only, refuse_sparse_minimum
 from tritonclip.engine.together import tell_others
 from tritonclip.grad_mode import without_grad
 from tritonclip.rules import ClipByGlobalNorm, Rule
+from tritonclip.warn import warn_user
 
 
 @lru_cache
@@ -64,6 +65,8 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
         norm: one element, on any device.
     """
     plan = gradients.plan
+    if plan is None and (text := gradients.warning()):
+        warn_user(text)
     if plan is None or not plan.groups:
         return
     refuse_read_only(gradients)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from types import GeneratorType
 
@@ -161,8 +161,10 @@ class Gradients:
 
     def warning(self) -> str:
         """Why the list is empty, where the user probably did not intend it; else ""."""
-        if not self.sources and isinstance(self.handed_over, GeneratorType):
-            return "`parameters` is an empty generator, no gradient clipping will occur."
+        if not self.sources and isinstance(self.handed_over, Iterator):
+            # As torch says of generators. A `filter` that was used before is empty, too.
+            kind = "generator" if isinstance(self.handed_over, GeneratorType) else "iterator"
+            return f"`parameters` is an empty {kind}, no gradient clipping will occur."
         if self.sources and not any(p.is_leaf for p in self.sources):
             return (
                 f"{self.label_of(0)} is computed from other tensors, as a loss is, and has no "

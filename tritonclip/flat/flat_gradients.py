@@ -93,7 +93,8 @@ class FlatGradients:
         if not chosen:
             raise ValueError(
                 "expected at least one parameter that requires a gradient and has no "
-                f"need_clip = False, got {len(items)} parameters without"
+                f"need_clip = False, got none among {len(items)} parameters; an iterator that was "
+                "used before is empty"
             )
         self._hold_(chosen.values(), left_out.values())
 

@@ -68,9 +68,10 @@ def warn_if_clipped(written: Sequence[Tensor]) -> None:
     """Warns, of the gradients of a step, if `clip_` was called for them."""
     if twice.is_noticed(written):
         warn_user(
-            "clip_ was called for these gradients, and the ClippedOptimizer clips them after it, "
-            "so that its statistics are not of gradients before clipping; expected one of the "
-            "two: remove the call, or use the bare optimizer. To measure only, call get_total_norm"
+            "clip_, or a function with torch's name, was called for these gradients, and the "
+            "ClippedOptimizer clips them after it, so that its statistics are not of gradients "
+            "before clipping; expected one of the two: remove the call, or use the bare optimizer. "
+            "To measure only, call get_total_norm"
         )
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from weakref import ref
@@ -176,8 +176,14 @@ def _as_excluded(exclude: object) -> Excluded:
         exclude = [exclude]
     if isinstance(exclude, str | bytes) or not isinstance(exclude, Iterable):
         raise TypeError(f"{_EXPECTED}, got {exclude!r:.80} of type {type(exclude).__name__}")
+    items = list(exclude)
+    if not items and isinstance(exclude, Iterator):
+        raise ValueError(
+            f"{_EXPECTED}, got a {type(exclude).__name__} that yields nothing, as one that was "
+            "used before; write exclude=model.head, or exclude=None for no parameter"
+        )
     parameters: dict[int, Tensor] = {}
-    for position, item in enumerate(exclude):
+    for position, item in enumerate(items):
         if not isinstance(item, Module | Tensor):
             raise TypeError(
                 f"{_EXPECTED}, got {item!r:.80} of type {type(item).__name__} at position "
