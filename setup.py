@@ -28,6 +28,7 @@ setup(
         Extension(
             "tritonclip.backends._native",
             sources=["native/module.c"],
+            # So that a source distribution has them.
             depends=sorted(str(path) for path in Path("native").glob("*.h")),
             define_macros=[("Py_LIMITED_API", "0x030A0000")] if STABLE else [],
             # Loops of comparisons become vector instructions only where no exception flag is

@@ -37,11 +37,12 @@ typedef int16_t Halves __attribute__((vector_size(4 * WIDE)));
 typedef uint16_t HalfAt __attribute__((aligned(1), may_alias));
 typedef float FloatAt __attribute__((aligned(1), may_alias));
 typedef double DoubleAt __attribute__((aligned(1), may_alias));
+typedef uint32_t Bits32At __attribute__((aligned(1), may_alias));
 typedef uint64_t Bits64At __attribute__((aligned(1), may_alias));
 
 /* For `loops.h`: elements in memory, and as they are compared with bounds; vectors of them, masks of
  * those, and vectors in which elements are multiplied; elements as bits, where zeros are looked for;
- * whether they are float64; the bits of infinity of a half type, else 0. */
+ * the bits of infinity of a half type, else 0. */
 #define AT_float16 HalfAt
 #define AT_bfloat16 HalfAt
 #define AT_float32 FloatAt
@@ -64,11 +65,8 @@ typedef uint64_t Bits64At __attribute__((aligned(1), may_alias));
 #define WIDENED_float64 Doubles
 #define BITS_AT_float16 HalfAt
 #define BITS_AT_bfloat16 HalfAt
+#define BITS_AT_float32 Bits32At
 #define BITS_AT_float64 Bits64At
-#define IS_DOUBLE_float16 0
-#define IS_DOUBLE_bfloat16 0
-#define IS_DOUBLE_float32 0
-#define IS_DOUBLE_float64 1
 #define INFINITE_float16 0x7c00
 #define INFINITE_bfloat16 0x7f80
 #define INFINITE_float32 0

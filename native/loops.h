@@ -34,7 +34,6 @@ TARGET static double NAME(sum_in_float64)(const void *elements, int64_t n) {
     return sum_of_lanes(lanes);
 }
 
-#if OF(INFINITE) || OF(IS_DOUBLE)
 /* Whether any element is not 0; NaN is not. */
 TARGET static int NAME(has_any)(const void *elements, int64_t n) {
     const OF(BITS_AT) *x = elements;
@@ -43,7 +42,6 @@ TARGET static int NAME(has_any)(const void *elements, int64_t n) {
     /* Without the sign. */
     return (OF(BITS_AT))(any << 1) != 0;
 }
-#endif
 
 /* The sum of squares.
  *
@@ -74,11 +72,10 @@ TARGET static double NAME(sum_squares)(const void *elements, int64_t n) {
     int is_known = sum >= 0x1p-60 && sum < INFINITY;
     if (i && !is_known && (sum || NAME(has_any)(x, i))) i = 0, sum = 0;
     return sum + NAME(sum_in_float64)(x + i, n - i);
-#elif OF(IS_DOUBLE)
-    double sum = NAME(sum_in_float64)(elements, n);
-    return sum || !NAME(has_any)(elements, n) ? sum : 0x1p-1022;
 #else
-    return NAME(sum_in_float64)(elements, n);
+    double sum = NAME(sum_in_float64)(elements, n);
+    int may_underflow = sizeof(OF(ELEMENT)) == sizeof(double);
+    return !sum && may_underflow && NAME(has_any)(elements, n) ? 0x1p-1022 : sum;
 #endif
 }
 
@@ -129,9 +126,11 @@ TARGET INLINE void NAME(make_bounds)(double from, double to, NAME(Bounds) *bound
     *bounds = (NAME(Bounds)){low - zero, high - zero, low_key - zero, high_key - zero};
 }
 
-/* Which elements of a vector are below the bounds, and which above; NaN is neither. */
+/* Loads a vector; which of its elements are below the bounds, and which above. NaN is neither. */
 TARGET INLINE void NAME(compare)(
-    const OF(VECTOR) *x, const NAME(Bounds) *bounds, OF(MASK) *below, OF(MASK) *above) {
+    const char *at, const NAME(Bounds) *bounds, OF(VECTOR) *x, OF(MASK) *below, OF(MASK) *above) {
+    fetch_ahead(at);
+    memcpy(x, at, sizeof *x);
     *below = KEY(*x) < bounds->low_key;
     *above = KEY(*x) > bounds->high_key;
 #if OF(INFINITE)
@@ -145,23 +144,11 @@ TARGET INLINE void NAME(compare)(
 TARGET INLINE void NAME(clamp_vector)(char *at, const NAME(Bounds) *bounds, OF(MASK) *outside) {
     OF(VECTOR) x;
     OF(MASK) below, above;
-    fetch_ahead(at);
-    memcpy(&x, at, sizeof x);
-    NAME(compare)(&x, bounds, &below, &above);
+    NAME(compare)(at, bounds, &x, &below, &above);
     *outside |= below | above;
     OF(MASK) kept = ~(below | above) & (OF(MASK))x;
     kept |= (below & (OF(MASK))bounds->low) | (above & (OF(MASK))bounds->high);
     memcpy(at, &kept, sizeof kept);
-}
-
-/* Adds to a mask which elements of a vector are outside the bounds. */
-TARGET INLINE void NAME(look)(const char *at, const NAME(Bounds) *bounds, OF(MASK) *outside) {
-    OF(VECTOR) x;
-    OF(MASK) below, above;
-    fetch_ahead(at);
-    memcpy(&x, at, sizeof x);
-    NAME(compare)(&x, bounds, &below, &above);
-    *outside |= below | above;
 }
 
 /* Brings elements within bounds, which are numbers of the dtype. NaN stays, and where all elements
@@ -172,11 +159,15 @@ TARGET static void NAME(clamp)(void *elements, int64_t n, double from, double to
     NAME(make_bounds)(from, to, &bounds);
     char *x = elements, *end = x + n * ITEM;
     int is_written = 0;
-    OF(MASK) outside;
+    OF(VECTOR) numbers;
+    OF(MASK) outside, below, above;
     while (end - x >= STEP) {
         char *start = x, *last = (end - x < COMPARED ? end : x + COMPARED) - STEP;
         outside = (OF(MASK)){0};
-        for (; x <= last && !is_written; x += STEP) NAME(look)(x, &bounds, &outside);
+        for (; x <= last && !is_written; x += STEP) {
+            NAME(compare)(x, &bounds, &numbers, &below, &above);
+            outside |= below | above;
+        }
         if (is_written || is_any(&outside, sizeof outside))
             for (x = start; x <= last; x += STEP) NAME(clamp_vector)(x, &bounds, &outside);
         /* Where a stretch had some outside, the next is written without a look before. */

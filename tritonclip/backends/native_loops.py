@@ -71,13 +71,9 @@ if has_threads and hasattr(os, "register_at_fork"):
 
 def describe() -> str:
     """Whether the extension serves, for a report."""
-    if loops is None:
-        return fault
+    if loops is None or has_threads:
+        return fault or "built"
     return (
-        "built"
-        if has_threads
-        else (
-            f"built; lists of {loops.SHARED:,} elements or more take PyTorch's operators, as the "
-            "threads of its OpenMP library cannot be shared"
-        )
+        f"built; lists of {loops.SHARED:,} elements or more take PyTorch's operators, as the "
+        "threads of its OpenMP library cannot be shared"
     )
