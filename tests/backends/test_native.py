@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from array import array
 
 import pytest
 import reference
 import torch
-from cases import FLOATS, HALVES, assert_bits, bits, grad_of, normal, parameters
+from cases import FLOATS, HALVES, assert_bits, bits, normal
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import TorchDispatchMode
-from workers import python
 
-import tritonclip
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
-from tritonclip.backends import cpu_norm, native_loops
-from tritonclip.backends.native_backend import NativeLayout
+from tritonclip.backends import native_loops
 from tritonclip.backends.native_loops import CODES, loops
 from tritonclip.engine import memory
 
@@ -276,23 +269,6 @@ def test_norm_of_zeros_is_0(dtype, zero):
     assert loops.norms(*listed(grads)) == [0.0] * 4
 
 
-def test_only_extreme_gradients_of_float64_are_measured_by_operators(monkeypatch):
-    measured = []
-    real = cpu_norm.two_norm
-
-    def two_norm(tensors, sizes, *, flat):
-        measured.append(sizes)
-        return real(tensors, sizes, flat=flat)
-
-    monkeypatch.setattr(cpu_norm, "two_norm", two_norm)
-    values = [0.0, 1.0, 1e-170, 1e-300, 5e-324, 1e200, math.inf, math.nan]
-    grads = [torch.full((i + 2,), v, dtype=torch.float64) for i, v in enumerate(values)]
-    norms = tritonclip.clip_(parameters(grads), ClipByNorm(math.inf))
-    expected = [reference.norm(grad) for grad in grads]
-    assert norms.tolist() == pytest.approx(expected, rel=1e-12, abs=0, nan_ok=True)
-    assert measured == [[n] for n in (4, 5, 6, 7, 8, 9)]
-
-
 RUNS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), min_size=1, max_size=9)
 
 
@@ -350,79 +326,6 @@ def test_nothing_is_measured_and_written():
     assert loops.norm([], b"", 2, 1) == 0.0
     assert loops.norms([], b"", 2, 1) == []
     loops.clamp_([], b"", 2, 1, -1.0, 1.0)
-
-
-@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.1), ClipByNorm(0.1), ClipByValue(0.1)])
-def test_writes_count_as_versions_and_others_do_not(rule):
-    for limit, written in ((rule, True), (type(rule)(1e9), False)):
-        (one,) = parameters([normal(9)])
-        before = grad_of(one)._version
-        with tritonclip.use_backend("native"):
-            tritonclip.clip_([one], limit)
-        # By value, an element may be written wherever it is.
-        assert (grad_of(one)._version > before) == (written or isinstance(rule, ClipByValue))
-
-
-class Seen(TorchDispatchMode):
-    """Counts operators that write."""
-
-    def __init__(self):
-        super().__init__()
-        self.written = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.written += func._schema.is_mutable
-        return func(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.1), ClipByNorm(0.1), ClipByValue(0.1)])
-def test_modes_see_every_write(rule):
-    params = parameters([normal(9), normal(4)])
-    with tritonclip.use_backend("native"):
-        tritonclip.clip_(params, rule)
-        with Seen() as mode:
-            tritonclip.clip_(params, type(rule)(0.05))
-    assert mode.written
-
-
-# Of torch itself, when it first makes a dual tensor.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-def test_tangents_of_dual_numbers_are_clamped_too():
-    with forward_ad.dual_level(), tritonclip.use_backend("native"):
-        (one,) = parameters([forward_ad.make_dual(torch.tensor([0.5, 3.0]), torch.ones(2))])
-        tritonclip.clip_([one], ClipByValue(1.0))
-        tangent = forward_ad.unpack_dual(grad_of(one)).tangent
-    assert tangent is not None
-    assert tangent.tolist() == [1.0, 0.0]
-
-
-FORKS = """
-import os, signal, torch, tritonclip
-from tritonclip.backends.native_loops import loops
-# Of lengths that PyTorch's operators take in one thread, in both processes.
-params = [torch.zeros(10_000, requires_grad=True) for _ in range(loops.SHARED // 10_000 + 1)]
-for one in params:
-    one.grad = torch.ones(10_000)
-tritonclip.clip_(params, 1.0)
-child = os.fork()
-if not child:
-    signal.alarm(60)
-    norm = tritonclip.clip_(params, 0.5)
-    os._exit(abs(norm.item() - 1) > 1e-5)
-assert os.waitpid(child, 0)[1] == 0
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
-def test_forked_process_waits_for_no_thread():
-    """Where the list is large, but no gradient is, PyTorch's own operators wait for none."""
-    done = python("-c", FORKS, TRITONCLIP_BACKEND="native")
-    assert done.returncode == 0, done.stderr
-
-
-def test_layout_counts_its_memory():
-    layout = NativeLayout([normal(3)] * 100)
-    assert layout.n_bytes >= 100 * 8
 
 
 def test_threads_are_those_of_torch():
