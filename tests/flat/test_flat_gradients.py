@@ -102,7 +102,7 @@ def _sparse():
     ("make", "error", "message"),
     [
         (list, ValueError, "expected at least one parameter that requires a gradient"),
-        (lambda: [torch.zeros(2)], ValueError, "got none among 1 parameters"),
+        (lambda: [torch.zeros(2)], ValueError, "got none among 1;"),
         (lambda: 3, TypeError, "expected an iterable of tensors"),
         (lambda: [3], TypeError, r"parameters\[0\] must be a tensor, got int"),
         (

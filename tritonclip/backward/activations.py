@@ -62,7 +62,7 @@ def clip_backward(
         )
     rule = rule_for_one(rule, "clip_backward")
     check_policy(nonfinite)
-    if isinstance(rule, ClipByValue) and x.is_complex():
+    if rule.clamps and x.is_complex():
         raise TypeError(
             "ClipByValue cannot order complex gradients, got a complex x; expected a real one: "
             "clip by norm instead"

@@ -92,9 +92,8 @@ class FlatGradients:
             kind.setdefault(id(parameter), (label_of(position), parameter))
         if not chosen:
             raise ValueError(
-                "expected at least one parameter that requires a gradient and has no "
-                f"need_clip = False, got none among {len(items)} parameters; an iterator that was "
-                "used before is empty"
+                "expected at least one parameter that requires a gradient and has no need_clip = "
+                f"False, got none among {len(items)}; an iterator that was used before is empty"
             )
         self._hold_(chosen.values(), left_out.values())
 
