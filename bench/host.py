@@ -104,7 +104,8 @@ def beside_torch(
 ) -> dict[str, float]:
     """Time of a call, and of torch's on the same parameters in turn; nothing is clipped."""
     torchs = Timed(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9))
-    (ours, _), (theirs, _) = interleaved([Timed(call), torchs], CPU, n_samples, SECONDS)[0]
+    both = interleaved([Timed(call), torchs], CPU, n_samples, SECONDS)
+    ours, theirs = (samples.walls for samples in both)
     share = statistics.median(paired(ours, theirs))
     return spread("total_us", ours) | {"torch_us": statistics.median(theirs), "share": share}
 
@@ -184,10 +185,12 @@ def times_of(n: int, kind: str, repetitions: int) -> dict[str, float]:
         parameters = next(known)
 
     timed = Timed(lambda: tritonclip.clip_(parameters if flat is None else flat, rule), prepare)
-    ((times, _),), _ = interleaved(
+    (samples,) = interleaved(
         [timed], CPU, min(3, repetitions), SECONDS, most_samples=repetitions, most_calls=1
     )
-    return spread("total_us", times) | {"floor_us": floor_us(parameters, min(repetitions, 20))}
+    return spread("total_us", samples.walls) | {
+        "floor_us": floor_us(parameters, min(repetitions, 20))
+    }
 
 
 def floor_us(parameters: Sequence[Tensor], repetitions: int) -> float:
@@ -200,8 +203,8 @@ def floor_us(parameters: Sequence[Tensor], repetitions: int) -> float:
         if addresses != known:
             known = addresses
 
-    ((times, _),), _ = interleaved([Timed(read)], CPU, repetitions, 0.0)
-    return statistics.median(times)
+    (samples,) = interleaved([Timed(read)], CPU, repetitions, 0.0)
+    return statistics.median(samples.walls)
 
 
 def launches(repetitions: int) -> Iterator[Row]:
@@ -226,7 +229,7 @@ def launches(repetitions: int) -> Iterator[Row]:
                 kernel[grid](*one.arguments, *one.constants.values())
 
         known = {"JIT": by_jit, "library": by_library, "compiled kernel": by_compiled}
-        samples, _ = interleaved(list(map(Timed, known.values())), CPU, repetitions, SECONDS)
-    for name, (times, _) in zip(known, samples, strict=True):
+        found = interleaved(list(map(Timed, known.values())), CPU, repetitions, SECONDS)
+    for name, samples in zip(known, found, strict=True):
         case = {"path": "launches", "call": f"norm and scale: {name}"}
-        yield Row("host", case, spread("total_us", times))
+        yield Row("host", case, spread("total_us", samples.walls))

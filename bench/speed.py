@@ -128,10 +128,10 @@ def measure(
         ready.append((one, row, entry, Timed(entry.call, prepare)))
     with torch._dynamo.config.patch(error_on_recompile=True):
         calls = [call for *_, call in ready]
-        samples, batch = timing.interleaved(calls, gradients.device, effort.samples, effort.seconds)
+        samples = timing.interleaved(calls, gradients.device, effort.samples, effort.seconds)
         walls = {one.name: found.walls for (one, *_), found in zip(ready, samples, strict=True)}
         for (one, row, entry, call), found in zip(ready, samples, strict=True):
-            row.values.update({"batch": batch, "repetitions": len(found.walls)})
+            row.values.update({"batch": found.n_calls, "repetitions": len(found.walls)})
             row.values.update(_figures(one, walls))
             row.values.update(_beside(entry, call, found, row))
     return rows

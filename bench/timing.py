@@ -33,6 +33,7 @@ HEAD_START = 20_000_000
 # Bytes copied to measure the bandwidth of memory, well beyond every cache.
 COPIED = {"cpu": 2**28, "cuda": 2**30}
 # Calls on a CPU are put together to samples of about this long, so that the clock's cost vanishes.
+# Each by its own time: one call between long ones of others would find its code out of cache.
 SAMPLE_US = 1000.0
 MOST_CALLS = 50
 MOST_SAMPLES = 300
@@ -57,10 +58,11 @@ class Timed(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Microseconds a call, one number a sample."""
+    """Microseconds a call, one number a sample, the mean of `n_calls`."""
 
     walls: list[float]
     hosts: list[float]
+    n_calls: int
 
 
 def paired(over: Sequence[float], under: Sequence[float]) -> list[float]:
@@ -126,35 +128,36 @@ def interleaved(
     *,
     most_samples: int = MOST_SAMPLES,
     most_calls: int = MOST_CALLS,
-) -> tuple[list[Samples], int]:
-    """Samples of all calls, taken in turn, and how many calls are in a sample.
+) -> list[Samples]:
+    """Samples of all calls, taken in turn.
 
     Samples are paired: each round goes through all calls in an order of its own, so that whatever
     slows the machine down for a while slows all of them. At least `n_samples` of each call, and
     more for some seconds, are taken while the garbage collector is off.
     """
-    shuffle, result, n_calls = random.Random(0), [Samples([], []) for _ in timed], 1
     if not timed:
-        return result, 0
-    collects = gc.isenabled()
+        return []
+    shuffle, collects = random.Random(0), gc.isenabled()
     gc.disable()
     try:
-        first = [sample(one, device)[1] for _ in range(4) for one in timed]
-        if device.type == "cpu":
-            usual = statistics.median(first[len(timed) :])
-            n_calls = min(most_calls, math.ceil(SAMPLE_US / max(usual, 1.0)))
+        rounds = [[sample(one, device)[1] for one in timed] for _ in range(4)]
+        # The first round warms up.
+        usual = map(statistics.median, zip(*rounds[1:], strict=True))
+        most = most_calls if device.type == "cpu" else 1
+        batches = [min(most, math.ceil(SAMPLE_US / max(time, 1.0))) for time in usual]
+        result = [Samples([], [], n_calls) for n_calls in batches]
         end = perf_counter_ns() + seconds * 1e9
         for done in range(most_samples):
             if done >= n_samples and perf_counter_ns() >= end:
                 break
             for i in shuffle.sample(range(len(timed)), len(timed)):
-                host, wall = sample(timed[i], device, n_calls)
+                host, wall = sample(timed[i], device, batches[i])
                 result[i].hosts.append(host)
                 result[i].walls.append(wall)
     finally:
         if collects:
             gc.enable()
-    return result, n_calls
+    return result
 
 
 def flush_of(device: torch.device) -> Callable[[], Any]:

@@ -81,7 +81,7 @@ def test_ratio_is_to_the_fastest_eager_torch(monkeypatch):
     walls = {"tritonclip": 6.0, "torch": 9.0, "torch foreach": 3.0, "torch compiled": 1.0}
 
     def interleaved(timed, *_):
-        return [timing.Samples([wall] * 2, [wall] * 2) for wall in walls.values()], 1
+        return [timing.Samples([wall] * 2, [wall] * 2, 1) for wall in walls.values()]
 
     monkeypatch.setattr(timing, "interleaved", interleaved)
     monkeypatch.setattr(torch, "compile", lambda call, **_: call)
