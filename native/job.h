@@ -15,10 +15,12 @@
  * add up 2^21 squares of float32 in 230 and 203 us, and multiply 2^19 bfloat16 in 67 and 59. (AMD
  * EPYC.) */
 #define BLOCK 32768
-/* Elements of a list from which threads share it. In one thread and in two 2^17, 2^19 and 2^21
- * float32 are measured in 16, 61 and 357 us, and in 15, 42 and 203; multiplied in 13, 42 and 289, and
- * in 14, 37 and 179. (AMD EPYC, caches warm.) */
-#define SHARED 262144
+/* Elements of a list from which threads share it. In one thread and in two 2^16, 2^17 and 2^18
+ * float32 are measured in 3.5, 6.8 and 14.1 us, and in 2.9, 4.3 and 8.1; multiplied in 4.1, 8.1 and
+ * 16.1, and in 2.9, 4.9 and 9.1. (AMD EPYC with AVX-512, caches warm.) On an older one 2^17 are
+ * measured in 16 and 15, and multiplied in 13 and 14. A shorter list would gain less than it loses
+ * where other processes keep the cores busy. */
+#define SHARED 131072
 /* Gradients, and blocks, of a list that needs no memory from the allocator. */
 #define FEW 64
 

@@ -100,55 +100,40 @@ TARGET static void NAME(multiply)(void *elements, int64_t n, double number) {
     memcpy(x + i, last, rest);
 }
 
-/* Bounds, and their keys: elements are compared by keys, which are in the order of the numbers. */
+/* Bounds, and their keys: half types are compared by keys, integers in the order of the numbers with
+ * NaN beyond infinity. Twice as many fit a vector as of floats, and none is converted. */
 typedef struct {
-    OF(VECTOR) low, high, low_key, high_key;
-} NAME(Bounds);
-
-/* Keys of half types are integers, with NaN beyond infinity: twice as many fit a vector as of
- * floats, and none is converted. */
+    OF(VECTOR) low, high;
 #if OF(INFINITE)
-#define KEY(x) ((x) ^ (((x) >> 15) & 0x7fff))
-#else
-#define KEY(x) (x)
+    OF(VECTOR) low_key, high_key;
 #endif
+} NAME(Bounds);
 
 TARGET INLINE void NAME(make_bounds)(double from, double to, NAME(Bounds) *bounds) {
     OF(ELEMENT) low = (OF(ELEMENT))OF(narrow)(from), high = (OF(ELEMENT))OF(narrow)(to);
-    OF(ELEMENT) low_key = (OF(ELEMENT))KEY(low), high_key = (OF(ELEMENT))KEY(high);
+    OF(VECTOR) zero = {0};
+    /* Less 0, a bound of -0 keeps its sign. */
+    bounds->low = low - zero, bounds->high = high - zero;
 #if OF(INFINITE)
     /* -0 and 0 are equal, and have two keys. */
-    if (from == 0) low_key = KEY((OF(ELEMENT))0x8000);
-    if (to == 0) high_key = 0;
+    OF(ELEMENT) least = from ? low : (OF(ELEMENT))0x8000, greatest = to ? high : 0;
+    bounds->low_key = (OF(ELEMENT))KEY(least) - zero, bounds->high_key = (OF(ELEMENT))KEY(greatest) - zero;
 #endif
-    /* Less 0, a bound of -0 keeps its sign. */
-    OF(VECTOR) zero = {0};
-    *bounds = (NAME(Bounds)){low - zero, high - zero, low_key - zero, high_key - zero};
 }
 
-/* Loads a vector; which of its elements are below the bounds, and which above. NaN is neither. */
-TARGET INLINE void NAME(compare)(
-    const char *at, const NAME(Bounds) *bounds, OF(VECTOR) *x, OF(MASK) *below, OF(MASK) *above) {
-    fetch_ahead(at);
-    memcpy(x, at, sizeof *x);
-    *below = KEY(*x) < bounds->low_key;
-    *above = KEY(*x) > bounds->high_key;
+/* Brings a vector within bounds; NaN stays. Sets bits of a mask where it changed. */
+TARGET INLINE void NAME(clamp_vector)(OF(VECTOR) *x, const NAME(Bounds) *bounds, OF(MASK) *changed) {
 #if OF(INFINITE)
+    OF(VECTOR) key = KEY(*x);
     OF(MASK) is_number = (*x & 0x7fff) <= OF(INFINITE);
-    *below &= is_number;
-    *above &= is_number;
+    OF(MASK) below = (key < bounds->low_key) & is_number, above = (key > bounds->high_key) & is_number;
+    *x = (*x & ~(below | above)) | (below & bounds->low) | (above & bounds->high);
+    *changed |= below | above;
+#else
+    OF(MASK) before = (OF(MASK))*x;
+    NAME(bound)(x, &bounds->low, &bounds->high);
+    *changed |= before ^ (OF(MASK))*x;
 #endif
-}
-
-/* Brings a vector within bounds; adds to a mask which elements were outside. */
-TARGET INLINE void NAME(clamp_vector)(char *at, const NAME(Bounds) *bounds, OF(MASK) *outside) {
-    OF(VECTOR) x;
-    OF(MASK) below, above;
-    NAME(compare)(at, bounds, &x, &below, &above);
-    *outside |= below | above;
-    OF(MASK) kept = ~(below | above) & (OF(MASK))x;
-    kept |= (below & (OF(MASK))bounds->low) | (above & (OF(MASK))bounds->high);
-    memcpy(at, &kept, sizeof kept);
 }
 
 /* Brings elements within bounds, which are numbers of the dtype. NaN stays, and where all elements
@@ -160,18 +145,24 @@ TARGET static void NAME(clamp)(void *elements, int64_t n, double from, double to
     char *x = elements, *end = x + n * ITEM;
     int is_written = 0;
     OF(VECTOR) numbers;
-    OF(MASK) outside, below, above;
+    OF(MASK) changed;
     while (end - x >= STEP) {
         char *start = x, *last = (end - x < COMPARED ? end : x + COMPARED) - STEP;
-        outside = (OF(MASK)){0};
+        changed = (OF(MASK)){0};
         for (; x <= last && !is_written; x += STEP) {
-            NAME(compare)(x, &bounds, &numbers, &below, &above);
-            outside |= below | above;
+            fetch_ahead(x);
+            memcpy(&numbers, x, STEP);
+            NAME(clamp_vector)(&numbers, &bounds, &changed);
         }
-        if (is_written || is_any(&outside, sizeof outside))
-            for (x = start; x <= last; x += STEP) NAME(clamp_vector)(x, &bounds, &outside);
+        if (is_written || is_any(&changed, STEP))
+            for (x = start; x <= last; x += STEP) {
+                fetch_ahead(x);
+                memcpy(&numbers, x, STEP);
+                NAME(clamp_vector)(&numbers, &bounds, &changed);
+                memcpy(x, &numbers, STEP);
+            }
         /* Where a stretch had some outside, the next is written without a look before. */
-        is_written = is_any(&outside, sizeof outside);
+        is_written = is_any(&changed, STEP);
     }
     if (x == end) return;
     /* The first of the last elements fills up the vector: where bounds exclude 0, zeros would be
@@ -179,12 +170,12 @@ TARGET static void NAME(clamp)(void *elements, int64_t n, double from, double to
     char rest[STEP];
     for (char *to_fill = rest; to_fill < rest + STEP; to_fill += ITEM) memcpy(to_fill, x, ITEM);
     memcpy(rest, x, (size_t)(end - x));
-    outside = (OF(MASK)){0};
-    NAME(clamp_vector)(rest, &bounds, &outside);
-    if (is_any(&outside, sizeof outside)) memcpy(x, rest, (size_t)(end - x));
+    memcpy(&numbers, rest, STEP);
+    changed = (OF(MASK)){0};
+    NAME(clamp_vector)(&numbers, &bounds, &changed);
+    if (is_any(&changed, STEP)) memcpy(x, &numbers, (size_t)(end - x));
 }
 
-#undef KEY
 #undef NAME
 #undef OF
 #undef PASTE
