@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
@@ -50,6 +51,8 @@ NormRule = (
     | ClipByZScore
 )
 Nonfinite = Literal["propagate", "error", "zero"]
+# Only for floats: a cache would find 1 for True.
+_by_global_norm = lru_cache(maxsize=64)(ClipByGlobalNorm)
 
 
 @overload
@@ -167,7 +170,10 @@ def clip_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
-    rule = clip if isinstance(clip, Rule) else as_rule(clip)
+    if type(clip) is float and not torch.compiler.is_compiling():
+        rule: Rule = _by_global_norm(clip)
+    else:
+        rule = clip if isinstance(clip, Rule) else as_rule(clip)
     if nonfinite not in POLICIES:
         raise unknown_policy(nonfinite)
     if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):

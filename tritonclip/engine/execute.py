@@ -73,8 +73,8 @@ def clip_(
     if plan.requires_grad and torch.is_grad_enabled():
         return without_grad(clip_)(gradients, rule, nonfinite, grad_scale, remedy=remedy)
     if plan.only_group is not None and nonfinite == "propagate":
-        limit = rule.known_limit()
-        if limit is not None and not settings.verifying():
+        limit = rule.known_limit
+        if type(limit) is float and not settings.verifying():
             return _clip_only_group_(gradients, plan.only_group, rule, limit, grad_scale)
     norms = None
     if nonfinite != "propagate" or not rule.clamps:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import ClassVar
 
 import torch
@@ -28,6 +29,7 @@ class _ClipNorm(Rule):
     eps: float = 1e-6
 
     schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
+    known_limit = property(attrgetter("max_norm"))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_norm", as_limit_or_schedule("max_norm", self.max_norm))
@@ -46,10 +48,6 @@ class _ClipNorm(Rule):
         if type(self.max_norm) is not float:
             raise needs_state(self)
         return self.max_norm
-
-    def known_limit(self) -> float | None:
-        """`max_norm`, where it is a number."""
-        return self.max_norm if type(self.max_norm) is float else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +136,7 @@ class ClipByValue(Rule):
     max: float | Schedule
 
     clamps: ClassVar[bool] = True
+    known_limit: ClassVar[float] = math.inf
     schedules: ClassVar[tuple[str, ...]] = ("min", "max")
     # Measured by the policies for NaN and inf alone.
     norm_type: ClassVar[float] = math.inf  # type: ignore[misc]  # a constant here
@@ -156,10 +155,6 @@ class ClipByValue(Rule):
 
     def limit(self, measured: Measured) -> float:
         """No limit: a norm is measured to find NaN and inf."""
-        return math.inf
-
-    def known_limit(self) -> float:
-        """As `limit`."""
         return math.inf
 
     def bounds(self, dtype: torch.dtype) -> tuple[float, float]:
@@ -207,8 +202,6 @@ def as_rule(clip: object) -> Rule:
     """The rule itself, or `ClipByGlobalNorm` of a number."""
     if isinstance(clip, Rule):
         return clip
-    if type(clip) is float and not torch.compiler.is_compiling():
-        return _rule_of(clip)
     if isinstance(clip, type) and issubclass(clip, Rule):
         raise TypeError(f"clip must be a rule, got the class; write {clip.__name__}(...)")
     if is_function(clip):
@@ -231,7 +224,3 @@ def _remedy(clip: object) -> str:
     if any(isinstance(item, Module | Parameter | Iterator) for item in items):
         return "; parameters come first: clip_(parameters, 1.0)"
     return ""
-
-
-# Only for floats: a cache would find 1 for True.
-_rule_of = lru_cache(maxsize=64)(ClipByGlobalNorm)

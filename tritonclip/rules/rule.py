@@ -4,7 +4,7 @@ The engine asks a rule and never its class, so that a new rule is a new file.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class Rule:
     Attributes:
         norm_type: p of the p-norm that is measured.
         eps: added to the norm before the limit is divided by it.
+        known_limit: a float where the rule alone decides the limit: `limit` gives the same, and may
+            not be asked. Anything else where a norm or a memory is needed.
         per_gradient: each gradient has its own norm and coefficient, rather than all one.
         per_unit: each slice of a gradient along its first dimension has its own coefficient.
             `limit` is the largest norm of a slice in norms of its weights, and `eps` the norm that
@@ -51,6 +53,7 @@ class Rule:
 
     norm_type: float
     eps: float
+    known_limit: ClassVar[Any] = None
     per_gradient: ClassVar[bool] = False
     per_unit: ClassVar[bool] = False
     clamps: ClassVar[bool] = False
@@ -65,13 +68,6 @@ class Rule:
             A number, or a tensor on any device: 0-d, or 1-d with a limit for each norm.
         """
         raise NotImplementedError
-
-    def known_limit(self) -> float | None:
-        """The limit where the rule alone decides it; None where a norm or a memory is needed.
-
-        Where there is one, `limit` gives the same, and may not be asked.
-        """
-        return None
 
     @property
     def name(self) -> str:
