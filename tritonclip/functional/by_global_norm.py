@@ -9,10 +9,12 @@ from torch import Tensor
 
 from tritonclip.backends.torch_backend import wide_dtype
 from tritonclip.functional import formulas
+from tritonclip.functional.copies import clip_copies
 from tritonclip.functional.limits import as_limit_or_tensor, coefficients_of, one_element
 from tritonclip.functional.norms import norm_of_all
 from tritonclip.functional.products import scaled
 from tritonclip.functional.trees import Tree
+from tritonclip.rules import ClipByGlobalNorm, Rule
 
 T = TypeVar("T")
 
@@ -87,13 +89,22 @@ def clip_by_global_norm(
         <https://arxiv.org/abs/1211.5063>`_, 2013
     """
     tree, limit = Tree(tensors, "tensors"), as_limit_or_tensor("max_norm", max_norm)
-    values, dtype = tree.values, formulas.result_dtype(tree.values)
+    values = tree.values
+    if use_norm is None and type(limit) is float:
+        copied = clip_copies(values, _rule, limit)
+        if copied is not None:
+            return tree.rebuild(copied[0]), copied[1]
+    dtype = formulas.result_dtype(values)
     norm = _norm_of(values) if use_norm is None else _given(use_norm, values, dtype)
     clipped = values
     if values:
         clipped = scaled(values, coefficients_of(norm, [limit], dtype, "max_norm"))
     result: T = tree.rebuild(clipped)
     return result, norm.to(dtype)
+
+
+def _rule(max_norm: float) -> Rule:
+    return ClipByGlobalNorm(max_norm, eps=0.0)
 
 
 def _norm_of(values: list[Tensor]) -> Tensor:

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from tritonclip.backends.torch_backend import wide_dtype
 from tritonclip.functional import formulas
+from tritonclip.functional.copies import clip_copies
 from tritonclip.functional.limits import as_limit_or_tensor, coefficient_over, coefficients_of
 from tritonclip.functional.norms import norms_of_each, norms_over
 from tritonclip.functional.products import scaled
 from tritonclip.functional.trees import Tree
+from tritonclip.rules import ClipByNorm, Rule
 from tritonclip.rules.arguments import as_norm_type
 
 T = TypeVar("T")
@@ -155,7 +157,7 @@ def _times(limit: float | Tensor, factor: float) -> float | Tensor:
 
 
 def _clip_each(
-    values: Sequence[Tensor],
+    values: list[Tensor],
     limits: Sequence[float | Tensor],
     name: str,
     norm_type: float = 2.0,
@@ -163,10 +165,18 @@ def _clip_each(
     """Each tensor by its own norm: the limits are one for all, or one for each."""
     if not values:
         return []
+    if len(limits) == 1 and type(limits[0]) is float:
+        copied = clip_copies(values, _rule, limits[0], norm_type)
+        if copied is not None:
+            return copied[0]
     norms = norms_of_each(values, norm_type)
     dtype = formulas.result_dtype(values)
     coefficients = coefficients_of(norms, limits, dtype, name)
     return scaled(values, coefficients)
+
+
+def _rule(max_norm: float, norm_type: float) -> Rule:
+    return ClipByNorm(max_norm, norm_type, eps=0.0)
 
 
 def _clip_over(x: Tensor, dim: tuple[int, ...], limit: float | Tensor, norm_type: float) -> Tensor:
