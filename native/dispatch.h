@@ -41,7 +41,7 @@ typedef struct {
     int64_t itemsize;
     double (*sum_squares)(const void *, int64_t);
     void (*multiply)(void *, int64_t, double);
-    void (*clamp)(void *, int64_t, double, double);
+    int (*clamp)(void *, int64_t, double, double, int);
 } Loops;
 
 #define LOOPS(D, ISA) {sizeof(ELEMENT_##D), sum_squares_##D##_##ISA, multiply_##D##_##ISA, clamp_##D##_##ISA}

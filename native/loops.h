@@ -136,24 +136,25 @@ TARGET INLINE void NAME(clamp_vector)(OF(VECTOR) *x, const NAME(Bounds) *bounds,
 #endif
 }
 
-/* Brings elements within bounds, which are numbers of the dtype. NaN stays, and where all elements
- * are within, none is written. */
-TARGET static void NAME(clamp)(void *elements, int64_t n, double from, double to) {
+/* Brings elements within bounds, which are numbers of the dtype. NaN stays. A stretch with all elements
+ * within is not written, unless one before had some outside: `is_written`, which is returned for the
+ * elements to come, says so. */
+TARGET static int NAME(clamp)(void *elements, int64_t n, double from, double to, int is_written) {
     enum { STEP = sizeof(OF(VECTOR)), ITEM = sizeof(OF(ELEMENT)) };
     NAME(Bounds) bounds;
     NAME(make_bounds)(from, to, &bounds);
     char *x = elements, *end = x + n * ITEM;
-    int is_written = 0;
     OF(VECTOR) numbers;
     OF(MASK) changed;
     while (end - x >= STEP) {
         char *start = x, *last = (end - x < COMPARED ? end : x + COMPARED) - STEP;
         changed = (OF(MASK)){0};
-        for (; x <= last && !is_written; x += STEP) {
-            fetch_ahead(x);
-            memcpy(&numbers, x, STEP);
-            NAME(clamp_vector)(&numbers, &bounds, &changed);
-        }
+        if (!is_written)
+            for (; x <= last; x += STEP) {
+                fetch_ahead(x);
+                memcpy(&numbers, x, STEP);
+                NAME(clamp_vector)(&numbers, &bounds, &changed);
+            }
         if (is_written || is_any(&changed, STEP))
             for (x = start; x <= last; x += STEP) {
                 fetch_ahead(x);
@@ -164,7 +165,7 @@ TARGET static void NAME(clamp)(void *elements, int64_t n, double from, double to
         /* Where a stretch had some outside, the next is written without a look before. */
         is_written = is_any(&changed, STEP);
     }
-    if (x == end) return;
+    if (x == end) return is_written;
     /* The first of the last elements fills up the vector: where bounds exclude 0, zeros would be
      * outside. */
     char rest[STEP];
@@ -174,6 +175,7 @@ TARGET static void NAME(clamp)(void *elements, int64_t n, double from, double to
     changed = (OF(MASK)){0};
     NAME(clamp_vector)(&numbers, &bounds, &changed);
     if (is_any(&changed, STEP)) memcpy(x, &numbers, (size_t)(end - x));
+    return is_written;
 }
 
 #undef NAME
