@@ -169,7 +169,7 @@ INLINE int is_any(const void *mask, size_t bytes) {
 /* The bits of a half type as an integer in the order of the numbers; its own inverse. */
 #define KEY(x) ((x) ^ (((x) >> 15) & 0x7fff))
 
-/* Loads and stores of WIDE elements, and floats brought within bounds: NaN stays. */
+/* Loads and stores of WIDE elements. */
 
 INLINE void load_bfloat16_plain(const HalfAt *x, Floats *wide) {
     Floats numbers = {0};
@@ -194,19 +194,8 @@ INLINE void store_float16_plain(const Floats *wide, HalfAt *x) {
 INLINE void load_float32_plain(const FloatAt *x, Floats *wide) { memcpy(wide, x, sizeof *wide); }
 INLINE void store_float32_plain(const Floats *wide, FloatAt *x) { memcpy(x, wide, sizeof *wide); }
 
-INLINE void bound_float32_plain(Floats *x, const Floats *low, const Floats *high) {
-    FloatsMask below = *x < *low, above = *x > *high, kept = ~(below | above) & (FloatsMask)*x;
-    *x = (Floats)(kept | (below & (FloatsMask)*low) | (above & (FloatsMask)*high));
-}
-
 INLINE void load_float64_plain(const DoubleAt *x, Doubles *wide) { memcpy(wide, x, sizeof *wide); }
 INLINE void store_float64_plain(const Doubles *wide, DoubleAt *x) { memcpy(x, wide, sizeof *wide); }
-
-INLINE void bound_float64_plain(Doubles *x, const Doubles *low, const Doubles *high) {
-    DoublesMask below = *x < *low, above = *x > *high, kept = ~(below | above) & (DoublesMask)*x;
-    *x = (Doubles)(kept | (below & (DoublesMask)*low) | (above & (DoublesMask)*high));
-}
-
 
 #if HAS_AVX2
 AVX2 INLINE void load_bfloat16_avx2(const HalfAt *x, Floats *wide) {
@@ -238,19 +227,6 @@ AVX2 INLINE void load_float32_avx2(const FloatAt *x, Floats *wide) { memcpy(wide
 AVX2 INLINE void store_float32_avx2(const Floats *wide, FloatAt *x) { memcpy(x, wide, sizeof *wide); }
 AVX2 INLINE void load_float64_avx2(const DoubleAt *x, Doubles *wide) { memcpy(wide, x, sizeof *wide); }
 AVX2 INLINE void store_float64_avx2(const Doubles *wide, DoubleAt *x) { memcpy(x, wide, sizeof *wide); }
-
-/* Of two equal numbers, and of a number and NaN, the instructions return the second. */
-AVX2 INLINE void bound_float32_avx2(Floats *x, const Floats *low, const Floats *high) {
-    *x = (Floats)_mm256_min_ps((__m256)*high, _mm256_max_ps((__m256)*low, (__m256)*x));
-}
-
-AVX2 INLINE void bound_float64_avx2(Doubles *x, const Doubles *low, const Doubles *high) {
-    __m256d numbers[2], least[2], most[2];
-    memcpy(numbers, x, sizeof *x), memcpy(least, low, sizeof *x), memcpy(most, high, sizeof *x);
-    for (int i = 0; i < 2; i++)
-        numbers[i] = _mm256_min_pd(most[i], _mm256_max_pd(least[i], numbers[i]));
-    memcpy(x, numbers, sizeof *x);
-}
 #endif
 
 #endif

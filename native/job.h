@@ -19,11 +19,10 @@
  * float32 are measured in 4.2 ms and bfloat16 in 2.2, with 32, 16 and 8 tasks a thread in 3.95, 3.86
  * and 3.89, and in 1.83, 1.85 and 1.81. (AMD EPYC with AVX-512, 2 threads.) */
 #define TASKS 16
-/* Elements of a list from which threads share it. In one thread and in two 2^16, 2^17 and 2^18
+/* Elements of a list from which threads may share it. In one thread and in two 2^16, 2^17 and 2^18
  * float32 are measured in 3.5, 6.8 and 14.1 us, and in 2.9, 4.3 and 8.1; multiplied in 4.1, 8.1 and
  * 16.1, and in 2.9, 4.9 and 9.1. (AMD EPYC with AVX-512, caches warm.) On an older one 2^17 are
- * measured in 16 and 15, and multiplied in 13 and 14. A shorter list would gain less than it loses
- * where other processes keep the cores busy. */
+ * measured in 16 and 15, and multiplied in 13 and 14. */
 #define SHARED 131072
 /* Gradients, and blocks, of a list that needs no memory from the allocator. */
 #define FEW 64
@@ -116,11 +115,11 @@ static void do_block(Job *job, const Gradient *gradient, int64_t start, int *is_
         job->loops->multiply(x, n, gradient->factor);
 }
 
-/* All blocks from a place up to another. Where one has elements that are clamped, the next is written
- * without a look before. */
+/* All blocks from a place up to another. Where one has elements that are clamped, the next of the
+ * gradient is written without a look before. */
 static void do_blocks(Job *job, Place from, Place to) {
-    int is_written = 0;
     for (int64_t i = from.gradient; i <= to.gradient && i < job->n; i++) {
+        int is_written = 0;
         int64_t stop = i == to.gradient ? to.start : job->gradients[i].size;
         for (int64_t start = i == from.gradient ? from.start : 0; start < stop; start += BLOCK)
             do_block(job, job->gradients + i, start, &is_written);

@@ -121,19 +121,18 @@ TARGET INLINE void NAME(make_bounds)(double from, double to, NAME(Bounds) *bound
 #endif
 }
 
-/* Brings a vector within bounds; NaN stays. Sets bits of a mask where it changed. */
+/* Brings a vector within bounds; NaN is neither below nor above. Sets bits of a mask where it changed. */
 TARGET INLINE void NAME(clamp_vector)(OF(VECTOR) *x, const NAME(Bounds) *bounds, OF(MASK) *changed) {
 #if OF(INFINITE)
     OF(VECTOR) key = KEY(*x);
     OF(MASK) is_number = (*x & 0x7fff) <= OF(INFINITE);
     OF(MASK) below = (key < bounds->low_key) & is_number, above = (key > bounds->high_key) & is_number;
-    *x = (*x & ~(below | above)) | (below & bounds->low) | (above & bounds->high);
-    *changed |= below | above;
 #else
-    OF(MASK) before = (OF(MASK))*x;
-    NAME(bound)(x, &bounds->low, &bounds->high);
-    *changed |= before ^ (OF(MASK))*x;
+    OF(MASK) below = *x < bounds->low, above = *x > bounds->high;
 #endif
+    OF(MASK) kept = ~(below | above) & (OF(MASK))*x;
+    *x = (OF(VECTOR))(kept | (below & (OF(MASK))bounds->low) | (above & (OF(MASK))bounds->high));
+    *changed |= below | above;
 }
 
 /* Brings elements within bounds, which are numbers of the dtype. NaN stays. A stretch with all elements

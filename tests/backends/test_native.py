@@ -244,6 +244,21 @@ def test_subnormal_halves_are_read_where_subnormal_floats_are_flushed():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_clamp_keeps_subnormal_floats_where_others_are_flushed(dtype):
+    x = torch.full((40,), torch.finfo(dtype).tiny / 4, dtype=dtype)
+    clamped = x.clone()
+    # One of 16 is outside.
+    clamped[1], x[1] = 2.0, 1.0
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    try:
+        loops.clamp_(*listed([clamped]), -1.0, 1.0)
+    finally:
+        torch.set_flush_denormal(False)
+    assert_bits([clamped], [x])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_threads_flush_subnormal_floats_where_the_caller_does(dtype):
     tiny = torch.finfo(dtype).tiny
     x = torch.full((8 * loops.SHARED,), tiny / 4, dtype=dtype)

@@ -87,7 +87,7 @@ FORKS = """
 import os, signal, torch, tritonclip
 from tritonclip.backends.native_loops import loops
 # Of lengths that PyTorch's operators take in one thread, in both processes.
-params = [torch.zeros(10_000, requires_grad=True) for _ in range(loops.SHARED // 10_000 + 1)]
+params = [torch.zeros(10_000, requires_grad=True) for _ in range(2 * loops.SHARED // 10_000 + 1)]
 for one in params:
     one.grad = torch.ones(10_000)
 tritonclip.clip_(params, 1.0)
@@ -104,6 +104,43 @@ assert os.waitpid(child, 0)[1] == 0
 def test_forked_process_waits_for_no_thread():
     """Where the list is large, but no gradient is, PyTorch's own operators wait for none."""
     done = python("-c", FORKS, TRITONCLIP_BACKEND="native")
+    assert done.returncode == 0, done.stderr
+
+
+SHARES = {
+    "none": ([], False),
+    "short": ([131_070], False),
+    "short, but for one": ([32_767] * 5, False),
+    "one that PyTorch shares": ([32_768] * 4, True),
+    "long": ([32_767] * 9, True),
+}
+
+
+@pytest.mark.parametrize(("sizes", "is_shared"), SHARES.values(), ids=SHARES)
+def test_lists_are_shared_by_threads_from_a_length_on(sizes, is_shared):
+    """Busy cores delay only lists that they would delay in PyTorch too, or long ones."""
+    layout = NativeLayout([torch.empty(n) for n in [*sizes, 1]])
+    assert layout.is_shared == is_shared
+
+
+READ_ONLY = """
+import ctypes, mmap, torch, tritonclip
+memory = mmap.mmap(-1, mmap.PAGESIZE)
+inside = torch.frombuffer(memory, dtype=torch.float32)
+inside.fill_(0.5)
+address = ctypes.c_void_p(inside.data_ptr())
+assert ctypes.CDLL(None).mprotect(address, mmap.PAGESIZE, mmap.PROT_READ) == 0
+params = [torch.zeros(n, requires_grad=True) for n in (64, inside.numel(), 64)]
+for one, grad in zip(params, (torch.full((64,), 9.0), inside, torch.full((64,), 9.0))):
+    one.grad = grad
+tritonclip.clip_(params, tritonclip.ClipByValue(1.0))
+assert [float(one.grad.max()) for one in params] == [1.0, 0.5, 1.0]
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no memory is protected here")
+def test_gradients_within_the_bounds_are_not_written():
+    done = python("-c", READ_ONLY, TRITONCLIP_BACKEND="native")
     assert done.returncode == 0, done.stderr
 
 

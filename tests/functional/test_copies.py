@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from cases import FLOATS, assert_bits, normal
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonclip import functional
 from tritonclip.functional import copies
@@ -65,6 +67,38 @@ def test_short_lists_have_the_bits_of_long_ones_at_extremes(function, value, as_
     for x, y in zip(ours, theirs, strict=True):
         assert torch.equal(x.isnan(), y.isnan())
         assert_bits([x.nan_to_num(7.0)], [y.nan_to_num(7.0)])
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5])
+def test_order_minus_inf_has_the_bits_of_long_ones(limit, as_if_long):
+    """A tensor of norm 0 may have elements that are not."""
+    tensors = [torch.tensor([0.0, 5.0]), torch.tensor([3.0, 5.0])]
+    function = partial(functional.clip_by_norm, norm_type=-math.inf)
+    assert_bits(function(tensors, limit), as_if_long(function, tensors, limit))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_memory_that_was_freed_is_refused(function):
+    freed = torch.ones(1000)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"tensors\[1\] has 1000 elements and no memory"):
+        function([torch.ones(3), freed], 1.0)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_modes_see_products(function, as_if_long):
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    for run in (lambda f, *a: f(*a), as_if_long):
+        names: list[str] = []
+        with Names():
+            run(function, make(torch.float32), 0.5)
+        seen.append(names)
+    assert seen[0] == seen[1]
 
 
 def test_short_lists_may_have_gaps(as_if_long):

@@ -29,6 +29,10 @@ from tritonclip.tracing import is_pre_dispatch, n_dispatch_modes
 # A norm of float64 is known where it is 0, or lies from the first up to the second: a smaller one
 # may have lost squares to underflow, a larger one overflowed. Those of other dtypes fit float64.
 _LEAST, _LARGEST = 2.0**-450, 2.0**450
+# Elements of a gradient from which PyTorch's operators take threads (at::internal::GRAIN_SIZE).
+# Where other processes keep the cores busy, a thread may have to wait for milliseconds: short lists
+# of smaller gradients, for which PyTorch never waits, are left to one thread.
+GRAIN = 32768
 
 
 class NativeLayout(HostForm):
@@ -42,7 +46,7 @@ class NativeLayout(HostForm):
         super().__init__(tensors)
         self.code = CODES[tensors[0].dtype]
         self.packed_sizes = array("q", self.sizes).tobytes()
-        self.is_shared = sum(self.sizes) >= loops.SHARED
+        self.is_shared = sum(self.sizes) >= loops.SHARED * (1 if max(self.sizes) >= GRAIN else 2)
         self.n_bytes += len(self.packed_sizes)
         # Made where a call cannot be served by addresses.
         self._by_operators: CpuLayout | None = None

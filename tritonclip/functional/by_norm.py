@@ -165,7 +165,8 @@ def _clip_each(
     """Each tensor by its own norm: the limits are one for all, or one for each."""
     if not values:
         return []
-    if len(limits) == 1 and type(limits[0]) is float:
+    # Of order -inf, a norm of 0 may be that of elements that are not.
+    if len(limits) == 1 and type(limits[0]) is float and norm_type != -math.inf:
         copied = clip_copies(values, _rule, limits[0], norm_type)
         if copied is not None:
             return copied[0]

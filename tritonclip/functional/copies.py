@@ -17,6 +17,7 @@ from tritonclip.engine.planner import plan_
 from tritonclip.engine.tensors import of_tensors
 from tritonclip.functional.norms import is_readable, needs_grad
 from tritonclip.rules import Rule
+from tritonclip.tracing import n_dispatch_modes
 
 # Most elements of a list that is copied first. Clipped by global norm, 64 float32 tensors of 2^18,
 # 2^19 and 2^20 elements together take 134, 175 and 240 us so, and as products 221, 260 and 306; 8
@@ -36,7 +37,7 @@ def clip_copies(
     Args:
         tensors: strided and floating-point or complex.
         rule_of: makes the rule, by norm and without eps, from its numbers.
-        *numbers: none of them is -0.0, for which a cache would find 0.0.
+        *numbers: of the rule, which are remembered with it: -0.0 stands for 0.0.
 
     Returns:
         New tensors, and the norm before clipping, or one for each, as `clip_` returns them.
@@ -45,6 +46,10 @@ def clip_copies(
         return None
     is_short = bool(tensors) and sum(map(Tensor.numel, tensors)) <= SHORT
     if not is_short or False in map(_get_is_cpu, tensors):
+        return None
+    # Modes may see copies and writes in place otherwise than products. No copy may read memory that
+    # was freed, whose address is 0.
+    if n_dispatch_modes() or 0 in map(Tensor.data_ptr, tensors):
         return None
     if _clone_in_one_call is None:
         copies = list(map(torch.clone, tensors))

@@ -1,7 +1,7 @@
 """Rules: limits for gradients."""
 
 from tritonclip.rules.each import ClipByOwnHistory, ClipByRMS
-from tritonclip.rules.fixed import ClipByGlobalNorm, ClipByNorm, ClipByValue, as_rule
+from tritonclip.rules.fixed import ClipByGlobalNorm, ClipByNorm, ClipByValue, as_rule, by_number
 from tritonclip.rules.following import Following, Numbering
 from tritonclip.rules.rule import Measured, Rule
 from tritonclip.rules.state import ClipState, follow
@@ -25,5 +25,6 @@ __all__ = [
     "Outlier",
     "Rule",
     "as_rule",
+    "by_number",
     "follow",
 ]

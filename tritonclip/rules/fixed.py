@@ -179,6 +179,10 @@ class ClipByValue(Rule):
         return self.min, self.max
 
 
+# Only for floats: a cache would find 1 for True.
+by_number = lru_cache(maxsize=64)(ClipByGlobalNorm)
+
+
 def _negative(schedule: Schedule, step: int) -> float:
     return -schedule(step)
 
@@ -202,6 +206,8 @@ def as_rule(clip: object) -> Rule:
     """The rule itself, or `ClipByGlobalNorm` of a number."""
     if isinstance(clip, Rule):
         return clip
+    if type(clip) is float and not torch.compiler.is_compiling():
+        return by_number(clip)
     if isinstance(clip, type) and issubclass(clip, Rule):
         raise TypeError(f"clip must be a rule, got the class; write {clip.__name__}(...)")
     if is_function(clip):
