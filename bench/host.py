@@ -130,11 +130,12 @@ def calls(path: str, repetitions: int) -> Iterator[Row]:
             call()
         with entered() as functions:
             call()
+        is_step = name.endswith("step()")
         values: dict[str, Any] = {
             "functions": len(functions),
-            "functions_goal": STEP_FUNCTIONS if name.endswith("step()") else FUNCTIONS,
+            "functions_goal": STEP_FUNCTIONS if is_step else FUNCTIONS,
             "modules": len({file for file, _ in functions}),
-            "modules_goal": MODULES,
+            **({} if is_step else {"modules_goal": MODULES}),
             **beside_torch(call, parameters, repetitions),
             "floor_us": floor_us(parameters, repetitions),
         }

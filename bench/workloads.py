@@ -190,7 +190,7 @@ PLANS: dict[str, Sequence[tuple[Sequence[str], str, Sequence[str]]]] = {
         (("tiny_10000",), "float32", TWO),
     ),
     "busy": (
-        (("small_10", "small_100"), "float32", CLIPS),
+        (("small_10", "small_100", "mlp8", "resnet20"), "float32", CLIPS),
         (("twelve",), "float32", TWO),
         (("twelve",), "bfloat16", TWO),
     ),
