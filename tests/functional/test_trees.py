@@ -6,6 +6,7 @@ from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -131,9 +132,19 @@ def test_fields_without_tensors_stay_the_same_objects():
 REFUSED = {
     "number": (lambda: [three(), 2.0], r"x\[1\] must be a tensor or None, got float"),
     "number-in-dict": (lambda: {"a": {"b": 1}}, r"x\['a'\]\['b'\] must be a tensor"),
-    "generator": (lambda: (x for x in [three()]), "x must be a tensor or None, got generator"),
-    "values": (lambda: {"a": three()}.values(), "x must be a tensor or None, got dict_values"),
-    "module": (lambda: torch.nn.Linear(2, 2), "x must be a tensor or None, got Linear"),
+    "generator": (
+        lambda: (x for x in [three()]),
+        "x must be .* got generator; .*: make a list of it",
+    ),
+    "values": (
+        lambda: {"a": three()}.values(),
+        "x must be .* got dict_values; .*: make a list of it",
+    ),
+    "array": (
+        lambda: [np.ones(3)],
+        r"x\[0\] must be .* got ndarray; .*: make a tensor of an array",
+    ),
+    "module": (lambda: torch.nn.Linear(2, 2), "x must be .* got Linear; .*: pass its parameters"),
     "in-dataclass": (lambda: [Layer([three(), "no"])], r"x\[0\]\.weight\[1\] must be a tensor"),
     "subclass": (
         lambda: [three().as_subclass(type("Mine", (torch.Tensor,), {}))],

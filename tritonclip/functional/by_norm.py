@@ -200,7 +200,8 @@ def _dims_of(x: Tensor, dim: int | Sequence[int]) -> tuple[int, ...]:
     dims = tuple(d + x.dim() if d < 0 else d for d in given)
     if not dims or len(set(dims)) < len(dims) or not all(0 <= d < x.dim() for d in dims):
         raise ValueError(
-            f"dim must name distinct dimensions of a tensor of shape {tuple(x.shape)}, got {dim}"
+            f"dim must name dimensions of each tensor, and none twice; got {dim} for a tensor of "
+            f"shape {tuple(x.shape)}"
         )
     if x.layout == torch.strided:
         return dims

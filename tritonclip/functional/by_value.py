@@ -45,8 +45,8 @@ def clip_by_value(x: T, *bounds: Bound, min: Bound = None, max: Bound = None) ->
     Raises:
         TypeError: a leaf that is no plain real tensor, a bound that is no real number or tensor, a
             single bound without its name.
-        ValueError: no bound; numbers with `min > max`; NaN; a bound that does not broadcast; bounds
-            of sparse tensors that exclude 0 or are tensors; a fraction for integers.
+        ValueError: no bound; numbers with `min > max`, or NaN; a bound that does not broadcast;
+            bounds of sparse tensors that exclude 0 or are tensors; a fraction for integers.
 
     Differentiable twice, in the bounds too: on a bound the derivative is the mean of both sides,
     one half, as of `torch.minimum`. On GPUs as on CPUs this is one operator of PyTorch, which reads

@@ -73,7 +73,9 @@ def coefficient_over(norms: Tensor, limit: float | Tensor, dtype: torch.dtype, n
     """As `coefficients_of`, for norms of any shape, to which the limit has to broadcast."""
     bound = _as_tensor(limit, norms, dtype)
     fits = broadcasts(bound.shape, norms.shape)
-    return coefficient_of(norms, bound if fits else one_element(name, bound))
+    if not fits:
+        bound = one_element(name, bound, ", or one that broadcasts to the norms over dim")
+    return coefficient_of(norms, bound)
 
 
 def _host_knows(norms: Tensor) -> bool:
@@ -97,12 +99,12 @@ def _as_tensor(limit: float | Tensor, norms: Tensor, dtype: torch.dtype) -> Tens
     return limit.to(norms.device, dtype).to(norms.dtype)
 
 
-def one_element(name: str, limit: Tensor) -> Tensor:
-    """A limit as a 0-d tensor; ValueError where it has several elements."""
+def one_element(name: str, limit: Tensor, others: str = "") -> Tensor:
+    """A limit as a 0-d tensor; ValueError where it has several elements, and is none of others."""
     if limit.numel() != 1:
         raise ValueError(
-            f"{name} must be a number or a one-element tensor, or one that broadcasts to the norms "
-            f"over dim; got shape {tuple(limit.shape)}"
+            f"{name} must be a number or a one-element tensor{others}; got shape "
+            f"{tuple(limit.shape)}"
         )
     return limit.reshape(())
 

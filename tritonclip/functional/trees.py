@@ -7,12 +7,12 @@ with it. Dataclasses that are not are taken apart here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.utils import _pytree as pytree
 
 from tritonclip.tracing import is_traced
@@ -79,7 +79,7 @@ def _fault_of(leaf: Any, ordered: bool) -> str | None:
     if not isinstance(leaf, Tensor):
         return (
             f"must be a tensor or None, got {type(leaf).__name__}; expected a tensor, or tensors "
-            "in nested dicts, lists, tuples and dataclasses: make a list of an iterator"
+            f"in nested dicts, lists, tuples and dataclasses{_remedy(leaf)}"
         )
     if type(leaf) not in _PLAIN:
         return (
@@ -87,6 +87,17 @@ def _fault_of(leaf: Any, ordered: bool) -> str | None:
             "plain tensors: pass those that it is made of, or clip in place with clip_"
         )
     return _fault_of_form(*_form_of(leaf), ordered)
+
+
+def _remedy(leaf: object) -> str:
+    """The end of a message about a leaf that is no tensor; "" where it is unknown."""
+    if isinstance(leaf, Module):
+        return ": pass its parameters, or their gradients"
+    if hasattr(leaf, "__array__"):
+        return ": make a tensor of an array, by torch.from_numpy"
+    if isinstance(leaf, Iterable) and not isinstance(leaf, str):
+        return ": make a list of it"
+    return ""
 
 
 def _form_of(x: Tensor) -> _Form:
@@ -105,7 +116,8 @@ def _fault_of_form(
     if dtype.is_complex and ordered:
         return f"has dtype {dtype}, which has no order; expected a real one: clip by norm"
     if dtype == torch.bool or not (ordered or dtype.is_floating_point or dtype.is_complex):
-        return f"has dtype {dtype}; expected a floating-point dtype: convert it with float()"
+        kind = "a floating-point or integer" if ordered else "a floating-point"
+        return f"has dtype {dtype}; expected {kind} dtype: convert it with float()"
     return None
 
 
