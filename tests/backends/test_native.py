@@ -247,7 +247,7 @@ def test_subnormal_halves_are_read_where_subnormal_floats_are_flushed():
 def test_clamp_keeps_subnormal_floats_where_others_are_flushed(dtype):
     x = torch.full((40,), torch.finfo(dtype).tiny / 4, dtype=dtype)
     clamped = x.clone()
-    # One of 16 is outside.
+    # One is outside, so that its stretch is written.
     clamped[1], x[1] = 2.0, 1.0
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor does not flush")
