@@ -2,10 +2,10 @@
 
 Arithmetic, no timing: docs/performance.md has the formulas and their limits. Every kernel is
 compiled ahead of time for sm_80, sm_90 and sm_100 through Triton's JIT, with the arguments and
-options of its launcher, and its machine code is read with cuobjdump; no GPU is needed.
+options of its verb, and its machine code is read with cuobjdump; no GPU is needed.
 
-This is the one place of the benchmarks that knows the modules of tritonclip.kernels and the
-arguments of their launchers. Its absent GPU, where nothing happens, also serves `host` and tests.
+This is the one place of the benchmarks that knows the Triton backend and its kernels. Its absent
+GPU, where nothing happens, also serves `host` and tests.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from unittest.mock import patch
 import torch
 
 from bench.results import Row
+from tritonclip import ClipByGlobalNorm
 
 LATENCY_NS = 650
 CAPTION = (
@@ -115,7 +116,7 @@ def absent_gpu(arch: int) -> Iterator[None]:
 
 
 def launches_of(dtype: torch.dtype) -> dict[str, Launch]:
-    """One launch of each kernel on a long list, as its launcher asks for it, by the kernel's name.
+    """One launch of each kernel on a long list, as its verb asks for it, by the kernel's name.
 
     Names end with "each" where every gradient has a norm. The GPU has one multiprocessor.
     """
@@ -124,20 +125,17 @@ def launches_of(dtype: torch.dtype) -> dict[str, Launch]:
     def record(kernel, device, programs, occupancy, arguments, **constants):
         launches.append(Launch(kernel, device, programs, occupancy, tuple(arguments), constants))
 
-    norm, scale, clamp = map(kernel_module, ("norm", "scale", "clamp"))
-    terms: dict[str, Any] = {"max_norm": 1.0, "norm_type": 2.0, "eps": 1e-6, "grad_scale": 1.0}
-    terms["dtype"] = torch.promote_types(dtype, torch.float32)
+    backend = importlib.import_module("tritonclip.backends.triton_backend")
     one = patch.object(kernel_module("launch"), "multiprocessors", lambda device: 1)
     with replaced_launch(record), one:
         table = kernel_module("chunk_table").lay_out(torch.device("cpu"), dtype, [ELEMENTS], [16])
-        for each in (False, True):
-            norms = torch.empty(norm.count_norms(table, per_gradient=each), dtype=torch.float64)
-            norm.norm(table, 2.0, norms, per_gradient=each)
-            if each:
-                scale.scale_each_(table, norms, 0, **terms, erase=None)
-            else:
-                scale.scale_(table, norms, **terms, erase_nonfinite=False)
-        clamp.clamp_(table, -1.0, 1.0)
+        batch = backend.TritonBatch([], table, torch.promote_types(dtype, torch.float32))
+        rule = ClipByGlobalNorm(1.0)
+        batch.scale_(
+            batch.norm(2.0, None, per_gradient=False), rule, 1.0, 1.0, erase_nonfinite=False
+        )
+        batch.scale_each_(batch.norm(2.0, None, per_gradient=True), 0, rule, 1.0, 1.0, erase=None)
+        batch.clamp_(-1.0, 1.0, 1.0)
     return dict(zip(KERNELS, launches, strict=True))
 
 

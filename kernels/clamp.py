@@ -7,32 +7,26 @@ Comparisons rather than tl.clamp keep NaN on every version of Triton.
 
 from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 
 from tritonclip.kernels import launch
 from tritonclip.kernels.chunk_access import (
-    CHUNK,
-    OCCUPANCY_2X128,
-    TAIL,
     aligned_pointer,
     any_pointer,
     find_chunk,
     is_aligned,
     whole_vectors,
 )
-from tritonclip.kernels.chunk_table import ChunkTable
 from tritonclip.kernels.scalars import (
     as_float64,
     divide,
     load_number,
-    number_arguments,
 )
 
 
 @cache
-def _block_of(itemsize: int) -> int:
+def block_of(itemsize: int) -> int:
     """Elements loaded at a time; with more, the two loops together spill on sm_100 and gfx942.
 
     Half types need twice as many: 16 bytes for each of the 512 threads of a program on gfx942.
@@ -103,7 +97,7 @@ def _clamp_masked(x_ptr, n, low, high, factor, BLOCK: tl.constexpr):
 
 
 @launch.jit
-def _clamp_kernel(
+def clamp_kernel(
     pointers_ptr,
     sizes_ptr,
     first_chunks_ptr,
@@ -161,29 +155,3 @@ def _clamp_kernel(
                 write = _outside_masked(any_ptr, n, low, high, BLOCK) != 0
             if write:
                 _clamp_masked(any_ptr, n, low, high, factor, BLOCK)
-
-
-def clamp_(
-    table: ChunkTable, low: float, high: float, grad_scale: float | torch.Tensor = 1.0
-) -> None:
-    """Clamps the table's gradients to [low, high] after division by the loss scale, in one launch.
-
-    Args:
-        table: the gradients, of one device and dtype.
-        low: least value, representable in the dtype.
-        high: largest value, representable in the dtype.
-        grad_scale: the loss scale that the gradients still carry: a number, or a one-element
-            tensor.
-    """
-    (_, _, scale), bits = number_arguments(low, high, grad_scale, table.device)
-    launch.launch(
-        _clamp_kernel,
-        table.device,
-        table.programs[OCCUPANCY_2X128],
-        OCCUPANCY_2X128,
-        (*table.arguments, scale, table.n_chunks, *bits),
-        DTYPE=launch.TL_DTYPES[table.dtype],
-        CHUNK=CHUNK,
-        BLOCK=_block_of(table.dtype.itemsize),
-        TAIL=TAIL,
-    )

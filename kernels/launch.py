@@ -2,7 +2,7 @@
 
 Triton's JIT derives at every call how a kernel is specialised to its arguments. Ours are
 specialised to types alone: no argument's alignment or value counts. So a kernel is compiled once
-for its types and constants, and its launcher called directly from then on.
+for its types and constants, and Triton's launcher of it called directly from then on.
 """
 
 import inspect

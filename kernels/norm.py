@@ -14,24 +14,19 @@ of the partials is the norm.
 
 from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 
-from tritonclip.kernels import launch
+from tritonclip.kernels import chunk_access, launch
 from tritonclip.kernels.chunk_access import (
-    CHUNK,
-    OCCUPANCY_3X80,
     aligned_pointer,
     any_pointer,
-    block_of,
     find_chunk,
     is_aligned,
     key_magnitude,
     magnitude_key,
     whole_vectors,
 )
-from tritonclip.kernels.chunk_table import ChunkTable
 from tritonclip.kernels.scalars import INF
 
 # Sums below these are measured again. Elements lost to underflow add less than 2^-149 (2^-126 where
@@ -271,7 +266,7 @@ def combine(norms_ptr, start, stop, P: tl.constexpr):
 
 
 @launch.jit
-def _norm_kernel(
+def norm_kernel(
     pointers_ptr,
     sizes_ptr,
     first_chunks_ptr,
@@ -318,46 +313,10 @@ def _norm_kernel(
 
 
 @cache
-def _block_of(itemsize: int, norm_type: float) -> int:
+def block_of(itemsize: int, norm_type: float) -> int:
     """Elements loaded at a time: a maximum of float32 spills with as many as a sum."""
-    return 2048 if itemsize == 4 and abs(norm_type) == float("inf") else block_of(itemsize)
-
-
-def count_norms(table: ChunkTable, *, per_gradient: bool) -> int:
-    """How many partials `norm` writes for a table."""
-    return table.n_chunks if per_gradient else table.programs[OCCUPANCY_3X80]
-
-
-def norm(
-    table: ChunkTable, norm_type: float, out: torch.Tensor | None, *, per_gradient: bool
-) -> torch.Tensor:
-    """Measures the table's gradients in one launch.
-
-    Args:
-        table: the gradients, of one device and dtype.
-        norm_type: p of the p-norm.
-        out: float64[count_norms(table)] on the table's device, contiguous; None for new memory.
-        per_gradient: a partial a chunk, from which the norm of each gradient can be had, rather
-            than one a program.
-
-    Returns:
-        `out`, filled with norms whose norm is the norm.
-    """
-    programs = table.programs[OCCUPANCY_3X80]
-    if out is None:
-        # As many as `count_norms` says.
-        n = table.n_chunks if per_gradient else programs
-        out = torch.empty(n, dtype=torch.float64, device=table.device)
-    launch.launch(
-        _norm_kernel,
-        table.device,
-        programs,
-        OCCUPANCY_3X80,
-        (*table.arguments, out, table.n_chunks),
-        DTYPE=launch.TL_DTYPES[table.dtype],
-        P=norm_type,
-        EACH=per_gradient,
-        CHUNK=CHUNK,
-        BLOCK=_block_of(table.dtype.itemsize, norm_type),
+    return (
+        2048
+        if itemsize == 4 and abs(norm_type) == float("inf")
+        else chunk_access.block_of(itemsize)
     )
-    return out

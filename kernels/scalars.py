@@ -4,41 +4,10 @@ A number travels as the bits of a float64, because launchers round floats to flo
 loss scale may also be a tensor on the device, which nothing on the host waits for.
 """
 
-from struct import Struct
-
-import torch
 import triton
 import triton.language as tl
 
-_FLOATS, _INTEGERS = Struct("<3d"), Struct("<3q")
-_NO_POINTERS = None, None, None
 INF = tl.constexpr(float("inf"))
-
-
-def number_arguments(
-    a: float | torch.Tensor,
-    b: float | torch.Tensor,
-    c: float | torch.Tensor,
-    device: torch.device,
-) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...]]:
-    """Pointers and bits for `load_number`, of which one stands for each number.
-
-    Args:
-        a: a number, or a floating-point tensor on any device.
-        b: likewise.
-        c: likewise.
-        device: of the launch.
-    """
-    if type(a) is type(b) is type(c) is float:
-        return _NO_POINTERS, _INTEGERS.unpack(_FLOATS.pack(a, b, c))
-    numbers = [a, b, c]
-    pointers: list[torch.Tensor | None] = [None, None, None]
-    for i, number in enumerate(numbers):
-        if isinstance(number, torch.Tensor):
-            # An upload need not be waited for.
-            pointers[i] = number.to(device, non_blocking=number.device.type == "cpu")
-            numbers[i] = 1.0
-    return tuple(pointers), _INTEGERS.unpack(_FLOATS.pack(*numbers))
 
 
 @triton.jit

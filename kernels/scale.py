@@ -5,24 +5,17 @@ multiplier is 1, the programs return without touching a gradient. Otherwise they
 reverse: the elements that the norm read last are still in L2.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from tritonclip.kernels import launch
 from tritonclip.kernels.chunk_access import (
-    CHUNK,
-    OCCUPANCY_2X128,
-    OCCUPANCY_3X80,
-    TAIL,
     aligned_pointer,
     any_pointer,
-    block_of,
     find_chunk,
     is_aligned,
     whole_vectors,
 )
-from tritonclip.kernels.chunk_table import ChunkTable
 from tritonclip.kernels.norm import combine
 from tritonclip.kernels.scalars import (
     as_float64,
@@ -30,7 +23,6 @@ from tritonclip.kernels.scalars import (
     factors_of,
     is_finite,
     load_number,
-    number_arguments,
 )
 
 
@@ -90,7 +82,7 @@ def scale_chunk(
 
 
 @launch.jit
-def _scale_kernel(
+def scale_kernel(
     pointers_ptr,
     sizes_ptr,
     first_chunks_ptr,
@@ -153,7 +145,7 @@ def _scale_kernel(
 
 
 @launch.jit
-def _scale_each_kernel(
+def scale_each_kernel(
     pointers_ptr,
     sizes_ptr,
     first_chunks_ptr,
@@ -227,129 +219,3 @@ def _scale_each_kernel(
         if WRITE:
             if (multiplier != 1) | erase:
                 scale_chunk(address, start, n, multiplier, rest, erase, DTYPE, CHUNK, BLOCK, TAIL)
-
-
-def scale_(
-    table: ChunkTable,
-    norms: torch.Tensor,
-    *,
-    max_norm: float | torch.Tensor,
-    norm_type: float,
-    eps: float,
-    dtype: torch.dtype,
-    grad_scale: float | torch.Tensor,
-    erase_nonfinite: bool,
-    write: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multiplies all gradients of the table by one coefficient, in one launch.
-
-    It returns early where there is nothing to multiply.
-
-    Args:
-        table: the gradients, of one device and dtype.
-        norms: float64[any], contiguous, on the table's device: norms whose norm is the global norm,
-            still loss-scaled.
-        max_norm: the norm that gradients are scaled down to: a number, or a one-element tensor.
-        norm_type: p of the p-norm.
-        eps: added to the norm.
-        dtype: of norm and coefficient, float32 or float64.
-        grad_scale: the loss scale that the gradients still carry: a number, or a one-element
-            tensor.
-        erase_nonfinite: write zeros where the norm is not finite.
-        write: false to compute norm and coefficient only.
-
-    Returns:
-        Norm before clipping and coefficient, 0-d, on the table's device.
-    """
-    # Less host time than views of one allocation.
-    norm = torch.empty_strided((), (), dtype=dtype, device=table.device)
-    coefficient = torch.empty_strided((), (), dtype=dtype, device=table.device)
-    (limit, _, scale), bits = number_arguments(max_norm, eps, grad_scale, table.device)
-    launch.launch(
-        _scale_kernel,
-        table.device,
-        table.programs[OCCUPANCY_3X80] if write else 1,
-        OCCUPANCY_3X80,
-        (
-            *table.arguments,
-            norms,
-            norm,
-            coefficient,
-            limit,
-            scale,
-            table.n_chunks if write else 0,
-            norms.numel(),
-            *bits,
-        ),
-        DTYPE=launch.TL_DTYPES[table.dtype],
-        P=norm_type,
-        ERASE=erase_nonfinite,
-        CHUNK=CHUNK,
-        BLOCK=block_of(table.dtype.itemsize),
-        TAIL=TAIL,
-    )
-    return norm, coefficient
-
-
-def scale_each_(
-    table: ChunkTable,
-    norms: torch.Tensor,
-    first: int,
-    *,
-    max_norm: float | torch.Tensor,
-    norm_type: float,
-    eps: float,
-    dtype: torch.dtype,
-    grad_scale: float | torch.Tensor,
-    erase: torch.Tensor | None,
-    write: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multiplies each gradient of the table by the coefficient of its own norm, in one launch.
-
-    Args:
-        table: the gradients, of one device and dtype.
-        norms: float64[any], contiguous, on the table's device: norms by chunk, those of this table
-            from `first` on, still loss-scaled.
-        first: place of the table's first partial.
-        max_norm: the norm that gradients are scaled down to: a number, a one-element tensor, or
-            contiguous [n_tensors], one for each gradient.
-        norm_type: p of the p-norm.
-        eps: added to the norm.
-        dtype: of norms and coefficients, float32 or float64.
-        grad_scale: the loss scale that the gradients still carry: a number, or a one-element
-            tensor.
-        erase: 0-d bool on the table's device: whether to write zeros; None for no.
-        write: false to compute norms and coefficients only.
-
-    Returns:
-        Norms before clipping and coefficients, 1-d, on the table's device.
-    """
-    norm = torch.empty(table.n_tensors, dtype=dtype, device=table.device)
-    coefficient = torch.empty(table.n_tensors, dtype=dtype, device=table.device)
-    (limit, _, scale), bits = number_arguments(max_norm, eps, grad_scale, table.device)
-    launch.launch(
-        _scale_each_kernel,
-        table.device,
-        table.programs[OCCUPANCY_2X128],
-        OCCUPANCY_2X128,
-        (
-            *table.arguments,
-            norms,
-            norm,
-            coefficient,
-            limit,
-            scale,
-            None if erase is None else erase.view(torch.uint8),
-            table.n_chunks,
-            first,
-            int(limit is not None and limit.dim() == 1),
-            *bits,
-        ),
-        DTYPE=launch.TL_DTYPES[table.dtype],
-        P=norm_type,
-        WRITE=write,
-        CHUNK=CHUNK,
-        BLOCK=block_of(table.dtype.itemsize),
-        TAIL=TAIL,
-    )
-    return norm, coefficient

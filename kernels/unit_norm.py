@@ -8,14 +8,11 @@ measured again in float64, divided by its largest magnitude. Every partial norm 
 so equal inputs give equal bits.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from tritonclip.kernels import launch
 from tritonclip.kernels.chunk_access import (
-    CHUNK,
-    OCCUPANCY_2X128,
     any_pointer,
     key_magnitude,
     magnitude_key,
@@ -29,15 +26,11 @@ from tritonclip.kernels.norm import (
 )
 from tritonclip.kernels.scalars import INF
 from tritonclip.kernels.unit_access import (
-    COLUMNS,
-    SHORT,
     chunks_of,
     find_piece,
     first_norm_of,
-    row_block_of,
     short_tile,
 )
-from tritonclip.kernels.unit_table import UnitTable
 
 # Rows of a tile: it has 4 elements for each of 256 threads. Larger ones spill.
 ROWS = 64
@@ -96,7 +89,7 @@ def _measure_short(
 
 
 @launch.jit
-def _unit_norms_kernel(
+def unit_norms_kernel(
     addresses_ptr,
     forms_ptr,
     pieces_ptr,
@@ -150,40 +143,3 @@ def _store_unlimited(out_ptr, n_rows, ROWS: tl.constexpr):
     for first in range(0, n_rows, ROWS):
         own = first + tl.arange(0, ROWS)
         tl.store(out_ptr + own, tl.full([ROWS], INF, tl.float64), mask=own < n_rows)
-
-
-def unit_norms(table: UnitTable) -> torch.Tensor:
-    """Measures the rows of the table's gradients and weights: one launch, two if dtypes differ.
-
-    Args:
-        table: the gradients and weights.
-
-    Returns:
-        float64[2, n_norms]: norms of each gradient's rows, or of the chunks of its rows, and below
-        them those of its weights; inf for weights without an address.
-    """
-    norms = torch.empty(2, table.n_norms, dtype=torch.float64, device=table.device)
-    addresses, forms, pieces = table.arguments
-    sides = [(addresses, norms, table.dtype, 2)]
-    if table.weight_dtype != table.dtype:
-        # A kernel reads one dtype: one launch for each.
-        gradients, weights = addresses.split(table.n_tensors)
-        sides = [
-            (gradients, norms[0], table.dtype, 1),
-            (weights, norms[1], table.weight_dtype, 1),
-        ]
-    for own, out, dtype, n_sides in sides:
-        launch.launch(
-            _unit_norms_kernel,
-            table.device,
-            table.programs[OCCUPANCY_2X128],
-            OCCUPANCY_2X128,
-            (own, forms, pieces, out, table.n_tensors, table.n_pieces, n_sides, table.n_norms),
-            DTYPE=launch.TL_DTYPES[dtype],
-            SHORT=SHORT,
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
-            CHUNK=CHUNK,
-            BLOCK=row_block_of(dtype.itemsize),
-        )
-    return norms

@@ -3,35 +3,29 @@
 Only rows with a coefficient below 1 are written.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from tritonclip.kernels import launch
-from tritonclip.kernels.chunk_access import CHUNK, OCCUPANCY_2X128, TAIL, any_pointer
+from tritonclip.kernels.chunk_access import any_pointer
 from tritonclip.kernels.norm import combine
 from tritonclip.kernels.scalars import (
     INF,
     as_float64,
     factors_of,
     load_number,
-    number_arguments,
     unit_coefficient_of,
 )
 from tritonclip.kernels.scale import scale_chunk
 from tritonclip.kernels.unit_access import (
-    COLUMNS,
-    SHORT,
     chunks_of,
     count_of,
     find_piece,
     first_norm_of,
     first_unit_of,
     length_of,
-    row_block_of,
     short_tile,
 )
-from tritonclip.kernels.unit_table import UnitTable
 
 # Rows of a tile that is multiplied: it has 2 elements for each of 256 threads, and at least one for
 # each of the 512 threads on gfx942 (see `TAIL`). Larger ones spill.
@@ -97,7 +91,7 @@ def _scale_short(
 
 
 @launch.jit
-def _scale_units_kernel(
+def scale_units_kernel(
     addresses_ptr,
     forms_ptr,
     pieces_ptr,
@@ -181,66 +175,3 @@ def _scale_units_kernel(
                             DTYPE, CHUNK, BLOCK, TAIL,
                         )  # fmt: skip
                 row_address += length * ITEMSIZE
-
-
-def scale_units_(
-    table: UnitTable,
-    norms: torch.Tensor,
-    *,
-    ratio: float | torch.Tensor,
-    eps: float,
-    dtype: torch.dtype,
-    grad_scale: float | torch.Tensor,
-    erase: torch.Tensor | None,
-    write: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Multiplies each row of the table's gradients by its coefficient, in one launch.
-
-    Args:
-        table: the gradients and weights, of which the latter are not read.
-        norms: the result of `unit_norms`, still loss-scaled.
-        ratio: largest norm of a row, in norms of its weights: a number, a one-element tensor, or
-            contiguous [n_tensors], one for each gradient.
-        eps: norm that weights count with at least.
-        dtype: of norms and coefficients, float32 or float64.
-        grad_scale: the loss scale that the gradients still carry: a number, or a one-element
-            tensor.
-        erase: 0-d bool on the table's device: whether to write zeros; None for no.
-        write: false to compute norms and coefficients only.
-
-    Returns:
-        The norm of each gradient before clipping, [n_tensors], and the coefficient of each row,
-        [n_units], on the table's device.
-    """
-    norm = torch.empty(table.n_tensors, dtype=dtype, device=table.device)
-    coefficient = torch.empty(table.n_units, dtype=dtype, device=table.device)
-    (limit, _, scale), bits = number_arguments(ratio, eps, grad_scale, table.device)
-    launch.launch(
-        _scale_units_kernel,
-        table.device,
-        table.programs[OCCUPANCY_2X128],
-        OCCUPANCY_2X128,
-        (
-            *table.arguments,
-            norms,
-            norm,
-            coefficient,
-            limit,
-            scale,
-            None if erase is None else erase.view(torch.uint8),
-            table.n_tensors,
-            table.n_pieces,
-            table.n_norms,
-            int(limit is not None and limit.dim() == 1),
-            *bits,
-        ),
-        DTYPE=launch.TL_DTYPES[table.dtype],
-        WRITE=write,
-        SHORT=SHORT,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-        CHUNK=CHUNK,
-        BLOCK=row_block_of(table.dtype.itemsize),
-        TAIL=TAIL,
-    )
-    return norm, coefficient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import reference
 import torch
 from cases import CHUNK, assert_bits, copies, each_rule, grad_of, of_sizes, parameters
 
@@ -64,3 +65,18 @@ def test_lists_of_two_groups_are_measured_first(device, only_directly):
     ]
     with pytest.raises(AssertionError, match="measured before"):
         tritonclip.clip_(parameters(grads), 0.5)
+
+
+def test_rules_that_clamp_one_list_in_turn_each_have_their_bounds(device):
+    """Also rules that are equal, as those with -0.0 and 0.0 are."""
+    grads = of_sizes((5, 40), torch.float32, device)
+    held = parameters(grads)
+    bounds = [(-0.5, 0.5), (-0.1, 0.2), (-0.0, 0.3), (0.0, 0.3), (-0.1, 0.2)]
+    rules = [tritonclip.ClipByValue(*pair) for pair in bounds]
+    for rule, (low, high) in [*zip(rules, bounds, strict=True)] * 2:
+        fresh = copies(grads)
+        for parameter, grad in zip(held, fresh, strict=True):
+            assert parameter.grad is not None
+            parameter.grad.copy_(grad)
+        tritonclip.clip_(held, rule)
+        assert_bits(map(grad_of, held), [reference.clamped(grad, low, high) for grad in fresh])

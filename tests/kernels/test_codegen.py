@@ -1,6 +1,6 @@
-"""Every kernel, compiled ahead of time for machines that are not here, as its launcher asks for it.
+"""Every kernel, compiled ahead of time for machines that are not here, as its verb asks for it.
 
-The launchers run with a recorder in the kernel's place, so constants, argument types and compile
+The verbs run with a recorder in the kernel's place, so constants, argument types and compile
 options are theirs. What counts is read from PTX, AMDGCN and the binary: 128-bit accesses in the
 main loops, nothing spilled, and registers for as many programs as the grid starts.
 """
@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 from cases import INTERPRETED
+
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm
 
 triton = pytest.importorskip("triton", reason="kernels are compiled with Triton")
 
@@ -47,63 +49,57 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"tritonclip.kernels.{name}")
 
 
+def _batch(table: Any) -> Any:
+    backend = importlib.import_module("tritonclip.backends.triton_backend")
+    return backend.TritonBatch([], table, torch.promote_types(table.dtype, torch.float32))
+
+
+def _number(variant: str) -> Any:
+    """A limit or a loss scale: in a tensor for "zero"."""
+    return torch.ones(1) if variant == "zero" else 1.0
+
+
+def _flag(variant: str) -> torch.Tensor | None:
+    return torch.zeros((), dtype=torch.bool) if variant == "zero" else None
+
+
 def _norm(table: Any, p: float, variant: str) -> None:
     out = torch.empty(1, dtype=torch.float64)
-    _module("norm").norm(table, p, out, per_gradient=variant == "each")
-
-
-def _terms(dtype: torch.dtype, p: float, variant: str) -> dict[str, Any]:
-    """What scaling verbs are told of a rule, with limit and loss scale in tensors for "zero"."""
-    return {
-        "max_norm": torch.ones(1) if variant == "zero" else 1.0,
-        "norm_type": p,
-        "eps": 1e-6,
-        "dtype": torch.float64 if dtype == torch.float64 else torch.float32,
-        "grad_scale": torch.ones(1) if variant == "zero" else 1.0,
-    }
+    _batch(table).norm(p, out, per_gradient=variant == "each")
 
 
 def _scale(table: Any, p: float, variant: str) -> None:
-    norms = torch.empty(1, dtype=torch.float64)
-    terms = _terms(table.dtype, p, variant)
-    _module("scale").scale_(table, norms, **terms, erase_nonfinite=variant == "zero")
+    norms, number = torch.empty(1, dtype=torch.float64), _number(variant)
+    rule = ClipByGlobalNorm(1.0, p)
+    _batch(table).scale_(norms, rule, number, number, erase_nonfinite=variant == "zero")
 
 
 def _scale_each(table: Any, p: float, variant: str) -> None:
-    norms = torch.empty(1, dtype=torch.float64)
-    erase = torch.zeros((), dtype=torch.bool) if variant == "zero" else None
-    terms = _terms(table.dtype, p, variant)
-    _module("scale").scale_each_(table, norms, 0, **terms, erase=erase)
+    norms, number = torch.empty(1, dtype=torch.float64), _number(variant)
+    rule = ClipByNorm(1.0, p)
+    _batch(table).scale_each_(norms, 0, rule, number, number, erase=_flag(variant))
 
 
 def _clamp(table: Any, p: float, variant: str) -> None:
-    _module("clamp").clamp_(table, -1.0, 1.0, torch.ones(1) if variant == "zero" else 1.0)
+    _batch(table).clamp_(-1.0, 1.0, _number(variant))
 
 
-def _unit_table(table: Any) -> Any:
+def _units(table: Any) -> Any:
     """Many long rows of gradients and weights of one dtype."""
-    made = _module("unit_table").UnitTables(
-        table.device, table.dtype, table.dtype, [64], [_module("chunk_access").CHUNK]
-    )
-    return made.table([16, 16])
+    units = importlib.import_module("tritonclip.backends.triton_units")
+    row = torch.empty(64, _module("chunk_access").CHUNK, dtype=table.dtype)
+    layout = units.TritonUnitLayout([row], [row], torch.promote_types(table.dtype, torch.float32))
+    return layout.bind([row], [row])
 
 
 def _unit_norms(table: Any, p: float, variant: str) -> None:
-    _module("unit_norm").unit_norms(_unit_table(table))
+    _units(table).measure()
 
 
 def _scale_units(table: Any, p: float, variant: str) -> None:
-    unit_table = _unit_table(table)
-    zero = variant == "zero"
-    _module("unit_scale").scale_units_(
-        unit_table,
-        torch.empty(2, unit_table.n_norms, dtype=torch.float64),
-        ratio=torch.ones(1) if zero else 1.0,
-        eps=1e-3,
-        dtype=torch.float64 if table.dtype == torch.float64 else torch.float32,
-        grad_scale=torch.ones(1) if zero else 1.0,
-        erase=torch.zeros((), dtype=torch.bool) if zero else None,
-    )
+    units, number = _units(table), _number(variant)
+    norms = torch.empty(2, 64, dtype=torch.float64)
+    units.scale_each_(norms, 0, ClipByUnitNorm(0.01), number, number, erase=_flag(variant))
 
 
 @dataclass(frozen=True)
@@ -165,7 +161,7 @@ def _cases() -> list[Case]:
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled kernel and what its launcher assumed of it."""
+    """A compiled kernel and what its launch assumed of it."""
 
     case: Case
     # PTX or AMDGCN.
@@ -191,7 +187,7 @@ class Binary:
 
 @dataclass
 class _Launch:
-    """What a launcher asks for."""
+    """What a verb asks for."""
 
     kernel: Any
     programs: int

@@ -1,7 +1,7 @@
 """Kernels are launched as Triton's JIT would launch them, with none of its work on a known call.
 
 Ahead-of-time compilation spells out types and options by hand; this lets the JIT of the installed
-Triton derive them from the launchers' real arguments, for an H100 that is not there.
+Triton derive them from the verbs' real arguments, for an H100 that is not there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from bench.codegen import absent_gpu
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from tritonclip.kernels import clamp, launch, norm, scale  # noqa: E402
+from tritonclip import ClipByGlobalNorm  # noqa: E402
+from tritonclip.backends.triton_backend import TritonBatch  # noqa: E402
+from tritonclip.kernels import launch  # noqa: E402
 from tritonclip.kernels.chunk_table import lay_out  # noqa: E402
 
 pytestmark = [
@@ -46,7 +48,7 @@ class Compiled:
 
 @pytest.fixture
 def compiled(driver, monkeypatch):
-    """The kernels that launchers have compiled, in place of loading and launching them."""
+    """The kernels that launches have compiled, in place of loading and launching them."""
     made: list[Compiled] = []
 
     def warmup(kernel, *arguments, grid, **keywords):
@@ -59,36 +61,29 @@ def compiled(driver, monkeypatch):
     return made
 
 
-def table_of(dtype: torch.dtype, sizes=(20000, 3)) -> Any:
-    """A table of gradients that nobody reads."""
-    return lay_out(torch.device("cpu"), dtype, sizes, [16 * (i + 1) for i in range(len(sizes))])
+def batch_of(dtype: torch.dtype, sizes=(20000, 3)) -> TritonBatch:
+    """Gradients that nobody reads."""
+    addresses = [16 * (i + 1) for i in range(len(sizes))]
+    table = lay_out(torch.device("cpu"), dtype, sizes, addresses)
+    return TritonBatch([], table, torch.promote_types(dtype, torch.float32))
 
 
-def terms(dtype: torch.dtype, number: Any = 1.0) -> dict[str, Any]:
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return {
-        "max_norm": number,
-        "norm_type": 2.0,
-        "eps": 1e-6,
-        "dtype": wide,
-        "grad_scale": number,
-    }
+RULE = ClipByGlobalNorm(1.0)
 
 
 def launch_all(dtype: torch.dtype, number: Any) -> None:
-    """Every launcher, with every kind of argument."""
-    table = table_of(dtype)
+    """Every verb, with every kind of argument."""
+    batch = batch_of(dtype)
     for per_gradient, erase in itertools.product((False, True), repeat=2):
-        n = norm.count_norms(table, per_gradient=per_gradient)
-        out = torch.empty(n, dtype=torch.float64)
-        norm.norm(table, 2.0, out, per_gradient=per_gradient)
+        out = torch.empty(batch.count_norms(per_gradient=per_gradient), dtype=torch.float64)
+        batch.norm(2.0, out, per_gradient=per_gradient)
         if per_gradient:
             flag = torch.tensor(True) if erase else None
-            scale.scale_each_(table, out, 0, **terms(dtype, number), erase=flag)
+            batch.scale_each_(out, 0, RULE, number, number, erase=flag)
         else:
-            scale.scale_(table, out, **terms(dtype, number), erase_nonfinite=erase)
-            scale.scale_(table, out, **terms(dtype, number), erase_nonfinite=erase, write=False)
-    clamp.clamp_(table, -1.0, 1.0, number)
+            for write in (True, False):
+                batch.scale_(out, RULE, number, number, erase_nonfinite=erase, write=write)
+    batch.clamp_(-1.0, 1.0, number)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -107,13 +102,14 @@ def test_launch_arguments_bind_through_the_jit(compiled, dtype, number):
 def test_launches_of_a_known_form_compile_nothing(compiled):
     """Other numbers, sizes, alignments and grids: what the JIT specialises to by itself."""
     for sizes in ((3,), (3, 5), (16384 * 16,), (16,) * 16):
-        table = table_of(torch.float32, sizes)
+        batch = batch_of(torch.float32, sizes)
+        n = batch.count_norms(per_gradient=True)
         # At an odd number of elements after an aligned address.
-        out = torch.empty(table.n_chunks + 1, dtype=torch.float64)[len(sizes) % 2 :]
-        norm.norm(table, 2.0, out[: table.n_chunks], per_gradient=False)
-        scale.scale_(table, out, **terms(torch.float32, 0.5), erase_nonfinite=False)
-        scale.scale_each_(table, out, 16, **terms(torch.float32, -0.0), erase=None)
-        clamp.clamp_(table, -1.0, 2.0**60, 1.0)
+        out = torch.empty(n + 1, dtype=torch.float64)[len(sizes) % 2 :]
+        batch.norm(2.0, out[:n], per_gradient=False)
+        batch.scale_(out, RULE, 0.5, 0.5, erase_nonfinite=False)
+        batch.scale_each_(out, 16, RULE, -0.0, -0.0, erase=None)
+        batch.clamp_(-1.0, 2.0**60, 1.0)
     assert len(compiled) == 4
     assert [len(one.calls) for one in compiled] == [4] * 4
 
@@ -166,7 +162,7 @@ def test_without_reusable_kernels_launches_go_through_the_jit(driver, monkeypatc
         return object()
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
-    table = table_of(torch.float32)
+    batch = batch_of(torch.float32)
     for _ in range(2):
-        clamp.clamp_(table, -1.0, 1.0)
+        batch.clamp_(-1.0, 1.0, 1.0)
     assert runs == [True, False, False]

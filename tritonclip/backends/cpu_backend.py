@@ -65,7 +65,12 @@ class CpuBatch(HostBatch):
         return torch.stack([norm_of([tensor], 2.0, torch.float64) for tensor in tensors])
 
     def _multiply_(self, multiplier: float) -> None:
-        multiply_together_(self.tensors, self.layout, multiplier)
+        layout = self.layout
+        # In a 0-d tensor: a number would be rounded to a half type first.
+        numbers = self._take_numbers(layout.wide)
+        numbers.memory[0] = multiplier
+        multiply_together_(self.tensors, layout, numbers.first)
+        layout.numbers[layout.wide].append(numbers)
 
     def _multiply_each_(
         self,

@@ -13,12 +13,8 @@ from tritonclip.backends.torch_backend import TorchBatch
 from tritonclip.backends.torch_writes import in_forward_mode, in_one_call, multiply_
 
 
-def multiply_together_(tensors: list[Tensor], form: CpuForm, multiplier: float) -> None:
-    """Multiplies all gradients by one number."""
-    # In a 0-d tensor: a number would be rounded to a half type first.
-    numbers = form.take_numbers(form.wide)
-    numbers.memory[0] = multiplier
-    factor = numbers.first
+def multiply_together_(tensors: list[Tensor], form: CpuForm, factor: Tensor) -> None:
+    """Multiplies all gradients by one 0-d factor."""
     if form.unscales and not in_forward_mode():
         # The operator by which a GradScaler unscales; it would leave the tangents of dual numbers.
         # Versions count first: an interrupt leaves no write that autograd does not see.
@@ -26,7 +22,6 @@ def multiply_together_(tensors: list[Tensor], form: CpuForm, multiplier: float) 
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, form.found_nonfinite, factor)
     elif not in_one_call(torch._foreach_mul_, tensors, factor):
         multiply_(tensors, [factor], _no())
-    form.numbers[form.wide].append(numbers)
 
 
 def multiply_exactly_(

@@ -30,6 +30,13 @@ class HostBatch:
         """The verbs that leave every decision to tensors."""
         return TorchBatch(self.tensors, self.dtype)
 
+    def _take_numbers(self, dtype: torch.dtype) -> Numbers:
+        """Numbers of a dtype that no other call has."""
+        try:
+            return self.layout.numbers[dtype].pop()
+        except IndexError:
+            return self.layout.new_numbers(dtype)
+
     def count_norms(self, *, per_gradient: bool) -> int:
         """How many partial norms `norm` gives: one a gradient, or one."""
         return len(self.tensors) if per_gradient else 1
@@ -74,10 +81,7 @@ class HostBatch:
         if isinstance(norms, Tensor):
             norms = [float(norms if norms.numel() == 1 else combine(norms, rule.norm_type))]
         layout, dtype, scale = self.layout, self.dtype, float(grad_scale)
-        try:
-            numbers = layout.numbers[dtype].pop()
-        except IndexError:
-            numbers = layout.new_numbers(dtype)
+        numbers = self._take_numbers(dtype)
         # A count of elements carries no loss scale.
         numbers.memory[0] = norms[0] / scale if rule.norm_type else norms[0]
         measured: float = numbers.memory[0]
@@ -137,7 +141,7 @@ class HostBatch:
         layout, dtype = self.layout, self.dtype
         if scale != 1 and rule.norm_type:
             norms = [norm / scale for norm in norms]
-        numbers = layout.take_numbers(dtype)
+        numbers = self._take_numbers(dtype)
         numbers.memory[:] = norms
         norm = numbers.together.clone()
         coefficients, least = self._coefficients(norms, numbers, max_norm, rule.eps)
@@ -180,7 +184,7 @@ class HostBatch:
         rounded = c_double if self.dtype == torch.float64 else c_float
         divisor = rounded(scale).value
         multipliers = [rounded(coefficient / divisor).value for coefficient in coefficients]
-        factors = layout.take_numbers(layout.wide)
+        factors = self._take_numbers(layout.wide)
         factors.memory[:] = multipliers
         self._multiply_each_(multipliers, coefficients, factors, least_of(multipliers), scale)
         layout.numbers[layout.wide].append(factors)

@@ -39,15 +39,8 @@ class HostForm:
         # Of float32 and of float64, and a view of each together and of its first.
         self.n_bytes = 4 * VIEW_BYTES + 12 * self._n_numbers
 
-    def take_numbers(self, dtype: torch.dtype) -> Numbers:
-        """Numbers of a dtype that tensors share."""
-        try:
-            return self.numbers[dtype].pop()
-        except IndexError:
-            return self.new_numbers(dtype)
-
     def new_numbers(self, dtype: torch.dtype) -> Numbers:
-        """Numbers that no other call has."""
+        """Numbers of a dtype, which tensors share."""
         return Numbers(self._n_numbers, dtype)
 
     def holds(self, multipliers: list[float], coefficients: list[float], least: float) -> bool:

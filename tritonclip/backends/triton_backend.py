@@ -1,14 +1,29 @@
-"""The Triton backend: launches of `tritonclip.kernels`.
+"""The Triton backend: what the kernels of `tritonclip.kernels` are launched with.
 
 Imported where the backend is first chosen, because it imports triton.
 """
 
+import math
+from struct import Struct
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from tritonclip.kernels import clamp, norm, scale
+from tritonclip.kernels import clamp, launch, norm, scale
+from tritonclip.kernels.chunk_access import CHUNK, OCCUPANCY_2X128, OCCUPANCY_3X80, TAIL, block_of
 from tritonclip.kernels.chunk_table import ChunkTable, ChunkTables
 from tritonclip.rules import Rule
+
+_FLOATS, _INTEGERS = Struct("<3d"), Struct("<3q")
+_NO_POINTERS = None, None, None
+
+
+class Measure(NamedTuple):
+    """The numbers that a kernel takes of a rule, where only norms are computed."""
+
+    norm_type: float
+    eps: float = 0.0
 
 
 class TritonLayout:
@@ -32,7 +47,13 @@ class TritonLayout:
 
 
 class TritonBatch:
-    """Verbs that launch one kernel each; see :class:`tritonclip.backends.batch.Batch`."""
+    """Verbs that launch one kernel each; see :class:`tritonclip.backends.batch.Batch`.
+
+    Args:
+        tensors: gradients of one device and dtype.
+        table: theirs.
+        dtype: of results, float32 or float64.
+    """
 
     # Kernels write through addresses, which autograd does not see.
     counts_versions = False
@@ -44,108 +65,172 @@ class TritonBatch:
 
     def count_norms(self, *, per_gradient: bool) -> int:
         """How many partial norms `norm` gives: one a chunk, or one a program."""
-        return norm.count_norms(self._table, per_gradient=per_gradient)
+        return self._table.n_chunks if per_gradient else self._table.programs[OCCUPANCY_3X80]
 
     def norm(self, norm_type: float, out: Tensor | None, *, per_gradient: bool) -> Tensor:
         """Measures the gradients."""
-        return norm.norm(self._table, norm_type, out, per_gradient=per_gradient)
+        table = self._table
+        programs = table.programs[OCCUPANCY_3X80]
+        if out is None:
+            # As many as `count_norms` says.
+            n = table.n_chunks if per_gradient else programs
+            out = torch.empty(n, dtype=torch.float64, device=table.device)
+        launch.launch(
+            norm.norm_kernel,
+            table.device,
+            programs,
+            OCCUPANCY_3X80,
+            (*table.arguments, out, table.n_chunks),
+            DTYPE=launch.TL_DTYPES[table.dtype],
+            P=norm_type,
+            EACH=per_gradient,
+            CHUNK=CHUNK,
+            BLOCK=norm.block_of(table.dtype.itemsize, norm_type),
+        )
+        return out
 
     def total(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms, 0-d."""
-        return scale.scale_(
-            self._table,
-            norms,
-            max_norm=0.0,
-            norm_type=norm_type,
-            eps=0.0,
-            dtype=self._dtype,
-            grad_scale=grad_scale,
-            erase_nonfinite=False,
-            write=False,
-        )[0]
+        measured = Measure(norm_type)
+        return self.scale_(norms, measured, 0.0, grad_scale, erase_nonfinite=False, write=False)[0]
 
     def total_each(
         self, norms: Tensor, first: int, norm_type: float, grad_scale: float | Tensor
     ) -> Tensor:
         """The norm of each gradient, 1-d."""
-        return scale.scale_each_(
-            self._table,
-            norms,
-            first,
-            max_norm=0.0,
-            norm_type=norm_type,
-            eps=0.0,
-            dtype=self._dtype,
-            grad_scale=grad_scale,
-            erase=None,
-            write=False,
-        )[0]
+        measured = Measure(norm_type)
+        return self.scale_each_(norms, first, measured, 0.0, grad_scale, erase=None, write=False)[0]
 
     def norms_each(self, norms: Tensor, norm_type: float) -> Tensor:
         """The norm of each gradient, float64[n]."""
-        return scale.scale_each_(
-            self._table,
-            norms,
-            0,
-            max_norm=0.0,
-            norm_type=norm_type,
-            eps=0.0,
-            dtype=torch.float64,
-            grad_scale=1.0,
-            erase=None,
-            write=False,
-        )[0]
+        wide = TritonBatch(self._tensors, self._table, torch.float64)
+        return wide.total_each(norms, 0, norm_type, 1.0)
 
     def partials_each(self, norms: Tensor, norm_type: float) -> Tensor:
         """The norm of each gradient as that of its first chunk, and nothing in the others."""
-        table, nothing = self._table, float("inf") if norm_type == -float("inf") else 0.0
+        table, nothing = self._table, math.inf if norm_type == -math.inf else 0.0
         partials = norms.new_full((table.n_chunks,), nothing)
         return partials.index_copy_(0, table.arguments[2], norms)
 
     def scale_(
         self,
         norms: Tensor,
-        rule: Rule,
+        rule: Rule | Measure,
         max_norm: float | Tensor,
         grad_scale: float | Tensor,
         *,
         erase_nonfinite: bool,
+        write: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Multiplies all gradients by one coefficient."""
-        return scale.scale_(
-            self._table,
-            norms,
-            max_norm=max_norm,
-            norm_type=rule.norm_type,
-            eps=rule.eps,
-            dtype=self._dtype,
-            grad_scale=grad_scale,
-            erase_nonfinite=erase_nonfinite,
+        """Multiplies all gradients by one coefficient; without `write` it is only computed."""
+        table, dtype = self._table, self._dtype
+        # Less host time than views of one allocation.
+        total = torch.empty_strided((), (), dtype=dtype, device=table.device)
+        coefficient = torch.empty_strided((), (), dtype=dtype, device=table.device)
+        (limit, _, divisor), bits = numbers_of(max_norm, rule.eps, grad_scale, table.device)
+        launch.launch(
+            scale.scale_kernel,
+            table.device,
+            table.programs[OCCUPANCY_3X80] if write else 1,
+            OCCUPANCY_3X80,
+            (
+                *table.arguments,
+                norms,
+                total,
+                coefficient,
+                limit,
+                divisor,
+                table.n_chunks if write else 0,
+                norms.numel(),
+                *bits,
+            ),
+            DTYPE=launch.TL_DTYPES[table.dtype],
+            P=rule.norm_type,
+            ERASE=erase_nonfinite,
+            CHUNK=CHUNK,
+            BLOCK=block_of(table.dtype.itemsize),
+            TAIL=TAIL,
         )
+        return total, coefficient
 
     def scale_each_(
         self,
         norms: Tensor,
         first: int,
-        rule: Rule,
+        rule: Rule | Measure,
         max_norm: float | Tensor,
         grad_scale: float | Tensor,
         *,
         erase: Tensor | None,
+        write: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Multiplies each gradient by the coefficient of its norm."""
-        return scale.scale_each_(
-            self._table,
-            norms,
-            first,
-            max_norm=max_norm,
-            norm_type=rule.norm_type,
-            eps=rule.eps,
-            dtype=self._dtype,
-            grad_scale=grad_scale,
-            erase=erase,
+        """Multiplies each gradient by its own coefficient; likewise."""
+        table, dtype = self._table, self._dtype
+        totals = torch.empty(table.n_tensors, dtype=dtype, device=table.device)
+        coefficients = torch.empty(table.n_tensors, dtype=dtype, device=table.device)
+        (limit, _, divisor), bits = numbers_of(max_norm, rule.eps, grad_scale, table.device)
+        launch.launch(
+            scale.scale_each_kernel,
+            table.device,
+            table.programs[OCCUPANCY_2X128],
+            OCCUPANCY_2X128,
+            (
+                *table.arguments,
+                norms,
+                totals,
+                coefficients,
+                limit,
+                divisor,
+                None if erase is None else erase.view(torch.uint8),
+                table.n_chunks,
+                first,
+                int(limit is not None and limit.dim() == 1),
+                *bits,
+            ),
+            DTYPE=launch.TL_DTYPES[table.dtype],
+            P=rule.norm_type,
+            WRITE=write,
+            CHUNK=CHUNK,
+            BLOCK=block_of(table.dtype.itemsize),
+            TAIL=TAIL,
         )
+        return totals, coefficients
 
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
         """Clamps the gradients."""
-        clamp.clamp_(self._table, low, high, grad_scale)
+        table = self._table
+        (_, _, divisor), bits = numbers_of(low, high, grad_scale, table.device)
+        launch.launch(
+            clamp.clamp_kernel,
+            table.device,
+            table.programs[OCCUPANCY_2X128],
+            OCCUPANCY_2X128,
+            (*table.arguments, divisor, table.n_chunks, *bits),
+            DTYPE=launch.TL_DTYPES[table.dtype],
+            CHUNK=CHUNK,
+            BLOCK=clamp.block_of(table.dtype.itemsize),
+            TAIL=TAIL,
+        )
+
+
+def numbers_of(
+    a: float | Tensor, b: float | Tensor, c: float | Tensor, device: torch.device
+) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+    """Pointers and bits for `scalars.load_number`, one of which stands for each number.
+
+    Args:
+        a: a number, or a floating-point tensor on any device.
+        b: likewise.
+        c: likewise.
+        device: of the launch.
+    """
+    if type(a) is type(b) is type(c) is float:
+        return _NO_POINTERS, _INTEGERS.unpack(_FLOATS.pack(a, b, c))
+    numbers = [a, b, c]
+    pointers: list[Tensor | None] = [None, None, None]
+    for i, number in enumerate(numbers):
+        if isinstance(number, Tensor):
+            # An upload need not be waited for.
+            pointers[i] = number.to(device, non_blocking=number.device.type == "cpu")
+            numbers[i] = 1.0
+    return tuple(pointers), _INTEGERS.unpack(_FLOATS.pack(*numbers))

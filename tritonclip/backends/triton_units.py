@@ -8,9 +8,11 @@ import math
 import torch
 from torch import Tensor
 
+from tritonclip.backends.triton_backend import numbers_of
 from tritonclip.backends.unit_batch import count_units
-from tritonclip.kernels.unit_norm import unit_norms
-from tritonclip.kernels.unit_scale import scale_units_
+from tritonclip.kernels import launch, unit_norm, unit_scale
+from tritonclip.kernels.chunk_access import CHUNK, OCCUPANCY_2X128, TAIL
+from tritonclip.kernels.unit_access import COLUMNS, SHORT, row_block_of
 from tritonclip.kernels.unit_table import UnitTable, UnitTables, count_chunks
 from tritonclip.rules import Rule
 
@@ -75,8 +77,37 @@ class TritonUnits:
         self._tensors = grads, weights
 
     def measure(self) -> Tensor:
-        """Measures gradients and weights, by unit."""
-        return unit_norms(self._table)
+        """Measures gradients and weights, by unit: float64[2, n_norms].
+
+        Norms of each gradient's rows, or of the chunks of its rows, and below them those of its
+        weights; inf for weights without an address. Two launches if dtypes differ.
+        """
+        table = self._table
+        norms = torch.empty(2, table.n_norms, dtype=torch.float64, device=table.device)
+        addresses, forms, pieces = table.arguments
+        sides = [(addresses, norms, table.dtype, 2)]
+        if table.weight_dtype != table.dtype:
+            # A kernel reads one dtype: one launch for each.
+            gradients, weights = addresses.split(table.n_tensors)
+            sides = [
+                (gradients, norms[0], table.dtype, 1),
+                (weights, norms[1], table.weight_dtype, 1),
+            ]
+        for own, out, dtype, n_sides in sides:
+            launch.launch(
+                unit_norm.unit_norms_kernel,
+                table.device,
+                table.programs[OCCUPANCY_2X128],
+                OCCUPANCY_2X128,
+                (own, forms, pieces, out, table.n_tensors, table.n_pieces, n_sides, table.n_norms),
+                DTYPE=launch.TL_DTYPES[dtype],
+                SHORT=SHORT,
+                ROWS=unit_norm.ROWS,
+                COLUMNS=COLUMNS,
+                CHUNK=CHUNK,
+                BLOCK=row_block_of(dtype.itemsize),
+            )
+        return norms
 
     def total_each(
         self, norms: Tensor, first: int, norm_type: float, grad_scale: float | Tensor
@@ -93,16 +124,7 @@ class TritonUnits:
         return self._totals(norms.flip(0), torch.float64, 1.0)
 
     def _totals(self, norms: Tensor, dtype: torch.dtype, grad_scale: float | Tensor) -> Tensor:
-        return scale_units_(
-            self._table,
-            norms,
-            ratio=math.inf,
-            eps=0.0,
-            dtype=dtype,
-            grad_scale=grad_scale,
-            erase=None,
-            write=False,
-        )[0]
+        return self._scale_(norms, math.inf, 0.0, grad_scale, dtype, None, write=False)[0]
 
     def with_whole(self, norms: Tensor, gradients: Tensor, weights: Tensor) -> Tensor:
         """Partial norms in which gradients that are one unit have other norms."""
@@ -125,12 +147,50 @@ class TritonUnits:
         erase: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Multiplies each unit by its coefficient; `max_norm` is the limit of the ratio."""
-        return scale_units_(
-            self._table,
-            norms,
-            ratio=max_norm,
-            eps=rule.eps,
-            dtype=self._layout.dtype,
-            grad_scale=grad_scale,
-            erase=erase,
+        return self._scale_(norms, max_norm, rule.eps, grad_scale, self._layout.dtype, erase)
+
+    def _scale_(
+        self,
+        norms: Tensor,
+        ratio: float | Tensor,
+        eps: float,
+        grad_scale: float | Tensor,
+        dtype: torch.dtype,
+        erase: Tensor | None,
+        *,
+        write: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of each gradient, [n_tensors], and the coefficient of each unit, [n_units]."""
+        table = self._table
+        totals = torch.empty(table.n_tensors, dtype=dtype, device=table.device)
+        coefficients = torch.empty(table.n_units, dtype=dtype, device=table.device)
+        (limit, _, divisor), bits = numbers_of(ratio, eps, grad_scale, table.device)
+        launch.launch(
+            unit_scale.scale_units_kernel,
+            table.device,
+            table.programs[OCCUPANCY_2X128],
+            OCCUPANCY_2X128,
+            (
+                *table.arguments,
+                norms,
+                totals,
+                coefficients,
+                limit,
+                divisor,
+                None if erase is None else erase.view(torch.uint8),
+                table.n_tensors,
+                table.n_pieces,
+                table.n_norms,
+                int(limit is not None and limit.dim() == 1),
+                *bits,
+            ),
+            DTYPE=launch.TL_DTYPES[table.dtype],
+            WRITE=write,
+            SHORT=SHORT,
+            ROWS=unit_scale.ROWS,
+            COLUMNS=COLUMNS,
+            CHUNK=CHUNK,
+            BLOCK=row_block_of(table.dtype.itemsize),
+            TAIL=TAIL,
         )
+        return totals, coefficients
