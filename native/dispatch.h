@@ -9,6 +9,7 @@
 
 #define ISA plain
 #define TARGET
+#define REGISTER 16
 #define DTYPE float16
 #include "loops.h"
 #define DTYPE bfloat16
@@ -19,10 +20,12 @@
 #include "loops.h"
 #undef ISA
 #undef TARGET
+#undef REGISTER
 
 #if HAS_AVX2
 #define ISA avx2
 #define TARGET AVX2
+#define REGISTER 32
 #define DTYPE float16
 #include "loops.h"
 #define DTYPE bfloat16
@@ -33,6 +36,7 @@
 #include "loops.h"
 #undef ISA
 #undef TARGET
+#undef REGISTER
 #endif
 
 enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64, N_DTYPES };
@@ -41,7 +45,7 @@ typedef struct {
     int64_t itemsize;
     double (*sum_squares)(const void *, int64_t);
     void (*multiply)(void *, int64_t, double);
-    int (*clamp)(void *, int64_t, double, double, int);
+    void (*clamp)(void *, int64_t, double, double);
 } Loops;
 
 #define LOOPS(D, ISA) {sizeof(ELEMENT_##D), sum_squares_##D##_##ISA, multiply_##D##_##ISA, clamp_##D##_##ISA}

@@ -28,10 +28,6 @@
 
 typedef float Floats __attribute__((vector_size(4 * WIDE)));
 typedef double Doubles __attribute__((vector_size(8 * WIDE)));
-typedef int32_t FloatsMask __attribute__((vector_size(4 * WIDE)));
-typedef int64_t DoublesMask __attribute__((vector_size(8 * WIDE)));
-/* The bits of half types, twice as many as floats; a mask of them has the same type. */
-typedef int16_t Halves __attribute__((vector_size(4 * WIDE)));
 
 /* Elements in memory, which a view may begin at any byte of. */
 typedef uint16_t HalfAt __attribute__((aligned(1), may_alias));
@@ -40,9 +36,9 @@ typedef double DoubleAt __attribute__((aligned(1), may_alias));
 typedef uint32_t Bits32At __attribute__((aligned(1), may_alias));
 typedef uint64_t Bits64At __attribute__((aligned(1), may_alias));
 
-/* For `loops.h`: elements in memory, and as they are compared with bounds; vectors of them, masks of
- * those, and vectors in which elements are multiplied; elements as bits, where zeros are looked for;
- * the bits of infinity of a half type, else 0. */
+/* For `loops.h`: elements in memory, and as they are compared with bounds; integers as wide, for masks;
+ * vectors in which elements are multiplied; elements as bits, where zeros are looked for; the bits of
+ * infinity of a half type, else 0. */
 #define AT_float16 HalfAt
 #define AT_bfloat16 HalfAt
 #define AT_float32 FloatAt
@@ -51,14 +47,10 @@ typedef uint64_t Bits64At __attribute__((aligned(1), may_alias));
 #define ELEMENT_bfloat16 int16_t
 #define ELEMENT_float32 float
 #define ELEMENT_float64 double
-#define VECTOR_float16 Halves
-#define VECTOR_bfloat16 Halves
-#define VECTOR_float32 Floats
-#define VECTOR_float64 Doubles
-#define MASK_float16 Halves
-#define MASK_bfloat16 Halves
-#define MASK_float32 FloatsMask
-#define MASK_float64 DoublesMask
+#define INTEGER_float16 int16_t
+#define INTEGER_bfloat16 int16_t
+#define INTEGER_float32 int32_t
+#define INTEGER_float64 int64_t
 #define WIDENED_float16 Floats
 #define WIDENED_bfloat16 Floats
 #define WIDENED_float32 Floats
@@ -155,16 +147,6 @@ INLINE double sum_of_lanes(double *lanes) {
     for (int step = LANES / 2; step; step /= 2)
         for (int j = 0; j < step; j++) lanes[j] += lanes[j + step];
     return lanes[0];
-}
-
-/* Whether any bit of a vector is set. */
-INLINE int is_any(const void *mask, size_t bytes) {
-    int64_t word, any = 0;
-    for (size_t at = 0; at < bytes; at += sizeof word) {
-        memcpy(&word, (const char *)mask + at, sizeof word);
-        any |= word;
-    }
-    return any != 0;
 }
 
 /* The bits of a half type as an integer in the order of the numbers. */

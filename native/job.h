@@ -104,25 +104,23 @@ static double sum_of(const Job *job, int64_t i) {
     return sum;
 }
 
-static void do_block(Job *job, const Gradient *gradient, int64_t start, int *is_written) {
+static void do_block(Job *job, const Gradient *gradient, int64_t start) {
     int64_t n = gradient->size - start < BLOCK ? gradient->size - start : BLOCK;
     char *x = gradient->elements + start * job->loops->itemsize;
     if (job->verb == SUM_SQUARES)
         job->sums[gradient->first_block + start / BLOCK] = job->loops->sum_squares(x, n);
     else if (job->verb == CLAMP)
-        *is_written = job->loops->clamp(x, n, job->low, job->high, *is_written);
+        job->loops->clamp(x, n, job->low, job->high);
     else if (gradient->factor != 1.0)
         job->loops->multiply(x, n, gradient->factor);
 }
 
-/* All blocks from a place up to another. Where one has elements that are clamped, the next of the
- * gradient is written without a look before. */
+/* All blocks from a place up to another. */
 static void do_blocks(Job *job, Place from, Place to) {
     for (int64_t i = from.gradient; i <= to.gradient && i < job->n; i++) {
-        int is_written = 0;
         int64_t stop = i == to.gradient ? to.start : job->gradients[i].size;
         for (int64_t start = i == from.gradient ? from.start : 0; start < stop; start += BLOCK)
-            do_block(job, job->gradients + i, start, &is_written);
+            do_block(job, job->gradients + i, start);
     }
 }
 

@@ -1,7 +1,7 @@
 /* The loops over contiguous elements of one dtype, for one instruction set.
  *
- * Included once for each, with DTYPE and ISA, which end the names of functions, and TARGET, the
- * attribute of the instruction set; `elements.h` has the types.
+ * Included once for each, with DTYPE and ISA, which end the names of functions, TARGET, the attribute
+ * of the instruction set, and REGISTER, the bytes of its vectors; `elements.h` has the types.
  */
 
 #define PASTE_(a, b) a##_##b
@@ -12,8 +12,12 @@
 /* Squares of half types that each lane adds up in float32. */
 #define RUN 8
 /* Bytes that are compared with the bounds before any of them is written: a core's nearest cache
- * holds them meanwhile. */
-#define COMPARED 8192
+ * holds them meanwhile. Of these, groups with all elements within are not written. With one element of
+ * 370 outside, 12 gradients of 4 million float32 take 4.3 ms so, and 6.3 where every stretch is written,
+ * bfloat16 2.1 and 2.9; ten of 2,000 float32, in cache, 1.6 us and 3.1. Groups of 128 bytes take 13% more
+ * in cache where nothing is outside. (AMD EPYC, 2 threads.) */
+#define COMPARED 4096
+#define GROUP 256
 
 /* The sum of squares in float64; those of float32 fit it, whatever they are. */
 TARGET static double NAME(sum_in_float64)(const void *elements, int64_t n) {
@@ -100,81 +104,101 @@ TARGET static void NAME(multiply)(void *elements, int64_t n, double number) {
     memcpy(x + i, last, rest);
 }
 
+/* Elements that are compared side by side, as many as a register holds: GCC compares wider vectors one
+ * element at a time, and ten gradients of 2,000 float64 take 26 us so in place of 2.2. */
+typedef OF(ELEMENT) NAME(Vector) __attribute__((vector_size(REGISTER)));
+typedef OF(INTEGER) NAME(Mask) __attribute__((vector_size(REGISTER)));
+
 /* Bounds, and their keys: half types are compared by keys, integers in the order of the numbers with
- * NaN beyond infinity. Twice as many fit a vector as of floats, and none is converted. */
+ * NaN beyond infinity. Twice as many fit a register as of floats, and none is converted. */
 typedef struct {
-    OF(VECTOR) low, high;
-#if OF(INFINITE)
-    OF(VECTOR) low_key, high_key;
-#endif
+    NAME(Vector) low, high, low_key, high_key;
 } NAME(Bounds);
+
+TARGET INLINE void NAME(fill)(NAME(Vector) *x, OF(ELEMENT) number) {
+    for (int i = 0; i < REGISTER / (int)sizeof number; i++) (*x)[i] = number;
+}
 
 TARGET INLINE void NAME(make_bounds)(double from, double to, NAME(Bounds) *bounds) {
     OF(ELEMENT) low = (OF(ELEMENT))OF(narrow)(from), high = (OF(ELEMENT))OF(narrow)(to);
-    OF(VECTOR) zero = {0};
-    /* Less 0, a bound of -0 keeps its sign. */
-    bounds->low = low - zero, bounds->high = high - zero;
+    NAME(fill)(&bounds->low, low), NAME(fill)(&bounds->high, high);
 #if OF(INFINITE)
     /* -0 and 0 are equal, and have two keys. */
     OF(ELEMENT) least = from ? low : (OF(ELEMENT))0x8000, greatest = to ? high : 0;
-    bounds->low_key = (OF(ELEMENT))KEY(least) - zero, bounds->high_key = (OF(ELEMENT))KEY(greatest) - zero;
+    NAME(fill)(&bounds->low_key, (OF(ELEMENT))KEY(least));
+    NAME(fill)(&bounds->high_key, (OF(ELEMENT))KEY(greatest));
 #endif
 }
 
 /* Brings a vector within bounds; NaN is neither below nor above. Sets bits of a mask where it changed. */
-TARGET INLINE void NAME(clamp_vector)(OF(VECTOR) *x, const NAME(Bounds) *bounds, OF(MASK) *changed) {
+TARGET INLINE void NAME(clamp_vector)(NAME(Vector) *x, const NAME(Bounds) *bounds, NAME(Mask) *changed) {
 #if OF(INFINITE)
-    OF(VECTOR) key = KEY(*x);
-    OF(MASK) is_number = (*x & 0x7fff) <= OF(INFINITE);
-    OF(MASK) below = (key < bounds->low_key) & is_number, above = (key > bounds->high_key) & is_number;
+    NAME(Vector) key = KEY(*x);
+    NAME(Mask) is_number = (*x & 0x7fff) <= OF(INFINITE);
+    NAME(Mask) below = (key < bounds->low_key) & is_number, above = (key > bounds->high_key) & is_number;
 #else
-    OF(MASK) below = *x < bounds->low, above = *x > bounds->high;
+    NAME(Mask) below = *x < bounds->low, above = *x > bounds->high;
 #endif
-    OF(MASK) kept = ~(below | above) & (OF(MASK))*x;
-    *x = (OF(VECTOR))(kept | (below & (OF(MASK))bounds->low) | (above & (OF(MASK))bounds->high));
+    NAME(Mask) kept = ~(below | above) & (NAME(Mask))*x;
+    *x = (NAME(Vector))(kept | (below & (NAME(Mask))bounds->low) | (above & (NAME(Mask))bounds->high));
     *changed |= below | above;
 }
 
-/* Brings elements within bounds, which are numbers of the dtype. NaN stays. A stretch with all elements
- * within is not written, unless one before had some outside: `is_written`, which is returned for the
- * elements to come, says so. */
-TARGET static int NAME(clamp)(void *elements, int64_t n, double from, double to, int is_written) {
-    enum { STEP = sizeof(OF(VECTOR)), ITEM = sizeof(OF(ELEMENT)) };
+/* Whether any element of whole vectors from x up to `stop` is outside. */
+TARGET INLINE int NAME(is_outside)(const char *x, const char *stop, const NAME(Bounds) *bounds) {
+    NAME(Mask) changed = {0};
+    for (; x < stop; x += REGISTER) {
+        NAME(Vector) numbers;
+        fetch_ahead(x);
+        memcpy(&numbers, x, REGISTER);
+        NAME(clamp_vector)(&numbers, bounds, &changed);
+    }
+    int64_t words[REGISTER / sizeof(int64_t)], any = 0;
+    memcpy(words, &changed, REGISTER);
+    for (int i = 0; i < (int)(REGISTER / sizeof *words); i++) any |= words[i];
+    return any != 0;
+}
+
+/* Brings whole vectors from x up to `stop` within bounds. */
+TARGET static void NAME(clamp_vectors)(char *x, const char *stop, const NAME(Bounds) *bounds) {
+    NAME(Mask) changed;
+    for (; x < stop; x += REGISTER) {
+        NAME(Vector) numbers;
+        fetch_ahead(x);
+        memcpy(&numbers, x, REGISTER);
+        NAME(clamp_vector)(&numbers, bounds, &changed);
+        memcpy(x, &numbers, REGISTER);
+    }
+}
+
+/* Brings elements within bounds, which are numbers of the dtype; NaN stays. Groups with all elements
+ * within are not written, unless most groups of a stretch have some outside: all that follows is. */
+TARGET static void NAME(clamp)(void *elements, int64_t n, double from, double to) {
+    enum { ITEM = sizeof(OF(ELEMENT)) };
     NAME(Bounds) bounds;
     NAME(make_bounds)(from, to, &bounds);
-    char *x = elements, *end = x + n * ITEM;
-    OF(VECTOR) numbers;
-    OF(MASK) changed;
-    while (end - x >= STEP) {
-        char *start = x, *last = (end - x < COMPARED ? end : x + COMPARED) - STEP;
-        changed = (OF(MASK)){0};
-        if (!is_written)
-            for (; x <= last; x += STEP) {
-                fetch_ahead(x);
-                memcpy(&numbers, x, STEP);
-                NAME(clamp_vector)(&numbers, &bounds, &changed);
-            }
-        if (is_written || is_any(&changed, STEP))
-            for (x = start; x <= last; x += STEP) {
-                fetch_ahead(x);
-                memcpy(&numbers, x, STEP);
-                NAME(clamp_vector)(&numbers, &bounds, &changed);
-                memcpy(x, &numbers, STEP);
-            }
-        /* Where a stretch had some outside, the next is written without a look before. */
-        is_written = is_any(&changed, STEP);
+    char *x = elements, *end = x + n * ITEM, *last = x + n * ITEM / REGISTER * REGISTER;
+    while (last - x >= GROUP) {
+        int n_groups = (int)((last - x < COMPARED ? last - x : COMPARED) / GROUP), n_outside = 0;
+        char *outside[COMPARED / GROUP];
+        for (int i = 0; i < n_groups; i++, x += GROUP) {
+            /* No branch, which would be foreseen wrongly. */
+            outside[n_outside] = x;
+            n_outside += NAME(is_outside)(x, x + GROUP, &bounds);
+        }
+        for (int i = 0; i < n_outside; i++) NAME(clamp_vectors)(outside[i], outside[i] + GROUP, &bounds);
+        if (2 * n_outside > n_groups) break;
     }
-    if (x == end) return is_written;
+    if (last - x >= GROUP || NAME(is_outside)(x, last, &bounds)) NAME(clamp_vectors)(x, last, &bounds);
+    if (last == end) return;
     /* The first of the last elements fills up the vector: where bounds exclude 0, zeros would be
      * outside. */
-    char rest[STEP];
-    for (char *to_fill = rest; to_fill < rest + STEP; to_fill += ITEM) memcpy(to_fill, x, ITEM);
-    memcpy(rest, x, (size_t)(end - x));
-    memcpy(&numbers, rest, STEP);
-    changed = (OF(MASK)){0};
-    NAME(clamp_vector)(&numbers, &bounds, &changed);
-    if (is_any(&changed, STEP)) memcpy(x, &numbers, (size_t)(end - x));
-    return is_written;
+    char rest[REGISTER];
+    for (char *to_fill = rest; to_fill < rest + REGISTER; to_fill += ITEM) memcpy(to_fill, last, ITEM);
+    memcpy(rest, last, (size_t)(end - last));
+    if (!NAME(is_outside)(rest, rest + REGISTER, &bounds)) return;
+    NAME(clamp_vectors)(rest, rest + REGISTER, &bounds);
+    memcpy(last, rest, (size_t)(end - last));
 }
 
 #undef NAME

@@ -20,10 +20,11 @@ from tritonclip.engine import memory
 if loops is None:
     pytest.skip("tritonclip was installed without its C extension", allow_module_level=True)
 
-# Elements of a block, and bytes that are compared before a write, as `native/` has them.
-BLOCK, COMPARED = 32768, 8192
-EDGES = [COMPARED // item + more for item in (2, 4, 8) for more in (-1, 0, 9)]
-LENGTHS = (0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 255, 256, 257, *EDGES)
+# Elements of a block, bytes that are compared before a write, and bytes that are written together:
+# as `native/` has them.
+BLOCK, COMPARED, GROUP = 32768, 4096, 256
+EDGES = [n // item + more for n in (GROUP, COMPARED) for item in (2, 4, 8) for more in (-1, 0, 9)]
+LENGTHS = (0, 1, 7, 8, 9, 15, 16, 17, 31, 33, 256, 257, *EDGES)
 LONG = (BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
 
 
@@ -241,6 +242,20 @@ def test_subnormal_halves_are_read_where_subnormal_floats_are_flushed():
         assert loops.norm(*listed([x])) == pytest.approx(math.sqrt(300) * 2.0**-24, rel=1e-6)
     finally:
         torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("share", [0.001, 0.02, 0.5, 1.0])
+def test_clamp_however_many_elements_are_outside(dtype, share):
+    """In no groups, in some or most, and in none again, over several blocks."""
+    n = 5 * BLOCK + 5
+    x, chosen = normal(n, dtype=dtype) / 100, torch.rand(n, generator=torch.Generator()) < share
+    chosen[: n // 4] = chosen[-n // 4 :] = False
+    chosen[-1] = True
+    x[chosen] *= 1000
+    expected = x.clamp(-1, 1)
+    loops.clamp_(*listed([x]), -1.0, 1.0)
+    assert_bits([x], [expected])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
