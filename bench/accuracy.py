@@ -182,7 +182,7 @@ def _difference(
     blocks = (tensor.reshape(-1).split(BLOCK) for tensor in (grad, fresh))
     found = []
     for block, start in zip(*blocks, strict=True):
-        expected = start.double().mul_(multiplier).clamp_(-bound, bound)
+        expected = (start.double() * multiplier).clamp_(-bound, bound)
         differences = expected - block.to(expected.device)
         found.append(torch.stack([differences.abs().max(), expected.abs().max()]))
     error, largest = torch.stack(found).amax(0).tolist()

@@ -140,7 +140,7 @@ def _transformer_engine(gradients: Gradients, rule: str, limit: float) -> Entry:
 
 # Of one dtype in a list.
 ONE = DTYPES[:3]
-ON_GPU = {"cuda": DTYPES}
+ON_GPU = {"cuda": DTYPES[:4]}
 # Eager TensorFlow clamps in two operators.
 TENSORFLOW = Provider(
     "tensorflow", _tensorflow, TWICE, eps=0.0, modules=("tensorflow",), dtypes={"cpu": ONE}

@@ -44,8 +44,8 @@ IN_FIGURES = ("cpu", "device", "threads", "torch", "commit", "date")
 # Distinct for readers who do not tell red from green.
 LOSS = "#d55e00"
 COLOURS = {"float32": "#0072b2", "bfloat16": "#e69f00", "float16": "#56b4e9", "mixed": "#cc79a7"}
-COLOURS["slower"] = LOSS
-MARKERS = {"float32": "o", "bfloat16": "s", "float16": "^", "mixed": "D", "slower": "o"}
+COLOURS |= {"float64": "#009e73", "slower": LOSS}
+MARKERS = dict(zip(COLOURS, "os^Dvo", strict=True))
 Text = Callable[[Row], str]
 SVG: Any = {"svg.hashsalt": "tritonclip", "svg.fonttype": "none", "font.size": 9}
 

@@ -27,6 +27,7 @@ from bench.providers import Entry, Provider
 from bench.results import Row
 from bench.timing import Samples, Timed, paired, spread
 from bench.workloads import WORKLOADS, Task
+from tritonclip.backends import choose
 
 IN_PLACE = (*providers.IN_PLACE, *frameworks.IN_PLACE)
 OUT_OF_PLACE = (*providers.OUT_OF_PLACE, *frameworks.OUT_OF_PLACE)
@@ -162,8 +163,8 @@ def bytes_moved(gradients: Gradients, rule: str, clipped: bool, provider: Provid
     """Bytes read and written, by formula, for gradients of N bytes; None for an optimizer's step.
 
     Passes of the provider x N, or, where it looks first: by norm N, and 2 N more where it clips;
-    each by its own norm the same for each; by value N within bounds, else 2 N; on a CPU 2 N, as
-    looking costs as much there.
+    each by its own norm the same for each; by value N within bounds, else at most 2 N. The torch
+    backend clamps without a look: 2 N.
     """
     n, passes = gradients.n_bytes, provider.passes[rule]
     if rule == "step":
@@ -176,7 +177,8 @@ def bytes_moved(gradients: Gradients, rule: str, clipped: bool, provider: Provid
         multipliers = gradients.multipliers(rule, gradients.limit(rule, clipped))
         changed = zip(gradients.fresh, multipliers, strict=True)
         return n + 2 * sum(fresh.nbytes for fresh, multiplier in changed if multiplier < 1)
-    return 2 * n if clipped or gradients.device.type == "cpu" else n
+    looks = choose.backend_name(gradients.device, gradients.fresh[0].dtype) != "torch"
+    return n if looks and not clipped else 2 * n
 
 
 def _figures(provider: Provider, walls: dict[str, list[float]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-DTYPES = ("float32", "bfloat16", "float16", "mixed")
+DTYPES = ("float32", "bfloat16", "float16", "mixed", "float64")
 CLIPS = ("norm", "value", "gradient")
 # step: by global norm, and then a step of SGD.
 RULES = (*CLIPS, "step")
@@ -179,12 +179,15 @@ PLANS: dict[str, Sequence[tuple[Sequence[str], str, Sequence[str]]]] = {
         ((*SHORT, "resnet50", "gpt2_124m"), "float16", CLIPS),
         (("twelve", "odd"), "float16", TWO),
         (("gpt2_124m",), "mixed", ("norm",)),
+        (("small_10", "lenet5", "resnet20", "resnet50"), "float64", CLIPS),
+        (("twelve",), "float64", TWO),
     ),
     "quick": (
         (("small_1", "small_100", "mlp4", "lenet5"), "float32", CLIPS),
         (("small_10",), "bfloat16", CLIPS),
         (("small_10", "resnet20"), "float32", RULES),
         (("resnet20",), "float16", CLIPS),
+        (("lenet5",), "float64", CLIPS),
         (("resnet50",), "float32", TWO),
         (("gpt2_124m",), "bfloat16", ("norm",)),
         (("tiny_10000",), "float32", TWO),
