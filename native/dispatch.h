@@ -7,6 +7,9 @@
 #include <cpuid.h>
 #endif
 
+/* The parts of a norm of order 2, 1, inf and 0, and the verbs that write. */
+typedef enum { SUM_SQUARES, SUM_MAGNITUDES, LARGEST, COUNT, MULTIPLY, CLAMP } Verb;
+
 #define ISA plain
 #define TARGET
 #define REGISTER 16
@@ -43,12 +46,12 @@ enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64, N_DTYPES };
 
 typedef struct {
     int64_t itemsize;
-    double (*sum_squares)(const void *, int64_t);
+    double (*measure)(const void *, int64_t, Verb);
     void (*multiply)(void *, int64_t, double);
     void (*clamp)(void *, int64_t, double, double);
 } Loops;
 
-#define LOOPS(D, ISA) {sizeof(ELEMENT_##D), sum_squares_##D##_##ISA, multiply_##D##_##ISA, clamp_##D##_##ISA}
+#define LOOPS(D, ISA) {sizeof(ELEMENT_##D), measure_##D##_##ISA, multiply_##D##_##ISA, clamp_##D##_##ISA}
 #define TABLE(ISA) {LOOPS(float16, ISA), LOOPS(bfloat16, ISA), LOOPS(float32, ISA), LOOPS(float64, ISA)}
 
 static const Loops plain_loops[N_DTYPES] = TABLE(plain);

@@ -27,6 +27,7 @@
 #define LANES 32
 
 typedef float Floats __attribute__((vector_size(4 * WIDE)));
+typedef int32_t FloatsBits __attribute__((vector_size(4 * WIDE)));
 typedef double Doubles __attribute__((vector_size(8 * WIDE)));
 
 /* Elements in memory, which a view may begin at any byte of. */

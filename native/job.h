@@ -1,6 +1,6 @@
 /* One verb on a list of gradients, in one thread or in several.
  *
- * Sums of squares are added up a block at a time, in the order of the blocks: neither the number of
+ * Norms are measured a block at a time, and added up in the order of the blocks: neither the number of
  * threads nor their pace changes a bit. One parallel region a job, in PyTorch's threads.
  */
 #ifndef TRITONCLIP_JOB_H
@@ -10,7 +10,7 @@
 
 #include "dispatch.h"
 
-/* Elements whose squares have a sum of their own, and of a task, at least: a thread that has to wait
+/* Elements that have a part of the norm of their own, and of a task, at least: a thread that has to wait
  * for its turn delays the others by one task. Tasks of 131,072 and of 32,768 elements: two threads
  * add up 2^21 squares of float32 in 230 and 203 us, and multiply 2^19 bfloat16 in 67 and 59. (AMD
  * EPYC.) */
@@ -32,8 +32,6 @@
 typedef void (*Parallel)(void (*function)(void *), void *argument, unsigned threads, unsigned flags);
 static Parallel parallel = NULL;
 
-typedef enum { SUM_SQUARES, MULTIPLY, CLAMP } Verb;
-
 typedef struct {
     char *elements;
     int64_t size;
@@ -54,8 +52,8 @@ typedef struct {
     long threads;
     int64_t n, n_blocks, n_elements;
     Gradient *gradients;
-    /* Of SUM_SQUARES: the sum of every block. */
-    double *sums;
+    /* Of verbs that measure: the part of every block. */
+    double *parts;
     /* Of CLAMP. */
     double low, high;
     /* Where each task starts; the last place is the end. */
@@ -65,7 +63,7 @@ typedef struct {
     uint64_t float_mode;
     /* Memory of short lists. */
     Gradient few_gradients[FEW];
-    double few_sums[FEW];
+    double few_parts[FEW];
 } Job;
 
 static int64_t blocks_of(int64_t size) { return (size + BLOCK - 1) / BLOCK; }
@@ -74,7 +72,7 @@ static int64_t blocks_of(int64_t size) { return (size + BLOCK - 1) / BLOCK; }
 static int make_job(Job *job, Verb verb, const Loops *loops, long threads, int64_t n, const char *sizes) {
     job->verb = verb, job->loops = loops, job->threads = threads, job->n = n;
     job->n_blocks = job->n_elements = job->n_tasks = job->next_task = 0;
-    job->gradients = job->few_gradients, job->sums = job->few_sums, job->places = NULL;
+    job->gradients = job->few_gradients, job->parts = job->few_parts, job->places = NULL;
     if (n > FEW && !(job->gradients = malloc(sizeof(Gradient) * (size_t)n))) return 0;
     for (int64_t i = 0; i < n; i++) {
         Gradient *gradient = job->gradients + i;
@@ -83,32 +81,35 @@ static int make_job(Job *job, Verb verb, const Loops *loops, long threads, int64
         job->n_blocks += blocks_of(gradient->size);
         job->n_elements += gradient->size;
     }
-    if (verb != SUM_SQUARES || job->n_blocks <= FEW) return 1;
-    if ((job->sums = malloc(sizeof(double) * (size_t)job->n_blocks))) return 1;
+    if (verb >= MULTIPLY || job->n_blocks <= FEW) return 1;
+    if ((job->parts = malloc(sizeof(double) * (size_t)job->n_blocks))) return 1;
     if (n > FEW) free(job->gradients);
     return 0;
 }
 
 static void free_job(Job *job) {
     if (job->gradients != job->few_gradients) free(job->gradients);
-    if (job->sums != job->few_sums) free(job->sums);
+    if (job->parts != job->few_parts) free(job->parts);
     free(job->places);
 }
 
-/* The sum of a gradient's squares, of a job that ran. */
-static double sum_of(const Job *job, int64_t i) {
-    const Gradient *gradient = job->gradients + i;
-    double sum = 0;
-    for (int64_t block = 0; block < blocks_of(gradient->size); block++)
-        sum += job->sums[gradient->first_block + block];
-    return sum;
+/* Adds up the parts of a norm, from one up to another, of a job that ran: by the largest, NaN before
+ * all, or by their sum. */
+static double norm_of(const Job *job, int64_t from, int64_t to) {
+    double norm = 0;
+    for (const double *part = job->parts + from; part < job->parts + to; part++)
+        if (job->verb != LARGEST)
+            norm += *part;
+        else if (*part > norm || *part != *part)
+            norm = *part;
+    return job->verb == SUM_SQUARES ? sqrt(norm) : norm;
 }
 
 static void do_block(Job *job, const Gradient *gradient, int64_t start) {
     int64_t n = gradient->size - start < BLOCK ? gradient->size - start : BLOCK;
     char *x = gradient->elements + start * job->loops->itemsize;
-    if (job->verb == SUM_SQUARES)
-        job->sums[gradient->first_block + start / BLOCK] = job->loops->sum_squares(x, n);
+    if (job->verb < MULTIPLY)
+        job->parts[gradient->first_block + start / BLOCK] = job->loops->measure(x, n, job->verb);
     else if (job->verb == CLAMP)
         job->loops->clamp(x, n, job->low, job->high);
     else if (gradient->factor != 1.0)

@@ -19,8 +19,13 @@
 #define COMPARED 4096
 #define GROUP 256
 
-/* The sum of squares in float64; those of float32 fit it, whatever they are. */
-TARGET static double NAME(sum_in_float64)(const void *elements, int64_t n) {
+/* Elements side by side, as many as a register holds: GCC compares wider vectors one element at a time,
+ * and clamps ten gradients of 2,000 float64 in 26 us so in place of 2.2. */
+typedef OF(ELEMENT) NAME(Vector) __attribute__((vector_size(REGISTER)));
+typedef OF(INTEGER) NAME(Mask) __attribute__((vector_size(REGISTER)));
+
+/* A sum in float64, which fits squares of float32, whatever they are: of squares, or of magnitudes. */
+TARGET INLINE double NAME(sum_in_float64)(const void *elements, int64_t n, int squares) {
     const OF(AT) *x = elements;
     double lanes[LANES] = {0};
     int64_t i = 0;
@@ -28,12 +33,12 @@ TARGET static double NAME(sum_in_float64)(const void *elements, int64_t n) {
         for (int at = 0; at < LANES; at += LINE / (int)sizeof *x) fetch_ahead(x + i + at);
         for (int j = 0; j < LANES; j++) {
             double number = (double)OF(widen)(x[i + j]);
-            lanes[j] += number * number;
+            lanes[j] += squares ? number * number : fabs(number);
         }
     }
     for (int j = 0; i < n; i++, j++) {
         double number = (double)OF(widen)(x[i]);
-        lanes[j] += number * number;
+        lanes[j] += squares ? number * number : fabs(number);
     }
     return sum_of_lanes(lanes);
 }
@@ -47,14 +52,14 @@ TARGET static int NAME(has_any)(const void *elements, int64_t n) {
     return (OF(BITS_AT))(any << 1) != 0;
 }
 
-/* The sum of squares.
+/* The sum of squares, or of magnitudes.
  *
  * Squares of half types are exact in float32, where RUN of them are added up before they go on in
- * float64: such a sum is off by 7 * 2^-24 at most, its root by 2.1e-7. Squares that float32 does not
- * hold are added up again in float64 alone. Squares of float64 that all underflow have a sum that is
- * not 0, so that only the norm of zeros is.
+ * float64: such a sum is off by 7 * 2^-24 at most, its root by 2.1e-7. Sums that float32 does not hold
+ * are added up again in float64 alone. Squares of float64 that all underflow have a sum that is not 0,
+ * so that only the norm of zeros is.
  */
-TARGET static double NAME(sum_squares)(const void *elements, int64_t n) {
+TARGET INLINE double NAME(sum)(const void *elements, int64_t n, int squares) {
 #if OF(INFINITE)
     const OF(AT) *x = elements;
     double lanes[LANES] = {0};
@@ -65,7 +70,7 @@ TARGET static double NAME(sum_squares)(const void *elements, int64_t n) {
             fetch_ahead(x + k);
             for (int side = 0; side < LANES / WIDE; side++) {
                 NAME(load)(x + k + side * WIDE, &wide);
-                sums[side] += wide * wide;
+                sums[side] += squares ? wide * wide : (Floats)((FloatsBits)wide & 0x7fffffff);
             }
         }
         float flat[LANES];
@@ -75,12 +80,53 @@ TARGET static double NAME(sum_squares)(const void *elements, int64_t n) {
     double sum = sum_of_lanes(lanes);
     int is_known = sum >= 0x1p-60 && sum < INFINITY;
     if (i && !is_known && (sum || NAME(has_any)(x, i))) i = 0, sum = 0;
-    return sum + NAME(sum_in_float64)(x + i, n - i);
+    return sum + NAME(sum_in_float64)(x + i, n - i, squares);
 #else
-    double sum = NAME(sum_in_float64)(elements, n);
-    int may_underflow = sizeof(OF(ELEMENT)) == sizeof(double);
+    double sum = NAME(sum_in_float64)(elements, n, squares);
+    int may_underflow = squares && sizeof(OF(ELEMENT)) == sizeof(double);
     return !sum && may_underflow && NAME(has_any)(elements, n) ? 0x1p-1022 : sum;
 #endif
+}
+
+/* Goes on with the largest magnitude in each lane, or the number of elements that are not 0: from their
+ * bits without the sign, where those of NaN are larger than those of infinity. */
+TARGET INLINE void NAME(join)(NAME(Mask) *found, const char *x, int counts) {
+    NAME(Mask) bits;
+    memcpy(&bits, x, REGISTER);
+    bits &= (OF(INTEGER)) ~((uint64_t)1 << (8 * sizeof(OF(INTEGER)) - 1));
+    NAME(Mask) is_more = bits > (counts ? (NAME(Mask)){0} : *found);
+    *found = counts ? *found - is_more : (is_more & bits) | (~is_more & *found);
+}
+
+/* The largest magnitude, or the number of elements that are not 0; no lane of it overflows in a block. */
+TARGET INLINE double NAME(extreme)(const void *elements, int64_t n, int counts) {
+    enum { ITEM = sizeof(OF(INTEGER)), MANY = REGISTER / ITEM };
+    NAME(Mask) even = {0}, odd = {0};
+    const char *x = elements, *end = x + n * ITEM;
+    for (; end - x >= 2 * REGISTER; x += 2 * REGISTER) {
+        fetch_ahead(x);
+        NAME(join)(&even, x, counts);
+        NAME(join)(&odd, x + REGISTER, counts);
+    }
+    char rest[2 * REGISTER] = {0};
+    memcpy(rest, x, (size_t)(end - x));
+    NAME(join)(&even, rest, counts);
+    NAME(join)(&odd, rest + REGISTER, counts);
+    OF(INTEGER) lanes[2 * MANY], most = 0;
+    memcpy(lanes, &even, REGISTER);
+    memcpy(lanes + MANY, &odd, REGISTER);
+    int64_t count = 0;
+    for (int j = 0; j < 2 * MANY; j++) count += lanes[j], most = lanes[j] > most ? lanes[j] : most;
+    OF(AT) largest;
+    memcpy(&largest, &most, ITEM);
+    return counts ? (double)count : (double)OF(widen)(largest);
+}
+
+/* The part of a norm that elements of one block have. */
+TARGET static double NAME(measure)(const void *elements, int64_t n, Verb verb) {
+    if (verb == SUM_SQUARES) return NAME(sum)(elements, n, 1);
+    if (verb == SUM_MAGNITUDES) return NAME(sum)(elements, n, 0);
+    return NAME(extreme)(elements, n, verb == COUNT);
 }
 
 /* Multiplies by a number, rounded to the dtype of the arithmetic. The last elements go through a
@@ -103,11 +149,6 @@ TARGET static void NAME(multiply)(void *elements, int64_t n, double number) {
     NAME(store)(&wide, last);
     memcpy(x + i, last, rest);
 }
-
-/* Elements that are compared side by side, as many as a register holds: GCC compares wider vectors one
- * element at a time, and ten gradients of 2,000 float64 take 26 us so in place of 2.2. */
-typedef OF(ELEMENT) NAME(Vector) __attribute__((vector_size(REGISTER)));
-typedef OF(INTEGER) NAME(Mask) __attribute__((vector_size(REGISTER)));
 
 /* Bounds, and their keys: half types are compared by keys, integers in the order of the numbers with
  * NaN beyond infinity. Twice as many fit a register as of floats, and none is converted. */

@@ -10,7 +10,7 @@
 #include "job.h"
 
 /* Of the functions and their arguments, for `native_loops`. */
-#define INTERFACE 2
+#define INTERFACE 3
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
 
@@ -63,25 +63,37 @@ static PyObject *finish(Job *job) {
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
+/* Measures a list by the order of a norm, the fifth argument; 0 with an error of Python. */
+static int measure(Job *job, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    if (!has_arguments(n_arguments, 5)) return 0;
+    double order = PyFloat_AsDouble(arguments[4]);
+    if (order != 0 && order != 1 && order != 2 && order != INFINITY) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "expected a norm of order 0, 1, 2 or inf");
+        return 0;
+    }
+    Verb verb = order == 2 ? SUM_SQUARES : order == 1 ? SUM_MAGNITUDES : order == 0 ? COUNT : LARGEST;
+    if (!read_job(job, verb, arguments)) return 0;
+    run(job);
+    return 1;
+}
+
 static PyObject *norm(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     Job job;
-    if (!has_arguments(n_arguments, 4) || !read_job(&job, SUM_SQUARES, arguments)) return NULL;
-    run(&job);
-    double sum = 0;
-    for (int64_t i = 0; i < job.n; i++) sum += sum_of(&job, i);
+    if (!measure(&job, arguments, n_arguments)) return NULL;
+    double norm = norm_of(&job, 0, job.n_blocks);
     free_job(&job);
-    return PyFloat_FromDouble(sqrt(sum));
+    return PyFloat_FromDouble(norm);
 }
 
 static PyObject *norms(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     Job job;
-    if (!has_arguments(n_arguments, 4) || !read_job(&job, SUM_SQUARES, arguments)) return NULL;
-    run(&job);
+    if (!measure(&job, arguments, n_arguments)) return NULL;
     PyObject *result = PyList_New((Py_ssize_t)job.n);
     for (Py_ssize_t i = 0; result && i < job.n; i++) {
-        PyObject *own = PyFloat_FromDouble(sqrt(sum_of(&job, i)));
+        int64_t from = job.gradients[i].first_block;
+        PyObject *own = PyFloat_FromDouble(norm_of(&job, from, from + blocks_of(job.gradients[i].size)));
         if (!own || PyList_SetItem(result, i, own)) Py_CLEAR(result);
     }
     free_job(&job);

@@ -8,11 +8,13 @@ share a list of SHARED elements or more. Memory that is not there ends the proce
 SHARED: int
 INTERFACE: int
 
-def norm(addresses: list[int], sizes: bytes, dtype: int, threads: int, /) -> float:
-    """The 2-norm of all elements."""
+def norm(addresses: list[int], sizes: bytes, dtype: int, threads: int, order: float, /) -> float:
+    """The norm of all elements, of order 0, 1, 2 or inf."""
 
-def norms(addresses: list[int], sizes: bytes, dtype: int, threads: int, /) -> list[float]:
-    """The 2-norm of each gradient."""
+def norms(
+    addresses: list[int], sizes: bytes, dtype: int, threads: int, order: float, /
+) -> list[float]:
+    """The norm of each gradient."""
 
 def coefficients(
     norms: list[float], max_norm: float, eps: float, wide: bool, /

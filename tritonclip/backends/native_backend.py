@@ -1,9 +1,10 @@
 """The native backend: the loops of `native/` on the memory of CPU gradients.
 
-The host decides, as in `host_batch`; norms of order 2, products and clamps take one call each,
-whatever the number of gradients.
+The host decides, as in `host_batch`; norms of the usual orders, products and clamps take one call
+each, whatever the number of gradients.
 """
 
+import math
 from array import array
 
 import torch
@@ -26,8 +27,11 @@ from tritonclip.backends.numbers import Numbers
 from tritonclip.backends.torch_writes import unscale_and_clamp_
 from tritonclip.tracing import is_pre_dispatch, n_dispatch_modes
 
-# A norm of float64 is known where it is 0, or lies from the first up to the second: a smaller one
-# may have lost squares to underflow, a larger one overflowed. Those of other dtypes fit float64.
+# Orders of a norm that has loops.
+ORDERS = (2.0, 1.0, math.inf, 0.0)
+# A norm of float64 of order 2 is known where it is 0, or lies from the first up to the second: a
+# smaller one may have lost squares to underflow, a larger one overflowed. Those of other dtypes fit
+# float64.
 _LEAST, _LARGEST = 2.0**-450, 2.0**450
 # Elements of a gradient from which PyTorch's operators take threads (at::internal::GRAIN_SIZE).
 # Where other processes keep the cores busy, a thread may have to wait for milliseconds: short lists
@@ -78,12 +82,14 @@ class NativeBatch(HostBatch):
     def norm(self, norm_type: float, out: Tensor | None, *, per_gradient: bool) -> PartialNorms:
         """Measures the gradients."""
         measured: PartialNorms
-        if norm_type != 2.0:
+        if norm_type not in ORDERS:
             measured = self._as_torch().norm(norm_type, None, per_gradient=per_gradient)
+        elif per_gradient:
+            measured = loops.norms(*self._list, norm_type)
         else:
-            measured = loops.norms(*self._list) if per_gradient else [loops.norm(*self._list)]
-            if self.layout.wide == torch.float64:
-                self._measure_extremes_(measured, per_gradient)
+            measured = [loops.norm(*self._list, norm_type)]
+        if norm_type == 2.0 and self.layout.wide == torch.float64:
+            self._measure_extremes_(measured, per_gradient)
         return measured if out is None else out.copy_(as_tensor(measured))
 
     def _measure_extremes_(self, norms: list[float], per_gradient: bool) -> None:

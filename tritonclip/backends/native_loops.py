@@ -18,7 +18,7 @@ import torch
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Of the functions and their arguments, as in `native/module.c`: a binary may be older.
-INTERFACE = 2
+INTERFACE = 3
 
 _MODULE = "tritonclip.backends._native"
 _REBUILD = (
