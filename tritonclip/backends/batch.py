@@ -20,9 +20,11 @@ class Batch(Protocol):
 
     Attributes:
         counts_versions: autograd's version counters see the verbs' writes.
+        on_host: the host decides, and reads partial norms without waiting.
     """
 
     counts_versions: bool
+    on_host: bool
 
     def count_norms(self, *, per_gradient: bool) -> int:
         """How many partial norms `norm` gives."""

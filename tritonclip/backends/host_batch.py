@@ -22,6 +22,7 @@ class HostBatch:
     """Decisions of the verbs on a CPU; see :class:`tritonclip.backends.batch.Batch`."""
 
     counts_versions = True
+    on_host = True
 
     def __init__(self, tensors: list[Tensor], layout: HostForm) -> None:
         self.tensors, self.layout, self.dtype = tensors, layout, layout.dtype
@@ -44,8 +45,8 @@ class HostBatch:
     def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms, 0-d."""
         if not isinstance(norms, Tensor) and not isinstance(grad_scale, Tensor):
-            # One number, for which tensors take five operators.
-            (norm,) = norms
+            # Numbers, for which tensors take five operators or more.
+            norm = combined(norms, norm_type)
             number = norm / grad_scale if norm_type else norm
             return torch.tensor(number, dtype=self.dtype, device="cpu")
         return self._as_torch().total(as_tensor(norms), norm_type, grad_scale)
@@ -78,12 +79,12 @@ class HostBatch:
         erase_nonfinite: bool,
     ) -> tuple[Tensor, float]:
         """Multiplies all gradients by one coefficient, but not where it is 1."""
-        if isinstance(norms, Tensor):
-            norms = [float(norms if norms.numel() == 1 else combine(norms, rule.norm_type))]
+        is_one = isinstance(norms, list) and len(norms) == 1
+        total: float = norms[0] if is_one else combined(norms, rule.norm_type)
         layout, dtype, scale = self.layout, self.dtype, float(grad_scale)
         numbers = self._take_numbers(dtype)
         # A count of elements carries no loss scale.
-        numbers.memory[0] = norms[0] / scale if rule.norm_type else norms[0]
+        numbers.memory[0] = total / scale if rule.norm_type else total
         measured: float = numbers.memory[0]
         norm = numbers.first.clone()
         layout.numbers[dtype].append(numbers)
@@ -115,8 +116,8 @@ class HostBatch:
         """Multiplies each gradient by the coefficient of its norm, but not where it is 1."""
         n = len(self.tensors)
         if n <= FEW and not isinstance(max_norm, Tensor):
-            if isinstance(norms, Tensor):
-                norms = norms[first : first + n].tolist()
+            norms = norms[first : first + n]
+            norms = norms.tolist() if isinstance(norms, Tensor) else norms
             return self._scale_few_(norms, rule, max_norm, float(grad_scale), erase)
         norm, coefficient, factors = self._as_torch().terms_each(
             as_tensor(norms), first, rule, max_norm, grad_scale
@@ -203,6 +204,25 @@ class HostBatch:
     def _multiply_by_tensors_(self, changed: list[int], factors: list[Tensor]) -> None:
         """Multiplies some gradients, each by the factors of its index."""
         raise NotImplementedError
+
+
+def combined(norms: PartialNorms, p: float) -> float:
+    """The norm whose parts have these norms."""
+    if isinstance(norms, Tensor):
+        return float(combine(norms, p))
+    numbers: list[float] = norms
+    total, largest = sum(numbers), max(numbers)
+    # The sum tells of NaN, which max and hypot may miss.
+    if p in (0, 1) or len(numbers) == 1 or math.isnan(total):
+        return total
+    if p == -math.inf:
+        return min(numbers)
+    if p == math.inf or not 0 < largest < math.inf:
+        return largest
+    if p == 2:
+        return math.hypot(*numbers)
+    unit: float = sum((number / largest) ** p for number in numbers) ** (1 / p)
+    return largest * unit
 
 
 def as_tensor(norms: PartialNorms) -> Tensor:

@@ -34,6 +34,7 @@ class TorchBatch:
     """Verbs in PyTorch; see :class:`tritonclip.backends.batch.Batch`."""
 
     counts_versions = True
+    on_host = False
 
     def __init__(self, tensors: list[Tensor], dtype: torch.dtype) -> None:
         self.tensors, self.dtype = tensors, dtype

@@ -57,6 +57,7 @@ class TritonBatch:
 
     # Kernels write through addresses, which autograd does not see.
     counts_versions = False
+    on_host = False
 
     def __init__(self, tensors: list[Tensor], table: ChunkTable, dtype: torch.dtype) -> None:
         self._table, self._dtype = table, dtype

@@ -73,6 +73,18 @@ def measure_groups(
             moduli = make(own, flat=True).bind(own, None)
         batches.append(batch)
         measured.append(moduli)
+    if all(batch.on_host for batch in measured):
+        numbers: list[float] = []
+        starts = []
+        for batch in measured:
+            starts.append(len(numbers))
+            own = batch.norm(norm_type, None, per_gradient=per_gradient)
+            numbers += own.flatten().tolist() if isinstance(own, Tensor) else own
+        if plan.empty:
+            # The least of no elements would be inf.
+            numbers = [0.0] * len(numbers)
+        alike = [numbers] * len(batches)
+        return Norms(batches, alike, starts, norm_type, per_gradient, grad_scale, gradients)
     devices = [group.device for group in plan.groups]
     counts = [batch.count_norms(per_gradient=per_gradient) for batch in measured]
     starts, sizes = [], dict.fromkeys(devices, 0)
@@ -87,7 +99,6 @@ def measure_groups(
         out = own_norms[device][start : start + count]
         batch.norm(norm_type, out, per_gradient=per_gradient)
         if plan.empty:
-            # The least of no elements would be inf.
             out.zero_()
     everywhere = _exchange(own_norms, own_first=per_gradient)
     partials = [everywhere[device] for device in devices]

@@ -17,8 +17,8 @@ class Norms(NamedTuple):
 
     Attributes:
         batches: the gradients of each group, in the hands of its backend.
-        partials: for each group those of all groups, on its device; a single group's in the form of
-            its backend.
+        partials: for each group those of all groups, on its device; numbers where the host decides
+            for all groups; a single group's in the form of its backend.
         starts: index of a group's first partial.
         norm_type: p of the p-norm.
         per_gradient: partials give the norm of each gradient.

@@ -1,0 +1,50 @@
+"""Norms that the host joins from those of parts, in Python's numbers as in tensors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from cases import copies, grad_of, normal, parameters
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByValue
+from tritonclip.backends.host_batch import combined
+
+ORDERS = (0.0, 0.5, 1.0, 2.0, 3.0, math.inf, -math.inf)
+PARTS = {
+    "one": [3.0],
+    "some": [3.0, 0.0, 4.0],
+    "zeros": [0.0, 0.0],
+    "huge": [1e300, 3e300],
+    "tiny": [1e-300, 3e-300],
+    "inf": [1.0, math.inf, 0.0],
+    "nan": [math.inf, math.nan, 1.0],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+def test_numbers_are_joined_as_tensors_are(parts, order):
+    expected = combined(torch.tensor(parts, dtype=torch.float64), order)
+    assert combined(parts, order) == pytest.approx(expected, rel=1e-14, abs=0, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    "rule", [*(ClipByGlobalNorm(0.5, order) for order in (2.0, 1.0, math.inf)), ClipByValue(0.1)]
+)
+@pytest.mark.parametrize("policy", ["propagate", "zero", "error"])
+@pytest.mark.parametrize("scale", [None, 8.0, torch.tensor(8.0)], ids=["none", "number", "tensor"])
+def test_groups_of_dtypes_are_clipped_as_one_list(rule, policy, scale):
+    """As many float32 gradients beside float16 ones as alone where the others are zeros."""
+    grads = [normal(n, seed=n) for n in (5, 300, 2)]
+    zeros = [torch.zeros(n, dtype=torch.float16) for n in (7, 0, 64)]
+    alone, mixed = parameters(copies(grads)), parameters(copies(grads))
+    beside = parameters(zeros)
+    norm = tritonclip.clip_(alone, rule, nonfinite=policy, grad_scale=scale)
+    among = [one for pair in zip(beside, mixed, strict=True) for one in pair]
+    same = tritonclip.clip_(among, rule, nonfinite=policy, grad_scale=scale)
+    for left, right in zip(alone, mixed, strict=True):
+        assert torch.equal(grad_of(left), grad_of(right))
+    assert (norm is None and same is None) or torch.equal(norm, same)
