@@ -4,6 +4,7 @@ On a CPU, where the host may decide, `cpu_backend` takes its place.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -16,6 +17,11 @@ from tritonclip.backends.torch_writes import (
     unscale_and_clamp_,
 )
 from tritonclip.rules import Rule
+
+# Elements of a tensor that is measured together with others: a copy costs less than its operators.
+SMALL = 4096
+# Powers of float32, at most, whose sums are normal numbers of float64: from 2^(-149 * 6) on.
+MOST_IN_FLOAT64 = 6
 
 
 class TorchLayout:
@@ -156,22 +162,46 @@ def norm_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tens
     """The norm of tensors, 0-d, for any device, norm type and magnitude."""
     nothing = math.inf if norm_type == -math.inf else 0.0
     norms = [torch.full((), nothing, dtype=dtype, device=tensors[0].device)]
-    for tensor in tensors:
-        for piece in split_flat(tensor, PIECE):
-            norms.append(_norm_of_piece(piece, norm_type, dtype))
+    norms += [_norm_of_piece(piece, norm_type, dtype) for piece in _pieces(tensors)]
     return combine(torch.stack(norms), norm_type)
 
 
+def _pieces(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """Yields every element once, in 1-d pieces of at most PIECE; small tensors end to end."""
+    small: list[Tensor] = []
+    n = 0
+    for tensor in tensors:
+        if tensor.numel() > SMALL:
+            yield from split_flat(tensor, PIECE)
+            continue
+        if n + tensor.numel() > PIECE:
+            yield torch.cat(small)
+            small, n = [], 0
+        small.append(tensor.reshape(-1))
+        n += tensor.numel()
+    if n:
+        yield small[0] if len(small) == 1 else torch.cat(small)
+
+
 def _norm_of_piece(x: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
-    """The norm of a small 1-d tensor, 0-d, in `dtype`, after division by the largest magnitude."""
-    magnitudes = x.to(dtype, copy=True).abs_()
+    """The norm of a small 1-d tensor, 0-d, in `dtype`; no power overflows or underflows."""
+    if x.dtype.itemsize == 1:
+        # float8 has no operators.
+        x = x.to(dtype)
     if norm_type == 0:
-        return torch.count_nonzero(magnitudes).to(dtype)
-    if norm_type == -math.inf:
-        return magnitudes.min()
+        return torch.count_nonzero(x).to(dtype)
+    if math.isinf(norm_type):
+        magnitudes = x.abs()
+        return (magnitudes.max() if norm_type > 0 else magnitudes.min()).to(dtype)
+    fits_float64 = dtype == torch.float64 != x.dtype and norm_type <= MOST_IN_FLOAT64
+    if norm_type == 1 or (fits_float64 and norm_type == 2):
+        norm: Tensor = torch.linalg.vector_norm(x, norm_type, dtype=dtype)
+        return norm
+    magnitudes = x.to(dtype, copy=True).abs_()
+    if fits_float64:
+        # `vector_norm` finds powers one at a time.
+        return magnitudes.pow_(norm_type).sum().pow(1 / norm_type)
     largest = magnitudes.max()
-    if norm_type == math.inf:
-        return largest
     # Dividing by 1 instead of 0, inf and NaN gives just these.
     scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
     return scale * magnitudes.div_(scale).pow_(norm_type).sum().pow(1 / norm_type)
