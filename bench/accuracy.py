@@ -110,17 +110,22 @@ class Gradients:
             return statistics.median(self.norms) / 2 if clipped else max(self.norms) * 10
         if rule == "value":
             return min(SIGMA * 3, self._largest / 2) if clipped else SIGMA * 100
-        return self.norm * (0.5 if clipped else 10)
+        return self._norms(rule)[0] * (0.5 if clipped else 10)
+
+    def _norms(self, rule: str) -> list[float]:
+        """The norm that a rule measures, or one a gradient, in float64."""
+        if rule == "gradient":
+            return self.norms
+        return [self._largest if rule == "largest" else self.norm]
 
     def multipliers(self, rule: str, limit: float, eps: float = EPS) -> list[float]:
         """Factors of clipping by a norm, one a gradient; eps is added to the norm."""
-        norms = self.norms if rule == "gradient" else [self.norm] * len(self.fresh)
+        norms = self._norms(rule) * (1 if rule == "gradient" else len(self.fresh))
         return [min(1.0, limit / (norm + eps)) for norm in norms]
 
     def norm_error(self, rule: str, measured: Sequence[float]) -> float:
         """The largest relative error of measured norms, before clipping, against float64."""
-        truth = self.norms if rule == "gradient" else [self.norm]
-        return max(abs(m / t - 1) for m, t in zip(measured, truth, strict=True))
+        return max(abs(m / t - 1) for m, t in zip(measured, self._norms(rule), strict=True))
 
     def check(
         self,

@@ -8,6 +8,7 @@ Providers from other frameworks, on arrays of theirs, are in `frameworks`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -116,7 +117,8 @@ def _in_place(gradients: Gradients, rule: str, clip: Callable[[], Any]) -> Entry
     return Entry(gradients, step)
 
 
-OUR_RULES: dict[str, Any] = dict.fromkeys(("norm", "step"), tritonclip.ClipByGlobalNorm)
+BY_NORM: Any = tritonclip.ClipByGlobalNorm
+OUR_RULES = {"norm": BY_NORM, "step": BY_NORM, "largest": partial(BY_NORM, norm_type=math.inf)}
 OUR_RULES |= {"value": tritonclip.ClipByValue, "gradient": tritonclip.ClipByNorm}
 
 
@@ -140,20 +142,19 @@ def _wrapper(gradients: Gradients, rule: str, limit: float) -> Entry:
 
 def _torch(foreach: bool | None, gradients: Gradients, rule: str, limit: float) -> Entry:
     """Each gradient by its own norm takes a call each, or the foreach functions that torch uses."""
-    parameters = gradients.parameters
+    parameters, order = gradients.parameters, math.inf if rule == "largest" else 2.0
 
     def clip() -> Any:
         if rule == "value":
             return clip_grad_value_(parameters, limit, foreach=foreach)
         if rule != "gradient":
-            return clip_grad_norm_(parameters, limit, foreach=foreach)
+            return clip_grad_norm_(parameters, limit, order, foreach=foreach)
         if not foreach:
             return [clip_grad_norm_(p, limit, foreach=foreach) for p in parameters]
         # From the parameters, as all that are compared.
         grads = [p.grad for p in parameters if p.grad is not None]
         norms = torch.stack(torch._foreach_norm(grads))
-        factors = (limit / (norms + EPS)).clamp_(max=1.0)
-        torch._foreach_mul_(grads, list(factors.unbind()))
+        torch._foreach_mul_(grads, list((limit / (norms + EPS)).clamp_(max=1.0).unbind()))
         return norms
 
     return _in_place(gradients, rule, clip)
@@ -206,8 +207,7 @@ def _foreach(grads: list[Tensor], rule: str, limit: float) -> Any:
         return torch._foreach_clamp_max(torch._foreach_clamp_min(grads, -limit), limit), None
     norms = torch.stack(torch._foreach_norm(grads))
     if rule == "gradient":
-        factors = (limit / norms).clamp_(max=1.0)
-        return torch._foreach_mul(grads, list(factors.unbind())), norms
+        return torch._foreach_mul(grads, list((limit / norms).clamp_(max=1.0).unbind())), norms
     norm = torch.linalg.vector_norm(norms)
     return torch._foreach_mul(grads, (limit / norm).clamp(max=1.0)), norm
 
@@ -224,10 +224,10 @@ def _loop(grads: list[Tensor], rule: str, limit: float) -> Any:
 
 
 DEPENDS = dict.fromkeys(RULES)
-# Measured, then read and written; a clamp with two bounds reads and writes once.
+# Measured, then read and written; a clamp reads and writes once, two with one bound each do twice.
 ONCE = {"norm": 3, "value": 2, "gradient": 3}
-# Two clamps with one bound each.
 TWICE = {**ONCE, "value": 4}
+TORCH_TWICE, TORCH_ONCE = ({**one, "step": None, "largest": 3} for one in (TWICE, ONCE))
 _default = partial(_torch, None)
 IN_PLACE = (
     Provider("tritonclip", _ours, DEPENDS),
@@ -236,10 +236,10 @@ IN_PLACE = (
     Provider("tritonclip drop-in", _drop_in, dict.fromkeys(TWO)),
     Provider("tritonclip norm only", partial(_norm_only, "tritonclip"), {"norm": 1}, clips=False),
     Provider("tritonclip compiled", partial(_compiled, _ours), DEPENDS, compiles=True),
-    Provider("torch", _default, {**TWICE, "step": None}, baseline=True),
-    Provider("torch foreach", partial(_torch, True), {**TWICE, "step": None}, baseline=True),
-    Provider("torch no foreach", partial(_torch, False), {**ONCE, "step": None}, baseline=True),
-    Provider("torch compiled", partial(_compiled, _default), {**ONCE, "step": None}, compiles=True),
+    Provider("torch", _default, TORCH_TWICE, baseline=True),
+    Provider("torch foreach", partial(_torch, True), TORCH_TWICE, baseline=True),
+    Provider("torch no foreach", partial(_torch, False), TORCH_ONCE, baseline=True),
+    Provider("torch compiled", partial(_compiled, _default), TORCH_ONCE, compiles=True),
     Provider("torch norm only", partial(_norm_only, "torch"), {"norm": 1}, clips=False),
     Provider("torch sum", _torch_sum, dict.fromkeys(CLIPS, 1), clips=False, least_bytes=SUMMED),
 )

@@ -68,7 +68,7 @@ class Column(NamedTuple):
 COLUMNS = {
     "workload": Column("gradients", "", "the gradient list"),
     "dtype": Column("dtype", "", "of the gradients; mixed: bfloat16 matrices, float32 vectors"),
-    "rule": Column("by", "", "norm, value, gradient (each norm) or step (norm and SGD)"),
+    "rule": Column("by", "", "norm, largest, value, gradient (each norm) or step (SGD)"),
     "step": Column("step", "", "clipped or unclipped: whether the rule changes the gradients"),
     "busy": Column("busy", "d", "other processes that kept cores busy meanwhile"),
     "after": Column("after", "", "what comes before every call, as in a training loop"),

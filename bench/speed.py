@@ -171,7 +171,7 @@ def bytes_moved(gradients: Gradients, rule: str, clipped: bool, provider: Provid
         return None
     if passes is not None:
         return passes * n
-    if rule == "norm":
+    if rule in ("norm", "largest"):
         return 3 * n if clipped else n
     if rule == "gradient":
         multipliers = gradients.multipliers(rule, gradients.limit(rule, clipped))

@@ -14,9 +14,10 @@ import torch
 
 DTYPES = ("float32", "bfloat16", "float16", "mixed", "float64")
 CLIPS = ("norm", "value", "gradient")
-# step: by global norm, and then a step of SGD.
-RULES = (*CLIPS, "step")
+# step: by global norm, and then a step of SGD. largest: by the global norm of order inf.
+RULES = (*CLIPS, "step", "largest")
 BY = {"norm": "global norm", "value": "value", "gradient": "each norm", "step": "norm, SGD step"}
+BY["largest"] = "largest magnitude"
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
 
@@ -169,9 +170,9 @@ PLANS: dict[str, Sequence[tuple[Sequence[str], str, Sequence[str]]]] = {
     "speed": (
         ((*SHORT, "resnet50", "vit_b16"), "float32", CLIPS),
         (("small_10", "resnet20"), "float32", ("step",)),
-        (("gpt2_124m",), "float32", RULES),
+        (("gpt2_124m",), "float32", (*CLIPS, "step")),
         (("twelve", "llama3_8b", "moe"), "float32", TWO),
-        (("lora_r16", "huge_and_small"), "float32", RULES),
+        (("lora_r16", "huge_and_small"), "float32", (*CLIPS, "step")),
         (("tiny_10000", "odd"), "float32", CLIPS),
         ((*SHORT, "resnet50", "gpt2_124m"), "bfloat16", CLIPS),
         (("twelve", "lora_r16", "tiny_10000"), "bfloat16", TWO),
@@ -179,6 +180,9 @@ PLANS: dict[str, Sequence[tuple[Sequence[str], str, Sequence[str]]]] = {
         ((*SHORT, "resnet50", "gpt2_124m"), "float16", CLIPS),
         (("twelve", "odd"), "float16", TWO),
         (("gpt2_124m",), "mixed", ("norm",)),
+        (("small_10", "small_100", "mlp8"), "mixed", CLIPS),
+        (("small_1", "small_10", "small_100", "resnet20", "resnet50"), "float32", ("largest",)),
+        (("small_10", "resnet20"), "bfloat16", ("largest",)),
         (("small_10", "lenet5", "resnet20", "resnet50"), "float64", CLIPS),
         (("twelve",), "float64", TWO),
     ),
