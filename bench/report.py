@@ -124,8 +124,8 @@ def readme_table(rows: Sequence[Row]) -> str:
     shown.sort(key=place)
     table = pivot(shown, ["workload"], column, partial(ratio_cell, tie="tie"))
     return (
-        f"{table}\n\nfloat32 on a CPU: time of torch's best variant over tritonclip's; tie: the "
-        f"quartiles of the ratio include 1; bold: slower. {summary(rows)}\n"
+        f"{table}\n\nfloat32 on a CPU: speed-up over torch's best variant (tie: its quartiles "
+        f"include 1; bold: slower). {summary(rows)}\n"
     )
 
 
