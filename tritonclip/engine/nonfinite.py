@@ -66,7 +66,9 @@ def raise_if_any_nonfinite(gradients: Gradients, remedy: str) -> None:
     """RuntimeError for gradients with NaN or inf, which not every norm shows."""
     labels = _blamed(gradients, nonfinite_indices(gradients))
     if labels:
-        raise RuntimeError(f"The gradients of {labels} are non-finite. {remedy}")
+        raise RuntimeError(
+            f"Some gradients are non-finite. {remedy}. Non-finite gradients: {labels}"
+        )
 
 
 def _blamed(gradients: Gradients, places: list[int]) -> str:
