@@ -7,16 +7,17 @@ import math
 import pytest
 import torch
 from cases import copies, grad_of, normal, parameters
+from torch.autograd import forward_ad
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByValue
 from tritonclip.backends.host_batch import combined
 
-ORDERS = (0.0, 0.5, 1.0, 2.0, 3.0, math.inf, -math.inf)
+ORDERS = (0.0, 0.0005, 0.5, 1.0, 2.0, 3.0, math.inf, -math.inf)
 PARTS = {
     "one": [3.0],
     "some": [3.0, 0.0, 4.0],
-    "zeros": [0.0, 0.0],
+    "zeros": [-0.0, 0.0],
     "huge": [1e300, 3e300],
     "tiny": [1e-300, 3e-300],
     "inf": [1.0, math.inf, 0.0],
@@ -28,7 +29,9 @@ PARTS = {
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 def test_numbers_are_joined_as_tensors_are(parts, order):
     expected = combined(torch.tensor(parts, dtype=torch.float64), order)
-    assert combined(parts, order) == pytest.approx(expected, rel=1e-14, abs=0, nan_ok=True)
+    found = combined(parts, order)
+    assert found == pytest.approx(expected, rel=1e-14, abs=0, nan_ok=True)
+    assert math.copysign(1.0, found) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -48,3 +51,14 @@ def test_groups_of_dtypes_are_clipped_as_one_list(rule, policy, scale):
     for left, right in zip(alone, mixed, strict=True):
         assert torch.equal(grad_of(left), grad_of(right))
     assert (norm is None and same is None) or torch.equal(norm, same)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("order", [1.0, 3.0, math.inf])
+def test_norms_of_groups_have_tangents(order):
+    grads = [torch.ones(3), torch.ones(4, dtype=torch.float64)]
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(grad, torch.ones_like(grad)) for grad in grads]
+        norm = forward_ad.unpack_dual(tritonclip.get_total_norm(duals, order))
+    # All elements are alike: of the norm, too, a step by the elements doubles it.
+    assert norm.tangent == pytest.approx(float(norm.primal))

@@ -215,13 +215,17 @@ def combined(norms: PartialNorms, p: float) -> float:
     # The sum tells of NaN, which max and hypot may miss.
     if p in (0, 1) or len(numbers) == 1 or math.isnan(total):
         return total
+    # 0 for -0, too.
     if p == -math.inf:
-        return min(numbers)
+        return min(numbers) + 0.0
     if p == math.inf or not 0 < largest < math.inf:
-        return largest
+        return largest + 0.0
     if p == 2:
         return math.hypot(*numbers)
-    unit: float = sum((number / largest) ** p for number in numbers) ** (1 / p)
+    try:
+        unit: float = sum((number / largest) ** p for number in numbers) ** (1 / p)
+    except OverflowError:
+        return math.inf
     return largest * unit
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tritonclip import settings
 from tritonclip.backends.batch import Batch
@@ -73,7 +74,8 @@ def measure_groups(
             moduli = make(own, flat=True).bind(own, None)
         batches.append(batch)
         measured.append(moduli)
-    if all(batch.on_host for batch in measured):
+    # As tensors in forward mode, where norms have tangents.
+    if forward_ad._current_level < 0 and all(batch.on_host for batch in measured):
         numbers: list[float] = []
         starts = []
         for batch in measured:
