@@ -160,10 +160,11 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 def norm_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
     """The norm of tensors, 0-d, for any device, norm type and magnitude."""
-    nothing = math.inf if norm_type == -math.inf else 0.0
-    norms = [torch.full((), nothing, dtype=dtype, device=tensors[0].device)]
-    norms += [_norm_of_piece(piece, norm_type, dtype) for piece in _pieces(tensors)]
-    return combine(torch.stack(norms), norm_type)
+    norms = [_norm_of_piece(piece, norm_type, dtype) for piece in _pieces(tensors)]
+    if not norms:
+        nothing = math.inf if norm_type == -math.inf else 0.0
+        return torch.full((), nothing, dtype=dtype, device=tensors[0].device)
+    return norms[0] if len(norms) == 1 else combine(torch.stack(norms), norm_type)
 
 
 def _pieces(tensors: list[Tensor]) -> Iterator[Tensor]:
