@@ -56,8 +56,8 @@ TARGET static int NAME(has_any)(const void *elements, int64_t n) {
  *
  * Squares of half types are exact in float32, where RUN of them are added up before they go on in
  * float64: such a sum is off by 7 * 2^-24 or 4.2e-7 at most, as one of magnitudes is, and the root of
- * squares by 2.1e-7. Sums that float32 does not hold are added up again in float64 alone. Squares of float64 that all underflow have a sum that is not 0,
- * so that only the norm of zeros is.
+ * squares by 2.1e-7. Sums that float32 does not hold are added up again in float64 alone. Squares of
+ * float64 that all underflow have a sum that is not 0, so that only the norm of zeros is.
  */
 TARGET INLINE double NAME(sum)(const void *elements, int64_t n, int squares) {
 #if OF(INFINITE)

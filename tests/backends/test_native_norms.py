@@ -1,0 +1,157 @@
+"""The loops of `native/` that measure: every dtype, length and order, in both forms."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import reference
+import torch
+from cases import FLOATS, HALVES, normal
+from native_lists import (
+    BLOCK,
+    LENGTHS,
+    LONG,
+    ORDERS,
+    amid_canaries,
+    assert_canaries,
+    norm_of,
+    norms_of,
+)
+
+from tritonclip.backends.native_loops import loops
+
+if loops is None:
+    pytest.skip("tritonclip was installed without its C extension", allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("both_forms")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("length", [*LENGTHS, *LONG])
+def test_norm_is_that_of_float64(dtype, length):
+    x = normal(length, dtype=dtype)
+    # Squares of half types round seven times in float32: 2.1e-7 at most.
+    tolerance = 2.1e-7 if dtype in (torch.float16, torch.bfloat16) else 1e-14
+    assert norm_of([x]) == pytest.approx(reference.norm(x), rel=tolerance, abs=0)
+    assert norms_of([x]) == [norm_of([x])]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_norms_are_those_of_each(dtype):
+    grads = [normal(n, dtype=dtype, seed=n) for n in (*LENGTHS, *LONG)]
+    norms = norms_of(grads)
+    assert norms == [norm_of([grad]) for grad in grads]
+    assert norm_of(grads) == pytest.approx(math.hypot(*norms), rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("length", [*LENGTHS, *LONG])
+@pytest.mark.parametrize("order", ORDERS)
+def test_norm_of_other_orders_is_that_of_float64(dtype, length, order):
+    x = normal(length, dtype=dtype)
+    x[::3] *= -0.0
+    # Magnitudes of half types round seven times in float32: 4.2e-7 at most.
+    tolerance = {1.0: 4.2e-7 if dtype.itemsize == 2 else 1e-13}.get(order, 0.0)
+    own, memory = amid_canaries(x, 1)
+    norm = norm_of([own], order=order)
+    assert norm == pytest.approx(reference.norm(x, order), rel=tolerance, abs=0)
+    assert norms_of([own, own[:1]], order=order) == [norm, norm_of([own[:1]], order=order)]
+    assert norm_of([own], 2, order) == norm
+    assert_canaries(memory, own)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_norm_of_other_orders_joins_gradients(dtype, order):
+    grads = [normal(n, dtype=dtype, seed=n) for n in (7, 0, 3 * loops.SHARED + 1, 1, BLOCK, 5)]
+    norms = norms_of(grads, 2, order)
+    joined = max(norms) if order == math.inf else math.fsum(norms)
+    assert norm_of(grads, 2, order) == pytest.approx(joined, rel=1e-14)
+    assert (norm_of(grads, 1, order), norms_of(grads, 1, order)) == (
+        norm_of(grads, 2, order),
+        norms,
+    )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("length", [5, 5000, 2 * BLOCK])
+def test_norms_of_other_orders_keep_nan_and_inf(dtype, length):
+    for values in ([math.inf], [math.nan, -math.inf], [-math.inf, -math.nan]):
+        x = normal(length, dtype=dtype)
+        x[: len(values)] = torch.tensor(values)
+        for order in (1.0, math.inf):
+            norm = norm_of([x, normal(3, dtype=dtype)], order=order)
+            assert norm == math.inf if len(values) == 1 else math.isnan(norm)
+        # Neither is 0.
+        assert norm_of([x], order=0.0) == reference.norm(x, 0.0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("order", [1.0, math.inf])
+def test_norm_of_other_orders_of_extreme_elements(dtype, order):
+    """The least and the largest numbers of the dtype."""
+    limits = torch.finfo(dtype)
+    for value in (limits.smallest_normal / 8, limits.max):
+        # One of them where a sum would not fit float64.
+        n = 300 if dtype != torch.float64 or value < 1 or order == math.inf else 1
+        x = torch.full((n,), value, dtype=dtype)
+        assert norm_of([x], order=order) == pytest.approx(reference.norm(x, order), rel=1e-13)
+
+
+@pytest.mark.parametrize("value", [2.0**-126, 2.0**-149, 2.0**-80, 2.0**64, 2.0**100, 3e38])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("length", [3, 5000])
+def test_norm_of_squares_beyond_float32(dtype, value, length):
+    x = torch.full((length,), value, dtype=torch.float64).to(dtype)
+    assert norm_of([x]) == pytest.approx(reference.norm(x), rel=2.1e-7, abs=0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("length", [5, 5000])
+def test_norm_keeps_nan_and_inf(dtype, length):
+    for values, expected in (([math.inf], math.inf), ([math.nan, -math.inf], math.nan)):
+        x = normal(length, dtype=dtype)
+        x[: len(values)] = torch.tensor(values)
+        norm = norm_of([x])
+        assert norm == expected or (math.isnan(norm) and math.isnan(expected))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_norms_of_all_numbers_of_threads_are_the_same_bits(dtype):
+    grads = [normal(n, dtype=dtype, seed=n) for n in (7, 0, 3 * loops.SHARED + 1, 1, BLOCK, 5)]
+    alone = norms_of(grads), norm_of(grads)
+    for threads, _ in itertools.product((2, 3, 8), range(5)):
+        shared = norms_of(grads, threads), norm_of(grads, threads)
+        assert shared == alone
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_half_is_measured(dtype):
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    for one in x[x.isfinite()].view(-1, 256):
+        assert norm_of([one]) == pytest.approx(reference.norm(one), rel=2.1e-7, abs=0)
+
+
+def test_subnormal_halves_are_read_where_subnormal_floats_are_flushed():
+    x = torch.full((300,), 2.0**-24, dtype=torch.float16)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    try:
+        assert norm_of([x]) == pytest.approx(math.sqrt(300) * 2.0**-24, rel=1e-6)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_norm_of_zeros_is_0(dtype, zero):
+    grads = [torch.full((n,), zero, dtype=dtype) for n in (0, 3, 300, BLOCK + 1)]
+    assert norms_of(grads) == [0.0] * 4
+
+
+def test_orders_without_loops_raise():
+    for order in (3.0, -1.0, -math.inf, math.nan):
+        with pytest.raises(ValueError, match="order 0, 1, 2 or inf"):
+            norm_of([normal(3)], order=order)
