@@ -41,7 +41,7 @@ SIZES = (10, 100, 1000, 10_000)
 LISTS = ("unchanged", "recreated", "moved", "first", "flat")
 CPU = torch.device("cpu")
 # Goals of a warm call on 10 tensors, and of a step of the wrapper.
-FUNCTIONS, STEP_FUNCTIONS, MODULES = 20, 40, 7
+FUNCTIONS, STEP_FUNCTIONS, MODULES = 15, 40, 7
 # Of the time of torch.nn.utils.clip_grad_norm_: host time between launches, and a whole CPU call.
 SHARES = {"triton": 0.3, "cpu": 1.0}
 # Microseconds a tensor, where reading .grad and data_ptr takes 0.17.

@@ -21,7 +21,7 @@ _RULES = (
 def examine() -> int:
     """Prints the report; 1 where a self-test failed or the environment asks for nonsense."""
     try:
-        backend, verifying = settings.backend(), settings.verifying()
+        backend, verifying = settings.current()
     except ValueError as error:
         print(error)
         return 1

@@ -151,7 +151,7 @@ def _measured(gradients: Gradients, p: float, grad_scale: float | Tensor) -> Ten
     """The norm of each gradient, 1-d."""
     if gradients.plan is None:
         return torch.zeros(0, dtype=torch.float32, device=gradients.device)
-    expected = verification.Expectation(gradients) if settings.verifying() else None
+    expected = verification.Expectation(gradients) if settings.current().verifying else None
     norms = total(execute.measure(gradients, p, True, grad_scale))
     if expected is not None and gradients.plan.reduction is None:
         expected.check_norms(p, grad_scale, norms)

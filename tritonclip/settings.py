@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar, Token
 from functools import lru_cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -21,6 +21,8 @@ _variables: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _key = getattr(os.environ, "encodekey", str) if _variables is not os.environ else str
 _BACKEND, _VERIFY = _key("TRITONCLIP_BACKEND"), _key("TRITONCLIP_VERIFY")
 
+_YES, _NO = (True, "1", "true", "yes", "on"), (False, "", "0", "false", "no", "off")
+
 # Whose code runs after the call has returned.
 _RUN_LATER = (
     inspect.isgeneratorfunction,
@@ -30,6 +32,18 @@ _RUN_LATER = (
 
 _chosen_backend: ContextVar[str | None] = ContextVar("tritonclip_backend", default=None)
 _verifying: ContextVar[bool] = ContextVar("tritonclip_verify", default=False)
+
+
+class Settings(NamedTuple):
+    """All that a call is to do beside its arguments.
+
+    Attributes:
+        backend: the one asked for, of BACKENDS.
+        verifying: every result is to be checked.
+    """
+
+    backend: str
+    verifying: bool
 
 
 class Block:
@@ -136,29 +150,17 @@ def verify() -> Block:
     return Block(_verifying, True, "verify()", "TRITONCLIP_VERIFY=1")
 
 
-def backend() -> str:
-    """The backend asked for: by `use_backend`, else by TRITONCLIP_BACKEND, else 'auto'.
+def current() -> Settings:
+    """The backend and verification asked for: by a block, else by a variable, else auto and no.
 
     Raises:
-        ValueError: TRITONCLIP_BACKEND names no backend.
+        ValueError: TRITONCLIP_BACKEND names no backend, or TRITONCLIP_VERIFY is neither a yes nor
+            a no, and no block comes before it.
     """
-    chosen = _chosen_backend.get()
-    if chosen is not None:
-        return chosen
-    value = _variables.get(_BACKEND)
-    return "auto" if value is None else _backend_from(value)
-
-
-def verifying() -> bool:
-    """Whether calls are to be verified: by `verify`, else by TRITONCLIP_VERIFY.
-
-    Raises:
-        ValueError: TRITONCLIP_VERIFY is neither a yes nor a no.
-    """
-    if _verifying.get():
-        return True
-    value = _variables.get(_VERIFY)
-    return value is not None and _verify_from(value)
+    return _settings(
+        _chosen_backend.get() or _variables.get(_BACKEND),
+        _verifying.get() or _variables.get(_VERIFY),
+    )
 
 
 def interpreting() -> bool:
@@ -167,18 +169,13 @@ def interpreting() -> bool:
 
 
 @lru_cache
-def _backend_from(value: str | bytes) -> str:
-    return _checked((os.fsdecode(value) or "auto").lower(), "TRITONCLIP_BACKEND")
-
-
-@lru_cache
-def _verify_from(value: str | bytes) -> bool:
-    answer = os.fsdecode(value).lower()
-    if answer in ("", "0", "false", "no", "off"):
-        return False
-    if answer in ("1", "true", "yes", "on"):
-        return True
-    raise ValueError(f"TRITONCLIP_VERIFY: expected '1' or '0', got {answer!r}")
+def _settings(backend: str | bytes | None, verify: str | bytes | bool | None) -> Settings:
+    """The settings by a block's values or a variable's."""
+    name = "auto" if backend is None else os.fsdecode(backend).lower() or "auto"
+    answer = verify if isinstance(verify, bool) else os.fsdecode(verify or b"").lower()
+    if answer not in (*_YES, *_NO):
+        raise ValueError(f"TRITONCLIP_VERIFY: expected '1' or '0', got {answer!r}")
+    return Settings(_checked(name, "TRITONCLIP_BACKEND"), answer in _YES)
 
 
 def _checked(name: str, source: str) -> str:

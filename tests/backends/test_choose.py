@@ -51,7 +51,7 @@ ON_CUDA: Any = OnCuda()
 
 
 def test_auto_is_native_on_cpu_tensors():
-    assert settings.backend() == "auto"
+    assert settings.current().backend == "auto"
     assert choose.backend_name(CPU, torch.float32) == "native"
     assert type(choose.layout_of([normal(3)], flat=True)) is NativeLayout
 
@@ -119,20 +119,20 @@ def test_auto_is_triton_on_cuda_tensors(monkeypatch):
 
 def test_use_backend_nests_and_restores():
     with tritonclip.use_backend("torch"):
-        assert settings.backend() == "torch"
+        assert settings.current().backend == "torch"
         with tritonclip.use_backend("triton"):
-            assert settings.backend() == "triton"
+            assert settings.current().backend == "triton"
             with tritonclip.use_backend("auto"):
-                assert settings.backend() == "auto"
-            assert settings.backend() == "triton"
-        assert settings.backend() == "torch"
-    assert settings.backend() == "auto"
+                assert settings.current().backend == "auto"
+            assert settings.current().backend == "triton"
+        assert settings.current().backend == "torch"
+    assert settings.current().backend == "auto"
 
 
 def test_use_backend_restores_after_an_error():
     with pytest.raises(KeyError), tritonclip.use_backend("torch"):
         raise KeyError
-    assert settings.backend() == "auto"
+    assert settings.current().backend == "auto"
 
 
 def _generator():
@@ -152,10 +152,10 @@ def test_use_backend_refuses_functions_that_run_after_their_call(function):
 def test_use_backend_decorates_a_function():
     @tritonclip.use_backend("torch")
     def nested(depth: int) -> list[str]:
-        return [settings.backend(), *(nested(depth - 1) if depth else [])]
+        return [settings.current().backend, *(nested(depth - 1) if depth else [])]
 
     assert nested(2) == ["torch"] * 3
-    assert settings.backend() == "auto"
+    assert settings.current().backend == "auto"
 
 
 @pytest.mark.parametrize(
@@ -173,8 +173,8 @@ def test_a_setting_that_no_block_enters_is_said(call, text):
     with pytest.warns(UserWarning, match=f"no.* was entered.*with tritonclip.{text}") as caught:
         call()
     assert caught[0].filename == __file__
-    assert settings.backend() == "auto"
-    assert not settings.verifying()
+    assert settings.current().backend == "auto"
+    assert not settings.current().verifying
 
 
 @pytest.mark.parametrize("name", ["cuda", "Torch", "", None])
@@ -189,14 +189,14 @@ def test_use_backend_lists_the_choices(name):
 @pytest.mark.parametrize("value", ["torch", "triton", "native", "auto", "TORCH"])
 def test_environment_asks_for_a_backend(monkeypatch, value):
     monkeypatch.setenv("TRITONCLIP_BACKEND", value)
-    assert settings.backend() == value.lower()
+    assert settings.current().backend == value.lower()
 
 
 def test_use_backend_comes_before_the_environment(monkeypatch):
     monkeypatch.setenv("TRITONCLIP_BACKEND", "triton")
     with tritonclip.use_backend("torch"):
-        assert settings.backend() == "torch"
-    assert settings.backend() == "triton"
+        assert settings.current().backend == "torch"
+    assert settings.current().backend == "triton"
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -72,7 +72,7 @@ def test_clip_waits_for_no_device(rule: Any, policy: Any) -> None:
         parameters.append(with_partial(parameter((6,), mesh, [Replicate()]), [Partial()]))
     if rule.clamps:
         # Rounded on the host, once.
-        rule.bounds(torch.float32)
+        rule.bounds[torch.float32]
     decides, choose.host_decides = choose.host_decides, lambda device: False
     try:
         with as_on_accelerator(), tritonclip.use_backend("torch"), NoHostRead():

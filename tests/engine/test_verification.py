@@ -346,11 +346,22 @@ def test_verify_ends_with_its_block(verbs, device, monkeypatch):
     tritonclip.clip_(parameters(grads), 0.5)
 
 
+def test_verify_checks_a_list_that_was_clipped_without_it(verbs, device, monkeypatch):
+    monkeypatch.delenv("TRITONCLIP_VERIFY", raising=False)
+    known = parameters(of_sizes((5,), torch.float32, device))
+    for _ in range(2):
+        tritonclip.clip_(known, 0.5)
+    break_norm(monkeypatch, verbs, 1.001)
+    with pytest.raises(VerificationError), tritonclip.verify():
+        tritonclip.clip_(known, 0.25)
+    tritonclip.clip_(known, 0.125)
+
+
 def test_verify_holds_in_its_own_thread_only(monkeypatch):
     monkeypatch.delenv("TRITONCLIP_VERIFY", raising=False)
     with ThreadPoolExecutor(max_workers=1) as pool, tritonclip.verify():
-        assert settings.verifying()
-        assert not pool.submit(settings.verifying).result()
+        assert settings.current().verifying
+        assert not pool.submit(settings.current).result().verifying
 
 
 def test_verify_accepts_a_norm_beyond_the_range_of_its_dtype(device):

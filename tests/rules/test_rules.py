@@ -186,9 +186,9 @@ def test_rule_by_norm_takes_negative_zero_for_zero(kind):
 @pytest.mark.parametrize("other", [0.0, -0.0])
 def test_rule_by_value_keeps_the_sign_of_a_zero_bound(other):
     """Also where the bound of another sign was rounded before."""
-    ClipByValue(-0.0, 1.0).bounds(torch.float32)
-    ClipByValue(0.0, 1.0).bounds(torch.float32)
-    low, high = ClipByValue(other, 1.0).bounds(torch.float32)
+    ClipByValue(-0.0, 1.0).bounds[torch.float32]
+    ClipByValue(0.0, 1.0).bounds[torch.float32]
+    low, high = ClipByValue(other, 1.0).bounds[torch.float32]
     assert (math.copysign(1.0, low), high) == (math.copysign(1.0, other), 1.0)
 
 

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from tritonclip import settings
 from tritonclip.backends.choose import layout_of
 from tritonclip.distributed.fsdp import are_fsdp_shards
 from tritonclip.distributed.pieces import Piece
@@ -108,7 +109,7 @@ def build_(gradients: Gradients, addresses: list[int] | None) -> bool:
     plan.reduction = _reduction(gradients, shares)
     split = sharding is not None or are_fsdp_shards(gradients.sources or ())
     plan.ordinary = not (sparse or plan.pairs or plan.inference or split)
-    if plan.ordinary and len(groups) == 1 and not plan.empty:
+    if plan.ordinary and len(groups) == 1 and not (plan.empty or settings.current().verifying):
         plan.only_group = groups[0]
     plan.n_bytes = GRADIENT_BYTES * n + sum(group.layout.n_bytes for group in groups)
     for group in groups:

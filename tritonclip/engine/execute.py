@@ -74,7 +74,7 @@ def clip_(
         return without_grad(clip_)(gradients, rule, nonfinite, grad_scale, remedy=remedy)
     if plan.only_group is not None and nonfinite == "propagate":
         limit = rule.known_limit
-        if type(limit) is float and not settings.verifying():
+        if type(limit) is float:
             return _clip_only_group_(gradients, plan.only_group, rule, limit, grad_scale)
     norms = None
     if nonfinite != "propagate" or not rule.clamps:
@@ -101,7 +101,7 @@ def _clip_only_group_(
     batch = layout.bind(gradients.readable, gradients.addresses)
     norm: Tensor | None = None
     if rule.clamps:
-        low, high = rule.bounds(group.dtype)
+        low, high = rule.bounds[group.dtype]
         batch.clamp_(low, high, grad_scale)
     elif rule.per_gradient:
         if is_pre_dispatch():
@@ -181,7 +181,7 @@ def write_(
         grad_scale: the loss scale that the gradients still carry.
         zero_nonfinite: write zeros everywhere where a norm is not finite.
     """
-    expected = verification.Expectation(gradients) if settings.verifying() else None
+    expected = verification.Expectation(gradients) if settings.current().verifying else None
     if rule.clamps:
         _clamp_(gradients, rule, grad_scale)
         outcome = _CLAMPED
@@ -271,7 +271,7 @@ def _clamp_(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Non
         batches = [group.clamping.bind(*gradients.of(group.indices)) for group in plan.groups]
     for i, batch in enumerate(batches):
         group = plan.groups[i]
-        low, high = rule.bounds(group.dtype)
+        low, high = rule.bounds[group.dtype]
         batch.clamp_(low, high, grad_scale)
         if not batch.counts_versions:
             gradients.count_versions(group.indices)

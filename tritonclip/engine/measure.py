@@ -132,7 +132,7 @@ def pieces_exchange(
     if not per_gradient:
         refuse_uncovered(reduction)
     agreement = None
-    if settings.verifying():
+    if settings.current().verifying:
         ask_others(gradients)
         agreement = Agreement(gradients, norm_type)
     batches, own, parts = [], [], []

@@ -25,6 +25,7 @@ from tritonclip.engine.building import build_, plan_of_nothing, refuse_
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OFFSETS, are_apart, is_freed
 from tritonclip.engine.plan import Plan
+from tritonclip.settings import Settings
 from tritonclip.tracing import n_dispatch_modes, refuse_tracer
 
 try:
@@ -70,9 +71,9 @@ class PlanCache:
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
         self._plans: OrderedDict[tuple[object, ...], Plan] = OrderedDict()
-        # The plan found or kept last, its length and backend, whether its first gradient was made
+        # The plan found or kept last, its length and settings, whether its first gradient was made
         # in inference mode, and its sharding: most lists are that of the call before.
-        self._last: tuple[Plan, tuple[int, str, bool, Sharding | None]] | None = None
+        self._last: tuple[Plan, tuple[int, Settings, bool, Sharding | None]] | None = None
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -81,7 +82,7 @@ class PlanCache:
         self,
         grads: list[Tensor],
         addresses: list[int],
-        backend: str,
+        setting: Settings,
         sharding: Sharding | None = None,
     ) -> Plan | None:
         """The plan for distinct gradients of a known form; None for others.
@@ -89,7 +90,7 @@ class PlanCache:
         Args:
             grads: at least one.
             addresses: theirs.
-            backend: the one asked for.
+            setting: of the call.
             sharding: how they lie over processes; None for whole gradients.
         """
         # At a nested tensor the guards end the process.
@@ -99,11 +100,11 @@ class PlanCache:
         # a custom operator a normal tensor looks as one made in inference mode does outside. All
         # tensors of a list are compared in one place, so that the first one tells.
         inference, last = grads[0].is_inference(), self._last
-        kind = len(grads), backend, inference, sharding
+        kind = len(grads), setting, inference, sharding
         if last is not None and last[1] == kind and last[0].guards.check(*grads):
             plan = last[0]
             return plan if addresses == plan.addresses or _moves(plan, grads, addresses) else None
-        key = _key(grads, inference, backend, sharding)
+        key = _key(grads, inference, setting, sharding)
         found = self._plans.get(key)
         if found is None or not found.guards.check(*grads):
             return None
@@ -122,15 +123,15 @@ class PlanCache:
         plan: Plan,
         grads: list[Tensor],
         addresses: list[int],
-        backend: str,
+        setting: Settings,
         sharding: Sharding | None = None,
     ) -> None:
         """Keeps a plan for lists of this form; `grads` are distinct and none is nested."""
         plan.addresses, plan.n_addresses = addresses, len(addresses) - addresses.count(0)
         plan.guards = _guards_of(grads)
         inference = grads[0].is_inference()
-        self._plans[_key(grads, inference, backend, sharding)] = plan
-        self._last = plan, (len(grads), backend, inference, sharding)
+        self._plans[_key(grads, inference, setting, sharding)] = plan
+        self._last = plan, (len(grads), setting, inference, sharding)
         while self._is_full():
             try:
                 self._plans.popitem(last=False)
@@ -151,12 +152,12 @@ class PlanCache:
 
 
 def _key(
-    grads: list[Tensor], inference: bool, backend: str, sharding: Sharding | None
+    grads: list[Tensor], inference: bool, setting: Settings, sharding: Sharding | None
 ) -> tuple[object, ...]:
     """Cheap; the guards then verify the match."""
     first = grads[0]
     sizes = first.numel(), grads[-1].numel()
-    return len(grads), first.dtype, first.device, *sizes, inference, backend, sharding
+    return len(grads), first.dtype, first.device, *sizes, inference, setting, sharding
 
 
 def _moves(plan: Plan, grads: list[Tensor], addresses: list[int]) -> bool:
@@ -200,7 +201,7 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
             gradients.plan = nothing if is_needed else None
         return gradients
     assert isinstance(tensors, list)
-    backend = settings.backend()
+    setting = settings.current()
     # A mode may hand out other tensors than asked for, which no plan may keep.
     modes = n_dispatch_modes()
     if modes:
@@ -216,13 +217,13 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
     if "torch.distributed.fsdp" in modules and any(map(hasattr, sources or (), _FSDP_MARKS)):
         # A plan of whole gradients says nothing of shards.
         known = False
-    plan = cache.find(tensors, addresses, backend, sharding) if known else None  # type: ignore[arg-type]
+    plan = cache.find(tensors, addresses, setting, sharding) if known else None  # type: ignore[arg-type]
     if plan is None and sharding is None and (once := _once(tensors)) is not None:
         # Tied parameters: the list without repeats may be known.
         tensors = [tensors[i] for i in once]
         gradients.distinct, gradients.tensors = once, tensors
         addresses = None if addresses is None else [addresses[i] for i in once]
-        plan = cache.find(tensors, addresses, backend) if known else None  # type: ignore[arg-type]
+        plan = cache.find(tensors, addresses, setting) if known else None  # type: ignore[arg-type]
     if plan is None:
         try:
             lasting = build_(gradients, addresses)
@@ -232,7 +233,7 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
             return gradients
         if known and lasting:
             assert addresses is not None
-            cache.keep(gradients.plan, tensors, addresses, backend, sharding)  # type: ignore[arg-type]
+            cache.keep(gradients.plan, tensors, addresses, setting, sharding)  # type: ignore[arg-type]
         return gradients
     gradients.plan, gradients.addresses = plan, addresses
     gradients.readable = plan.readable(tensors) if plan.views else tensors

@@ -82,7 +82,7 @@ class Expectation:
             if erase:
                 expected = torch.zeros_like(widened(before))
             elif rule.clamps:
-                expected = (before.double() / scale).clamp(*rule.bounds(before.dtype))
+                expected = (before.double() / scale).clamp(*rule.bounds[before.dtype])
             elif beside is not None:
                 by, within = beside.coefficients(index, before, norm, max_norm, scale)
                 expected = widened(before) * (by / scale)

@@ -19,6 +19,7 @@ from tritonclip.flat.gradient_lists import list_of, refused_list
 from tritonclip.flat.layout import is_wanted, lay_out, refuse
 from tritonclip.flat.view_watch import ViewWatch, present
 from tritonclip.grad_mode import without_grad
+from tritonclip.settings import Settings
 from tritonclip.tracing import is_pre_dispatch, n_dispatch_modes, refuse_tracer
 
 
@@ -154,7 +155,7 @@ class FlatGradients:
             parameter.grad = view
         self._watch = ViewWatch(self._named, self._left_out, views)
         self._views, self._buffers = views, views.buffers
-        self._planned: dict[tuple[bool, str, object], Gradients] = {}
+        self._planned: dict[tuple[bool, Settings, object], Gradients] = {}
 
     def zero_(self) -> None:
         """Sets all gradients to 0, one memset a buffer.
@@ -198,15 +199,16 @@ class FlatGradients:
         """
         if n_dispatch_modes() or is_pre_dispatch():
             refuse_tracer()
+        setting = settings.current()
         try:
-            if settings.verifying():
+            if setting.verifying:
                 self.check()
             self._check_cheaply()
         except RuntimeError as error:
             if not tells or holders is None:
                 raise
             return refused_list(self._views, holders, error, per_gradient=per_gradient)
-        key = (per_gradient, settings.backend(), None if holders is None else holders.group)
+        key = (per_gradient, setting, None if holders is None else holders.group)
         planned = self._planned.get(key)
         if planned is None or (holders is not None and holders.copies is not None):
             planned = list_of(self._views, holders, per_gradient=per_gradient)

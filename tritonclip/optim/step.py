@@ -134,7 +134,7 @@ class StepClipping:
             check_finite=check_finite,
             whole=self._memory.skip_above is not None or not (observation is None or has_own),
         )
-        if settings.verifying():
+        if settings.current().verifying:
             refuse_other_steps(needed, self._groups, self._holders)
         measure(needed, self._grad_scale)
         refusals = (share.gradients.refusal for share in (*shares, *observed))

@@ -47,7 +47,7 @@ class AdaptiveRule(Adaptive, Rule):
 
     def limit(self, measured: Measured) -> Tensor:
         """Refuses: only a `Following` knows the norms of earlier calls."""
-        raise needs_state(self)
+        raise needs_state(self.name)
 
     @property
     def fixed(self) -> bool:

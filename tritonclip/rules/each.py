@@ -133,6 +133,6 @@ class ClipByRMS(Rule):
     def limit(self, measured: Measured) -> Tensor:
         """`max_rms` times the root of the number of elements."""
         if callable(self.max_rms):
-            raise needs_state(self)
+            raise needs_state(self.name)
         # inf * 0 would be NaN: a gradient without elements has the norm 0.
         return measured.sizes().clamp(min=1).sqrt() * self.max_rms

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import ClassVar
@@ -46,7 +46,7 @@ class _ClipNorm(Rule):
     def limit(self, measured: Measured) -> float:
         """`max_norm`."""
         if type(self.max_norm) is not float:
-            raise needs_state(self)
+            raise needs_state(self.name)
         return self.max_norm
 
 
@@ -134,6 +134,7 @@ class ClipByValue(Rule):
 
     min: float | Schedule
     max: float | Schedule
+    bounds: "Bounds" = field(init=False, repr=False, compare=False)
 
     clamps: ClassVar[bool] = True
     known_limit: ClassVar[float] = math.inf
@@ -152,19 +153,11 @@ class ClipByValue(Rule):
                 raise ValueError(f"min must not exceed max, got min={min} and max={max}")
         object.__setattr__(self, "min", min)
         object.__setattr__(self, "max", max)
+        object.__setattr__(self, "bounds", Bounds(min, max))
 
     def limit(self, measured: Measured) -> float:
         """No limit: a norm is measured to find NaN and inf."""
         return math.inf
-
-    def bounds(self, dtype: torch.dtype) -> tuple[float, float]:
-        """`min` and `max`, rounded to the dtype; a finite bound stays finite."""
-        low, high = self.min, self.max
-        if type(low) is type(high) is float and low and high:
-            return _rounded_bounds(low, high, dtype)
-        low, high = self.interval()
-        # lru_cache finds 0.0 for -0.0.
-        return _rounded(low, dtype) if low else low, _rounded(high, dtype) if high else high
 
     @property
     def keeps_zero(self) -> bool:
@@ -174,9 +167,34 @@ class ClipByValue(Rule):
 
     def interval(self) -> tuple[float, float]:
         """`min` and `max`."""
-        if callable(self.min) or callable(self.max):
-            raise needs_state(self)
-        return self.min, self.max
+        return self.bounds.exact()
+
+
+class Bounds(dict[torch.dtype, tuple[float, float]]):
+    """The bounds by dtype, each pair rounded where it is first asked for.
+
+    A finite bound stays finite. As items, found ones cost a call no function.
+
+    Args:
+        low: the least value, or a function of the step.
+        high: the largest.
+    """
+
+    def __init__(self, low: float | Schedule, high: float | Schedule) -> None:
+        self._low, self._high = low, high
+
+    def __missing__(self, dtype: torch.dtype) -> tuple[float, float]:
+        low, high = self.exact()
+        # lru_cache finds 0.0 for -0.0.
+        rounded = _rounded(low, dtype) if low else low, _rounded(high, dtype) if high else high
+        self[dtype] = rounded
+        return rounded
+
+    def exact(self) -> tuple[float, float]:
+        """The bounds before they are rounded."""
+        if callable(self._low) or callable(self._high):
+            raise needs_state(ClipByValue.__name__)
+        return self._low, self._high
 
 
 # Only for floats: a cache would find 1 for True.
@@ -195,11 +213,6 @@ def _rounded(bound: float, dtype: torch.dtype) -> float:
         return bound
     bound = min(max(bound, -largest), largest)
     return float(torch.tensor(bound, dtype=torch.float64, device="cpu").to(dtype))
-
-
-@lru_cache
-def _rounded_bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
-    return _rounded(low, dtype), _rounded(high, dtype)
 
 
 def as_rule(clip: object) -> Rule:

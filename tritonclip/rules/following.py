@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from tritonclip.rules.adaptive import Adaptive
@@ -32,6 +31,8 @@ class Following(Rule):
             self.per_gradient = rule.per_gradient  # type: ignore[misc]  # of this rule
             self.per_unit = rule.per_unit  # type: ignore[misc]
             self.clamps = rule.clamps  # type: ignore[misc]
+            if self.clamps:
+                self.bounds = rule.bounds
 
     def limit(self, measured: Measured) -> float | Tensor:
         """The limit of the step; later calls get the same."""
@@ -48,11 +49,6 @@ class Following(Rule):
     def interval(self) -> tuple[float, float]:
         """As the rule's."""
         low, high = self.rule.interval()
-        return low, high
-
-    def bounds(self, dtype: torch.dtype) -> tuple[float, float]:
-        """As the rule's."""
-        low, high = self.rule.bounds(dtype)
         return low, high
 
     @property

@@ -3,7 +3,7 @@
 The engine asks a rule and never its class, so that a new rule is a new file.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -43,6 +43,8 @@ class Rule:
             weights count with at least.
         clamps: elements are clamped to `bounds`; a norm is measured only where a policy for NaN and
             inf asks for one.
+        bounds: the least and the largest value of an element, as a dtype holds them; only of a rule
+            that clamps.
     """
 
     __slots__ = ()
@@ -57,6 +59,7 @@ class Rule:
     per_gradient: ClassVar[bool] = False
     per_unit: ClassVar[bool] = False
     clamps: ClassVar[bool] = False
+    bounds: Mapping[torch.dtype, tuple[float, float]]
 
     def limit(self, measured: Measured) -> float | Tensor:
         """The largest norm after clipping.
@@ -93,10 +96,6 @@ class Rule:
         """The least and the largest value of an element, for a rule that clamps."""
         raise NotImplementedError
 
-    def bounds(self, dtype: torch.dtype) -> tuple[float, float]:
-        """The least and the largest value of an element, as `dtype` holds them."""
-        raise NotImplementedError
-
     @property
     def keeps_zero(self) -> bool:
         """Whether an element that is 0 stays 0."""
@@ -120,10 +119,10 @@ class Rule:
         return [False] * len(parameters)
 
 
-def needs_state(rule: Rule) -> ValueError:
+def needs_state(name: str) -> ValueError:
     """The error for a rule whose limit changes from call to call, and no memory of these."""
     return ValueError(
-        f"{rule.name} has a limit that changes from call to call, and needs a memory between them: "
+        f"{name} has a limit that changes from call to call, and needs a memory between them: "
         "make state = tritonclip.ClipState() once, before the loop, and pass state=state, or use "
         "ClippedOptimizer, which remembers"
     )

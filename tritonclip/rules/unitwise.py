@@ -141,14 +141,14 @@ class ClipByUnitNorm(Rule):
     def limit(self, measured: Measured) -> float:
         """`ratio`."""
         if callable(self.ratio):
-            raise needs_state(self)
+            raise needs_state(self.name)
         return self.ratio
 
     @property
     def numbers(self) -> tuple[float, ...]:
         """The arguments before `exclude`."""
         if callable(self.ratio):
-            raise needs_state(self)
+            raise needs_state(self.name)
         return self.ratio, self.eps
 
     @property
