@@ -41,6 +41,9 @@ VIEWS = {
     "gaps-over-chunks": lambda flat: flat.view(2, -1)[:, 1:],
 }
 RULES = each_rule(0.5, 0.1)
+OTHER_ORDERS = [
+    pytest.param(ClipByGlobalNorm(0.5, order), id=f"order-{order}") for order in (1.0, 3.0)
+]
 LENGTH = 2 * CHUNK + 6
 
 
@@ -57,6 +60,51 @@ def test_clip_writes_a_view_and_nothing_beside_it(device, view, rule, dtype):
     if measured is not None:
         assert_norm(measured.reshape(()), reference.norm(before))
     assert_bits([buffer], [expected])
+
+
+@pytest.mark.parametrize("view", ["transposed", "permuted", "channels_last"])
+@pytest.mark.parametrize("scale", [None, 8.0])
+@pytest.mark.parametrize("rule", [*RULES, *OTHER_ORDERS])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_clip_of_a_known_list_of_dense_views(device, view, scale, rule, dtype):
+    """The first call makes a plan; the second finds gradients of other values by addresses."""
+    grads = [VIEWS[view](normal(LENGTH, dtype, device)), normal((9, 40), dtype, device).t()]
+    known = [parameter(grad) for grad in grads]
+    tritonclip.clip_(known, rule, grad_scale=scale)
+    for seed, grad in enumerate(grads):
+        grad.copy_(normal(grad.shape, dtype, device, seed=seed + 7))
+    before = copies(grads)
+    measured = tritonclip.clip_(known, rule, grad_scale=scale)
+    assert_bits(grads, reference.clipped(before, rule, measured, scale))
+    if measured is not None:
+        norms = [reference.norm(grad, rule.norm_type) / (scale or 1.0) for grad in before]
+        total = reference.total_norm(before, rule.norm_type) / (scale or 1.0)
+        assert_norm(measured, norms if measured.dim() else total)
+
+
+@pytest.mark.parametrize("value", [1e200, 1e-200, torch.nan])
+@pytest.mark.parametrize("rule", RULES)
+def test_clip_of_dense_views_with_norms_that_are_hard_to_measure(device, value, rule):
+    grads = [torch.full((7, 40), value, dtype=torch.float64, device=device).t() for _ in range(2)]
+    known = [parameter(grad) for grad in grads]
+    for _ in range(2):
+        before = copies(grads)
+        measured = tritonclip.clip_(known, rule, nonfinite="zero")
+        if value != value:
+            assert not any(map(torch.count_nonzero, grads))
+        else:
+            assert_bits(grads, reference.clipped(before, rule, measured))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_clip_of_a_known_list_of_dense_gradients_makes_no_views(backend, rule, monkeypatch):
+    if backend.name == "torch":
+        pytest.skip("operators want contiguous tensors")
+    grads = [normal((9, 40), device=backend.device).t() for _ in range(3)]
+    known = [parameter(grad) for grad in grads]
+    tritonclip.clip_(known, rule)
+    monkeypatch.setattr(torch.Tensor, "as_strided", lambda *_: pytest.fail("a view was made"))
+    tritonclip.clip_(known, rule)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -117,10 +117,13 @@ class Layout(Protocol):
     Holds no gradient.
 
     Attributes:
+        by_address: batches find elements by the address of a gradient that is dense in memory,
+            whatever the order of its dimensions; others want it contiguous.
         dtype: of results, float32 or float64; set by the plan.
         n_bytes: of scratch that it keeps on the host between calls, at most.
     """
 
+    by_address: bool
     dtype: torch.dtype
     n_bytes: int
 

@@ -32,6 +32,11 @@ def split_flat(tensor: Tensor, size: int, *, writable: bool = False) -> Iterator
             yield from split_flat(part, size, writable=writable)
 
 
+def flattened(tensors: list[Tensor]) -> list[Tensor]:
+    """Contiguous views of tensors that are dense in memory, whose elements keep their places."""
+    return [t if t.is_contiguous() else t.as_strided((t.numel(),), (1,)) for t in tensors]
+
+
 def pack_small(
     tensors: list[Tensor], sizes: Sequence[int], multiple: int = 1
 ) -> Iterator[tuple[int, int, Tensor]]:

@@ -24,7 +24,7 @@ def layout_of(tensors: list[Tensor], *, flat: bool, negated: bool = False) -> La
 
     Args:
         tensors: real, of one device and dtype; at least one.
-        flat: each is contiguous.
+        flat: each is dense in memory.
         negated: some are lazily negated, and the sign of an element matters. Where it does not,
             kernels may read them too.
 
@@ -33,7 +33,7 @@ def layout_of(tensors: list[Tensor], *, flat: bool, negated: bool = False) -> La
     """
     device, dtype = tensors[0].device, tensors[0].dtype
     name = backend_name(device, dtype, flat=flat, negated=negated)
-    if name == "native" and (settings.backend() == "native" or _is_served_best(tensors)):
+    if name == "native" and (settings.current().backend == "native" or _is_served_best(tensors)):
         return NativeLayout(tensors)
     if name != "triton":
         return torch_layout(tensors, flat=flat)
@@ -105,7 +105,7 @@ def backend_name(
     device: torch.device, dtype: torch.dtype, *, flat: bool = True, negated: bool = False
 ) -> str:
     """The backend of gradients of a kind: 'triton', 'native' or 'torch'; errors as `layout_of`."""
-    requested = settings.backend()
+    requested = settings.current().backend
     if requested == "torch":
         return "torch"
     if requested == "native" or (requested == "auto" and device.type == "cpu"):

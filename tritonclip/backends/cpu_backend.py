@@ -22,6 +22,8 @@ from tritonclip.backends.torch_writes import unscale_and_clamp_
 class CpuLayout(CpuForm):
     """A form that makes batches."""
 
+    by_address = False
+
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> "CpuBatch":
         """The gradients of a call."""
         return CpuBatch(tensors, self)

@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 
 from tritonclip.backends import cpu_norm
 from tritonclip.backends.batch import Batch, PartialNorms
+from tritonclip.backends.batching import flattened
 from tritonclip.backends.cpu_backend import CpuLayout
 from tritonclip.backends.cpu_scale import (
     are_products,
@@ -24,6 +25,7 @@ from tritonclip.backends.host_batch import HostBatch, as_tensor
 from tritonclip.backends.host_form import HostForm
 from tritonclip.backends.native_loops import CODES, loops
 from tritonclip.backends.numbers import Numbers
+from tritonclip.backends.torch_backend import TorchBatch
 from tritonclip.backends.torch_writes import unscale_and_clamp_
 from tritonclip.tracing import is_pre_dispatch, n_dispatch_modes
 
@@ -40,11 +42,13 @@ GRAIN = 32768
 
 
 class NativeLayout(HostForm):
-    """Sizes of contiguous gradients.
+    """Sizes of gradients that are dense in memory.
 
     Args:
         tensors: gradients of one dtype that has loops, on a CPU; at least one.
     """
+
+    by_address = True
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__(tensors)
@@ -59,6 +63,7 @@ class NativeLayout(HostForm):
         """The gradients of a call; operators serve those that modes or transforms have to see."""
         is_dual = forward_ad._current_level >= 0
         if addresses is None or is_dual or n_dispatch_modes() or is_pre_dispatch():
+            tensors = flattened(tensors)
             if self._by_operators is None:
                 self._by_operators = CpuLayout(tensors, flat=True)
             self._by_operators.dtype = self.dtype
@@ -79,6 +84,9 @@ class NativeBatch(HostBatch):
         threads = torch.get_num_threads() if layout.is_shared else 1
         self._list = addresses, layout.packed_sizes, layout.code, threads
 
+    def _as_torch(self) -> TorchBatch:
+        return TorchBatch(flattened(self.tensors), self.dtype)
+
     def norm(self, norm_type: float, out: Tensor | None, *, per_gradient: bool) -> PartialNorms:
         """Measures the gradients."""
         measured: PartialNorms
@@ -96,7 +104,7 @@ class NativeBatch(HostBatch):
         """Measures anew where squares of float64 may have overflowed or lost digits."""
         for i, norm in enumerate(norms):
             if norm and not _LEAST <= norm < _LARGEST:
-                tensors, sizes = self.tensors, self.layout.sizes
+                tensors, sizes = flattened(self.tensors), self.layout.sizes
                 if per_gradient:
                     tensors, sizes = [tensors[i]], [sizes[i]]
                 norms[i] = float(cpu_norm.two_norm(tensors, sizes, flat=True))
@@ -143,7 +151,7 @@ class NativeBatch(HostBatch):
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
         """Clamps the gradients, and writes none where all are within the bounds."""
         if isinstance(grad_scale, Tensor) or grad_scale != 1:
-            unscale_and_clamp_(self.tensors, low, high, grad_scale)
+            unscale_and_clamp_(flattened(self.tensors), low, high, grad_scale)
         else:
             increment_version(self.tensors)
             loops.clamp_(*self._list, low, high)

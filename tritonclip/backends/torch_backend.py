@@ -27,6 +27,8 @@ MOST_IN_FLOAT64 = 6
 class TorchLayout:
     """Needs to know nothing but the dtype of results."""
 
+    by_address = False
+
     def __init__(self) -> None:
         self.dtype = torch.float32
         self.n_bytes = 0

@@ -27,11 +27,13 @@ class Measure(NamedTuple):
 
 
 class TritonLayout:
-    """Chunk tables of contiguous gradients.
+    """Chunk tables of gradients that are dense in memory.
 
     Args:
         tensors: gradients of one device and dtype; at least one.
     """
+
+    by_address = True
 
     def __init__(self, tensors: list[Tensor]) -> None:
         sizes = list(map(Tensor.numel, tensors))

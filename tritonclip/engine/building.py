@@ -89,6 +89,11 @@ def build_(gradients: Gradients, addresses: list[int] | None) -> bool:
         clamping = layout_of(tensors, flat=flat, negated=True) if negated else layout
         whole = None if len(indices) == n else indices
         groups.append(Group(whole, device, dtype, flat, pairs, layout, clamping))
+        if views and layout.by_address and not (negated or pairs or sparse or sharding):
+            as_they_are = set(indices)
+            views = [view for view in views if view.index not in as_they_are]
+            for index in indices:
+                readable[index] = grads[index]
         if piece is not None:
             narrow = dtype != torch.float64
             places = Places([gradients.position(i) for i in indices])

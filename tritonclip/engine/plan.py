@@ -19,8 +19,8 @@ class View:
     Attributes:
         index: of the gradient in the list.
         pairs: a complex gradient is read as pairs of reals.
-        size: elements of a flat view, for a gradient dense in another order of its dimensions;
-            None to keep the shape.
+        size: elements of a flat view, for a gradient dense in another order of its dimensions
+            whose verbs want it contiguous; None to keep the shape.
     """
 
     index: int
@@ -42,7 +42,7 @@ class Group:
         indices: in the list; None for all of it.
         device: of the gradients.
         dtype: of the gradients; real, also where they are complex.
-        flat: each is a contiguous piece of memory.
+        flat: each is dense in memory.
         pairs: they are complex.
         layout: for norms and scaling.
         clamping: for clamping, where the sign of an element counts: another layout where the first
