@@ -15,7 +15,8 @@
  * holds them meanwhile. Of these, groups with all elements within are not written. With one element of
  * 370 outside, 12 gradients of 4 million float32 take 4.3 ms so, and 6.3 where every stretch is written,
  * bfloat16 2.1 and 2.9; ten of 2,000 float32, in cache, 1.6 us and 3.1. Groups of 128 bytes take 13% more
- * in cache where nothing is outside. (AMD EPYC, 2 threads.) */
+ * in cache where nothing is outside; to ask after each group, and not after each stretch, whether any
+ * element is outside takes 4 million float32 157 us in place of 106. (AMD EPYC, 2 threads.) */
 #define COMPARED 4096
 #define GROUP 256
 
@@ -189,17 +190,21 @@ TARGET INLINE void NAME(clamp_vector)(NAME(Vector) *x, const NAME(Bounds) *bound
     *changed |= below | above;
 }
 
-/* Whether any element of whole vectors from x up to `stop` is outside. */
-TARGET INLINE int NAME(is_outside)(const char *x, const char *stop, const NAME(Bounds) *bounds) {
-    NAME(Mask) changed = {0};
+/* Sets bits of a mask where elements of whole vectors from x up to `stop` are outside. */
+TARGET INLINE void NAME(find_outside)(
+    const char *x, const char *stop, const NAME(Bounds) *bounds, NAME(Mask) *outside
+) {
     for (; x < stop; x += REGISTER) {
         NAME(Vector) numbers;
-        fetch_ahead(x);
         memcpy(&numbers, x, REGISTER);
-        NAME(clamp_vector)(&numbers, bounds, &changed);
+        NAME(clamp_vector)(&numbers, bounds, outside);
     }
+}
+
+/* Whether any bit is set. */
+TARGET INLINE int NAME(is_any)(const NAME(Mask) *mask) {
     int64_t words[REGISTER / sizeof(int64_t)], any = 0;
-    memcpy(words, &changed, REGISTER);
+    memcpy(words, mask, REGISTER);
     for (int i = 0; i < (int)(REGISTER / sizeof *words); i++) any |= words[i];
     return any != 0;
 }
@@ -225,23 +230,37 @@ TARGET static void NAME(clamp)(void *elements, int64_t n, double from, double to
     char *x = elements, *end = x + n * ITEM, *last = x + n * ITEM / REGISTER * REGISTER;
     while (last - x >= GROUP) {
         int n_groups = (int)((last - x < COMPARED ? last - x : COMPARED) / GROUP), n_outside = 0;
-        char *outside[COMPARED / GROUP];
+        NAME(Mask) outside[COMPARED / GROUP], any = {0};
         for (int i = 0; i < n_groups; i++, x += GROUP) {
-            /* No branch, which would be foreseen wrongly. */
-            outside[n_outside] = x;
-            n_outside += NAME(is_outside)(x, x + GROUP, &bounds);
+            NAME(Mask) own = {0};
+            for (const char *line = x; line < x + GROUP; line += LINE) {
+                fetch_ahead(line);
+                NAME(find_outside)(line, line + LINE, &bounds, &own);
+            }
+            outside[i] = own, any |= own;
         }
-        for (int i = 0; i < n_outside; i++) NAME(clamp_vectors)(outside[i], outside[i] + GROUP, &bounds);
+        if (!NAME(is_any)(&any)) continue;
+        char *changed[COMPARED / GROUP];
+        for (int i = 0; i < n_groups; i++) {
+            /* No branch, which would be foreseen wrongly. */
+            changed[n_outside] = x - (n_groups - i) * GROUP;
+            n_outside += NAME(is_any)(outside + i);
+        }
+        for (int i = 0; i < n_outside; i++) NAME(clamp_vectors)(changed[i], changed[i] + GROUP, &bounds);
         if (2 * n_outside > n_groups) break;
     }
-    if (last - x >= GROUP || NAME(is_outside)(x, last, &bounds)) NAME(clamp_vectors)(x, last, &bounds);
+    NAME(Mask) left = {0};
+    if (last - x < GROUP) NAME(find_outside)(x, last, &bounds, &left);
+    if (last - x >= GROUP || NAME(is_any)(&left)) NAME(clamp_vectors)(x, last, &bounds);
     if (last == end) return;
     /* The first of the last elements fills up the vector: where bounds exclude 0, zeros would be
      * outside. */
     char rest[REGISTER];
     for (char *to_fill = rest; to_fill < rest + REGISTER; to_fill += ITEM) memcpy(to_fill, last, ITEM);
     memcpy(rest, last, (size_t)(end - last));
-    if (!NAME(is_outside)(rest, rest + REGISTER, &bounds)) return;
+    left = (NAME(Mask)){0};
+    NAME(find_outside)(rest, rest + REGISTER, &bounds, &left);
+    if (!NAME(is_any)(&left)) return;
     NAME(clamp_vectors)(rest, rest + REGISTER, &bounds);
     memcpy(last, rest, (size_t)(end - last));
 }
