@@ -73,7 +73,7 @@ class Gradients:
         for i, (parameter, fresh) in enumerate(zip(self.parameters, self.fresh, strict=True)):
             offset = 1 + i % 7 if self.workload.misaligned else 0
             memory = fresh.new_empty(offset + fresh.numel())
-            parameter.grad = memory[offset:].view(fresh.shape)
+            parameter.grad = memory.as_strided(fresh.shape, fresh.stride(), offset)
         self.refill()
 
     @property
@@ -171,7 +171,9 @@ def _normal(workload: Workload, dtype: str, device: torch.device) -> Iterator[Te
     generator = torch.Generator(device).manual_seed(1)
     for shape in workload.shapes:
         values = torch.empty(shape, device=device).normal_(0, SIGMA, generator=generator)
-        yield values.to(_dtype_of(dtype, len(shape)))
+        values = values.to(_dtype_of(dtype, len(shape)))
+        is_last = workload.channels_last and len(shape) == 4
+        yield values.to(memory_format=torch.channels_last) if is_last else values
 
 
 def norm(tensors: Sequence[Tensor]) -> float:

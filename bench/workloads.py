@@ -33,6 +33,8 @@ class Workload(NamedTuple):
     note: str = ""
     # Gradients start 1 to 7 elements after an aligned address, in turn.
     misaligned: bool = False
+    # Gradients of four dimensions have the strides of torch.channels_last.
+    channels_last: bool = False
 
 
 SMALL = (1, 2, 4, 10, 30, 100, 300)
@@ -133,6 +135,7 @@ def _huge_and_small() -> Shapes:
     return ((128000, 256), *((n,) for n in sizes))
 
 
+_RESNET20 = tuple(_resnet20())
 _LENET5 = ((6, 1, 5, 5), (6,), (16, 6, 5, 5), (16,), *_dense(400, 120, 84, 10))
 _ODD = tuple((2 * (37 * i * i % 150001) + 1,) for i in range(200))
 _SMALL_NOTE = "small lists: tensors of 1 to 64 elements"
@@ -145,7 +148,8 @@ _ALL = (
     Workload("mlp8", "MLP, 139 thousand", _dense(16, 256, 256, 256, 10)),
     # LeCun et al. 1998, fully connected between its feature maps as is usual today.
     Workload("lenet5", "LeNet-5", _LENET5),
-    Workload("resnet20", "ResNet-20", tuple(_resnet20())),
+    Workload("resnet20", "ResNet-20", _RESNET20),
+    Workload("resnet20_last", "ResNet-20, channels_last", _RESNET20, channels_last=True),
     Workload("resnet50", "ResNet-50", tuple(_resnet50())),
     Workload("vit_b16", "ViT-B/16", _vit_b16()),
     Workload("gpt2_124m", "GPT-2 124M", _gpt2()),
@@ -168,7 +172,7 @@ TWO = ("norm", "value")
 # By command or option: workloads, their dtype, and the rules that they are measured by.
 PLANS: dict[str, Sequence[tuple[Sequence[str], str, Sequence[str]]]] = {
     "speed": (
-        ((*SHORT, "resnet50", "vit_b16"), "float32", CLIPS),
+        ((*SHORT, "resnet20_last", "resnet50", "vit_b16"), "float32", CLIPS),
         (("small_10", "resnet20"), "float32", ("step",)),
         (("gpt2_124m",), "float32", (*CLIPS, "step")),
         (("twelve", "llama3_8b", "moe"), "float32", TWO),
@@ -192,7 +196,7 @@ PLANS: dict[str, Sequence[tuple[Sequence[str], str, Sequence[str]]]] = {
         (("small_10", "resnet20"), "float32", RULES),
         (("resnet20",), "float16", CLIPS),
         (("lenet5",), "float64", CLIPS),
-        (("resnet50",), "float32", TWO),
+        (("resnet20_last", "resnet50"), "float32", TWO),
         (("gpt2_124m",), "bfloat16", ("norm",)),
         (("tiny_10000",), "float32", TWO),
     ),
@@ -202,7 +206,7 @@ PLANS: dict[str, Sequence[tuple[Sequence[str], str, Sequence[str]]]] = {
         (("twelve",), "bfloat16", TWO),
     ),
     "training": (
-        ((*SHORT, "resnet50"), "float32", CLIPS),
+        ((*SHORT, "resnet20_last", "resnet50"), "float32", CLIPS),
         (("small_10", "resnet20"), "float32", ("step",)),
         (("small_10", "resnet20"), "bfloat16", CLIPS),
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from bench_cases import CPU, elements
 
 from bench import workloads
@@ -18,6 +19,7 @@ COUNTS = {
     "mlp8": (8, 138_506),
     "lenet5": (10, 61_706),
     "resnet20": (65, 272_474),
+    "resnet20_last": (65, 272_474),
     "resnet50": (161, 25_557_032),
     "vit_b16": (152, 86_567_656),
     "gpt2_124m": (148, 124_439_808),
@@ -51,6 +53,17 @@ def test_odd_is_odd_and_misaligned():
     short = Workload("odd", "odd", ((3,),) * 7, misaligned=True)
     grads = Gradients(short, "float32", CPU).grads
     assert [g.data_ptr() % 32 // 4 for g in grads] == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_gradients_of_four_dimensions_are_channels_last(training):
+    made = Gradients(WORKLOADS["resnet20_last"], "float32", CPU)
+    if training:
+        made.backward()
+    form = torch.channels_last
+    assert all(g.dim() != 4 or g.is_contiguous(memory_format=form) for g in made.grads)
+    assert sum(not g.is_contiguous() for g in made.grads) == 19
+    made.check(made.grads, "norm", None, 0.0)
 
 
 def test_plan_holds_every_workload_dtype_and_rule():
