@@ -137,8 +137,8 @@ INLINE void set_float_mode(uint64_t mode) {
  * processors may stop looking ahead by themselves. With 1,024, 2,048 and 4,096 bytes 48 million float32
  * are measured in 3.86, 3.75 and 3.70 ms, bfloat16 in 1.85, 1.75 and 1.64, and 200 gradients of 150,000
  * float32 in 2.05, 1.88 and 1.69; in another run with 4,096, 8,192 and 16,384 in 2.85, 2.60 and 2.57, in
- * 1.43, 1.24 and 1.20, and in 1.75, 1.58 and 1.63. All are multiplied and clamped alike, or faster. Where
- * other programs use the memory too, the distance does not matter. (AMD EPYC with AVX-512, 2 threads.) */
+ * 1.43, 1.24 and 1.20, and in 1.75, 1.58 and 1.63. To multiply and to clamp them takes as long, or less.
+ * Where other programs use the memory too, no distance helps. (AMD EPYC with AVX-512, 2 threads.) */
 #define AHEAD 8192
 #define LINE 64
 

@@ -198,6 +198,8 @@ def test_norm_types_that_do_not_combine_are_refused(p):
 
 
 def test_groups_that_are_no_text_are_refused():
+    with pytest.raises(TypeError, match="group_of must be a function of a name, got 'body'"):
+        tritonclip.norms_by_name(new_model(), group_of="body")
     with pytest.raises(TypeError, match=r"group_of must return text for 'body\.weight', got 3"):
         tritonclip.norms_by_name(new_model(), group_of=lambda name: 3)
 

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tritonclip import settings
 from tritonclip.backends.torch_backend import wide_dtype
 from tritonclip.clipping import Parameters
 from tritonclip.engine import execute, verification
@@ -141,6 +140,8 @@ def _is_wanted(parameter: Tensor) -> bool:
 def _group(name: str, group_of: Callable[[str], str] | None) -> str:
     if group_of is None:
         return name
+    if not callable(group_of):
+        raise TypeError(f"group_of must be a function of a name, got {group_of!r:.80}")
     group = group_of(name)
     if not isinstance(group, str):
         raise TypeError(f"group_of must return text for {name!r}, got {group!r:.80}")
@@ -151,7 +152,7 @@ def _measured(gradients: Gradients, p: float, grad_scale: float | Tensor) -> Ten
     """The norm of each gradient, 1-d."""
     if gradients.plan is None:
         return torch.zeros(0, dtype=torch.float32, device=gradients.device)
-    expected = verification.Expectation(gradients) if settings.current().verifying else None
+    expected = verification.Expectation(gradients) if gradients.plan.verifying else None
     norms = total(execute.measure(gradients, p, True, grad_scale))
     if expected is not None and gradients.plan.reduction is None:
         expected.check_norms(p, grad_scale, norms)

@@ -21,7 +21,7 @@ _variables: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _key = getattr(os.environ, "encodekey", str) if _variables is not os.environ else str
 _BACKEND, _VERIFY = _key("TRITONCLIP_BACKEND"), _key("TRITONCLIP_VERIFY")
 
-_YES, _NO = (True, "1", "true", "yes", "on"), (False, "", "0", "false", "no", "off")
+_YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 # Whose code runs after the call has returned.
 _RUN_LATER = (
@@ -58,6 +58,9 @@ class Block:
     Warns:
         UserWarning: neither a block nor a function got it, when it is forgotten.
     """
+
+    # Of a copy that failed, which is forgotten too.
+    _is_used = True
 
     def __init__(self, variable: ContextVar[Any], value: object, call: str, elsewhere: str) -> None:
         self._variable, self._value = variable, value
@@ -157,9 +160,8 @@ def current() -> Settings:
         ValueError: TRITONCLIP_BACKEND names no backend, or TRITONCLIP_VERIFY is neither a yes nor
             a no, and no block comes before it.
     """
-    return _settings(
-        _chosen_backend.get() or _variables.get(_BACKEND),
-        _verifying.get() or _variables.get(_VERIFY),
+    return _combined(
+        _chosen_backend.get(), _variables.get(_BACKEND), _verifying.get(), _variables.get(_VERIFY)
     )
 
 
@@ -169,13 +171,22 @@ def interpreting() -> bool:
 
 
 @lru_cache
-def _settings(backend: str | bytes | None, verify: str | bytes | bool | None) -> Settings:
-    """The settings by a block's values or a variable's."""
-    name = "auto" if backend is None else os.fsdecode(backend).lower() or "auto"
-    answer = verify if isinstance(verify, bool) else os.fsdecode(verify or b"").lower()
-    if answer not in (*_YES, *_NO):
-        raise ValueError(f"TRITONCLIP_VERIFY: expected '1' or '0', got {answer!r}")
-    return Settings(_checked(name, "TRITONCLIP_BACKEND"), answer in _YES)
+def _combined(
+    backend: str | None,
+    backend_variable: str | bytes | None,
+    verifying: bool,
+    verify_variable: str | bytes | None,
+) -> Settings:
+    """The settings by values of blocks, None and False outside of any, and of variables."""
+    if backend is None:
+        name = os.fsdecode(backend_variable or b"").lower() or "auto"
+        backend = _checked(name, "TRITONCLIP_BACKEND")
+    if not verifying:
+        answer = os.fsdecode(verify_variable or b"").lower()
+        if answer not in (*_YES, *_NO):
+            raise ValueError(f"TRITONCLIP_VERIFY: expected '1' or '0', got {answer!r}")
+        verifying = answer in _YES
+    return Settings(backend, verifying)
 
 
 def _checked(name: str, source: str) -> str:

@@ -8,14 +8,23 @@ import os
 import pytest
 import reference
 import torch
-from cases import grad_of, normal, parameters
+from cases import grad_of, normal, parameter, parameters
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from workers import python
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
-from tritonclip.backends import cpu_norm, native_loops
+from tritonclip.backends import (
+    batching,
+    cpu_norm,
+    cpu_scale,
+    native_backend,
+    native_loops,
+    torch_writes,
+)
+from tritonclip.backends.host_form import FEW
 from tritonclip.backends.native_backend import NativeLayout
 
 if native_loops.loops is None:
@@ -148,3 +157,37 @@ def test_groups_of_elements_within_the_bounds_are_not_written():
 def test_layout_counts_its_memory():
     layout = NativeLayout([normal(3)] * 100)
     assert layout.n_bytes >= 100 * 8
+
+
+@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.5), ClipByNorm(0.5)], ids=str)
+def test_norms_of_dense_views_that_are_measured_again_make_one_view_each(rule, monkeypatch):
+    """A view of every gradient for each would take time that grows with their square."""
+    known = [parameter(torch.full((3, 2), 1e-200, dtype=torch.float64).t()) for _ in range(20)]
+    tritonclip.clip_(known, rule)
+    viewed: list[Tensor] = []
+
+    def as_contiguous(tensors):
+        viewed.extend(tensors)
+        return batching.as_contiguous(tensors)
+
+    monkeypatch.setattr(native_backend, "as_contiguous", as_contiguous)
+    tritonclip.clip_(known, rule)
+    assert len(viewed) <= len(known)
+
+
+@pytest.mark.parametrize("rule", [ClipByGlobalNorm(1e-37), ClipByNorm(1e-37)], ids=str)
+@pytest.mark.parametrize("n", [2, FEW + 1])
+def test_products_too_small_for_one_factor_are_of_contiguous_views(rule, n, monkeypatch):
+    """Operators take strided ones apart."""
+    known = [parameter(normal((5, 4), seed=seed).t()) for seed in range(n)]
+    tritonclip.clip_(known, math.inf)
+    multiplied: list[Tensor] = []
+
+    def seen(tensors, *arguments):
+        multiplied.extend(tensors)
+        torch_writes.multiply_(tensors, *arguments)
+
+    monkeypatch.setattr(cpu_scale, "multiply_", seen)
+    tritonclip.clip_(known, rule, grad_scale=1e30)
+    assert len(multiplied) == n
+    assert all(one.is_contiguous() for one in multiplied)

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import grad_of, normal
+from cases import grad_of, normal, parameter
 from graphs import NEEDS_DYNAMO
+from torch._dynamo.testing import CompileCounter
 
-from tritonclip import ClipByNorm, ClipByValue, clip_backward, clip_on_backward_
+from tritonclip import ClipByNorm, ClipByValue, clip_, clip_backward, clip_on_backward_
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
@@ -156,6 +157,17 @@ def test_compiled_graph_clips_in_backward(rule, nonfinite, dtype):
     compiled(x, rule, nonfinite).backward()
 
     torch.testing.assert_close(x.grad, gradient_of(twin, rule, nonfinite))
+
+
+@NEEDS_DYNAMO
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_graph_stays_as_its_rule_meets_other_dtypes():
+    rule, counter = ClipByValue(-0.1, 0.2), CompileCounter()
+    compiled = torch.compile(loss_of, fullgraph=True, backend=counter)
+    for dtype in (torch.float16, torch.float64, torch.float32):
+        compiled(normal(5).requires_grad_(), rule).backward()
+        clip_(parameter(normal(3, dtype)), rule)
+    assert counter.frame_count == 1
 
 
 @NEEDS_DYNAMO

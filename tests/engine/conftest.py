@@ -27,9 +27,9 @@ def built(monkeypatch):
     seen = []
     build = building.build_
 
-    def counted(gradients, *arguments):
+    def counted(gradients, *arguments, **options):
         seen.append(gradients)
-        return build(gradients, *arguments)
+        return build(gradients, *arguments, **options)
 
     monkeypatch.setattr(planner, "build_", counted)
     return seen

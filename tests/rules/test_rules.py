@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import io
 import math
 import pickle
 from unittest.mock import Mock
@@ -190,6 +191,27 @@ def test_rule_by_value_keeps_the_sign_of_a_zero_bound(other):
     ClipByValue(0.0, 1.0).bounds[torch.float32]
     low, high = ClipByValue(other, 1.0).bounds[torch.float32]
     assert (math.copysign(1.0, low), high) == (math.copysign(1.0, other), 1.0)
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_rule_by_value_has_its_bounds_for_fields(is_used):
+    """Loggers of experiments take rules apart, and checkpoints have the fields alone."""
+    rule = ClipByValue(-1.0, 0.5)
+    if is_used:
+        assert rule.bounds[torch.float16] == (-1.0, 0.5)
+    assert dataclasses.asdict(rule) == {"min": -1.0, "max": 0.5}
+    with torch.serialization.safe_globals([ClipByValue]):
+        file = io.BytesIO()
+        torch.save(rule, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)
+    assert loaded == rule
+    assert loaded.bounds[torch.float32] == (-1.0, 0.5)
+
+
+def test_rule_by_value_names_an_attribute_that_is_missing():
+    with pytest.raises(AttributeError, match="ClipByValue has no attribute 'limits'"):
+        ClipByValue(1.0).limits  # type: ignore[attr-defined]  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,8 @@ def split_flat(tensor: Tensor, size: int, *, writable: bool = False) -> Iterator
             yield from split_flat(part, size, writable=writable)
 
 
-def flattened(tensors: list[Tensor]) -> list[Tensor]:
-    """Contiguous views of tensors that are dense in memory, whose elements keep their places."""
+def as_contiguous(tensors: list[Tensor]) -> list[Tensor]:
+    """Contiguous tensors as they are; views of all elements of others that are dense in memory."""
     return [t if t.is_contiguous() else t.as_strided((t.numel(),), (1,)) for t in tensors]
 
 

@@ -24,7 +24,7 @@ def layout_of(tensors: list[Tensor], *, flat: bool, negated: bool = False) -> La
 
     Args:
         tensors: real, of one device and dtype; at least one.
-        flat: each is dense in memory.
+        flat: each is dense in memory, and contiguous where its layout is not `by_address`.
         negated: some are lazily negated, and the sign of an element matters. Where it does not,
             kernels may read them too.
 

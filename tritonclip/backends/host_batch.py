@@ -31,6 +31,10 @@ class HostBatch:
         """The verbs that leave every decision to tensors."""
         return TorchBatch(self.tensors, self.dtype)
 
+    def _for_operators(self) -> list[Tensor]:
+        """The gradients as operators want them."""
+        return self.tensors
+
     def _take_numbers(self, dtype: torch.dtype) -> Numbers:
         """Numbers of a dtype that no other call has."""
         try:
@@ -98,7 +102,8 @@ class HostBatch:
             multiplier = rounded(coefficient / rounded(scale).value).value
         if multiplier < layout.least and coefficient > 0:
             # It would lose digits.
-            multiply_exactly_(self.tensors, layout, torch.full_like(norm, coefficient), scale)
+            tensors = self._for_operators()
+            multiply_exactly_(tensors, layout, torch.full_like(norm, coefficient), scale)
         elif multiplier != 1:
             self._multiply_(multiplier)
         return norm, coefficient

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from tritonclip.backends import cpu_norm
 from tritonclip.backends.batch import Batch, PartialNorms
-from tritonclip.backends.batching import flattened
+from tritonclip.backends.batching import as_contiguous
 from tritonclip.backends.cpu_backend import CpuLayout
 from tritonclip.backends.cpu_scale import (
     are_products,
@@ -63,7 +63,7 @@ class NativeLayout(HostForm):
         """The gradients of a call; operators serve those that modes or transforms have to see."""
         is_dual = forward_ad._current_level >= 0
         if addresses is None or is_dual or n_dispatch_modes() or is_pre_dispatch():
-            tensors = flattened(tensors)
+            tensors = as_contiguous(tensors)
             if self._by_operators is None:
                 self._by_operators = CpuLayout(tensors, flat=True)
             self._by_operators.dtype = self.dtype
@@ -84,14 +84,15 @@ class NativeBatch(HostBatch):
         threads = torch.get_num_threads() if layout.is_shared else 1
         self._list = addresses, layout.packed_sizes, layout.code, threads
 
-    def _as_torch(self) -> TorchBatch:
-        return TorchBatch(flattened(self.tensors), self.dtype)
+    def _for_operators(self) -> list[Tensor]:
+        return as_contiguous(self.tensors)
 
     def norm(self, norm_type: float, out: Tensor | None, *, per_gradient: bool) -> PartialNorms:
         """Measures the gradients."""
         measured: PartialNorms
         if norm_type not in ORDERS:
-            measured = self._as_torch().norm(norm_type, None, per_gradient=per_gradient)
+            operators = TorchBatch(self._for_operators(), self.dtype)
+            measured = operators.norm(norm_type, None, per_gradient=per_gradient)
         elif per_gradient:
             measured = loops.norms(*self._list, norm_type)
         else:
@@ -104,10 +105,10 @@ class NativeBatch(HostBatch):
         """Measures anew where squares of float64 may have overflowed or lost digits."""
         for i, norm in enumerate(norms):
             if norm and not _LEAST <= norm < _LARGEST:
-                tensors, sizes = flattened(self.tensors), self.layout.sizes
+                tensors, sizes = self.tensors, self.layout.sizes
                 if per_gradient:
                     tensors, sizes = [tensors[i]], [sizes[i]]
-                norms[i] = float(cpu_norm.two_norm(tensors, sizes, flat=True))
+                norms[i] = float(cpu_norm.two_norm(as_contiguous(tensors), sizes, flat=True))
 
     def _coefficients(
         self, norms: list[float], numbers: Numbers, max_norm: float, eps: float
@@ -132,11 +133,11 @@ class NativeBatch(HostBatch):
         if self.layout.holds(multipliers, coefficients, least):
             self._multiply_chosen_(multipliers)
         else:
-            multiply_each_exactly_(self.tensors, self.layout, coefficients, scale)
+            multiply_each_exactly_(self._for_operators(), self.layout, coefficients, scale)
 
     def _multiply_by_tensors_(self, changed: list[int], factors: list[Tensor]) -> None:
         if are_products(factors):
-            multiply_by_products_(self.tensors, factors, changed)
+            multiply_by_products_(self._for_operators(), factors, changed)
         else:
             self._multiply_chosen_(factors[0].to(self.layout.wide).tolist())
 
@@ -151,7 +152,7 @@ class NativeBatch(HostBatch):
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
         """Clamps the gradients, and writes none where all are within the bounds."""
         if isinstance(grad_scale, Tensor) or grad_scale != 1:
-            unscale_and_clamp_(flattened(self.tensors), low, high, grad_scale)
+            unscale_and_clamp_(self._for_operators(), low, high, grad_scale)
         else:
             increment_version(self.tensors)
             loops.clamp_(*self._list, low, high)

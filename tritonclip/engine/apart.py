@@ -5,7 +5,6 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from tritonclip import settings
 from tritonclip.backends.torch_backend import wide_dtype
 from tritonclip.engine import nonfinite as policies
 from tritonclip.engine import verification
@@ -49,7 +48,7 @@ def total_norm(
     norm = total(measure(gradients, norm_type, per_gradient))
     if error_if_nonfinite:
         policies.raise_if_nonfinite(gradients, _unlimited(norm_type), norm, policies.TORCH_REMEDY)
-    if settings.current().verifying and gradients.plan.reduction is None:
+    if gradients.plan.verifying and gradients.plan.reduction is None:
         verification.Expectation(gradients).check_norm(norm_type, norm)
     return norm
 
@@ -70,7 +69,7 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
     if plan is None or not plan.groups:
         return
     refuse_read_only(gradients)
-    expected = verification.Expectation(gradients) if settings.current().verifying else None
+    expected = verification.Expectation(gradients) if plan.verifying else None
     given = norm.detach().abs().reshape(1)
     # An upload need not be waited for; a download must be.
     uploaded = given.device.type == "cpu"

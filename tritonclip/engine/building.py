@@ -34,12 +34,13 @@ _Kind = tuple[torch.device, torch.dtype, bool, bool, Piece | None]
 
 
 @without_grad
-def build_(gradients: Gradients, addresses: list[int] | None) -> bool:
+def build_(gradients: Gradients, addresses: list[int] | None, *, verifying: bool) -> bool:
     """Drops repeated gradients, refuses those that cannot be clipped, and makes a plan.
 
     Args:
         gradients: at least one.
         addresses: theirs where they are known.
+        verifying: calls are to be checked.
 
     Returns:
         Whether the plan may serve another list: none of these was dropped, and all have addresses.
@@ -90,8 +91,10 @@ def build_(gradients: Gradients, addresses: list[int] | None) -> bool:
         whole = None if len(indices) == n else indices
         groups.append(Group(whole, device, dtype, flat, pairs, layout, clamping))
         if views and layout.by_address and not (negated or pairs or sparse or sharding):
-            as_they_are = set(indices)
-            views = [view for view in views if view.index not in as_they_are]
+            # Verbs need no views here. Of pairs they do, and of negated gradients to clamp them;
+            # pieces are sent to other processes as contiguous tensors.
+            own = set(indices)
+            views = [view for view in views if view.index not in own]
             for index in indices:
                 readable[index] = grads[index]
         if piece is not None:
@@ -114,7 +117,8 @@ def build_(gradients: Gradients, addresses: list[int] | None) -> bool:
     plan.reduction = _reduction(gradients, shares)
     split = sharding is not None or are_fsdp_shards(gradients.sources or ())
     plan.ordinary = not (sparse or plan.pairs or plan.inference or split)
-    if plan.ordinary and len(groups) == 1 and not (plan.empty or settings.current().verifying):
+    plan.verifying = verifying
+    if plan.ordinary and len(groups) == 1 and not (plan.empty or verifying):
         plan.only_group = groups[0]
     plan.n_bytes = GRADIENT_BYTES * n + sum(group.layout.n_bytes for group in groups)
     for group in groups:
@@ -146,6 +150,8 @@ def plan_of_nothing(gradients: Gradients) -> Plan:
         empty=True,
         inference=False,
         requires_grad=False,
+        # As the other processes do, which it answers.
+        verifying=settings.current().verifying,
         reduction=_reduction(gradients, ()),
     )
 

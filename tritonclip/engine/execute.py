@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip import settings
 from tritonclip.backends.torch_backend import coefficient_of
 from tritonclip.engine import nonfinite as policies
 from tritonclip.engine import verification
@@ -181,7 +180,9 @@ def write_(
         grad_scale: the loss scale that the gradients still carry.
         zero_nonfinite: write zeros everywhere where a norm is not finite.
     """
-    expected = verification.Expectation(gradients) if settings.current().verifying else None
+    plan = gradients.plan
+    assert plan is not None
+    expected = verification.Expectation(gradients) if plan.verifying else None
     if rule.clamps:
         _clamp_(gradients, rule, grad_scale)
         outcome = _CLAMPED
@@ -192,7 +193,7 @@ def write_(
     else:
         assert norms is not None
         outcome = scale_groups_(gradients, rule, norms, grad_scale, zero_nonfinite=zero_nonfinite)
-    if gradients.plan is not None and not gradients.plan.ordinary:
+    if not plan.ordinary:
         gradients.finish_writing(wrote=_wrote(rule, grad_scale, outcome))
     if expected is not None:
         finite = None if norms is None else bool(is_finite(norms))

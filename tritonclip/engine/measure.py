@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tritonclip import settings
 from tritonclip.backends.batch import Batch
 from tritonclip.backends.choose import layout_of, torch_layout
 from tritonclip.backends.torch_backend import wide_dtype
@@ -132,7 +131,7 @@ def pieces_exchange(
     if not per_gradient:
         refuse_uncovered(reduction)
     agreement = None
-    if settings.current().verifying:
+    if plan.verifying:
         ask_others(gradients)
         agreement = Agreement(gradients, norm_type)
     batches, own, parts = [], [], []

@@ -76,8 +76,9 @@ class Plan:
         requires_grad: gradients that autograd can differentiate are among them.
         ordinary: none of them is complex, sparse, made in inference mode, a piece, or a shard of
             FullyShardedDataParallel: every rule takes them.
+        verifying: the calls that it serves are to be checked.
         only_group: the one group of an ordinary list that has elements; None for other lists, and
-            where calls are verified.
+            where calls are checked.
         addresses: those last seen, of distinct gradients.
         n_addresses: how many of them are not 0, the address of gradients without elements.
         spans: bytes from the first to the last of each gradient; 0 for those without elements.
@@ -97,6 +98,7 @@ class Plan:
     inference: bool
     requires_grad: bool
     ordinary: bool = False
+    verifying: bool = False
     only_group: Group | None = None
     addresses: list[int] | None = None
     n_addresses: int = 0

@@ -226,7 +226,7 @@ def plan_(gradients: Gradients, cache: PlanCache = plans) -> Gradients:
         plan = cache.find(tensors, addresses, setting) if known else None  # type: ignore[arg-type]
     if plan is None:
         try:
-            lasting = build_(gradients, addresses)
+            lasting = build_(gradients, addresses, verifying=setting.verifying)
         except (TypeError, ValueError, RuntimeError) as error:
             if not refuse_(gradients, error):
                 raise

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from operator import attrgetter
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch.nn import Module, Parameter
@@ -134,7 +134,6 @@ class ClipByValue(Rule):
 
     min: float | Schedule
     max: float | Schedule
-    bounds: "Bounds" = field(init=False, repr=False, compare=False)
 
     clamps: ClassVar[bool] = True
     known_limit: ClassVar[float] = math.inf
@@ -153,7 +152,16 @@ class ClipByValue(Rule):
                 raise ValueError(f"min must not exceed max, got min={min} and max={max}")
         object.__setattr__(self, "min", min)
         object.__setattr__(self, "max", max)
-        object.__setattr__(self, "bounds", Bounds(min, max))
+
+    # Hidden from type checkers, which would let every name pass.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> "Bounds":
+            """Makes the bounds, where they are first asked for; they are no field."""
+            if name != "bounds":
+                raise AttributeError(f"{self.name} has no attribute {name!r}", name=name, obj=self)
+            object.__setattr__(self, "bounds", Bounds(*self.interval()))
+            return self.bounds
 
     def limit(self, measured: Measured) -> float:
         """No limit: a norm is measured to find NaN and inf."""
@@ -167,34 +175,29 @@ class ClipByValue(Rule):
 
     def interval(self) -> tuple[float, float]:
         """`min` and `max`."""
-        return self.bounds.exact()
+        if callable(self.min) or callable(self.max):
+            raise needs_state(self.name)
+        return self.min, self.max
 
 
 class Bounds(dict[torch.dtype, tuple[float, float]]):
-    """The bounds by dtype, each pair rounded where it is first asked for.
+    """Two bounds by dtype, rounded where it is first asked for; a finite bound stays finite.
 
-    A finite bound stays finite. As items, found ones cost a call no function.
-
-    Args:
-        low: the least value, or a function of the step.
-        high: the largest.
+    As items, those that were asked for cost no call of a function.
     """
 
-    def __init__(self, low: float | Schedule, high: float | Schedule) -> None:
+    def __init__(self, low: float, high: float) -> None:
         self._low, self._high = low, high
 
     def __missing__(self, dtype: torch.dtype) -> tuple[float, float]:
-        low, high = self.exact()
-        # lru_cache finds 0.0 for -0.0.
-        rounded = _rounded(low, dtype) if low else low, _rounded(high, dtype) if high else high
+        low, high = self._low, self._high
+        if low and high:
+            rounded = _rounded_bounds(low, high, dtype)
+        else:
+            # lru_cache finds 0.0 for -0.0.
+            rounded = _rounded(low, dtype) if low else low, _rounded(high, dtype) if high else high
         self[dtype] = rounded
         return rounded
-
-    def exact(self) -> tuple[float, float]:
-        """The bounds before they are rounded."""
-        if callable(self._low) or callable(self._high):
-            raise needs_state(ClipByValue.__name__)
-        return self._low, self._high
 
 
 # Only for floats: a cache would find 1 for True.
@@ -213,6 +216,11 @@ def _rounded(bound: float, dtype: torch.dtype) -> float:
         return bound
     bound = min(max(bound, -largest), largest)
     return float(torch.tensor(bound, dtype=torch.float64, device="cpu").to(dtype))
+
+
+@lru_cache
+def _rounded_bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
+    return _rounded(low, dtype), _rounded(high, dtype)
 
 
 def as_rule(clip: object) -> Rule:

@@ -47,7 +47,7 @@ class Rule:
             that clamps.
     """
 
-    __slots__ = ()
+    __slots__ = ("bounds",)
     # The numbers that make up a rule, in the order of its constructor; a dataclass sets it.
     __match_args__: ClassVar[tuple[str, ...]] = ()
     # Those that may be functions of the step.
