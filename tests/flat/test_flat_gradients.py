@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -133,6 +134,24 @@ def test_backward_accumulates_into_the_buffers():
     flat.check()
     assert all(bool((g == 2).all()) for g in grads_of(params))
     assert float(flat.buffers[0].sum()) == 2 * sum(p.numel() for p in params)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(("compiled", "sparse"), [(False, False), (False, True), (True, False)])
+def test_zero_sets_gradients_of_parameters_that_are_not_clipped(compiled, sparse):
+    """In place of zero_grad: else they would add up for ever."""
+    params = parameters_of()
+    params[2].need_clip = False  # type: ignore[attr-defined]
+    if sparse:
+        params[2].grad = grad_of(params[2]).to_sparse()
+    params[1].grad = None
+    params[1].need_clip = False  # type: ignore[attr-defined]
+    flat = FlatGradients(params)
+    compiled_by = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    zero_ = compiled_by(flat.zero_) if compiled else flat.zero_
+    zero_()
+    assert not any(bool(grad_of(p).to_dense().any()) for p in (params[0], *params[2:]))
+    assert params[1].grad is None
 
 
 def test_zero_sets_every_gradient():

@@ -123,6 +123,19 @@ def test_parameter_left_out_later_is_found_by_the_full_check(how):
         flat.check()
 
 
+@pytest.mark.parametrize("n", [4, 50])
+def test_need_clip_set_later_is_noticed_by_calls(n):
+    """Of many parameters, each has its turn."""
+    params = parameters_of([(2,)] * n)
+    flat = FlatGradients(params)
+    params[3].need_clip = False  # type: ignore[attr-defined]
+    refused = pytest.raises(
+        RuntimeError, match=r"parameters\[3\] was frozen or got need_clip = False"
+    )
+    with refused:
+        _ = [tritonclip.clip_(flat, 1.0) for _ in range(4)]
+
+
 @pytest.mark.parametrize("how", ["need_clip", "requires_grad"])
 def test_parameter_left_out_at_first_is_noticed_when_it_is_no_more(how):
     """Nobody would clip its gradient, nor set it to 0."""

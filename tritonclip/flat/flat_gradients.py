@@ -52,12 +52,12 @@ class FlatGradients:
         compares the addresses of the first, the last and 16 others, in turn. This catches
         `zero_grad(set_to_none=True)`, an assignment to `.grad`, `backward(create_graph=True)` and a
         parameter in whose place another one was put (`load_state_dict(assign=True)`) at once, and a
-        move of a part of the model (`model.layer.to(...)`) or a parameter that was left out and is
-        unfrozen (also 16 of these at every call) after some calls. Missed are a view or a replaced
-        parameter that somebody else keeps alive, and parameters that were frozen or got
-        `need_clip = False` later; all but a replaced parameter :meth:`check` and `verify()` find. A
-        :class:`ClippedOptimizer` finds every parameter that was replaced in its groups. A parameter
-        frozen later keeps a gradient of 0.
+        move of a part of the model (`model.layer.to(...)`), `need_clip = False` set later, or a
+        parameter that was left out and is unfrozen (also 16 of these at every call) after some
+        calls. Missed are a view or a replaced parameter that somebody else keeps alive, and
+        parameters that were frozen later; all but a replaced parameter :meth:`check` and `verify()`
+        find. A :class:`ClippedOptimizer` finds every parameter that was replaced in its groups. A
+        parameter frozen later keeps a gradient of 0.
 
         It keeps no parameter alive: copy or pickle it together with its model or optimizer.
         `share_memory()` moves buffers and views together, and they stay in use.
@@ -102,7 +102,10 @@ class FlatGradients:
         self, named: Iterable[tuple[str, Tensor]], left_out: Iterable[tuple[str, Tensor]]
     ) -> None:
         self._named = [(label, ref(parameter)) for label, parameter in named]
+        left_out = list(left_out)
         self._left_out = [(label, ref(parameter)) for label, parameter in left_out]
+        # Which backward gives a gradient all the same.
+        self._unclipped = [ref(parameter) for _, parameter in left_out if parameter.requires_grad]
         self.attach_()
 
     @property
@@ -158,7 +161,7 @@ class FlatGradients:
         self._planned: dict[tuple[bool, Settings, object], Gradients] = {}
 
     def zero_(self) -> None:
-        """Sets all gradients to 0, one memset a buffer.
+        """Sets all gradients to 0, one memset a buffer; those of `need_clip = False` too.
 
         Raises:
             RuntimeError: a gradient that is no view any more.
@@ -166,6 +169,10 @@ class FlatGradients:
         if not torch.compiler.is_compiling():
             self._check_cheaply()
         torch._foreach_zero_(list(self._buffers))
+        for weak in self._unclipped:
+            parameter = weak()
+            if parameter is not None and parameter.grad is not None:
+                parameter.grad.zero_()
 
     def check(self) -> None:
         """Checks every parameter.

@@ -48,7 +48,7 @@ class ViewWatch:
             `share_memory()` moves it.
 
         Raises:
-            RuntimeError: as for `check_all`.
+            RuntimeError: as for `check_all`, but not where parameters are frozen by now.
         """
         n, n_left_out = len(self._named), len(self._left_out)
         first, self._turn = self._turn * _COMPARED, self._turn + 1
@@ -63,6 +63,8 @@ class ViewWatch:
                 self._follow_()
                 stays = False
                 break
+            if not getattr(parameter, "need_clip", True):
+                self._refuse_unwanted()
         if n_left_out:
             start = first % n_left_out
             _refuse_wanted(self._left_out[start : start + _COMPARED])
@@ -76,13 +78,17 @@ class ViewWatch:
                 that are frozen or have `need_clip = False` by now, or that no longer are or have.
         """
         self._check_views()
+        self._refuse_unwanted()
+        _refuse_wanted(self._left_out)
+
+    def _refuse_unwanted(self) -> None:
+        """Refuses to go on with parameters that should be left out by now."""
         left_out = [label for label, p in present(self._named) if not is_wanted(p)]
         if left_out:
             raise RuntimeError(
                 f"{some(left_out)} was frozen or got need_clip = False after FlatGradients was "
                 "made, which holds its gradient; do so before, or make a new FlatGradients"
             )
-        _refuse_wanted(self._left_out)
 
     def _check_views(self) -> None:
         replaced = [
