@@ -17,24 +17,27 @@ _cached_by_norm = lru_cache(maxsize=64)(ClipByGlobalNorm)
 _cached_by_value = lru_cache(maxsize=64)(lambda bound: ClipByValue(as_limit("clip_value", bound)))
 
 
-def as_float(number: object) -> float:
+def as_float(name: str, number: object) -> float:
     """Converts a number as torch does: text and one-element tensors count, errors are Python's.
 
-    Booleans pass: rules refuse them. An argument that belongs elsewhere raises a TypeError that
-    says where.
+    Python's booleans pass: rules refuse them. An argument that belongs elsewhere raises a TypeError
+    that says where.
     """
     if type(number) is float or isinstance(number, bool):
         return number
     if isinstance(number, Rule):
         raise TypeError(
-            f"expected a number, got the rule {type(number).__name__}; pass rules to clip_: "
+            f"{name} must be a number, got the rule {type(number).__name__}; pass rules to clip_: "
             "clip_(parameters, rule)"
         )
     if isinstance(number, list | tuple | Iterator | Module):
         raise TypeError(
-            f"expected a number, got {type(number).__name__}; parameters come first, and then the "
-            "limit, such as 1.0"
+            f"{name} must be a number, got {type(number).__name__}; parameters come first, and "
+            "then numbers, such as a limit of 1.0"
         )
+    # NumPy's too.
+    if str(getattr(number, "dtype", "")) in ("bool", "torch.bool"):
+        raise TypeError(f"{name} must be a number, got the boolean {number!r}")
     return float(number)  # type: ignore[arg-type]
 
 

@@ -82,7 +82,7 @@ def clip_grad_norm_(
         >>> clip_grad_norm_([weight], max_norm=1.0)
         tensor(10.)
     """
-    rule = by_norm(as_float(max_norm), as_float(norm_type))
+    rule = by_norm(as_float("max_norm", max_norm), as_float("norm_type", norm_type))
     policy = "error" if error_if_nonfinite else "propagate"
     if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
         norm = compiled.clip_(parameters, rule, policy, 1.0, None, process_group, copies)
@@ -112,7 +112,7 @@ def clip_grad_value_(
     Raises:
         As :func:`clip_`.
     """
-    rule = by_value(as_float(clip_value))
+    rule = by_value(as_float("clip_value", clip_value))
     if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
         compiled.clip_(parameters, rule, "propagate", 1.0)
     else:
@@ -157,7 +157,7 @@ def get_total_norm(
         >>> get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
         tensor(5.)
     """
-    order = as_norm_type(as_float(norm_type))
+    order = as_norm_type(as_float("norm_type", norm_type))
     if is_traced():
         if isinstance(tensors, FlatGradients):
             tensors = [p.grad for p in tensors.parameters if p.grad is not None]
@@ -211,7 +211,7 @@ def clip_grads_with_norm_(
         >>> weight.grad
         tensor([1.5000, 2.0000])
     """
-    rule = ClipByGlobalNorm(as_float(max_norm), math.inf, eps)
+    rule = ClipByGlobalNorm(as_float("max_norm", max_norm), math.inf, eps)
     if isinstance(total_norm, Tensor):
         total_norm = without_mesh(total_norm)
         check_one_float("total_norm", total_norm)

@@ -369,8 +369,12 @@ def test_parameters_before_their_first_backward_get_no_warning():
         (lambda model: model.parameters, r"got method; call it: parameters\(\)"),
         (lambda model: dict(model.named_parameters()), r"got dict; pass its items\(\)"),
         (lambda model: torch.optim.SGD(model.parameters()), "got SGD; pass the parameters of the"),
+        (
+            lambda model: [model],
+            r"\[0\] must be a tensor, got Linear; .*: pass the model that has it",
+        ),
     ],
-    ids=["method", "dict", "optimizer"],
+    ids=["method", "dict", "optimizer", "models"],
 )
 def test_argument_that_has_parameters_is_refused_with_a_remedy(wrong, remedy):
     with pytest.raises(TypeError, match=remedy):

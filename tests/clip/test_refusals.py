@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from cases import assert_bits, bits, copies, each_rule, grad_of, normal, parameter
@@ -356,8 +357,25 @@ def test_total_norm_asks_for_gradients_in_place_of_a_module():
 )
 def test_functions_of_torch_say_that_parameters_come_first(name, parameters_of):
     given = parameters_of(torch.nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"expected a number, got .*; parameters come first"):
+    with pytest.raises(TypeError, match=r"must be a number, got .*; parameters come first"):
         getattr(tritonclip, name)(1.0, given)
+
+
+@pytest.mark.parametrize("boolean", [True, numpy.bool_(True), torch.tensor(True)], ids=repr)
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("clip_grad_norm_", "max_norm"),
+        ("clip_grad_norm_", "norm_type"),
+        ("clip_grad_value_", "clip_value"),
+    ],
+)
+def test_functions_of_torch_refuse_booleans(name, argument, boolean):
+    one = parameter(torch.ones(2))
+    arguments = {"max_norm": 1.0} if name == "clip_grad_norm_" else {}
+    with pytest.raises(TypeError, match=f"{argument} must be a number, got .*[Tt]rue"):
+        getattr(tritonclip, name)(one, **arguments | {argument: boolean})
+    assert grad_of(one).tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])

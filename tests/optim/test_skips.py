@@ -281,6 +281,7 @@ def test_an_overflow_of_a_scaler_is_no_skip():
         ({"skip_above": ClipByNorm(1.0)}, TypeError, "skip_above must be a number"),
         ({"max_consecutive_skips": 0}, ValueError, "max_consecutive_skips must be 1 or more"),
         ({"max_consecutive_skips": 1.5}, TypeError, "max_consecutive_skips must be an integer"),
+        ({"max_consecutive_skips": 2}, ValueError, "expected nonfinite='skip' or skip_above"),
     ],
 )
 def test_wrapper_refuses(options, error, message):

@@ -65,7 +65,10 @@ def _remedy(parameters: object) -> str:
     if isinstance(parameters, dict):
         return "; pass its items()"
     if isinstance(parameters, Optimizer):
-        return "; pass the parameters of the model, or wrap it: ClippedOptimizer(optimizer, 1.0)"
+        return (
+            "; pass the parameters of the model, or let the optimizer clip in its step: "
+            "ClippedOptimizer(optimizer, 1.0)"
+        )
     return ""
 
 
@@ -115,7 +118,10 @@ def refuse_no_tensors(items: Iterable[tuple[int, object]], noun: str, expected: 
     """Refuses items, each with its position, among which one is no tensor."""
     for position, item in items:
         if not isinstance(item, Tensor):
+            remedy = ""
+            if isinstance(item, Module):
+                remedy = ": pass the model that has it, or torch.nn.ModuleList of several"
             raise TypeError(
                 f"{noun}[{position}] must be a tensor, got {type(item).__name__}; "
-                f"expected {expected}"
+                f"expected {expected}{remedy}"
             )

@@ -137,6 +137,11 @@ class ClippedOptimizer(MeasuringWrapper):
         self.clip = clip
         self.nonfinite = nonfinite
         memory, watch = Memory(as_skip_bound(skip_above)), SkipWatch(max_consecutive_skips)
+        if watch.most is not None and self._nonfinite != "skip" and skip_above is None:
+            raise ValueError(
+                "max_consecutive_skips was given, but no step is skipped: expected "
+                f"nonfinite='skip' or skip_above beside it, got nonfinite={nonfinite!r} alone"
+            )
         self._log = StepLog(ClipStats(fused.device_of(optimizer)), memory, watch)
         self.recorder = recorder
         for number, group in enumerate(optimizer.param_groups):
