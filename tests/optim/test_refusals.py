@@ -18,6 +18,12 @@ def test_constructor_refuses_what_is_no_optimizer(optimizer):
         ClippedOptimizer(optimizer, 1.0)
 
 
+def test_scheduler_is_refused_with_a_remedy():
+    scheduler = torch.optim.lr_scheduler.ConstantLR(SGD([torch.nn.Parameter(torch.ones(2))]))
+    with pytest.raises(TypeError, match="got ConstantLR; wrap its optimizer, before a scheduler"):
+        ClippedOptimizer(scheduler, 1.0)  # type: ignore[arg-type]
+
+
 def test_constructor_refuses_a_class():
     with pytest.raises(TypeError, match=r"got the class; write SGD\(parameters, \.\.\.\)"):
         ClippedOptimizer(SGD, 1.0)  # type: ignore[arg-type]

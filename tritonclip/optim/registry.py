@@ -46,9 +46,10 @@ def check_optimizer(optimizer: object) -> None:
     if isinstance(optimizer, type):
         raise TypeError(f"{expected}, got the class; write {optimizer.__name__}(parameters, ...)")
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"{expected}, got {type(optimizer).__name__}; write ClippedOptimizer(optimizer, 1.0)"
-        )
+        remedy = "write ClippedOptimizer(optimizer, 1.0)"
+        if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+            remedy = "wrap its optimizer, before a scheduler is made of it"
+        raise TypeError(f"{expected}, got {type(optimizer).__name__}; {remedy}")
     if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         raise TypeError(
             f"{expected} that ran Optimizer.__init__, got {type(optimizer).__name__}, which did "
