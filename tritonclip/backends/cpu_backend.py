@@ -12,8 +12,8 @@ from tritonclip.backends import cpu_norm
 from tritonclip.backends.batch import PartialNorms
 from tritonclip.backends.cpu_form import CpuForm
 from tritonclip.backends.cpu_scale import multiply_by_tensors_, multiply_each_, multiply_together_
-from tritonclip.backends.host_batch import HostBatch, as_tensor
-from tritonclip.backends.numbers import Numbers
+from tritonclip.backends.host_batch import HostBatch
+from tritonclip.backends.numbers import Numbers, as_tensor
 from tritonclip.backends.packed import Scratch
 from tritonclip.backends.torch_backend import norm_of
 from tritonclip.backends.torch_writes import unscale_and_clamp_

@@ -12,7 +12,7 @@ from torch import Tensor
 from tritonclip.backends.batch import PartialNorms
 from tritonclip.backends.cpu_scale import least_of, multiply_exactly_
 from tritonclip.backends.host_form import FEW, HostForm
-from tritonclip.backends.numbers import Numbers
+from tritonclip.backends.numbers import Numbers, as_tensor
 from tritonclip.backends.torch_backend import TorchBatch, combine
 from tritonclip.backends.torch_writes import zero_
 from tritonclip.rules import Rule
@@ -232,13 +232,6 @@ def combined(norms: PartialNorms, p: float) -> float:
     except OverflowError:
         return math.inf
     return largest * unit
-
-
-def as_tensor(norms: PartialNorms) -> Tensor:
-    """Partial norms as float64[n]."""
-    if isinstance(norms, Tensor):
-        return norms
-    return torch.tensor(norms, dtype=torch.float64, device="cpu")
 
 
 def _coefficient(

@@ -21,10 +21,10 @@ from tritonclip.backends.cpu_scale import (
     multiply_by_products_,
     multiply_each_exactly_,
 )
-from tritonclip.backends.host_batch import HostBatch, as_tensor
+from tritonclip.backends.host_batch import HostBatch
 from tritonclip.backends.host_form import HostForm
 from tritonclip.backends.native_loops import CODES, loops
-from tritonclip.backends.numbers import Numbers
+from tritonclip.backends.numbers import Numbers, as_tensor
 from tritonclip.backends.torch_backend import TorchBatch
 from tritonclip.backends.torch_writes import unscale_and_clamp_
 from tritonclip.tracing import is_pre_dispatch, n_dispatch_modes

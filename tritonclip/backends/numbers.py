@@ -34,3 +34,10 @@ class Numbers:
     def each(self) -> tuple[Tensor, ...]:
         """A 0-d view of each number."""
         return self.together.unbind()
+
+
+def as_tensor(norms: list[float] | Tensor) -> Tensor:
+    """Partial norms as float64[n]."""
+    if isinstance(norms, Tensor):
+        return norms
+    return torch.tensor(norms, dtype=torch.float64, device="cpu")

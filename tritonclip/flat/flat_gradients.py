@@ -19,7 +19,6 @@ from tritonclip.flat.gradient_lists import list_of, refused_list
 from tritonclip.flat.layout import is_wanted, lay_out, refuse
 from tritonclip.flat.view_watch import ViewWatch, present
 from tritonclip.grad_mode import without_grad
-from tritonclip.settings import Settings
 from tritonclip.tracing import is_pre_dispatch, n_dispatch_modes, refuse_tracer
 
 
@@ -49,15 +48,14 @@ class FlatGradients:
 
     Notes:
         Every call outside of torch.compile checks, in constant time, that no view was dropped, and
-        compares the addresses of the first, the last and 16 others, in turn. This catches
+        compares the addresses of the first, the last and 16 others, in turn. This finds
         `zero_grad(set_to_none=True)`, an assignment to `.grad`, `backward(create_graph=True)` and a
         parameter in whose place another one was put (`load_state_dict(assign=True)`) at once, and a
         move of a part of the model (`model.layer.to(...)`), `need_clip = False` set later, or a
         parameter that was left out and is unfrozen (also 16 of these at every call) after some
-        calls. Missed are a view or a replaced parameter that somebody else keeps alive, and
-        parameters that were frozen later; all but a replaced parameter :meth:`check` and `verify()`
-        find. A :class:`ClippedOptimizer` finds every parameter that was replaced in its groups. A
-        parameter frozen later keeps a gradient of 0.
+        calls. Missed are a view or a replaced parameter that somebody else keeps alive, and one
+        that was frozen later, which keeps a gradient of 0. :meth:`check` and `verify()` find all
+        but a replaced one, a :class:`ClippedOptimizer` every one that was replaced in its groups.
 
         It keeps no parameter alive: copy or pickle it together with its model or optimizer.
         `share_memory()` moves buffers and views together, and they stay in use.
@@ -65,8 +63,7 @@ class FlatGradients:
         DistributedDataParallel needs `gradient_as_bucket_view=False`, its default: with it, DDP
         makes gradients views of its own buffers. FSDP is not supported.
 
-        Gradients whose size is a multiple of 16 bytes come first, so that each of them starts at
-        one; the others follow. There is no padding.
+        Gradients whose size is a multiple of 16 bytes come first, so that each starts at one.
 
     Example:
         >>> import tritonclip
@@ -102,10 +99,7 @@ class FlatGradients:
         self, named: Iterable[tuple[str, Tensor]], left_out: Iterable[tuple[str, Tensor]]
     ) -> None:
         self._named = [(label, ref(parameter)) for label, parameter in named]
-        left_out = list(left_out)
         self._left_out = [(label, ref(parameter)) for label, parameter in left_out]
-        # Which backward gives a gradient all the same.
-        self._unclipped = [ref(parameter) for _, parameter in left_out if parameter.requires_grad]
         self.attach_()
 
     @property
@@ -158,7 +152,7 @@ class FlatGradients:
             parameter.grad = view
         self._watch = ViewWatch(self._named, self._left_out, views)
         self._views, self._buffers = views, views.buffers
-        self._planned: dict[tuple[bool, Settings, object], Gradients] = {}
+        self._planned: dict[tuple[bool, settings.Settings, object], Gradients] = {}
 
     def zero_(self) -> None:
         """Sets all gradients to 0, one memset a buffer; those of `need_clip = False` too.
@@ -169,10 +163,7 @@ class FlatGradients:
         if not torch.compiler.is_compiling():
             self._check_cheaply()
         torch._foreach_zero_(list(self._buffers))
-        for weak in self._unclipped:
-            parameter = weak()
-            if parameter is not None and parameter.grad is not None:
-                parameter.grad.zero_()
+        self._watch.zero_left_out_()
 
     def check(self) -> None:
         """Checks every parameter.

@@ -28,6 +28,10 @@ class ViewWatch:
 
     def __init__(self, named: Named, left_out: Named, views: Views) -> None:
         self._named, self._left_out, self._views = named, left_out, views
+        # Backward gives these a gradient all the same.
+        self._unclipped = [
+            weak for _, weak in left_out if (p := weak()) is not None and p.requires_grad
+        ]
         self._turn = 0
         # Filled by the death of views: whoever replaces a gradient drops the old one.
         self._lost: list[str] = []
@@ -69,6 +73,13 @@ class ViewWatch:
             start = first % n_left_out
             _refuse_wanted(self._left_out[start : start + _COMPARED])
         return stays
+
+    def zero_left_out_(self) -> None:
+        """Sets the gradients of parameters with `need_clip = False` to 0, where they have one."""
+        for weak in self._unclipped:
+            parameter = weak()
+            if parameter is not None and parameter.grad is not None:
+                parameter.grad.zero_()
 
     def check_all(self) -> None:
         """Compares the gradient of every parameter with its view.

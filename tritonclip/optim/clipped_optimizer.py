@@ -134,14 +134,9 @@ class ClippedOptimizer(MeasuringWrapper):
     ) -> None:
         check_optimizer(optimizer)
         self._holders = check_holders(process_group, copies)
-        self.clip = clip
-        self.nonfinite = nonfinite
+        self.clip, self.nonfinite = clip, nonfinite
         memory, watch = Memory(as_skip_bound(skip_above)), SkipWatch(max_consecutive_skips)
-        if watch.most is not None and self._nonfinite != "skip" and skip_above is None:
-            raise ValueError(
-                "max_consecutive_skips was given, but no step is skipped: expected "
-                f"nonfinite='skip' or skip_above beside it, got nonfinite={nonfinite!r} alone"
-            )
+        watch.refuse_without_skips(nonfinite, skip_above)
         self._log = StepLog(ClipStats(fused.device_of(optimizer)), memory, watch)
         self.recorder = recorder
         for number, group in enumerate(optimizer.param_groups):

@@ -174,6 +174,14 @@ class SkipWatch:
         self._warned = False
         self._arriving: deque[Callable[[], int]] = deque()
 
+    def refuse_without_skips(self, nonfinite: str, skip_above: object) -> None:
+        """Refuses a number of steps for a wrapper that skips none."""
+        if self.most is not None and nonfinite != "skip" and skip_above is None:
+            raise ValueError(
+                "max_consecutive_skips was given, but no step is skipped: expected "
+                f"nonfinite='skip' or skip_above beside it, got nonfinite={nonfinite!r} alone"
+            )
+
     def forget(self) -> None:
         """Drops numbers of steps before a checkpoint was loaded."""
         self._arriving.clear()

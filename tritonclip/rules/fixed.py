@@ -19,6 +19,7 @@ from tritonclip.rules.arguments import (
     as_number_or_schedule,
     is_function,
 )
+from tritonclip.rules.bounds import Bounds
 from tritonclip.rules.rule import Measured, Rule, needs_state
 
 
@@ -156,7 +157,7 @@ class ClipByValue(Rule):
     # Hidden from type checkers, which would let every name pass.
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> "Bounds":
+        def __getattr__(self, name: str) -> Bounds:
             """Makes the bounds, where they are first asked for; they are no field."""
             if name != "bounds":
                 raise AttributeError(f"{self.name} has no attribute {name!r}", name=name, obj=self)
@@ -180,47 +181,12 @@ class ClipByValue(Rule):
         return self.min, self.max
 
 
-class Bounds(dict[torch.dtype, tuple[float, float]]):
-    """Two bounds by dtype, rounded where it is first asked for; a finite bound stays finite.
-
-    As items, those that were asked for cost no call of a function.
-    """
-
-    def __init__(self, low: float, high: float) -> None:
-        self._low, self._high = low, high
-
-    def __missing__(self, dtype: torch.dtype) -> tuple[float, float]:
-        low, high = self._low, self._high
-        if low and high:
-            rounded = _rounded_bounds(low, high, dtype)
-        else:
-            # lru_cache finds 0.0 for -0.0.
-            rounded = _rounded(low, dtype) if low else low, _rounded(high, dtype) if high else high
-        self[dtype] = rounded
-        return rounded
-
-
 # Only for floats: a cache would find 1 for True.
 by_number = lru_cache(maxsize=64)(ClipByGlobalNorm)
 
 
 def _negative(schedule: Schedule, step: int) -> float:
     return -schedule(step)
-
-
-@lru_cache
-def _rounded(bound: float, dtype: torch.dtype) -> float:
-    largest = torch.finfo(dtype).max
-    if math.isinf(bound):
-        # Also for a dtype without inf: no limit.
-        return bound
-    bound = min(max(bound, -largest), largest)
-    return float(torch.tensor(bound, dtype=torch.float64, device="cpu").to(dtype))
-
-
-@lru_cache
-def _rounded_bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
-    return _rounded(low, dtype), _rounded(high, dtype)
 
 
 def as_rule(clip: object) -> Rule:
