@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 from tritonclip.engine.building import refuse_
@@ -35,9 +36,10 @@ def as_float(name: str, number: object) -> float:
             f"{name} must be a number, got {type(number).__name__}; parameters come first, and "
             "then numbers, such as a limit of 1.0"
         )
-    # NumPy's too.
-    if str(getattr(number, "dtype", "")) in ("bool", "torch.bool"):
-        raise TypeError(f"{name} must be a number, got the boolean {number!r}")
+    # NumPy's booleans by their name: tracing reads no dtype of theirs.
+    is_boolean = type(number).__name__ in ("bool", "bool_")
+    if is_boolean or (isinstance(number, Tensor) and number.dtype == torch.bool):
+        raise TypeError(f"{name} must be a number, got a boolean {type(number).__name__}")
     return float(number)  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from cases import assert_bits, copies, grad_of, normal, parameters
@@ -21,6 +22,7 @@ RULES = [
     pytest.param(ClipByNorm(0.5), id="by-norm"),
     pytest.param(ClipByValue(-0.1, 0.2), id="by-value"),
 ]
+HALF = numpy.float64(0.5)
 CALLS = {
     "clip_grads_with_norm_ without eps": lambda params: tritonclip.clip_grads_with_norm_(
         params, 0.5, torch.tensor(0.625), eps=0.0
@@ -29,6 +31,7 @@ CALLS = {
         [None, *[p.grad for p in params]]
     ),
     "clip_grad_norm_": lambda params: tritonclip.clip_grad_norm_(params, 0.5),
+    "clip_grad_norm_ by NumPy": lambda params: tritonclip.clip_grad_norm_(params, HALF),
     "clip_grad_value_": lambda params: tritonclip.clip_grad_value_(params, 0.1),
     "get_total_norm": lambda params: tritonclip.get_total_norm([p.grad for p in params]),
     "clip_grads_with_norm_": lambda params: tritonclip.clip_grads_with_norm_(

@@ -154,6 +154,29 @@ def test_zero_sets_gradients_of_parameters_that_are_not_clipped(compiled, sparse
     assert params[1].grad is None
 
 
+def test_zero_sets_gradients_of_parameters_that_were_frozen_at_first():
+    params = parameters_of()
+    params[2].need_clip = False  # type: ignore[attr-defined]
+    params[2].requires_grad_(False)
+    flat = FlatGradients(params)
+    params[2].requires_grad_(True)
+    flat.zero_()
+    assert not grad_of(params[2]).any()
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+def test_zero_leaves_no_graph_behind(leaf):
+    """As zero_grad of torch's optimizers: else the graph would grow in every step."""
+    params = parameters_of()
+    params[2].need_clip = False  # type: ignore[attr-defined]
+    flat = FlatGradients(params)
+    given = grad_of(params[2]).requires_grad_()
+    params[2].grad = given if leaf else given * 1.0
+    flat.zero_()
+    assert not grad_of(params[2]).requires_grad
+    assert not grad_of(params[2]).any()
+
+
 def test_zero_sets_every_gradient():
     params = mixed("cpu")
     flat = FlatGradients(params)

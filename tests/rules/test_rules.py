@@ -210,7 +210,7 @@ def test_rule_by_value_has_its_bounds_for_fields(is_used):
 
 
 def test_rule_by_value_names_an_attribute_that_is_missing():
-    with pytest.raises(AttributeError, match="ClipByValue has no attribute 'limits'"):
+    with pytest.raises(AttributeError, match="'ClipByValue' object has no attribute 'limits'"):
         ClipByValue(1.0).limits  # type: ignore[attr-defined]  # noqa: B018
 
 

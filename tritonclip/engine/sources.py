@@ -119,7 +119,7 @@ def refuse_no_tensors(items: Iterable[tuple[int, object]], noun: str, expected: 
     for position, item in items:
         if not isinstance(item, Tensor):
             remedy = ""
-            if isinstance(item, Module):
+            if isinstance(item, Module) and noun == "parameters":
                 remedy = ": pass the model that has it, or torch.nn.ModuleList of several"
             raise TypeError(
                 f"{noun}[{position}] must be a tensor, got {type(item).__name__}; "

@@ -162,8 +162,8 @@ class FlatGradients:
         """
         if not torch.compiler.is_compiling():
             self._check_cheaply()
-        torch._foreach_zero_(list(self._buffers))
         self._watch.zero_left_out_()
+        torch._foreach_zero_(list(self._buffers))
 
     def check(self) -> None:
         """Checks every parameter.

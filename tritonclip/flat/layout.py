@@ -117,8 +117,13 @@ def _stride(parameter: Tensor) -> tuple[int, ...]:
 
 
 def is_wanted(parameter: Tensor) -> bool:
-    """Whether a parameter's gradient is to be clipped."""
-    return parameter.requires_grad and bool(getattr(parameter, "need_clip", True))
+    """Whether a parameter's gradient is to be held."""
+    return parameter.requires_grad and is_clipped(parameter)
+
+
+def is_clipped(parameter: Tensor) -> bool:
+    """Whether a parameter's gradient, if it has one, is to be clipped."""
+    return bool(getattr(parameter, "need_clip", True))
 
 
 def is_same(grad: Tensor | None, view: Tensor) -> bool:

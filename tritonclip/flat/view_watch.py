@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 from weakref import ref
 
 from torch import Tensor
 
 from tritonclip.engine.refusals import some
-from tritonclip.flat.layout import Views, is_same, is_wanted
+from tritonclip.flat.layout import Views, is_clipped, is_same, is_wanted
 
 # Addresses compared at every call beside the first and the last.
 _COMPARED = 16
@@ -28,9 +28,11 @@ class ViewWatch:
 
     def __init__(self, named: Named, left_out: Named, views: Views) -> None:
         self._named, self._left_out, self._views = named, left_out, views
-        # Backward gives these a gradient all the same.
+        # Backward gives these a gradient all the same, where they are not frozen.
         self._unclipped = [
-            weak for _, weak in left_out if (p := weak()) is not None and p.requires_grad
+            weak
+            for _, weak in left_out
+            if (parameter := weak()) is not None and not is_clipped(parameter)
         ]
         self._turn = 0
         # Filled by the death of views: whoever replaces a gradient drops the old one.
@@ -68,7 +70,7 @@ class ViewWatch:
                 stays = False
                 break
             if not getattr(parameter, "need_clip", True):
-                self._refuse_unwanted()
+                self._refuse_all_but(is_clipped)
         if n_left_out:
             start = first % n_left_out
             _refuse_wanted(self._left_out[start : start + _COMPARED])
@@ -78,8 +80,8 @@ class ViewWatch:
         """Sets the gradients of parameters with `need_clip = False` to 0, where they have one."""
         for weak in self._unclipped:
             parameter = weak()
-            if parameter is not None and parameter.grad is not None:
-                parameter.grad.zero_()
+            if parameter is not None:
+                zero_gradient_(parameter)
 
     def check_all(self) -> None:
         """Compares the gradient of every parameter with its view.
@@ -89,12 +91,12 @@ class ViewWatch:
                 that are frozen or have `need_clip = False` by now, or that no longer are or have.
         """
         self._check_views()
-        self._refuse_unwanted()
+        self._refuse_all_but(is_wanted)
         _refuse_wanted(self._left_out)
 
-    def _refuse_unwanted(self) -> None:
+    def _refuse_all_but(self, is_held: Callable[[Tensor], bool]) -> None:
         """Refuses to go on with parameters that should be left out by now."""
-        left_out = [label for label, p in present(self._named) if not is_wanted(p)]
+        left_out = [label for label, p in present(self._named) if not is_held(p)]
         if left_out:
             raise RuntimeError(
                 f"{some(left_out)} was frozen or got need_clip = False after FlatGradients was "
@@ -154,6 +156,19 @@ def _refuse_wanted(left_out: Named) -> None:
             "not when FlatGradients was made, which would neither clip nor zero its gradient; "
             "make a new FlatGradients"
         )
+
+
+def zero_gradient_(parameter: Tensor) -> None:
+    """Sets a gradient to 0, if there is one, as `torch.optim.Optimizer.zero_grad` does."""
+    grad = parameter.grad
+    if grad is None:
+        return
+    if grad.requires_grad:
+        if grad.grad_fn is None:
+            grad.requires_grad_(False)
+        else:
+            grad.detach_()
+    grad.zero_()
 
 
 class _Note:

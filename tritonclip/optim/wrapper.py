@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonclip.engine.planner import PlanCache
+from tritonclip.flat.view_watch import zero_gradient_
 from tritonclip.optim import fused
 from tritonclip.optim.attempt import Attempt
 from tritonclip.optim.callers import GRAD_SCALER, asks
@@ -121,13 +122,13 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
         if self.flat is None:
             super().zero_grad(set_to_none)
             return
-        self.flat.zero_()
         for number, position in self._not_in_buffers:
             parameter = self.param_groups[number]["params"][position]
             if set_to_none:
                 parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+            else:
+                zero_gradient_(parameter)
+        self.flat.zero_()
 
     def _save(self, *, in_groups: bool) -> dict[str, Any]:
         # Also here, for optimizers that do not run their hooks.

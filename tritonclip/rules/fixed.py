@@ -160,7 +160,8 @@ class ClipByValue(Rule):
         def __getattr__(self, name: str) -> Bounds:
             """Makes the bounds, where they are first asked for; they are no field."""
             if name != "bounds":
-                raise AttributeError(f"{self.name} has no attribute {name!r}", name=name, obj=self)
+                # Raises, of whatever is missing.
+                return object.__getattribute__(self, name)
             object.__setattr__(self, "bounds", Bounds(*self.interval()))
             return self.bounds
 
