@@ -1,9 +1,14 @@
-"""A cache without plans, under both kinds of guards, and the lists that plans were built for."""
+"""Plans under both kinds of guards, the lists that they were built for, and verbs to be broken."""
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
+from tritonclip.backends.cpu_backend import CpuBatch
+from tritonclip.backends.native_backend import NativeBatch
+from tritonclip.backends.torch_backend import TorchBatch
 from tritonclip.engine import building, planner
 from tritonclip.engine.planner import PlanCache
 
@@ -33,3 +38,13 @@ def built(monkeypatch):
 
     monkeypatch.setattr(planner, "build_", counted)
     return seen
+
+
+@pytest.fixture
+def verbs(backend):
+    """The class whose verbs serve the test, to break them."""
+    if backend.name == "triton":
+        return importlib.import_module("tritonclip.backends.triton_backend").TritonBatch
+    if backend.name == "native":
+        return NativeBatch
+    return TorchBatch if backend.module == "torch_backend" else CpuBatch

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
+from broken_verbs import break_norm, break_scale
 from cases import (
     CHUNK,
     FLOATS,
@@ -22,52 +20,17 @@ from cases import (
 )
 
 import tritonclip
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, VerificationError, settings
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, VerificationError
 from tritonclip.backends.cpu_backend import CpuBatch
 from tritonclip.backends.native_backend import NativeBatch
-from tritonclip.backends.torch_backend import TorchBatch
-from tritonclip.engine import verification
 
 RULES = each_rule(0.5, 0.1)
 SIZES = (0, 1, 7, 300, CHUNK + 1)
 
 
-@pytest.fixture
-def verbs(backend):
-    """The class whose verbs serve the test, to break them."""
-    if backend.name == "triton":
-        return importlib.import_module("tritonclip.backends.triton_backend").TritonBatch
-    if backend.name == "native":
-        return NativeBatch
-    return TorchBatch if backend.module == "torch_backend" else CpuBatch
-
-
 def named(grads):
     """Parameters called w0, w1, ..."""
     return [(f"w{index}", one) for index, one in enumerate(parameters(grads))]
-
-
-def break_scale(monkeypatch, verbs: Any, spoil, verb="scale_"):
-    """Lets `spoil` at the gradients after every call of a verb that writes."""
-    real = getattr(verbs, verb)
-
-    def broken(*args, **options):
-        result = real(*args, **options)
-        spoil()
-        return result
-
-    monkeypatch.setattr(verbs, verb, broken)
-
-
-def break_norm(monkeypatch, verbs: Any, factor: float):
-    """Makes every measured norm wrong by a factor."""
-    real = verbs.norm
-
-    def broken(batch, norm_type, out, *, per_gradient):
-        norms = real(batch, norm_type, out, per_gradient=per_gradient)
-        return [factor * norm for norm in norms] if isinstance(norms, list) else norms.mul_(factor)
-
-    monkeypatch.setattr(verbs, "norm", broken)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -298,70 +261,6 @@ def test_verify_leaves_the_gradients_as_the_call_left_them(verbs, device, monkey
         tritonclip.clip_(parameters(grads), 1.0)
     assert grads[0][0].item() == pytest.approx(0.6)
     assert grads[0][1].item() == 9.0
-
-
-@pytest.mark.parametrize("value", ["1", "true"])
-def test_environment_switches_verification_on(verbs, device, monkeypatch, value):
-    monkeypatch.setenv("TRITONCLIP_VERIFY", value)
-    break_norm(monkeypatch, verbs, 1.001)
-    with pytest.raises(VerificationError):
-        tritonclip.clip_(parameters(of_sizes((5,), torch.float32, device)), 0.5)
-
-
-def test_environment_with_another_word_is_refused(monkeypatch):
-    monkeypatch.setenv("TRITONCLIP_VERIFY", "maybe")
-    with pytest.raises(ValueError, match="TRITONCLIP_VERIFY: expected '1' or '0', got 'maybe'"):
-        tritonclip.clip_(parameters(of_sizes((5,), torch.float32, "cpu")), 0.5)
-
-
-@pytest.mark.parametrize("value", ["0", "off", "", None])
-def test_verification_that_is_off_costs_nothing(backend, monkeypatch, value):
-    """No gradient is copied and nothing is looked at."""
-    if value is None:
-        monkeypatch.delenv("TRITONCLIP_VERIFY", raising=False)
-    else:
-        monkeypatch.setenv("TRITONCLIP_VERIFY", value)
-    monkeypatch.setattr(verification, "Expectation", lambda found: pytest.fail("verified"))
-    clone, sizes = torch.Tensor.clone, (5, 300)
-
-    def checked_clone(tensor):
-        return pytest.fail("copied") if tensor.numel() in sizes else clone(tensor)
-
-    monkeypatch.setattr(torch.Tensor, "clone", checked_clone)
-    grads = of_sizes(sizes, torch.float32, backend.device)
-    for rule in (ClipByGlobalNorm(0.5), ClipByNorm(0.5), ClipByValue(0.1)):
-        tritonclip.clip_(parameters(grads), rule)
-    tritonclip.get_total_norm(grads)
-    tritonclip.clip_grads_with_norm_(parameters(grads), 1.0, torch.tensor(3.0))
-
-
-def test_verify_ends_with_its_block(verbs, device, monkeypatch):
-    monkeypatch.delenv("TRITONCLIP_VERIFY", raising=False)
-    break_norm(monkeypatch, verbs, 1.001)
-    grads = of_sizes((5,), torch.float32, device)
-    with tritonclip.verify(), tritonclip.verify():
-        pass
-    with pytest.raises(VerificationError), tritonclip.verify():
-        tritonclip.clip_(parameters(grads), 0.5)
-    tritonclip.clip_(parameters(grads), 0.5)
-
-
-def test_verify_checks_a_list_that_was_clipped_without_it(verbs, device, monkeypatch):
-    monkeypatch.delenv("TRITONCLIP_VERIFY", raising=False)
-    known = parameters(of_sizes((5,), torch.float32, device))
-    for _ in range(2):
-        tritonclip.clip_(known, 0.5)
-    break_norm(monkeypatch, verbs, 1.001)
-    with pytest.raises(VerificationError), tritonclip.verify():
-        tritonclip.clip_(known, 0.25)
-    tritonclip.clip_(known, 0.125)
-
-
-def test_verify_holds_in_its_own_thread_only(monkeypatch):
-    monkeypatch.delenv("TRITONCLIP_VERIFY", raising=False)
-    with ThreadPoolExecutor(max_workers=1) as pool, tritonclip.verify():
-        assert settings.current().verifying
-        assert not pool.submit(settings.current).result().verifying
 
 
 def test_verify_accepts_a_norm_beyond_the_range_of_its_dtype(device):

@@ -138,6 +138,33 @@ def test_parameters_outside_are_stepped_and_zeroed_but_not_clipped(set_to_none):
     assert optimizer.stats.clipped_steps == 1
 
 
+def test_zero_grad_that_finds_a_lost_view_leaves_gradients_outside():
+    model = model_of()
+    bias = model[0].bias  # type: ignore[index]
+    bias.need_clip = False
+    optimizer = optimizer_of(model, 1.0, flat=True)
+    model(torch.ones(4, 6)).sum().backward()
+    outside = grad_of(bias).clone()
+    model[2].weight.grad = None  # type: ignore[index]
+    with pytest.raises(RuntimeError, match="no view of FlatGradients any more"):
+        optimizer.zero_grad()
+    assert_bits([grad_of(bias)], [outside])
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_drops_gradients_outside_that_inference_mode_made(set_to_none):
+    """They cannot be written."""
+    model = model_of()
+    bias = model[0].bias  # type: ignore[index]
+    bias.need_clip = False
+    optimizer = optimizer_of(model, 1.0, flat=True)
+    with torch.inference_mode():
+        grad = torch.ones(bias.shape)
+    bias.grad = grad
+    optimizer.zero_grad(set_to_none)
+    assert bias.grad is None
+
+
 def test_nan_outside_is_skipped_too():
     model = model_of()
     bias = model[0].bias  # type: ignore[index]

@@ -91,8 +91,8 @@ def build_(gradients: Gradients, addresses: list[int] | None, *, verifying: bool
         whole = None if len(indices) == n else indices
         groups.append(Group(whole, device, dtype, flat, pairs, layout, clamping))
         if views and layout.by_address and not (negated or pairs or sparse or sharding):
-            # Verbs need no views here. Of pairs they do, and of negated gradients to clamp them;
-            # pieces are sent to other processes as contiguous tensors.
+            # Addresses are enough here. Complex pairs need views, as negated gradients do to be
+            # clamped; pieces are sent to other processes as contiguous tensors.
             own = set(indices)
             views = [view for view in views if view.index not in own]
             for index in indices:

@@ -37,8 +37,8 @@ class FlatGradients:
     Args:
         parameters: an iterable of tensors, one tensor, a module, or (name, parameter) pairs, whose
             names stand in error messages. Each counts once. Those that require no gradient or have
-            `need_clip = False` are left out: neither clipped nor set to 0. Gradients that are there
-            are kept. Any floating-point or complex dtype, any device; they may mix.
+            `need_clip = False` are left out: not in the buffers, nor clipped. Gradients that are
+            there are kept. Any floating-point or complex dtype, any device; they may mix.
 
     Raises:
         TypeError: an argument without tensors; tensor subclasses; gradients that are sparse or of

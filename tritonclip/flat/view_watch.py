@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from tritonclip.engine.refusals import some
@@ -159,9 +160,13 @@ def _refuse_wanted(left_out: Named) -> None:
 
 
 def zero_gradient_(parameter: Tensor) -> None:
-    """Sets a gradient to 0, if there is one, as `torch.optim.Optimizer.zero_grad` does."""
+    """Sets a gradient to 0, or drops one made in inference mode; outside of any graph."""
     grad = parameter.grad
     if grad is None:
+        return
+    if not torch.compiler.is_compiling() and grad.is_inference():
+        # Outside of inference mode it cannot be written.
+        parameter.grad = None
         return
     if grad.requires_grad:
         if grad.grad_fn is None:

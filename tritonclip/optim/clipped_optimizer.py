@@ -92,7 +92,7 @@ class ClippedOptimizer(MeasuringWrapper):
     Raises:
         TypeError: an argument that is no optimizer, or no rule.
         ValueError: an optimizer that is wrapped already; an unknown policy; a `flat` of other
-            parameters.
+            parameters; `max_consecutive_skips` where no step is skipped.
 
     Notes:
         Rules are not part of a checkpoint: the program states them, as it does the class of the

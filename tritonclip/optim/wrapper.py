@@ -122,13 +122,14 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
         if self.flat is None:
             super().zero_grad(set_to_none)
             return
+        # First: where it raises, nothing was changed.
+        self.flat.zero_()
         for number, position in self._not_in_buffers:
             parameter = self.param_groups[number]["params"][position]
             if set_to_none:
                 parameter.grad = None
             else:
                 zero_gradient_(parameter)
-        self.flat.zero_()
 
     def _save(self, *, in_groups: bool) -> dict[str, Any]:
         # Also here, for optimizers that do not run their hooks.
