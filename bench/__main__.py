@@ -111,8 +111,10 @@ def speed(quick, busy, training, workload, dtype, rule, provider, samples, devic
         raise click.UsageError(
             "--training makes new gradients, which are in no buffer: leave out 'tritonclip flat'"
         )
-    effort = Effort(samples or (5 if quick else 9), 0.2 if quick else 0.6, busy, training)
-    plans = {"busy": busy, "training": training, "quick": quick, "speed": True}
+    on_gpu = device.type == "cuda"
+    short = quick or on_gpu
+    effort = Effort(samples or (5 if short else 9), 0.2 if short else 0.6, busy, training)
+    plans = {"busy": busy, "training": training, "quick": quick, "gpu": on_gpu, "speed": True}
     plan = next(name for name, holds in plans.items() if holds)
     tasks = tasks_of(plan, workload, dtype, rule)
     choose = partial(providers_of, provider, quick, training)

@@ -206,14 +206,14 @@ def _beside(entry: Entry, timed: Timed, samples: Samples, row: Row) -> dict[str,
             entry.refill()
             found["extra_mb"] = timing.extra_bytes(entry.call, device) / 2**20
         if device.type == "cuda":
-            n, flush = len(samples.walls), timing.flush_of(device)
+            flush = timing.flush_of(device)
             entry.refill()
             found["launches"] = timing.launches(entry.call, device)
-            found["host_us"] = statistics.median(samples.hosts)
-            time = found["device_us"] = statistics.median(timing.device_times(timed, flush, n))
+            host = found["host_us"] = statistics.median(samples.hosts)
+            time = found["device_us"] = timing.device_us(timed, flush, host)
             if entry.graphable:
                 replay = Timed(timing.captured(timed).replay, timed.prepare)
-                found["graph_us"] = statistics.median(timing.device_times(replay, flush, n))
+                found["graph_us"] = timing.device_us(replay, flush, host)
     if time is not None and "bytes_moved" in row.values:
         found["gb_per_s"] = row.values["bytes_moved"] / (time * 1e3)
     return found

@@ -28,8 +28,11 @@ from torch.profiler import ProfilerActivity
 
 # The profiler would tell of its own stages on the terminal.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-# GPU cycles that the queue is held up while calls are queued: about 10 ms.
-HEAD_START = 20_000_000
+# The queue of a GPU is held up for so much longer than the host takes to queue a call, in cycles of
+# a clock of 2 GHz.
+HEAD_START, CYCLES_PER_US = 4.0, 2_000
+# Samples of the time on the GPU alone: it varies by 1%.
+DEVICE_SAMPLES = 15
 # Bytes copied to measure the bandwidth of memory, well beyond every cache.
 COPIED = {"cpu": 2**28, "cuda": 2**30}
 # Calls on a CPU are put together to samples of about this long, so that the clock's cost vanishes.
@@ -160,6 +163,7 @@ def interleaved(
     return result
 
 
+@cache
 def flush_of(device: torch.device) -> Callable[[], Any]:
     """Reads three times the L2 cache of a GPU, so that it holds nothing else.
 
@@ -170,26 +174,27 @@ def flush_of(device: torch.device) -> Callable[[], Any]:
     return lambda: torch.max(buffer)
 
 
-def device_times(timed: Timed, flush: Callable[[], Any], repetitions: int) -> list[float]:
-    """Times on the GPU alone, on torch's current stream, one a repetition.
+def device_us(timed: Timed, flush: Callable[[], Any], host_us: float) -> float:
+    """The time on the GPU alone, on torch's current stream, of a call that the host queues so long.
 
     A wait on the GPU in front lets the host run ahead, so that the gaps between launches do not
     count. A call with more launches than the queue holds (about 1,000), or that waits for the GPU,
     is bound by the host all the same, and its time says so.
     """
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(repetitions):
+    head_start = int(HEAD_START * (host_us + 50.0) * CYCLES_PER_US)
+    times: list[float] = []
+    for _ in range(DEVICE_SAMPLES):
         call = timed.prepared()
         flush()
         torch.cuda.synchronize()
-        torch.cuda._sleep(HEAD_START)
+        torch.cuda._sleep(head_start)
         start.record()
         call()
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1e3)
-    return times
+    return statistics.median(times)
 
 
 def captured(timed: Timed) -> torch.cuda.CUDAGraph:

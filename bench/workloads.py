@@ -210,6 +210,19 @@ PLANS: dict[str, Sequence[tuple[Sequence[str], str, Sequence[str]]]] = {
         (("small_10", "resnet20"), "float32", ("step",)),
         (("small_10", "resnet20"), "bfloat16", CLIPS),
     ),
+    # As much as ten minutes of an H100 show.
+    "gpu": (
+        (("small_1", "small_10", "small_100", "mlp8", "resnet20"), "float32", TWO),
+        (("resnet50", "lora_r16", "tiny_10000", "odd"), "float32", TWO),
+        (("gpt2_124m",), "float32", CLIPS),
+        (("small_10", "gpt2_124m"), "float32", ("step",)),
+        (("small_10", "resnet50"), "bfloat16", TWO),
+        (("gpt2_124m",), "bfloat16", CLIPS),
+        (("lora_r16", "llama3_8b", "moe"), "bfloat16", ("norm",)),
+        (("gpt2_124m",), "float16", TWO),
+        (("gpt2_124m",), "mixed", ("norm",)),
+        (("resnet20",), "float64", ("norm",)),
+    ),
     "functional": (
         (("small_1", "small_10", "small_100", "resnet20"), "float32", CLIPS),
         (("resnet50", "gpt2_124m", "tiny_10000", "odd"), "float32", CLIPS),

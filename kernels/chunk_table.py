@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tritonclip.kernels.chunk_access import CHUNK, OCCUPANCY_2X128, OCCUPANCY_3X80, Occupancy
-from tritonclip.kernels.launch import wave
+from tritonclip.kernels.launch import current_stream, wave
 
 # Streams whose tables are kept: a table made on one stream is not yet there for another.
 STREAMS = 8
@@ -198,5 +198,4 @@ def _current_stream(device: torch.device) -> tuple[int, bool]:
     """The current stream, and whether a CUDA graph is captured on it."""
     if device.type != "cuda":
         return 0, False
-    stream = torch.cuda.current_stream(device).cuda_stream
-    return stream, torch.cuda.is_current_stream_capturing()
+    return current_stream(device), torch.cuda.is_current_stream_capturing()

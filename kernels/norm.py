@@ -173,6 +173,15 @@ def _chunk_total(
 
 
 @triton.jit
+def _is_doubtful(total, DTYPE: tl.constexpr):
+    """Whether a sum of powers of DTYPE may have lost elements to underflow, or is not finite."""
+    trusted: tl.constexpr = TRUSTED_FLOAT64 if DTYPE == tl.float64 else TRUSTED_FLOAT32
+    # Sums of two trusted totals must not overflow either.
+    largest: tl.constexpr = LARGEST_FLOAT64 if DTYPE == tl.float64 else INF
+    return (total < trusted) | (total >= largest) | (total != total)
+
+
+@triton.jit
 def _scaled_sum(x_ptr, n, P: tl.constexpr):
     """Returns (scale, total) in float64 with sum |x|^P = scale^P * total.
 
@@ -216,10 +225,7 @@ def chunk_norm(
     scale = tl.full([], 1.0, tl.float64)
     if P == 1.0 or P == 2.0:
         total = _chunk_total(address, start, n, DTYPE, P, CHUNK, BLOCK)
-        trusted: tl.constexpr = TRUSTED_FLOAT64 if DTYPE == tl.float64 else TRUSTED_FLOAT32
-        # Sums of two trusted totals must not overflow either.
-        largest: tl.constexpr = LARGEST_FLOAT64 if DTYPE == tl.float64 else INF
-        if (total < trusted) | (total >= largest) | (total != total):
+        if _is_doubtful(total, DTYPE):
             scale, total = _scaled_sum(any_pointer(address, start, DTYPE), n, P)
             if DTYPE != tl.float64:
                 # Sums of squares of any float32 fit float64: only float64 needs the scale further
@@ -247,7 +253,7 @@ def norm_of(scale, total, P: tl.constexpr):
 def combine(norms_ptr, start, stop, P: tl.constexpr):
     """The norm of norms_ptr[start:stop], float64, in fixed order.
 
-    Scaled by the largest, so that nothing overflows.
+    A sum of powers that may have overflowed or underflowed is repeated, scaled by the largest norm.
     """
     n = stop - start
     if P == 0.0 or P == INF or P == -INF:
@@ -259,6 +265,12 @@ def combine(norms_ptr, start, stop, P: tl.constexpr):
             norm = tl.sum(count, axis=0)
         else:
             norm = _masked_total(norms_ptr + start, n, tl.float64, P, SLOW_BLOCK)
+    elif P == 1.0 or P == 2.0:
+        total = _masked_total(norms_ptr + start, n, tl.float64, P, SLOW_BLOCK)
+        norm = _root(total, P)
+        if _is_doubtful(total, tl.float64):
+            scale, total = _scaled_sum(norms_ptr + start, n, P)
+            norm = norm_of(scale, total, P)
     else:
         scale, total = _scaled_sum(norms_ptr + start, n, P)
         norm = norm_of(scale, total, P)

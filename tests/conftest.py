@@ -60,8 +60,10 @@ _NEEDS_GPU = (
 
 
 def _backend(name: str, device: str, module: str, label: str = "") -> Any:
+    # With the index that a device of tensors has.
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     return pytest.param(
-        Backend(name, torch.device(device), module),
+        Backend(name, where, module),
         id=label or f"{name}-{device}",
         marks=_NEEDS_GPU if device == "cuda" else (),
     )

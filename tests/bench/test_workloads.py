@@ -72,4 +72,5 @@ def test_plan_holds_every_workload_dtype_and_rule():
     assert {task.dtype for task in tasks} == set(DTYPES)
     assert {rule for task in tasks for rule in task.rules} == set(RULES)
     assert {task.name for task in tasks_of("busy")} >= {"twelve"}
+    assert {task.name for task in tasks_of("gpu")} >= {"small_1", "gpt2_124m", "tiny_10000"}
     assert {t.rules for t in tasks_of("quick", rules=("value",))} == {("value",)}

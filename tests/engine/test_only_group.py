@@ -33,7 +33,7 @@ def test_direct_clipping_gives_the_bits_of_measuring_first(
     device, dtype, scale, rule, only_directly
 ):
     grads = of_sizes((5, 40, 1, CHUNK + 1), dtype, device)
-    direct, measured = parameters(grads), parameters(copies(grads))
+    direct, measured = parameters(grads), parameters([grad.clone() for grad in grads])
     norm = tritonclip.clip_(direct, rule, grad_scale=scale)
     only_directly.undo()
     same = tritonclip.clip_(measured, rule, nonfinite="error", grad_scale=scale)

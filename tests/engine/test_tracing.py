@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED, assert_bits, copies, grad_of, normal, parameters
+from cases import INTERPRETED, assert_bits, grad_of, normal, parameters
 from torch._functorch.aot_autograd import aot_function
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -61,8 +61,8 @@ def id_of(part):
     return part if isinstance(part, str) else str(len(part))
 
 
-def grads_of(sizes, scale=1.0):
-    return [normal(n, seed=i) * scale for i, n in enumerate(sizes)]
+def grads_of(device, sizes, scale=1.0):
+    return [normal(n, device=device, seed=i) * scale for i, n in enumerate(sizes)]
 
 
 def step_of(call):
@@ -78,26 +78,26 @@ def step_of(call):
 
 @each_call
 @pytest.mark.parametrize(("mode", "sizes"), TRACES, ids=id_of)
-def test_traced_call_is_right_for_gradients_that_the_trace_has_not_seen(backend, call, sizes, mode):
+def test_traced_call_is_right_for_gradients_that_the_trace_has_not_seen(device, call, sizes, mode):
     step = step_of(call)
-    graph = make_fx(step, tracing_mode=mode)(grads_of(sizes))
+    graph = make_fx(step, tracing_mode=mode)(grads_of(device, sizes))
     for scale in (1.0, 30.0, 1e-3):
-        assert_bits(graph(grads_of(sizes, scale)), step(grads_of(sizes, scale)))
+        assert_bits(graph(grads_of(device, sizes, scale)), step(grads_of(device, sizes, scale)))
 
 
 @each_call
 @sizes_of_lists
-def test_simulated_call_has_the_form_of_a_real_one(backend, call, sizes):
-    real = step_of(call)(grads_of(sizes))
+def test_simulated_call_has_the_form_of_a_real_one(device, call, sizes):
+    real = step_of(call)(grads_of(device, sizes))
     with FakeTensorMode():
-        simulated = step_of(call)(grads_of(sizes))
+        simulated = step_of(call)(grads_of(device, sizes))
     assert [(x.shape, x.dtype, x.device) for x in simulated] == [
         (x.shape, x.dtype, x.device) for x in real
     ]
 
 
-def test_traced_flat_gradients_are_clipped_for_what_they_hold_then(backend):
-    params = parameters(grads_of((7, 3)))
+def test_traced_flat_gradients_are_clipped_for_what_they_hold_then(device):
+    params = parameters(grads_of(device, (7, 3)))
     flat = FlatGradients(params)
 
     def step(grads):
@@ -105,19 +105,19 @@ def test_traced_flat_gradients_are_clipped_for_what_they_hold_then(backend):
             grad_of(parameter).copy_(grad)
         return [tritonclip.clip_(flat, 1.0), *[grad_of(p).clone() for p in params]]
 
-    graph = make_fx(step)(grads_of((7, 3)))
+    graph = make_fx(step)(grads_of(device, (7, 3)))
     for scale in (30.0, 1e-3):
-        assert_bits(graph(grads_of((7, 3), scale)), step(grads_of((7, 3), scale)))
+        assert_bits(graph(grads_of(device, (7, 3), scale)), step(grads_of(device, (7, 3), scale)))
 
 
-def test_traced_functions_out_of_place_are_right_for_other_tensors(backend):
+def test_traced_functions_out_of_place_are_right_for_other_tensors(device):
     def step(grads):
         clipped, norm = functional.clip_by_global_norm(grads, 1.0)
         return [*clipped, norm, *functional.clip_by_value(grads, min=-0.3, max=0.2)]
 
-    graph = make_fx(step)(grads_of((7, 3)))
+    graph = make_fx(step)(grads_of(device, (7, 3)))
     for scale in (1.0, 30.0, 1e-3):
-        others = grads_of((7, 3), scale)
+        others = grads_of(device, (7, 3), scale)
         torch.testing.assert_close(graph(others), step(others))
 
 
@@ -152,29 +152,31 @@ REFUSED_CALLS = [adaptive, scheduled, wrapped, named, grouped]
 
 
 @pytest.mark.parametrize("call", [*REFUSED_CALLS, wrapped_flat])
-def test_calls_whose_decisions_would_become_constants_are_refused(backend, call):
+def test_calls_whose_decisions_would_become_constants_are_refused(device, call):
     with pytest.raises(RuntimeError, match=REFUSED):
-        make_fx(step_of(call))(grads_of((7, 3)))
+        make_fx(step_of(call))(grads_of(device, (7, 3)))
 
 
 @pytest.mark.parametrize("call", REFUSED_CALLS)
-def test_calls_that_read_values_are_refused_where_there_are_none(backend, call):
+def test_calls_that_read_values_are_refused_where_there_are_none(device, call):
     with FakeTensorMode(), pytest.raises(RuntimeError, match=REFUSED):
-        step_of(call)(grads_of((7, 3)))
+        step_of(call)(grads_of(device, (7, 3)))
 
 
 @pytest.mark.parametrize("name", ["each norm", "RMS"])
-def test_trace_before_dispatch_is_refused(backend, name):
+def test_trace_before_dispatch_is_refused(device, name):
     with pytest.raises(RuntimeError, match=REFUSED):
-        make_fx(step_of(CALLS[name]), pre_dispatch=True)(grads_of((7, 3)))
+        make_fx(step_of(CALLS[name]), pre_dispatch=True)(grads_of(device, (7, 3)))
 
 
-def test_trace_before_dispatch_of_functions_out_of_place_holds_no_constant(backend):
+def test_trace_before_dispatch_of_functions_out_of_place_holds_no_constant(device):
     def step(grads):
         return [*functional.clip_by_norm(grads, 0.5)]
 
-    graph = make_fx(step, pre_dispatch=True)(grads_of((7, 3)))
-    torch.testing.assert_close(graph(grads_of((7, 3), 30.0)), step(grads_of((7, 3), 30.0)))
+    graph = make_fx(step, pre_dispatch=True)(grads_of(device, (7, 3)))
+    torch.testing.assert_close(
+        graph(grads_of(device, (7, 3), 30.0)), step(grads_of(device, (7, 3), 30.0))
+    )
 
 
 def test_trace_writes_no_row_of_a_recorder(tmp_path):
@@ -187,10 +189,10 @@ def test_trace_writes_no_row_of_a_recorder(tmp_path):
 
 
 @each_call
-def test_functional_graph_is_right_for_other_gradients(backend, call):
+def test_functional_graph_is_right_for_other_gradients(device, call):
     """By AOTAutograd, which sees the gradients as functional tensors."""
     step = step_of(call)
     graph = aot_function(lambda *grads: step(grads), fw_compiler=lambda graph, _: graph)
-    graph(*grads_of((7, 3)))
-    others = grads_of((7, 3), 30.0)
-    assert_bits(graph(*copies(others)), step(others))
+    graph(*grads_of(device, (7, 3)))
+    others = grads_of(device, (7, 3), 30.0)
+    assert_bits(graph(*[other.clone() for other in others]), step(others))

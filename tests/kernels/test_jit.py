@@ -38,12 +38,22 @@ def driver(monkeypatch):
 class Compiled:
     """Stands in for a compiled kernel that no driver can load: keeps what it is launched with."""
 
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.calls: list[tuple[tuple[int, ...], tuple[Any, ...]]] = []
+        # How many launches told the hooks.
+        self.told = 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.told += 1
         return lambda *arguments: self.calls.append((grid, arguments))
+
+    def run(self, x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+        assert stream == 0
+        assert arguments[:5] == ("function", "metadata", None, None, None)
+        self.calls.append(((x, y, z), arguments[5:]))
 
 
 @pytest.fixture
@@ -140,7 +150,7 @@ def test_known_launches_pass_what_the_jit_would_pass(compiled, monkeypatch):
     for kernel, programs, occupancy, arguments, constants in seen:
         keywords = {**constants, **launch.options_of(occupancy)}
         expected, specialization = jit_arguments(kernel, arguments, keywords)
-        types = [getattr(a, "dtype", type(a)) for a in arguments]
+        types = [getattr(a, "dtype", None) for a in arguments]
         key = (kernel.fn, *types, *constants.values())
         if key not in by_kernel:
             by_kernel[key] = compiled[len(by_kernel)], specialization
@@ -151,6 +161,30 @@ def test_known_launches_pass_what_the_jit_would_pass(compiled, monkeypatch):
         for ours, theirs in zip(passed, expected, strict=True):
             assert ours is theirs or ours == theirs
         assert specialization == known
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_are_told_of_known_launches(compiled, monkeypatch, name):
+    """A profiler may come and go at any time."""
+    batch = batch_of(torch.float32)
+    batch.clamp_(-1.0, 1.0, 1.0)
+    assert compiled[0].told == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, name, lambda metadata: None)
+        batch.clamp_(-1.0, 1.0, 1.0)
+    assert compiled[0].told == 1
+    batch.clamp_(-1.0, 1.0, 1.0)
+    assert compiled[0].told == 1
+    assert len(compiled[0].calls) == 3
+
+
+def test_kernels_without_parts_that_are_known_are_launched_as_triton_does(compiled, monkeypatch):
+    """Triton's launcher is no public part of it."""
+    monkeypatch.delattr(Compiled, "packed_metadata")
+    batch = batch_of(torch.float32)
+    for _ in range(2):
+        batch.clamp_(-1.0, 1.0, 1.0)
+    assert compiled[0].told == len(compiled[0].calls) == 2
 
 
 def test_without_reusable_kernels_launches_go_through_the_jit(driver, monkeypatch):

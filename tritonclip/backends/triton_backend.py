@@ -203,11 +203,12 @@ class TritonBatch:
         """Clamps the gradients."""
         table = self._table
         (_, _, divisor), bits = numbers_of(low, high, grad_scale, table.device)
+        occupancy = clamp.occupancy_of(table.dtype.itemsize)
         launch.launch(
             clamp.clamp_kernel,
             table.device,
-            table.programs[OCCUPANCY_2X128],
-            OCCUPANCY_2X128,
+            table.programs[occupancy],
+            occupancy,
             (*table.arguments, divisor, table.n_chunks, *bits),
             DTYPE=launch.TL_DTYPES[table.dtype],
             CHUNK=CHUNK,
