@@ -82,6 +82,12 @@ def time_cell(row: Row, beside: str = "ratio", form: str = ".2f", unit: str = "x
     return f"{row.get('wall_us') / 1e3:.3g} ms{more}"
 
 
+def device_cell(row: Row) -> str:
+    """The time of a call on the GPU alone, the host's until it returned, and its launches."""
+    device, host, launches = (row.get(name) for name in ("device_us", "host_us", "launches"))
+    return f"{device:.1f} us, host {host:.0f} us, {launches}"
+
+
 def pivot(rows: Sequence[Row], line: Sequence[str], column: Text, cell: Text) -> str:
     """A table in Markdown: a line for each case of `line`; in a cell the last of its rows."""
     columns = list(dict.fromkeys(map(column, rows)))
@@ -155,6 +161,10 @@ def _ratios(name: str, rows: Sequence[Row]) -> Iterator[str]:
     yield pivot(ours, ["workload", "rule"], lambda row: column(row.case), ratio_cell)
     figure = "![Ratio to torch by {}](../bench/results/{}-{}.svg)"
     yield "\n".join(figure.format(BY[rule], name, rule) for rule in unique(ours, "rule"))
+    on_gpu = [row for row in rows if row.get("device_us") is not None and row.get("launches")]
+    if on_gpu:
+        yield "Time on the GPU alone, of the host, and launches:"
+        yield pivot(on_gpu, CASE, lambda row: str(row.get("provider")), device_cell)
     large = [row for row in ours if row.get("sum_share") is not None]
     if large:
         yield "Our time, and the share of it that torch.sum over as many bytes takes:"

@@ -294,9 +294,9 @@ def test_capture_finds_the_tables_of_one_eager_call(tables, monkeypatch):
 def test_tables_made_in_a_capture_are_found_by_no_eager_call(tables, monkeypatch):
     """They hold nothing before the graph is replayed, and its replays read them for ever."""
     module = kernels("chunk_table")
-    tables.table(ADDRESSES)
     pinned = module.PinnedMemory()
     monkeypatch.setattr(module, "pinned_memory", pinned)
+    tables.table(ADDRESSES)
     with monkeypatch.context() as patch:
         patch.setattr(module, "_current_stream", lambda device: (0, True))
         captured = tables.table([64, 256])

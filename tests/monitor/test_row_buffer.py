@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import NoHostRead
+from cases import NoHostRead, no_sync
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
@@ -139,13 +139,10 @@ def test_rows_that_are_on_their_way_are_written_later_and_in_order(path, monkeyp
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: is_available() is false")
 def test_add_does_not_wait_for_the_gpu(path):
     recorder = tritonclip.record(path, every=4)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         for step in range(10):
             norm = torch.full((), float(step), device="cuda")
             recorder.add_(norm, limit=1.0, coefficient=torch.ones((), device="cuda"))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     recorder.close()
     assert read(path).norms.tolist() == [float(step) for step in range(10)]
 
@@ -167,6 +164,7 @@ def test_add_follows_streams_and_devices(path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: is_available() is false")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_add_refuses_to_become_a_part_of_a_graph(path):
     norm = torch.ones((), device="cuda")
     recorder = tritonclip.record(path)
