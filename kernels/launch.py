@@ -96,7 +96,10 @@ def launch(
     key = (kernel.fn, device, *types, *constants.values())
     run = _runners.get(key)
     if run is None:
-        run = _runners[key] = _runner(kernel, device, programs, occupancy, arguments, constants)
+        # What is compiled is loaded for the current device.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            run = _runner(kernel, device, programs, occupancy, arguments, constants)
+        _runners[key] = run
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         run(programs, arguments)
     else:
@@ -119,8 +122,7 @@ def _runner(
 ) -> Callable[[int, Sequence[Any]], Any]:
     """Launches the kernel compiled for such arguments; through the JIT where it has to be."""
     options = options_of(occupancy)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        compiled = kernel.warmup(*arguments, grid=(programs,), **constants, **options)
+    compiled = kernel.warmup(*arguments, grid=(programs,), **constants, **options)
     # A future, where compilation is asynchronous.
     compiled = compiled.result() if hasattr(compiled, "result") else compiled
     if not hasattr(type(compiled), "__getitem__"):
