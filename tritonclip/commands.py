@@ -17,7 +17,14 @@ from tritonclip.monitor.suggestion import Suggestion, suggest_max_norm
 
 _FILE = click.argument("file", type=click.Path(path_type=Path))
 _WARMUP = click.option(
-    "--warmup", type=click.IntRange(0), help="Steps to leave out at the start; found by default."
+    "--warmup",
+    type=click.IntRange(0),
+    help="Steps to leave out at the start of each run; found by default.",
+)
+_RUN = click.option(
+    "--run",
+    type=click.IntRange(1),
+    help="Number of a run, where FILE has several; by default the last with enough steps.",
 )
 
 
@@ -48,14 +55,17 @@ def doctor() -> int:
 @_commands.command()
 @_FILE
 @_WARMUP
-def suggest(file: Path, warmup: int | None) -> None:
+@_RUN
+def suggest(file: Path, warmup: int | None, run: int | None) -> None:
     """Suggest max_norm from FILE, a recorder's .csv or .jsonl."""
-    suggestion = suggest_max_norm(file, warmup=warmup)
+    history = read(file)
+    suggestion = suggest_max_norm(history, warmup=warmup, run=run)
     # Lines wide enough for the table, where they do not end up in a terminal.
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     if suggestion.candidates:
         console.print(_table(suggestion))
-    counted = f"{suggestion.steps} steps after a warm-up of {suggestion.warmup}"
+    of_run = f" of run {suggestion.run}" if history.joins else ""
+    counted = f"{suggestion.steps} steps{of_run} after a warm-up of {suggestion.warmup}"
     console.print(f"{counted}; left out: {_left_out(suggestion)}.")
     console.print(suggestion.reason)
     limit = "none" if suggestion.max_norm is None else f"{suggestion.max_norm:g}"
@@ -69,9 +79,12 @@ def suggest(file: Path, warmup: int | None) -> None:
     "--out", type=click.Path(path_type=Path), help="A .png or .svg file; by default FILE as .png."
 )
 @_WARMUP
-def plot(file: Path, out: Path | None, warmup: int | None) -> None:
+@_RUN
+def plot(file: Path, out: Path | None, warmup: int | None, run: int | None) -> None:
     """Draw the norms in FILE, with candidates for max_norm."""
     history = read(file)
+    if run is not None:
+        history = history.run(run)
     out = out or file.with_suffix(".png")
     figure.save(out, history, _suggestion(history, warmup))
     click.echo(str(out))

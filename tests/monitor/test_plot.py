@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,6 +113,23 @@ def test_warmup_is_shaded():
     assert suggestion.warmup
     names = [text.get_text() for text in plot.draw(history, suggestion).legends[0].get_texts()]
     assert "warm-up" in names
+
+
+def test_a_line_with_its_name_stands_where_each_run_begins():
+    joined = replace(run(), joins=(190, 200))
+    suggestion = suggest_max_norm(joined)
+    over_steps, bars = plot.draw(joined, suggestion).axes
+    begins = [one.get_xdata()[0] for one in over_steps.lines if one.get_color() == histogram.GREY]
+    assert begins == [1001, 1191, 1201]
+    assert [text.get_text() for text in over_steps.texts] == ["run 1", "run 2", "run 3"]
+    # Names of runs that begin next to each other stand one above the other.
+    assert [text.xyann[1] for text in over_steps.texts] == [3, 3, 13]
+    assert suggestion.run == 3
+    assert sum(patch.get_width() for patch in bars.patches) == suggestion.steps
+
+
+def test_a_figure_of_one_run_names_none(figure):
+    assert not figure.axes[0].texts
 
 
 def test_the_histogram_counts_steps_and_shows_candidates(figure):

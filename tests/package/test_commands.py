@@ -91,6 +91,25 @@ def test_suggest_leaves_out_the_warmup_that_is_given(path, capsys):
     assert "500 steps after a warm-up of 100" in capsys.readouterr().out
 
 
+def test_suggest_and_plot_take_one_of_several_runs(path, tmp_path, capsys):
+    with tritonclip.record(path, append=True) as recorder:
+        for step in range(40):
+            recorder.add_(100.0 + step % 7)
+    assert main(["suggest", str(path)]) == 0
+    assert "600 steps of run 1 after a warm-up of 0" in capsys.readouterr().out
+    assert main(["suggest", str(path), "--run", "2"]) == 0
+    assert "40 steps of run 2 after a warm-up of 0" in capsys.readouterr().out
+    figure = tmp_path / "two.svg"
+    for options, names in ([], ["run 1", "run 2"]), (["--run", "2"], []):
+        assert main(["plot", str(path), "--out", str(figure), *options]) == 0
+        text = figure.read_text()
+        assert [name for name in ("run 1", "run 2") if f">{name}<" in text] == names
+    capsys.readouterr()
+    for command in ("suggest", "plot"):
+        assert main([command, str(path), "--run", "3"]) == 1
+        assert "run must be the number of a run, 1 to 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("out", ["a.png", "a.svg", None])
 def test_plot_writes_a_figure_and_prints_its_path(path, tmp_path, capsys, out):
     target = path.with_suffix(".png") if out is None else tmp_path / out

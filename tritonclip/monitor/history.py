@@ -1,10 +1,11 @@
-"""The history of a run: norms, coefficients and limits by step, read from a file."""
+"""The history of a run or of several: norms, coefficients and limits by step, read from a file."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ _WRITTEN_BY = "record(...) writes such files, and a file from elsewhere needs a 
 
 @dataclass(frozen=True)
 class History:
-    """Steps of a run, in order.
+    """Steps of a run in order, or of several runs that one file has one after the other.
 
     Attributes:
         steps: their numbers; 1-d int64.
@@ -32,8 +33,8 @@ class History:
         limits: of the norm; NaN where unknown.
         skipped: 1 for steps that were left out; NaN where unknown.
         parts: norms of groups or parameters, by name.
-        joins: positions of the rows with which another recorder went on in the file, not from a
-            checkpoint.
+        joins: positions of the rows with which a run begins after another: a recorder went on in
+            the file, not from a checkpoint.
         replaced: rows that are not here, because their steps or earlier ones came again.
     """
 
@@ -48,6 +49,28 @@ class History:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    @property
+    def runs(self) -> tuple[History, ...]:
+        """The runs, in order."""
+        columns = (self.steps, self.norms, self.coefficients, self.limits, self.skipped)
+        return tuple(
+            History(
+                *(column[start:end] for column in columns),
+                {name: norms[start:end] for name, norms in self.parts.items()},
+                replaced=self.replaced,
+            )
+            for start, end in pairwise((0, *self.joins, len(self)))
+        )
+
+    def run(self, number: int) -> History:
+        """One of the runs, by its number from 1 on; ValueError where there is none."""
+        runs = self.runs
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= len(runs):
+            raise ValueError(
+                f"run must be the number of a run, 1 to {len(runs)} in this history, got {number!r}"
+            )
+        return runs[number - 1]
 
     @property
     def is_clipped(self) -> Tensor:
