@@ -106,5 +106,10 @@ def test_wheel_imports_without_triton_or_trainers(run_clean):
     )
 
 
+def test_wheel_installs_the_command(place, run_clean):
+    assert run_clean(place / "bin" / "tritonclip", "--version").startswith("tritonclip ")
+    assert "usage: tritonclip doctor" in run_clean(place / "bin" / "tritonclip", "doctor", "-h")
+
+
 def test_wheel_self_test_passes(run_clean):
     assert "tritonclip" in run_clean("-m", "tritonclip")
