@@ -6,6 +6,7 @@ import itertools
 import math
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -118,7 +119,8 @@ def test_warmup_is_shaded():
 def test_a_line_with_its_name_stands_where_each_run_begins():
     joined = replace(run(), joins=(190, 200))
     suggestion = suggest_max_norm(joined)
-    over_steps, bars = plot.draw(joined, suggestion).axes
+    figure: Any = plot.draw(joined, suggestion)
+    over_steps, bars = figure.axes
     begins = [one.get_xdata()[0] for one in over_steps.lines if one.get_color() == histogram.GREY]
     assert begins == [1001, 1191, 1201]
     assert [text.get_text() for text in over_steps.texts] == ["run 1", "run 2", "run 3"]

@@ -27,7 +27,7 @@ def record_runs(tmp_path):
     """Records runs into one file, each by a recorder without a checkpoint."""
 
     def record_runs(*runs: Norms) -> Path:
-        path = tmp_path / "run.csv"
+        path: Path = tmp_path / "run.csv"
         for norms in runs:
             with tritonclip.record(path, append=True) as recorder:
                 for norm in norms:

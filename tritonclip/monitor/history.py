@@ -53,10 +53,13 @@ class History:
     @property
     def runs(self) -> tuple[History, ...]:
         """The runs, in order."""
-        columns = (self.steps, self.norms, self.coefficients, self.limits, self.skipped)
         return tuple(
             History(
-                *(column[start:end] for column in columns),
+                self.steps[start:end],
+                self.norms[start:end],
+                self.coefficients[start:end],
+                self.limits[start:end],
+                self.skipped[start:end],
                 {name: norms[start:end] for name, norms in self.parts.items()},
                 replaced=self.replaced,
             )
