@@ -130,6 +130,25 @@ def test_a_line_with_its_name_stands_where_each_run_begins():
     assert sum(patch.get_width() for patch in bars.patches) == suggestion.steps
 
 
+def test_names_of_many_runs_stand_where_they_have_room():
+    figure: Any = plot.draw(replace(run(), joins=tuple(range(2, 400, 2))))
+    places = [(text.xy[0], text.xyann[1]) for text in figure.axes[0].texts]
+    assert {height for _, height in places} == {3, 13, 23}
+    for height in (3, 13, 23):
+        steps = sorted(step for step, at in places if at == height)
+        assert min(after - step for step, after in itertools.pairwise(steps)) > 0.07 * 398
+
+
+def test_runs_with_the_same_steps_stand_side_by_side():
+    history = run()
+    twice = replace(history, steps=torch.cat([history.steps[:200]] * 2), joins=(200,))
+    figure: Any = plot.draw(twice)
+    over_steps = figure.axes[0]
+    begins = [one.get_xdata()[0] for one in over_steps.lines if one.get_color() == histogram.GREY]
+    assert begins == [1001, 1201]
+    assert over_steps.get_xlabel() == "step, counted on from run to run"
+
+
 def test_a_figure_of_one_run_names_none(figure):
     assert not figure.axes[0].texts
 

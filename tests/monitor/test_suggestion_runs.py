@@ -82,6 +82,11 @@ def test_runs_that_are_all_too_short_are_refused(record_runs):
         tritonclip.suggest_max_norm(path)
 
 
+def test_many_runs_are_told_in_few_words(record_runs):
+    reason = tritonclip.suggest_max_norm(record_runs(*[norms_of(30)] * 12)).reason
+    assert "Runs that agree: 1, 2, 3, 4, 5, 6, 7, 8 and 3 more." in reason
+
+
 def test_a_warmup_that_is_given_counts_in_each_run(record_runs):
     path = record_runs(with_warmup(), with_warmup())
     given = tritonclip.suggest_max_norm(path, warmup=100)
@@ -115,6 +120,16 @@ def test_a_run_that_resumes_from_a_checkpoint_is_one_run(tmp_path):
     assert (suggestion.steps, suggestion.run) == (600, 1)
     assert "speaks" not in suggestion.reason
     assert len(read(path).runs) == 1
+
+
+@pytest.mark.parametrize("again", [300, 100, 3])
+def test_step_numbers_that_start_again_begin_a_run(tmp_path, again):
+    path = tmp_path / "run.csv"
+    rows = [*enumerate(norms_of(300), 1), *enumerate(norms_of(again, seed=1), 1)]
+    path.write_text("step,norm\n" + "".join(f"{step},{norm}\n" for step, norm in rows))
+    suggestion = tritonclip.suggest_max_norm(path, warmup=0)
+    assert (suggestion.run, suggestion.steps) == ((2, again) if again >= 100 else (1, 300))
+    assert f"Run {suggestion.run} of 2 speaks, which begins at step 1." in suggestion.reason
 
 
 @pytest.mark.parametrize("number", [0, 3, -1, True, 1.0, "2"], ids=repr)

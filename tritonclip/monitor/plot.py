@@ -6,7 +6,9 @@ colour-blind readers tell from one another; each kind of mark has a shape as wel
 
 from __future__ import annotations
 
+import math
 import os
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,7 @@ def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
             f"expected a finite norm over 0 to draw, got none in {len(history)} steps; "
             "clip_(..., nonfinite='error') names the gradients that are NaN or inf"
         )
+    numbered, history = history, _counted_on(history)
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     over_steps, histogram = figure.subplots(1, 2, sharey=True, width_ratios=(3.2, 1))
     over_steps.set_yscale("log")
@@ -105,10 +108,21 @@ def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
     if suggestion is not None and suggestion.max_norm is not None:
         over_steps.axhline(suggestion.max_norm, color=RECOMMENDED, lw=1, zorder=1.5)
     _label(over_steps, histogram)
+    if numbered is not history:
+        over_steps.set_xlabel("step, counted on from run to run")
     legend = figure.legend(loc="outside lower center", ncols=8, frameon=False, columnspacing=1.2)
     for sample in legend.get_lines():
         sample.set_markersize(5)
     return figure
+
+
+def _counted_on(history: History) -> History:
+    """The same with steps that rise throughout, where runs have the same numbers."""
+    steps = history.steps.clone()
+    for start in history.joins:
+        if steps[start] <= steps[start - 1]:
+            steps[start:] += steps[start - 1] + 1 - steps[start]
+    return history if steps.equal(history.steps) else replace(history, steps=steps)
 
 
 def _draw_norms(axes: Axes, history: History) -> None:
@@ -142,14 +156,17 @@ def _draw_norms(axes: Axes, history: History) -> None:
 
 
 def _draw_begins(axes: Axes, history: History) -> None:
-    """A line where each of several runs begins, and its name above the axis."""
+    """A line where each of several runs begins, and its name above the axis, where it has room."""
     begins = history.steps[[0, *history.joins]].tolist()
     width = (int(history.steps[-1]) - begins[0]) * _NAME
-    line = 0
+    # Where the names of each line above the axis end.
+    ends = [-math.inf] * 3
     for number, step in enumerate(begins, 1):
-        # A name that would overlap the one before stands over it.
-        line = line + 1 if number > 1 and step - begins[number - 2] < width else 0
         axes.axvline(step, color=GREY, lw=0.8, zorder=1.1)
+        line = next((i for i, end in enumerate(ends) if step >= end), None)
+        if line is None:
+            continue
+        ends[line] = step + width
         axes.annotate(
             f"run {number}",
             xy=(step, 1),

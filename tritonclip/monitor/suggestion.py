@@ -88,9 +88,10 @@ def suggest_max_norm(
             before it.
         warmup: steps to leave out at the start of each run. None: found as the blocks of the first
             fifth up to the last whose median is not among the middle 90% of the second fifth.
-        run: the number of a run, from 1 on, where a recorder went on in the file without a
-            checkpoint. None: the last run with 100 steps after the warm-up or, where none has so
-            many, with 20; `reason` says which, and whether the others agree.
+        run: the number of a run, from 1 on, where the file has several: a recorder went on in it
+            without a checkpoint, or its step numbers start again. None: the last run with 100 steps
+            after the warm-up or, where none has so many, with 20; `reason` says which, and whether
+            the others agree.
 
     Returns:
         The suggestion. `max_norm` is None where no norm is over three times the median of its part

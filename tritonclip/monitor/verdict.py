@@ -140,11 +140,11 @@ def of_runs(number: int, runs: Sequence[History], others: Mapping[int, str | Non
     differ = [f"{n} ({said})" for n, said in others.items() if said]
     short = [str(n) for n, said in others.items() if said is None]
     if agree:
-        remarks += f" Runs that agree: {', '.join(agree)}."
+        remarks += f" Runs that agree: {_few(agree)}."
     if differ:
-        remarks += f" Runs that do not agree: {', '.join(differ)}; run=, or --run, chooses one."
+        remarks += f" Runs that do not agree: {_few(differ)}; run=, or --run, chooses one."
     if short:
-        remarks += f" Runs with too few steps: {', '.join(short)}."
+        remarks += f" Runs with too few steps: {_few(short)}."
     return remarks
 
 
@@ -161,3 +161,8 @@ def _short(number: float, digits: int = 2) -> str:
 def _listed(words: Iterable[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} and {last}"
+
+
+def _few(words: Sequence[str]) -> str:
+    shown = ", ".join(words[:8])
+    return shown if len(words) <= 8 else f"{shown} and {len(words) - 8} more"
