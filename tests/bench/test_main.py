@@ -121,6 +121,7 @@ def test_a_device_that_is_not_there_ends_with_a_message(command, part):
         ("triton", ["codegen"], "pip install triton"),
         ("triton", ["host"], "pip install triton"),
     ],
+    ids=["click", "rich", "matplotlib", "triton-codegen", "triton-host"],
 )
 def test_a_missing_package_ends_with_a_message(package, arguments, remedy):
     done = python(

@@ -208,7 +208,7 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(package, com
         (["-h"], "usage: python -m tritonclip"),
         (["--version"], "tritonclip "),
     ],
-    ids=" ".join,
+    ids=["bare", "doctor", "doctor --help", "-h", "--version"],
 )
 def test_the_doctor_and_help_need_no_extra(tmp_path, arguments, said):
     """And no NumPy, of which torch would warn before every answer."""

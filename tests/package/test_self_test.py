@@ -32,6 +32,7 @@ def test_self_test_prints_a_report(command):
         ("torch", "the torch backend would serve one"),
         ("native", "one would not be served: the native backend was asked for, but it runs on CPU"),
     ],
+    ids=["torch", "native"],
 )
 def test_self_test_says_that_there_is_no_gpu_and_its_backend(capsys, backend, said):
     with tritonclip.use_backend(backend):
