@@ -15,8 +15,15 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+if missing := [name for name in ("click", "matplotlib", "rich", "torch") if not find_spec(name)]:
+    sys.exit(
+        f"python -m bench needs {', '.join(missing)}, not installed here: make install, or "
+        "pip install -e '.[dev]'"
+    )
 
 import click
 import torch
@@ -41,8 +48,25 @@ DEVICE: Options = click.option(
     type=click.Choice(["cpu", "cuda"]),
     default=lambda: "cuda" if torch.cuda.is_available() else "cpu",
     show_default="cuda if there",
-    callback=lambda context, option, name: torch.device(name),
+    callback=lambda context, option, name: device_of(name),
 )
+
+
+def device_of(name: str) -> torch.device:
+    """A device that is there."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise click.BadParameter(
+            f"no GPU was found by torch {torch.__version__}: measure with --device cpu"
+        )
+    return torch.device(name)
+
+
+def need_triton() -> None:
+    """Ends with a message where there are no kernels to measure."""
+    if not find_spec("triton"):
+        raise click.ClickException(
+            "triton is not installed: pip install triton, where there is one"
+        )
 
 
 def several(name: str, choices: Sequence[str], about: str) -> Options:
@@ -158,6 +182,7 @@ def host(parts, samples, longest, out):
     """Measures calls on the host: functions, modules and time, by path; no GPU is needed."""
     from bench.host import CAPTION, PARTS, run
 
+    need_triton()
     measured = (run([part], samples, longest) for part in parts or PARTS)
     finish(measured, CPU, out, "host", CAPTION)
 
@@ -179,6 +204,7 @@ def codegen(out):
     """Computes from compiled kernels the bytes they keep in flight; no GPU is needed."""
     from bench.codegen import CAPTION, CHIPS, DTYPES, rows_of
 
+    need_triton()
     work = track([(c, d) for c in CHIPS for d in DTYPES], "compiling", transient=True)
     finish((rows_of(*one) for one in work), CPU, out, "codegen", CAPTION)
 

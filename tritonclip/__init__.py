@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+if "tritonclip" in {Path(word).stem for word in sys.orig_argv[1:3]}:
+    # Commands need no NumPy, of which torch warns when it is imported.
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 from tritonclip import functional
 from tritonclip.backward.activations import ClipBackward, clip_backward

@@ -1,61 +1,28 @@
-"""The commands of `python -m tritonclip`; they need the extra `monitor`."""
+"""`python -m tritonclip suggest` and `plot`; they need the extra `monitor`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-import click
 from rich.console import Console
 from rich.table import Table
 
-from tritonclip.doctor import examine
 from tritonclip.monitor import plot as figure
 from tritonclip.monitor.history import History, read
 from tritonclip.monitor.suggestion import Suggestion, suggest_max_norm
 
-_FILE = click.argument("file", type=click.Path(path_type=Path))
-_WARMUP = click.option(
-    "--warmup", type=click.IntRange(0), help="Steps to leave out at the start; found by default."
-)
 
-
-def run(arguments: Sequence[str]) -> int:
-    """Runs a command; returns the exit status: 1 for bad input, 2 for bad usage."""
-    try:
-        status = _commands.main(list(arguments), "python -m tritonclip", standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (OSError, ValueError) as error:
-        click.echo(f"Error: {error}", err=True)
-        return 1
-    return status if isinstance(status, int) else 0
-
-
-@click.group(help="Gradient clipping: checks of the installation, and help to choose max_norm.")
-def _commands() -> None:
-    """Groups the commands."""
-
-
-@_commands.command()
-def doctor() -> int:
-    """Print versions, devices and backends, and run a short self-test."""
-    return examine()
-
-
-@_commands.command()
-@_FILE
-@_WARMUP
-def suggest(file: Path, warmup: int | None) -> None:
-    """Suggest max_norm from FILE, a recorder's .csv or .jsonl."""
-    suggestion = suggest_max_norm(file, warmup=warmup)
+def suggest(file: Path, warmup: int | None, run: int | None) -> None:
+    """Prints candidates for max_norm, the suggestion and its reason."""
+    history = read(file)
+    suggestion = suggest_max_norm(history, warmup=warmup, run=run)
     # Lines wide enough for the table, where they do not end up in a terminal.
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     if suggestion.candidates:
         console.print(_table(suggestion))
-    counted = f"{suggestion.steps} steps after a warm-up of {suggestion.warmup}"
+    of_run = f" of run {suggestion.run}" if history.joins else ""
+    counted = f"{suggestion.steps} steps{of_run} after a warm-up of {suggestion.warmup}"
     console.print(f"{counted}; left out: {_left_out(suggestion)}.")
     console.print(suggestion.reason)
     limit = "none" if suggestion.max_norm is None else f"{suggestion.max_norm:g}"
@@ -63,18 +30,14 @@ def suggest(file: Path, warmup: int | None) -> None:
     console.print(f"max_norm: {limit}{only}", style="bold")
 
 
-@_commands.command()
-@_FILE
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="A .png or .svg file; by default FILE as .png."
-)
-@_WARMUP
-def plot(file: Path, out: Path | None, warmup: int | None) -> None:
-    """Draw the norms in FILE, with candidates for max_norm."""
+def plot(file: Path, out: Path | None, warmup: int | None, run: int | None) -> None:
+    """Draws the norms, with candidates for max_norm, and prints the path of the figure."""
     history = read(file)
+    if run is not None:
+        history = history.run(run)
     out = out or file.with_suffix(".png")
     figure.save(out, history, _suggestion(history, warmup))
-    click.echo(str(out))
+    print(out)
 
 
 def _suggestion(history: History, warmup: int | None) -> Suggestion | None:
@@ -82,7 +45,7 @@ def _suggestion(history: History, warmup: int | None) -> Suggestion | None:
     try:
         return suggest_max_norm(history, warmup=warmup)
     except ValueError as error:
-        click.echo(f"The figure has no candidates: {error}", err=True)
+        print(f"The figure has no candidates: {error}", file=sys.stderr)
         return None
 
 

@@ -1,6 +1,7 @@
 """`python -m tritonclip doctor`: versions, devices, and for each its backend and a self-test."""
 
 import platform
+import warnings
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
@@ -40,6 +41,8 @@ def examine() -> int:
         backend, verdict = _report(device)
         failed |= verdict != "ok"
         print(f"{device!s:<12}{_device_name(device)}: {backend} backend, self-test {verdict}")
+    if not torch.cuda.device_count():
+        print(f"{'gpu':<12}no GPU was found{_why_no_gpu()}; {_backend_of_a_gpu()}")
     return int(failed)
 
 
@@ -57,6 +60,22 @@ def _devices() -> list[torch.device]:
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def _why_no_gpu() -> str:
+    built = torch.version.cuda or torch.version.hip
+    return "" if built else f": torch {torch.__version__} is built without CUDA and ROCm"
+
+
+def _backend_of_a_gpu() -> str:
+    """The backend that a GPU would have and, where it is a slow one, why."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            backend = choose.backend_name(torch.device("cuda"), torch.float32)
+        except RuntimeError as error:
+            return f"one would not be served: {error}"
+    return ": ".join([f"the {backend} backend would serve one", *(str(w.message) for w in caught)])
 
 
 def _report(device: torch.device) -> tuple[str, str]:

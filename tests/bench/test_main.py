@@ -6,8 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import pytest
+import torch
 from bench_cases import ROW
+from workers import python
 
 from bench import results, speed, workloads
 from bench.workloads import RULES
@@ -97,3 +101,44 @@ def test_speed_refuses_an_unknown_provider(command):
     done = command("speed", "--provider", "nobody")
     assert done.exit_code == 2
     assert "'nobody' is not one of" in done.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU that is not there")
+@pytest.mark.parametrize("part", ["speed", "functional", "accuracy"])
+def test_a_device_that_is_not_there_ends_with_a_message(command, part):
+    done = command(part, "--device", "cuda")
+    assert done.exit_code == 2
+    assert "no GPU was found" in done.output
+    assert "--device cpu" in done.output
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments", "remedy"),
+    [
+        ("click", ["speed"], "pip install -e '.[dev]'"),
+        ("rich", ["--help"], "pip install -e '.[dev]'"),
+        ("matplotlib", ["report"], "pip install -e '.[dev]'"),
+        ("triton", ["codegen"], "pip install triton"),
+        ("triton", ["host"], "pip install triton"),
+    ],
+    ids=["click", "rich", "matplotlib", "triton-codegen", "triton-host"],
+)
+def test_a_missing_package_ends_with_a_message(package, arguments, remedy):
+    done = python(
+        "-c",
+        f"import runpy, sys; sys.modules[{package!r}] = None; sys.argv[1:] = {arguments}\n"
+        "runpy.run_module('bench', run_name='__main__')",
+    )
+    assert done.returncode == 1
+    assert package in done.stderr
+    assert remedy in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_rows_of_a_quick_run_are_not_for_the_repository():
+    root = Path(results.RESULTS).parents[1]
+    if not (root / ".git").exists():
+        pytest.skip("asks git, which knows nothing of an archive")
+    for name in ("cpu-quick.json", "cuda-quick-training.json", "cpu-quick-busy2.json.part"):
+        asked = ["git", "check-ignore", "--quiet", str(results.RESULTS / name)]
+        assert subprocess.run(asked, cwd=root).returncode == 0, name

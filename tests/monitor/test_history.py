@@ -74,6 +74,30 @@ def test_rows_of_a_resumed_run_take_the_place_of_earlier_ones(write):
 
 
 @pytest.mark.parametrize(
+    ("steps", "runs"),
+    [
+        ([1, 2, 3, 1, 2], [[1, 2, 3], [1, 2]]),
+        ([5, 6, 5, 6, 7, 6, 3, 4], [[5, 6], [5, 6], [3, 4]]),
+        ([1, 2, None, 3, 4], [[1, 2], [3, 4]]),
+        ([1, 2, 3, None, 4, 5, 2, 3], [[1, 2, 3]]),
+        ([1, 2, 1, 1, 2], [[1, 2], [1, 2]]),
+        ([1, 1, 1, 2, 2], [[1, 2]]),
+        ([3, 2, 1], [[1]]),
+    ],
+    ids=["again", "from before", "join", "older checkpoint", "at once", "each twice", "backwards"],
+)
+def test_a_run_begins_where_steps_start_again_or_a_recorder_went_on(write, steps, runs):
+    """None stands for the row of a recorder that goes on."""
+    lines, last = ["step,norm,coefficient,limit,skipped\n"], 0
+    for step in steps:
+        lines.append(f"{last},,,,\n" if step is None else f"{step},1,,,\n")
+        last = step or last
+    history = read(write("a.csv", "".join(lines)))
+    assert [run.steps.tolist() for run in history.runs] == runs
+    assert history.replaced == len([s for s in steps if s]) - sum(map(len, runs))
+
+
+@pytest.mark.parametrize(
     ("name", "text"),
     [
         ("a.csv", "step,norm,limit\n1,1,1\n2,2,1\n3,"),

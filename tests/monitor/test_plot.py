@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import xml.etree.ElementTree as ET
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +114,43 @@ def test_warmup_is_shaded():
     assert suggestion.warmup
     names = [text.get_text() for text in plot.draw(history, suggestion).legends[0].get_texts()]
     assert "warm-up" in names
+
+
+def test_a_line_with_its_name_stands_where_each_run_begins():
+    joined = replace(run(), joins=(190, 200))
+    suggestion = suggest_max_norm(joined)
+    figure: Any = plot.draw(joined, suggestion)
+    over_steps, bars = figure.axes
+    begins = [one.get_xdata()[0] for one in over_steps.lines if one.get_color() == histogram.GREY]
+    assert begins == [1001, 1191, 1201]
+    assert [text.get_text() for text in over_steps.texts] == ["run 1", "run 2", "run 3"]
+    # Names of runs that begin next to each other stand one above the other.
+    assert [text.xyann[1] for text in over_steps.texts] == [3, 3, 13]
+    assert suggestion.run == 3
+    assert sum(patch.get_width() for patch in bars.patches) == suggestion.steps
+
+
+def test_names_of_many_runs_stand_where_they_have_room():
+    figure: Any = plot.draw(replace(run(), joins=tuple(range(2, 400, 2))))
+    places = [(text.xy[0], text.xyann[1]) for text in figure.axes[0].texts]
+    assert {height for _, height in places} == {3, 13, 23}
+    for height in (3, 13, 23):
+        steps = sorted(step for step, at in places if at == height)
+        assert min(after - step for step, after in itertools.pairwise(steps)) > 0.07 * 398
+
+
+def test_runs_with_the_same_steps_stand_side_by_side():
+    history = run()
+    twice = replace(history, steps=torch.cat([history.steps[:200]] * 2), joins=(200,))
+    figure: Any = plot.draw(twice)
+    over_steps = figure.axes[0]
+    begins = [one.get_xdata()[0] for one in over_steps.lines if one.get_color() == histogram.GREY]
+    assert begins == [1001, 1201]
+    assert over_steps.get_xlabel() == "step, counted on from run to run"
+
+
+def test_a_figure_of_one_run_names_none(figure):
+    assert not figure.axes[0].texts
 
 
 def test_the_histogram_counts_steps_and_shows_candidates(figure):

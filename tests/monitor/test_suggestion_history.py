@@ -12,51 +12,19 @@ from norm_series import norms_of
 import tritonclip
 
 
-def test_a_run_that_was_appended_without_a_checkpoint_is_told(tmp_path):
-    """Rows of two runs count on, and nothing else tells them apart."""
+def test_step_numbers_that_come_again_are_told(tmp_path):
     path = tmp_path / "run.csv"
-    for seed in (0, 1):
-        with tritonclip.record(path, append=True) as recorder:
-            for norm in norms_of(300, spikes=0.03, seed=seed):
-                recorder.add_(float(norm))
-    reason = tritonclip.suggest_max_norm(path).reason
-    assert "A recorder went on in this file at step 301, without a checkpoint" in reason
-    assert "warmup=300, or --warmup 300" in reason
-    second = tritonclip.suggest_max_norm(path, warmup=300)
-    assert "went on" not in second.reason
-    alone = tritonclip.suggest_max_norm(norms_of(300, spikes=0.03, seed=1), warmup=0)
-    assert second.max_norm == alone.max_norm
-
-
-def test_a_run_that_resumes_from_a_checkpoint_is_one_run(tmp_path):
-    path = tmp_path / "run.csv"
-    with tritonclip.record(path) as recorder:
-        for norm in norms_of(300):
-            recorder.add_(float(norm))
-        saved = recorder.state_dict()
-    with tritonclip.record(path, append=True) as recorder:
-        recorder.load_state_dict(saved)
-        for norm in norms_of(300, seed=1):
-            recorder.add_(float(norm))
-    suggestion = tritonclip.suggest_max_norm(path, warmup=0)
-    assert suggestion.steps == 600
-    assert "went on" not in suggestion.reason
-
-
-@pytest.mark.parametrize("again", [100, 300])
-def test_step_numbers_that_start_again_are_told(tmp_path, again):
-    path = tmp_path / "run.csv"
-    rows = [*enumerate(norms_of(300), 1), *enumerate(norms_of(again, seed=1), 1)]
+    rows = [*enumerate(norms_of(300), 1), *enumerate(norms_of(300, seed=1), 2)]
     path.write_text("step,norm\n" + "".join(f"{step},{norm}\n" for step, norm in rows))
     suggestion = tritonclip.suggest_max_norm(path, warmup=0)
-    assert suggestion.steps == again
-    assert "only the later rows count; left out were 300 earlier ones" in suggestion.reason
+    assert (suggestion.steps, suggestion.run) == (301, 1)
+    assert "only the later rows count; left out were 299 earlier ones" in suggestion.reason
 
 
 def test_too_few_steps_after_others_that_were_replaced_are_told(tmp_path):
     path = tmp_path / "run.csv"
-    path.write_text("step,norm\n" + "".join(f"{step},1\n" for step in [*range(300), 0, 1, 2]))
-    with pytest.raises(ValueError, match=r"got 3 in 3 steps; .*left out were 300 earlier ones"):
+    path.write_text("step,norm\n" + "".join(f"{step},1\n" for step in [*range(300), 1, 2]))
+    with pytest.raises(ValueError, match=r"got 3 in 3 steps; .*left out were 299 earlier ones"):
         tritonclip.suggest_max_norm(path)
 
 

@@ -11,7 +11,6 @@ from workers import python
 import tritonclip
 from tritonclip.__main__ import main
 
-pytest.importorskip("click", reason="needs tritonclip[monitor]")
 pytest.importorskip("matplotlib", reason="needs tritonclip[monitor]")
 pytest.importorskip("rich", reason="needs tritonclip[monitor]")
 
@@ -91,6 +90,25 @@ def test_suggest_leaves_out_the_warmup_that_is_given(path, capsys):
     assert "500 steps after a warm-up of 100" in capsys.readouterr().out
 
 
+def test_suggest_and_plot_take_one_of_several_runs(path, tmp_path, capsys):
+    with tritonclip.record(path, append=True) as recorder:
+        for step in range(40):
+            recorder.add_(100.0 + step % 7)
+    assert main(["suggest", str(path)]) == 0
+    assert "600 steps of run 1 after a warm-up of 0" in capsys.readouterr().out
+    assert main(["suggest", str(path), "--run", "2"]) == 0
+    assert "40 steps of run 2 after a warm-up of 0" in capsys.readouterr().out
+    figure = tmp_path / "two.svg"
+    for options, names in ([], ["run 1", "run 2"]), (["--run", "2"], []):
+        assert main(["plot", str(path), "--out", str(figure), *options]) == 0
+        text = figure.read_text()
+        assert [name for name in ("run 1", "run 2") if f">{name}<" in text] == names
+    capsys.readouterr()
+    for command in ("suggest", "plot"):
+        assert main([command, str(path), "--run", "3"]) == 1
+        assert "run must be the number of a run, 1 to 2" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("out", ["a.png", "a.svg", None])
 def test_plot_writes_a_figure_and_prints_its_path(path, tmp_path, capsys, out):
     target = path.with_suffix(".png") if out is None else tmp_path / out
@@ -137,13 +155,25 @@ def test_a_file_that_is_no_history_ends_with_a_message(tmp_path, capsys, command
 )
 def test_wrong_usage_ends_with_status_2(capsys, arguments):
     assert main(arguments) == 2
-    assert "Usage: python -m tritonclip" in capsys.readouterr().err
+    assert "usage: python -m tritonclip" in capsys.readouterr().err
 
 
-def test_help_names_every_command(capsys):
-    assert main(["--help"]) == 0
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_names_every_command(capsys, option):
+    assert main([option]) == 0
     printed = capsys.readouterr().out
-    assert all(f"\n  {command} " in printed for command in ("doctor", "plot", "suggest"))
+    assert all(f"\n    {command} " in printed for command in ("doctor", "plot", "suggest"))
+
+
+@pytest.mark.parametrize("command", ["doctor", "plot", "suggest"])
+def test_every_command_has_help(capsys, command):
+    assert main([command, "-h"]) == 0
+    assert f"usage: python -m tritonclip {command}" in capsys.readouterr().out
+
+
+def test_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tritonclip {tritonclip.__version__}\n"
 
 
 def test_commands_run_as_a_program(path):
@@ -156,7 +186,7 @@ def test_commands_run_as_a_program(path):
 
 
 @pytest.mark.parametrize(
-    ("package", "command"), [("click", "--help"), ("matplotlib", "plot"), ("rich", "suggest")]
+    ("package", "command"), [("matplotlib", "plot"), ("numpy", "plot"), ("rich", "suggest")]
 )
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(package, command):
     blocked = f"import sys; sys.modules[{package!r}] = None; sys.argv[1:] = [{command!r}, 'a.csv']"
@@ -169,16 +199,27 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(package, com
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["doctor"]], ids=["bare", "doctor"])
-def test_the_doctor_needs_no_extra(arguments):
-    blocked = "import sys; sys.modules.update(dict.fromkeys(('click', 'matplotlib', 'rich')))"
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "self-test ok"),
+        (["doctor"], "self-test ok"),
+        (["doctor", "--help"], "usage: python -m tritonclip doctor"),
+        (["-h"], "usage: python -m tritonclip"),
+        (["--version"], "tritonclip "),
+    ],
+    ids=["bare", "doctor", "doctor --help", "-h", "--version"],
+)
+def test_the_doctor_and_help_need_no_extra(tmp_path, arguments, said):
+    """And no NumPy, of which torch would warn before every answer."""
+    for name in ("click", "matplotlib", "numpy", "rich"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(name={name!r})")
     done = python(
-        "-c",
-        f"{blocked}\nfrom tritonclip.__main__ import main\nsys.exit(main({arguments}))",
-        TRITONCLIP_BACKEND="torch",
+        "-m", "tritonclip", *arguments, TRITONCLIP_BACKEND="torch", PYTHONPATH=str(tmp_path)
     )
     assert done.returncode == 0, done.stderr
-    assert "self-test ok" in done.stdout
+    assert said in done.stdout
+    assert not done.stderr
 
 
 def test_import_of_the_package_imports_no_recorder_and_no_extra():

@@ -25,6 +25,42 @@ def test_self_test_prints_a_report(command):
     assert lines["cpu"].endswith("torch backend, self-test ok")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("torch", "the torch backend would serve one"),
+        ("native", "one would not be served: the native backend was asked for, but it runs on CPU"),
+    ],
+    ids=["torch", "native"],
+)
+def test_self_test_says_that_there_is_no_gpu_and_its_backend(capsys, backend, said):
+    with tritonclip.use_backend(backend):
+        doctor.examine()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("gpu         no GPU was found")
+    assert said in last
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
+@pytest.mark.parametrize("installed", [True, False], ids=["triton", "no triton"])
+def test_self_test_says_why_a_gpu_would_be_slow(installed):
+    if installed:
+        pytest.importorskip("triton")
+    blocked = "" if installed else "; sys.modules['triton'] = None"
+    done = python(
+        "-c",
+        f"import sys{blocked}; from tritonclip.__main__ import main; sys.exit(main(['doctor']))",
+    )
+    last = done.stdout.splitlines()[-1]
+    if installed:
+        assert last.endswith("the triton backend would serve one")
+    else:
+        assert "the torch backend would serve one: tritonclip uses its slower torch backend" in last
+        assert last.endswith("triton is not installed: pip install triton")
+    assert not done.stderr
+
+
 def test_self_test_fails_with_a_reason_where_a_backend_is_wrong(monkeypatch, capsys):
     real = CpuBatch.norm
 

@@ -1,10 +1,11 @@
-"""The wheel, built from the sources alone and run where nothing else of the repository is seen."""
+"""The source distribution, and its wheel, run where nothing else of the repository is seen."""
 
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +15,6 @@ import pytest
 pytestmark = pytest.mark.wheel
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "tritonclip", "kernels", "native"]
 # -S reads no .pth files: torch is found here, the editable install is not.
 LIBRARIES = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 
@@ -24,10 +24,10 @@ INSTALLED = {
 }
 
 
-def run(*command, cwd, **environment):
+def run(*command, cwd, python=sys.executable, **environment):
     """Run Python to its end and return what it printed."""
     done = subprocess.run(
-        [sys.executable, *map(str, command)],
+        [str(python), *map(str, command)],
         cwd=cwd,
         env=os.environ | environment,
         capture_output=True,
@@ -38,15 +38,30 @@ def run(*command, cwd, **environment):
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
+def sdist(tmp_path_factory):
     # A copy: what an earlier build left in the repository must not get in.
-    source = tmp_path_factory.mktemp("source")
-    for name in SOURCES:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, source / name)
+    source = tmp_path_factory.mktemp("source") / "tritonclip"
+    left_out = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "*.so")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=left_out)
+    run("-m", "build", "--sdist", "--no-isolation", "--outdir", source / "dist", cwd=source)
+    (path,) = (source / "dist").glob("*.tar.gz")
+    return path
 
-    run("-m", "build", "--wheel", "--no-isolation", "--outdir", source / "dist", cwd=source)
-    (path,) = (source / "dist").glob("*.whl")
+
+@pytest.fixture(scope="module")
+def unpacked(sdist, tmp_path_factory):
+    """The one folder of the source distribution."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    shutil.unpack_archive(sdist, folder)
+    (unpacked,) = folder.iterdir()
+    return unpacked
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked, tmp_path_factory):
+    out = tmp_path_factory.mktemp("wheel")
+    run("-m", "build", "--wheel", "--no-isolation", "--outdir", out, cwd=unpacked)
+    (path,) = out.glob("*.whl")
     return path
 
 
@@ -63,6 +78,34 @@ def run_clean(place, tmp_path):
     """Runs Python with the installed wheel and its dependencies, in an empty folder."""
     path = os.pathsep.join([str(place), *LIBRARIES])
     return lambda *command: run("-S", *command, cwd=tmp_path, PYTHONPATH=path)
+
+
+def test_sdist_holds_the_repository(sdist):
+    if not (ROOT / ".git").exists():
+        pytest.skip("asks git, which knows nothing of an archive")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    # Settings of git and CI, and a link to the folder of the kernels.
+    tracked = {name for name in listed if not name.startswith(".") and (ROOT / name).is_file()}
+    assert not tracked - names
+    assert not {name for name in names if name.endswith((".so", ".pyc"))}
+
+
+def test_sdist_runs_its_tests(unpacked, tmp_path):
+    """After an installation, as the first lines of CONTRIBUTING.md have it."""
+    run("-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "libraries.pth").write_text("\n".join(LIBRARIES))
+    python = tmp_path / "venv" / "bin" / "python"
+    install = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "-I", "-e")
+    run(*install, unpacked, cwd=tmp_path, python=python)
+    test = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "not wheel")
+    # Ends with an error where a module cannot be imported.
+    collected = run(*test, "--collect-only", cwd=unpacked, python=python)
+    assert "tests/clip/test_norm.py::" in collected
+    part = ("tests/test_norms.py", "tests/test_warn.py", "tests/package/test_readme.py")
+    assert "[100%]" in run(*test, *part, "-k", "not docs_code", cwd=unpacked, python=python)
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel):
@@ -104,6 +147,11 @@ def test_wheel_imports_without_triton_or_trainers(run_clean):
         "loaded = [name for name in new if name.split('.')[0] in optional or 'kernels' in name]\n"
         "assert not loaded, loaded\n",
     )
+
+
+def test_wheel_installs_the_command(place, run_clean):
+    assert run_clean(place / "bin" / "tritonclip", "--version").startswith("tritonclip ")
+    assert "usage: tritonclip doctor" in run_clean(place / "bin" / "tritonclip", "doctor", "-h")
 
 
 def test_wheel_self_test_passes(run_clean):

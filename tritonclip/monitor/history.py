@@ -1,10 +1,11 @@
-"""The history of a run: norms, coefficients and limits by step, read from a file."""
+"""The history of a run or of several: norms, coefficients and limits by step, read from a file."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -16,25 +17,25 @@ from tritonclip.monitor.formats import Cell, format_of
 COLUMNS = ("step", "norm", "coefficient", "limit", "skipped")
 # Begins the columns of groups and parameters, so that no name collides with those above.
 PART = "norm/"
-# In a row: a recorder went on in the file with it.
-_JOIN = "join"
+# The numbers of a step, by column.
+_Row = dict[str, float]
 _WRITTEN_BY = "record(...) writes such files, and a file from elsewhere needs a column 'norm'"
 
 
 @dataclass(frozen=True)
 class History:
-    """Steps of a run, in order.
+    """Steps of a run in order, or of several runs that one file has one after the other.
 
     Attributes:
-        steps: their numbers; 1-d int64.
+        steps: their numbers, which rise within a run; 1-d int64.
         norms: global norms *before* clipping; 1-d float64, as are the next three.
         coefficients: factors of the gradients; NaN where unknown.
         limits: of the norm; NaN where unknown.
         skipped: 1 for steps that were left out; NaN where unknown.
         parts: norms of groups or parameters, by name.
-        joins: positions of the rows with which another recorder went on in the file, not from a
-            checkpoint.
-        replaced: rows that are not here, because their steps or earlier ones came again.
+        joins: positions of the rows with which a run begins after another: a recorder went on in
+            the file, not from a checkpoint, or the numbers of steps start again.
+        replaced: rows that are not here, because a run went on from an earlier step.
     """
 
     steps: Tensor
@@ -48,6 +49,31 @@ class History:
 
     def __len__(self) -> int:
         return len(self.steps)
+
+    @property
+    def runs(self) -> tuple[History, ...]:
+        """The runs, in order."""
+        return tuple(
+            History(
+                self.steps[start:end],
+                self.norms[start:end],
+                self.coefficients[start:end],
+                self.limits[start:end],
+                self.skipped[start:end],
+                {name: norms[start:end] for name, norms in self.parts.items()},
+                replaced=self.replaced,
+            )
+            for start, end in pairwise((0, *self.joins, len(self)))
+        )
+
+    def run(self, number: int) -> History:
+        """One of the runs, by its number from 1 on; ValueError where there is none."""
+        runs = self.runs
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= len(runs):
+            raise ValueError(
+                f"run must be the number of a run, 1 to {len(runs)} in this history, got {number!r}"
+            )
+        return runs[number - 1]
 
     @property
     def is_clipped(self) -> Tensor:
@@ -74,8 +100,8 @@ def read(path: str | os.PathLike[str]) -> History:
             others are not read. Rows without a norm are left out.
 
     Returns:
-        The steps in order. Where a run went on from an earlier checkpoint, so that numbers of steps
-        come again, the later rows count.
+        The steps in order. Where a run went on from an earlier checkpoint, so that some numbers of
+        steps come again, the later rows count; where all do, from the first, another run begins.
 
     Raises:
         FileNotFoundError: no such file.
@@ -84,7 +110,9 @@ def read(path: str | os.PathLike[str]) -> History:
     path = Path(path)
     form = format_of(path)
     text = read_text(path)
-    rows: list[dict[str, float]] = []
+    runs: list[list[_Row]] = [[]]
+    # The least step so far.
+    first = torch.inf
     replaced, joined = 0, False
     last = text.count("\n") + 1 if not text.endswith("\n") else None
     try:
@@ -93,25 +121,39 @@ def read(path: str | os.PathLike[str]) -> History:
             if row is None:
                 joined = joined or is_join(cells)
                 continue
-            if rows and ("step" in row) != ("step" in rows[0]):
+            if runs[0] and ("step" in row) != ("step" in runs[0][0]):
                 raise ValueError(f"line {number}: expected 'step' in every row or in none")
-            if joined and rows and "step" in row and row["step"] > rows[-1]["step"]:
-                row[_JOIN] = 1.0
-            joined = False
-            while rows and row.get("step", torch.inf) <= rows[-1].get("step", 0):
-                rows.pop()
-                replaced += 1
-            rows.append(row)
+            replaced += _add(runs, row, first, joined=joined)
+            first, joined = min(first, row.get("step", torch.inf)), False
     except ValueError as error:
         # A crash may have cut the last line off.
-        if last is None or f"line {last}:" not in str(error) or not rows:
+        if last is None or f"line {last}:" not in str(error) or not runs[0]:
             raise ValueError(f"{path} is no history: {error}; {_WRITTEN_BY}") from None
-    if not rows:
+    if not runs[0]:
         raise ValueError(
             f"{path} is no history: expected at least one row with a norm, got none; a recorder "
             "writes after every `every` steps, and at flush() and close()"
         )
-    return _history(rows, replaced)
+    return _history(runs, replaced)
+
+
+def _add(runs: list[list[_Row]], row: _Row, first: float, *, joined: bool) -> int:
+    """Adds a row to the last of the runs, or to a new one; returns how many rows it replaces."""
+    if not runs[0] or "step" not in row:
+        runs[-1].append(row)
+        return 0
+    step, last = row["step"], runs[-1][-1]["step"]
+    replaced = 0
+    if (joined and step > last) or step <= first < last:
+        runs.append([])
+    while runs[-1] and step <= runs[-1][-1]["step"]:
+        runs[-1].pop()
+        replaced += 1
+        # A run may go on from a checkpoint that is older than another run in its file.
+        if not runs[-1] and step > first:
+            runs.pop()
+    runs[-1].append(row)
+    return replaced
 
 
 def join_after(step: int) -> tuple[Cell, ...]:
@@ -142,7 +184,7 @@ def read_text(path: Path) -> str:
         ) from None
 
 
-def _numbers(number: int, cells: dict[str, Cell]) -> dict[str, float] | None:
+def _numbers(number: int, cells: dict[str, Cell]) -> _Row | None:
     """The numbers of a row; None for one without a norm."""
     if "norm" not in cells:
         found = ", ".join(map(repr, list(cells)[:8])) or "none"
@@ -171,7 +213,8 @@ def _number(number: int, name: str, cell: Cell) -> float:
         raise ValueError(f"{expected}, got {cell!r:.40}") from None
 
 
-def _history(rows: list[dict[str, float]], replaced: int) -> History:
+def _history(runs: list[list[_Row]], replaced: int) -> History:
+    rows = [row for run in runs for row in run]
     names = list(dict.fromkeys(name for row in rows for name in row))
 
     def column(name: str) -> Tensor:
@@ -186,6 +229,6 @@ def _history(rows: list[dict[str, float]], replaced: int) -> History:
         column("limit"),
         column("skipped"),
         {name.removeprefix(PART): column(name) for name in names if name.startswith(PART)},
-        tuple(i for i, row in enumerate(rows) if _JOIN in row),
+        tuple(accumulate(len(run) for run in runs[:-1])),
         replaced,
     )

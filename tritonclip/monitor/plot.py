@@ -1,4 +1,4 @@
-"""The figure of a run: its norms over steps, and their histogram beside candidates for a limit.
+"""The figure of a history: norms over steps, and their histogram beside candidates for a limit.
 
 Needs matplotlib: `pip install "tritonclip[monitor]"`. The colours are those of Okabe and Ito, which
 colour-blind readers tell from one another; each kind of mark has a shape as well.
@@ -6,7 +6,10 @@ colour-blind readers tell from one another; each kind of mark has a shape as wel
 
 from __future__ import annotations
 
+import math
 import os
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,8 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from torch import Tensor
 
-from tritonclip.monitor.histogram import RECOMMENDED, draw_histogram
+from tritonclip.monitor.histogram import GREY, RECOMMENDED, draw_histogram
 from tritonclip.monitor.history import History
 from tritonclip.monitor.suggestion import Suggestion
 
@@ -30,6 +32,8 @@ _MANY = 5_000
 _PARTS = 100
 # Marks of a kind, above which they are drawn small.
 _CROWDED = 200
+# The width of a run's name, as a part of the axis.
+_NAME = 0.07
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.right": False,
@@ -43,12 +47,12 @@ _STYLE: dict[Any, Any] = {
 def save(
     path: str | os.PathLike[str], history: History, suggestion: Suggestion | None = None
 ) -> None:
-    """Draws a run into a file.
+    """Draws a history into a file.
 
     Args:
         path: ends in .png or .svg.
-        history: the run.
-        suggestion: for it; None for a figure without candidates.
+        history: of one run, or of several, each of which is named at a line where it begins.
+        suggestion: for it; None for a figure without candidates. The histogram is of its run.
 
     Raises:
         FileNotFoundError: no such folder.
@@ -78,17 +82,21 @@ def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
             f"expected a finite norm over 0 to draw, got none in {len(history)} steps; "
             "clip_(..., nonfinite='error') names the gradients that are NaN or inf"
         )
+    numbered, history = history, _counted_on(history)
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     over_steps, histogram = figure.subplots(1, 2, sharey=True, width_ratios=(3.2, 1))
     over_steps.set_yscale("log")
-    _draw_norms(over_steps, history, shown)
+    _draw_norms(over_steps, history)
     _draw_marks(over_steps, history)
-    warmup = 0 if suggestion is None else suggestion.warmup
-    if warmup:
-        end = float(history.steps[min(warmup, len(history)) - 1])
-        over_steps.axvspan(float(history.steps[0]), end, color="0.93", lw=0, label="warm-up")
+    if history.joins:
+        _draw_begins(over_steps, history)
     after = shown.clone()
-    after[:warmup] = False
+    if suggestion is not None:
+        start, end = [*pairwise((0, *history.joins, len(history)))][suggestion.run - 1]
+        warm = history.steps[start : min(start + suggestion.warmup, end)].tolist()
+        if warm:
+            over_steps.axvspan(warm[0], warm[-1], color="0.93", lw=0, label="warm-up")
+        after[: start + len(warm)] = after[end:] = False
     candidates = () if suggestion is None else suggestion.candidates
     low, high = float(history.norms[shown].min()), float(history.norms[shown].max())
     # Limits far from every norm would leave little of the axis for these.
@@ -100,22 +108,39 @@ def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
     if suggestion is not None and suggestion.max_norm is not None:
         over_steps.axhline(suggestion.max_norm, color=RECOMMENDED, lw=1, zorder=1.5)
     _label(over_steps, histogram)
+    if numbered is not history:
+        over_steps.set_xlabel("step, counted on from run to run")
     legend = figure.legend(loc="outside lower center", ncols=8, frameon=False, columnspacing=1.2)
     for sample in legend.get_lines():
         sample.set_markersize(5)
     return figure
 
 
-def _draw_norms(axes: Axes, history: History, shown: Tensor) -> None:
-    """Norms, the medians of parts of the run, and the limit."""
-    steps, norms = history.steps[shown], history.norms[shown]
-    many = len(steps) > _MANY
-    axes.plot(steps, norms, color=NORM, lw=0.6, label="norm", rasterized=many, zorder=1.2)
-    n_parts = min(_PARTS, max(1, len(steps) // 10))
-    centres = [float(part.double().mean()) for part in steps.tensor_split(n_parts)]
-    medians = [float(part.quantile(0.5)) for part in norms.tensor_split(n_parts)]
-    if n_parts > 1:
-        axes.plot(centres, medians, color=MEDIAN, lw=1.3, label="median", zorder=3.5)
+def _counted_on(history: History) -> History:
+    """The same with steps that rise throughout, where runs have the same numbers."""
+    steps = history.steps.clone()
+    for start in history.joins:
+        if steps[start] <= steps[start - 1]:
+            steps[start:] += steps[start - 1] + 1 - steps[start]
+    return history if steps.equal(history.steps) else replace(history, steps=steps)
+
+
+def _draw_norms(axes: Axes, history: History) -> None:
+    """Norms, the medians of parts of each run, and the limit."""
+    many = len(history) > _MANY
+    for number, run in enumerate(history.runs):
+        shown = run.norms.isfinite() & (run.norms > 0)
+        steps, norms = run.steps[shown], run.norms[shown]
+        # A label that begins with _ stays out of the legend.
+        again = "_" if number else ""
+        axes.plot(
+            steps, norms, color=NORM, lw=0.6, label=f"{again}norm", rasterized=many, zorder=1.2
+        )
+        n_parts = min(_PARTS, len(steps) // 10)
+        if n_parts > 1:
+            centres = [float(part.double().mean()) for part in steps.tensor_split(n_parts)]
+            medians = [float(part.quantile(0.5)) for part in norms.tensor_split(n_parts)]
+            axes.plot(centres, medians, color=MEDIAN, lw=1.3, label=f"{again}median", zorder=3.5)
     limited = history.limits.isfinite() & (history.limits > 0)
     if limited.any():
         axes.plot(
@@ -127,6 +152,30 @@ def _draw_norms(axes: Axes, history: History, shown: Tensor) -> None:
             drawstyle="steps-mid",
             label="limit",
             zorder=2.2,
+        )
+
+
+def _draw_begins(axes: Axes, history: History) -> None:
+    """A line where each of several runs begins, and its name above the axis, where it has room."""
+    begins = history.steps[[0, *history.joins]].tolist()
+    width = (int(history.steps[-1]) - begins[0]) * _NAME
+    # Where the names of each line above the axis end.
+    ends = [-math.inf] * 3
+    for number, step in enumerate(begins, 1):
+        axes.axvline(step, color=GREY, lw=0.8, zorder=1.1)
+        line = next((i for i, end in enumerate(ends) if step >= end), None)
+        if line is None:
+            continue
+        ends[line] = step + width
+        axes.annotate(
+            f"run {number}",
+            xy=(step, 1),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(0, 3 + 10 * line),
+            textcoords="offset points",
+            fontsize=8,
+            color=GREY,
+            annotation_clip=False,
         )
 
 

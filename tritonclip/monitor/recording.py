@@ -58,7 +58,7 @@ def record(
         The columns are step, norm, coefficient, limit, skipped, and norm/<name> for each of
         `norms`. Unknown values are empty (null in JSON Lines). A run that resumes from a checkpoint
         loads `state_dict()`; without it, steps are counted on from the last row, after a row with
-        its step alone, by which `suggest` tells the parts apart.
+        its step alone, by which `suggest` tells the runs apart.
 
     Example:
         >>> import pathlib, tempfile, torch, tritonclip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -18,7 +18,7 @@ _ORDINARY = 3.0
 # Norms are real numbers: three that are equal, and the largest, are no chance.
 _CUT_SHARE, _CUT_STEPS = 0.01, 3
 # From so many steps on, a tail of 1% is a step.
-_ENOUGH = 100
+ENOUGH = 100
 
 
 def judge(norms: Tensor, trend: Trend, limit: float) -> tuple[Verdict, str]:
@@ -102,7 +102,7 @@ def of_limit_in_use(norms: Tensor, verdict: Verdict, in_use: float | None) -> st
 def remarks_on(n_steps: int, n_nonfinite: int) -> str:
     """Sentences on too few steps, and on norms that are NaN or inf; "" without either."""
     remarks = ""
-    if n_steps < _ENOUGH:
+    if n_steps < ENOUGH:
         remarks += f" These are {n_steps} steps only: record some hundred."
     if n_nonfinite:
         remarks += (
@@ -112,22 +112,39 @@ def remarks_on(n_steps: int, n_nonfinite: int) -> str:
     return remarks
 
 
-def of_runs(run: History, warmup: int) -> str:
-    """Sentences on a file that may be of several runs; "" where it is of one."""
-    remarks = ""
-    if run.replaced:
-        remarks += (
-            " Step numbers come again, and only the later rows count; left out were "
-            f"{run.replaced} earlier ones. Where these are two runs, record each in a file of its "
-            "own."
-        )
-    if run.joins and run.joins[-1] > warmup:
-        start = run.joins[-1]
-        remarks += (
-            f" A recorder went on in this file at step {int(run.steps[start])}, without a "
-            f"checkpoint. Where a new run begins there, leave the one before out: warmup={start}, "
-            f"or --warmup {start}."
-        )
+def of_replaced(run: History) -> str:
+    """Sentences on rows that others took the place of; "" without any."""
+    if not run.replaced:
+        return ""
+    return (
+        " Step numbers come again, and only the later rows count; left out were "
+        f"{run.replaced} earlier ones. Where these are two runs, record each in a file of its own."
+    )
+
+
+def of_runs(number: int, runs: Sequence[History], others: Mapping[int, str | None]) -> str:
+    """Sentences on the run that a suggestion is of; "" where there is one only.
+
+    Args:
+        number: of the run, from 1 on.
+        runs: all.
+        others: by their numbers "" for a run that the suggestion fits, else what is suggested for
+            it; None for one with too few steps.
+    """
+    if len(runs) == 1:
+        return ""
+    remarks = (
+        f" Run {number} of {len(runs)} speaks, which begins at step {runs[number - 1].steps[0]}."
+    )
+    agree = [str(n) for n, said in others.items() if said == ""]
+    differ = [f"{n} ({said})" for n, said in others.items() if said]
+    short = [str(n) for n, said in others.items() if said is None]
+    if agree:
+        remarks += f" Runs that agree: {_few(agree)}."
+    if differ:
+        remarks += f" Runs that do not agree: {_few(differ)}; run=, or --run, chooses one."
+    if short:
+        remarks += f" Runs with too few steps: {_few(short)}."
     return remarks
 
 
@@ -144,3 +161,8 @@ def _short(number: float, digits: int = 2) -> str:
 def _listed(words: Iterable[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} and {last}"
+
+
+def _few(words: Sequence[str]) -> str:
+    shown = ", ".join(words[:8])
+    return shown if len(words) <= 8 else f"{shown} and {len(words) - 8} more"
