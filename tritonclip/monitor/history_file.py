@@ -1,4 +1,4 @@
-"""The file that a recorder writes: begun once, appended to, and gone on with by a resumed run."""
+"""The file that a recorder writes: created once, and appended to, also by a resumed run."""
 
 from __future__ import annotations
 
