@@ -1,7 +1,6 @@
 """Rules that compare the gradient of each unit with the weights of that unit."""
 
 import copy
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,7 +9,7 @@ from weakref import ref
 from torch import Tensor
 from torch.nn import Module
 
-from tritonclip.rules.arguments import Schedule, as_limit, as_limit_or_schedule
+from tritonclip.rules.arguments import Schedule, as_eps, as_limit_or_schedule
 from tritonclip.rules.rule import Measured, Rule, needs_state
 
 _EXPECTED = "exclude must be a module, a parameter, or an iterable of these"
@@ -133,9 +132,7 @@ class ClipByUnitNorm(Rule):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", as_limit_or_schedule("ratio", self.ratio))
-        object.__setattr__(self, "eps", as_limit("eps", self.eps))
-        if math.isinf(self.eps):
-            raise ValueError("eps must be finite, got inf")
+        object.__setattr__(self, "eps", as_eps(self.eps))
         object.__setattr__(self, "exclude", _as_excluded(self.exclude))
 
     def limit(self, measured: Measured) -> float:
