@@ -36,13 +36,12 @@ def _collect(items: Sequence[tuple[str, Tensor]]) -> tuple[list[Tensor], str, li
     grads: list[Tensor] = []
     names: list[str] = []
     owners: list[Tensor] = []
+    # Tensors are hashed by identity.
+    met: set[Tensor] = set()
     for name, parameter in items:
         grad = parameter.grad
-        if (
-            grad is not None
-            and getattr(parameter, "need_clip", True)
-            and all(grad is not g for g in grads)
-        ):
+        if grad is not None and getattr(parameter, "need_clip", True) and grad not in met:
+            met.add(grad)
             grads.append(grad)
             names.append(name)
             owners.append(parameter)
