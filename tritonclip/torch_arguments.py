@@ -32,7 +32,7 @@ def as_float(name: str, number: object) -> float:
             f"{name} must be a number, got the rule {type(number).__name__}; pass rules to clip_: "
             "clip_(parameters, rule)"
         )
-    if isinstance(number, list | tuple | Iterator | Module):
+    if isinstance(number, (list, tuple, Iterator, Module)):
         raise TypeError(
             f"{name} must be a number, got {type(number).__name__}; parameters come first, and "
             "then numbers, such as a limit of 1.0"

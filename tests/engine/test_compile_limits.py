@@ -33,7 +33,7 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "RMS": lambda params, x: tritonclip.clip_(params, ClipByRMS(x)),
     "unit": lambda params, x: tritonclip.clip_(params, ClipByUnitNorm(x)),
     "value": lambda params, x: tritonclip.clip_(params, ClipByValue(x)),
-    "two values": lambda params, x: tritonclip.clip_(params, ClipByValue(-x, 2.0)),
+    "two values": lambda params, x: tritonclip.clip_(params, ClipByValue(-2.0, x)),
     "grad_scale": lambda params, x: tritonclip.clip_(params, 1.0, grad_scale=x),
     "unit grad_scale": lambda params, x: tritonclip.clip_(params, ClipByUnitNorm(), grad_scale=x),
     "clip_grad_norm_": tritonclip.clip_grad_norm_,

@@ -4,7 +4,7 @@ Operators take no DTensors, no process groups and no state: lists over several p
 that change break the graph of torch.compile, and are refused by others. See `operators.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import torch
@@ -50,9 +50,8 @@ def _collect(items: Sequence[tuple[str, Tensor]]) -> tuple[list[Tensor], str, li
 
 def _read_once(parameters: object) -> Any:
     """The argument, so that it can be read twice."""
-    if isinstance(parameters, Tensor | Module) or hasattr(type(parameters), "left_out"):
-        return parameters
-    return list(parameters)  # type: ignore[call-overload]
+    # FlatGradients have a size, as lists do; iterators have none.
+    return parameters if isinstance(parameters, (Module, Sized)) else list(parameters)  # type: ignore[call-overload]
 
 
 def _is_spread(grads: Sequence[Tensor]) -> bool:

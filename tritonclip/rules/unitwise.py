@@ -169,9 +169,9 @@ def _as_excluded(exclude: object) -> Excluded:
         return exclude
     if exclude is None:
         exclude = ()
-    if isinstance(exclude, Module | Tensor):
+    if isinstance(exclude, (Module, Tensor)):
         exclude = [exclude]
-    if isinstance(exclude, str | bytes) or not isinstance(exclude, Iterable):
+    if isinstance(exclude, (str, bytes)) or not isinstance(exclude, Iterable):
         raise TypeError(f"{_EXPECTED}, got {exclude!r:.80} of type {type(exclude).__name__}")
     items = list(exclude)
     if not items and isinstance(exclude, Iterator):
@@ -181,7 +181,7 @@ def _as_excluded(exclude: object) -> Excluded:
         )
     parameters: dict[int, Tensor] = {}
     for position, item in enumerate(items):
-        if not isinstance(item, Module | Tensor):
+        if not isinstance(item, (Module, Tensor)):
             raise TypeError(
                 f"{_EXPECTED}, got {item!r:.80} of type {type(item).__name__} at position "
                 f"{position}; write exclude=model.head, or exclude=model.head.parameters()"
