@@ -199,4 +199,8 @@ def _current_stream(device: torch.device) -> tuple[int, bool]:
     if device.type != "cuda":
         return 0, False
     stream = torch.cuda.current_stream(device).cuda_stream
-    return stream, torch.cuda.is_current_stream_capturing()
+    if device.index == torch.cuda.current_device():
+        return stream, torch.cuda.is_current_stream_capturing()
+    # Which asks only the current stream of the current device.
+    with torch.cuda.device(device):
+        return stream, torch.cuda.is_current_stream_capturing()
