@@ -198,4 +198,9 @@ def _current_stream(device: torch.device) -> tuple[int, bool]:
     """The current stream, and whether a CUDA graph is captured on it."""
     if device.type != "cuda":
         return 0, False
-    return current_stream(device), torch.cuda.is_current_stream_capturing()
+    stream = current_stream(device)
+    if device.index == torch.cuda.current_device():
+        return stream, torch.cuda.is_current_stream_capturing()
+    # Which asks only the current stream of the current device.
+    with torch.cuda.device(device):
+        return stream, torch.cuda.is_current_stream_capturing()

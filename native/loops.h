@@ -176,7 +176,7 @@ TARGET INLINE void NAME(make_bounds)(double from, double to, NAME(Bounds) *bound
 #endif
 }
 
-/* Brings a vector within bounds; NaN is neither below nor above. Sets bits of a mask where it changed. */
+/* Brings a vector within bounds; NaN is neither below nor above. The mask has bits where it changed. */
 TARGET INLINE void NAME(clamp_vector)(NAME(Vector) *x, const NAME(Bounds) *bounds, NAME(Mask) *changed) {
 #if OF(INFINITE)
     NAME(Vector) key = KEY(*x);
@@ -187,7 +187,7 @@ TARGET INLINE void NAME(clamp_vector)(NAME(Vector) *x, const NAME(Bounds) *bound
 #endif
     NAME(Mask) kept = ~(below | above) & (NAME(Mask))*x;
     *x = (NAME(Vector))(kept | (below & (NAME(Mask))bounds->low) | (above & (NAME(Mask))bounds->high));
-    *changed |= below | above;
+    *changed = below | above;
 }
 
 /* Sets bits of a mask where elements of whole vectors from x up to `stop` are outside. */
@@ -196,8 +196,10 @@ TARGET INLINE void NAME(find_outside)(
 ) {
     for (; x < stop; x += REGISTER) {
         NAME(Vector) numbers;
+        NAME(Mask) changed;
         memcpy(&numbers, x, REGISTER);
-        NAME(clamp_vector)(&numbers, bounds, outside);
+        NAME(clamp_vector)(&numbers, bounds, &changed);
+        *outside |= changed;
     }
 }
 
@@ -211,9 +213,9 @@ TARGET INLINE int NAME(is_any)(const NAME(Mask) *mask) {
 
 /* Brings whole vectors from x up to `stop` within bounds. */
 TARGET static void NAME(clamp_vectors)(char *x, const char *stop, const NAME(Bounds) *bounds) {
-    NAME(Mask) changed;
     for (; x < stop; x += REGISTER) {
         NAME(Vector) numbers;
+        NAME(Mask) changed;
         fetch_ahead(x);
         memcpy(&numbers, x, REGISTER);
         NAME(clamp_vector)(&numbers, bounds, &changed);

@@ -176,8 +176,9 @@ def clip_(
     if nonfinite not in POLICIES:
         raise unknown_policy(nonfinite)
     if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
-        scale = 1.0 if grad_scale is None else as_grad_scale(grad_scale)
-        return compiled.clip_(parameters, rule, nonfinite, scale, state, process_group, copies)
+        return compiled.clip_(
+            clip_, parameters, rule, nonfinite, grad_scale, state, process_group, copies
+        )
     holders = None
     if process_group is not None or copies is not None:
         holders = check_holders(process_group, copies)
@@ -187,7 +188,8 @@ def clip_(
         )
     else:
         gradients = plan_(of_parameters(parameters, holders=holders, tells=True))
-    scale, following = 1.0, None
+    scale: float | Tensor = 1.0
+    following = None
     try:
         if grad_scale is not None:
             scale = as_grad_scale(grad_scale)

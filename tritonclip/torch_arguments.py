@@ -11,6 +11,7 @@ from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import Gradients
 from tritonclip.rules import ClipByGlobalNorm, ClipByValue, Rule
 from tritonclip.rules.arguments import as_limit
+from tritonclip.tracing import is_traced
 
 # Where torch has its foreach functions.
 _FOREACH_DEVICES = ("cpu", "cuda", "xpu", "mtia", "privateuseone")
@@ -31,7 +32,7 @@ def as_float(name: str, number: object) -> float:
             f"{name} must be a number, got the rule {type(number).__name__}; pass rules to clip_: "
             "clip_(parameters, rule)"
         )
-    if isinstance(number, list | tuple | Iterator | Module):
+    if isinstance(number, (list, tuple, Iterator, Module)):
         raise TypeError(
             f"{name} must be a number, got {type(number).__name__}; parameters come first, and "
             "then numbers, such as a limit of 1.0"
@@ -40,6 +41,9 @@ def as_float(name: str, number: object) -> float:
     is_boolean = type(number).__name__ in ("bool", "bool_")
     if is_boolean or (isinstance(number, Tensor) and number.dtype == torch.bool):
         raise TypeError(f"{name} must be a number, got a boolean {type(number).__name__}")
+    if isinstance(number, Tensor) and number.numel() == 1 and is_traced():
+        # Read when the graph runs.
+        return number.to("cpu")  # type: ignore[return-value]
     return float(number)  # type: ignore[arg-type]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from tritonclip.clipping import Parameters, collect
+from tritonclip.clipping import Parameters, clip_, collect
 from tritonclip.distributed.domain import Copies, Holders, check_holders
 from tritonclip.distributed.shares import without_mesh
 from tritonclip.engine import apart, compiled, execute, twice
@@ -85,7 +85,7 @@ def clip_grad_norm_(
     rule = by_norm(as_float("max_norm", max_norm), as_float("norm_type", norm_type))
     policy = "error" if error_if_nonfinite else "propagate"
     if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
-        norm = compiled.clip_(parameters, rule, policy, 1.0, None, process_group, copies)
+        norm = compiled.clip_(clip_, parameters, rule, policy, None, None, process_group, copies)
     else:
         holders = None
         if process_group is not None or copies is not None:
@@ -114,7 +114,7 @@ def clip_grad_value_(
     """
     rule = by_value(as_float("clip_value", clip_value))
     if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
-        compiled.clip_(parameters, rule, "propagate", 1.0)
+        compiled.clip_(clip_, parameters, rule, "propagate")
     else:
         gradients = _collect(parameters, foreach)
         execute.clip_(gradients, rule)
@@ -161,7 +161,9 @@ def get_total_norm(
     if is_traced():
         if isinstance(tensors, FlatGradients):
             tensors = [p.grad for p in tensors.parameters if p.grad is not None]
-        return compiled.total_norm(tensors, order, error_if_nonfinite, process_group, copies)
+        return compiled.total_norm(
+            get_total_norm, tensors, order, error_if_nonfinite, process_group, copies
+        )
     holders = check_holders(process_group, copies)
     if isinstance(tensors, FlatGradients):
         gradients = tensors.gradients(per_gradient=False, holders=holders, tells=True)
@@ -212,17 +214,21 @@ def clip_grads_with_norm_(
         tensor([1.5000, 2.0000])
     """
     rule = ClipByGlobalNorm(as_float("max_norm", max_norm), math.inf, eps)
+    traced = is_traced()
     if isinstance(total_norm, Tensor):
         total_norm = without_mesh(total_norm)
         check_one_float("total_norm", total_norm)
-        if not is_traced():
+        if not traced:
             refuse_negative("total_norm", total_norm)
     else:
-        total_norm = torch.tensor(
-            as_limit("total_norm", total_norm), dtype=torch.float64, device="cpu"
+        number = as_limit("total_norm", total_norm)
+        total_norm = (
+            compiled.as_tensor(number)
+            if traced
+            else torch.tensor(number, dtype=torch.float64, device="cpu")
         )
-    if is_traced():
-        compiled.scale_to_norm_(parameters, rule, total_norm)
+    if traced:
+        compiled.scale_to_norm_(clip_grads_with_norm_, parameters, rule, total_norm)
     else:
         holders = check_holders(process_group, copies)
         gradients = _collect(parameters, foreach, holders, tells=False)

@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import Shard
 
 import tritonclip
-from tritonclip import ClipByQuantile, ClipState
+from tritonclip import ClipByQuantile, ClipByUnitNorm, ClipByValue, ClipState
 
 
 def _compiled(call: Any) -> Any:
@@ -72,6 +72,44 @@ def test_compiled_call_that_one_process_refuses_raises_everywhere(call: str) -> 
     message = {"clip": "share memory", "state": "begins with another", "norm": "freed"}[call]
     grads = [one.grad for one in plain[:2]]
     check_raises(_compiled(calls[call]), ValueError, message, grads)
+
+
+REFUSED_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], type[Exception], str]] = {
+    "scale": (lambda _: 0.5, {"grad_scale": 0.0}, ValueError, "grad_scale must be positive"),
+    "scale-tensor": (lambda _: 0.5, {"grad_scale": torch.zeros(())}, ValueError, "grad_scale must"),
+    "state": (lambda _: 0.5, {"state": 3}, TypeError, "ClipState"),
+    "other-model": (
+        lambda _: ClipByUnitNorm(exclude=torch.nn.Parameter(torch.ones(2))),
+        {},
+        RuntimeError,
+        "are gone",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_ARGUMENTS)
+@in_processes(2)
+def test_compiled_clip_with_a_bad_argument_in_one_process_raises_everywhere(what: str) -> None:
+    plain = list(named_parameters().values())
+    make, options, error, message = REFUSED_ARGUMENTS[what]
+    rule: Any = make(plain)
+    if not is_first():
+        rule, options = (ClipByUnitNorm(exclude=plain[0]) if what == "other-model" else rule), {}
+    grads = [one.grad for one in plain]
+    call = _compiled(lambda: tritonclip.clip_(plain, rule, **options))
+    check_raises(call, error, message, grads)
+
+
+@in_processes(2)
+def test_compiled_clip_of_a_limit_that_changes_over_processes() -> None:
+    one = parameter((8, 3), mesh_of(-1), [Shard(0)], seed=1)
+    step = _compiled(lambda limit: tritonclip.clip_([one], limit))
+    for limit in (0.5, 0.4, 0.3, torch.tensor(0.2)):
+        step(limit)
+        after = reference.total_norm([whole(one.grad)])
+        assert after == pytest.approx(float(limit), rel=1e-5)
+    _compiled(lambda limit: tritonclip.clip_([one], ClipByValue(limit)))(torch.tensor(0.01))
+    assert float(whole(one.grad).abs().max()) == pytest.approx(0.01)
 
 
 @in_processes(2)

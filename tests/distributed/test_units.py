@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from cases import assert_norm
 from processes import in_processes
+from refusing import check_raises, is_first, named_parameters
 from spread import assert_same_everywhere, local, loss_of, mesh_of, sharded_network, values, whole
 from torch import distributed as dist
 from torch import nn
@@ -204,3 +205,20 @@ def test_clip_by_unit_says_that_fully_shard_replaced_what_was_excluded() -> None
     model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(RuntimeError, match="for fully_shard, after it"):
         tritonclip.clip_(model, rule)
+
+
+@pytest.mark.parametrize("call", ["clip", "step"])
+@in_processes(2)
+def test_rule_that_excludes_what_one_process_let_go_raises_everywhere(call: str) -> None:
+    plain = list(named_parameters().values())
+    let_go = torch.nn.Parameter(torch.ones(2))
+    rule = ClipByUnitNorm(exclude=[plain[0], let_go])
+    optimizer = ClippedOptimizer(torch.optim.SGD(plain, lr=0.1), rule)
+    kept = None if is_first() else let_go
+    del let_go
+    calls: dict[str, Callable[[], object]] = {
+        "clip": lambda: tritonclip.clip_(plain, rule),
+        "step": optimizer.step,
+    }
+    check_raises(calls[call], RuntimeError, "are gone", [one.grad for one in plain])
+    assert (kept is None) == is_first()

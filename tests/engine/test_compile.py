@@ -136,6 +136,13 @@ def test_compiled_clip_counts_a_parameter_listed_twice_once(device):
     torch.testing.assert_close(grad_of(one).cpu(), torch.tensor([0.6, 0.8]))
 
 
+def test_compiled_clip_counts_a_gradient_of_two_parameters_once(device):
+    params = parameters([torch.tensor([3.0, 4.0], device=device) for _ in range(2)])
+    params[1].grad = params[0].grad
+    assert compiled(lambda given: tritonclip.clip_(given, 1.0))(params).item() == 5.0
+    torch.testing.assert_close(grad_of(params[0]).cpu(), torch.tensor([0.6, 0.8]))
+
+
 @pytest.mark.parametrize("rule", RULES[1:])
 def test_compiled_clip_with_error_policy_raises(device, rule):
     params = make(device)

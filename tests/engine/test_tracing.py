@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tritonclip import (
     FlatGradients,
     functional,
 )
+from tritonclip.engine import compiled
 
 # Tracing fills memory with what a test would take for ours.
 pytestmark = pytest.mark.plain_empty
@@ -94,6 +96,28 @@ def test_simulated_call_has_the_form_of_a_real_one(device, call, sizes):
     assert [(x.shape, x.dtype, x.device) for x in simulated] == [
         (x.shape, x.dtype, x.device) for x in real
     ]
+
+
+def test_traced_call_looks_at_each_gradient_a_fixed_number_of_times():
+    """Half a million comparisons of 1,000 gradients would take longer than all else."""
+
+    def frames(n: int) -> int:
+        found = 0
+
+        def count(frame: Any, event: str, _: Any) -> None:
+            nonlocal found
+            found += event == "call" and frame.f_code.co_filename == compiled.__file__
+
+        with FakeTensorMode():
+            params = parameters(grads_of("cpu", (1,) * n))
+            sys.setprofile(count)
+            try:
+                tritonclip.clip_(params, 1.0)
+            finally:
+                sys.setprofile(None)
+        return found
+
+    assert frames(40) - frames(20) == 2 * (frames(20) - frames(10))
 
 
 def test_traced_flat_gradients_are_clipped_for_what_they_hold_then(device):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -289,6 +290,31 @@ def test_capture_finds_the_tables_of_one_eager_call(tables, monkeypatch):
     table = tables.table(ADDRESSES)
     monkeypatch.setattr(kernels("chunk_table"), "_current_stream", lambda device: (0, True))
     assert tables.table(ADDRESSES) is table
+
+
+@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize("own", [0, 1])
+def test_capture_is_asked_of_the_device_of_the_gradients(own, current, monkeypatch):
+    """A graph is captured on the second of two devices, whichever is the current one."""
+    entered = [current]
+
+    @contextmanager
+    def switched(device):
+        entered.append(device.index)
+        yield
+        entered.pop()
+
+    for name, fake in {
+        "current_device": lambda: entered[-1],
+        "is_current_stream_capturing": lambda: entered[-1] == 1,
+        "device": switched,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    module = kernels("chunk_table")
+    monkeypatch.setattr(module, "current_stream", lambda device: 10 + device.index)
+    stream = module._current_stream(torch.device("cuda", own))
+    assert stream == (10 + own, own == 1)
+    assert entered == [current]
 
 
 def test_tables_made_in_a_capture_are_found_by_no_eager_call(tables, monkeypatch):

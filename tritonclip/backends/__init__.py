@@ -1,1 +1,1 @@
-"""Who computes: Triton kernels, or PyTorch."""
+"""Who computes: Triton kernels, loops in C on a CPU, or PyTorch."""

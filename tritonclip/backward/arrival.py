@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tritonclip.backward.arguments import check_policy, rule_for_one
 from tritonclip.backward.plans import plans
+from tritonclip.clipping import clip_
 from tritonclip.distributed.fsdp import FSDP_MARK
 from tritonclip.engine import compiled, execute
 from tritonclip.engine.gradients import of_parameters
@@ -112,7 +113,7 @@ class _Clip:
     def __call__(self, parameter: Tensor) -> None:
         if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
             # In a graph of compiled autograd, among others.
-            compiled.clip_([(self._label, parameter)], self._rule, self._nonfinite, 1.0)
+            compiled.clip_(clip_, [(self._label, parameter)], self._rule, self._nonfinite)
             return
         gradients = of_parameters([parameter], lambda _: self._label)
         execute.clip_(plan_(gradients, plans), self._rule, self._nonfinite)

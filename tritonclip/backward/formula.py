@@ -11,8 +11,10 @@ from torch import Tensor
 
 from tritonclip.engine.nonfinite import REMEDY
 from tritonclip.functional.formulas import norm_of, result_dtype
+from tritonclip.functional.limits import filled
 from tritonclip.rules import ClipByNorm, ClipByValue
 from tritonclip.rules.arguments import as_number
+from tritonclip.tracing import is_traced
 
 
 def clipped(grad: Tensor, rule: ClipByNorm | ClipByValue, nonfinite: str) -> Tensor:
@@ -46,10 +48,14 @@ def _clamped(grad: Tensor, rule: ClipByValue) -> Tensor:
     """The gradient within its bounds; a finite bound stays finite in its dtype."""
     largest = torch.finfo(grad.dtype).max
     low, high = (
-        bound if math.isinf(bound) else min(max(bound, -largest), largest)
+        bound if abs(bound) == math.inf else min(max(bound, -largest), largest)
         for bound in rule.interval()
     )
-    return grad.to(_at_least_single(grad)).clamp(low, high).to(grad.dtype)
+    wide = grad.to(_at_least_single(grad))
+    if is_traced():
+        least, most = (filled(bound, wide.dtype, wide.device) for bound in (low, high))
+        return wide.clamp(least, most).to(grad.dtype)
+    return wide.clamp(low, high).to(grad.dtype)
 
 
 def _coefficient(norm: Tensor, rule: ClipByNorm) -> Tensor:
@@ -58,7 +64,7 @@ def _coefficient(norm: Tensor, rule: ClipByNorm) -> Tensor:
     max_norm = as_number("max_norm", rule.max_norm)
     limit, bound = one * max_norm, norm + rule.eps
     keep = (bound <= limit) | (bound == 0)
-    if math.isinf(max_norm):
+    if type(max_norm) is float and max_norm == math.inf:
         keep = norm == norm
     return torch.where(keep, one, limit / torch.where(keep, one, bound))
 

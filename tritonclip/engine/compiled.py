@@ -4,7 +4,7 @@ Operators take no DTensors, no process groups and no state: lists over several p
 that change break the graph of torch.compile, and are refused by others. See `operators.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch.nn import Module
 from tritonclip.engine import operators
 from tritonclip.engine.modules import check_marks
 from tritonclip.engine.refusals import refuse_other_model
-from tritonclip.rules import Rule
+from tritonclip.rules import ClipByGlobalNorm, Rule
+from tritonclip.rules.arguments import as_grad_scale
 from tritonclip.tracing import WHOLE
 
 
@@ -23,7 +24,6 @@ def _items(parameters: object) -> list[tuple[str, Tensor]]:
     if isinstance(parameters, Tensor):
         return [("", parameters)]
     if isinstance(parameters, Module):
-        check_marks(parameters)
         return list(parameters.named_parameters())
     return [p if isinstance(p, tuple) else ("", p) for p in parameters]  # type: ignore[attr-defined]
 
@@ -36,13 +36,12 @@ def _collect(items: Sequence[tuple[str, Tensor]]) -> tuple[list[Tensor], str, li
     grads: list[Tensor] = []
     names: list[str] = []
     owners: list[Tensor] = []
+    # Tensors are hashed by identity.
+    met: set[Tensor] = set()
     for name, parameter in items:
         grad = parameter.grad
-        if (
-            grad is not None
-            and getattr(parameter, "need_clip", True)
-            and all(grad is not g for g in grads)
-        ):
+        if grad is not None and getattr(parameter, "need_clip", True) and grad not in met:
+            met.add(grad)
             grads.append(grad)
             names.append(name)
             owners.append(parameter)
@@ -51,7 +50,8 @@ def _collect(items: Sequence[tuple[str, Tensor]]) -> tuple[list[Tensor], str, li
 
 def _read_once(parameters: object) -> Any:
     """The argument, so that it can be read twice."""
-    return parameters if isinstance(parameters, Tensor | Module) else list(parameters)  # type: ignore[call-overload]
+    # FlatGradients have a size, as lists do; iterators have none.
+    return parameters if isinstance(parameters, (Module, Sized)) else list(parameters)  # type: ignore[call-overload]
 
 
 def _is_spread(grads: Sequence[Tensor]) -> bool:
@@ -59,39 +59,63 @@ def _is_spread(grads: Sequence[Tensor]) -> bool:
     return any(type(grad) not in WHOLE for grad in grads)
 
 
+def _as_inputs(numbers: Sequence[float | Tensor]) -> tuple[list[float], Tensor | None]:
+    """Numbers as operators take them: constants of the graph, or all in one float64 tensor."""
+    # Not before: it imports sympy.
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    if all(not isinstance(n, Tensor) and has_static_value(n) for n in numbers):
+        return list(numbers), None  # type: ignore[arg-type]
+    return [], torch.stack([as_tensor(n) for n in numbers])
+
+
+def as_tensor(number: float | Tensor) -> Tensor:
+    """A number as a 0-d float64 tensor: one that changes becomes an input of the graph.
+
+    torch.compile makes a graph for each value of a float, unless it is the factor of a tensor.
+    """
+    return torch.ones((), dtype=torch.float64, device="cpu") * number
+
+
 def clip_(
+    eager: Callable[..., Any],
     parameters: object,
     rule: Rule,
     nonfinite: str,
-    grad_scale: float | Tensor,
+    grad_scale: float | Tensor | None = None,
     state: object = None,
     process_group: object = None,
     copies: object = None,
 ) -> Tensor | None:
-    """`clip_` where it is traced."""
-    # Of FlatGradients.
-    left_out = getattr(parameters, "left_out", ()) if rule.per_unit else ()
+    """`clip_` where it is traced; `eager` is the function itself, for where the graph breaks."""
     parameters = _read_once(parameters)
     items = _items(parameters)
     grads, names, owners = _collect(items)
-    if rule.per_unit:
-        refuse_other_model(rule, [*(parameter for _, parameter in items), *left_out])
     said = state is not None or process_group is not None or copies is not None
     # Processes that have gradients of a DTensor wait for one that has none.
     spread = any(hasattr(parameter, "_spec") for _, parameter in items)
     if said or not rule.fixed or spread or _is_spread(grads):
+        # Nothing was refused before: the call itself tells other processes.
         from tritonclip.engine import graph_break
 
         result: Tensor | None = graph_break.clip_(
-            parameters, rule, nonfinite, grad_scale, state, process_group, copies
+            eager, parameters, rule, nonfinite, grad_scale, state, process_group, copies
         )
         return result
+    if isinstance(parameters, Module):
+        check_marks(parameters)
+    scale = as_grad_scale(grad_scale)
+    if rule.per_unit:
+        # Of FlatGradients.
+        left_out = getattr(parameters, "left_out", ())
+        refuse_other_model(rule, [*(parameter for _, parameter in items), *left_out])
     if not grads:
         shape = 0 if rule.per_gradient else ()
         return None if rule.clamps else torch.zeros(shape, dtype=torch.float32)
     kind = type(rule).__name__
-    scale = grad_scale if isinstance(grad_scale, Tensor) else None
-    number = 1.0 if isinstance(grad_scale, Tensor) else grad_scale
+    numbers, changing = _as_inputs(rule.numbers)
+    constant, factor = ([], scale) if isinstance(scale, Tensor) else _as_inputs([scale])
+    number = constant[0] if constant else 1.0
     if rule.per_unit:
         weights = [owner.detach() for owner in owners]
         norms: Tensor = operators.clip_units_op(
@@ -99,50 +123,57 @@ def clip_(
             weights,
             kind,
             rule.exempt(owners),
-            list(rule.numbers),
+            numbers,
+            changing,
             nonfinite,
             number,
-            scale,
+            factor,
             names,
         )
         return norms
-    numbers = list(rule.numbers)
-    norm = operators.clip_op(grads, kind, numbers, nonfinite, number, scale, names)
+    norm = operators.clip_op(grads, kind, numbers, changing, nonfinite, number, factor, names)
     return None if rule.clamps else norm
 
 
 def total_norm(
+    eager: Callable[..., Any],
     tensors: object,
     norm_type: float,
     error_if_nonfinite: bool,
     process_group: object = None,
     copies: object = None,
 ) -> Tensor:
-    """`get_total_norm` where it is traced."""
+    """`get_total_norm` where it is traced; `eager` as for `clip_`."""
     items = [tensors] if isinstance(tensors, Tensor) else list(tensors)  # type: ignore[call-overload]
     items = [item for item in items if item is not None]
     if process_group is not None or copies is not None or _is_spread(items):
         from tritonclip.engine import graph_break
 
         total: Tensor = graph_break.total_norm(
-            items, norm_type, error_if_nonfinite, process_group, copies
+            eager, items, norm_type, error_if_nonfinite, process_group, copies
         )
         return total
     if not items:
         return torch.zeros((), dtype=torch.float32)
+    order, changing = _as_inputs([norm_type])
     norm: Tensor = operators.norm_op(
-        [item.detach() for item in items], norm_type, error_if_nonfinite
+        [item.detach() for item in items], order, changing, error_if_nonfinite
     )
     return norm
 
 
-def scale_to_norm_(parameters: object, rule: Rule, norm: Tensor) -> None:
-    """`clip_grads_with_norm_` where it is traced."""
+def scale_to_norm_(
+    eager: Callable[..., Any], parameters: object, rule: ClipByGlobalNorm, norm: Tensor
+) -> None:
+    """`clip_grads_with_norm_` where it is traced; `eager` as for `clip_`."""
     parameters = _read_once(parameters)
     grads, names, _ = _collect(_items(parameters))
     if _is_spread(grads):
         from tritonclip.engine import graph_break
 
-        graph_break.scale_(parameters, rule, norm)
+        graph_break.scale_(eager, parameters, rule.max_norm, norm, rule.eps)
     elif grads:
-        operators.scale_op(grads, list(rule.numbers), norm, names)
+        if isinstance(parameters, Module):
+            check_marks(parameters)
+        numbers, changing = _as_inputs(rule.numbers)
+        operators.scale_op(grads, numbers, changing, norm, names)

@@ -1,54 +1,51 @@
 """Calls at which torch.compile breaks the graph: over several processes, or with a state.
 
+Each makes the user's call once more, eagerly, so that it refuses and tells others as any call does.
 Imported only while it traces, because `torch.compiler.disable` imports the compiler, and that
 triton.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.domain import check_holders
-from tritonclip.engine import apart, execute
-from tritonclip.engine.building import refuse_
-from tritonclip.engine.gradients import of_parameters
-from tritonclip.engine.planner import plan_
-from tritonclip.engine.tensors import of_tensors
-from tritonclip.rules import Rule, follow
+from tritonclip.rules import Rule
 from tritonclip.tracing import refuse_tracer
 
 
 @torch.compiler.disable
 def clip_(
+    eager: Callable[..., Tensor | None],
     parameters: object,
-    rule: Rule,
+    rule: Any,
     nonfinite: str,
-    grad_scale: float | Tensor,
+    grad_scale: float | Tensor | None,
     state: object,
     process_group: object,
     copies: object,
 ) -> Tensor | None:
     """`clip_`, eagerly."""
     refuse_tracer()
-    holders = check_holders(process_group, copies)
-    gradients = plan_(of_parameters(parameters, holders=holders, tells=True))
-    following = None
-    try:
-        if state is not None:
-            rule = following = follow(rule, state)
-            if gradients.refusal is None:
-                following.meet(gradients.first, gradients.n_parameters)
-    except (TypeError, ValueError) as error:
-        # Of this process alone; others may wait for the norm.
-        if not refuse_(gradients, error):
-            raise
-    norm = execute.clip_(gradients, rule, nonfinite, grad_scale)
-    if following is not None:
-        following.commit()
-    return norm
+    if _has_tensors(rule):
+        # It was made in the compiled region, and reads them now.
+        rule = replace(rule)
+    return eager(
+        parameters,
+        rule,
+        nonfinite=nonfinite,
+        grad_scale=grad_scale,
+        state=state,
+        process_group=process_group,
+        copies=copies,
+    )
 
 
 @torch.compiler.disable
 def total_norm(
+    eager: Callable[..., Tensor],
     tensors: list[Tensor],
     norm_type: float,
     error_if_nonfinite: bool,
@@ -57,13 +54,21 @@ def total_norm(
 ) -> Tensor:
     """`get_total_norm`, eagerly."""
     refuse_tracer()
-    holders = check_holders(process_group, copies)
-    gradients = plan_(of_tensors(tensors, holders=holders, tells=True))
-    return apart.total_norm(gradients, norm_type, error_if_nonfinite)
+    return eager(tensors, norm_type, error_if_nonfinite, process_group=process_group, copies=copies)
 
 
 @torch.compiler.disable
-def scale_(parameters: object, rule: Rule, norm: Tensor) -> None:
+def scale_(
+    eager: Callable[..., None],
+    parameters: object,
+    max_norm: object,
+    norm: Tensor,
+    eps: float,
+) -> None:
     """`clip_grads_with_norm_`, eagerly."""
     refuse_tracer()
-    apart.scale_(plan_(of_parameters(parameters)), rule, norm)
+    eager(parameters, max_norm, norm, eps=eps)
+
+
+def _has_tensors(rule: Rule) -> bool:
+    return any(isinstance(getattr(rule, name), Tensor) for name in rule.__match_args__)

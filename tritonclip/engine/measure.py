@@ -39,7 +39,7 @@ def units_exchange(gradients: Gradients, rule: Rule, grad_scale: float | Tensor)
     """As `measure_units`, beside other exchanges; the caller looks for a refusal."""
     try:
         units = Units(gradients, rule)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         if not refuse_(gradients, error):
             raise
         units = Units(gradients, rule)

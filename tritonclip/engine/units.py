@@ -39,6 +39,7 @@ class Units:
     Raises:
         TypeError: sparse gradients; weights that cannot be read; DTensors whose units are split.
         ValueError: weights of another shape than their gradient, or without memory.
+        RuntimeError: `exclude` named parameters that are gone.
     """
 
     def __init__(self, gradients: Gradients, rule: Rule) -> None:
@@ -50,7 +51,8 @@ class Units:
         _refuse_split(gradients, parameters)
         self._weights = weights_of(parameters)
         _refuse_weights(gradients, self._weights)
-        exempt = rule.exempt(parameters)
+        # A list that is refused may be so because its rule cannot be asked.
+        exempt = rule.exempt(parameters) if parameters else []
         self.batches = [self._bind(number, exempt) for number in range(len(plan.groups))]
 
     def _bind(self, number: int, exempt: Sequence[bool]) -> UnitBatch:

@@ -8,7 +8,7 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
-from tritonclip.functional.limits import broadcasts
+from tritonclip.functional.limits import broadcasts, filled
 from tritonclip.functional.norms import is_readable, needs_grad
 from tritonclip.functional.trees import Tree
 from tritonclip.rules.arguments import as_number
@@ -144,7 +144,7 @@ def _bound(name: str, bound: object, none: float) -> float | Tensor | None:
         # A float might not hold it.
         return bound
     number = as_number(name, bound)
-    if math.isnan(number):
+    if number != number:
         raise ValueError(f"{name} must be a number or None for no bound, got NaN")
     return None if number == none else number
 
@@ -171,7 +171,7 @@ def _rounded(bound: float | Tensor | None, x: Tensor) -> Tensor | None:
         number = _within(bound, x.dtype)
         if number is None:
             return None
-        bound = torch.full((), number, dtype=torch.float32, device=x.device)
+        bound = filled(number, torch.float32, x.device)
     bound = bound.to(x.device, torch.float32)
     rounded = bound.to(x.dtype).float()
     # float8 may have NaN where other dtypes have inf.
@@ -182,7 +182,7 @@ def _as_tensor(name: str, bound: float | Tensor | None, x: Tensor) -> Tensor | N
     """A bound as a tensor of the dtype and device of `x`, 0-d for a number; None for none."""
     if not isinstance(bound, Tensor):
         number = _within(bound, x.dtype)
-        return None if number is None else torch.full((), number, dtype=x.dtype, device=x.device)
+        return None if number is None else filled(number, x.dtype, x.device)
     if not broadcasts(bound.shape, x.shape):
         raise ValueError(
             f"{name} of shape {tuple(bound.shape)} does not broadcast to x of shape "
@@ -204,7 +204,7 @@ def _within(bound: float | None, dtype: torch.dtype) -> float | None:
         return None
     if dtype.is_floating_point:
         info = torch.finfo(dtype)
-        return bound if math.isinf(bound) else sorted((info.min, bound, info.max))[1]
+        return bound if abs(bound) == math.inf else min(max(bound, info.min), info.max)
     if math.isfinite(bound) and bound != int(bound):
         raise ValueError(f"bounds must be whole for {dtype}, got {bound}; convert x with float()")
     whole = torch.iinfo(dtype)

@@ -13,6 +13,7 @@ from tritonclip.functional.formulas import coefficient_of
 from tritonclip.functional.norms import is_readable
 from tritonclip.functional.products import Coefficient
 from tritonclip.rules.arguments import as_limit
+from tritonclip.tracing import is_traced
 
 
 def as_limit_or_tensor(name: str, value: object, *, may_be_nan: bool = False) -> float | Tensor:
@@ -95,8 +96,16 @@ def _number(norm: float, limit: float, dtype: torch.dtype) -> float:
 def _as_tensor(limit: float | Tensor, norms: Tensor, dtype: torch.dtype) -> Tensor:
     """A limit in the dtype of the norms, rounded to another one."""
     if not isinstance(limit, Tensor):
-        limit = torch.full((), limit, dtype=norms.dtype, device=norms.device)
+        limit = filled(limit, norms.dtype, norms.device)
     return limit.to(norms.device, dtype).to(norms.dtype)
+
+
+def filled(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number as a 0-d tensor; one that changes becomes an input of a traced graph."""
+    if is_traced():
+        # torch.compile makes a graph for each value, unless it is the factor of a tensor.
+        return torch.ones((), dtype=dtype, device=device) * number
+    return torch.full((), number, dtype=dtype, device=device)
 
 
 def one_element(name: str, limit: Tensor, others: str = "") -> Tensor:

@@ -19,7 +19,11 @@ _LEAST_SCALE = 2.0**-126
 
 
 def as_number(name: str, value: object) -> float:
-    """The argument as a float; TypeError where it is no number, booleans and text among them."""
+    """The argument as a float; TypeError where it is no number, booleans and text among them.
+
+    Where it is traced, a tensor stays one, 0-d and float64: its value is checked when the graph
+    runs.
+    """
     if type(value) is float:
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
@@ -28,6 +32,8 @@ def as_number(name: str, value: object) -> float:
                 f"{name} must be a number or a one-element tensor on the CPU, got one on "
                 f"{value.device}, which would have to be waited for; pass its item()"
             )
+        if value.dtype != torch.bool and is_traced():
+            return value.detach().to(torch.float64).reshape(())  # type: ignore[return-value]
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
@@ -37,10 +43,18 @@ def as_number(name: str, value: object) -> float:
 def as_limit(name: str, value: object) -> float:
     """The argument as a float that may be 0 or inf, but neither negative nor NaN."""
     number = as_number(name, value)
-    if not number >= 0:
+    if type(number) is float and not number >= 0:
         raise ValueError(f"{name} must be 0 or more, got {number}")
     # -0.0 becomes 0.0: as a limit it would turn the sign of every gradient.
     return number + 0.0
+
+
+def as_eps(value: object) -> float:
+    """As `as_limit`, but not inf."""
+    number = as_limit("eps", value)
+    if type(number) is float and number == math.inf:
+        raise ValueError("eps must be finite, got inf")
+    return number
 
 
 def as_limit_or_schedule(name: str, value: object) -> float | Schedule:
@@ -119,8 +133,9 @@ def as_count(name: str, value: object, least: int) -> int:
 
 def as_norm_type(value: object) -> float:
     """The order of a norm as a float: positive, 0, inf or -inf; the text 'inf' counts."""
-    number = float(value) if value in ("inf", "-inf") else as_number("norm_type", value)
-    if not (number >= 0 or number == -math.inf):
+    is_text = isinstance(value, str) and value in ("inf", "-inf")
+    number = float(value) if is_text else as_number("norm_type", value)  # type: ignore[arg-type]
+    if type(number) is float and not (number >= 0 or number == -math.inf):
         raise ValueError(f"norm_type must be positive, 0, inf or -inf, got {number}")
     return number
 
@@ -142,7 +157,8 @@ def as_grad_scale(grad_scale: object) -> float | torch.Tensor:
         check_one_float("grad_scale", grad_scale)
         if grad_scale.device.type != "cpu" or is_traced():
             return grad_scale.detach()
-    if hasattr(grad_scale, "get_scale"):
+    # No number: torch.compile cannot ask one that changes.
+    if not isinstance(grad_scale, Real) and hasattr(grad_scale, "get_scale"):
         raise TypeError(
             f"grad_scale must be a number or a tensor, got a {type(grad_scale).__name__}; pass its "
             "get_scale()"

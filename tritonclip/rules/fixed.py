@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 from tritonclip.rules.adaptive import Adaptive
 from tritonclip.rules.arguments import (
     Schedule,
-    as_limit,
+    as_eps,
     as_limit_or_schedule,
     as_norm_type,
     as_number_or_schedule,
@@ -35,18 +35,16 @@ class _ClipNorm(Rule):
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_norm", as_limit_or_schedule("max_norm", self.max_norm))
         object.__setattr__(self, "norm_type", as_norm_type(self.norm_type))
-        object.__setattr__(self, "eps", as_limit("eps", self.eps))
-        if math.isinf(self.eps):
-            raise ValueError("eps must be finite, got inf")
+        object.__setattr__(self, "eps", as_eps(self.eps))
 
     @property
     def fixed(self) -> bool:
         """Whether `max_norm` is a number."""
-        return type(self.max_norm) is float
+        return not callable(self.max_norm)
 
     def limit(self, measured: Measured) -> float:
         """`max_norm`."""
-        if type(self.max_norm) is not float:
+        if callable(self.max_norm):
             raise needs_state(self.name)
         return self.max_norm
 
@@ -149,7 +147,7 @@ class ClipByValue(Rule):
             min = partial(_negative, max) if callable(max) else -max
         else:
             min, max = as_number_or_schedule("min", min), as_number_or_schedule("max", max)
-            if not (callable(min) or callable(max) or min <= max):
+            if type(min) is type(max) is float and not min <= max:
                 raise ValueError(f"min must not exceed max, got min={min} and max={max}")
         object.__setattr__(self, "min", min)
         object.__setattr__(self, "max", max)

@@ -1,7 +1,6 @@
 """Rules that compare the gradient of each unit with the weights of that unit."""
 
 import copy
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,7 +9,7 @@ from weakref import ref
 from torch import Tensor
 from torch.nn import Module
 
-from tritonclip.rules.arguments import Schedule, as_limit, as_limit_or_schedule
+from tritonclip.rules.arguments import Schedule, as_eps, as_limit_or_schedule
 from tritonclip.rules.rule import Measured, Rule, needs_state
 
 _EXPECTED = "exclude must be a module, a parameter, or an iterable of these"
@@ -133,9 +132,7 @@ class ClipByUnitNorm(Rule):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", as_limit_or_schedule("ratio", self.ratio))
-        object.__setattr__(self, "eps", as_limit("eps", self.eps))
-        if math.isinf(self.eps):
-            raise ValueError("eps must be finite, got inf")
+        object.__setattr__(self, "eps", as_eps(self.eps))
         object.__setattr__(self, "exclude", _as_excluded(self.exclude))
 
     def limit(self, measured: Measured) -> float:
@@ -172,9 +169,9 @@ def _as_excluded(exclude: object) -> Excluded:
         return exclude
     if exclude is None:
         exclude = ()
-    if isinstance(exclude, Module | Tensor):
+    if isinstance(exclude, (Module, Tensor)):
         exclude = [exclude]
-    if isinstance(exclude, str | bytes) or not isinstance(exclude, Iterable):
+    if isinstance(exclude, (str, bytes)) or not isinstance(exclude, Iterable):
         raise TypeError(f"{_EXPECTED}, got {exclude!r:.80} of type {type(exclude).__name__}")
     items = list(exclude)
     if not items and isinstance(exclude, Iterator):
@@ -184,7 +181,7 @@ def _as_excluded(exclude: object) -> Excluded:
         )
     parameters: dict[int, Tensor] = {}
     for position, item in enumerate(items):
-        if not isinstance(item, Module | Tensor):
+        if not isinstance(item, (Module, Tensor)):
             raise TypeError(
                 f"{_EXPECTED}, got {item!r:.80} of type {type(item).__name__} at position "
                 f"{position}; write exclude=model.head, or exclude=model.head.parameters()"
