@@ -66,7 +66,8 @@ def _as_inputs(numbers: Sequence[float | Tensor]) -> tuple[list[float], Tensor |
 
     if all(not isinstance(n, Tensor) and has_static_value(n) for n in numbers):
         return list(numbers), None  # type: ignore[arg-type]
-    return [], torch.stack([as_tensor(n) for n in numbers])
+    # On a CPU, where the operator reads them.
+    return [], torch.stack([as_tensor(n).cpu() for n in numbers])
 
 
 def as_tensor(number: float | Tensor) -> Tensor:
