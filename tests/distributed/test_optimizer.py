@@ -244,3 +244,46 @@ def test_limits_that_follow_are_those_of_one_process(rule):
     for state in optimizer.state_dict()["tritonclip"].get("memory", {}).values():
         if state["values"] is not None:
             assert_same_everywhere(state["values"].nan_to_num(-1))
+
+
+@pytest.mark.parametrize("rule", [ClipByOwnHistory(warmup=1, max_norm=math.inf), ClipByQuantile()])
+@in_processes(2)
+def test_memories_follow_groups_and_shards_that_move(rule: Any) -> None:
+    """Beside one process, through reordered parameters and groups, and a group that shrinks."""
+    wrappers = []
+    for mesh in (mesh_of(-1), None):
+        shards = [parameter((4, 3), mesh, [Shard(0)], size=10.0**at) for at in range(4)]
+        groups: list[Any] = [{"params": shards[:2]}, {"params": shards[2:], "clip": rule}]
+        wrappers.append(ClippedOptimizer(torch.optim.SGD(groups, lr=0.0), rule))
+
+    def norms(seed: int, factor: float = 1.0) -> list[list[float]]:
+        found = []
+        for wrapper in wrappers:
+            every = [p for group in wrapper.param_groups for p in group["params"]]
+            for param in every:
+                mesh = getattr(param, "device_mesh", None)
+                size = factor * sizes[wrapper][param]
+                param.grad = parameter(param.shape, mesh, [Shard(0)], seed=seed, size=size).grad
+            wrapper.step()
+            found.append([float(whole(grad).norm()) for grad in grads_of(every)])
+        torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+        return found
+
+    sizes: Any = {
+        wrapper: {
+            param: 10.0 ** (2 * number + at)
+            for number, group in enumerate(wrapper.param_groups)
+            for at, param in enumerate(group["params"])
+        }
+        for wrapper in wrappers
+    }
+    norms(0)
+    for wrapper in wrappers:
+        wrapper.param_groups[0]["params"].reverse()
+        wrapper.param_groups.reverse()
+    before = norms(0)
+    for wrapper in wrappers:
+        del wrapper.param_groups[0]["params"][0]
+    after = norms(0, 100.0)
+    if rule.per_gradient:
+        assert after[0] == pytest.approx([1.05 * norm for norm in before[0][1:]], rel=1e-5)

@@ -36,7 +36,7 @@ def clip_(
         if state is not None:
             rule = following = follow(rule, state)
             if gradients.refusal is None:
-                following.meet(gradients.first, gradients.n_parameters)
+                following.meet(gradients.sources or ())
     except (TypeError, ValueError) as error:
         # Of this process alone; others may wait for the norm.
         if not refuse_(gradients, error):

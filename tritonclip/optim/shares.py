@@ -55,6 +55,18 @@ class Share:
     whole: Norms | None = None
     following: Following | None = None
 
+    def members(self, flat: FlatGradients | None) -> Sequence[Tensor]:
+        """The parameters, with and without a gradient.
+
+        Args:
+            flat: whose buffers have the gradients, where they were collected from none.
+        """
+        own = self.gradients.sources
+        if own is None:
+            assert flat is not None
+            own = flat.parameters
+        return own
+
     @property
     def has_norm(self) -> bool:
         """Whether a rule holds for them that measures norms."""
@@ -171,17 +183,6 @@ def write_(share: Share, grad_scale: float | Tensor, zero_nonfinite: bool) -> Cl
     least = [as_tensor(coefficient, norm).min() for _, coefficient in by_group]
     coefficient = least[0] if len(least) == 1 else torch.stack(least).min()
     return Clipped(largest, coefficient, limit)
-
-
-def numbered(share: Share, groups: Groups, flat: FlatGradients | None) -> tuple[Sequence[int], int]:
-    """The place of a share's parameters among all of the optimizer's, and the number of all."""
-    every = [p for group in groups for p in group["params"]]
-    place = {id(parameter): at for at, parameter in enumerate(every)}
-    own = share.gradients.sources
-    if own is None:
-        assert flat is not None
-        own = flat.parameters
-    return [place[id(parameter)] for parameter in own], len(every)
 
 
 def _collect(

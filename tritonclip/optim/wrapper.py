@@ -134,14 +134,14 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
     def _save(self, *, in_groups: bool) -> dict[str, Any]:
         # Also here, for optimizers that do not run their hooks.
         saved = without_rules(self.optimizer, self.optimizer.state_dict())
-        own = self._log.state_dict()
+        own = self._log.state_dict(self.optimizer.param_groups)
         return with_own(saved, own) if in_groups else {**saved, STATS_KEY: own}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         rest, own = split_own(state_dict)
         loaded = self._log.loaded(own, self._rules(), fused.device_of(self.optimizer))
         super()._load(with_present_rules(self.optimizer, rest))
-        self._log.take(*loaded)
+        self._log.take(*loaded, self.optimizer.param_groups)
 
     def _rules(self) -> dict[str, Rule]:
         """The rules of the program, by their owners in a checkpoint."""
@@ -153,7 +153,7 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
             "optimizer": self.optimizer,
             "clip": self.clip,
             "nonfinite": self._nonfinite,
-            "memory": self._log.memory,
+            "memory": self._log.memory.copy(self.optimizer.param_groups),
             "max_consecutive_skips": self._log.watch.most,
             "stats": self.stats,
             "flat": self.flat,
@@ -172,4 +172,5 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
         self._log = StepLog(state["stats"], state["memory"], watch)
         self._holders = state["holders"]
         self._attach(state["optimizer"])
+        self._log.memory.meet(self.optimizer.param_groups)
         self.flat = state["flat"]
