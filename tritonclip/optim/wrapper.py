@@ -125,7 +125,8 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
         # First: where it raises, nothing was changed.
         self.flat.zero_()
         for number, position in self._not_in_buffers:
-            parameter = self.param_groups[number]["params"][position]
+            # Not from the groups, which may have changed since.
+            parameter = self._known_params[number][position]
             if set_to_none:
                 parameter.grad = None
             else:
