@@ -35,12 +35,14 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
 
     def _attach(self, optimizer: Optimizer) -> None:
         self._share(optimizer)
-        self._scaler_waits = False
+        # For a step under a GradScaler of ours: whether the device decides; None for other steps.
+        self._amp_scaling: bool | None = None
         # From the first gradient that a step writes, until it has updated the parameters.
         self._attempt: Attempt | None = None
         # Under "scaler" for one step of it; under "user" as torch's fused optimizers take it.
         self._scales: dict[str, Any] = {}
         self._clipping: StepClipping | None = None
+        self._begun: Attempt | None = None
         self._plans = PlanCache()
         # As they were read last.
         self._own_rules = rules_of(optimizer.param_groups)
@@ -59,7 +61,9 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
             self.__dict__.pop("found_inf", None)
             if self._attempt is not None:
                 self._attempt.judge(self._present())
-        return self._scaler_waits or fused.takes_scaling(self.optimizer)
+        if self._amp_scaling is not None:
+            return self._amp_scaling
+        return fused.takes_scaling(self.optimizer)
 
     @property
     def grad_scale(self) -> Any:
