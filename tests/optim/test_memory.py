@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from cases import grad_of
 from torch import Tensor
 from torch.optim import SGD
 
-from tritonclip import ClipByOwnHistory, ClipByQuantile, ClippedOptimizer, FlatGradients
+from tritonclip import ClipByOwnHistory, ClipByQuantile, ClippedOptimizer, FlatGradients, Outlier
 
 # Clips to 1.05 times its norm a gradient that grows.
 OWN = ClipByOwnHistory(warmup=1, max_norm=math.inf)
@@ -256,6 +257,30 @@ def test_a_checkpoint_from_before_a_parameter_was_met_is_loaded():
     other.load_state_dict(saved)
     other.param_groups[0]["params"].reverse()
     assert_follows(other, {a: 1.0, b: 100.0})
+
+
+@pytest.mark.parametrize("rule", [1.0, MEDIAN, OWN], ids=["fixed", "median", "own-history"])
+def test_a_memory_keeps_no_parameter_alive(rule):
+    a, b = weights(2)
+    groups: list[dict[str, Any]] = [{"params": [a]}, {"params": [b]}]
+    optimizer = ClippedOptimizer(SGD(groups, lr=0.0), rule, skip_above=Outlier())
+    norms_after(optimizer, {a: 1.0, b: 1.0})
+    optimizer.load_state_dict(optimizer.state_dict())
+    del groups, optimizer.param_groups[1]
+    gone = weakref.ref(b)
+    del b
+    norms_after(optimizer, {a: 1.0})
+    assert gone() is None
+
+
+@pytest.mark.parametrize("rule", [1.0, MEDIAN, OWN], ids=["fixed", "median", "own-history"])
+def test_a_step_leaves_gradients_to_nothing_but_the_parameters(rule):
+    (a,) = weights(1)
+    optimizer = own_history([a], rule=rule)
+    norms_after(optimizer, {a: 1.0})
+    grad = weakref.ref(grad_of(a))
+    optimizer.zero_grad()
+    assert grad() is None
 
 
 @pytest.mark.parametrize("loaded", [True, False])

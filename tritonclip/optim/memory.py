@@ -81,6 +81,17 @@ class Memory:
         self._rows: dict[int, tuple[ref[Tensor], int]] = {}
         self._n_rows = 0
 
+    @property
+    def has_rules(self) -> bool:
+        """Whether it remembers anything for a rule."""
+        return not self._states.keys() <= {_OUTLIERS}
+
+    def resume(self, groups: Groups) -> None:
+        """Goes on with groups whose positions are those of a checkpoint or a copy."""
+        # Else it would keep parameters alive that no group has any more.
+        if self.has_rules:
+            self.meet(groups)
+
     def meet(self, groups: Groups, *, each: bool = True) -> None:
         """Finds groups and parameters where they stand now.
 
@@ -190,8 +201,10 @@ class Memory:
 
     def state_dict(self, groups: Groups) -> dict[str, Any]:
         """Copies of all states, for groups and parameters in the order in which they stand now."""
-        self.meet(groups)
-        rows, _ = self.rows(p for group in groups for p in group["params"])
+        rows: Sequence[int] = ()
+        if self.has_rules:
+            self.meet(groups)
+            rows, _ = self.rows(p for group in groups for p in group["params"])
         return {owner: state.state_dict(rows) for owner, state in self._states.items()}
 
     def copy(self, groups: Groups) -> Memory:

@@ -55,18 +55,6 @@ class Share:
     whole: Norms | None = None
     following: Following | None = None
 
-    def members(self, flat: FlatGradients | None) -> Sequence[Tensor]:
-        """The parameters, with and without a gradient.
-
-        Args:
-            flat: whose buffers have the gradients, where they were collected from none.
-        """
-        own = self.gradients.sources
-        if own is None:
-            assert flat is not None
-            own = flat.parameters
-        return own
-
     @property
     def has_norm(self) -> bool:
         """Whether a rule holds for them that measures norms."""

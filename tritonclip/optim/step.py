@@ -169,8 +169,12 @@ class StepClipping:
 
     def _rows_of(self, share: Share) -> Numbering:
         """Looks up the rows of a share's parameters in the memory of now."""
-        memory, flat = self._memory, self._flat
-        return lambda: memory.rows(share.members(flat))
+        # Without the share, which keeps the gradients and, by its rule, this: a cycle.
+        memory, flat, own = self._memory, self._flat, share.gradients.sources
+        if own is None:
+            assert flat is not None
+            return lambda: memory.rows(flat.parameters)
+        return lambda: memory.rows(own)
 
     @torch.compiler.disable
     @without_grad

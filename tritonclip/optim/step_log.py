@@ -129,7 +129,7 @@ class StepLog:
         """Goes on from a checkpoint of these groups that was `loaded`."""
         self.stats.load_state_dict(stats.state_dict())
         self.memory = memory
-        memory.meet(groups)
+        memory.resume(groups)
         self.watch.forget()
         if self.recorder is not None and recorded is not None:
             self.recorder.load_state_dict(recorded)

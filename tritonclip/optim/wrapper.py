@@ -177,5 +177,5 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
         self._log = StepLog(state["stats"], state["memory"], watch)
         self._holders = state["holders"]
         self._attach(state["optimizer"])
-        self._log.memory.meet(self.optimizer.param_groups)
+        self._log.memory.resume(self.optimizer.param_groups)
         self.flat = state["flat"]
