@@ -1,5 +1,6 @@
 """A GradScaler that leaves looking at the gradients to the clipping, which reads them anyway."""
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class GradScaler(torch.amp.GradScaler):
         if optimizer_state["stage"] is OptState.READY:
             scale = ours if scale is None else ours * scale
         flags = optimizer_state["found_inf_per_device"].values()
-        found_inf = torch.stack([flag.to(ours.device, non_blocking=True) for flag in flags]).sum()
+        found_inf = reduce(torch.add, [flag.to(ours.device, non_blocking=True) for flag in flags])
         result: float | None = optimizer._step_under_scaler(scale, found_inf, *args, **kwargs)
         return result
 
