@@ -115,6 +115,8 @@ def test_scaler_skips_everywhere(scaler: Any, mode: str) -> None:
         for m in (model, alone)
     ]
     scalers = [scaler("cpu", init_scale=1024.0) for _ in wrappers]
+    taken: list[int] = []
+    wrappers[0].register_step_post_hook(lambda *_: taken.append(step))
     for step in range(4):
         for sharded, one, wrapper, its in zip(
             (True, False), (model, alone), wrappers, scalers, strict=True
@@ -129,6 +131,8 @@ def test_scaler_skips_everywhere(scaler: Any, mode: str) -> None:
             its.step(wrapper)
             its.update()
     assert scalers[0].get_scale() == scalers[1].get_scale() == 512.0
+    # A fused optimizer is told on the device.
+    assert taken == ([0, 1, 2, 3] if mode == "fused" else [0, 1, 3])
     for ours, theirs in zip(_weights(model), _weights(alone), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
