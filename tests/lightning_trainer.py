@@ -20,12 +20,19 @@ FITTING = [
 ]
 
 
-def quiet_trainer(folder: Path, epochs: int, log_every: int = 1, **options: Any) -> Any:
+def quiet_trainer(
+    folder: Path,
+    epochs: int,
+    log_every: int = 1,
+    *,
+    enable_checkpointing: bool = False,
+    **options: Any,
+) -> Any:
     """A trainer on the CPU that writes to `folder` only."""
     return lightning.Trainer(
         accelerator="cpu",
         default_root_dir=folder,
-        enable_checkpointing=False,
+        enable_checkpointing=enable_checkpointing,
         enable_model_summary=False,
         enable_progress_bar=False,
         log_every_n_steps=log_every,

@@ -198,7 +198,7 @@ def clip_(
         if rule.per_unit:
             refuse_other_model(rule, _all_of(parameters, gradients))
         if following is not None and gradients.refusal is None:
-            following.meet(_first_of(parameters, gradients), gradients.n_parameters)
+            following.meet(_members_of(parameters, gradients))
     except (TypeError, ValueError, RuntimeError) as error:
         # Of this process alone; others may wait for the norm.
         if not refuse_(gradients, error):
@@ -211,11 +211,11 @@ def clip_(
     return norm
 
 
-def _first_of(parameters: object, gradients: Gradients) -> Tensor | None:
-    """The first parameter of a list."""
+def _members_of(parameters: object, gradients: Gradients) -> Sequence[Tensor]:
+    """The parameters of a list, with and without a gradient; of FlatGradients those they hold."""
     if isinstance(parameters, FlatGradients):
-        return next(iter(parameters))[1]
-    return gradients.first
+        return parameters.parameters
+    return gradients.sources or ()
 
 
 def _all_of(parameters: object, gradients: Gradients) -> Sequence[Tensor]:

@@ -115,6 +115,8 @@ def test_scaler_skips_everywhere(scaler: Any, mode: str) -> None:
         for m in (model, alone)
     ]
     scalers = [scaler("cpu", init_scale=1024.0) for _ in wrappers]
+    taken: list[int] = []
+    wrappers[0].register_step_post_hook(lambda *_: taken.append(step))
     for step in range(4):
         for sharded, one, wrapper, its in zip(
             (True, False), (model, alone), wrappers, scalers, strict=True
@@ -129,6 +131,8 @@ def test_scaler_skips_everywhere(scaler: Any, mode: str) -> None:
             its.step(wrapper)
             its.update()
     assert scalers[0].get_scale() == scalers[1].get_scale() == 512.0
+    # A fused optimizer is told on the device.
+    assert taken == ([0, 1, 2, 3] if mode == "fused" else [0, 1, 3])
     for ours, theirs in zip(_weights(model), _weights(alone), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
@@ -244,3 +248,46 @@ def test_limits_that_follow_are_those_of_one_process(rule):
     for state in optimizer.state_dict()["tritonclip"].get("memory", {}).values():
         if state["values"] is not None:
             assert_same_everywhere(state["values"].nan_to_num(-1))
+
+
+@pytest.mark.parametrize("rule", [ClipByOwnHistory(warmup=1, max_norm=math.inf), ClipByQuantile()])
+@in_processes(2)
+def test_memories_follow_groups_and_shards_that_move(rule: Any) -> None:
+    """Beside one process, through reordered parameters and groups, and a group that shrinks."""
+    wrappers = []
+    for mesh in (mesh_of(-1), None):
+        shards = [parameter((4, 3), mesh, [Shard(0)], size=10.0**at) for at in range(4)]
+        groups: list[Any] = [{"params": shards[:2]}, {"params": shards[2:], "clip": rule}]
+        wrappers.append(ClippedOptimizer(torch.optim.SGD(groups, lr=0.0), rule))
+
+    def norms(seed: int, factor: float = 1.0) -> list[list[float]]:
+        found = []
+        for wrapper in wrappers:
+            every = [p for group in wrapper.param_groups for p in group["params"]]
+            for param in every:
+                mesh = getattr(param, "device_mesh", None)
+                size = factor * sizes[wrapper][param]
+                param.grad = parameter(param.shape, mesh, [Shard(0)], seed=seed, size=size).grad
+            wrapper.step()
+            found.append([float(whole(grad).norm()) for grad in grads_of(every)])
+        torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+        return found
+
+    sizes: Any = {
+        wrapper: {
+            param: 10.0 ** (2 * number + at)
+            for number, group in enumerate(wrapper.param_groups)
+            for at, param in enumerate(group["params"])
+        }
+        for wrapper in wrappers
+    }
+    norms(0)
+    for wrapper in wrappers:
+        wrapper.param_groups[0]["params"].reverse()
+        wrapper.param_groups.reverse()
+    before = norms(0)
+    for wrapper in wrappers:
+        del wrapper.param_groups[0]["params"][0]
+    after = norms(0, 100.0)
+    if rule.per_gradient:
+        assert after[0] == pytest.approx([1.05 * norm for norm in before[0][1:]], rel=1e-5)

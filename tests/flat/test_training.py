@@ -151,6 +151,20 @@ def test_zero_grad_that_finds_a_lost_view_leaves_gradients_outside():
     assert_bits([grad_of(bias)], [outside])
 
 
+@pytest.mark.parametrize("change", [list.reverse, list.pop])
+def test_zero_grad_finds_parameters_outside_where_groups_have_changed(change):
+    model = model_of()
+    parameters = [*model.parameters()]
+    parameters[-1].requires_grad_(False)
+    optimizer = optimizer_of(model, 1.0, flat=True)
+    model(torch.ones(4, 6)).sum().backward()
+    change(optimizer.param_groups[0]["params"])
+    optimizer.zero_grad()
+    assert optimizer.flat is not None
+    optimizer.flat.check()
+    assert not any(grad_of(p).any() for p in parameters[:-1])
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_drops_gradients_outside_that_inference_mode_made(set_to_none):
     """They cannot be written."""

@@ -85,10 +85,11 @@ def test_accelerate_clips_once_a_step(accumulate, precision):
     assert_bits(run.plain.parameters(), by_hand.parameters())
 
 
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, tritonclip.GradScaler])
 @pytest.mark.parametrize("accumulate", [1, 3], ids=["each", "accumulate-3"])
-def test_scaler_is_undone_before_clipping(accumulate):
+def test_scaler_is_undone_before_clipping(accumulate, scaler):
     by_hand = network()
-    run = Run(torch.amp.GradScaler("cpu"), gradient_accumulation_steps=accumulate)
+    run = Run(scaler("cpu"), gradient_accumulation_steps=accumulate)
     poison(run.loader)
 
     run.epoch()
@@ -99,6 +100,8 @@ def test_scaler_is_undone_before_clipping(accumulate):
     assert len(norms) == BATCHES // accumulate - 1
     assert run.clipped.stats.steps == len(norms)
     assert run.skipped == 1
+    # The scheduler does not count the step either.
+    assert run.scheduler.state_dict()["last_epoch"] == len(norms)
     assert_bits(run.plain.parameters(), by_hand.parameters())
 
 

@@ -10,6 +10,7 @@ pytest.importorskip("lightning", reason="needs tritonclip[integrations]")
 
 import lightning
 from digits import BATCHES, MAX_NORM, loader, loss_of, network, sgd, train_by_hand
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning_trainer import FITTING, logged, quiet_trainer
 
@@ -158,6 +159,53 @@ def test_resumed_run_equals_one_that_went_on(tmp_path):
     assert stats_of(resumed) == stats_of(whole)
     assert stats_of(resumed)["steps"] == 2 * BATCHES
     assert_bits(second.model.parameters(), straight.model.parameters())
+
+
+class RulesOfGroups(Digits):
+    """The head has a rule; the body is added by a callback, with another."""
+
+    def __init__(self, rule):
+        super().__init__()
+        self.rule = rule
+
+    def configure_optimizers(self):
+        groups = [{"params": [self.model[2].weight], "clip": self.rule}]
+        return tritonclip.ClippedOptimizer(torch.optim.SGD(groups, lr=0.2, momentum=0.9), MAX_NORM)
+
+
+class Unfreezes(BaseFinetuning):
+    def freeze_before_training(self, module):
+        self.freeze(module.model[0])
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch >= 1:
+            # Again in a run that is resumed, which begins frozen.
+            self.make_trainable(module.model[0])
+        if epoch == 1:
+            group = {"params": [*module.model[0].parameters()], "clip": module.rule}
+            optimizer.add_param_group(group)
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.parametrize(
+    "rule",
+    [tritonclip.ClipByNorm(0.1), tritonclip.ClipByOwnHistory(warmup=3)],
+    ids=["by-norm", "own-history"],
+)
+def test_resumed_finetuning_has_the_rules_of_groups(tmp_path, rule):
+    """Lightning saves the keys of groups, and loads with weights_only."""
+    modules = []
+    for begin in ("whole", "resumed"):
+        module, folder = RulesOfGroups(rule), tmp_path / begin
+        saves = ModelCheckpoint(folder / "saved", filename="{epoch}", save_top_k=-1)
+        trainer = quiet_trainer(
+            folder, 3, enable_checkpointing=True, callbacks=[Unfreezes(), saves]
+        )
+        ckpt_path = tmp_path / "whole/saved/epoch=1.ckpt" if begin == "resumed" else None
+        trainer.fit(module, loader(), ckpt_path=ckpt_path)
+        assert [group["clip"] for group in trainer.optimizers[0].param_groups] == [rule, rule]
+        modules.append(module)
+    assert_bits(modules[1].model.parameters(), [p.detach() for p in modules[0].model.parameters()])
 
 
 def test_gradient_clip_val_clips_before_the_wrapper(tmp_path):

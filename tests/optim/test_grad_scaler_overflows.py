@@ -7,8 +7,18 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_bits, copies, grad_of, normal
-from loss_scale import SCALE, assert_same_run, backward, grads_at, hand_step, scaled_step, spoiled
-from torch.optim import SGD
+from loss_scale import (
+    SCALE,
+    UNSCALED_BEFORE,
+    assert_same_run,
+    backward,
+    grads_at,
+    hand_step,
+    scaled_step,
+    spoiled,
+)
+from torch import Tensor
+from torch.optim import SGD, Optimizer
 from training import (
     INNERS,
     PLAIN_AND_FUSED,
@@ -20,6 +30,7 @@ from training import (
     wrapped,
 )
 
+import tritonclip
 from tritonclip import ClipByGlobalNorm, ClippedOptimizer
 
 
@@ -127,3 +138,83 @@ def test_scaler_judges_two_optimizers_apart(scaler_type, make):
     assert_same_run(second, twins)
     assert (int(one.stats.steps), int(other.stats.steps)) == (0, 1)
     assert scaler.get_scale() == SCALE / 2
+
+
+def steps_called(
+    scaler: torch.amp.GradScaler, optimizer: Optimizer, params: list[Tensor], unscale: bool
+) -> list[str]:
+    """The step hooks that run in four steps, the third of which overflows."""
+    log: list[str] = []
+    number = 0
+    optimizer.register_step_pre_hook(lambda *_: log.append(f"before {number}"))
+    optimizer.register_step_post_hook(lambda *_: log.append(f"after {number}"))
+    for number in range(4):
+        backward(scaler, params, spoiled(grads_at(0)) if number == 2 else grads_at(number))
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return log
+
+
+@UNSCALED_BEFORE
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("make", INNERS)
+@pytest.mark.parametrize("scaler_type", SCALERS)
+def test_scaler_overflow_calls_step_as_torch_does(scaler_type, make, policy, unscale):
+    """Not at all, so that an average of weights does not count it, unless the device decides."""
+    params, twins = new_params(), new_params()
+    optimizer, bare = ClippedOptimizer(make(params), 1.0, nonfinite=policy), make(twins)
+    ours = steps_called(scaler_type("cpu", init_scale=SCALE), optimizer, params, unscale)
+    torchs = steps_called(torch.amp.GradScaler("cpu", init_scale=SCALE), bare, twins, unscale)
+    assert ours == torchs
+    assert ("after 2" in ours) == bool(bare.param_groups[0].get("fused"))
+    assert int(optimizer.stats.steps) == 3
+
+
+@pytest.mark.parametrize("options", [{"nonfinite": "skip"}, {"skip_above": 100.0}], ids=str)
+def test_scaler_calls_no_step_that_the_wrapper_skips(options):
+    params, optimizer = wrapped(SGD, 1.0, **options)
+    scaler = tritonclip.GradScaler("cpu", init_scale=SCALE)
+    log: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: log.append("before"))
+    optimizer.register_step_post_hook(lambda *_: log.append("after"))
+    before = copies(params)
+    backward(scaler, params, grads_at(0))
+    scaler.unscale_(optimizer)
+    # The scaler has looked.
+    grad_of(params[1]).fill_(torch.nan if "nonfinite" in options else 1e4)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (log, int(optimizer.stats.skipped_steps)) == ([], 1)
+    assert_bits(params, before)
+    scaled_step(scaler, optimizer, params, grads_at(0))
+    assert (log, int(optimizer.stats.steps)) == (["before", "after"], 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "reads"),
+    [
+        ({}, 1),
+        ({"nonfinite": "zero"}, 1),
+        ({"nonfinite": "skip"}, 1),
+        ({"skip_above": 1e9}, 1),
+        ({"nonfinite": "error"}, 2),
+    ],
+    ids=str,
+)
+def test_scaler_and_wrapper_read_one_flag_of_the_device(monkeypatch, options, reads):
+    """An error is raised after a second one. A read is a wait on a GPU."""
+    params, optimizer = wrapped(SGD, 1.0, **options)
+    scaler = tritonclip.GradScaler("cpu", init_scale=SCALE)
+    backward(scaler, params, grads_at(0))
+    seen = []
+
+    def read(flag: Tensor) -> bool:
+        seen.append(flag)
+        return bool(flag.item())
+
+    monkeypatch.setattr(Tensor, "__bool__", read)
+    scaler.step(optimizer)
+    monkeypatch.undo()
+    assert len(seen) == reads

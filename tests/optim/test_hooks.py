@@ -90,6 +90,56 @@ def test_step_pre_hook_may_replace_the_closure():
     assert wrapper.step(lambda: 1.0) == 7.0
 
 
+def _nan(weight: Any) -> None:
+    weight.grad[0] = torch.nan
+
+
+def _large(weight: Any) -> None:
+    weight.grad *= 1e6
+
+
+@pytest.mark.parametrize("spoil", [_nan, _large])
+@pytest.mark.parametrize("closure", [False, True], ids=["no closure", "closure"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_step_post_hooks_run_for_steps_that_the_host_takes(spoil, closure, fused):
+    """Where the device decides, no host can know: hooks run, as under torch's GradScaler."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    inner = SGD([weight], lr=1.0, fused=fused)
+    wrapper = ClippedOptimizer(inner, 1.0, nonfinite="skip", skip_above=100.0)
+    log: list[Any] = []
+    wrapper.register_step_post_hook(lambda *_: log.append(int(wrapper.stats.skipped_steps)))
+    for change in (lambda _: None, spoil, lambda _: None):
+
+        def evaluate(change: Any = change) -> float:
+            weight.grad = torch.tensor(RAW)
+            change(weight)
+            return 1.0
+
+        if not closure:
+            evaluate()
+        wrapper.step(*([evaluate] if closure else []))
+    assert int(wrapper.stats.skipped_steps) == 1
+    assert log == ([0, 1, 1] if fused else [0, 1])
+
+
+def test_step_post_hooks_do_not_run_where_a_later_evaluation_undoes_the_step():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    inner = torch.optim.LBFGS([weight], max_iter=4)
+    wrapper = ClippedOptimizer(inner, 1.0, nonfinite="skip")
+    log: list[Any] = []
+    wrapper.register_step_post_hook(lambda *_: log.append("after"))
+    values = iter([1.0, torch.nan])
+
+    def closure() -> Any:
+        wrapper.zero_grad()
+        loss = ((weight - 1) ** 2).sum() * next(values)
+        loss.backward()
+        return loss
+
+    wrapper.step(closure)
+    assert (int(wrapper.stats.skipped_steps), log) == (1, [])
+
+
 def test_state_dict_hooks_run_around_the_whole_checkpoint():
     _, wrapper = one_weight()
     log: list[Any] = []

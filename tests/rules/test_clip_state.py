@@ -152,6 +152,44 @@ def test_a_state_refuses_another_model_of_as_many_parameters(rule, of):
     tritonclip.clip_(LISTS["list"](first), rule, state=state)
 
 
+def _reordered(weights: list[Tensor]) -> list[Tensor]:
+    return [weights[0], weights[2], weights[1]]
+
+
+def _with_another(weights: list[Tensor]) -> list[Tensor]:
+    return [*weights[:2], *_given(3.0)]
+
+
+@pytest.mark.parametrize("of", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize("change", [_reordered, _with_another])
+def test_a_state_that_remembers_each_norm_refuses_a_list_with_others_in_their_places(change, of):
+    state, rule, weights = ClipState(), ClipByOwnHistory(), _given(1.0, 2.0, 3.0)
+    tritonclip.clip_(of(weights), rule, state=state)
+    before, changed = repr(state.state_dict()), change(weights)
+    sizes = [grad_of(weight).item() for weight in changed]
+    with pytest.raises(ValueError, match=r"has at position [12] another parameter.*in its order"):
+        tritonclip.clip_(of(changed), rule, state=state)
+    assert repr(state.state_dict()) == before
+    assert [grad_of(weight).item() for weight in changed] == sizes
+    tritonclip.clip_(LISTS["list"](weights), rule, state=state)
+
+
+@pytest.mark.parametrize("rule", [ClipByQuantile(0.5, 9), ClipByNorm(lambda step: 1.0)])
+def test_a_state_of_no_single_norms_follows_a_list_in_another_order(rule):
+    state, weights = ClipState(), _given(1.0, 2.0, 3.0)
+    tritonclip.clip_(weights, rule, state=state)
+    tritonclip.clip_(_reordered(weights), rule, state=state)
+    assert state.steps == 2
+
+
+def test_a_state_goes_on_with_a_parameter_in_the_place_of_one_that_is_gone():
+    state, rule, weights = ClipState(), ClipByOwnHistory(warmup=1, max_norm=9.0), _given(1.0, 2.0)
+    tritonclip.clip_(weights, rule, state=state)
+    weights[1:] = _given(100.0)
+    tritonclip.clip_(weights, rule, state=state)
+    assert grad_of(weights[1]).item() == pytest.approx(1.05 * 2.0)
+
+
 def _loaded(state: ClipState) -> ClipState:
     other = ClipState()
     other.load_state_dict(state.state_dict())

@@ -15,7 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByRMS, ClipByUnitNorm, ClipByValue
+from tritonclip import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByOwnHistory,
+    ClipByQuantile,
+    ClipByRMS,
+    ClipByUnitNorm,
+    ClipByValue,
+    ClipByZScore,
+    Outlier,
+)
 from tritonclip.rules import as_rule
 
 BY_NORM = pytest.mark.parametrize("kind", [ClipByGlobalNorm, ClipByNorm])
@@ -132,6 +142,31 @@ def test_rule_is_frozen(rule):
 def test_rule_equals_its_copy(rule, again):
     assert again(rule) == rule
     assert hash(again(rule)) == hash(rule)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ClipByGlobalNorm(2.0, math.inf, eps=0.0),
+        ClipByNorm(0.1),
+        ClipByValue(-1.0, 0.25),
+        ClipByRMS(0.5),
+        ClipByUnitNorm(0.01),
+        ClipByQuantile(0.95, window=7),
+        ClipByZScore(max_norm=1.0),
+        ClipByOwnHistory(warmup=50),
+        Outlier(sigmas=5.0),
+    ],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_rule_is_loaded_with_weights_only(rule):
+    """As trainers load checkpoints, in which some have the keys of parameter groups."""
+    file = io.BytesIO()
+    torch.save({"param_groups": [{"params": ["weight"], "clip": rule}]}, file)
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    loaded = saved["param_groups"][0]["clip"]
+    assert loaded == rule
+    assert hash(loaded) == hash(rule)
 
 
 def test_rules_with_different_arguments_differ():

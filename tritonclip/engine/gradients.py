@@ -96,11 +96,6 @@ class Gradients:
             self.tensors, self.wrappers, self.absent, self.sharding = shares
 
     @property
-    def first(self) -> Tensor | None:
-        """The first parameter that the list was collected from; None where that is not known."""
-        return self.sources[0] if self.sources else None
-
-    @property
     def n_parameters(self) -> int:
         """The parameters that the list was collected from, with and without a gradient."""
         # FlatGradients, which have no sources, hold each gradient once.

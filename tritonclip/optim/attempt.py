@@ -16,6 +16,8 @@ class Attempt:
         clipping: the gradients, measured.
         skip: whether to leave the step out, on the device; None for no.
         outlier: the verdict of the test for outliers, where there is one.
+        overflow: whether a GradScaler leaves it out, on the device; None for no.
+        stop: whether the device is to leave it out; None where the host has decided to take it.
         outcomes: of the clipping, as soon as all gradients are written.
     """
 
@@ -28,6 +30,8 @@ class Attempt:
         scaled: bool,
     ) -> None:
         self.clipping, self.skip, self.outlier = clipping, skip, outlier
+        self.overflow: Tensor | None = None
+        self.stop: Tensor | None = None
         self.outcomes: Outcomes | None = None
         self._scaled = scaled
         self._seen: list[tuple[Tensor, int]] = []

@@ -174,10 +174,8 @@ class ClippedOptimizer(MeasuringWrapper):
             self._guard.open = False
 
     @torch.compiler.disable(recursive=False)
-    def _step(self, closure: Closure | None = None) -> Any:
-        device = fused.device_of(self.optimizer)
-        if device != self._log.stats.last_norm.device:
-            self._log.stats.move_(device)
+    def _step(self, closure: Closure | None = None) -> tuple[Any, bool]:
+        self._move_stats()
         if closure is None:
             if isinstance(self.optimizer, LBFGS):
                 # Not told to other processes: they have begun to evaluate theirs, and the
@@ -188,27 +186,60 @@ class ClippedOptimizer(MeasuringWrapper):
         if isinstance(getattr(self, "found_inf", None), Tensor):
             raise RuntimeError(CLOSURE_UNDER_SCALER)
         if self._nonfinite in ("propagate", "zero") and self.skip_above is None:
-            return step_evaluating(self.optimizer, closure, self._measure, self._log)
+            return step_evaluating(self.optimizer, closure, self._measure, self._log), True
         loss = evaluate(closure, self.optimizer, self._measure)
         if loss is None or fused.takes_found_inf(self.optimizer):
             # Nothing to hand on, or an optimizer that evaluates first and only once.
-            self._step_with_gradients()
-            return loss
+            _, taken = self._step_with_gradients()
+            return loss, taken
         # Evaluated before the wrapped optimizer does it, while nothing has changed yet.
         return step_checking(
             self.optimizer, closure, loss, self._measure, self._nonfinite, self._log
         )
 
-    def _step_with_gradients(self) -> Any:
-        """Clips the gradients that are there."""
+    def _move_stats(self) -> None:
+        device = fused.device_of(self.optimizer)
+        if device != self._log.stats.last_norm.device:
+            self._log.stats.move_(device)
+
+    def _step_under_scaler(
+        self, scale: Tensor | None, found_inf: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Steps, unless the host leaves the step out: then `step` is not called, as by torch's.
+
+        Args:
+            scale: that gradients carry; None for none.
+            found_inf: whether they overflow.
+            args: of `step`.
+            kwargs: of `step`.
+        """
+        self._scales["scaler"], self.found_inf = scale, found_inf
+        try:
+            # `step` refuses a closure.
+            if all(argument is None for argument in (*args, *kwargs.values())):
+                self._move_stats()
+                self._begun = self._begin()
+                if self._begun is None:
+                    return None
+                del self.found_inf
+            return self.step(*args, **kwargs)
+        except BaseException as error:
+            self._end_failed(error)
+            raise
+        finally:
+            self._begun = None
+            self._scales.clear()
+            vars(self).pop("found_inf", None)
+
+    def _begin(self) -> Attempt | None:
+        """Measures and judges a step; None of one that the host leaves out, which is counted."""
         clipping, self._clipping = self._clipping, None
         grad_scale = self.grad_scale if self._scales else None
         attempt = self._attempt
         if attempt is not None and attempt.goes_on(self._present()):
             attempt.remember_in(self._log.memory)
         else:
-            if clipping is None or grad_scale is None or self._optimizer_step_pre_hooks:
-                # Hooks run after a GradScaler has measured, and may have changed anything.
+            if clipping is None or grad_scale is None:
                 clipping = self._measure(grad_scale)
             nonfinite = clipping.nonfinite() if self._nonfinite == "skip" else None
             outlier = None if self._log.memory.skip_above is None else self._log.judge(clipping)
@@ -220,11 +251,33 @@ class ClippedOptimizer(MeasuringWrapper):
         found_inf = getattr(self, "found_inf", None)
         overflow = found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else None
 
-        stop = attempt.skip if overflow is None else either(overflow, attempt.skip)
-        on_device = stop is not None and fused.takes_found_inf(self.optimizer)
-        if stop is not None and not on_device and bool(stop):
-            self._log.add_left_out(attempt.clipping, attempt.outlier, overflow)
-            return None
+        attempt.overflow, attempt.stop = overflow, either(overflow, attempt.skip)
+        if attempt.stop is not None and not self._decides_on_device():
+            if bool(attempt.stop):
+                self._log.add_left_out(attempt.clipping, attempt.outlier, overflow)
+                return None
+            attempt.stop = None
+        return attempt
+
+    def _decides_on_device(self) -> bool:
+        """Whether the wrapped optimizer is told on the device to leave a step out."""
+        if self._amp_scaling is None or self._optimizer_step_pre_hooks:
+            return fused.takes_found_inf(self.optimizer)
+        return self._amp_scaling
+
+    def _step_with_gradients(self) -> tuple[Any, bool]:
+        """Clips the gradients that are there; returns the result, and whether the step was taken.
+
+        A step that the device leaves out counts as taken here.
+        """
+        begun, self._begun = self._begun, None
+        if self._optimizer_step_pre_hooks:
+            # They run after a GradScaler has measured, and may have changed anything.
+            begun = self._clipping = None
+        attempt = begun or self._begin()
+        if attempt is None:
+            return None, False
+        stop = attempt.stop
         if attempt.outcomes is None:
             if self._nonfinite == "error" and (stop is None or not bool(stop)):
                 attempt.clipping.raise_if_nonfinite()
@@ -233,15 +286,14 @@ class ClippedOptimizer(MeasuringWrapper):
 
         # An interrupted step may have left its own.
         vars(self.optimizer).pop("found_inf", None)
-        told = stop if on_device else None
-        result = self.optimizer.step() if told is None else fused.step(self.optimizer, told)
+        result = self.optimizer.step() if stop is None else fused.step(self.optimizer, stop)
         self._attempt = None
         if self._watches:
             self._watches -= 1
             twice.watch()
-        flags = (overflow, attempt.skip) if on_device else (None, None)
+        flags = (None, None) if stop is None else (attempt.overflow, attempt.skip)
         self._log.add(attempt.clipping, attempt.outcomes, *flags, attempt.outlier)
-        return result
+        return result, True
 
     def __repr__(self) -> str:
         return (

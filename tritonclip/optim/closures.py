@@ -74,7 +74,7 @@ def step_checking(
     measure: Measure,
     nonfinite: str,
     log: StepLog,
-) -> Any:
+) -> tuple[Any, bool]:
     """Checks a first evaluation while nothing has changed, and hands the optimizer its result.
 
     Args:
@@ -86,14 +86,14 @@ def step_checking(
         log: for the step.
 
     Returns:
-        The result of its step; `first` of one that was left out.
+        The result of its step, `first` of one that was left out; and whether it was taken.
     """
     clipping = measure()
     outlier = log.judge(clipping)
     is_nonfinite = nonfinite == "skip" and bool(clipping.nonfinite())
     if is_nonfinite or (outlier is not None and bool(outlier.flag)):
         log.add_skipped(clipping, outlier)
-        return first
+        return first, False
     if nonfinite == "error":
         clipping.raise_if_nonfinite()
     result, outcomes = _step_on(inner, closure, first, clipping, measure, nonfinite)
@@ -101,7 +101,7 @@ def step_checking(
         log.add_skipped(clipping, outlier)
     else:
         log.add(clipping, outcomes, outlier=outlier)
-    return result
+    return result, outcomes is not None
 
 
 def _step_on(

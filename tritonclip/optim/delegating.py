@@ -26,7 +26,8 @@ class DelegatingOptimizer(Optimizer):
     """A `torch.optim.Optimizer` whose parameter groups, state and defaults are another one's.
 
     Hooks that are registered here run around the whole step, those of the wrapped optimizer around
-    its own part. Global step hooks run once, for the wrapped one.
+    its own part. A step that the host leaves out runs no post-hook. Global step hooks run once, for
+    the wrapped one.
 
     Attributes:
         optimizer: the wrapped optimizer.
@@ -95,12 +96,14 @@ class DelegatingOptimizer(Optimizer):
                         f"got {result!r:.80}"
                     )
                 args, kwargs = result
-        loss = self._step(*args[1:], **kwargs)
-        for after in tuple(self._optimizer_step_post_hooks.values()):
-            after(self, args, kwargs)
+        loss, taken = self._step(*args[1:], **kwargs)
+        if taken:
+            for after in tuple(self._optimizer_step_post_hooks.values()):
+                after(self, args, kwargs)
         return loss
 
-    def _step(self, closure: Closure | None = None) -> Any:
+    def _step(self, closure: Closure | None = None) -> tuple[Any, bool]:
+        """The result of the step, and whether it was taken."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,11 +1,14 @@
 """A GradScaler that leaves looking at the gradients to the clipping, which reads them anyway."""
 
+from functools import reduce
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from tritonclip.distributed.sharding import meshes_of
+from tritonclip.optim import fused
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
 from tritonclip.optim.registry import is_wrapped
 
@@ -16,9 +19,11 @@ class GradScaler(torch.amp.GradScaler):
     torch's own works with the wrapper too, but reads and writes all gradients to unscale and to
     check them before the wrapper measures them. This one lets the wrapper measure them while they
     are still scaled: the norm tells whether a step overflows, and where they have to be written,
-    one pass unscales and clips. With any other optimizer, and after `unscale_`, it does as
-    torch's does. Same arguments, same checkpoints. It refuses an optimizer that is wrapped. A norm
-    that does not fit its dtype counts as an overflow, too.
+    one pass unscales and clips. A norm that does not fit its dtype counts as an overflow, too. As
+    by torch's, `step` of the wrapper is not called at an overflow, nor at a step that the wrapper
+    skips, unless the wrapped optimizer decides on the device, where no host can know. With any
+    other optimizer, and after `unscale_`, it does as torch's does. Same arguments, same
+    checkpoints. It refuses an optimizer that is wrapped.
 
     Example:
         >>> scaler = GradScaler("cpu")
@@ -34,6 +39,10 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the gradients by the scale; see torch's."""
         _refuse_inner(optimizer)
+        if isinstance(optimizer, ClippedOptimizer) and optimizer._amp_scaling is not None:
+            # Called by `step`.
+            self._check_inf_per_device(optimizer)
+            return
         super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -42,11 +51,27 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled or not isinstance(optimizer, ClippedOptimizer):
             return super().step(optimizer, *args, **kwargs)
         try:
-            optimizer._scaler_waits = True
+            optimizer._amp_scaling = fused.takes_found_inf(optimizer.optimizer)
             return super().step(optimizer, *args, **kwargs)
         finally:
-            optimizer._scaler_waits = False
+            optimizer._amp_scaling = None
             optimizer._clipping = None
+
+    def _maybe_opt_step(
+        self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        """Leaves the decision to the wrapper, which waits for the device once."""
+        if not isinstance(optimizer, ClippedOptimizer):
+            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+        ours = self._get_scale_async()
+        assert ours is not None
+        scale = optimizer._scales.get("user")
+        if optimizer_state["stage"] is OptState.READY:
+            scale = ours if scale is None else ours * scale
+        flags = optimizer_state["found_inf_per_device"].values()
+        found_inf = reduce(torch.add, [flag.to(ours.device, non_blocking=True) for flag in flags])
+        result: float | None = optimizer._step_under_scaler(scale, found_inf, *args, **kwargs)
+        return result
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         # Without any gradient, torch's records no check, for `update` to complain about.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
 
+from tritonclip.optim.param_groups import Groups
 from tritonclip.rules import ClipState, Following, Numbering, Outlier, Rule
 from tritonclip.rules.arguments import as_count, as_limit
 from tritonclip.warn import warn_user
@@ -59,6 +62,9 @@ def as_skip_bound(skip_above: object) -> float | Outlier | None:
 class Memory:
     """The states of the rules of an optimizer, and of its test for outliers.
 
+    A state follows its group, and a history its parameter, wherever they stand. Their positions
+    count in checkpoints and in copies only.
+
     Attributes:
         steps: calls of the wrapper's `step` so far, which functions of the step are given.
         skip_above: the largest norm that is no outlier, or :class:`Outlier`; None for no test.
@@ -68,6 +74,90 @@ class Memory:
         self._states: dict[str, ClipState] = {}
         self.steps = 0
         self.skip_above = skip_above
+        # As they stood when they were met last; None for never.
+        self._groups: list[Mapping[str, Any]] | None = None
+        self._ids: list[list[int]] = []
+        # By id: a parameter, and the row of its history in every state.
+        self._rows: dict[int, tuple[ref[Tensor], int]] = {}
+        self._n_rows = 0
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether it remembers anything for a rule."""
+        return not self._states.keys() <= {_OUTLIERS}
+
+    def resume(self, groups: Groups) -> None:
+        """Goes on with groups whose positions are those of a checkpoint or a copy."""
+        # Else it would keep parameters alive that no group has any more.
+        if self.has_rules:
+            self.meet(groups)
+
+    def meet(self, groups: Groups, *, each: bool = True) -> None:
+        """Finds groups and parameters where they stand now.
+
+        A new parameter in the place of one that no group holds any more takes over its history.
+
+        Args:
+            groups: of the optimizer.
+            each: whether parameters may have changed in groups that have not; a look at each.
+        """
+        known = self._groups
+        same = known is not None and len(known) == len(groups) and all(map(is_, known, groups))
+        if same and not each:
+            return
+        ids = [list(map(id, group["params"])) for group in groups]
+        if same and ids == self._ids:
+            return
+        before = self._indices_before(groups)
+        self._states = _moved(self._states, before)
+        self._number(groups, before)
+        self._groups, self._ids = list(groups), ids
+
+    def _indices_before(self, groups: Groups) -> list[int | None]:
+        """The place of each group when groups were met last; None of a new one."""
+        if self._groups is None:
+            return list(range(len(groups)))
+        places = {id(group): index for index, group in enumerate(self._groups)}
+        before = [places.get(id(group)) for group in groups]
+        # Loading a checkpoint makes other dicts for the same parameters.
+        gone = set(places.values()).difference(before)
+        home = {i: index for index in gone for i in self._ids[index]}
+        for index, group in enumerate(groups):
+            if before[index] is None:
+                homes = (home.get(id(p)) for p in group["params"] if self._row_of(p) is not None)
+                before[index] = next((i for i in homes if i in gone), None)
+                gone.discard(before[index])
+        return before
+
+    def _number(self, groups: Groups, before: Sequence[int | None]) -> None:
+        """Gives every parameter a row: its own, that of the one that it replaces, or a new one."""
+        rows, known = self._rows, self._row_of
+        here = {id(p) for group in groups for p in group["params"] if known(p) is not None}
+        numbered = {i: row for i, row in rows.items() if row[0]() is not None}
+        for group, place in zip(groups, before, strict=True):
+            ids = self._ids[place] if place is not None and self._ids else []
+            replaces = len(ids) == len(group["params"])
+            for position, parameter in enumerate(group["params"]):
+                if known(parameter) is not None:
+                    continue
+                if replaces and ids[position] not in here:
+                    replaced, row = rows[ids[position]]
+                    if replaced() is not None:
+                        numbered.pop(ids[position], None)
+                else:
+                    row, self._n_rows = self._n_rows, self._n_rows + 1
+                numbered[id(parameter)] = ref(parameter), row
+        self._rows = numbered
+
+    def _row_of(self, parameter: Tensor) -> int | None:
+        """The row of a parameter that was met and is alive."""
+        found = self._rows.get(id(parameter))
+        return found[1] if found is not None and found[0]() is parameter else None
+
+    def rows(self, parameters: Iterable[Tensor]) -> tuple[Sequence[int], int]:
+        """The rows of parameters that were met, and the number of all rows."""
+        rows = self._rows
+        return [rows[id(parameter)][1] for parameter in parameters], self._n_rows
 
     def follow(self, group_index: int | None, rule: Rule, numbering: Numbering) -> Following:
         """The rule of the next step for the groups that share it.
@@ -75,7 +165,7 @@ class Memory:
         Args:
             group_index: of the one group that has it; None for the wrapper's.
             rule: any rule.
-            numbering: the place of each of its parameters among all of the optimizer's.
+            numbering: the rows of its parameters.
         """
         owner = _owner(group_index)
         state = self._states.get(owner)
@@ -83,15 +173,18 @@ class Memory:
             state = self._states[owner] = ClipState()
         return state.follow(rule, step=self.steps, numbering=numbering)
 
-    def take_over(self, group_index: int | None, following: Following) -> Following:
+    def take_over(
+        self, group_index: int | None, following: Following, numbering: Numbering
+    ) -> Following:
         """The rule of a step that another memory followed when it was measured.
 
         Args:
             group_index: as for `follow`.
             following: of the step; returned as it is where the state here is of another rule.
+            numbering: the rows of its parameters here.
         """
         state = self._states.setdefault(_owner(group_index), ClipState())
-        return following.onto(state) if state.remembers(following.rule) else following
+        return following.onto(state, numbering) if state.remembers(following.rule) else following
 
     @torch.compiler.disable
     def judge(self, norm: Tensor) -> Judgement:
@@ -106,9 +199,22 @@ class Memory:
         limit, values = state.advance(above, _Norm(norm))
         return Judgement(norm, norm > limit.to(norm.device), state, values)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Copies of all states."""
-        return {owner: state.state_dict() for owner, state in self._states.items()}
+    def state_dict(self, groups: Groups) -> dict[str, Any]:
+        """Copies of all states, for groups and parameters in the order in which they stand now."""
+        rows: Sequence[int] = ()
+        if self.has_rules:
+            self.meet(groups)
+            rows, _ = self.rows(p for group in groups for p in group["params"])
+        return {owner: state.state_dict(rows) for owner, state in self._states.items()}
+
+    def copy(self, groups: Groups) -> Memory:
+        """A copy that meets the copies of groups and parameters in the order of these."""
+        twin = Memory(self.skip_above)
+        twin.steps = self.steps
+        for owner, saved in self.state_dict(groups).items():
+            twin._states[owner] = ClipState()
+            twin._states[owner].load_state_dict(saved)
+        return twin
 
     def load_state_dict(self, states: dict[str, Any], rules: dict[str, Rule]) -> None:
         """Takes the result of `state_dict`.
@@ -126,13 +232,24 @@ class Memory:
             state.load_state_dict(saved)
             present: Any = self.skip_above if owner == _OUTLIERS else rules.get(owner)
             follows = isinstance(present, Outlier) or not getattr(present, "fixed", True)
-            if follows and not state.remembers(present):
+            if follows and state.remembers(present):
+                state.begin_as(present)
+            elif follows:
                 raise ValueError(
                     f"the checkpoint has {state!r} for {owner!r}, where the program has {present}; "
                     "expected the rule that the run began with. To begin anew, delete "
                     f"state_dict['tritonclip']['memory'][{owner!r}]"
                 )
         self._states = loaded
+
+
+def _moved(states: dict[str, ClipState], before: Sequence[int | None]) -> dict[str, ClipState]:
+    """States by the indices that groups have now; those of groups that are gone drop out."""
+    owners = {
+        _owner(place): _owner(index) for index, place in enumerate(before) if place is not None
+    }
+    owners |= {owner: owner for owner in (_owner(None), _OUTLIERS)}
+    return {owners[owner]: state for owner, state in states.items() if owner in owners}
 
 
 def _owner(group_index: int | None) -> str:

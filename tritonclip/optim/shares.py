@@ -173,17 +173,6 @@ def write_(share: Share, grad_scale: float | Tensor, zero_nonfinite: bool) -> Cl
     return Clipped(largest, coefficient, limit)
 
 
-def numbered(share: Share, groups: Groups, flat: FlatGradients | None) -> tuple[Sequence[int], int]:
-    """The place of a share's parameters among all of the optimizer's, and the number of all."""
-    every = [p for group in groups for p in group["params"]]
-    place = {id(parameter): at for at, parameter in enumerate(every)}
-    own = share.gradients.sources
-    if own is None:
-        assert flat is not None
-        own = flat.parameters
-    return [place[id(parameter)] for parameter in own], len(every)
-
-
 def _collect(
     groups: Groups, indices: Sequence[int], plans: PlanCache, holders: Holders | None
 ) -> Gradients:

@@ -37,8 +37,9 @@ from tritonclip.optim.refusals import (
     refuse_other_steps,
     refused,
 )
-from tritonclip.optim.shares import Members, Share, divide, divide_flat, numbered, write_
-from tritonclip.rules import Rule
+from tritonclip.optim.shares import Members, Share, divide, divide_flat, write_
+from tritonclip.rules import Numbering, Rule
+from tritonclip.rules.adaptive import Adaptive
 
 if TYPE_CHECKING:
     from tritonclip.optim.observation import Observation
@@ -158,11 +159,22 @@ class StepClipping:
         for share in shares:
             if not share.rule.fixed:
                 self.follows = True
-                numbering = partial(numbered, share, self._groups, self._flat)
-                share.following = self._memory.follow(share.group_index, share.rule, numbering)
+                each = share.rule.per_gradient and isinstance(share.rule, Adaptive)
+                self._memory.meet(self._groups, each=each)
+                rows = self._rows_of(share)
+                share.following = self._memory.follow(share.group_index, share.rule, rows)
                 share.rule = share.following
         if self.observation is not None:
             self.observation.check([s.group_index for s in shares if s.has_norm])
+
+    def _rows_of(self, share: Share) -> Numbering:
+        """Looks up the rows of a share's parameters in the memory of now."""
+        # Without the share, which keeps the gradients and, by its rule, this: a cycle.
+        memory, flat, own = self._memory, self._flat, share.gradients.sources
+        if own is None:
+            assert flat is not None
+            return lambda: memory.rows(flat.parameters)
+        return lambda: memory.rows(own)
 
     @torch.compiler.disable
     @without_grad
@@ -197,9 +209,11 @@ class StepClipping:
         if memory is self._memory:
             return
         self._memory = memory
+        memory.meet(self._groups)
         for share in self._shares:
             if share.following is not None:
-                share.following = memory.take_over(share.group_index, share.following)
+                rows = self._rows_of(share)
+                share.following = memory.take_over(share.group_index, share.following, rows)
 
     @torch.compiler.disable
     @without_grad

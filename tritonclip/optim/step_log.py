@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tritonclip.monitor.stats import ClipStats, Outcomes
 from tritonclip.optim.memory import Judgement, Memory, SkipWatch
+from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.step import StepClipping
 from tritonclip.rules import Rule
 
@@ -86,11 +87,11 @@ class StepLog:
         if self.recorder is not None and clipping.observation is not None:
             clipping.observation.add_to(self.recorder, outcomes, skipped)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapper's own part of a checkpoint."""
+    def state_dict(self, groups: Groups) -> dict[str, Any]:
+        """The wrapper's own part of a checkpoint of these groups."""
         own: dict[str, Any] = self.stats.state_dict()
         own["calls"] = torch.tensor(self.memory.steps, device="cpu")
-        memory = self.memory.state_dict()
+        memory = self.memory.state_dict(groups)
         if memory:
             own["memory"] = memory
         if self.recorder is not None:
@@ -122,10 +123,13 @@ class StepLog:
         stats.load_state_dict(own)
         return stats, memory, recorded
 
-    def take(self, stats: ClipStats, memory: Memory, recorded: dict[str, Any] | None) -> None:
-        """Goes on from a checkpoint that was `loaded`."""
+    def take(
+        self, stats: ClipStats, memory: Memory, recorded: dict[str, Any] | None, groups: Groups
+    ) -> None:
+        """Goes on from a checkpoint of these groups that was `loaded`."""
         self.stats.load_state_dict(stats.state_dict())
         self.memory = memory
+        memory.resume(groups)
         self.watch.forget()
         if self.recorder is not None and recorded is not None:
             self.recorder.load_state_dict(recorded)

@@ -35,12 +35,14 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
 
     def _attach(self, optimizer: Optimizer) -> None:
         self._share(optimizer)
-        self._scaler_waits = False
+        # For a step under a GradScaler of ours: whether the device decides; None for other steps.
+        self._amp_scaling: bool | None = None
         # From the first gradient that a step writes, until it has updated the parameters.
         self._attempt: Attempt | None = None
         # Under "scaler" for one step of it; under "user" as torch's fused optimizers take it.
         self._scales: dict[str, Any] = {}
         self._clipping: StepClipping | None = None
+        self._begun: Attempt | None = None
         self._plans = PlanCache()
         # As they were read last.
         self._own_rules = rules_of(optimizer.param_groups)
@@ -59,7 +61,9 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
             self.__dict__.pop("found_inf", None)
             if self._attempt is not None:
                 self._attempt.judge(self._present())
-        return self._scaler_waits or fused.takes_scaling(self.optimizer)
+        if self._amp_scaling is not None:
+            return self._amp_scaling
+        return fused.takes_scaling(self.optimizer)
 
     @property
     def grad_scale(self) -> Any:
@@ -125,7 +129,8 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
         # First: where it raises, nothing was changed.
         self.flat.zero_()
         for number, position in self._not_in_buffers:
-            parameter = self.param_groups[number]["params"][position]
+            # Not from the groups, which may have changed since.
+            parameter = self._known_params[number][position]
             if set_to_none:
                 parameter.grad = None
             else:
@@ -134,14 +139,14 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
     def _save(self, *, in_groups: bool) -> dict[str, Any]:
         # Also here, for optimizers that do not run their hooks.
         saved = without_rules(self.optimizer, self.optimizer.state_dict())
-        own = self._log.state_dict()
+        own = self._log.state_dict(self.optimizer.param_groups)
         return with_own(saved, own) if in_groups else {**saved, STATS_KEY: own}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         rest, own = split_own(state_dict)
         loaded = self._log.loaded(own, self._rules(), fused.device_of(self.optimizer))
         super()._load(with_present_rules(self.optimizer, rest))
-        self._log.take(*loaded)
+        self._log.take(*loaded, self.optimizer.param_groups)
 
     def _rules(self) -> dict[str, Rule]:
         """The rules of the program, by their owners in a checkpoint."""
@@ -153,7 +158,7 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
             "optimizer": self.optimizer,
             "clip": self.clip,
             "nonfinite": self._nonfinite,
-            "memory": self._log.memory,
+            "memory": self._log.memory.copy(self.optimizer.param_groups),
             "max_consecutive_skips": self._log.watch.most,
             "stats": self.stats,
             "flat": self.flat,
@@ -172,4 +177,5 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
         self._log = StepLog(state["stats"], state["memory"], watch)
         self._holders = state["holders"]
         self._attach(state["optimizer"])
+        self._log.memory.resume(self.optimizer.param_groups)
         self.flat = state["flat"]

@@ -45,7 +45,7 @@ class ClipByOwnHistory(AdaptiveRule):
         ValueError, TypeError: an argument that is out of range, or no number.
 
     Notes:
-        In :func:`clip_` it needs a :class:`ClipState`, and the same parameters at every call.
+        In :func:`clip_` it needs a :class:`ClipState`, and the same parameters in one order.
 
     Example:
         >>> ClipByOwnHistory(warmup=50)

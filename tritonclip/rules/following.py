@@ -23,7 +23,7 @@ class Following(Rule):
     def __init__(self, rule: Any, state: ClipState, numbering: Numbering | None = None) -> None:
         self.rule, self._state, self._numbering = rule, state, numbering
         self._limit: float | Tensor | None = None
-        self._first: Tensor | None = None
+        self._list: Sequence[Tensor] = ()
         self._measured: Measured | None = None
         self._values: Tensor | None = None
         if isinstance(rule, Rule):
@@ -74,23 +74,23 @@ class Following(Rule):
     def __repr__(self) -> str:
         return repr(self.rule)
 
-    def meet(self, first: Tensor | None, n: int) -> None:
+    def meet(self, parameters: Sequence[Tensor]) -> None:
         """Checks the list of the call, before it is measured.
 
         Args:
-            first: its first parameter; None where it is empty.
-            n: its parameters.
+            parameters: with and without a gradient.
 
         Raises:
             ValueError: another list than that of the state.
         """
-        self._first = first
-        if first is not None:
-            self._state.check_list(first, n if isinstance(self.rule, Adaptive) else None)
+        adaptive = isinstance(self.rule, Adaptive)
+        self._list = parameters if adaptive and self.per_gradient else parameters[:1]
+        if parameters:
+            self._state.check_list(self._list, len(parameters) if adaptive else None)
 
-    def onto(self, state: ClipState) -> Following:
-        """The same call, for another state to remember."""
-        moved = Following(self.rule, state, self._numbering)
+    def onto(self, state: ClipState, numbering: Numbering) -> Following:
+        """The same call, for another state to remember, which has other rows."""
+        moved = Following(self.rule, state, numbering)
         if self._measured is not None:
             moved.limit(self._measured)
         return moved
@@ -101,8 +101,8 @@ class Following(Rule):
         Args:
             left_out: whether it was; a 0-d bool may be on any device. None for no.
         """
-        if self._first is not None:
-            self._state.begin_with(self._first)
+        if self._list:
+            self._state.begin_with(self._list)
         if isinstance(left_out, bool):
             self._state.commit(None if left_out else self._values, None)
         else:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.grad_mode import outside_inference
-from tritonclip.rules.adaptive import kind_of
+from tritonclip.rules.adaptive import Adaptive, kind_of
 from tritonclip.rules.following import Following, Numbering
 from tritonclip.rules.rule import Measured, Rule
 
@@ -18,11 +18,11 @@ class ClipState:
 
     Two kinds of rules need one: those that follow the norms of earlier calls, and those with a
     limit that is a function of the step. A list is known by its first parameter, as long as that is
-    alive, and by their number; a copy and a loaded state begin anew with the list that comes. The
-    step is the number of calls before this one, an int:
-    ``ClipByGlobalNorm(lambda step: 10.0 if step < 100 else 1.0)``. A :class:`ClippedOptimizer`
-    keeps such memories itself; the step is then the number of calls of its `step` before, of those
-    that skipped too.
+    alive, and by their number; where the norm of each is remembered, also by the others, in their
+    order. A copy and a loaded state begin anew with the list that comes. The step is the number of
+    calls before this one, an int: ``ClipByGlobalNorm(lambda step: 10.0 if step < 100 else 1.0)``. A
+    :class:`ClippedOptimizer` keeps such memories itself; the step is then the number of calls of
+    its `step` before, of those that skipped too.
 
     Norms are remembered in a tensor on the gradients' device, which no call waits for. A captured
     CUDA graph goes on to remember; the step of a schedule stays that of the capture.
@@ -44,7 +44,10 @@ class ClipState:
         self._values: Tensor | None = None
         # Of the list, for a rule with one row.
         self._n_parameters: int | None = None
-        self._first: ref[Tensor] | None = None
+        self._list: list[ref[Tensor]] = []
+        self._ids: tuple[int, ...] = ()
+        # The row of a parameter that has no norm yet.
+        self._start: Sequence[float] | None = None
         self._places: tuple[tuple[object, ...], Tensor] | None = None
 
     @property
@@ -73,11 +76,33 @@ class ClipState:
             )
         return Following(rule.at(self._steps if step is None else step), self, numbering)
 
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of everything: `kind`, `steps`, `parameters`, and `values`, a tensor or None."""
-        values = None if self._values is None else self._values.clone()
+    def state_dict(self, rows: Sequence[int] | None = None) -> dict[str, Any]:
+        """A copy of everything: `kind`, `steps`, `parameters`, and `values`, a tensor or None.
+
+        Args:
+            rows: of a state of the norms of each parameter, the rows to copy, in order; None for
+                all.
+        """
+        values = self._values
+        if values is not None and rows is not None and values.dim() == 2:
+            values = self._at(values, rows)
         known = {"kind": self._kind, "steps": self._steps, "parameters": self._n_parameters}
-        return {**known, "values": values}
+        return {**known, "values": None if values is None else values.clone()}
+
+    def _at(self, values: Tensor, rows: Sequence[int]) -> Tensor | None:
+        """The values at these rows; those that are not there yet begin, or else all do."""
+        n = len(values)
+        if max(rows, default=0) >= n:
+            if self._start is None:
+                # Loaded, and the program has no such rule.
+                return None
+            values = torch.cat([values, values.new_tensor([self._start])])
+        return values[[min(row, n) for row in rows]]
+
+    def begin_as(self, rule: Any) -> None:
+        """Learns from a rule that remembers norms how histories begin."""
+        if self._start is None and isinstance(rule, Adaptive):
+            self._start = rule.start()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the result of `state_dict`; tensors stay on the device that they are on.
@@ -96,7 +121,7 @@ class ClipState:
         copied = outside_inference(torch.clone)
         self._values = None if values is None else copied(values.detach())
         self._kind, self._steps, self._places = state["kind"], state["steps"], None
-        self._n_parameters, self._first = state["parameters"], None
+        self._n_parameters, self._list, self._ids = state["parameters"], [], ()
 
     def remembers(self, rule: Any) -> bool:
         """Whether it can go on with a rule: one that needs no norms, or of the kind it began with.
@@ -131,38 +156,36 @@ class ClipState:
         limit, rows = rule.advance(values if places is None else values[places], norm)
         return limit, rows if places is None else values.index_copy(0, places, rows)
 
-    def check_list(self, first: Tensor, n: int | None) -> None:
-        """Refuses a list that begins with another parameter, while the first one is alive.
+    def check_list(self, parameters: Sequence[Tensor], n: int | None) -> None:
+        """Refuses a list with another parameter in the place of one, while the first is alive.
 
         Args:
-            first: parameter of the list.
+            parameters: the first of the list, or all for a rule that remembers the norm of each.
             n: parameters in it; None for a rule that needs no norms.
 
         Raises:
-            ValueError: another one, or another number of them.
+            ValueError: another parameter, or another number of them.
         """
-        known = None if self._first is None else self._first()
-        if known is not None and known is not first:
-            raise ValueError(
-                "this state has followed a list that begins with another parameter, of shape "
-                f"{tuple(known.shape)}, and this one begins with shape {tuple(first.shape)}; "
-                "expected the list that it began with: make a new ClipState() for each model. "
-                "Where parameters were replaced, go on with "
-                "new_state.load_state_dict(state.state_dict())"
-            )
+        alive = bool(self._list) and self._list[0]() is not None
+        if alive and tuple(map(id, parameters)) != self._ids[: len(parameters)]:
+            for position, (weak, parameter) in enumerate(zip(self._list, parameters, strict=False)):
+                known = weak()
+                if known is not None and known is not parameter:
+                    raise _other_parameter(position, known, parameter)
         values = self._values
         n_known = self._n_parameters if values is None or values.dim() == 1 else len(values)
         if n is not None and n_known not in (None, n):
             raise _other_list(n_known, n)
 
-    def begin_with(self, first: Tensor) -> None:
-        """Knows the list by its first parameter from now on."""
-        if self._first is None or self._first() is not first:
-            self._first = ref(first)
+    def begin_with(self, parameters: Sequence[Tensor]) -> None:
+        """Knows the list by these parameters from now on."""
+        ids = tuple(map(id, parameters))
+        if ids != self._ids[: len(ids)] or self._list[0]() is not parameters[0]:
+            self._list, self._ids = list(map(ref, parameters)), ids
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is for copies of the parameters.
-        return {**self.__dict__, "_first": None}
+        return {**self.__dict__, "_list": [], "_ids": ()}
 
     def _values_for(
         self, rule: Any, norm: Tensor, n: int | None, *, may_grow: bool = False
@@ -171,6 +194,8 @@ class ClipState:
         values = self._values
         if values is not None and (values.device, values.dtype) != (norm.device, norm.dtype):
             values = self._values = outside_inference(values.to)(norm.device, norm.dtype)
+        if n is not None:
+            self.begin_as(rule)
         n_known = 0 if values is None or n is None else len(values)
         if values is not None and (n is None or n == n_known):
             return values
@@ -200,6 +225,16 @@ class ClipState:
 
     def __repr__(self) -> str:
         return f"<ClipState of {self._kind or 'no norms'} after {self._steps} calls>"
+
+
+def _other_parameter(position: int, known: Tensor, parameter: Tensor) -> ValueError:
+    place = "begins with" if position == 0 else f"has at position {position}"
+    return ValueError(
+        f"this state has followed a list that {place} another parameter, of shape "
+        f"{tuple(known.shape)}, and this one {place} shape {tuple(parameter.shape)}; expected the "
+        "list that it began with, in its order: make a new ClipState() for each model. Where "
+        "parameters were replaced, go on with new_state.load_state_dict(state.state_dict())"
+    )
 
 
 def _other_list(known: int | None, n: int | None) -> ValueError:

@@ -44,9 +44,10 @@ class Excluded:
         if len(alive) < len(self._refs):
             raise RuntimeError(
                 f"{len(self._refs) - len(alive)} of {len(self._refs)} parameters that exclude "
-                "named are gone: others took their place in the model, or the model was let go; "
-                "expected parameters that are there: make the rule once the model is complete (for "
-                "fully_shard, after it), and copy it together with the model"
+                "named are gone: others took their place in the model, the model was let go, or "
+                "the rule was loaded without it; expected parameters that are there: make the rule "
+                "once the model is complete (for fully_shard, after it), and copy it together with "
+                "the model"
             )
         return alive
 

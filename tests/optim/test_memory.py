@@ -1,0 +1,311 @@
+"""The memory of rules under a wrapper: it follows parameters and groups, not their positions."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from cases import grad_of
+from torch import Tensor
+from torch.optim import SGD
+
+from tritonclip import ClipByOwnHistory, ClipByQuantile, ClippedOptimizer, FlatGradients, Outlier
+
+# Clips to 1.05 times its norm a gradient that grows.
+OWN = ClipByOwnHistory(warmup=1, max_norm=math.inf)
+MEDIAN = ClipByQuantile(0.5, 9)
+
+
+def weights(n: int) -> list[Tensor]:
+    return [torch.nn.Parameter(torch.zeros(2)) for _ in range(n)]
+
+
+def own_history(*groups: list[Tensor], rule: Any = OWN) -> ClippedOptimizer:
+    return ClippedOptimizer(SGD([{"params": own} for own in groups], lr=0.0), rule)
+
+
+def norms_after(optimizer: ClippedOptimizer, sizes: dict[Tensor, float]) -> list[float]:
+    """The norms after a step with gradients of these norms, in their order."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            size = sizes.get(param)
+            param.grad = None if size is None else torch.tensor([0.0, size])
+    optimizer.step()
+    return [float(grad_of(param).norm()) for param in sizes]
+
+
+def remember(optimizer: ClippedOptimizer, sizes: dict[Tensor, float]) -> None:
+    for _ in range(3):
+        assert norms_after(optimizer, sizes) == list(sizes.values())
+
+
+def assert_follows(optimizer: ClippedOptimizer, sizes: dict[Tensor, float]) -> None:
+    """Each parameter has the limit that its own norms gave it."""
+    assert norms_after(optimizer, sizes) == list(sizes.values())
+    found = norms_after(optimizer, {param: 1e6 * size for param, size in sizes.items()})
+    assert found == pytest.approx([1.05 * size for size in sizes.values()], rel=1e-6)
+
+
+def _append(optimizer: ClippedOptimizer) -> None:
+    optimizer.param_groups[0]["params"].extend(weights(1))
+
+
+def _insert(optimizer: ClippedOptimizer) -> None:
+    optimizer.param_groups[0]["params"].insert(0, *weights(1))
+
+
+def _reverse(optimizer: ClippedOptimizer) -> None:
+    for group in optimizer.param_groups:
+        group["params"].reverse()
+
+
+def _reverse_groups(optimizer: ClippedOptimizer) -> None:
+    optimizer.param_groups.reverse()
+
+
+def _exchange(optimizer: ClippedOptimizer) -> None:
+    ours, theirs = (group["params"] for group in optimizer.param_groups)
+    ours[0], theirs[0] = theirs[0], ours[0]
+
+
+def _move(optimizer: ClippedOptimizer) -> None:
+    ours, theirs = (group["params"] for group in optimizer.param_groups)
+    theirs.insert(0, ours.pop())
+
+
+def _join(optimizer: ClippedOptimizer) -> None:
+    optimizer.param_groups[1]["params"] += optimizer.param_groups[0]["params"]
+    del optimizer.param_groups[0]
+
+
+def _remake(optimizer: ClippedOptimizer) -> None:
+    optimizer.param_groups = [
+        {**group, "params": list(group["params"])} for group in reversed(optimizer.param_groups)
+    ]
+
+
+CHANGES = [_append, _insert, _reverse, _reverse_groups, _exchange, _move, _join, _remake]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_history_follows_its_parameter(change):
+    params = weights(4)
+    sizes = dict(zip(params, [1.0, 100.0, 1e4, 1e6], strict=True))
+    optimizer = own_history(params[:2], params[2:])
+    remember(optimizer, sizes)
+    change(optimizer)
+    assert_follows(optimizer, sizes)
+
+
+@pytest.mark.parametrize("how", ["state_dict", "deepcopy", "pickle"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_copy_has_histories_in_the_order_of_its_parameters(change, how):
+    """Made after parameters moved, and changed again before its first step."""
+    params = weights(4)
+    sizes = dict(zip(params, [1.0, 100.0, 1e4, 1e6], strict=True))
+    optimizer = own_history(params[:2], params[2:])
+    remember(optimizer, sizes)
+    change(optimizer)
+    if how == "state_dict":
+        groups = [weights(len(group["params"])) for group in optimizer.param_groups]
+        other = own_history(*groups)
+        other.load_state_dict(optimizer.state_dict())
+    else:
+        other = (
+            copy.deepcopy(optimizer) if how == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+        )
+    ours, theirs = (
+        [p for group in one.param_groups for p in group["params"]] for one in (optimizer, other)
+    )
+    twins = dict(zip(ours, theirs, strict=True))
+    _reverse(other)
+    assert_follows(other, {twins[param]: size for param, size in sizes.items()})
+    assert_follows(optimizer, sizes)
+
+
+def test_a_new_parameter_begins_its_history():
+    a, b, c = weights(3)
+    optimizer = own_history([a], [b])
+    remember(optimizer, {a: 1.0, b: 100.0})
+    optimizer.param_groups[0]["params"].append(c)
+    assert norms_after(optimizer, {a: 1.0, c: 7.0, b: 1e4}) == pytest.approx([1.0, 7.0, 105.0])
+    assert norms_after(optimizer, {c: 1e4}) == pytest.approx([1.05 * 7.0])
+
+
+def test_a_group_may_lose_parameters_and_get_them_back():
+    """As freezing and unfreezing do."""
+    params = weights(4)
+    sizes = dict(zip(params, [1.0, 100.0, 1e4, 1e6], strict=True))
+    optimizer = own_history(params[:2], params[2:])
+    remember(optimizer, sizes)
+    frozen = optimizer.param_groups[0]["params"].pop(0)
+    remember(optimizer, {param: size for param, size in sizes.items() if param is not frozen})
+    optimizer.add_param_group({"params": [frozen]})
+    assert_follows(optimizer, sizes)
+
+
+def test_a_parameter_that_takes_the_place_of_another_takes_over_its_history():
+    a, b, c = weights(3)
+    optimizer = own_history([a, b])
+    remember(optimizer, {a: 1.0, b: 100.0})
+    optimizer.param_groups[0]["params"][1] = c
+    assert_follows(optimizer, {a: 1.0, c: 100.0})
+    # The other one may come back, into the same place.
+    optimizer.param_groups[0]["params"] = [a, b]
+    assert norms_after(optimizer, {b: 1e6})[0] < 200
+
+
+def test_parameters_that_were_made_anew_take_over_their_histories():
+    params = weights(2)
+    optimizer = own_history(params)
+    remember(optimizer, dict(zip(params, [1.0, 100.0], strict=True)))
+    del params
+    for group in optimizer.param_groups:
+        group["params"] = [torch.nn.Parameter(param.detach()) for param in group["params"]]
+    a, b = optimizer.param_groups[0]["params"]
+    assert_follows(optimizer, {a: 1.0, b: 100.0})
+
+
+def test_flat_gradients_of_another_order_keep_histories():
+    params = weights(3)
+    sizes = dict(zip(params, [1.0, 100.0, 1e4], strict=True))
+    optimizer = own_history(params)
+    remember(optimizer, sizes)
+    optimizer.flat = FlatGradients(params[::-1])
+    optimizer.param_groups[0]["params"].reverse()
+    for param, size in sizes.items():
+        grad_of(param).copy_(torch.tensor([0.0, 2 * size]))
+    optimizer.step()
+    assert [float(grad_of(p)[1]) for p in params] == pytest.approx([1.05, 105.0, 1.05e4])
+
+
+def limits_of_groups(optimizer: ClippedOptimizer) -> list[float]:
+    """What each group, of one parameter, clips a large gradient to; nothing remembers it."""
+    twin = copy.deepcopy(optimizer)
+    params = [param for group in twin.param_groups for param in group["params"]]
+    return norms_after(twin, dict.fromkeys(params, 1e6))
+
+
+def with_rules(rule: Any, *sizes: float) -> ClippedOptimizer:
+    """Groups of one parameter, with a rule of their own, after gradients of these norms."""
+    params = weights(len(sizes))
+    groups: list[dict[str, Any]] = [{"params": [param], "clip": rule} for param in params]
+    optimizer = ClippedOptimizer(SGD(groups, lr=0.0), 1.0)
+    remember(optimizer, dict(zip(params, sizes, strict=True)))
+    assert limits_of_groups(optimizer) == pytest.approx(list(sizes), rel=0.06)
+    return optimizer
+
+
+RULES = pytest.mark.parametrize("rule", [MEDIAN, OWN], ids=["median", "own-history"])
+
+
+@RULES
+def test_the_memory_of_a_group_follows_the_group(rule):
+    optimizer = with_rules(rule, 1.0, 100.0, 1e4)
+    optimizer.param_groups.reverse()
+    assert limits_of_groups(optimizer) == pytest.approx([1e4, 100.0, 1.0], rel=0.06)
+    del optimizer.param_groups[0]
+    assert limits_of_groups(optimizer) == pytest.approx([100.0, 1.0], rel=0.06)
+
+
+@RULES
+def test_the_memory_of_a_deleted_group_is_not_inherited(rule):
+    optimizer = with_rules(rule, 1.0, 100.0)
+    del optimizer.param_groups[0]
+    optimizer.add_param_group({"params": weights(1), "clip": rule})
+    # Without a norm before it, the first is not clipped.
+    assert limits_of_groups(optimizer) == pytest.approx([100.0, 1e6], rel=0.06)
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "params": weights(1)}
+    assert limits_of_groups(optimizer) == pytest.approx([1e6, 1e6], rel=0.06)
+
+
+@RULES
+def test_the_memory_of_a_group_stays_where_the_wrapped_optimizer_is_loaded(rule):
+    """It then has other dicts of the same parameters."""
+    optimizer = with_rules(rule, 1.0, 100.0)
+    optimizer.optimizer.load_state_dict(optimizer.optimizer.state_dict())
+    assert limits_of_groups(optimizer) == pytest.approx([1.0, 100.0], rel=0.06)
+    optimizer.param_groups = [{**group} for group in reversed(optimizer.param_groups)]
+    assert limits_of_groups(optimizer) == pytest.approx([100.0, 1.0], rel=0.06)
+
+
+@RULES
+def test_a_checkpoint_has_memories_by_the_positions_of_groups(rule):
+    optimizer = with_rules(rule, 1.0, 100.0, 1e4)
+    del optimizer.param_groups[1]
+    optimizer.param_groups.reverse()
+    other = with_rules(rule, 5.0, 5.0)
+    other.load_state_dict(optimizer.state_dict())
+    assert limits_of_groups(other) == pytest.approx([1e4, 1.0], rel=0.06)
+    other.param_groups.reverse()
+    assert limits_of_groups(other) == pytest.approx([1.0, 1e4], rel=0.06)
+
+
+def test_a_checkpoint_from_before_a_parameter_was_met_is_loaded():
+    """Its histories are fewer than the parameters."""
+    a, b, c = weights(3)
+    optimizer = own_history([a, b])
+    remember(optimizer, {a: 1.0, b: 100.0})
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["params"] = [0, 1, 2]
+    other = own_history([a, b, c])
+    other.load_state_dict(saved)
+    other.param_groups[0]["params"].reverse()
+    assert_follows(other, {a: 1.0, b: 100.0})
+
+
+@pytest.mark.parametrize("rule", [1.0, MEDIAN, OWN], ids=["fixed", "median", "own-history"])
+def test_a_memory_keeps_no_parameter_alive(rule):
+    a, b = weights(2)
+    groups: list[dict[str, Any]] = [{"params": [a]}, {"params": [b]}]
+    optimizer = ClippedOptimizer(SGD(groups, lr=0.0), rule, skip_above=Outlier())
+    norms_after(optimizer, {a: 1.0, b: 1.0})
+    optimizer.load_state_dict(optimizer.state_dict())
+    del groups, optimizer.param_groups[1]
+    gone = weakref.ref(b)
+    del b
+    norms_after(optimizer, {a: 1.0})
+    assert gone() is None
+
+
+@pytest.mark.parametrize("rule", [1.0, MEDIAN, OWN], ids=["fixed", "median", "own-history"])
+def test_a_step_leaves_gradients_to_nothing_but_the_parameters(rule):
+    (a,) = weights(1)
+    optimizer = own_history([a], rule=rule)
+    norms_after(optimizer, {a: 1.0})
+    grad = weakref.ref(grad_of(a))
+    optimizer.zero_grad()
+    assert grad() is None
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_history_that_has_not_begun_is_saved(loaded):
+    """Of a new parameter before the others, with no step since."""
+    a, b, c = weights(3)
+    optimizer = own_history([a, b])
+    remember(optimizer, {a: 1.0, b: 100.0})
+    if loaded:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.param_groups[0]["params"].insert(0, c)
+    other = own_history([c, a, b])
+    other.load_state_dict(optimizer.state_dict())
+    assert norms_after(other, {c: 7.0, a: 1e4, b: 1e4}) == pytest.approx([7.0, 1.05, 105.0])
+
+
+def test_histories_of_a_rule_that_the_program_has_no_more_are_saved_or_begin():
+    a, b, c = weights(3)
+    optimizer = own_history([a, b])
+    remember(optimizer, {a: 1.0, b: 100.0})
+    other = own_history([a, b], rule=1.0)
+    other.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(other.state_dict())
+    assert norms_after(optimizer, {a: 1e4, b: 1e4}) == pytest.approx([1.05, 105.0])
+    other.param_groups[0]["params"].insert(0, c)
+    third = own_history([c, a, b])
+    third.load_state_dict(other.state_dict())
+    remember(third, {c: 7.0, a: 7.0, b: 7.0})
