@@ -55,6 +55,12 @@ class ClippedOptimizer(MeasuringWrapper):
     before they are clipped, whether `unscale_` was called or not; see :class:`GradScaler` for the
     variant that reads them only once.
 
+    Public methods and attributes that only the wrapped optimizer has, such as `train` and `eval` of
+    schedule-free optimizers, are reached through the wrapper. Methods that would update parameters
+    past the clipping, such as `first_step` and `second_step` of SAM, raise AttributeError. An
+    attribute that is set stays on the wrapper: those of the wrapped optimizer are set on
+    `optimizer.optimizer`.
+
     Args:
         optimizer: any `torch.optim.Optimizer`.
         clip: a rule, such as :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or
@@ -185,7 +191,7 @@ class ClippedOptimizer(MeasuringWrapper):
                 raise TypeError(NO_LOSS_FOR_LBFGS)
             return self._step_with_gradients()
         self._attempt = None
-        if isinstance(getattr(self, "found_inf", None), Tensor):
+        if isinstance(self.found_inf, Tensor):
             raise RuntimeError(CLOSURE_UNDER_SCALER)
         if self._nonfinite in ("propagate", "zero") and self.skip_above is None:
             return step_evaluating(self.optimizer, closure, self._measure, self._log)
@@ -217,7 +223,7 @@ class ClippedOptimizer(MeasuringWrapper):
             self._attempt = None
             if twice.remembered:
                 warn_if_clipped(clipping.written_to())
-        found_inf = getattr(self, "found_inf", None)
+        found_inf = self.found_inf
         overflow = found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else None
 
         stop = attempt.skip if overflow is None else either(overflow, attempt.skip)

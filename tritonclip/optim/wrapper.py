@@ -31,7 +31,13 @@ from tritonclip.rules import Rule
 
 
 class ClippingWrapper(Replaceable, DelegatingOptimizer):
-    """All of a ClippedOptimizer but its steps."""
+    """All of a ClippedOptimizer but its steps.
+
+    Attributes:
+        found_inf: of a GradScaler, during a step; the wrapped optimizer has its own.
+    """
+
+    found_inf: Any = None
 
     def _attach(self, optimizer: Optimizer) -> None:
         self._share(optimizer)
@@ -65,10 +71,12 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
     def grad_scale(self) -> Any:
         """The loss scale that gradients carry at the next step; absent where there is none.
 
-        A GradScaler multiplies its scale with one that was set before. It does not find its own,
-        which an interrupted step may have left.
+        A GradScaler multiplies its scale with one that was set before, or 1. It does not find its
+        own, which an interrupted step may have left.
         """
-        for owner in ("user",) if asks(GRAD_SCALER) else ("scaler", "user"):
+        if asks(GRAD_SCALER):
+            return self._scales.get("user", 1)
+        for owner in ("scaler", "user"):
             if owner in self._scales:
                 return self._scales[owner]
         raise AttributeError("grad_scale: no loss scale is set")
