@@ -25,7 +25,7 @@ from tritonclip.optim.closures import (
 from tritonclip.optim.guard import warn_if_clipped
 from tritonclip.optim.measuring_wrapper import MeasuringWrapper
 from tritonclip.optim.memory import Memory, SkipWatch, as_skip_bound
-from tritonclip.optim.param_groups import check_group, not_in_buffers
+from tritonclip.optim.param_groups import check_group, not_in_buffers, options_of
 from tritonclip.optim.registry import check_optimizer
 from tritonclip.optim.step_log import StepLog, either
 from tritonclip.rules import Outlier, Rule
@@ -146,7 +146,7 @@ class ClippedOptimizer(MeasuringWrapper):
         self._log = StepLog(ClipStats(fused.device_of(optimizer)), memory, watch)
         self.recorder = recorder
         for number, group in enumerate(optimizer.param_groups):
-            check_group(number, group, optimizer.defaults)
+            check_group(number, group, options_of(optimizer))
         # Refuses wrong parameters, while this does not count as a wrapper.
         not_in_buffers(flat, optimizer.param_groups, self._holders)
         self._attach(optimizer)

@@ -18,6 +18,7 @@ from tritonclip.optim.guard import guard_
 from tritonclip.optim.memory import SkipWatch
 from tritonclip.optim.param_groups import (
     check_group,
+    options_of,
     rules_of,
     unclipped,
     with_present_rules,
@@ -114,7 +115,7 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, which may carry a rule under the key `clip`."""
         if isinstance(param_group, dict):
-            check_group(len(self.param_groups), param_group, self.defaults)
+            check_group(len(self.param_groups), param_group, options_of(self.optimizer))
         if self.flat is not None:
             raise ValueError(
                 "a FlatGradients holds the gradients of the parameters that were there; expected "
