@@ -30,6 +30,7 @@ from tritonclip.torch_compat import (
     clip_grads_with_norm_,
     get_total_norm,
 )
+from tritonclip.warn import ClippingWarning
 
 if TYPE_CHECKING:
     from tritonclip.monitor.recorder import Recorder
@@ -55,6 +56,7 @@ __all__ = [
     "ClipState",
     "ClipStats",
     "ClippedOptimizer",
+    "ClippingWarning",
     "FlatGradients",
     "GradScaler",
     "Outlier",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.distributed.domain import check_holders
-from tritonclip.engine import apart, execute
+from tritonclip.engine import apart, execute, misuse
 from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import of_parameters
 from tritonclip.engine.planner import plan_
@@ -44,6 +44,8 @@ def clip_(
     norm = execute.clip_(gradients, rule, nonfinite, grad_scale)
     if following is not None:
         following.commit()
+    if misuse.calls:
+        misuse.look(gradients, rule)
     return norm
 
 

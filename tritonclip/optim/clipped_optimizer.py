@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from tritonclip.distributed.domain import Copies, check_holders
-from tritonclip.engine import twice
+from tritonclip.engine import misuse
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim import fused
@@ -221,8 +221,8 @@ class ClippedOptimizer(MeasuringWrapper):
             skip = nonfinite if outlier is None else either(nonfinite, outlier.flag)
             attempt = Attempt(clipping, skip, outlier, scaled=grad_scale is not None)
             self._attempt = None
-            if twice.remembered:
-                warn_if_clipped(clipping.written_to())
+            if misuse.remembered:
+                warn_if_clipped(clipping.written_to(), scaled=grad_scale is not None)
         found_inf = self.found_inf
         overflow = found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else None
 
@@ -243,8 +243,7 @@ class ClippedOptimizer(MeasuringWrapper):
         result = self.optimizer.step() if told is None else fused.step(self.optimizer, told)
         self._attempt = None
         if self._watches:
-            self._watches -= 1
-            twice.watch()
+            self._watch()
         flags = (overflow, attempt.skip) if on_device else (None, None)
         self._log.add(attempt.clipping, attempt.outcomes, *flags, attempt.outlier)
         return result

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonclip.engine import misuse
 from tritonclip.engine.planner import PlanCache
 from tritonclip.flat.view_watch import zero_gradient_
 from tritonclip.optim import fused
@@ -14,7 +16,7 @@ from tritonclip.optim.attempt import Attempt
 from tritonclip.optim.callers import GRAD_SCALER, asks
 from tritonclip.optim.checkpoint import STATS_KEY, split_own, with_own
 from tritonclip.optim.delegating import DelegatingOptimizer
-from tritonclip.optim.guard import guard_
+from tritonclip.optim.guard import IN_VAIN, guard_, warn_if_clipped, warn_of_nothing
 from tritonclip.optim.memory import SkipWatch
 from tritonclip.optim.param_groups import (
     check_group,
@@ -52,8 +54,9 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
         # As they were read last.
         self._own_rules = rules_of(optimizer.param_groups)
         self._guard = guard_(optimizer, self)
-        # Steps after which calls of `clip_` are looked out for.
-        self._watches = 2
+        # The first steps with a gradient, after which calls of `clip_` are looked out for, and the
+        # steps before them.
+        self._watches, self._in_vain = 2, 0
         register(optimizer, self)
 
     @property
@@ -105,6 +108,20 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
     def _before_unscaling(self) -> None:
         if self._attempt is not None:
             self._attempt.refuse_unscaling(self._present())
+        if misuse.remembered:
+            warn_if_clipped(self._present(), scaled=True)
+
+    @torch.compiler.disable
+    def _watch(self) -> None:
+        """Looks out for mistakes that pass in silence, after one of the first steps."""
+        misuse.watch()
+        if self._present():
+            self._watches, self._in_vain = self._watches - 1, 0
+            return
+        self._in_vain += 1
+        n_parameters = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if self._in_vain == IN_VAIN and n_parameters:
+            warn_of_nothing(n_parameters)
 
     def _present(self) -> list[Tensor]:
         """The gradients, and the buffers that hold them."""
