@@ -20,6 +20,7 @@ from cases import INTERPRETED
 
 import tritonclip
 from tritonclip.backends import choose
+from tritonclip.engine import misuse
 from tritonclip.engine.planner import plans
 
 hypothesis.settings.register_profile(
@@ -198,6 +199,17 @@ def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     state.AcceleratorState._reset_state(reset_partial_state=True)
     yield
     state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mistakes of the program are unknown, as in a new process."""
+    for name, value in (("_was_noticed", False), ("_was_warned", False)):
+        monkeypatch.setattr(misuse, name, value)
+    for name in ("calls", "_remembers"):
+        monkeypatch.setattr(misuse, name, 0)
+    misuse.remembered.clear()
+    misuse._in_vain.clear()
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ from tritonclip.torch_compat import (
     clip_grads_with_norm_,
     get_total_norm,
 )
+from tritonclip.warn import ClippingWarning
 
 if TYPE_CHECKING:
     from tritonclip.monitor.recorder import Recorder
@@ -62,6 +63,7 @@ __all__ = [
     "ClipState",
     "ClipStats",
     "ClippedOptimizer",
+    "ClippingWarning",
     "FlatGradients",
     "GradScaler",
     "Outlier",

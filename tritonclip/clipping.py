@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip.distributed.domain import Copies, Holders, check_holders
-from tritonclip.engine import compiled, execute, twice
+from tritonclip.engine import compiled, execute, misuse
 from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import Gradients, of_parameters
 from tritonclip.engine.nonfinite import POLICIES, unknown_policy
@@ -206,8 +206,8 @@ def clip_(
     norm = execute.clip_(gradients, rule, nonfinite, scale)
     if following is not None:
         following.commit()
-    if twice.calls:
-        twice.remember(gradients, rule)
+    if misuse.calls:
+        misuse.look(gradients, rule)
     return norm
 
 

@@ -12,6 +12,8 @@ from contextvars import ContextVar, Token
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from tritonclip.warn import ClippingWarning
+
 P = ParamSpec("P")
 T = TypeVar("T")
 BACKENDS = ("auto", "triton", "native", "torch")
@@ -101,7 +103,7 @@ class Block:
                 f"{self._call} holds in a block, and none was entered, so that nothing was set; "
                 f"expected: with tritonclip.{self._call}: ... For a whole program, set the "
                 f"environment variable {self._elsewhere}",
-                UserWarning,
+                ClippingWarning,
                 stacklevel=2,
             )
 

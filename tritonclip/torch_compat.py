@@ -12,7 +12,7 @@ from torch import Tensor
 from tritonclip.clipping import Parameters, clip_, collect
 from tritonclip.distributed.domain import Copies, Holders, check_holders
 from tritonclip.distributed.shares import without_mesh
-from tritonclip.engine import apart, compiled, execute, twice
+from tritonclip.engine import apart, compiled, execute, misuse
 from tritonclip.engine.gradients import Gradients, of_parameters
 from tritonclip.engine.nonfinite import TORCH_REMEDY
 from tritonclip.engine.planner import plan_
@@ -92,8 +92,8 @@ def clip_grad_norm_(
             holders = check_holders(process_group, copies)
         gradients = _collect(parameters, foreach, holders)
         norm = execute.clip_(gradients, rule, policy, remedy=TORCH_REMEDY)
-        if twice.calls:
-            twice.remember(gradients, rule)
+        if misuse.calls:
+            misuse.look(gradients, rule)
     return cast(Tensor, norm)
 
 
@@ -118,8 +118,8 @@ def clip_grad_value_(
     else:
         gradients = _collect(parameters, foreach)
         execute.clip_(gradients, rule)
-        if twice.calls:
-            twice.remember(gradients, rule)
+        if misuse.calls:
+            misuse.look(gradients, rule)
 
 
 def get_total_norm(
@@ -233,5 +233,5 @@ def clip_grads_with_norm_(
         holders = check_holders(process_group, copies)
         gradients = _collect(parameters, foreach, holders, tells=False)
         apart.scale_(gradients, rule, total_norm)
-        if twice.calls:
-            twice.remember(gradients, rule)
+        if misuse.calls:
+            misuse.look(gradients, rule)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_bits, copies, normal, parameter, parameters
+from optimizers import CLASSES
 from param_groups import ABSENT, grads_of, grouped, three_groups, values_of
 from torch.optim import SGD
 
@@ -41,7 +42,19 @@ def test_add_param_group_refuses_the_rule_of_a_group(clip, error):
 
 
 LOOKALIKES = pytest.mark.parametrize(
-    ("key", "value"), [("need_clip", False), ("clips", None), ("max_norm", 1.0)]
+    ("key", "value"),
+    [
+        ("need_clip", False),
+        ("clips", None),
+        ("clp", 1.0),
+        ("Clip", 1.0),
+        ("cliping", 1.0),
+        ("clip_norm", 1.0),
+        ("clipnorm", 1.0),
+        ("max_norm", 1.0),
+        ("max_grad_norm", 1.0),
+        ("gradient_clip_val", 1.0),
+    ],
 )
 NAMES_THE_KEY = r"param_groups\[1\] has the unknown key '{}'. A group's rule is its key 'clip'"
 
@@ -77,6 +90,33 @@ def test_option_of_the_wrapped_optimizer_is_no_mistaken_rule():
     optimizer = ClippedOptimizer(inner, ClipByGlobalNorm(1.0, eps=0.0))
     optimizer.step()
     torch.testing.assert_close(grads_of(optimizer)[0], grad / 5)
+
+
+def test_option_of_an_optimizer_inside_the_wrapped_one_is_no_mistaken_rule():
+    """SAM shares the groups of its base, whose options are not among its defaults."""
+    inner = SGD([parameter(torch.ones(2))])
+    inner.base = _OwnClipping(inner.param_groups, max_grad_norm=0.25)  # type: ignore[attr-defined]
+    optimizer = ClippedOptimizer(inner, 1.0)
+    optimizer.add_param_group({"params": [parameter(torch.ones(2))], "max_grad_norm": 0.25})
+
+
+# Keys of torch's schedulers, and of optimizers and trainers that add them to groups.
+OTHER_KEYS = ["initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"]
+OTHER_KEYS += ["name", "clip_threshold", "grad_norm", "lips", "qk_clip", "flip", "lr_scale"]
+
+
+@pytest.mark.parametrize("key", OTHER_KEYS)
+def test_other_keys_of_groups_are_free(key):
+    inner = SGD([{"params": [parameter(torch.ones(2))], key: 1.0}])
+    optimizer = ClippedOptimizer(inner, 1.0)
+    optimizer.add_param_group({"params": [parameter(torch.ones(2))], key: 1.0})
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_keys_of_torchs_optimizers_are_no_mistaken_rules(name):
+    """Also in the groups of another optimizer, which does not know them."""
+    keys = CLASSES[name]([parameter(torch.ones(2, 2))], lr=0.1).param_groups[0]
+    ClippedOptimizer(SGD([{**keys, "params": [parameter(torch.ones(2))]}]), 1.0)
 
 
 def assert_step_changes_nothing(optimizer, error, message):

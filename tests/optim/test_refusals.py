@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -29,19 +30,46 @@ def test_constructor_refuses_a_class():
         ClippedOptimizer(SGD, 1.0)  # type: ignore[arg-type]
 
 
-class _Around(Optimizer):
+class _Around:
     """As wrappers write it that do not call Optimizer.__init__."""
 
-    def __init__(self, optimizer):
+    def __init__(self, optimizer, **options):
         self.optimizer = optimizer
         self.param_groups = optimizer.param_groups
+        vars(self).update(options)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
 
 
-def test_constructor_refuses_an_optimizer_without_its_own_init():
-    inner = _Around(SGD([one_weight()[0]]))
-    message = "that ran Optimizer.__init__, got _Around.*; wrap the optimizer inside it"
+class _Lookahead(_Around, Optimizer):
+    """An Optimizer by inheritance."""
+
+
+AROUND = pytest.mark.parametrize("around", [_Around, _Lookahead])
+
+
+@AROUND
+def test_wrapper_around_an_optimizer_is_refused_with_what_to_wrap(around):
+    outer = around(SGD([one_weight()[0]]))
+    message = r"got (\w+).*; wrap the optimizer inside it: \1\(ClippedOptimizer\(optimizer, 1"
     with pytest.raises(TypeError, match=message):
-        ClippedOptimizer(inner, 1.0)
+        ClippedOptimizer(outer, 1.0)
+    # What was refused does not count as a wrapper, and the remedy serves.
+    weight, inner = one_weight()
+    around(inner).step()
+    assert weight.tolist() == [-1.5, -2.0]
+
+
+@AROUND
+def test_differentially_private_optimizer_is_refused_with_its_own_limit(around):
+    """Opacus' DPOptimizer adds noise in its step: inside it, the noise would be clipped."""
+    outer = around(SGD([one_weight()[0]]), noise_multiplier=1.0, max_grad_norm=1.0)
+    with pytest.raises(TypeError, match=r"adds noise, .*: set its max_grad_norm, and use it bare"):
+        ClippedOptimizer(outer, 1.0)
 
 
 def test_constructor_refuses_a_wrapper():

@@ -15,18 +15,13 @@ from workers import python
 
 import tritonclip
 from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer
-from tritonclip.engine import twice
+from tritonclip.engine import misuse
 
 TWICE = "clip_, or a function with torch's name, was called for these gradients"
 INNER = r"SGD\.step\(\) was called on the optimizer inside"
 
 
-@pytest.fixture(autouse=True)
-def unnoticed(monkeypatch):
-    """As in a new process."""
-    monkeypatch.setattr(twice, "_was_noticed", False)
-    monkeypatch.setattr(twice, "calls", 0)
-    twice.remembered.clear()
+pytestmark = pytest.mark.usefixtures("unnoticed")
 
 
 def made(n=3, **options):
@@ -115,6 +110,44 @@ def test_step_warns_under_a_grad_scaler():
         turn()
 
 
+SCALED = "was called for gradients that still carry the loss scale .*unscale_"
+
+
+@pytest.mark.parametrize("scaler_of", [torch.amp.GradScaler, tritonclip.GradScaler])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_step_warns_of_a_call_before_unscaling(scaler_of, fused):
+    parameters = [parameter(torch.ones(4))]
+    optimizer = ClippedOptimizer(torch.optim.SGD(parameters, lr=0.1, fused=fused), 1.0)
+    scaler = scaler_of("cpu", init_scale=4.0)
+
+    def turn():
+        optimizer.zero_grad()
+        scaler.scale((parameters[0] ** 2).sum()).backward()
+        tritonclip.clip_(parameters, 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+
+    turn()
+    with pytest.warns(tritonclip.ClippingWarning, match=SCALED) as caught:
+        turn()
+    assert [warning.filename for warning in caught] == [__file__]
+    turn()
+
+
+def test_unscaling_warns_of_a_call_before_it():
+    parameters = [parameter(torch.ones(4))]
+    optimizer = ClippedOptimizer(torch.optim.SGD(parameters, lr=0.1), 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale((parameters[0] ** 2).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.scale((parameters[0] ** 2).sum()).backward()
+    tritonclip.clip_(parameters, 0.5)
+
+    with pytest.warns(tritonclip.ClippingWarning, match=SCALED):
+        scaler.unscale_(optimizer)
+
+
 QUIET: dict[str, Any] = {
     "nothing": lambda p: None,
     "infinite-limit": lambda p: tritonclip.clip_(p, torch.inf),
@@ -164,12 +197,12 @@ def test_nothing_is_remembered_after_the_first_steps():
     for _ in range(2):
         step(parameters, optimizer)
     give(parameters)
-    for _ in range(twice.CALLS):
+    for _ in range(misuse.CALLS):
         tritonclip.clip_(parameters[:0], 0.5)
 
-    assert twice.calls == 0
+    assert misuse.calls == 0
     step(parameters, optimizer)
-    assert twice.calls == 0
+    assert misuse.calls == 0
 
 
 def test_nothing_is_kept_alive():
@@ -177,9 +210,9 @@ def test_nothing_is_kept_alive():
     step(parameters, optimizer)
     give(parameters)
     tritonclip.clip_(parameters, 0.5)
-    assert twice.remembered
+    assert misuse.remembered
 
-    refs = [weak for weak, _ in twice.remembered.values()]
+    refs = [weak for weak, _ in misuse.remembered.values()]
     optimizer.zero_grad()
 
     assert [weak() for weak in refs] == [None] * len(parameters)
@@ -285,4 +318,4 @@ def test_a_new_process_is_warned():
         "    tritonclip.clip_(weight, 0.5)\n"
         "    optimizer.step()\n",
     )
-    assert f"UserWarning: {TWICE}" in ran.stderr
+    assert f"ClippingWarning: {TWICE}" in ran.stderr

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.torch_backend import wide_dtype
+from tritonclip.engine import misuse, verification
 from tritonclip.engine import nonfinite as policies
-from tritonclip.engine import verification
 from tritonclip.engine.building import refuse_
 from tritonclip.engine.execute import measure, scale_groups_
 from tritonclip.engine.gradients import Gradients
@@ -16,7 +16,6 @@ from tritonclip.engine.refusals import refuse_read_only, refuse_sparse_minimum
 from tritonclip.engine.together import tell_others
 from tritonclip.grad_mode import without_grad
 from tritonclip.rules import ClipByGlobalNorm, Rule
-from tritonclip.warn import warn_user
 
 
 @lru_cache
@@ -64,9 +63,10 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
         norm: one element, on any device.
     """
     plan = gradients.plan
-    if plan is None and (text := gradients.warning()):
-        warn_user(text)
-    if plan is None or not plan.groups:
+    if plan is None:
+        misuse.warn_of_nothing(gradients)
+        return
+    if not plan.groups:
         return
     refuse_read_only(gradients)
     expected = verification.Expectation(gradients) if plan.verifying else None

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.torch_backend import coefficient_of
+from tritonclip.engine import misuse, verification
 from tritonclip.engine import nonfinite as policies
-from tritonclip.engine import verification
 from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.limits import checked_limit, limit_of
@@ -25,7 +25,6 @@ from tritonclip.engine.together import tell_others
 from tritonclip.grad_mode import without_grad
 from tritonclip.rules import Rule
 from tritonclip.tracing import is_pre_dispatch, refuse_tracer
-from tritonclip.warn import warn_user
 
 
 class Outcome(NamedTuple):
@@ -59,8 +58,7 @@ def clip_(
     plan = gradients.plan
     if plan is None:
         refuse_for_rule(gradients, rule)
-        if text := gradients.warning():
-            warn_user(text)
+        misuse.warn_of_nothing(gradients)
         shape = 0 if rule.per_gradient else ()
         return (
             None

@@ -6,6 +6,7 @@ import os
 import warnings
 
 from tritonclip.monitor.recorder import Recorder
+from tritonclip.warn import ClippingWarning
 
 
 def record(
@@ -78,7 +79,7 @@ def record(
         warnings.warn(
             f"{recorder.path} has steps up to {recorder.steps}, and new ones are appended to them. "
             "To go on with that run, pass append=True; for a new run, take another name",
-            UserWarning,
+            ClippingWarning,
             stacklevel=2,
         )
     return recorder

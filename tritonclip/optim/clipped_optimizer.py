@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from tritonclip.distributed.domain import Copies, check_holders
-from tritonclip.engine import twice
+from tritonclip.engine import misuse
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim import fused
@@ -25,7 +25,7 @@ from tritonclip.optim.closures import (
 from tritonclip.optim.guard import warn_if_clipped
 from tritonclip.optim.measuring_wrapper import MeasuringWrapper
 from tritonclip.optim.memory import Memory, SkipWatch, as_skip_bound
-from tritonclip.optim.param_groups import check_group, not_in_buffers
+from tritonclip.optim.param_groups import check_group, not_in_buffers, options_of
 from tritonclip.optim.registry import check_optimizer
 from tritonclip.optim.step_log import StepLog, either
 from tritonclip.rules import Outlier, Rule
@@ -54,6 +54,12 @@ class ClippedOptimizer(MeasuringWrapper):
     norm of the first and the least coefficient of all. Under a `GradScaler`, they are unscaled
     before they are clipped, whether `unscale_` was called or not; see :class:`GradScaler` for the
     variant that reads them only once.
+
+    Public methods and attributes that only the wrapped optimizer has, such as `train` and `eval` of
+    schedule-free optimizers, are reached through the wrapper. Methods that would update parameters
+    past the clipping, such as `first_step` and `second_step` of SAM, raise AttributeError. An
+    attribute that is set stays on the wrapper: those of the wrapped optimizer are set on
+    `optimizer.optimizer`.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
@@ -140,7 +146,7 @@ class ClippedOptimizer(MeasuringWrapper):
         self._log = StepLog(ClipStats(fused.device_of(optimizer)), memory, watch)
         self.recorder = recorder
         for number, group in enumerate(optimizer.param_groups):
-            check_group(number, group, optimizer.defaults)
+            check_group(number, group, options_of(optimizer))
         # Refuses wrong parameters, while this does not count as a wrapper.
         not_in_buffers(flat, optimizer.param_groups, self._holders)
         self._attach(optimizer)
@@ -183,7 +189,7 @@ class ClippedOptimizer(MeasuringWrapper):
                 raise TypeError(NO_LOSS_FOR_LBFGS)
             return self._step_with_gradients()
         self._attempt = None
-        if isinstance(getattr(self, "found_inf", None), Tensor):
+        if isinstance(self.found_inf, Tensor):
             raise RuntimeError(CLOSURE_UNDER_SCALER)
         if self._nonfinite in ("propagate", "zero") and self.skip_above is None:
             return step_evaluating(self.optimizer, closure, self._measure, self._log), True
@@ -246,9 +252,9 @@ class ClippedOptimizer(MeasuringWrapper):
             skip = nonfinite if outlier is None else either(nonfinite, outlier.flag)
             attempt = Attempt(clipping, skip, outlier, scaled=grad_scale is not None)
             self._attempt = None
-            if twice.remembered:
-                warn_if_clipped(clipping.written_to())
-        found_inf = getattr(self, "found_inf", None)
+            if misuse.remembered:
+                warn_if_clipped(clipping.written_to(), scaled=grad_scale is not None)
+        found_inf = self.found_inf
         overflow = found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else None
 
         attempt.overflow, attempt.stop = overflow, either(overflow, attempt.skip)
@@ -289,8 +295,7 @@ class ClippedOptimizer(MeasuringWrapper):
         result = self.optimizer.step() if stop is None else fused.step(self.optimizer, stop)
         self._attempt = None
         if self._watches:
-            self._watches -= 1
-            twice.watch()
+            self._watch()
         flags = (None, None) if stop is None else (attempt.overflow, attempt.skip)
         self._log.add(attempt.clipping, attempt.outcomes, *flags, attempt.outlier)
         return result, True

@@ -1,7 +1,8 @@
 """Optimizer base class that forwards state to a wrapped optimizer, around whose step it acts."""
 
+import re
 from collections import OrderedDict, defaultdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ _HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
+# Methods that update parameters, as those of SAM and LOMO.
+_UPDATES = re.compile(r"(?!get_|is_)\w+_step|step_\w+|fused_backward")
 
 
 class DelegatingOptimizer(Optimizer):
@@ -27,7 +30,8 @@ class DelegatingOptimizer(Optimizer):
 
     Hooks that are registered here run around the whole step, those of the wrapped optimizer around
     its own part. A step that the host leaves out runs no post-hook. Global step hooks run once, for
-    the wrapped one.
+    the wrapped one. Public attributes that only the wrapped optimizer has are read through this
+    one, and its methods called. One that is set stays here.
 
     Attributes:
         optimizer: the wrapped optimizer.
@@ -40,6 +44,28 @@ class DelegatingOptimizer(Optimizer):
         self.optimizer = optimizer
         for name in _HOOKS:
             setattr(self, name, OrderedDict())
+
+    # Hidden from type checkers, which would let every name pass.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            optimizer = vars(self).get("optimizer")
+            has_own = any(name in vars(kind) for kind in type(self).__mro__)
+            if has_own or name.startswith("_") or not hasattr(optimizer, name):
+                # Raises; a property that raised says why once more.
+                return object.__getattribute__(self, name)
+            value = getattr(optimizer, name)
+            if callable(value) and _UPDATES.fullmatch(name):
+                raise AttributeError(
+                    f"{name}() of {type(optimizer).__name__} would update parameters without "
+                    "clipping; expected step(closure) of the ClippedOptimizer. To call it by hand, "
+                    "wrap the optimizer inside that one: SAM(parameters, lambda groups, **options: "
+                    "ClippedOptimizer(SGD(groups, **options), 1.0)). Where it updates nothing, "
+                    f"call optimizer.optimizer.{name}()",
+                    name=name,
+                    obj=self,
+                )
+            return value
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

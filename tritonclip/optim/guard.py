@@ -1,4 +1,4 @@
-"""Warns of steps that bypass the wrapper and clip nothing, or that clip gradients twice."""
+"""Warns of steps that clip nothing, and of gradients that are clipped twice or while scaled."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonclip.engine import twice
+from tritonclip.engine import misuse
 from tritonclip.warn import warn_user
+
+# Steps in a row without a gradient that are warned of.
+IN_VAIN = 3
 
 
 class StepGuard:
@@ -64,15 +67,40 @@ def opened(optimizer: Optimizer) -> Iterator[None]:
         guard.open = before
 
 
-def warn_if_clipped(written: Sequence[Tensor]) -> None:
-    """Warns, of the gradients of a step, if `clip_` was called for them."""
-    if twice.is_noticed(written):
+def warn_if_clipped(grads: Sequence[Tensor], *, scaled: bool) -> None:
+    """Warns, of the gradients of a step, if `clip_` was called for them.
+
+    Args:
+        grads: gradients, or the buffers that hold them.
+        scaled: they still carry the loss scale of a GradScaler, as they did when they were clipped.
+    """
+    if not misuse.is_noticed(grads):
+        return
+    if scaled:
+        warn_user(
+            "clip_, or a function with torch's name, was called for gradients that still carry the "
+            "loss scale of the GradScaler, so that it clipped them to far too small a norm, and "
+            "the ClippedOptimizer clips them after it; expected no call: the ClippedOptimizer "
+            "clips unscaled gradients. To clip by a call, use the bare optimizer, and call "
+            "scaler.unscale_(optimizer) first"
+        )
+    else:
         warn_user(
             "clip_, or a function with torch's name, was called for these gradients, and the "
             "ClippedOptimizer clips them after it, so that its statistics are not of gradients "
             "before clipping; expected one of the two: remove the call, or use the bare optimizer. "
             "To measure only, call get_total_norm"
         )
+
+
+def warn_of_nothing(n_parameters: int) -> None:
+    """Warns of the first steps of a wrapper, none of which found a gradient."""
+    warn_user(
+        f"{IN_VAIN} steps in a row found no gradient in any of the {n_parameters} parameters of "
+        "the ClippedOptimizer, and neither clipped nor updated anything; expected step() after "
+        "backward() and before zero_grad(), and an optimizer of the parameters that the model has "
+        "now and that require gradients"
+    )
 
 
 def _guard_of(optimizer: Optimizer) -> StepGuard | None:

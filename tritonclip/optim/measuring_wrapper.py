@@ -65,7 +65,7 @@ class MeasuringWrapper(ClippingWrapper):
 
     def _raises_if_nonfinite(self) -> bool:
         """Whether a step that is not finite raises, and is no overflow."""
-        found_inf = getattr(self, "found_inf", None)
+        found_inf = self.found_inf
         overflows = isinstance(found_inf, Tensor) and bool(found_inf > 0)
         return self._nonfinite == "error" and not overflows
 

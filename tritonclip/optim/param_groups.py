@@ -1,6 +1,7 @@
 """Rules that parameter groups carry under the key `clip`: read, and kept out of checkpoints."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,13 +17,27 @@ Groups = Sequence[Mapping[str, Any]]
 # Rules of parameter groups, by index: of those that have the key; None clips nothing.
 OwnRules = Mapping[int, Rule | None]
 
-# Keys that users may write in its place, unless it is an option of the optimizer's own.
-_LOOKALIKES = frozenset({"clips", "clipping", "clip_grad", "clip_norm", "clip_value", "grad_clip"})
-_LOOKALIKES |= {"max_norm", "max_grad_norm", "need_clip"}
+# Keys that users may write in place of the first, also misspelt.
+_LOOKALIKES = frozenset({"clip", "clipping", "clip_grad", "clip_grad_norm", "clip_grad_value"})
+_LOOKALIKES |= {"clip_norm", "clip_value", "grad_clip", "gradient_clip", "gradient_clip_val"}
+_LOOKALIKES |= {"global_clipnorm", "gradient_clipping", "max_grad_norm", "max_norm", "need_clip"}
+# "clp" is as close to "clip" as 0.86; "flip" as 0.75, "grad_norm" to "max_grad_norm" as 0.82.
+_CLOSE = 0.85
 
 
-def check_group(number: int, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+def options_of(optimizer: Optimizer) -> set[str]:
+    """The keys of groups that an optimizer has by itself, or that one inside it has."""
+    inside = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
+    return {key for one in (optimizer, *inside) for key in one.defaults}
+
+
+def check_group(number: int, group: Mapping[str, Any], options: Container[str]) -> None:
     """Refuses a group whose `clip` is no rule, or that may have meant it by another key.
+
+    Args:
+        number: of the group.
+        group: of a wrapped optimizer.
+        options: keys that mean something else.
 
     Raises:
         TypeError, ValueError: names the group and its value.
@@ -32,15 +47,19 @@ def check_group(number: int, group: Mapping[str, Any], options: Mapping[str, Any
             "the optimizer has an option 'clip' of its own, the key under which a group's rule is "
             "looked for; expected an optimizer without: clip by clip_ before its step"
         )
-    strange = sorted(_LOOKALIKES.intersection(group) - set(options))
-    if strange:
-        raise ValueError(
-            f"param_groups[{number}] has the unknown key {strange[0]!r}. A group's rule is its key "
-            "'clip', where None leaves the group alone; need_clip = False is an attribute of a "
-            "parameter"
-        )
+    for key in group:
+        if key not in options and key != "clip" and _is_lookalike(key):
+            raise ValueError(
+                f"param_groups[{number}] has the unknown key {key!r}. A group's rule is its key "
+                "'clip', where None leaves the group alone; need_clip = False is an attribute of a "
+                "parameter"
+            )
     if "clip" in group:
         rule_of(number, group)
+
+
+def _is_lookalike(key: str) -> bool:
+    return bool(get_close_matches(str(key).lower(), _LOOKALIKES, 1, _CLOSE))
 
 
 def rule_of_all(clip: object) -> Rule:

@@ -46,14 +46,11 @@ def check_optimizer(optimizer: object) -> None:
     if isinstance(optimizer, type):
         raise TypeError(f"{expected}, got the class; write {optimizer.__name__}(parameters, ...)")
     if not isinstance(optimizer, Optimizer):
-        remedy = "write ClippedOptimizer(optimizer, 1.0)"
-        if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-            remedy = "wrap its optimizer, before a scheduler is made of it"
-        raise TypeError(f"{expected}, got {type(optimizer).__name__}; {remedy}")
+        raise TypeError(f"{expected}, got {type(optimizer).__name__}; {_remedy(optimizer)}")
     if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         raise TypeError(
             f"{expected} that ran Optimizer.__init__, got {type(optimizer).__name__}, which did "
-            "not, as wrappers around other optimizers do; wrap the optimizer inside it"
+            f"not; {_remedy(optimizer)}"
         )
     if isinstance(optimizer, DelegatingOptimizer):
         raise ValueError(
@@ -65,3 +62,19 @@ def check_optimizer(optimizer: object) -> None:
             f"this {type(optimizer).__name__} is wrapped already, and a second wrapper would keep "
             "statistics of its own; use the first wrapper, or make a new optimizer"
         )
+
+
+def _remedy(refused: object) -> str:
+    """What to wrap in place of an object that cannot be wrapped, or to write."""
+    kind = type(refused).__name__
+    if hasattr(refused, "noise_multiplier"):
+        return (
+            "its step clips the gradient of each example and then adds noise, and a "
+            "ClippedOptimizer around or inside it would clip the noise or nothing: set its "
+            "max_grad_norm, and use it bare"
+        )
+    if not any(isinstance(one, Optimizer) for one in getattr(refused, "__dict__", {}).values()):
+        return "write ClippedOptimizer(optimizer, 1.0), with an optimizer such as torch.optim.SGD"
+    if not hasattr(refused, "zero_grad"):
+        return "wrap its optimizer, before a scheduler is made of it"
+    return f"wrap the optimizer inside it: {kind}(ClippedOptimizer(optimizer, 1.0), ...)"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonclip.engine import misuse
 from tritonclip.engine.planner import PlanCache
 from tritonclip.flat.view_watch import zero_gradient_
 from tritonclip.optim import fused
@@ -14,10 +16,11 @@ from tritonclip.optim.attempt import Attempt
 from tritonclip.optim.callers import GRAD_SCALER, asks
 from tritonclip.optim.checkpoint import STATS_KEY, split_own, with_own
 from tritonclip.optim.delegating import DelegatingOptimizer
-from tritonclip.optim.guard import guard_
+from tritonclip.optim.guard import IN_VAIN, guard_, warn_if_clipped, warn_of_nothing
 from tritonclip.optim.memory import SkipWatch
 from tritonclip.optim.param_groups import (
     check_group,
+    options_of,
     rules_of,
     unclipped,
     with_present_rules,
@@ -31,7 +34,13 @@ from tritonclip.rules import Rule
 
 
 class ClippingWrapper(Replaceable, DelegatingOptimizer):
-    """All of a ClippedOptimizer but its steps."""
+    """All of a ClippedOptimizer but its steps.
+
+    Attributes:
+        found_inf: of a GradScaler, during a step; the wrapped optimizer has its own.
+    """
+
+    found_inf: Any = None
 
     def _attach(self, optimizer: Optimizer) -> None:
         self._share(optimizer)
@@ -47,8 +56,9 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
         # As they were read last.
         self._own_rules = rules_of(optimizer.param_groups)
         self._guard = guard_(optimizer, self)
-        # Steps after which calls of `clip_` are looked out for.
-        self._watches = 2
+        # The first steps with a gradient, after which calls of `clip_` are looked out for, and the
+        # steps before them.
+        self._watches, self._in_vain = 2, 0
         register(optimizer, self)
 
     @property
@@ -69,10 +79,12 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
     def grad_scale(self) -> Any:
         """The loss scale that gradients carry at the next step; absent where there is none.
 
-        A GradScaler multiplies its scale with one that was set before. It does not find its own,
-        which an interrupted step may have left.
+        A GradScaler multiplies its scale with one that was set before, or 1. It does not find its
+        own, which an interrupted step may have left.
         """
-        for owner in ("user",) if asks(GRAD_SCALER) else ("scaler", "user"):
+        if asks(GRAD_SCALER):
+            return self._scales.get("user", 1)
+        for owner in ("scaler", "user"):
             if owner in self._scales:
                 return self._scales[owner]
         raise AttributeError("grad_scale: no loss scale is set")
@@ -100,6 +112,20 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
     def _before_unscaling(self) -> None:
         if self._attempt is not None:
             self._attempt.refuse_unscaling(self._present())
+        if misuse.remembered:
+            warn_if_clipped(self._present(), scaled=True)
+
+    @torch.compiler.disable
+    def _watch(self) -> None:
+        """Looks out for mistakes that pass in silence, after one of the first steps."""
+        misuse.watch()
+        if self._present():
+            self._watches, self._in_vain = self._watches - 1, 0
+            return
+        self._in_vain += 1
+        n_parameters = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if self._in_vain == IN_VAIN and n_parameters:
+            warn_of_nothing(n_parameters)
 
     def _present(self) -> list[Tensor]:
         """The gradients, and the buffers that hold them."""
@@ -110,7 +136,7 @@ class ClippingWrapper(Replaceable, DelegatingOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, which may carry a rule under the key `clip`."""
         if isinstance(param_group, dict):
-            check_group(len(self.param_groups), param_group, self.defaults)
+            check_group(len(self.param_groups), param_group, options_of(self.optimizer))
         if self.flat is not None:
             raise ValueError(
                 "a FlatGradients holds the gradients of the parameters that were there; expected "
