@@ -62,6 +62,10 @@ class SAM(SGD):
         self.base.step()
         self.n_steps += 1
 
+    def set_closure(self, closure):
+        """As that of GSAM: the step calls it."""
+        self.closure = closure
+
     def get_step(self):
         return self.n_steps
 
@@ -144,11 +148,11 @@ def test_a_copy_reaches_its_own_optimizer(copied):
     assert (twin.training, optimizer.training) == (True, False)
 
 
-@pytest.mark.parametrize("name", ["first_step", "second_step"])
+@pytest.mark.parametrize("name", ["first_step", "second_step", "set_closure"])
 def test_methods_that_step_past_the_clipping_are_refused(name):
     _, optimizer = wrapped(SAM)
 
-    message = rf"{name}\(\) of SAM would update .*; expected step\(closure\)"
+    message = rf"{name}\(\) of SAM would lead to an update .*; expected step\(closure\)"
     with pytest.raises(AttributeError, match=message):
         getattr(optimizer, name)
     assert not hasattr(optimizer, name)

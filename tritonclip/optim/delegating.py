@@ -21,8 +21,8 @@ _HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-# Methods that update parameters, as those of SAM and LOMO.
-_UPDATES = re.compile(r"(?!get_|is_)\w+_step|step_\w+|fused_backward")
+# Methods that update parameters, or give the step a closure, as those of SAM, LOMO and GSAM.
+_UPDATES = re.compile(r"(?!get_|is_)\w+_step|step_\w+|fused_backward|set_closure")
 
 
 class DelegatingOptimizer(Optimizer):
@@ -57,7 +57,7 @@ class DelegatingOptimizer(Optimizer):
             value = getattr(optimizer, name)
             if callable(value) and _UPDATES.fullmatch(name):
                 raise AttributeError(
-                    f"{name}() of {type(optimizer).__name__} would update parameters without "
+                    f"{name}() of {type(optimizer).__name__} would lead to an update without "
                     "clipping; expected step(closure) of the ClippedOptimizer. To call it by hand, "
                     "wrap the optimizer inside that one: SAM(parameters, lambda groups, **options: "
                     "ClippedOptimizer(SGD(groups, **options), 1.0)). Where it updates nothing, "
