@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tritonclip import functional
+from tritonclip.attributes import missing
 from tritonclip.backward.activations import ClipBackward, clip_backward
 from tritonclip.backward.arrival import clip_on_backward_
 from tritonclip.clipping import clip_
@@ -90,11 +91,7 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}",
-            name=name,
-            obj=importlib.import_module(__name__),
-        )
+        raise missing(importlib.import_module(__name__), name)
     value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     globals()[name] = value
     return value
