@@ -8,8 +8,10 @@ from torch.optim import Optimizer
 from tritonclip.distributed.sharding import meshes_of
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
 from tritonclip.optim.registry import is_wrapped
+from tritonclip.signatures import explains_misfits
 
 
+@explains_misfits
 class GradScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` that reads the gradients of a :class:`ClippedOptimizer` once.
 
