@@ -13,6 +13,7 @@ if "tritonclip" in {Path(word).stem for word in sys.orig_argv[1:3]}:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 from tritonclip import functional
+from tritonclip.attributes import missing
 from tritonclip.backward.activations import ClipBackward, clip_backward
 from tritonclip.backward.arrival import clip_on_backward_
 from tritonclip.clipping import clip_
@@ -99,11 +100,7 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}",
-            name=name,
-            obj=importlib.import_module(__name__),
-        )
+        raise missing(importlib.import_module(__name__), name)
     value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     globals()[name] = value
     return value

@@ -2,7 +2,43 @@
 
 from __future__ import annotations
 
+import sys
+from dis import opname
+from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
+
+# The match of each name that torch, Paddle, TensorFlow, optax, timm and papers use.
+_MATCHES = {
+    "AGC": "ClipByUnitNorm",
+    "AdaGC": "ClipByOwnHistory",
+    "AutoClip": "ClipByQuantile",
+    "ClipGradByGlobalNorm": "ClipByGlobalNorm",
+    "ClipGradByNorm": "ClipByNorm",
+    "ClipGradByValue": "ClipByValue",
+    "ClipGradForMOEByGlobalNorm": "ClipByGlobalNorm",
+    "Clipping": "integrations.lightning.Clipping",
+    "ClippingTrainer": "integrations.transformers.ClippingTrainer",
+    "ErrorClipByValue": "clip_backward",
+    "LossScaleOptimizer": "GradScaler",
+    "ZClip": "ClipByZScore",
+    "adaptive_clip_grad": "ClipByUnitNorm",
+    "adaptive_grad_clip": "ClipByUnitNorm",
+    "apply_if_finite": 'ClippedOptimizer(..., nonfinite="skip")',
+    "clip": "clip_, out of place functional.clip_by_value",
+    "clip_by_average_norm": "functional.clip_by_average_norm",
+    "clip_by_block_rms": "ClipByRMS, out of place functional.clip_by_rms",
+    "clip_by_global_norm": "functional.clip_by_global_norm, in place clip_",
+    "clip_by_norm": "functional.clip_by_norm, in place clip_ with ClipByNorm",
+    "clip_by_rms": "functional.clip_by_rms, in place clip_ with ClipByRMS",
+    "clip_by_value": "functional.clip_by_value, in place clip_ with ClipByValue",
+    "clip_grad": "clip_",
+    "clip_grad_norm": "clip_grad_norm_",
+    "clip_grad_value": "clip_grad_value_",
+    "clip_gradients": "clip_",
+    "clip_grads_with_norm": "clip_grads_with_norm_",
+    "dispatch_clip_grad": "clip_",
+    "global_norm": "get_total_norm, differentiable functional.global_norm",
+}
 
 
 class NamesAttributes:
@@ -17,6 +53,24 @@ class NamesAttributes:
             if not name.startswith("_"):
                 message += f"; expected one of {', '.join(_public(self))}"
             raise AttributeError(message, name=name, obj=self)
+
+
+def missing(module: ModuleType, name: str) -> AttributeError | ImportError:
+    """The error of a module's `__getattr__`, which names the match of a name from elsewhere."""
+    match = _MATCHES.get(name)
+    if match is None:
+        return AttributeError(
+            f"module {module.__name__!r} has no attribute {name!r}", name=name, obj=module
+        )
+    text = (
+        f"module {module.__name__!r} has no attribute {name!r}, which is called "
+        f"tritonclip.{match} here"
+    )
+    # `from module import name` replaces every AttributeError by a text of its own.
+    frame = sys._getframe(2)
+    if opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM":
+        return ImportError(text, name=module.__name__)
+    return AttributeError(text, name=name, obj=module)
 
 
 def _public(owner: object) -> list[str]:

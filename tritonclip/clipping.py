@@ -33,6 +33,7 @@ from tritonclip.rules import (
     follow,
 )
 from tritonclip.rules.arguments import as_grad_scale
+from tritonclip.signatures import ABSENT, misfit, reaches_misfit
 from tritonclip.tracing import is_traced, n_dispatch_modes
 
 if TYPE_CHECKING:
@@ -86,15 +87,17 @@ def clip_(
     process_group: ProcessGroup | DeviceMesh | None = ...,
     copies: Copies | None = ...,
 ) -> Tensor | None: ...
+@reaches_misfit
 def clip_(
     parameters: Parameters,
     clip: float | Rule,
-    *,
+    *_excess: object,
     nonfinite: Nonfinite = "propagate",
     grad_scale: float | Tensor | None = None,
     state: ClipState | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
     copies: Copies | None = None,
+    **_unknown: object,
 ) -> Tensor | None:
     r"""Clips the gradients of parameters in place and returns their norm *before* clipping.
 
@@ -168,14 +171,17 @@ def clip_(
         >>> weight.grad
         tensor([0.6000, 0.8000])
     """
-    if type(clip) is float and not torch.compiler.is_compiling():
+    if _excess or _unknown or clip is ABSENT:
+        raise misfit(clip_, _excess, _unknown)
+    is_compiling = torch.compiler.is_compiling()
+    if type(clip) is float and not is_compiling:
         # As `as_rule`, in one call less.
         rule: Rule = by_number(clip)
     else:
         rule = clip if isinstance(clip, Rule) else as_rule(clip)
     if nonfinite not in POLICIES:
         raise unknown_policy(nonfinite)
-    if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
+    if is_compiling or (n_dispatch_modes() and is_traced()):
         return compiled.clip_(
             clip_, parameters, rule, nonfinite, grad_scale, state, process_group, copies
         )

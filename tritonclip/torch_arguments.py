@@ -20,10 +20,10 @@ _cached_by_value = lru_cache(maxsize=64)(lambda bound: ClipByValue(as_limit("cli
 
 
 def as_float(name: str, number: object) -> float:
-    """Converts a number as torch does: text and one-element tensors count, errors are Python's.
+    """Converts a number as torch does: text and one-element tensors count.
 
     Python's booleans pass: rules refuse them. An argument that belongs elsewhere raises a TypeError
-    that says where.
+    that says where; errors of conversion are of Python's kinds.
     """
     if type(number) is float or isinstance(number, bool):
         return number
@@ -44,7 +44,16 @@ def as_float(name: str, number: object) -> float:
     if isinstance(number, Tensor) and number.numel() == 1 and is_traced():
         # Read when the graph runs.
         return number.to("cpu")  # type: ignore[return-value]
-    return float(number)  # type: ignore[arg-type]
+    if number is None:
+        remedy = "leave it out for 2.0" if name == "norm_type" else "float('inf') clips nothing"
+        raise TypeError(f"{name} must be a number, got None; {remedy}")
+    try:
+        return float(number)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"{name} must be a number, such as 1.0, got {number!r:.80} of type "
+            f"{type(number).__name__}"
+        ) from None
 
 
 def by_norm(max_norm: float, norm_type: float) -> ClipByGlobalNorm:

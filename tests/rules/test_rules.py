@@ -118,9 +118,14 @@ def test_rule_by_value_refuses(bounds, error):
         ClipByValue(*bounds)
 
 
-def test_rule_by_value_says_what_came():
-    with pytest.raises(ValueError, match=r"2\.5.*-1\.5"):
+def test_rule_by_value_says_what_came_and_what_to_write():
+    with pytest.raises(ValueError, match=r"2\.5.*-1\.5; the lower bound comes first: ClipByValue"):
         ClipByValue(2.5, -1.5)
+    with pytest.raises(
+        ValueError,
+        match=r"^min, the bound of both sides .* got -1\.5; write ClipByValue\(0\.5\) or",
+    ):
+        ClipByValue(-1.5)
 
 
 RULES = [ClipByGlobalNorm(1.0), ClipByNorm(2.0, 1.0, 0.0), ClipByValue(-1.0, 2.0), ClipByValue(3)]

@@ -1,7 +1,7 @@
 """`clip_backward`: an identity whose gradient is clipped on its way back."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,11 +16,17 @@ from tritonclip.engine.planner import plan_
 from tritonclip.engine.refusals import PLAIN
 from tritonclip.engine.tensors import of_tensors
 from tritonclip.rules import ClipByNorm, ClipByValue
+from tritonclip.signatures import ABSENT, explains_misfits, misfit, reaches_misfit
 from tritonclip.tracing import is_traced
 
 
+@reaches_misfit
 def clip_backward(
-    x: Tensor, rule: ClipByNorm | ClipByValue, *, nonfinite: str = "propagate"
+    x: Tensor,
+    rule: ClipByNorm | ClipByValue,
+    *_excess: NoReturn,
+    nonfinite: str = "propagate",
+    **_unknown: NoReturn,
 ) -> Tensor:
     r"""Returns `x` unchanged; in backward, clips its gradient before it goes on.
 
@@ -56,6 +62,8 @@ def clip_backward(
         Graves, `Generating sequences with recurrent neural networks
         <https://arxiv.org/abs/1308.0850>`_, 2013; Paddle, `ErrorClipByValue`.
     """
+    if _excess or _unknown or rule is ABSENT:
+        raise misfit(clip_backward, _excess, _unknown)
     if not isinstance(x, Tensor):
         raise TypeError(
             f"x must be a tensor, got {type(x).__name__}; call clip_backward on each tensor in it"
@@ -79,6 +87,7 @@ def clip_backward(
     return result
 
 
+@explains_misfits
 class ClipBackward(Module):
     """:func:`clip_backward` as a module, for `torch.nn.Sequential`.
 

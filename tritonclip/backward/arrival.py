@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from tritonclip.engine.planner import plan_
 from tritonclip.engine.refusals import some
 from tritonclip.engine.sources import with_labels
 from tritonclip.rules import ClipByNorm, ClipByValue
+from tritonclip.signatures import ABSENT, misfit, reaches_misfit
 from tritonclip.tracing import is_traced, n_dispatch_modes
 from tritonclip.warn import warn_user
 
@@ -43,11 +44,13 @@ class ClippingHandle:
         self.remove()
 
 
+@reaches_misfit
 def clip_on_backward_(
     parameters: Tensor | Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
     rule: ClipByNorm | ClipByValue,
-    *,
+    *_excess: NoReturn,
     nonfinite: str = "propagate",
+    **_unknown: NoReturn,
 ) -> ClippingHandle:
     r"""Clips the gradient of each parameter in place as soon as backward has accumulated it.
 
@@ -86,6 +89,8 @@ def clip_on_backward_(
         tensor([0.5000, 0.5000])
         >>> handle.remove()
     """
+    if _excess or _unknown or rule is ABSENT:
+        raise misfit(clip_on_backward_, _excess, _unknown)
     rule = rule_for_one(rule, "clip_on_backward_")
     check_policy(nonfinite)
     _warn_of_ddp(parameters)

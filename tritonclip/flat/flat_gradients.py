@@ -19,9 +19,11 @@ from tritonclip.flat.gradient_lists import list_of, refused_list
 from tritonclip.flat.layout import is_wanted, lay_out, refuse
 from tritonclip.flat.view_watch import ViewWatch, present
 from tritonclip.grad_mode import without_grad
+from tritonclip.signatures import explains_misfits
 from tritonclip.tracing import is_pre_dispatch, n_dispatch_modes, refuse_tracer
 
 
+@explains_misfits
 class FlatGradients:
     """Makes the `.grad` of every parameter a view of one buffer for each device and dtype.
 

@@ -1,5 +1,9 @@
 """Clipping as functions of tensors: out of place, and differentiable."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tritonclip.attributes import missing
 from tritonclip.functional.by_global_norm import clip_by_global_norm, global_norm
 from tritonclip.functional.by_norm import clip_by_average_norm, clip_by_norm, clip_by_rms
 from tritonclip.functional.by_value import clip_by_value
@@ -12,6 +16,13 @@ __all__ = [
     "clip_by_value",
     "global_norm",
 ]
+
+
+# Hidden from type checkers, which would let every name pass.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise missing(importlib.import_module(__name__), name)
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from tritonclip.functional.norms import norm_of_all
 from tritonclip.functional.products import scaled
 from tritonclip.functional.trees import Tree
 from tritonclip.rules import ClipByGlobalNorm, Rule
+from tritonclip.signatures import ABSENT, misfit, reaches_misfit
 
 T = TypeVar("T")
 
@@ -45,8 +46,13 @@ def global_norm(tensors: Any) -> Tensor:
     return _norm_of(values).to(formulas.result_dtype(values))
 
 
+@reaches_misfit
 def clip_by_global_norm(
-    tensors: T, max_norm: float | Tensor, use_norm: float | Tensor | None = None
+    tensors: T,
+    max_norm: float | Tensor,
+    use_norm: float | Tensor | None = None,
+    *_excess: NoReturn,
+    **_unknown: NoReturn,
 ) -> tuple[T, Tensor]:
     r"""Scales all tensors by one coefficient if their norm exceeds `max_norm`, in new memory.
 
@@ -88,6 +94,8 @@ def clip_by_global_norm(
         Bengio, `On the difficulty of training recurrent neural networks
         <https://arxiv.org/abs/1211.5063>`_, 2013
     """
+    if _excess or _unknown or max_norm is ABSENT:
+        raise misfit(clip_by_global_norm, _excess, _unknown)
     tree, limit = Tree(tensors, "tensors"), as_limit_or_tensor("max_norm", max_norm)
     values = tree.values
     if use_norm is None and type(limit) is float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,15 +19,19 @@ from tritonclip.functional.products import scaled
 from tritonclip.functional.trees import Tree
 from tritonclip.rules import ClipByNorm, Rule
 from tritonclip.rules.arguments import as_norm_type
+from tritonclip.signatures import ABSENT, misfit, reaches_misfit
 
 T = TypeVar("T")
 
 
+@reaches_misfit
 def clip_by_norm(
     x: T,
     max_norm: float | Tensor,
     dim: int | Sequence[int] | None = None,
     norm_type: float = 2.0,
+    *_excess: NoReturn,
+    **_unknown: NoReturn,
 ) -> T:
     r"""Scales each tensor whose norm exceeds `max_norm` to that norm, in new memory.
 
@@ -70,6 +74,8 @@ def clip_by_norm(
     References:
         TensorFlow, `tf.clip_by_norm`; Keras, `clipnorm` and `MaxNorm`.
     """
+    if _excess or _unknown or max_norm is ABSENT:
+        raise misfit(clip_by_norm, _excess, _unknown)
     tree = Tree(x, "x")
     order, limit = as_norm_type(norm_type), as_limit_or_tensor("max_norm", max_norm)
     if dim is None:
@@ -88,7 +94,10 @@ def clip_by_norm(
     return result
 
 
-def clip_by_average_norm(x: T, max_norm: float | Tensor) -> T:
+@reaches_misfit
+def clip_by_average_norm(
+    x: T, max_norm: float | Tensor, *_excess: NoReturn, **_unknown: NoReturn
+) -> T:
     r"""Scales each tensor whose norm over its number of elements exceeds `max_norm`.
 
     .. math:: y = x \cdot \min(1, \text{max\_norm} \cdot n / \|x\|_2)
@@ -112,13 +121,16 @@ def clip_by_average_norm(x: T, max_norm: float | Tensor) -> T:
     References:
         TensorFlow, `tf.compat.v1.clip_by_average_norm`.
     """
+    if _excess or _unknown or max_norm is ABSENT:
+        raise misfit(clip_by_average_norm, _excess, _unknown)
     tree, limit = Tree(x, "x"), as_limit_or_tensor("max_norm", max_norm)
     limits = [_times(limit, tensor.numel()) for tensor in tree.tensors]
     result: T = tree.rebuild(_clip_each(tree.values, limits, "max_norm"))
     return result
 
 
-def clip_by_rms(x: T, max_rms: float | Tensor) -> T:
+@reaches_misfit
+def clip_by_rms(x: T, max_rms: float | Tensor, *_excess: NoReturn, **_unknown: NoReturn) -> T:
     r"""Scales each tensor whose root mean square exceeds `max_rms`.
 
     .. math:: y = x / \max(1, \text{rms}(x) / \text{max\_rms}), \quad
@@ -142,6 +154,8 @@ def clip_by_rms(x: T, max_rms: float | Tensor) -> T:
         optax, `clip_by_block_rms`; Shazeer, Stern, `Adafactor: Adaptive Learning Rates with
         Sublinear Memory Cost <https://arxiv.org/abs/1804.04235>`_, 2018
     """
+    if _excess or _unknown or max_rms is ABSENT:
+        raise misfit(clip_by_rms, _excess, _unknown)
     tree, limit = Tree(x, "x"), as_limit_or_tensor("max_rms", max_rms)
     limits = [_times(limit, math.sqrt(tensor.numel())) for tensor in tree.tensors]
     result: T = tree.rebuild(_clip_each(tree.values, limits, "max_rms"))

@@ -12,6 +12,7 @@ from tritonclip.functional.limits import broadcasts, filled
 from tritonclip.functional.norms import is_readable, needs_grad
 from tritonclip.functional.trees import Tree
 from tritonclip.rules.arguments import as_number
+from tritonclip.signatures import misfit, reaches_misfit
 
 T = TypeVar("T")
 Bound = float | Tensor | None
@@ -21,7 +22,10 @@ Bound = float | Tensor | None
 def clip_by_value(x: T, min: Bound, max: Bound) -> T: ...
 @overload
 def clip_by_value(x: T, *, min: Bound = ..., max: Bound = ...) -> T: ...
-def clip_by_value(x: T, *bounds: Bound, min: Bound = None, max: Bound = None) -> T:
+@reaches_misfit
+def clip_by_value(
+    x: T, *bounds: Bound, min: Bound = None, max: Bound = None, **_unknown: object
+) -> T:
     r"""Clamps every element to `[min, max]`, in new memory; NaN stays NaN.
 
     .. math:: y = \min(\max(x, \text{min}), \text{max})
@@ -61,6 +65,8 @@ def clip_by_value(x: T, *bounds: Bound, min: Bound = None, max: Bound = None) ->
     References:
         TensorFlow, `tf.clip_by_value`; optax, `optax.clip`; Keras, `clipvalue`.
     """
+    if _unknown:
+        raise misfit(clip_by_value, (), _unknown)
     min, max = _named(bounds, min, max)
     if min is None and max is None:
         raise ValueError("expected a bound, got None for both: pass min, max, or both")

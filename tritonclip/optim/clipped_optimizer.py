@@ -29,6 +29,7 @@ from tritonclip.optim.param_groups import check_group, not_in_buffers, options_o
 from tritonclip.optim.registry import check_optimizer
 from tritonclip.optim.step_log import StepLog, either
 from tritonclip.rules import Outlier, Rule
+from tritonclip.signatures import explains_misfits
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 StepNonfinite = Literal["propagate", "error", "zero", "skip"]
 
 
+@explains_misfits
 class ClippedOptimizer(MeasuringWrapper):
     """Wraps an optimizer so that every `step` clips first, and counts how often it did.
 

@@ -11,8 +11,10 @@ from tritonclip.distributed.sharding import meshes_of
 from tritonclip.optim import fused
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
 from tritonclip.optim.registry import is_wrapped
+from tritonclip.signatures import explains_misfits
 
 
+@explains_misfits
 class GradScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` that reads the gradients of a :class:`ClippedOptimizer` once.
 

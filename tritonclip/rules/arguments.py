@@ -42,7 +42,7 @@ def as_number(name: str, value: object) -> float:
 
 def as_limit(name: str, value: object) -> float:
     """The argument as a float that may be 0 or inf, but neither negative nor NaN."""
-    number = as_number(name, value)
+    number = value if type(value) is float else as_number(name, value)
     if type(number) is float and not number >= 0:
         raise ValueError(f"{name} must be 0 or more, got {number}")
     # -0.0 becomes 0.0: as a limit it would turn the sign of every gradient.

@@ -18,8 +18,10 @@ from tritonclip.rules.arguments import (
     as_share,
 )
 from tritonclip.rules.rule import Measured, Rule, needs_state
+from tritonclip.signatures import explains_misfits
 
 
+@explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByOwnHistory(AdaptiveRule):
     r"""Clips each gradient by the moving average of its own norms after clipping.
@@ -93,6 +95,7 @@ class ClipByOwnHistory(AdaptiveRule):
         return limit, torch.where((counts(norm) & counts(clipped))[..., None], after, state)
 
 
+@explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByRMS(Rule):
     r"""Scales each gradient whose root mean square before clipping exceeds `max_rms`.

@@ -21,6 +21,7 @@ from tritonclip.rules.arguments import (
 )
 from tritonclip.rules.bounds import Bounds
 from tritonclip.rules.rule import Measured, Rule, needs_state
+from tritonclip.signatures import explains_misfits
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class _ClipNorm(Rule):
         return self.max_norm
 
 
+@explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByGlobalNorm(_ClipNorm):
     r"""Scales all gradients by one coefficient if their norm before clipping exceeds `max_norm`.
@@ -77,6 +79,7 @@ class ClipByGlobalNorm(_ClipNorm):
     """
 
 
+@explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByNorm(_ClipNorm):
     r"""Scales each gradient whose norm before clipping exceeds `max_norm`, by its own coefficient.
@@ -104,6 +107,7 @@ class ClipByNorm(_ClipNorm):
     per_gradient: ClassVar[bool] = True
 
 
+@explains_misfits
 @dataclass(frozen=True, slots=True, init=False)
 class ClipByValue(Rule):
     r"""Clamps every element to `[min, max]`; NaN stays NaN.
@@ -143,12 +147,22 @@ class ClipByValue(Rule):
 
     def __init__(self, min: float | Schedule, max: float | Schedule | None = None) -> None:
         if max is None:
-            max = as_limit_or_schedule("min, the bound of both sides where max is not given,", min)
+            try:
+                max = as_limit_or_schedule(
+                    "min, the bound of both sides where max is not given,", min
+                )
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}; write ClipByValue(0.5) or ClipByValue(-0.5, 0.5)"
+                ) from None
             min = partial(_negative, max) if callable(max) else -max
         else:
             min, max = as_number_or_schedule("min", min), as_number_or_schedule("max", max)
             if type(min) is type(max) is float and not min <= max:
-                raise ValueError(f"min must not exceed max, got min={min} and max={max}")
+                raise ValueError(
+                    f"min must not exceed max, got min={min} and max={max}; the lower bound comes "
+                    "first: ClipByValue(-0.5, 0.5)"
+                )
         object.__setattr__(self, "min", min)
         object.__setattr__(self, "max", max)
 

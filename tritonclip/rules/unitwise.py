@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from tritonclip.rules.arguments import Schedule, as_eps, as_limit_or_schedule
 from tritonclip.rules.rule import Measured, Rule, needs_state
+from tritonclip.signatures import explains_misfits
 
 _EXPECTED = "exclude must be a module, a parameter, or an iterable of these"
 
@@ -70,6 +71,7 @@ class Excluded:
         return Excluded([copy.deepcopy(parameter, memo) for parameter in self.parameters])
 
 
+@explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByUnitNorm(Rule):
     r"""Scales each unit of a gradient whose norm before clipping exceeds a share of its weights'.

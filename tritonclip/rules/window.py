@@ -17,11 +17,13 @@ from tritonclip.rules.arguments import (
     as_positive,
     as_share,
 )
+from tritonclip.signatures import explains_misfits
 
 # Of the mean: norms are right to 1e-6, and nothing closer to it stands out.
 _LEAST_DEVIATION = 1e-6
 
 
+@explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByQuantile(AdaptiveRule):
     r"""Clips by global norm, to a quantile of the last norms.
@@ -80,6 +82,7 @@ class ClipByQuantile(AdaptiveRule):
         return bounded(limit, self.max_norm), state
 
 
+@explains_misfits
 @dataclass(frozen=True, slots=True)
 class Outlier(Adaptive):
     r"""Norms that `ClippedOptimizer(skip_above=)` skips: far above the mean of the last ones.

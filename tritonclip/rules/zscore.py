@@ -17,11 +17,13 @@ from tritonclip.rules.arguments import (
     as_positive,
     as_share,
 )
+from tritonclip.signatures import explains_misfits
 
 # Added to the deviation, as in ZClip: norms that are all equal have none.
 _LEAST_DEVIATION = 1e-6
 
 
+@explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByZScore(AdaptiveRule):
     r"""Clips by global norm, where the norm is far above its moving average.
