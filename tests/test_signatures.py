@@ -137,6 +137,35 @@ def test_misfit_of_a_function_says_what_to_write(function, arguments, write):
         function(torch.nn.Parameter(torch.ones(2)), **arguments)
 
 
+GROUPS = optimizer().param_groups
+# The call, and the remedy at the end of its error.
+VALUES: list[tuple[Callable[[], object], str]] = [
+    (lambda: on_one(clip_, None), "float('inf') measures and clips nothing"),
+    (lambda: on_one(clip_, "1.0"), "of type str; convert text by float()"),
+    (lambda: on_one(clip_, (-0.5, 0.5)), "write ClipByValue(-0.5, 0.5) for two bounds"),
+    (lambda: on_one(clip_, optimizer()), "it clips in its step: ClippedOptimizer(optimizer, 1.0)"),
+    (lambda: on_one(clip_, 1.0, nonfinite="skip"), "only a ClippedOptimizer can skip a step"),
+    (
+        lambda: on_one(clip_, 1.0, nonfinite=True),
+        "as torch's error_if_nonfinite=True, 'error' raises",
+    ),
+    (lambda: clip_(GROUPS, 1.0), '[p for g in groups for p in g["params"]]'),  # type: ignore[arg-type]
+    (lambda: on_one(tritonclip.clip_grad_norm_, None), "float('inf') clips nothing"),
+    (
+        lambda: on_one(tritonclip.clip_grad_value_, (-1, 1)),
+        "clip_(parameters, ClipByValue(-0.5, 0.5))",
+    ),
+    (lambda: ClipByQuantile(90), "must lie between 0 and 1, got 90.0; write 0.9 for 90%"),
+    (lambda: ClipByUnitNorm(exclude="head"), "of type str; write exclude=model.head"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("call", "remedy"), VALUES)
+def test_wrong_value_gets_a_remedy(call, remedy):
+    with pytest.raises((TypeError, ValueError), match=re.escape(remedy) + "$"):
+        call()
+
+
 def test_misfit_changes_nothing():
     one = parameter(torch.full((2,), 3.0))
     with pytest.raises(TypeError):

@@ -33,10 +33,10 @@ def as_float(name: str, number: object) -> float:
             "clip_(parameters, rule)"
         )
     if isinstance(number, (list, tuple, Iterator, Module)):
-        raise TypeError(
-            f"{name} must be a number, got {type(number).__name__}; parameters come first, and "
-            "then numbers, such as a limit of 1.0"
-        )
+        remedy = "parameters come first, and then numbers, such as a limit of 1.0"
+        if isinstance(number, tuple):
+            remedy += "; of two bounds make a rule: clip_(parameters, ClipByValue(-0.5, 0.5))"
+        raise TypeError(f"{name} must be a number, got {type(number).__name__}; {remedy}")
     # NumPy's booleans by their name: tracing reads no dtype of theirs.
     is_boolean = type(number).__name__ in ("bool", "bool_")
     if is_boolean or (isinstance(number, Tensor) and number.dtype == torch.bool):

@@ -18,9 +18,11 @@ TORCH_REMEDY = (
 
 def unknown_policy(nonfinite: object) -> ValueError:
     """The error for a policy that is none of them."""
+    remedy = "as torch's error_if_nonfinite=True, 'error' raises"
+    if nonfinite == "skip":
+        remedy = "only a ClippedOptimizer can skip a step"
     return ValueError(
-        f"nonfinite must be 'propagate', 'error' or 'zero', got {nonfinite!r}; only a "
-        "ClippedOptimizer can skip a step"
+        f"nonfinite must be 'propagate', 'error' or 'zero', got {nonfinite!r}; {remedy}"
     )
 
 

@@ -121,6 +121,8 @@ def refuse_no_tensors(items: Iterable[tuple[int, object]], noun: str, expected: 
             remedy = ""
             if isinstance(item, Module) and noun == "parameters":
                 remedy = ": pass the model that has it, or torch.nn.ModuleList of several"
+            if isinstance(item, dict) and "params" in item:
+                remedy = ': of parameter groups, pass [p for g in groups for p in g["params"]]'
             raise TypeError(
                 f"{noun}[{position}] must be a tensor, got {type(item).__name__}; "
                 f"expected {expected}{remedy}"

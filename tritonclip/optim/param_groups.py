@@ -147,7 +147,7 @@ def not_in_buffers(
         return []
     if not isinstance(flat, FlatGradients):
         raise TypeError(
-            f"flat must be a FlatGradients, got {type(flat).__name__}; write "
+            f"flat must be a FlatGradients or None, got {type(flat).__name__}; write "
             "FlatGradients(model.parameters())"
         )
     refuse_copies(holders)

@@ -110,7 +110,8 @@ def as_share(name: str, value: object) -> float:
     """The argument as a float between 0 and 1, neither of them."""
     number = as_number(name, value)
     if not 0 < number < 1:
-        raise ValueError(f"{name} must lie between 0 and 1, got {number}")
+        remedy = f"; write {number / 100:g} for {number:g}%" if 1 < number < 100 else ""
+        raise ValueError(f"{name} must lie between 0 and 1, got {number}{remedy}")
     return number
 
 

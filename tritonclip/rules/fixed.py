@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
 from tritonclip.rules.adaptive import Adaptive
 from tritonclip.rules.arguments import (
@@ -217,7 +218,7 @@ def as_rule(clip: object) -> Rule:
     except TypeError:
         raise TypeError(
             "clip must be a number (the largest global norm) or a rule, such as ClipByGlobalNorm, "
-            f"ClipByNorm and ClipByValue, got {clip!r:.80} of type {type(clip).__name__}"
+            f"ClipByNorm and ClipByValue, got {_in_one_line(clip)} of type {type(clip).__name__}"
             f"{_remedy(clip)}"
         ) from None
 
@@ -226,7 +227,17 @@ def _remedy(clip: object) -> str:
     """The place where something belongs that is no rule; "" where it is unknown."""
     if isinstance(clip, Adaptive):
         return f"; pass ClippedOptimizer(skip_above={type(clip).__name__}(...))"
-    items = clip if isinstance(clip, list | tuple) else [clip]
+    items = clip if isinstance(clip, (list, tuple)) else [clip]
     if any(isinstance(item, Module | Parameter | Iterator) for item in items):
         return "; parameters come first: clip_(parameters, 1.0)"
-    return ""
+    if isinstance(clip, Optimizer):
+        return "; it clips in its step: ClippedOptimizer(optimizer, 1.0)"
+    if isinstance(clip, (list, tuple)):
+        return "; write ClipByValue(-0.5, 0.5) for two bounds"
+    if isinstance(clip, str):
+        return "; convert text by float()"
+    return "; float('inf') measures and clips nothing" if clip is None else ""
+
+
+def _in_one_line(value: object) -> str:
+    return " ".join(f"{value!r:.80}".split())

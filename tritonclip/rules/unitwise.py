@@ -175,7 +175,10 @@ def _as_excluded(exclude: object) -> Excluded:
     if isinstance(exclude, (Module, Tensor)):
         exclude = [exclude]
     if isinstance(exclude, (str, bytes)) or not isinstance(exclude, Iterable):
-        raise TypeError(f"{_EXPECTED}, got {exclude!r:.80} of type {type(exclude).__name__}")
+        raise TypeError(
+            f"{_EXPECTED}, got {exclude!r:.80} of type {type(exclude).__name__}; write "
+            "exclude=model.head"
+        )
     items = list(exclude)
     if not items and isinstance(exclude, Iterator):
         raise ValueError(
