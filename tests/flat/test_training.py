@@ -213,7 +213,7 @@ def test_flat_of_other_parameters_is_refused():
         ClippedOptimizer(inner, 1.0, flat=FlatGradients(other))
     with pytest.raises(ValueError, match=r"lacks param_groups\[0\]\['params'\]\[0\], .* updates"):
         ClippedOptimizer(inner, 1.0, flat=FlatGradients(list(model.parameters())[1:]))
-    with pytest.raises(TypeError, match="flat must be a FlatGradients, got int"):
+    with pytest.raises(TypeError, match="flat must be a FlatGradients or None, got int"):
         ClippedOptimizer(inner, 1.0, flat=3)  # type: ignore[arg-type]
     # What was refused does not count as a wrapper.
     ClippedOptimizer(inner, 1.0)
