@@ -5,8 +5,7 @@ and written. Where a loss scale other than 1 is divided out, every chunk is read
 Comparisons rather than tl.clamp keep NaN on every version of Triton.
 """
 
-from functools import cache
-
+import torch
 import triton
 import triton.language as tl
 
@@ -28,18 +27,16 @@ from tritonclip.kernels.scalars import (
 )
 
 
-@cache
 def block_of(itemsize: int) -> int:
     """Elements loaded at a time; with more, the two loops together spill on sm_100 and gfx942.
 
-    Half types need twice as many: 16 bytes for each of the 512 threads of a program on gfx942.
+    On gfx942 half types need twice as many: 16 bytes for each of the 512 threads of a program.
     """
-    return 4096 if itemsize == 2 else 2048
+    return 4096 if itemsize == 2 and torch.version.hip else 2048
 
 
-@cache
 def occupancy_of(itemsize: int) -> Occupancy:
-    """By time on an H100, GPT-2 124M: 94 us with two programs and 88 with three in bfloat16.
+    """By time on an H100, GPT-2 124M: 92 us with two programs and 88 with three in bfloat16.
 
     In float32 160 and 162.
     """
@@ -154,7 +151,7 @@ def clamp_kernel(
                 if write_all == 0:
                     # Only the loads of one tile are in flight at once. With twice as large a one
                     # half types spill on gfx942, float64 does on sm_90.
-                    LOOK: tl.constexpr = 2 * BLOCK if DTYPE.primitive_bitwidth == 32 else BLOCK
+                    LOOK: tl.constexpr = BLOCK if DTYPE.primitive_bitwidth == 64 else 4096
                     outside = _outside_masked(x_ptr, n_whole, low, high, LOOK)
                     outside |= _outside_masked(x_ptr + n_whole, n - n_whole, low, high, TAIL)
                     write = outside != 0
