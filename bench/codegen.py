@@ -125,7 +125,7 @@ def launches_of(dtype: torch.dtype) -> dict[str, Launch]:
     def record(kernel, device, programs, occupancy, arguments, **constants):
         launches.append(Launch(kernel, device, programs, occupancy, tuple(arguments), constants))
 
-    backend = importlib.import_module("tritonclip.backends.triton_backend")
+    backend = importlib.import_module("tritonclip.backends.triton")
     one = patch.object(kernel_module("launch"), "multiprocessors", lambda device: 1)
     with replaced_launch(record), one:
         table = kernel_module("chunk_table").lay_out(torch.device("cpu"), dtype, [ELEMENTS], [16])

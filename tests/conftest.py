@@ -21,7 +21,7 @@ from cases import INTERPRETED
 import tritonclip
 from tritonclip.backends import choose
 from tritonclip.engine import misuse
-from tritonclip.engine.planner import plans
+from tritonclip.engine.plan_cache import plans
 
 hypothesis.settings.register_profile(
     "tritonclip",
@@ -49,7 +49,7 @@ class Backend:
     @property
     def host_decides(self) -> bool:
         """Whether coefficients are numbers of the host, which waits for no device."""
-        return self.module in ("cpu_backend", "native_backend")
+        return self.module in ("cpu_backend", "native")
 
 
 _NEEDS_GPU = (
@@ -71,17 +71,17 @@ def _backend(name: str, device: str, module: str, label: str = "") -> Any:
 
 
 _CUDA_BACKENDS = [
-    _backend("torch", "cuda", "torch_backend"),
-    _backend("triton", "cuda", "triton_backend"),
+    _backend("torch", "cuda", "operators"),
+    _backend("triton", "cuda", "triton"),
 ]
 # The code that serves other devices than a CPU, on CPU tensors.
-_DEFERRED = _backend("torch", "cpu", "torch_backend", "torch-deferred")
+_DEFERRED = _backend("torch", "cpu", "operators", "torch-deferred")
 # The interpreter copies what it is given to the host, so pointer tables need CPU tensors there.
 _BACKENDS = (
-    [_backend("triton", "cpu", "triton_backend")]
+    [_backend("triton", "cpu", "triton")]
     if INTERPRETED
     else [
-        _backend("native", "cpu", "native_backend"),
+        _backend("native", "cpu", "native"),
         _backend("torch", "cpu", "cpu_backend"),
         _DEFERRED,
         *_CUDA_BACKENDS,
@@ -107,7 +107,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     """Every backend that can run here, entered for the length of the test."""
     chosen: Backend = request.param
-    deferred = chosen.module == "torch_backend" and chosen.device.type == "cpu"
+    deferred = chosen.module == "operators" and chosen.device.type == "cpu"
     if deferred:
         monkeypatch.setattr(choose, "host_decides", lambda device: False)
         plans.clear()

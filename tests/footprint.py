@@ -8,7 +8,7 @@ import resource
 import sys
 from pathlib import Path
 
-from tritonclip.engine.planner import plans
+from tritonclip.engine.plan_cache import plans
 
 
 def resident() -> float:

@@ -40,7 +40,7 @@ OPTIM = (
 )
 CORE = ("backends", "clipping.py", "engine", "flat", "rules", *OPTIM)
 # Compiled graphs, launches of kernels and several processes take other tests.
-NOT_CORE = re.compile("compiled|graph_break|triton_|agreement")
+NOT_CORE = re.compile("traced|graph_break|triton")
 TESTS = ("backends", "clip", "engine", "flat", "optim", "rules", "test_norms.py")
 # One change of each kind: most others say nothing more, and those for | change annotations.
 NOT_TRIED = re.compile(
@@ -71,7 +71,7 @@ class Recorder(coverage.Coverage):
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        from tritonclip.engine.planner import plans
+        from tritonclip.engine.plan_cache import plans
 
         # A test that finds the plan of another one does not run the lines that make it.
         plans.clear()

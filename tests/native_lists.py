@@ -7,7 +7,7 @@ from array import array
 
 import torch
 
-from tritonclip.backends.native_loops import CODES, loops
+from tritonclip.backends.native import CODES, loops
 
 # Elements of a block, bytes that are compared before a write, and bytes that are written together:
 # as `native/` has them.

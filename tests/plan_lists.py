@@ -7,10 +7,9 @@ import torch
 from cases import normal
 from torch import Tensor
 
-from tritonclip.engine import planner
-from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.planner import PlanCache
-from tritonclip.engine.tensors import of_tensors
+from tritonclip.engine import plan_cache
+from tritonclip.engine.gradients import Gradients, of_tensors
+from tritonclip.engine.plan_cache import PlanCache
 
 SIZES = (5, 1, 24)
 
@@ -61,7 +60,7 @@ LISTS = [
 
 
 def planned(grads: list[Tensor], plans: PlanCache) -> Gradients:
-    return planner.plan_(of_tensors(list(grads)), plans)
+    return plan_cache.plan_(of_tensors(list(grads)), plans)
 
 
 def described(gradients: Gradients) -> list[tuple[object, ...]]:

@@ -34,7 +34,7 @@ from torch import distributed as dist
 
 import tritonclip
 from tritonclip.backends import choose
-from tritonclip.engine.planner import plans
+from tritonclip.engine.plan_cache import plans
 
 # A test may take so long, and the other processes so much longer than the first that failed.
 SECONDS, GRACE = 45.0, 3.0
@@ -214,7 +214,7 @@ def _on_backend(backend: Any) -> Iterator[None]:
     if backend is None:
         yield
         return
-    deferred = backend.module == "torch_backend" and backend.device.type == "cpu"
+    deferred = backend.module == "operators" and backend.device.type == "cpu"
     before = choose.host_decides
     if deferred:
         choose.host_decides = lambda device: False

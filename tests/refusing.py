@@ -12,7 +12,7 @@ from spread import local, mesh_of, parameter
 from torch import distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
-from tritonclip.distributed import reduce
+from tritonclip.distributed import reduction
 
 
 def is_first() -> bool:
@@ -52,7 +52,7 @@ def check_raises(
 @contextmanager
 def as_on_accelerator() -> Iterator[None]:
     """Where reading a number would wait for the device."""
-    norm = cast(Any, reduce._Norm)
+    norm = cast(Any, reduction._Norm)
     reads = norm._reads
     norm._reads = False
     try:

@@ -35,7 +35,7 @@ from world import World
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from tritonclip.backends import choose
-from tritonclip.engine.planner import plans
+from tritonclip.engine.plan_cache import plans
 
 BACKENDS = ("torch", "torch-deferred", *(["triton"] if INTERPRETED else []))
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -9,7 +9,7 @@ from cases import parameters
 import tritonclip
 from tritonclip import ClippedOptimizer
 from tritonclip.backends import choose
-from tritonclip.engine.planner import plans
+from tritonclip.engine.plan_cache import plans
 
 
 def wrapped() -> ClippedOptimizer:

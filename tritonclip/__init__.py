@@ -17,7 +17,7 @@ from tritonclip.attributes import missing
 from tritonclip.backward.activations import ClipBackward, clip_backward
 from tritonclip.backward.arrival import clip_on_backward_
 from tritonclip.clipping import clip_
-from tritonclip.engine.verification import VerificationError
+from tritonclip.engine.verify import VerificationError
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.rules import (
     ClipByGlobalNorm,

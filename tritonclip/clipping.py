@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from tritonclip.distributed.domain import Copies, Holders, check_holders
-from tritonclip.engine import compiled, execute, misuse
-from tritonclip.engine.building import refuse_
+from tritonclip.distributed.process_groups import Copies, Holders, check_holders
+from tritonclip.engine import execute, misuse, traced
+from tritonclip.engine.checks import POLICIES, refuse_other_model, unknown_policy
 from tritonclip.engine.gradients import Gradients, of_parameters
-from tritonclip.engine.nonfinite import POLICIES, unknown_policy
-from tritonclip.engine.planner import plan_
-from tritonclip.engine.refusals import refuse_other_model
+from tritonclip.engine.plan import refuse_
+from tritonclip.engine.plan_cache import plan_
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.rules import (
     ClipByGlobalNorm,
@@ -182,7 +181,7 @@ def clip_(
     if nonfinite not in POLICIES:
         raise unknown_policy(nonfinite)
     if is_compiling or (n_dispatch_modes() and is_traced()):
-        return compiled.clip_(
+        return traced.clip_(
             clip_, parameters, rule, nonfinite, grad_scale, state, process_group, copies
         )
     holders = None

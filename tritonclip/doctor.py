@@ -9,7 +9,7 @@ import torch
 
 import tritonclip
 from tritonclip import settings
-from tritonclip.backends import choose, native_loops
+from tritonclip.backends import choose, native
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _RULES = (
@@ -31,7 +31,7 @@ def examine() -> int:
         ("python", platform.python_version()),
         ("torch", torch.__version__),
         ("triton", _version("triton")),
-        ("c extension", native_loops.describe()),
+        ("c extension", native.describe()),
         ("backend", backend),
         ("verify", "on" if verifying else "off"),
     ):

@@ -9,15 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tritonclip.backends.torch_backend import wide_dtype
+from tritonclip.backends.operators import wide_dtype
 from tritonclip.clipping import Parameters
-from tritonclip.engine import execute, verification
-from tritonclip.engine.building import refuse_
+from tritonclip.distributed.refusals import tell_others
+from tritonclip.engine import execute, verify
+from tritonclip.engine.arguments import labelled
 from tritonclip.engine.gradients import Gradients, of_parameters
 from tritonclip.engine.norms import total
-from tritonclip.engine.planner import plan_
-from tritonclip.engine.sources import labelled
-from tritonclip.engine.together import tell_others
+from tritonclip.engine.plan import refuse_
+from tritonclip.engine.plan_cache import plan_
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.grad_mode import without_grad
 from tritonclip.rules import ClipByNorm
@@ -152,7 +152,7 @@ def _measured(gradients: Gradients, p: float, grad_scale: float | Tensor) -> Ten
     """The norm of each gradient, 1-d."""
     if gradients.plan is None:
         return torch.zeros(0, dtype=torch.float32, device=gradients.device)
-    expected = verification.Expectation(gradients) if gradients.plan.verifying else None
+    expected = verify.Expectation(gradients) if gradients.plan.verifying else None
     norms = total(execute.measure(gradients, p, True, grad_scale))
     if expected is not None and gradients.plan.reduction is None:
         expected.check_norms(p, grad_scale, norms)

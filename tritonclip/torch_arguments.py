@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from tritonclip.engine.building import refuse_
 from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.plan import refuse_
 from tritonclip.rules import ClipByGlobalNorm, ClipByValue, Rule
 from tritonclip.rules.arguments import as_limit
 from tritonclip.tracing import is_traced

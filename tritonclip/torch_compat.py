@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from tritonclip.clipping import Parameters, clip_, collect
-from tritonclip.distributed.domain import Copies, Holders, check_holders
-from tritonclip.distributed.shares import without_mesh
-from tritonclip.engine import apart, compiled, execute, misuse
-from tritonclip.engine.gradients import Gradients, of_parameters
-from tritonclip.engine.nonfinite import TORCH_REMEDY
-from tritonclip.engine.planner import plan_
-from tritonclip.engine.refusals import refuse_negative
-from tritonclip.engine.tensors import of_tensors
+from tritonclip.distributed.process_groups import Copies, Holders, check_holders
+from tritonclip.distributed.shards import without_mesh
+from tritonclip.engine import execute, misuse, traced
+from tritonclip.engine.checks import TORCH_REMEDY, refuse_negative
+from tritonclip.engine.gradients import Gradients, of_parameters, of_tensors
+from tritonclip.engine.plan_cache import plan_
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.rules import ClipByGlobalNorm
 from tritonclip.rules.arguments import as_limit, as_norm_type, check_one_float
@@ -85,7 +83,7 @@ def clip_grad_norm_(
     rule = by_norm(as_float("max_norm", max_norm), as_float("norm_type", norm_type))
     policy = "error" if error_if_nonfinite else "propagate"
     if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
-        norm = compiled.clip_(clip_, parameters, rule, policy, None, None, process_group, copies)
+        norm = traced.clip_(clip_, parameters, rule, policy, None, None, process_group, copies)
     else:
         holders = None
         if process_group is not None or copies is not None:
@@ -114,7 +112,7 @@ def clip_grad_value_(
     """
     rule = by_value(as_float("clip_value", clip_value))
     if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
-        compiled.clip_(clip_, parameters, rule, "propagate")
+        traced.clip_(clip_, parameters, rule, "propagate")
     else:
         gradients = _collect(parameters, foreach)
         execute.clip_(gradients, rule)
@@ -161,7 +159,7 @@ def get_total_norm(
     if is_traced():
         if isinstance(tensors, FlatGradients):
             tensors = [p.grad for p in tensors.parameters if p.grad is not None]
-        return compiled.total_norm(
+        return traced.total_norm(
             get_total_norm, tensors, order, error_if_nonfinite, process_group, copies
         )
     holders = check_holders(process_group, copies)
@@ -172,7 +170,7 @@ def get_total_norm(
         if foreach:
             check_foreach(gradients)
         plan_(gradients)
-    return apart.total_norm(gradients, order, error_if_nonfinite)
+    return execute.total_norm(gradients, order, error_if_nonfinite)
 
 
 def clip_grads_with_norm_(
@@ -214,24 +212,24 @@ def clip_grads_with_norm_(
         tensor([1.5000, 2.0000])
     """
     rule = ClipByGlobalNorm(as_float("max_norm", max_norm), math.inf, eps)
-    traced = is_traced()
+    tracing = is_traced()
     if isinstance(total_norm, Tensor):
         total_norm = without_mesh(total_norm)
         check_one_float("total_norm", total_norm)
-        if not traced:
+        if not tracing:
             refuse_negative("total_norm", total_norm)
     else:
         number = as_limit("total_norm", total_norm)
         total_norm = (
-            compiled.as_tensor(number)
-            if traced
+            traced.as_tensor(number)
+            if tracing
             else torch.tensor(number, dtype=torch.float64, device="cpu")
         )
-    if traced:
-        compiled.scale_to_norm_(clip_grads_with_norm_, parameters, rule, total_norm)
+    if tracing:
+        traced.scale_to_norm_(clip_grads_with_norm_, parameters, rule, total_norm)
     else:
         holders = check_holders(process_group, copies)
         gradients = _collect(parameters, foreach, holders, tells=False)
-        apart.scale_(gradients, rule, total_norm)
+        execute.scale_(gradients, rule, total_norm)
         if misuse.calls:
             misuse.look(gradients, rule)

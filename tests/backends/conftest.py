@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tritonclip.backends.native_loops import loops
+from tritonclip.backends.native import loops
 
 
 @pytest.fixture(params=[False, True], ids=["fastest", "portable"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritonclip.backends.batching import split_flat
+from tritonclip.backends.operators import split_flat
 
 GRID = torch.arange(120.0).view(10, 12)
 TENSORS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -14,11 +14,11 @@ from workers import python
 
 import tritonclip
 from tritonclip import settings
-from tritonclip.backends import choose, native_loops
+from tritonclip.backends import choose, native
 from tritonclip.backends.cpu_backend import CpuLayout
-from tritonclip.backends.native_backend import NativeLayout
-from tritonclip.backends.torch_backend import TorchLayout
-from tritonclip.engine.planner import plans
+from tritonclip.backends.native import NativeLayout
+from tritonclip.backends.operators import TorchLayout
+from tritonclip.engine.plan_cache import plans
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -104,7 +104,7 @@ def test_large_lists_without_threads_take_operators(monkeypatch):
     """Those have threads anyway."""
     monkeypatch.setattr(choose, "has_threads", False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    large = [torch.zeros(native_loops.loops.SHARED)]
+    large = [torch.zeros(native.loops.SHARED)]
     assert type(choose.layout_of(large, flat=True)) is CpuLayout
     assert type(choose.layout_of([normal(3)], flat=True)) is NativeLayout
     with tritonclip.use_backend("native"):
@@ -333,7 +333,7 @@ def test_import_error_in_the_kernels_is_not_swallowed(monkeypatch):
     """A broken installation is not a missing one: falling back would hide it."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(choose, "triton_fault", lambda: None)
-    monkeypatch.delitem(sys.modules, "tritonclip.backends.triton_backend", raising=False)
+    monkeypatch.delitem(sys.modules, "tritonclip.backends.triton", raising=False)
     monkeypatch.setitem(sys.modules, "tritonclip.kernels", None)
     with pytest.raises(ImportError, match=r"tritonclip\.kernels"):
         choose.layout_of([ON_CUDA], flat=True)

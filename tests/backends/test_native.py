@@ -20,8 +20,8 @@ from native_lists import (
     norm_of,
 )
 
-from tritonclip.backends import native_loops
-from tritonclip.backends.native_loops import loops
+from tritonclip.backends import native
+from tritonclip.backends.native import loops
 from tritonclip.engine import memory
 
 if loops is None:
@@ -265,7 +265,7 @@ def test_nothing_is_measured_and_written():
 
 
 def test_threads_are_those_of_torch():
-    assert native_loops.has_threads
+    assert native.has_threads
     assert loops.SHARED >= BLOCK
     x = normal(loops.SHARED)
     assert bits(torch.tensor(norm_of([x], 2))) == bits(torch.tensor(norm_of([x])))

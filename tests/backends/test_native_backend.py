@@ -16,18 +16,11 @@ from workers import python
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
-from tritonclip.backends import (
-    batching,
-    cpu_norm,
-    cpu_scale,
-    native_backend,
-    native_loops,
-    torch_writes,
-)
+from tritonclip.backends import cpu_norm, cpu_scale, native, operators
 from tritonclip.backends.host_form import FEW
-from tritonclip.backends.native_backend import NativeLayout
+from tritonclip.backends.native import NativeLayout
 
-if native_loops.loops is None:
+if native.loops is None:
     pytest.skip("tritonclip was installed without its C extension", allow_module_level=True)
 
 
@@ -94,7 +87,7 @@ def test_tangents_of_dual_numbers_are_clamped_too():
 
 FORKS = """
 import os, signal, torch, tritonclip
-from tritonclip.backends.native_loops import loops
+from tritonclip.backends.native import loops
 # Of lengths that PyTorch's operators take in one thread, in both processes.
 params = [torch.zeros(10_000, requires_grad=True) for _ in range(2 * loops.SHARED // 10_000 + 1)]
 for one in params:
@@ -168,9 +161,9 @@ def test_norms_of_dense_views_that_are_measured_again_make_one_view_each(rule, m
 
     def as_contiguous(tensors):
         viewed.extend(tensors)
-        return batching.as_contiguous(tensors)
+        return operators.as_contiguous(tensors)
 
-    monkeypatch.setattr(native_backend, "as_contiguous", as_contiguous)
+    monkeypatch.setattr(native, "as_contiguous", as_contiguous)
     tritonclip.clip_(known, rule)
     assert len(viewed) <= len(known)
 
@@ -185,7 +178,7 @@ def test_products_too_small_for_one_factor_are_of_contiguous_views(rule, n, monk
 
     def seen(tensors, *arguments):
         multiplied.extend(tensors)
-        torch_writes.multiply_(tensors, *arguments)
+        operators.multiply_(tensors, *arguments)
 
     monkeypatch.setattr(cpu_scale, "multiply_", seen)
     tritonclip.clip_(known, rule, grad_scale=1e30)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tritonclip.backends import native_loops
+from tritonclip.backends import native
 
 
 @pytest.mark.parametrize(
@@ -25,17 +25,17 @@ def test_an_extension_that_cannot_serve_says_why(monkeypatch, spec, module, reas
             raise module
         return module
 
-    monkeypatch.setattr(native_loops, "find_spec", lambda name: spec)
-    monkeypatch.setattr("tritonclip.backends.native_loops.importlib.import_module", import_module)
-    loops, fault = native_loops.load()
+    monkeypatch.setattr(native, "find_spec", lambda name: spec)
+    monkeypatch.setattr("tritonclip.backends.native.importlib.import_module", import_module)
+    loops, fault = native.load()
     assert loops is None
     assert re.search(reason, fault)
 
 
 def test_an_installation_without_the_extension_says_how_to_build_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(native_loops, "find_spec", lambda name: None)
-    monkeypatch.setattr(native_loops, "__file__", str(tmp_path / "native_loops.py"))
-    assert native_loops.load() == (
+    monkeypatch.setattr(native, "find_spec", lambda name: None)
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    assert native.load() == (
         None,
-        f"tritonclip was installed without its C extension: {native_loops._REBUILD}",
+        f"tritonclip was installed without its C extension: {native._REBUILD}",
     )

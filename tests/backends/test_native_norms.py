@@ -20,7 +20,7 @@ from native_lists import (
     norms_of,
 )
 
-from tritonclip.backends.native_loops import loops
+from tritonclip.backends.native import loops
 
 if loops is None:
     pytest.skip("tritonclip was installed without its C extension", allow_module_level=True)

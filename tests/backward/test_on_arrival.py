@@ -12,7 +12,7 @@ from cases import assert_bits, copies, normal
 import tritonclip
 from tritonclip import ClipByNorm, ClipByValue, clip_on_backward_
 from tritonclip.backward.plans import plans
-from tritonclip.engine import planner
+from tritonclip.engine import plan_cache
 
 RULES = [
     pytest.param(ClipByNorm(0.05), id="by-norm"),
@@ -245,13 +245,13 @@ def test_plans_of_the_training_loop_stay():
     """One backward of a deep model would displace them all."""
     weights = [torch.nn.Parameter(torch.ones(size)) for size in range(1, 60)]
     clip_on_backward_(weights, ClipByNorm(1.0))
-    before = list(planner.plans._plans)
+    before = list(plan_cache.plans._plans)
 
     for _ in range(2):
         sum(weight.sum() for weight in weights).backward()  # type: ignore[union-attr]
 
-    assert list(planner.plans._plans) == before
-    assert sum(plan.n_bytes for plan in plans._plans.values()) <= planner.BUDGET
+    assert list(plan_cache.plans._plans) == before
+    assert sum(plan.n_bytes for plan in plans._plans.values()) <= plan_cache.BUDGET
 
 
 def test_two_rules_hold_in_order():

@@ -25,9 +25,9 @@ from tritonclip import (
     ClipByValue,
     ClippedOptimizer,
 )
-from tritonclip.distributed import exchanges
-from tritonclip.distributed.domain import Domain
-from tritonclip.distributed.exchanges import Exchange, Request, together
+from tritonclip.distributed import reduction
+from tritonclip.distributed.process_groups import Domain
+from tritonclip.distributed.reduction import Exchange, Request, together
 
 CPU = torch.device("cpu")
 RULES: dict[str, Any] = {
@@ -192,7 +192,7 @@ def test_together_serves_like_requests_at_once(monkeypatch: pytest.MonkeyPatch) 
         served.append(("max" if largest else "sum", buffer.tolist()))
         return buffer * 10
 
-    monkeypatch.setattr(exchanges, "all_reduce", reduce)
+    monkeypatch.setattr(reduction, "all_reduce", reduce)
     results = together(
         [
             _asking(_request(1)),
@@ -213,7 +213,7 @@ def test_together_serves_first_those_that_ask_again(monkeypatch: pytest.MonkeyPa
         served.append((groups, len(buffer)))
         return buffer
 
-    monkeypatch.setattr(exchanges, "all_reduce", reduce)
+    monkeypatch.setattr(reduction, "all_reduce", reduce)
     flags = _request(1, early=True)._replace(groups=("mesh",))  # type: ignore[arg-type]
     together([_asking(_request(1)), _asking(flags, _request(2))])
     assert served == [(("mesh",), 2), ((), 4)]

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm
-from tritonclip.engine import piece_norms
+from tritonclip.distributed import partial_sums
 
 ORDERS = [2.0, 20.0, 100.0, math.inf, -math.inf, 0.0]
 # Which processes have a gradient: a function of the rank and of the parameter's position.
@@ -194,7 +194,7 @@ def test_clip_reads_flags_only_where_a_copied_gradient_is_missing(absent: bool) 
     parameters.append(parameter((4, 3), mesh_of(-1), [Shard(0)], seed=9))
     parameters.append(parameter((4,), mesh_of(-1), [Replicate()], seed=9).requires_grad_(False))
     parameters[-1].grad = parameters[-2].grad = None
-    module: Any = piece_norms
+    module: Any = partial_sums
     reads, zeros_for = [], module.zeros_for
 
     def counted(*args: Any) -> Any:

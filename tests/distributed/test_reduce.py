@@ -17,7 +17,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue, ClippedOptimizer
 from tritonclip.backends import choose
-from tritonclip.engine.planner import plans
+from tritonclip.engine.plan_cache import plans
 
 
 class _SentError(Exception):

@@ -22,7 +22,7 @@ from tritonclip import (
     ClipByValue,
     ClippedOptimizer,
 )
-from tritonclip.distributed import reduce
+from tritonclip.distributed import reduction
 
 
 def _overlapping(one: Any) -> None:
@@ -253,7 +253,7 @@ def test_clipped_optimizer_raises_everywhere(bad: str, several: bool) -> None:
 @in_processes(2)
 def test_refusal_makes_the_norm_nan_where_reading_it_would_wait(rule: str, policy: Any) -> None:
     """As on an accelerator, where the others go by their policy."""
-    named, exchange = _named(), cast(Any, reduce._Norm)
+    named, exchange = _named(), cast(Any, reduction._Norm)
     reads = exchange._reads
     exchange._reads = False
     try:

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import tritonclip
-from tritonclip.distributed import shares
+from tritonclip.distributed import shards
 
 
 def _list(mesh: Any, **options: Any) -> list[Any]:
@@ -94,7 +94,7 @@ def test_specs_are_recognised_from_the_second_step_on() -> None:
     parameters = [*sharded, *(parameter((5,), None, seed=i) for i in range(3, 5))]
     parameters[4].grad = None
     made: list[int] = []
-    module: Any = shares
+    module: Any = shards
     make = module.sharding_of
 
     def count(*args: Any) -> Any:
@@ -102,7 +102,7 @@ def test_specs_are_recognised_from_the_second_step_on() -> None:
         return make(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shares, "sharding_of", count)
+        patch.setattr(shards, "sharding_of", count)
         for _ in range(4):
             for one in sharded:
                 local = one.grad.to_local().clone()
@@ -114,11 +114,11 @@ def test_specs_are_recognised_from_the_second_step_on() -> None:
 @in_processes(2)
 def test_layouts_take_bounded_memory() -> None:
     mesh = mesh_of(-1)
-    for n in range(1, 2 * shares.CAPACITY):
+    for n in range(1, 2 * shards.CAPACITY):
         parameters = [parameter((2,), mesh, [Shard(0)]) for _ in range(n)]
         tritonclip.clip_(parameters, 1.0)
-    assert len(shares._known) <= shares.CAPACITY
+    assert len(shards._known) <= shards.CAPACITY
     with pytest.MonkeyPatch.context() as patch:
         # Of the last list it is known.
-        patch.delattr(shares, "sharding_of")
+        patch.delattr(shards, "sharding_of")
         tritonclip.clip_(parameters, 1.0)

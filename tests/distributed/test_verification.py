@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
-from tritonclip.distributed import reduce
+from tritonclip.distributed import reduction
 
 
 def _mixed() -> list[Any]:
@@ -64,7 +64,7 @@ def test_verify_passes_right_calls_with_policies() -> None:
 
 @in_processes(2)
 def test_verify_finds_a_wrong_reduction() -> None:
-    module: Any = reduce
+    module: Any = reduction
     right = module.roots_of
 
     def wrong(sums: torch.Tensor, norm_type: float) -> torch.Tensor:

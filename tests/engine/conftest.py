@@ -7,17 +7,17 @@ import importlib
 import pytest
 
 from tritonclip.backends.cpu_backend import CpuBatch
-from tritonclip.backends.native_backend import NativeBatch
-from tritonclip.backends.torch_backend import TorchBatch
-from tritonclip.engine import building, planner
-from tritonclip.engine.planner import PlanCache
+from tritonclip.backends.native import NativeBatch
+from tritonclip.backends.operators import TorchBatch
+from tritonclip.engine import plan, plan_cache
+from tritonclip.engine.plan_cache import PlanCache
 
 
 @pytest.fixture(params=["guards of torch", "guards in Python"])
 def guards(request, monkeypatch):
     """Both ways to compare lists."""
     if request.param == "guards in Python":
-        monkeypatch.setattr(planner, "TensorGuards", None)
+        monkeypatch.setattr(plan_cache, "TensorGuards", None)
 
 
 @pytest.fixture
@@ -30,13 +30,13 @@ def plans(guards):
 def built(monkeypatch):
     """The lists that a plan was built for."""
     seen = []
-    build = building.build_
+    build = plan.build_
 
     def counted(gradients, *arguments, **options):
         seen.append(gradients)
         return build(gradients, *arguments, **options)
 
-    monkeypatch.setattr(planner, "build_", counted)
+    monkeypatch.setattr(plan_cache, "build_", counted)
     return seen
 
 
@@ -44,7 +44,7 @@ def built(monkeypatch):
 def verbs(backend):
     """The class whose verbs serve the test, to break them."""
     if backend.name == "triton":
-        return importlib.import_module("tritonclip.backends.triton_backend").TritonBatch
+        return importlib.import_module("tritonclip.backends.triton").TritonBatch
     if backend.name == "native":
         return NativeBatch
-    return TorchBatch if backend.module == "torch_backend" else CpuBatch
+    return TorchBatch if backend.module == "operators" else CpuBatch

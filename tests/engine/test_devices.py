@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tritonclip.engine.measure import _exchange
+from tritonclip.engine.norms import _exchange
 
 # No tensor lies on the second, but it is another device to whoever asks.
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 0)

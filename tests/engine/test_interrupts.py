@@ -18,7 +18,7 @@ from torch import Tensor
 import tritonclip
 from tritonclip import ClipByOwnHistory, ClipByUnitNorm, ClippedOptimizer, ClipState
 from tritonclip.backends import choose, packed
-from tritonclip.engine.planner import plans
+from tritonclip.engine.plan_cache import plans
 
 pytestmark = pytest.mark.skipif(
     INTERPRETED, reason="an interrupt leaves functions replaced in the interpreter of Triton"

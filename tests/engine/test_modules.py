@@ -12,7 +12,7 @@ from torch import nn
 
 import tritonclip
 from tritonclip import ClipByNorm
-from tritonclip.engine.modules import parameters_of
+from tritonclip.engine.arguments import parameters_of
 
 
 class Renamed(nn.Module):

@@ -9,8 +9,8 @@ from plan_lists import LISTS, contiguous, described, planned
 from workers import python
 
 import tritonclip
-from tritonclip.engine import planner
-from tritonclip.engine.planner import PlanCache
+from tritonclip.engine import plan_cache
+from tritonclip.engine.plan_cache import PlanCache
 
 
 @pytest.mark.parametrize("make", LISTS)
@@ -105,12 +105,12 @@ def test_lists_of_one_length_are_told_apart(plans, built, at):
 def test_guards_in_python_take_the_place_of_missing_ones(missing):
     done = python(
         "-c",
-        f"import sys, torch\n{missing}\nfrom tritonclip.engine import building, planner\n"
-        "print(planner.TensorGuards)\n",
+        f"import sys, torch\n{missing}\nfrom tritonclip.engine import plan_cache\n"
+        "print(plan_cache.TensorGuards)\n",
     )
     assert (done.returncode, done.stdout.strip()) == (0, "None"), done.stderr
 
 
 def test_torch_has_the_guards():
     """Without them calls are slower: a PyTorch that moved them should be noticed here."""
-    assert planner.TensorGuards is not None
+    assert plan_cache.TensorGuards is not None

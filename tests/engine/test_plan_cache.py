@@ -11,8 +11,8 @@ from plan_lists import contiguous, planned
 from workers import python, run_in_threads
 
 import tritonclip
-from tritonclip.engine import planner
-from tritonclip.engine.planner import CAPACITY
+from tritonclip.engine import plan_cache
+from tritonclip.engine.plan_cache import CAPACITY
 
 
 def test_no_gradient_is_kept_alive(plans):
@@ -44,7 +44,7 @@ def test_plans_over_the_budget_are_forgotten(plans, built, monkeypatch):
     lists = [[normal(n) for _ in range(10)] for n in (1, 2, 3)]
     largest = [normal(n) for n in range(100)]
     kept = [planned(grads, plans).plan for grads in lists]
-    monkeypatch.setattr(planner, "BUDGET", sum(plan.n_bytes for plan in kept if plan))
+    monkeypatch.setattr(plan_cache, "BUDGET", sum(plan.n_bytes for plan in kept if plan))
     planned(lists[0], plans)
     assert (len(plans), len(built)) == (3, 3)
     lists.append([normal(4)])
@@ -61,7 +61,7 @@ def test_plans_over_the_budget_are_forgotten(plans, built, monkeypatch):
 # Every byte comes from malloc, which counts them.
 MEASURE = """
 import ctypes, gc, torch, tritonclip
-from tritonclip.engine.planner import plans
+from tritonclip.engine.plan_cache import plans
 
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "abcdefghij"]
@@ -115,7 +115,7 @@ def test_plans_take_no_more_than_they_count(backend_name):
 
 
 def test_threads_leave_one_scratch_behind():
-    planner.plans.clear()
+    plan_cache.plans.clear()
 
     def work(thread: int) -> None:
         params = [parameter(normal(1000)) for _ in range(10)]
@@ -124,7 +124,7 @@ def test_threads_leave_one_scratch_behind():
                 tritonclip.clip_(params, 1.0)
 
     run_in_threads(work, 8)
-    (plan,) = planner.plans._plans.values()
+    (plan,) = plan_cache.plans._plans.values()
     (group,) = plan.groups
     assert len(group.layout.scratch) == 1  # type: ignore[attr-defined]
 

@@ -22,7 +22,7 @@ from cases import (
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, VerificationError
 from tritonclip.backends.cpu_backend import CpuBatch
-from tritonclip.backends.native_backend import NativeBatch
+from tritonclip.backends.native import NativeBatch
 
 RULES = each_rule(0.5, 0.1)
 SIZES = (0, 1, 7, 300, CHUNK + 1)

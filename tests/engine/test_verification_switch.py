@@ -11,7 +11,7 @@ from cases import of_sizes, parameters
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, VerificationError, settings
-from tritonclip.engine import verification
+from tritonclip.engine import verify
 
 
 @pytest.mark.parametrize("value", ["1", "true"])
@@ -35,7 +35,7 @@ def test_verification_that_is_off_costs_nothing(backend, monkeypatch, value):
         monkeypatch.delenv("TRITONCLIP_VERIFY", raising=False)
     else:
         monkeypatch.setenv("TRITONCLIP_VERIFY", value)
-    monkeypatch.setattr(verification, "Expectation", lambda found: pytest.fail("verified"))
+    monkeypatch.setattr(verify, "Expectation", lambda found: pytest.fail("verified"))
     clone, sizes = torch.Tensor.clone, (5, 300)
 
     def checked_clone(tensor):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, functional
-from tritonclip.engine.planner import plans
+from tritonclip.engine.plan_cache import plans
 
 SHAPES = ((40,), (), (0,), (3, 700), (1,))
 MIXED = (torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float16)

@@ -50,7 +50,7 @@ def _module(name: str) -> Any:
 
 
 def _batch(table: Any) -> Any:
-    backend = importlib.import_module("tritonclip.backends.triton_backend")
+    backend = importlib.import_module("tritonclip.backends.triton")
     return backend.TritonBatch([], table, torch.promote_types(table.dtype, torch.float32))
 
 

@@ -17,7 +17,7 @@ from bench.codegen import absent_gpu
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from tritonclip import ClipByGlobalNorm  # noqa: E402
-from tritonclip.backends.triton_backend import TritonBatch  # noqa: E402
+from tritonclip.backends.triton import TritonBatch  # noqa: E402
 from tritonclip.kernels import launch  # noqa: E402
 from tritonclip.kernels.chunk_table import lay_out  # noqa: E402
 

@@ -1,7 +1,7 @@
 """The functions of `native/module.c`.
 
 `addresses` and `sizes` are of contiguous gradients of one dtype: the first byte of each, and its
-elements as bytes of int64. `dtype` is a code of `native_loops.CODES`. At most `threads` threads
+elements as bytes of int64. `dtype` is a code of `native.CODES`. At most `threads` threads
 share a list of SHARED elements or more. Memory that is not there ends the process.
 """
 

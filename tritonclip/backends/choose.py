@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
-from tritonclip.backends.batch import Layout
 from tritonclip.backends.cpu_backend import CpuLayout
-from tritonclip.backends.native_backend import NativeLayout
-from tritonclip.backends.native_loops import CODES, fault, has_threads, loops
-from tritonclip.backends.torch_backend import TorchLayout
-from tritonclip.backends.unit_batch import UnitLayout
+from tritonclip.backends.interface import Layout, UnitLayout
+from tritonclip.backends.native import CODES, NativeLayout, fault, has_threads, loops
+from tritonclip.backends.operators import TorchLayout
 from tritonclip.backends.units import TorchUnitLayout
 from tritonclip.warn import warn_user
 
@@ -37,7 +35,7 @@ def layout_of(tensors: list[Tensor], *, flat: bool, negated: bool = False) -> La
         return NativeLayout(tensors)
     if name != "triton":
         return torch_layout(tensors, flat=flat)
-    backend = importlib.import_module("tritonclip.backends.triton_backend")
+    backend = importlib.import_module("tritonclip.backends.triton")
     layout: Layout = backend.TritonLayout(tensors)
     return layout
 

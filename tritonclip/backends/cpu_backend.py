@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends import cpu_norm
-from tritonclip.backends.batch import PartialNorms
 from tritonclip.backends.cpu_form import CpuForm
 from tritonclip.backends.cpu_scale import multiply_by_tensors_, multiply_each_, multiply_together_
 from tritonclip.backends.host_batch import HostBatch
+from tritonclip.backends.interface import PartialNorms
 from tritonclip.backends.numbers import Numbers, as_tensor
+from tritonclip.backends.operators import norm_of, unscale_and_clamp_
 from tritonclip.backends.packed import Scratch
-from tritonclip.backends.torch_backend import norm_of
-from tritonclip.backends.torch_writes import unscale_and_clamp_
 
 
 class CpuLayout(CpuForm):
@@ -30,7 +29,7 @@ class CpuLayout(CpuForm):
 
 
 class CpuBatch(HostBatch):
-    """Verbs by operators; see :class:`tritonclip.backends.batch.Batch`."""
+    """Verbs by operators; see :class:`tritonclip.backends.interface.Batch`."""
 
     layout: CpuLayout
 

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from tritonclip.backends.torch_writes import ARITHMETIC, clamp_together_
+from tritonclip.backends.operators import ARITHMETIC, clamp_together_
 
 # Elements from which a CPU tensor is clamped in one pass: of 1,024, 4,096, 8,192 and 131,072
 # elements, two foreach passes take 1.2, 2.3, 7.5 and 78 us a tensor, one call of clamp_ 1.9, 2.2,

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from tritonclip.backends.cpu_clamp import Clamping
 from tritonclip.backends.host_form import VIEW_BYTES, HostForm
+from tritonclip.backends.operators import ARITHMETIC
 from tritonclip.backends.packed import Scratch, packs, scratch_bytes
-from tritonclip.backends.torch_writes import ARITHMETIC
 from tritonclip.grad_mode import outside_inference
 
 # Largest mean size of gradients that GradScaler's function multiplies faster than foreach does: 30

@@ -12,7 +12,6 @@ from itertools import chain, islice, repeat
 import torch
 from torch import Tensor
 
-from tritonclip.backends.batching import BATCH, PIECE, pack_small, split_flat
 from tritonclip.backends.cpu_rows import (
     MEASURED,
     ROW,
@@ -26,6 +25,7 @@ from tritonclip.backends.cpu_rows import (
     sums_of_rows,
 )
 from tritonclip.backends.cpu_squares import Squares
+from tritonclip.backends.operators import BATCH, PIECE, pack_small, split_flat
 
 # Where norms are told apart, elements of gradients up to this size are squared one by one.
 TINY = 64

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.backends.batching import pack_small
+from tritonclip.backends.operators import pack_small
 
 # Elements of a row, so few that no norm can be wrong by 1e-6. With u = 2^-24, torch sums up the
 # squares of a row of n elements in w lanes, each rounded up to n / w + w - 1 times: as a square, in

@@ -9,8 +9,7 @@ from torch import Tensor
 from tritonclip.backends.cpu_form import CpuForm
 from tritonclip.backends.host_form import HostForm
 from tritonclip.backends.numbers import Numbers
-from tritonclip.backends.torch_backend import TorchBatch
-from tritonclip.backends.torch_writes import in_forward_mode, in_one_call, multiply_
+from tritonclip.backends.operators import TorchBatch, in_forward_mode, in_one_call, multiply_
 
 
 def multiply_together_(tensors: list[Tensor], form: CpuForm, factor: Tensor) -> None:

@@ -9,17 +9,16 @@ from ctypes import c_double, c_float
 import torch
 from torch import Tensor
 
-from tritonclip.backends.batch import PartialNorms
 from tritonclip.backends.cpu_scale import least_of, multiply_exactly_
 from tritonclip.backends.host_form import FEW, HostForm
+from tritonclip.backends.interface import PartialNorms
 from tritonclip.backends.numbers import Numbers, as_tensor
-from tritonclip.backends.torch_backend import TorchBatch, combine
-from tritonclip.backends.torch_writes import zero_
+from tritonclip.backends.operators import TorchBatch, combine, zero_
 from tritonclip.rules import Rule
 
 
 class HostBatch:
-    """Decisions of the verbs on a CPU; see :class:`tritonclip.backends.batch.Batch`."""
+    """Decisions of the verbs on a CPU; see :class:`tritonclip.backends.interface.Batch`."""
 
     counts_versions = True
     on_host = True

@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from tritonclip.backends.triton_backend import numbers_of
-from tritonclip.backends.unit_batch import count_units
+from tritonclip.backends.interface import count_units
+from tritonclip.backends.triton import numbers_of
 from tritonclip.kernels import launch, unit_norm, unit_scale
 from tritonclip.kernels.chunk_access import CHUNK, OCCUPANCY_2X128, TAIL
 from tritonclip.kernels.unit_access import COLUMNS, SHORT, row_block_of
@@ -60,7 +60,7 @@ class TritonUnitLayout:
 
 
 class TritonUnits:
-    """Verbs that launch one kernel each; see :class:`tritonclip.backends.unit_batch.UnitBatch`."""
+    """Verbs that launch one kernel each; see :class:`tritonclip.backends.interface.UnitBatch`."""
 
     # Kernels write through addresses, which autograd does not see.
     counts_versions = False

@@ -12,9 +12,9 @@ from tritonclip.backward.arguments import check_policy, rule_for_one
 from tritonclip.backward.ownership import Identity, References, is_free
 from tritonclip.backward.plans import plans
 from tritonclip.engine import execute
-from tritonclip.engine.planner import plan_
-from tritonclip.engine.refusals import PLAIN
-from tritonclip.engine.tensors import of_tensors
+from tritonclip.engine.checks import PLAIN
+from tritonclip.engine.gradients import of_tensors
+from tritonclip.engine.plan_cache import plan_
 from tritonclip.rules import ClipByNorm, ClipByValue
 from tritonclip.signatures import ABSENT, explains_misfits, misfit, reaches_misfit
 from tritonclip.tracing import is_traced

@@ -1,6 +1,6 @@
 """Checks of arguments: rules that can be kept where one gradient is seen at a time."""
 
-from tritonclip.engine.nonfinite import POLICIES, unknown_policy
+from tritonclip.engine.checks import POLICIES, unknown_policy
 from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 

@@ -14,12 +14,12 @@ from torch.utils.hooks import RemovableHandle
 from tritonclip.backward.arguments import check_policy, rule_for_one
 from tritonclip.backward.plans import plans
 from tritonclip.clipping import clip_
-from tritonclip.distributed.fsdp import FSDP_MARK
-from tritonclip.engine import compiled, execute
+from tritonclip.distributed.shards import FSDP_MARK
+from tritonclip.engine import execute, traced
+from tritonclip.engine.arguments import with_labels
+from tritonclip.engine.checks import some
 from tritonclip.engine.gradients import of_parameters
-from tritonclip.engine.planner import plan_
-from tritonclip.engine.refusals import some
-from tritonclip.engine.sources import with_labels
+from tritonclip.engine.plan_cache import plan_
 from tritonclip.rules import ClipByNorm, ClipByValue
 from tritonclip.signatures import ABSENT, misfit, reaches_misfit
 from tritonclip.tracing import is_traced, n_dispatch_modes
@@ -118,7 +118,7 @@ class _Clip:
     def __call__(self, parameter: Tensor) -> None:
         if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
             # In a graph of compiled autograd, among others.
-            compiled.clip_(clip_, [(self._label, parameter)], self._rule, self._nonfinite)
+            traced.clip_(clip_, [(self._label, parameter)], self._rule, self._nonfinite)
             return
         gradients = of_parameters([parameter], lambda _: self._label)
         execute.clip_(plan_(gradients, plans), self._rule, self._nonfinite)

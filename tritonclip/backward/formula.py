@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from tritonclip.engine.nonfinite import REMEDY
+from tritonclip.engine.checks import REMEDY
 from tritonclip.functional.formulas import norm_of, result_dtype
 from tritonclip.functional.limits import filled
 from tritonclip.rules import ClipByNorm, ClipByValue

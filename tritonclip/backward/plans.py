@@ -1,6 +1,6 @@
 """The plans of gradients that are clipped one at a time, apart from those of `clip_`."""
 
-from tritonclip.engine.planner import PlanCache
+from tritonclip.engine.plan_cache import PlanCache
 
 # More than the forms of the gradients of most models, which come in turn; their memory is bounded
 # all the same.

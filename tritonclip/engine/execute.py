@@ -1,30 +1,66 @@
-"""One call on one gradient list: measure, then write.
+"""The limits that a rule gives: one number, one tensor, or one for each gradient.
+
+One call on one gradient list: measure, then write.
 
 The only composition of the backends' verbs. Arguments are checked and the list has its plan.
+
+Measuring and scaling a gradient list as two calls, between which a user has the norm.
 """
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonclip.backends.torch_backend import coefficient_of
-from tritonclip.engine import misuse, verification
-from tritonclip.engine import nonfinite as policies
-from tritonclip.engine.building import refuse_
+from tritonclip.backends.operators import coefficient_of, wide_dtype
+from tritonclip.distributed.refusals import tell_others
+from tritonclip.engine import checks as policies
+from tritonclip.engine import misuse, verify
+from tritonclip.engine.checks import refuse_for_rule, refuse_read_only, refuse_sparse_minimum
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.limits import checked_limit, limit_of
-from tritonclip.engine.measure import measure_groups, measure_pieces, measure_units
-from tritonclip.engine.norms import Norms, in_order, is_finite, total
-from tritonclip.engine.plan import Group
-from tritonclip.engine.refusals import refuse_for_rule, refuse_read_only
-from tritonclip.engine.together import tell_others
+from tritonclip.engine.norms import (
+    Norms,
+    in_order,
+    is_finite,
+    measure_groups,
+    measure_pieces,
+    measure_units,
+    total,
+)
+from tritonclip.engine.plan import Group, refuse_
 from tritonclip.grad_mode import without_grad
-from tritonclip.rules import Rule
+from tritonclip.rules import ClipByGlobalNorm, Rule
 from tritonclip.tracing import is_pre_dispatch, refuse_tracer
+
+
+def limit_of(max_norm: float | Tensor, indices: Sequence[int] | None) -> float | Tensor:
+    """The limits of a group, where there is one for each gradient."""
+    if not isinstance(max_norm, Tensor) or max_norm.dim() == 0 or indices is None:
+        return max_norm
+    pieces = max_norm.split(1)
+    return torch.cat([pieces[i] for i in indices])
+
+
+def checked_limit(limit: float | Tensor, norms: Norms) -> float | Tensor:
+    """A rule's limit: a number, or a 0-d or contiguous 1-d tensor, one for each gradient here."""
+    if not isinstance(limit, Tensor):
+        return limit
+    if limit.numel() == 1:
+        return limit.detach().reshape(())
+    n = len(norms.gradients.tensors) if norms.reduced is None else len(norms.reduced)
+    if limit.shape != (n,) or not norms.per_gradient:
+        raise ValueError(
+            "a rule's limit must be a number, one element, or one for each of "
+            f"{n if norms.per_gradient else 1} gradients; got shape {tuple(limit.shape)}"
+        )
+    plan = norms.gradients.plan
+    assert plan is not None
+    if plan.reduction is None:
+        return limit.detach().contiguous()
+    return limit.detach()[plan.reduction.places.on(limit.device)]
 
 
 class Outcome(NamedTuple):
@@ -180,7 +216,7 @@ def write_(
     """
     plan = gradients.plan
     assert plan is not None
-    expected = verification.Expectation(gradients) if plan.verifying else None
+    expected = verify.Expectation(gradients) if plan.verifying else None
     if rule.clamps:
         _clamp_(gradients, rule, grad_scale)
         outcome = _CLAMPED
@@ -274,3 +310,71 @@ def _clamp_(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Non
         batch.clamp_(low, high, grad_scale)
         if not batch.counts_versions:
             gradients.count_versions(group.indices)
+
+
+@lru_cache
+def _unlimited(norm_type: float) -> Rule:
+    return ClipByGlobalNorm(float("inf"), norm_type, eps=0.0)
+
+
+@without_grad
+def total_norm(
+    gradients: Gradients,
+    norm_type: float,
+    error_if_nonfinite: bool = False,
+    *,
+    per_gradient: bool = False,
+) -> Tensor:
+    """The norm of a gradient list, 0-d, or, `per_gradient`, the norm of each, 1-d."""
+    if gradients.plan is None:
+        shape = 0 if per_gradient else ()
+        return torch.zeros(shape, dtype=torch.float32, device=gradients.device)
+    if gradients.refusal is None:
+        try:
+            refuse_sparse_minimum(gradients, norm_type)
+        except ValueError as error:
+            if not refuse_(gradients, error):
+                raise
+    if gradients.refusal is not None:
+        again = partial(measure, gradients, norm_type, per_gradient)
+        tell_others(gradients, _unlimited(norm_type), again, names_culprits=error_if_nonfinite)
+    norm = total(measure(gradients, norm_type, per_gradient))
+    if error_if_nonfinite:
+        policies.raise_if_nonfinite(gradients, _unlimited(norm_type), norm, policies.TORCH_REMEDY)
+    if gradients.plan.verifying and gradients.plan.reduction is None:
+        verify.Expectation(gradients).check_norm(norm_type, norm)
+    return norm
+
+
+@without_grad
+def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
+    """Scales a gradient list by the coefficient of a norm that is given.
+
+    Args:
+        gradients: the list.
+        rule: of norm type inf: under any order, the norm of one given norm is that norm, and inf
+            takes it as it is.
+        norm: one element, on any device.
+    """
+    plan = gradients.plan
+    if plan is None:
+        misuse.warn_of_nothing(gradients)
+        return
+    if not plan.groups:
+        return
+    refuse_read_only(gradients)
+    expected = verify.Expectation(gradients) if plan.verifying else None
+    given = norm.detach().abs().reshape(1)
+    # An upload need not be waited for; a download must be.
+    uploaded = given.device.type == "cpu"
+    batches = [group.layout.bind(*gradients.of(group.indices)) for group in plan.groups]
+    partials = [
+        given.to(group.device, non_blocking=uploaded).to(wide_dtype(group.device))
+        for group in plan.groups
+    ]
+    starts = [0] * len(batches)
+    norms = Norms(batches, partials, starts, rule.norm_type, False, 1.0, gradients)
+    scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=False)
+    gradients.finish_writing()
+    if expected is not None:
+        expected.check_scale(rule, norm)

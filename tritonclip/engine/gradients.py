@@ -1,22 +1,37 @@
-"""The gradients that one call clips, collected from parameters, each once."""
+"""The gradients that one call clips, collected from parameters, each once.
+
+The pieces of a gradient list that lie here, or the refusal that other processes are told.
+
+The gradient list of a call that takes the gradients themselves, as `get_total_norm` does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from types import GeneratorType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
-from tritonclip.distributed.domain import Holders
-from tritonclip.distributed.pieces import Piece
-from tritonclip.distributed.sharding import Sharding
-from tritonclip.distributed.shares import Shares
-from tritonclip.engine.pieces import are_pieces_
-from tritonclip.engine.plan import Plan
-from tritonclip.engine.refusals import PLAIN, some
-from tritonclip.engine.sources import LabelOf, as_list, device_of, names_at, places_to_clip, unnamed
+from tritonclip.distributed.process_groups import Holders
+from tritonclip.distributed.shards import Piece, Sharding, Shares, shares_of
+from tritonclip.engine.arguments import (
+    LabelOf,
+    are_tensors,
+    as_list,
+    device_of,
+    names_at,
+    places_to_clip,
+    refuse_no_tensors,
+    unnamed,
+)
+from tritonclip.engine.checks import PLAIN, some
+
+if TYPE_CHECKING:
+    from tritonclip.engine.plan import Plan
 
 
 class Gradients:
@@ -239,3 +254,81 @@ def of_unclipped(
     if holders is not None or not PLAIN.issuperset(map(type, parameters)):
         are_pieces_(gradients, parameters, grads, holders, label_of, tells=True)
     return gradients
+
+
+def are_pieces_(
+    gradients: Gradients,
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    holders: Holders | None,
+    label: LabelOf,
+    *,
+    tells: bool,
+) -> bool:
+    """Whether gradients are pieces, which their list then takes; False where all are whole.
+
+    Args:
+        gradients: their list.
+        parameters: all that are to be clipped.
+        grads: of each parameter, or None.
+        holders: the processes that the gradients are spread over.
+        label: names the i-th parameter in messages.
+        tells: as for `of_parameters`.
+
+    Raises:
+        TypeError, ValueError: meshes or groups that cannot be reduced over; bad gradients or
+            numbers of copies, unless the list tells of them.
+    """
+
+    def without() -> Shares | None:
+        nothing = [None] * len(parameters)
+        try:
+            return shares_of(parameters, nothing, holders, label)
+        except (TypeError, ValueError):
+            # Numbers of copies are this process's own; all others meet another error too.
+            user = None if holders is None else holders._replace(copies=None)
+            return shares_of(parameters, nothing, user, label)
+
+    refusal = None
+    try:
+        shares = shares_of(parameters, grads, holders, label)
+    except (TypeError, ValueError) as error:
+        if not tells:
+            raise
+        refusal = error
+    if refusal is not None:
+        shares = without()
+    gradients.refusal = refusal
+    gradients.shares_without = without if tells else None
+    gradients.spread_(shares)
+    return shares is not None
+
+
+def of_tensors(
+    tensors: object,
+    label_of: LabelOf = "tensors[{}]".format,
+    holders: Holders | None = None,
+    *,
+    tells: bool = False,
+) -> Gradients:
+    """The gradients that are the tensors themselves, None left out; raises as `of_parameters`."""
+    if isinstance(tensors, Module):
+        raise TypeError(
+            f"tensors must be the gradients, got {type(tensors).__name__}, a module; expected "
+            "[p.grad for p in module.parameters() if p.grad is not None], or norms_by_name(module)"
+        )
+    items = tensors if type(tensors) is list else as_list(tensors)
+    if not are_tensors(items):
+        numbered = [(place, item) for place, item in enumerate(items) if item is not None]
+        refuse_no_tensors(
+            numbered, "tensors", "the gradients: [p.grad for p in ... if p.grad is not None]"
+        )
+        items, label_of = [item for _, item in numbered], _picked(label_of, numbered)
+    gradients = Gradients(items, device_of(items), label_of)
+    if holders is not None or not PLAIN.issuperset(map(type, items)):
+        are_pieces_(gradients, items, items, holders, label_of, tells=tells)
+    return gradients
+
+
+def _picked(label_of: LabelOf, numbered: list[tuple[int, object]]) -> LabelOf:
+    return lambda index: label_of(numbered[index][0])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.backends.native_loops import loops
+from tritonclip.backends.native import loops
 
 # A view into a freed buffer has its offset in place of an address. No buffer is as large as this,
 # and most systems give no memory below it.

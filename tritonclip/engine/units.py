@@ -10,16 +10,13 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.choose import unit_layout_of
-from tritonclip.backends.unit_batch import UnitBatch
-from tritonclip.distributed.exchanges import Exchange
-from tritonclip.distributed.places import Places, Share
-from tritonclip.distributed.reduce import Reduction
-from tritonclip.distributed.rows import Measured
-from tritonclip.distributed.sharding import piece_of
+from tritonclip.backends.interface import UnitBatch
+from tritonclip.distributed.reduction import Exchange, Measured, Places, Reduction, Share
+from tritonclip.distributed.refusals import reduced_norm
+from tritonclip.distributed.shards import piece_of
 from tritonclip.engine.gradients import Gradients, gradient_of
 from tritonclip.engine.memory import OFFSETS, is_freed
 from tritonclip.engine.plan import Plan
-from tritonclip.engine.together import reduced_norm
 from tritonclip.rules import Rule
 
 # Most that a gradient adds to its plan: four numbers, and the strides of its weights.

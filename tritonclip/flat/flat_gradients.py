@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip import settings
-from tritonclip.distributed.domain import Holders
+from tritonclip.distributed.process_groups import Holders
+from tritonclip.engine.arguments import labelled
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.sources import labelled
 from tritonclip.flat.gradient_lists import list_of, refused_list
 from tritonclip.flat.layout import is_wanted, lay_out, refuse
 from tritonclip.flat.view_watch import ViewWatch, present

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from tritonclip.distributed.domain import Holders
-from tritonclip.engine.building import refuse_
-from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.pieces import are_pieces_
-from tritonclip.engine.planner import PlanCache, plan_
+from tritonclip.distributed.process_groups import Holders
+from tritonclip.engine.gradients import Gradients, are_pieces_
+from tritonclip.engine.plan import refuse_
+from tritonclip.engine.plan_cache import PlanCache, plan_
 from tritonclip.flat.layout import Views
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonclip.engine.building import flat_size
-from tritonclip.engine.refusals import PLAIN
+from tritonclip.engine.checks import PLAIN
+from tritonclip.engine.plan import flat_size
 from tritonclip.grad_mode import outside_inference
 
 # Bytes that one vector access reads: torch's fused optimizers and our kernels want gradients to

@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tritonclip.engine.refusals import some
+from tritonclip.engine.checks import some
 from tritonclip.flat.layout import Views, is_clipped, is_same, is_wanted
 
 # Addresses compared at every call beside the first and the last.

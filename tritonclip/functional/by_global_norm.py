@@ -7,7 +7,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from tritonclip.backends.torch_backend import wide_dtype
+from tritonclip.backends.operators import wide_dtype
 from tritonclip.functional import formulas
 from tritonclip.functional.copies import clip_copies
 from tritonclip.functional.limits import as_limit_or_tensor, coefficients_of, one_element

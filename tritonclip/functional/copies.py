@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tritonclip.engine import execute
-from tritonclip.engine.planner import plan_
-from tritonclip.engine.tensors import of_tensors
+from tritonclip.engine.gradients import of_tensors
+from tritonclip.engine.plan_cache import plan_
 from tritonclip.functional.norms import is_readable, needs_grad
 from tritonclip.rules import Rule
 from tritonclip.tracing import n_dispatch_modes

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonclip.backends.torch_backend import wide_dtype
+from tritonclip.backends.operators import wide_dtype
 
 _WIDE = frozenset({torch.float64, torch.complex128})
 

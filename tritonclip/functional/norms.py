@@ -15,13 +15,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tritonclip.backends import choose
-from tritonclip.backends.batching import PIECE
-from tritonclip.backends.torch_backend import wide_dtype
-from tritonclip.engine import apart
-from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.planner import plan_
-from tritonclip.engine.refusals import OverlapError
-from tritonclip.engine.tensors import of_tensors
+from tritonclip.backends.operators import PIECE, wide_dtype
+from tritonclip.engine import execute
+from tritonclip.engine.checks import OverlapError
+from tritonclip.engine.gradients import Gradients, of_tensors
+from tritonclip.engine.plan_cache import plan_
 from tritonclip.functional import formulas
 from tritonclip.tracing import is_traced
 
@@ -109,12 +107,12 @@ class _Norm(torch.autograd.Function):
 
 
 def _total(tensors: Sequence[Tensor]) -> Tensor:
-    norm = apart.total_norm(_planned(tensors), 2.0)
+    norm = execute.total_norm(_planned(tensors), 2.0)
     return norm.to(wide_dtype(norm.device))
 
 
 def _each(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    norms = apart.total_norm(_planned(tensors), norm_type, per_gradient=True)
+    norms = execute.total_norm(_planned(tensors), norm_type, per_gradient=True)
     return norms.to(wide_dtype(norms.device))
 
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends import choose
-from tritonclip.backends.torch_backend import wide_dtype
-from tritonclip.backends.torch_writes import ARITHMETIC
-from tritonclip.engine import apart
-from tritonclip.engine.planner import plan_
-from tritonclip.engine.tensors import of_tensors
+from tritonclip.backends.operators import ARITHMETIC, wide_dtype
+from tritonclip.engine import execute
+from tritonclip.engine.gradients import of_tensors
+from tritonclip.engine.plan_cache import plan_
 from tritonclip.functional import formulas
 from tritonclip.functional.norms import is_readable, needs_grad
 from tritonclip.rules import Rule
@@ -155,7 +154,7 @@ def _products_of_group(tensors: list[Tensor], coefficient: Tensor) -> list[Tenso
     # Foreach rounds a factor to a half type first; kernels, which scale in place, do not.
     copies = [torch.empty_like(x) for x in tensors]
     torch._foreach_copy_(copies, [x.resolve_neg() for x in tensors])
-    apart.scale_(plan_(of_tensors(copies)), _By(factor), torch.ones_like(factor))
+    execute.scale_(plan_(of_tensors(copies)), _By(factor), torch.ones_like(factor))
     return copies
 
 

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 from weakref import WeakSet
 
-from tritonclip.engine.modules import check_marks
+from tritonclip.engine.arguments import check_marks
 from tritonclip.integrations.extra import needs
 from tritonclip.integrations.metrics import metrics_of
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite

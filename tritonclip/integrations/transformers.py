@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tritonclip.engine.modules import check_marks
+from tritonclip.engine.arguments import check_marks
 from tritonclip.integrations.extra import needs
 from tritonclip.integrations.metrics import metrics_of, wrapper_in
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from tritonclip.distributed.domain import Copies, check_holders
+from tritonclip.distributed.process_groups import Copies, check_holders
 from tritonclip.engine import misuse
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.stats import ClipStats

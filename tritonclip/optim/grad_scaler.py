@@ -7,7 +7,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from tritonclip.distributed.sharding import meshes_of
+from tritonclip.distributed.shards import meshes_of
 from tritonclip.optim import fused
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
 from tritonclip.optim.registry import is_wrapped

@@ -13,11 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.exchanges import together
+from tritonclip.distributed.reduction import together
+from tritonclip.distributed.refusals import is_told
 from tritonclip.engine import execute
-from tritonclip.engine.measure import norms_exchange
-from tritonclip.engine.norms import is_finite, total
-from tritonclip.engine.together import is_told
+from tritonclip.engine.norms import is_finite, norms_exchange, total
 from tritonclip.optim.shares import UNLIMITED, Share
 from tritonclip.rules import ClipByGlobalNorm, Rule
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from tritonclip.distributed.domain import Holders
-from tritonclip.engine.refusals import some
+from tritonclip.distributed.process_groups import Holders
+from tritonclip.engine.checks import some
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.flat.gradient_lists import refuse_copies
 from tritonclip.flat.layout import is_wanted

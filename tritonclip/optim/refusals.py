@@ -3,18 +3,18 @@
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from tritonclip.distributed.collectives import everyones
-from tritonclip.distributed.domain import Holders, domain_of
-from tritonclip.distributed.sharding import meshes_of
-from tritonclip.engine.building import refuse_
-from tritonclip.engine.nonfinite import raise_if_any_nonfinite, raise_if_nonfinite
-from tritonclip.engine.norms import is_finite, total
-from tritonclip.engine.refusals import (
+from tritonclip.distributed.process_groups import Holders, domain_of, everyones
+from tritonclip.distributed.shards import meshes_of
+from tritonclip.engine.checks import (
+    raise_if_any_nonfinite,
+    raise_if_nonfinite,
     refuse_for_rule,
     refuse_other_model,
     refuse_read_only,
     refuse_shared,
 )
+from tritonclip.engine.norms import is_finite, total
+from tritonclip.engine.plan import refuse_
 from tritonclip.optim.measurement import Wanted
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.shares import Share

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tritonclip.distributed.domain import Holders
+from tritonclip.distributed.process_groups import Holders
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim.memory import SkipWatch, as_skip_bound

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.domain import Holders
-from tritonclip.distributed.sharding import meshes_of
+from tritonclip.distributed.process_groups import Holders
+from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine import execute
-from tritonclip.engine.building import refuse_
+from tritonclip.engine.arguments import device_of
 from tritonclip.engine.gradients import Gradients, of_parameters, of_unclipped
 from tritonclip.engine.norms import Norms
-from tritonclip.engine.planner import PlanCache, plan_
-from tritonclip.engine.sources import device_of
+from tritonclip.engine.plan import refuse_
+from tritonclip.engine.plan_cache import PlanCache, plan_
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.stats import Clipped, as_tensor
 from tritonclip.optim.param_groups import Groups, OwnRules, label_of_member

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
-from tritonclip.distributed.domain import Holders
-from tritonclip.engine.planner import PlanCache
+from tritonclip.distributed.process_groups import Holders
+from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.grad_mode import without_grad
 from tritonclip.monitor.stats import Outcomes

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonclip.engine import misuse
-from tritonclip.engine.planner import PlanCache
+from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.view_watch import zero_gradient_
 from tritonclip.optim import fused
 from tritonclip.optim.attempt import Attempt

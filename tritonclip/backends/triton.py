@@ -49,7 +49,7 @@ class TritonLayout:
 
 
 class TritonBatch:
-    """Verbs that launch one kernel each; see :class:`tritonclip.backends.batch.Batch`.
+    """Verbs that launch one kernel each; see :class:`tritonclip.backends.interface.Batch`.
 
     Args:
         tensors: gradients of one device and dtype.

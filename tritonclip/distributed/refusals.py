@@ -11,9 +11,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from tritonclip.distributed.collectives import everyones
-from tritonclip.distributed.exchanges import Exchange
-from tritonclip.distributed.reduce import Refused
+from tritonclip.distributed.process_groups import everyones
+from tritonclip.distributed.reduction import Exchange, Refused
 from tritonclip.engine.gradients import Gradients
 from tritonclip.rules import Rule
 

@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
-from tritonclip.distributed.fsdp import FSDP_MARK
-from tritonclip.distributed.sharding import Sharding
-from tritonclip.engine.building import build_, plan_of_nothing, refuse_
+from tritonclip.distributed.shards import FSDP_MARK, Sharding
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OFFSETS, are_apart, is_freed
-from tritonclip.engine.plan import Plan
+from tritonclip.engine.plan import Plan, build_, plan_of_nothing, refuse_
 from tritonclip.settings import Settings
 from tritonclip.tracing import n_dispatch_modes, refuse_tracer
 

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.collectives import everyones
-from tritonclip.distributed.parts import Part, sums_of, zeros_for
-from tritonclip.distributed.pieces import where
+from tritonclip.distributed.partial_sums import Part, sums_of, zeros_for
+from tritonclip.distributed.process_groups import everyones
+from tritonclip.distributed.shards import where
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.reference import norm_of
-from tritonclip.engine.verification import VerificationError
+from tritonclip.engine.verify import VerificationError, norm_of
 
 # Copies that processes computed each by itself may differ by rounding; other pieces differ by more.
 _COPIES = 1e-3

@@ -1,0 +1,502 @@
+"""The gradients of a plan's group as pieces, and the places of their norms.
+
+The rows of a reduction: one for the norm of all gradients, or one for each parameter's.
+
+Norms as numbers that can be added up, or compared, over processes: float64, a row for each norm.
+
+p > 0      weight * norm**p; a vector of bins where that might not fit
+0          weighted counts
+inf, -inf  the norm or its negative, beside a flag: maxima may lose NaN
+
+Exchanges of numbers between processes, which share collectives where they need like ones.
+
+An exchange is a generator. It yields a `Request`, is sent the reduced numbers, and may ask again.
+`together` runs several side by side: requests that are alike travel in one buffer. All processes
+serve them in one order, because the requests of an exchange are the same whichever gradients a
+process has.
+
+    norms = together([reduction.norm(...) for reduction in reductions])   one SUM, at most one MAX
+
+The norm of all pieces, from the norms of the pieces that lie here: one all-reduce.
+
+A SUM of weighted powers, see `powers.py`, or for inf and -inf a MAX. The buffer has one row for the
+norm of all, or one for each parameter, with or without a gradient here. All processes find the same
+bits: they hold the same sums, and combine them alike. Nothing waits for the device, unless a
+gradient is missing that may be a part of a sum, see `parts.py`.
+
+A reduction is an exchange, see `exchanges.py`, so that several share their collectives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tritonclip.distributed.process_groups import Domain, all_reduce
+from tritonclip.distributed.shards import Piece, Sharding
+from tritonclip.grad_mode import outside_inference
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Places:
+    """Positions of gradients among the parameters; on a device from the first use on."""
+
+    __slots__ = ("_on", "positions")
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        self.positions = positions
+        self._on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def on(self, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+        """The positions, 1-d."""
+        if (device, dtype) not in self._on:
+            # Never an inference tensor, which belongs to one mode.
+            uploaded = outside_inference(torch.tensor)
+            self._on[device, dtype] = uploaded(self.positions, dtype=dtype, device=device)
+        return self._on[device, dtype]
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """The gradients of one of a plan's groups, as pieces.
+
+    Attributes:
+        piece: the weight and sums of each of them.
+        places: theirs among the parameters.
+        narrow: they are no float64.
+    """
+
+    piece: Piece
+    places: Places
+    narrow: bool
+
+
+# Norms of some gradients, partial ones or one for each, and the share of these gradients.
+Measured = tuple[Tensor, Share]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Makes the rows of a reduction.
+
+    Attributes:
+        n: parameters, or 1.
+        device: of the rows.
+        each: one for each parameter.
+    """
+
+    n: int
+    device: torch.device
+    each: bool
+
+    def weighted(
+        self, powers: Sequence[Tensor], measured: Sequence[Measured], n_columns: int
+    ) -> Tensor:
+        """Weighted powers, added up, or at the places of their parameters: float64[n, n_columns].
+
+        Args:
+            powers: rows for each entry of `measured`.
+            measured: says whose they are.
+            n_columns: numbers of a row.
+        """
+        counted = [
+            (own * share.piece.weight if share.piece.weight != 1 else own, share)
+            for own, (_, share) in zip(powers, measured, strict=True)
+            # Not multiplied by 0, which would make inf NaN.
+            if share.piece.weight
+        ]
+        if not self.each and counted:
+            return counted[0][0] if len(counted) == 1 else sum(own for own, _ in counted)  # type: ignore[return-value]
+        rows = torch.zeros((self.n, n_columns), dtype=torch.float64, device=self.device)
+        for own, share in counted:
+            rows.index_copy_(0, share.places.on(self.device), own)
+        return rows
+
+    def extremes(self, measured: Sequence[Measured], sign: float) -> Tensor:
+        """The largest of norms times a sign, and flags for inf and NaN: float64[n, 2]."""
+        rows = torch.zeros((self.n, 2), dtype=torch.float64, device=self.device)
+        rows[:, 0] = -math.inf
+        for norm, share in measured:
+            if not share.piece.weight:
+                continue
+            # A gradient whose smallest magnitude is inf is told from none at all.
+            flags = torch.where(norm.isnan(), 2.0, norm.isinf().to(torch.float64))
+            found = torch.stack(
+                [(sign * norm).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf), flags],
+                1,
+            )
+            if self.each:
+                rows.index_copy_(0, share.places.on(self.device), found)
+            elif len(found):
+                rows = torch.maximum(rows, found.amax(0, keepdim=True))
+        return rows
+
+
+# Orders whose powers of norms narrower than float64 fit it: (3.4e38)**6 = 1.6e231 and
+# (1.4e-45)**6 = 7.5e-270.
+UNBINNED = 6.0
+# Orders up to which bins are few: 77 at 64. Beyond, the largest norm is found first.
+BINNED = 64.0
+# Binary exponents of the powers in a bin: from 2**-950 to 2**950, so that sums of 2**70 fit.
+_SPAN = 1900.0
+# Norms in float64, denormal ones and sums of 2**70 too, lie within this binary exponent of 1.
+_EXPONENTS = 1100.0
+# A flag beside maxima; 1 and 2 are for inf and NaN.
+REFUSED = 3.0
+
+
+def count_bins(norm_type: float, *, wide: bool) -> int:
+    """How many bins hold power sums; `wide` where norms may be of float64 gradients."""
+    if norm_type == 0 or (norm_type <= UNBINNED and not wide):
+        return 1
+    return 2 * round(_EXPONENTS / _bin_width(norm_type)) + 1
+
+
+def _bin_width(norm_type: float) -> float:
+    """Binary exponents of the norms in a bin."""
+    return min(_SPAN / norm_type, _SPAN)
+
+
+def powers_of(
+    norms: Tensor, norm_type: float, bins: int, *, narrow: bool, together: bool
+) -> Tensor:
+    """norm**p, a row each of one number a bin: by magnitude, so that every power fits."""
+    if bins == 1 or (narrow and norm_type <= UNBINNED):
+        if norm_type == 2 and together:
+            powers = torch.dot(norms, norms).reshape(1, 1)
+        else:
+            powers = (norms if norm_type == 0 else norms.pow(norm_type)).reshape(-1, 1)
+        half = bins // 2
+        rows = pad(powers, (half, half)) if half else powers
+    else:
+        width, half = _bin_width(norm_type), bins // 2
+        exponents = torch.frexp(norms).exponent.to(norms.dtype)
+        at = torch.round(exponents / width).clamp(-half, half)
+        # In two factors: one may not fit.
+        shift = torch.exp2(-at * (width / 2))
+        powers = (norms * shift * shift).pow(norm_type)
+        columns = torch.arange(-half, half + 1, device=norms.device)
+        rows = torch.where(at[:, None] == columns, powers[:, None], 0.0)
+    return rows.sum(0, keepdim=True) if together and rows.shape[0] != 1 else rows
+
+
+def positive(sums: Tensor) -> Tensor:
+    """Sums, NaN where a process refused its gradients."""
+    return torch.where(sums < 0, math.nan, sums)
+
+
+def roots_of(sums: Tensor, norm_type: float) -> Tensor:
+    """The norm of each row of power sums, 1-d."""
+    bins = sums.shape[1]
+    if norm_type == 0:
+        return positive(sums)[:, 0].round()
+    roots = sums.sqrt() if norm_type == 2 else positive(sums).pow(1 / norm_type)
+    if bins == 1:
+        return roots[:, 0]
+    columns = torch.arange(-(bins // 2), bins // 2 + 1, dtype=sums.dtype, device=sums.device)
+    shift = torch.exp2(columns * (_bin_width(norm_type) / 2))
+    roots = roots * shift * shift
+    largest = roots.amax(1, keepdim=True)
+    # Dividing by 1 instead of 0, inf and NaN gives just these.
+    scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
+    return (scale * (roots / scale).pow(norm_type).sum(1, keepdim=True).pow(1 / norm_type))[:, 0]
+
+
+def extreme_of(rows: Tensor, sign: float) -> Tensor:
+    """The norm of each row of extremes, 1-d."""
+    value, flag = rows.unbind(1)
+    # Nobody has such a gradient, or an element of it.
+    value = torch.where((flag == 0) & value.isinf(), 0.0, sign * value)
+    return torch.where(flag >= 2, math.nan, value)
+
+
+T = TypeVar("T")
+
+
+class Request(NamedTuple):
+    """Numbers to be reduced.
+
+    Attributes:
+        numbers: of this process; float64.
+        groups: reduced over one after the other.
+        domain: that they are of.
+        device: that they travel from: of the first parameter, because gradients may be missing.
+        largest: the largest number is asked for, not the sum.
+        early: the exchange may ask again.
+    """
+
+    numbers: Tensor
+    groups: Sequence[ProcessGroup]
+    domain: Domain
+    device: torch.device
+    largest: bool
+    early: bool = False
+
+    def is_like(self, other: Request) -> bool:
+        """Whether one collective serves both."""
+        return (
+            self.largest == other.largest
+            and self.device.type == other.device.type
+            and tuple(self.groups) == tuple(other.groups)
+        )
+
+
+Exchange = Generator[Request, Tensor, T]
+
+
+def together(exchanges: Sequence[Exchange[T]]) -> list[T]:
+    """Runs exchanges to their ends, and returns their results in order.
+
+    Raises:
+        Exception: that of the first exchange that fails; the others are given up.
+    """
+    results: dict[int, T] = {}
+    waiting: dict[int, Request] = {}
+    answers: dict[int, Tensor | None] = dict.fromkeys(range(len(exchanges)))
+    while answers:
+        for at, answer in answers.items():
+            try:
+                waiting[at] = exchanges[at].send(answer)  # type: ignore[arg-type]  # None starts it
+            except StopIteration as end:
+                results[at] = end.value
+        answers = _served(waiting) if waiting else {}
+    return [results[at] for at in range(len(exchanges))]
+
+
+def _served(waiting: dict[int, Request]) -> dict[int, Tensor | None]:
+    """Serves the requests that are like the most urgent one, and takes them out of `waiting`."""
+    # A maximum may come before a sum that others wait for by now, flags before other numbers.
+    first = min(waiting.values(), key=lambda request: (not request.early, not request.largest))
+    served = {at: waiting.pop(at) for at, one in list(waiting.items()) if one.is_like(first)}
+    reduced = _reduced(list(served.values()))
+    return dict(zip(served, reduced, strict=True))
+
+
+def _reduced(requests: Sequence[Request]) -> Sequence[Tensor]:
+    """The numbers of like requests after their collective, in the shapes and places that they had.
+
+    A single request's may be overwritten.
+    """
+    first, *others = requests
+    own = [request.numbers for request in requests]
+    flat = own[0] if not others else torch.cat([n.reshape(-1).to(first.device) for n in own])
+    flat = all_reduce(flat.to(first.device), first.groups, first.domain, largest=first.largest)
+    parts = [flat] if not others else flat.split([n.numel() for n in own])
+    return [part.view_as(n).to(n.device) for part, n in zip(parts, own, strict=True)]
+
+
+# Measures the sums of Partial gradients, given the reduced flags of all processes.
+Sums = Callable[[Tensor], list[Measured]]
+
+
+@dataclass(slots=True, eq=False)
+class Reduction:
+    """Makes norms of pieces the norms of whole gradients; kept by a plan.
+
+    Attributes:
+        sharding: of the list.
+        shares: of the plan's groups.
+        places: of all gradients of the plan.
+        flags: which of the sharding's copied dimensions a gradient here is Partial along.
+    """
+
+    sharding: Sharding
+    shares: Sequence[Share]
+    places: Places
+    flags: Places
+
+    def norm(
+        self,
+        measured: Sequence[Measured],
+        norm_type: float,
+        device: torch.device,
+        home: torch.device,
+        *,
+        each: bool,
+        sums: Sums | None = None,
+        refused: bool = False,
+    ) -> Exchange[Tensor]:
+        """The norm of all gradients, float64[1]; or of each parameter's, 0 where nobody has one.
+
+        Args:
+            measured: for some gradients partial norms, or with `each` their norms; float64.
+            norm_type: p of the p-norm.
+            device: of the result.
+            home: of the first parameter, from which numbers travel.
+            each: for each parameter, float64[n_parameters].
+            sums: measures Partial gradients, which are not in `measured`; None where there can be
+                none.
+            refused: this process refuses its gradients, of which it measured none. On a CPU every
+                process then raises; elsewhere the norm is NaN.
+
+        Raises:
+            Refused: a process of the domain refuses its gradients; on a CPU only.
+        """
+        own = [(n.reshape(-1).to(device), share) for n, share in measured]
+        rows = Rows(self.sharding.n_parameters if each else 1, device, each)
+        one = _Norm(self, rows, norm_type, home, sums, refused)
+        if math.isinf(norm_type):
+            return (yield from one.extreme(own, norm_type))
+        if norm_type > BINNED:
+            return (yield from one.by_largest(own))
+        return (yield from one.by_powers(own))
+
+
+class Refused(Exception):
+    """Some process of the domain refuses its gradients."""
+
+
+@dataclass(slots=True)
+class _Norm:
+    """One reduction of norms."""
+
+    reduction: Reduction
+    rows: Rows
+    norm_type: float
+    home: torch.device
+    sums: Sums | None
+    refused: bool
+
+    @property
+    def _sharding(self) -> Sharding:
+        return self.reduction.sharding
+
+    @property
+    def _reads(self) -> bool:
+        """Whether numbers can be read without a wait for the device."""
+        return self.rows.device.type == "cpu"
+
+    def by_powers(self, own: Sequence[Measured]) -> Exchange[Tensor]:
+        """The root of sums of powers."""
+        # Known to every process, whichever gradients it has.
+        wide = self._sharding.wide or not self._sharding.one_list
+        bins = count_bins(self.norm_type, wide=wide)
+
+        def rows_of(measured: Sequence[Measured]) -> Tensor:
+            rows = [
+                powers_of(
+                    norm, self.norm_type, bins, narrow=share.narrow, together=not self.rows.each
+                )
+                for norm, share in measured
+            ]
+            return self.rows.weighted(rows, measured, bins)
+
+        rows, _ = yield from self._everyones(rows_of, own, largest=False)
+        return roots_of(rows, self.norm_type)
+
+    def by_largest(self, own: Sequence[Measured]) -> Exchange[Tensor]:
+        """Norms of a high order: the largest of all is taken out first, by one more all-reduce."""
+        rows_of = partial(self.rows.extremes, sign=1.0)
+        found, own = yield from self._everyones(rows_of, own, largest=True, early=True)
+        largest = extreme_of(found, 1.0)
+        # NaN and inf come out of the powers at any scale.
+        scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
+        rows = []
+        for norm, share in own:
+            divisor = scale[share.places.on(self.rows.device)] if self.rows.each else scale
+            powers = (norm / divisor).pow(self.norm_type).reshape(-1, 1)
+            rows.append(powers if self.rows.each else powers.sum(0, keepdim=True))
+        total = self.rows.weighted(rows, own, 1)
+        if self.refused:
+            # Where nobody has raised: the root of this is NaN.
+            total.fill_(-math.inf)
+        total = yield from self._reduced(total, self._sharding.domain.groups)
+        return scale * positive(total)[:, 0].pow(1 / self.norm_type)
+
+    def extreme(self, own: Sequence[Measured], norm_type: float) -> Exchange[Tensor]:
+        """The largest or the smallest of norms."""
+        sign = 1.0 if norm_type > 0 else -1.0
+        rows_of = partial(self.rows.extremes, sign=sign)
+        rows, _ = yield from self._everyones(rows_of, own, largest=True)
+        return extreme_of(rows, sign)
+
+    def _everyones(
+        self,
+        rows_of: Callable[[Sequence[Measured]], Tensor],
+        own: Sequence[Measured],
+        *,
+        largest: bool,
+        early: bool = False,
+    ) -> Exchange[tuple[Tensor, Sequence[Measured]]]:
+        """Rows of all processes, and the norms of this one, with those of sums of parts.
+
+        The first collective carries flags, where gradients may be Partial, and the others go by
+        them. `early` where the caller asks for more.
+        """
+        domain, rows = self._sharding.domain, self._marked(rows_of(own), largest=largest)
+        groups = domain.groups
+        if self.sums is not None:
+            flags = self.reduction.flags.on(self.rows.device, torch.float64)
+            sent = flags.clone()
+            if domain.by_mesh_first:
+                groups = groups[len(domain.mesh_groups) :]
+                sent = torch.cat([rows.reshape(-1), flags])
+            sent = yield from self._reduced(sent, domain.mesh_groups, largest=largest, early=True)
+            if domain.by_mesh_first:
+                rows, sent = sent[: rows.numel()].view_as(rows), sent[rows.numel() :]
+            if sums := self.sums(sent):
+                more = yield from self._of_sums(rows_of(sums), sums, largest=largest)
+                rows = torch.maximum(rows, more) if largest else rows + more
+                own = [*own, *sums]
+        rows = yield from self._reduced(rows, groups, largest=largest, early=early)
+        return self._unmarked(rows, largest=largest), own
+
+    def _of_sums(
+        self, more: Tensor, sums: Sequence[Measured], *, largest: bool
+    ) -> Exchange[Tensor]:
+        """The rows of sums, of as many processes as those that they are added to."""
+        domain = self._sharding.domain
+        if not largest:
+            more = torch.cat([more, torch.zeros_like(more[-1:])])
+        if not domain.by_mesh_first:
+            return more
+        if all(share.piece.is_everywhere(domain) for _, share in sums):
+            # Of the very same sums, every process has the same bits.
+            return more if largest else more * domain.inner
+        return (yield from self._reduced(more, domain.mesh_groups, largest=largest, early=True))
+
+    def _reduced(
+        self,
+        numbers: Tensor,
+        groups: Sequence[ProcessGroup],
+        *,
+        largest: bool = False,
+        early: bool = False,
+    ) -> Exchange[Tensor]:
+        """Numbers after a collective over groups, if there are any."""
+        if not groups:
+            return numbers
+        return (yield Request(numbers, groups, self._sharding.domain, self.home, largest, early))
+
+    def _marked(self, rows: Tensor, *, largest: bool) -> Tensor:
+        """Rows that tell whether this process refuses its gradients: by a flag, or a row of sums.
+
+        No other number would do for sums, where inf and NaN of another process hide it.
+        """
+        if not largest:
+            return torch.cat([rows, rows.new_full((1, rows.shape[1]), float(self.refused))])
+        if self.refused and rows.numel():
+            rows[:, 1] = REFUSED
+        return rows
+
+    def _unmarked(self, rows: Tensor, *, largest: bool) -> Tensor:
+        """The rows alone. Raises where a process refused its gradients, if that costs no wait."""
+        if largest:
+            if self._reads and rows.numel() and float(rows[0, 1]) == REFUSED:
+                raise Refused
+            return rows
+        n_refused = rows[-1, 0]
+        if not self._reads:
+            return torch.where(n_refused > 0, math.nan, rows[:-1])
+        if n_refused > 0:
+            raise Refused
+        return rows[:-1]

@@ -1,0 +1,479 @@
+"""The piece of one gradient that a process holds, and the weight with which it counts.
+
+Shard and _StridedShard split a gradient, Replicate copies it. Of a Partial one the sum is measured,
+see `parts.py`; the parts are scaled, which scales the sum.
+
+How a gradient list lies over processes: the domain to reduce over, and a piece of each gradient.
+
+The norm of all pieces is the root of the sum of weight * norm**p over all processes. No process is
+elected, and none leaves a reduction out: the domain depends on the parameters alone, never on the
+gradients that are there.
+
+DTensors taken apart: the local pieces of a gradient list, and the sharding that they are of.
+
+    shares = shares_of(parameters, grads, holders, label)   None for plain tensors of one process
+    shares.tensors                                          the pieces, which verbs read and write
+    shares.sharding.pieces[i].weight                        1 / the processes that hold this piece
+    shares.sharding.domain.groups                           to be reduced over, one after the other
+
+A `Sharding` is kept for lists alike: DTensors keep their spec from step to step, so a list that was
+met before is recognised by the identity of its specs.
+
+Parameters that FullyShardedDataParallel has split over processes, as its first version does.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tritonclip.distributed.process_groups import Domain, Holders, domain_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+# Reductions of Partial gradients that are linear: scaled parts make a scaled gradient.
+_LINEAR = ("sum", "avg")
+
+
+class Piece(NamedTuple):
+    """The piece of a gradient that a process holds.
+
+    Attributes:
+        weight: 1 / the processes of the domain that hold this very piece; 0: counted elsewhere.
+        sums_over: groups whose pieces are parts of a sum.
+        divisor: of that sum, to make it a mean.
+    """
+
+    weight: float
+    sums_over: tuple[ProcessGroup, ...] = ()
+    divisor: int = 1
+
+    def is_everywhere(self, domain: Domain) -> bool:
+        """Whether a sum over all processes of the meshes makes it whole on each of them."""
+        n_summed = math.prod(group.size() for group in self.sums_over)
+        return n_summed == domain.inner and self.weight == 1 / domain.inner
+
+
+def piece_of_spec(
+    spec: Any,
+    copies: int | None,
+    domain: Domain,
+    label: Callable[[], str],
+    *,
+    placements: Sequence[Any] | None = None,
+    mesh: Any = None,
+) -> Piece:
+    """The local piece of a gradient.
+
+    Args:
+        spec: its own; None for a plain one.
+        copies: the user's number of holders.
+        domain: of the list.
+        label: names the parameter.
+        placements: in place of those of the spec.
+        mesh: the parameter's. Of meshes that are equal but not one, each has its own groups, and a
+            process without the gradient knows those of the parameter.
+    """
+    if spec is None:
+        return Piece(_weight(copies, 1, domain))
+    if spec.mesh.get_coordinate() is None:
+        # A piece without elements, on a mesh of other processes.
+        return Piece(0.0)
+    mesh = mesh if mesh == spec.mesh else spec.mesh
+    n_pieces, sums_over, divisor = 1, [], 1
+    for dim, placement in enumerate(spec.placements if placements is None else placements):
+        if placement.is_partial():
+            if placement.reduce_op not in _LINEAR:
+                raise TypeError(
+                    f"the gradient of {label()} is a DTensor with the placement {placement}; "
+                    "expected parts of a sum or a mean, Partial('sum') or Partial('avg'): "
+                    "grad.redistribute() it before clipping"
+                )
+            if mesh.size(dim) > 1:
+                sums_over.append(mesh.get_group(dim))
+                divisor *= mesh.size(dim) if placement.reduce_op == "avg" else 1
+        elif not placement.is_replicate():
+            # Shard, and _StridedShard, which is no subclass of it.
+            n_pieces *= mesh.size(dim)
+    return Piece(_weight(copies, n_pieces, domain), tuple(sums_over), divisor)
+
+
+def where(spec: Any) -> tuple[int, ...]:
+    """The coordinates of this process in the dimensions of the mesh that a gradient is split by."""
+    if spec is None:
+        return ()
+    coordinates = spec.mesh.get_coordinate() or [-1] * spec.mesh.ndim
+    return tuple(
+        -1 if placement.is_replicate() or placement.is_partial() else coordinate
+        for coordinate, placement in zip(coordinates, spec.placements, strict=True)
+    )
+
+
+def check_copies(copies: object, domain: Domain, label: str) -> None:
+    """Refuses a number of holders that no process can have."""
+    if isinstance(copies, bool) or not isinstance(copies, int):
+        raise TypeError(
+            f"copies must give numbers of processes, got {copies!r} of type "
+            f"{type(copies).__name__} for {label}"
+        )
+    if not 0 <= copies <= domain.size:
+        raise ValueError(
+            f"copies must be from 0 to {domain.size}, the processes of process_group and of the "
+            f"DTensors' meshes, got {copies} for {label}"
+        )
+
+
+def _weight(copies: int | None, n_pieces: int, domain: Domain) -> float:
+    if copies is not None:
+        return 1.0 / copies if copies else 0.0
+    return n_pieces / domain.inner
+
+
+_WIDE = frozenset({torch.float64, torch.complex128})
+
+
+@dataclass(slots=True, eq=False)
+class Sharding:
+    """All that is known of a list over processes, but for its local pieces.
+
+    Attributes:
+        domain: the processes to reduce over.
+        pieces: of the gradients that are there, in order.
+        where: the mesh coordinates of each piece; other pieces of its gradient have others.
+        positions: theirs among the parameters.
+        n_parameters: with and without a gradient.
+        absent: the parameters without one, by position.
+        copied: dimensions of meshes that parameters are copied along, of which a gradient may be
+            Partial: (position, dimension).
+        parts: of which of these dimensions a gradient here is Partial.
+        said: the user's number of holders of each parameter.
+        wide: a parameter is float64.
+        one_list: every process of the domain has the same parameters, in the same order.
+        sums: some gradients are Partial.
+        mixed: some gradients are plain.
+    """
+
+    domain: Domain
+    pieces: tuple[Piece, ...]
+    where: tuple[tuple[int, ...], ...]
+    positions: tuple[int, ...]
+    n_parameters: int
+    absent: tuple[int, ...]
+    copied: tuple[tuple[int, int], ...]
+    parts: tuple[bool, ...]
+    said: tuple[int | None, ...]
+    wide: bool
+    one_list: bool
+    sums: bool
+    mixed: bool
+
+
+def sharding_of(
+    specs: list[Any],
+    forms: list[Any],
+    said: list[int | None],
+    user: Holders,
+    label: Callable[[int], str],
+) -> Sharding:
+    """Finds the domain from the parameters, then the weight of each gradient."""
+    # Of tensors that are no parameters, the gradient is all there is.
+    found = [mesh_of(a) or mesh_of(b) for a, b in zip(specs, forms, strict=True)]
+    # Of lists of one step the same domain: of meshes that are alike, the first one's groups.
+    meshes = {id(mesh): mesh for mesh in (*user.meshes, *found) if mesh is not None}
+    domain = domain_of(list(meshes.values()), user.group)
+    positions = tuple(i for i, form in enumerate(forms) if form is not False)
+    for at, copies in enumerate(said):
+        if copies is not None:
+            check_copies(copies, domain, label(at))
+    pieces = tuple(
+        piece_of_spec(forms[i], said[i], domain, partial(label, i), mesh=mesh_of(specs[i]))
+        for i in positions
+    )
+    copied = _copied(specs)
+    return Sharding(
+        domain=domain,
+        pieces=pieces,
+        where=tuple(where(forms[i]) for i in positions),
+        positions=positions,
+        n_parameters=len(specs),
+        absent=tuple(i for i, form in enumerate(forms) if form is False),
+        copied=copied,
+        parts=tuple(_is_partial(forms[i], dim) for i, dim in copied),
+        said=tuple(said),
+        wide=not _WIDE.isdisjoint(map(dtype_of, specs)),
+        one_list=user.group is None,
+        sums=any(piece.sums_over for piece in pieces),
+        mixed=any(forms[i] is None for i in positions),
+    )
+
+
+def _copied(specs: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """The dimensions that parameters are copied along; the same in all processes of a list."""
+    return tuple(
+        (at, dim)
+        for at, spec in enumerate(specs)
+        if (mesh := mesh_of(spec)) is not None
+        for dim, placement in enumerate(spec.placements)
+        if placement.is_replicate() and mesh.size(dim) > 1
+    )
+
+
+def _is_partial(form: Any, dim: int) -> bool:
+    """Whether a gradient is there, and Partial along a dimension of its mesh."""
+    return mesh_of(form) is not None and bool(form.placements[dim].is_partial())
+
+
+def piece_of(parameter: Tensor, at: int, sharding: Sharding, sums: Sequence[int] = ()) -> Piece:
+    """The local piece of a gradient that is placed as its parameter is.
+
+    Args:
+        parameter: without a gradient here.
+        at: its position.
+        sharding: of the list.
+        sums: dimensions of the mesh along which the gradient is Partial.
+    """
+    from torch.distributed.tensor import Partial
+
+    spec, placements = getattr(parameter, "_spec", None), None
+    if spec is not None:
+        placements = tuple(
+            Partial() if dim in sums else placement for dim, placement in enumerate(spec.placements)
+        )
+    copies = sharding.said[at]
+    return piece_of_spec(
+        spec, copies, sharding.domain, lambda: f"parameters[{at}]", placements=placements
+    )
+
+
+def mesh_of(spec: Any) -> Any:
+    """The mesh of a spec; None for the marks in its place: a dtype, None or False."""
+    return getattr(spec, "mesh", None)
+
+
+def dtype_of(spec: Any) -> torch.dtype | None:
+    """The dtype of a parameter, where it is known."""
+    if isinstance(spec, torch.dtype):
+        return spec
+    return getattr(getattr(spec, "tensor_meta", None), "dtype", None)
+
+
+def meshes_of(parameters: Iterable[Tensor]) -> tuple[Any, ...]:
+    """The meshes of the DTensors among parameters, in order."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return ()
+    return tuple(
+        {
+            id(p._spec.mesh): p._spec.mesh for p in parameters if isinstance(p, module.DTensor)
+        }.values()
+    )
+
+
+CAPACITY = 32
+_NOBODY = Holders()
+# The parts of a DTensor, read directly: `to_local` and `placements` call Python for each.
+_get_spec, _get_local = attrgetter("_spec"), attrgetter("_local_tensor")
+_PLAIN = frozenset({Tensor, Parameter})
+
+
+class Shares(NamedTuple):
+    """The pieces of a gradient list that lie here.
+
+    Attributes:
+        tensors: plain, one a gradient.
+        wrappers: the DTensors around them, whose versions count too.
+        absent: the parameters without a gradient.
+        sharding: how the list lies over processes.
+    """
+
+    tensors: list[Tensor]
+    wrappers: list[Tensor]
+    absent: list[Tensor]
+    sharding: Sharding
+
+
+class _Known(NamedTuple):
+    """A sharding, and the list that it was made for: specs of parameters and gradients."""
+
+    specs: list[Any]
+    forms: list[Any]
+    said: list[int | None]
+    # Kept alive for the key, which has their ids.
+    group: object
+    meshes: tuple[Any, ...]
+    sharding: Sharding
+
+    def has(self, specs: list[Any], forms: list[Any]) -> bool:
+        """Whether these are its very specs."""
+        return all(map(is_, specs, self.specs)) and all(map(is_, forms, self.forms))
+
+    def serves(self, specs: list[Any], forms: list[Any], said: list[int | None]) -> bool:
+        """Whether a list of as many parameters is laid out alike."""
+        if said != self.said:
+            return False
+        return self.has(specs, forms) or (
+            all(map(_alike, specs, self.specs)) and all(map(_alike, forms, self.forms))
+        )
+
+
+_known: OrderedDict[tuple[object, ...], _Known] = OrderedDict()
+
+
+def shares_of(
+    parameters: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    holders: Holders | None,
+    label: Callable[[int], str],
+) -> Shares | None:
+    """The local pieces of gradients; None where there is no DTensor and nobody named a group.
+
+    Args:
+        parameters: all that are to be clipped, with and without a gradient.
+        grads: of each parameter, or None.
+        holders: the user's group and copies; None without.
+        label: names the i-th parameter in messages.
+
+    Raises:
+        TypeError: a Partial gradient that is no sum.
+        ValueError: meshes or groups that cannot be reduced over; a wrong number of copies.
+    """
+    # Where nobody imported it, nothing is a DTensor.
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None and holders is None:
+        return None
+    kind: Any = () if module is None else module.DTensor
+    if holders is None and not any(isinstance(one, kind) for one in (*parameters, *grads)):
+        return None
+    # Of plain parameters the dtype: a spec has it.
+    specs = _specs(parameters)
+    if specs is None:
+        specs = [p._spec if isinstance(p, kind) else p.dtype for p in parameters]
+    forms = _specs(grads)
+    if forms is None:
+        # False where there is no gradient, None where it is plain.
+        forms = [g._spec if isinstance(g, kind) else False if g is None else None for g in grads]
+    user = holders or _NOBODY
+    said = _said(parameters, user.copies)
+    ends = [getattr(spec, "placements", spec) for spec in (*specs[:1], *specs[-1:])]
+    key = len(specs), *ends, id(user.group), *map(id, user.meshes)
+    known = _known.get(key)
+    if known is None or not known.serves(specs, forms, said):
+        sharding = sharding_of(specs, forms, said, user, label)
+    elif known.has(specs, forms):
+        return _shares(parameters, grads, kind, known.sharding)
+    else:
+        # Other specs, of the same content: from now on these are recognised at once.
+        sharding = known.sharding
+    _keep(key, _Known(specs, forms, said, user.group, user.meshes, sharding))
+    return _shares(parameters, grads, kind, sharding)
+
+
+def without_mesh(tensor: Tensor) -> Tensor:
+    """A plain tensor with all elements of a DTensor; others as they are."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and isinstance(tensor, module.DTensor):
+        whole: Tensor = tensor.full_tensor()
+        return whole
+    return tensor
+
+
+def _said(parameters: Sequence[Tensor], copies: Any) -> list[int | None]:
+    """The user's numbers of holders."""
+    if copies is None:
+        return [None] * len(parameters)
+    find = copies.get if isinstance(copies, Mapping) else copies
+    return [find(parameter) for parameter in parameters]
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two specs place a tensor alike; meshes are compared by identity, for their groups."""
+    if a is b:
+        return True
+    mesh = mesh_of(a)
+    if mesh is None or mesh is not mesh_of(b):
+        return False
+    return bool(a.placements == b.placements) and dtype_of(a) == dtype_of(b)
+
+
+def _keep(key: tuple[object, ...], known: _Known) -> None:
+    _known.pop(key, None)
+    _known[key] = known
+    while len(_known) > CAPACITY:
+        try:
+            _known.popitem(last=False)
+        except KeyError:
+            # Emptied by another thread.
+            break
+
+
+def _specs(tensors: Sequence[Tensor | None]) -> list[Any] | None:
+    """The specs of DTensors; None where others are among them."""
+    try:
+        return list(map(_get_spec, tensors))
+    except AttributeError:
+        return None
+
+
+def _shares(
+    parameters: Sequence[Tensor], grads: Sequence[Tensor | None], kind: Any, sharding: Sharding
+) -> Shares:
+    there: list[Any] = [g for g in grads if g is not None]
+    if not sharding.mixed:
+        wrappers, tensors = there, list(map(_get_local, there))
+    else:
+        wrappers = [g for g in there if isinstance(g, kind)]
+        tensors = [g._local_tensor if isinstance(g, kind) else g for g in there]
+    if not _PLAIN.issuperset(map(type, tensors)):
+        # Results of collectives that may still run.
+        tensors = [t.wait() if hasattr(t, "trigger_wait") else t for t in tensors]
+    absent = [parameters[i] for i in sharding.absent]
+    return Shares(tensors, wrappers, absent, sharding)
+
+
+# The attribute of parameters that FullyShardedDataParallel manages.
+FSDP_MARK = "_fsdp_flattened"
+
+
+def refuse_fsdp_shards(parameters: Sequence[Tensor]) -> None:
+    """Refuses norms of parameters that FullyShardedDataParallel has split over processes."""
+    if are_fsdp_shards(parameters):
+        raise TypeError(
+            "the parameters are shards of FullyShardedDataParallel, and their gradients have the "
+            "norm of one process only; expected process_group=: that of the "
+            "FullyShardedDataParallel module, its attribute process_group"
+        )
+
+
+def are_fsdp_shards(parameters: Sequence[Tensor]) -> bool:
+    """Whether FullyShardedDataParallel manages a parameter that is not whole in this process."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    flattened = [parameter for parameter in parameters if hasattr(parameter, FSDP_MARK)]
+    if not flattened:
+        return False
+    distributed = torch.distributed
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return False
+    buffers: dict[int, list[Tensor]] = {}
+    for parameter in flattened:
+        if getattr(parameter, "_is_flat_param", False):
+            # Memory for the whole: only where there are parts.
+            if hasattr(parameter, "_full_param_padded"):
+                return True
+        else:
+            buffers.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+    # With use_orig_params=True, parameters are views of one buffer: of their shapes where it is
+    # whole, else 1-d. A buffer of 1-d parameters only counts as a shard.
+    return any(all(p.dim() == 1 for p in views) for views in buffers.values())
