@@ -11,10 +11,9 @@ from tritonclip.backward import formula
 from tritonclip.backward.arguments import check_policy, rule_for_one
 from tritonclip.backward.ownership import Identity, References, is_free
 from tritonclip.backward.plans import plans
-from tritonclip.engine import execute
-from tritonclip.engine.checks import PLAIN
-from tritonclip.engine.gradients import of_tensors
-from tritonclip.engine.plan_cache import plan_
+from tritonclip.distributed import execute
+from tritonclip.distributed.gradients import collect_tensors
+from tritonclip.engine.arguments import PLAIN
 from tritonclip.rules import ClipByNorm, ClipByValue
 from tritonclip.signatures import ABSENT, explains_misfits, misfit, reaches_misfit
 from tritonclip.tracing import is_traced
@@ -125,8 +124,8 @@ def _clip(
         return formula.clipped(grad, rule, nonfinite)
     if not is_free(grad, references):
         grad = grad.clone()
-    gradients = of_tensors([grad], "x in clip_backward".format)
-    execute.clip_(plan_(gradients, plans), rule, nonfinite)
+    gradients = collect_tensors([grad], "x in clip_backward".format, cache=plans)
+    execute.clip_(gradients, rule, nonfinite)
     return grad
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonclip.engine.checks import PLAIN
+from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.memory import has_overlap
 
 # How often a gradient and its memory are referred to, from Python and from C++; None where they do

@@ -1,4 +1,4 @@
-"""The gradients of a plan's group as pieces, and the places of their norms.
+"""The gradients of a plan's group as shards, and the slots of their norms.
 
 The rows of a reduction: one for the norm of all gradients, or one for each parameter's.
 
@@ -17,7 +17,7 @@ process has.
 
     norms = together([reduction.norm(...) for reduction in reductions])   one SUM, at most one MAX
 
-The norm of all pieces, from the norms of the pieces that lie here: one all-reduce.
+The norm of all shards, from the norms of the shards that lie here: one all-reduce.
 
 A SUM of weighted powers, see `powers.py`, or for inf and -inf a MAX. The buffer has one row for the
 norm of all, or one for each parameter, with or without a gradient here. All processes find the same
@@ -40,14 +40,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tritonclip.distributed.process_groups import Domain, all_reduce
-from tritonclip.distributed.shards import Piece, Sharding
+from tritonclip.distributed.shards import LocalShard, Sharding
 from tritonclip.grad_mode import outside_inference
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Places:
+class Slots:
     """Positions of gradients among the parameters; on a device from the first use on."""
 
     __slots__ = ("_on", "positions")
@@ -66,22 +66,22 @@ class Places:
 
 
 @dataclass(slots=True, eq=False)
-class Share:
-    """The gradients of one of a plan's groups, as pieces.
+class ShardGroup:
+    """The gradients of one of a plan's groups, as shards.
 
     Attributes:
-        piece: the weight and sums of each of them.
-        places: theirs among the parameters.
+        shard: the weight and sums of each of them.
+        slots: theirs among the parameters.
         narrow: they are no float64.
     """
 
-    piece: Piece
-    places: Places
+    shard: LocalShard
+    slots: Slots
     narrow: bool
 
 
-# Norms of some gradients, partial ones or one for each, and the share of these gradients.
-Measured = tuple[Tensor, Share]
+# Norms of some gradients, partial ones or one for each, and the group of these gradients.
+MeasuredShards = tuple[Tensor, ShardGroup]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,9 @@ class Rows:
     each: bool
 
     def weighted(
-        self, powers: Sequence[Tensor], measured: Sequence[Measured], n_columns: int
+        self, powers: Sequence[Tensor], measured: Sequence[MeasuredShards], n_columns: int
     ) -> Tensor:
-        """Weighted powers, added up, or at the places of their parameters: float64[n, n_columns].
+        """Weighted powers, added up, or at the slots of their parameters: float64[n, n_columns].
 
         Args:
             powers: rows for each entry of `measured`.
@@ -109,24 +109,24 @@ class Rows:
             n_columns: numbers of a row.
         """
         counted = [
-            (own * share.piece.weight if share.piece.weight != 1 else own, share)
-            for own, (_, share) in zip(powers, measured, strict=True)
+            (own * group.shard.weight if group.shard.weight != 1 else own, group)
+            for own, (_, group) in zip(powers, measured, strict=True)
             # Not multiplied by 0, which would make inf NaN.
-            if share.piece.weight
+            if group.shard.weight
         ]
         if not self.each and counted:
             return counted[0][0] if len(counted) == 1 else sum(own for own, _ in counted)  # type: ignore[return-value]
         rows = torch.zeros((self.n, n_columns), dtype=torch.float64, device=self.device)
-        for own, share in counted:
-            rows.index_copy_(0, share.places.on(self.device), own)
+        for own, group in counted:
+            rows.index_copy_(0, group.slots.on(self.device), own)
         return rows
 
-    def extremes(self, measured: Sequence[Measured], sign: float) -> Tensor:
+    def extremes(self, measured: Sequence[MeasuredShards], sign: float) -> Tensor:
         """The largest of norms times a sign, and flags for inf and NaN: float64[n, 2]."""
         rows = torch.zeros((self.n, 2), dtype=torch.float64, device=self.device)
         rows[:, 0] = -math.inf
-        for norm, share in measured:
-            if not share.piece.weight:
+        for norm, group in measured:
+            if not group.shard.weight:
                 continue
             # A gradient whose smallest magnitude is inf is told from none at all.
             flags = torch.where(norm.isnan(), 2.0, norm.isinf().to(torch.float64))
@@ -135,7 +135,7 @@ class Rows:
                 1,
             )
             if self.each:
-                rows.index_copy_(0, share.places.on(self.device), found)
+                rows.index_copy_(0, group.slots.on(self.device), found)
             elif len(found):
                 rows = torch.maximum(rows, found.amax(0, keepdim=True))
         return rows
@@ -253,7 +253,7 @@ class Request(NamedTuple):
 Exchange = Generator[Request, Tensor, T]
 
 
-def together(exchanges: Sequence[Exchange[T]]) -> list[T]:
+def run_exchanges(exchanges: Sequence[Exchange[T]]) -> list[T]:
     """Runs exchanges to their ends, and returns their results in order.
 
     Raises:
@@ -282,7 +282,7 @@ def _served(waiting: dict[int, Request]) -> dict[int, Tensor | None]:
 
 
 def _reduced(requests: Sequence[Request]) -> Sequence[Tensor]:
-    """The numbers of like requests after their collective, in the shapes and places that they had.
+    """The numbers of like requests after their collective, in the shapes and slots that they had.
 
     A single request's may be overwritten.
     """
@@ -295,28 +295,28 @@ def _reduced(requests: Sequence[Request]) -> Sequence[Tensor]:
 
 
 # Measures the sums of Partial gradients, given the reduced flags of all processes.
-Sums = Callable[[Tensor], list[Measured]]
+Sums = Callable[[Tensor], list[MeasuredShards]]
 
 
 @dataclass(slots=True, eq=False)
 class Reduction:
-    """Makes norms of pieces the norms of whole gradients; kept by a plan.
+    """Makes norms of shards the norms of whole gradients; kept by a plan.
 
     Attributes:
         sharding: of the list.
-        shares: of the plan's groups.
-        places: of all gradients of the plan.
+        shard_groups: of the plan's groups.
+        slots: of all gradients of the plan.
         flags: which of the sharding's copied dimensions a gradient here is Partial along.
     """
 
     sharding: Sharding
-    shares: Sequence[Share]
-    places: Places
-    flags: Places
+    shard_groups: Sequence[ShardGroup]
+    slots: Slots
+    flags: Slots
 
     def norm(
         self,
-        measured: Sequence[Measured],
+        measured: Sequence[MeasuredShards],
         norm_type: float,
         device: torch.device,
         home: torch.device,
@@ -341,7 +341,7 @@ class Reduction:
         Raises:
             Refused: a process of the domain refuses its gradients; on a CPU only.
         """
-        own = [(n.reshape(-1).to(device), share) for n, share in measured]
+        own = [(n.reshape(-1).to(device), group) for n, group in measured]
         rows = Rows(self.sharding.n_parameters if each else 1, device, each)
         one = _Norm(self, rows, norm_type, home, sums, refused)
         if math.isinf(norm_type):
@@ -375,25 +375,25 @@ class _Norm:
         """Whether numbers can be read without a wait for the device."""
         return self.rows.device.type == "cpu"
 
-    def by_powers(self, own: Sequence[Measured]) -> Exchange[Tensor]:
+    def by_powers(self, own: Sequence[MeasuredShards]) -> Exchange[Tensor]:
         """The root of sums of powers."""
         # Known to every process, whichever gradients it has.
         wide = self._sharding.wide or not self._sharding.one_list
         bins = count_bins(self.norm_type, wide=wide)
 
-        def rows_of(measured: Sequence[Measured]) -> Tensor:
+        def rows_of(measured: Sequence[MeasuredShards]) -> Tensor:
             rows = [
                 powers_of(
-                    norm, self.norm_type, bins, narrow=share.narrow, together=not self.rows.each
+                    norm, self.norm_type, bins, narrow=group.narrow, together=not self.rows.each
                 )
-                for norm, share in measured
+                for norm, group in measured
             ]
             return self.rows.weighted(rows, measured, bins)
 
         rows, _ = yield from self._everyones(rows_of, own, largest=False)
         return roots_of(rows, self.norm_type)
 
-    def by_largest(self, own: Sequence[Measured]) -> Exchange[Tensor]:
+    def by_largest(self, own: Sequence[MeasuredShards]) -> Exchange[Tensor]:
         """Norms of a high order: the largest of all is taken out first, by one more all-reduce."""
         rows_of = partial(self.rows.extremes, sign=1.0)
         found, own = yield from self._everyones(rows_of, own, largest=True, early=True)
@@ -401,8 +401,8 @@ class _Norm:
         # NaN and inf come out of the powers at any scale.
         scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
         rows = []
-        for norm, share in own:
-            divisor = scale[share.places.on(self.rows.device)] if self.rows.each else scale
+        for norm, group in own:
+            divisor = scale[group.slots.on(self.rows.device)] if self.rows.each else scale
             powers = (norm / divisor).pow(self.norm_type).reshape(-1, 1)
             rows.append(powers if self.rows.each else powers.sum(0, keepdim=True))
         total = self.rows.weighted(rows, own, 1)
@@ -412,7 +412,7 @@ class _Norm:
         total = yield from self._reduced(total, self._sharding.domain.groups)
         return scale * positive(total)[:, 0].pow(1 / self.norm_type)
 
-    def extreme(self, own: Sequence[Measured], norm_type: float) -> Exchange[Tensor]:
+    def extreme(self, own: Sequence[MeasuredShards], norm_type: float) -> Exchange[Tensor]:
         """The largest or the smallest of norms."""
         sign = 1.0 if norm_type > 0 else -1.0
         rows_of = partial(self.rows.extremes, sign=sign)
@@ -421,12 +421,12 @@ class _Norm:
 
     def _everyones(
         self,
-        rows_of: Callable[[Sequence[Measured]], Tensor],
-        own: Sequence[Measured],
+        rows_of: Callable[[Sequence[MeasuredShards]], Tensor],
+        own: Sequence[MeasuredShards],
         *,
         largest: bool,
         early: bool = False,
-    ) -> Exchange[tuple[Tensor, Sequence[Measured]]]:
+    ) -> Exchange[tuple[Tensor, Sequence[MeasuredShards]]]:
         """Rows of all processes, and the norms of this one, with those of sums of parts.
 
         The first collective carries flags, where gradients may be Partial, and the others go by
@@ -451,7 +451,7 @@ class _Norm:
         return self._unmarked(rows, largest=largest), own
 
     def _of_sums(
-        self, more: Tensor, sums: Sequence[Measured], *, largest: bool
+        self, more: Tensor, sums: Sequence[MeasuredShards], *, largest: bool
     ) -> Exchange[Tensor]:
         """The rows of sums, of as many processes as those that they are added to."""
         domain = self._sharding.domain
@@ -459,7 +459,7 @@ class _Norm:
             more = torch.cat([more, torch.zeros_like(more[-1:])])
         if not domain.by_mesh_first:
             return more
-        if all(share.piece.is_everywhere(domain) for _, share in sums):
+        if all(group.shard.is_everywhere(domain) for _, group in sums):
             # Of the very same sums, every process has the same bits.
             return more if largest else more * domain.inner
         return (yield from self._reduced(more, domain.mesh_groups, largest=largest, early=True))

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip import settings
-from tritonclip.distributed.process_groups import Holders
+from tritonclip.distributed.process_groups import Processes
 from tritonclip.engine.arguments import labelled
 from tritonclip.engine.gradients import Gradients
-from tritonclip.flat.gradient_lists import list_of, refused_list
+from tritonclip.flat.gradient_lists import list_of
 from tritonclip.flat.layout import is_wanted, lay_out, refuse
 from tritonclip.flat.view_watch import ViewWatch, present
 from tritonclip.grad_mode import without_grad
@@ -181,45 +181,47 @@ class FlatGradients:
         self,
         *,
         per_gradient: bool = False,
-        holders: Holders | None = None,
+        processes: Processes | None = None,
         weights: bool = False,
-        tells: bool = False,
     ) -> Gradients:
         """The gradients with their plan, after a check in constant time; all under `verify()`.
 
         Args:
             per_gradient: each gradient is measured, rather than all together.
-            holders: the processes that the gradients are spread over.
+            processes: that the gradients are spread over.
             weights: the parameters will be read too, all of which are then looked up.
-            tells: errors become a refusal, which the caller tells these processes, and raises.
 
         Raises:
-            RuntimeError: a gradient that is no view any more; make_fx and FakeTensorMode.
+            RuntimeError: a gradient that is no view any more, unless other processes wait for the
+                norms; make_fx and FakeTensorMode.
             ValueError: `copies`, because buffers hold many parameters.
         """
         if n_dispatch_modes() or is_pre_dispatch():
             refuse_tracer()
-        setting = settings.current()
+        setting, failure = settings.current(), None
         try:
             if setting.verifying:
                 self.check()
             self._check_cheaply()
         except RuntimeError as error:
-            if not tells or holders is None:
+            if processes is None:
                 raise
-            return refused_list(self._views, holders, error, per_gradient=per_gradient)
-        key = (per_gradient, setting, None if holders is None else holders.group)
+            failure = error
+        key = (per_gradient, setting, None if processes is None else processes.group)
         planned = self._planned.get(key)
-        if planned is None or (holders is not None and holders.copies is not None):
-            planned = list_of(self._views, holders, per_gradient=per_gradient)
-            if planned.refusal is None:
+        if planned is None or (processes is not None and processes.copies is not None):
+            planned = list_of(self._views, processes, per_gradient=per_gradient)
+            # A rejected list has other versions.
+            if planned.versions is not None:
                 self._planned[key] = planned
-            elif not tells:
-                raise planned.refusal
         if weights:
-            return planned.beside(self.parameters)
-        # For one call, which may refuse them.
-        return planned if holders is None else copy(planned)
+            planned = planned.with_parameters(self.parameters)
+        elif processes is not None:
+            # For one call, which may reject it.
+            planned = copy(planned)
+        if failure is not None:
+            planned.reject_(failure)
+        return planned
 
     def _check_cheaply(self) -> None:
         if not self._watch.check_some():

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.engine import execute
-from tritonclip.engine.gradients import of_tensors
-from tritonclip.engine.plan_cache import plan_
+from tritonclip.engine.gradients import Gradients
 from tritonclip.functional.norms import is_readable, needs_grad
 from tritonclip.rules import Rule
 from tritonclip.tracing import n_dispatch_modes
@@ -55,7 +54,8 @@ def clip_copies(
         copies = list(map(torch.clone, tensors))
     else:
         copies = list(_clone_in_one_call(tensors))
-    norm = execute.clip_(plan_(of_tensors(copies)), _rule(rule_of, *numbers))
+    gradients = Gradients(copies, copies[0].device, "tensors[{}]".format)
+    norm = execute.clip_(gradients, _rule(rule_of, *numbers))
     assert norm is not None
     return copies, norm
 

@@ -17,9 +17,8 @@ from torch.autograd import forward_ad
 from tritonclip.backends import choose
 from tritonclip.backends.operators import PIECE, wide_dtype
 from tritonclip.engine import execute
-from tritonclip.engine.checks import OverlapError
-from tritonclip.engine.gradients import Gradients, of_tensors
-from tritonclip.engine.plan_cache import plan_
+from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.memory import OverlapError
 from tritonclip.functional import formulas
 from tritonclip.tracing import is_traced
 
@@ -118,11 +117,12 @@ def _each(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 
 def _planned(tensors: Sequence[Tensor]) -> Gradients:
     """A gradient list of these tensors, each of which counts: copies where some share memory."""
+    device = tensors[0].device if tensors else torch.device("cpu")
     try:
-        gradients = plan_(of_tensors(list(tensors)))
+        gradients = Gradients(list(tensors), device, "tensors[{}]".format)
     except OverlapError:
         gradients = None
     if gradients is None or gradients.distinct is not None:
-        apart = [x.detach().clone(memory_format=torch.contiguous_format) for x in tensors]
-        gradients = plan_(of_tensors(apart))
+        copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in tensors]
+        gradients = Gradients(copies, device, "tensors[{}]".format)
     return gradients

@@ -14,8 +14,7 @@ from torch import Tensor
 from tritonclip.backends import choose
 from tritonclip.backends.operators import ARITHMETIC, wide_dtype
 from tritonclip.engine import execute
-from tritonclip.engine.gradients import of_tensors
-from tritonclip.engine.plan_cache import plan_
+from tritonclip.engine.gradients import Gradients
 from tritonclip.functional import formulas
 from tritonclip.functional.norms import is_readable, needs_grad
 from tritonclip.rules import Rule
@@ -154,7 +153,8 @@ def _products_of_group(tensors: list[Tensor], coefficient: Tensor) -> list[Tenso
     # Foreach rounds a factor to a half type first; kernels, which scale in place, do not.
     copies = [torch.empty_like(x) for x in tensors]
     torch._foreach_copy_(copies, [x.resolve_neg() for x in tensors])
-    execute.scale_(plan_(of_tensors(copies)), _By(factor), torch.ones_like(factor))
+    gradients = Gradients(copies, device, "tensors[{}]".format)
+    execute.scale_(gradients, _By(factor), torch.ones_like(factor))
     return copies
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from tritonclip.distributed.process_groups import Copies, check_holders
+from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.engine import misuse
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.stats import ClipStats
@@ -141,7 +141,7 @@ class ClippedOptimizer(MeasuringWrapper):
         copies: Copies | None = None,
     ) -> None:
         check_optimizer(optimizer)
-        self._holders = check_holders(process_group, copies)
+        self._holders = check_processes(process_group, copies)
         self.clip, self.nonfinite = clip, nonfinite
         memory, watch = Memory(as_skip_bound(skip_above)), SkipWatch(max_consecutive_skips)
         watch.refuse_without_skips(nonfinite, skip_above)

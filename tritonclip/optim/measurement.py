@@ -13,10 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.reduction import together
-from tritonclip.distributed.refusals import is_told
-from tritonclip.engine import execute
-from tritonclip.engine.norms import is_finite, norms_exchange, total
+from tritonclip.distributed.execute import exchange
+from tritonclip.distributed.gradients import error_of
+from tritonclip.distributed.reduction import run_exchanges
+from tritonclip.distributed.refusals import is_awaited
+from tritonclip.engine.norms import measure as measure_list
+from tritonclip.engine.norms import measure_by
 from tritonclip.optim.shares import UNLIMITED, Share
 from tritonclip.rules import ClipByGlobalNorm, Rule
 
@@ -101,7 +103,7 @@ def is_measured_alone(
     if by_value or not rule.clamps:
         # By value, an element counts as it came.
         scale = 1.0 if rule.clamps else grad_scale
-        share.norms = execute.measure(share.gradients, rule.norm_type, rule.per_gradient, scale)
+        share.norms = measure_list(share.gradients, rule.norm_type, rule.per_gradient, scale)
     return True
 
 
@@ -119,21 +121,21 @@ def measure(wanted: Sequence[Wanted], grad_scale: float | Tensor) -> None:
     here = [one for one in wanted if not one.is_spread]
     spread = [one for one in wanted if one.is_spread]
     for share, rule, field in here:
-        norms = execute.measure_by(share.gradients, rule, _scale(rule, grad_scale))
+        norms = measure_by(share.gradients, rule, _scale(rule, grad_scale))
         setattr(share, field, norms)
     if not spread:
         return
     sent = [one for one in spread if _is_sent(one)]
     exchanges = [
-        norms_exchange(share.gradients, rule, _scale(rule, grad_scale)) for share, rule, _ in sent
+        exchange(share.gradients, rule, _scale(rule, grad_scale)) for share, rule, _ in sent
     ]
-    for (share, _, field), norms in zip(sent, together(exchanges), strict=True):
+    for (share, _, field), norms in zip(sent, run_exchanges(exchanges), strict=True):
         setattr(share, field, norms)
 
 
 def _is_sent(one: Wanted) -> bool:
     gradients = one.share.gradients
-    return gradients.refusal is None or is_told(gradients, one.rule)
+    return error_of(gradients) is None or is_awaited(gradients, one.rule)
 
 
 def _scale(rule: Rule, grad_scale: float | Tensor) -> float | Tensor:
@@ -177,9 +179,9 @@ def nonfinite_of(shares: Sequence[Share]) -> Tensor:
     flags = []
     for share in shares:
         if share.norms is not None:
-            flags.append(~is_finite(share.norms))
+            flags.append(~share.norms.is_finite())
             if share.largest is not None:
-                flags.append(~torch.isfinite(total(share.largest)))
+                flags.append(~torch.isfinite(share.largest.total()))
     if not flags:
         return torch.zeros((), dtype=torch.bool, device=device_of(shares))
     device = flags[0].device

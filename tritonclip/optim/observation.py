@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tritonclip.engine.norms import total
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import Outcomes
-from tritonclip.norms import NamedNorms
+from tritonclip.named_norms import NamedNorms
 from tritonclip.optim.param_groups import Groups, label_of_member
 from tritonclip.optim.shares import Share
 from tritonclip.rules import ClipByNorm
@@ -92,7 +91,7 @@ class Observation:
             if measured is None:
                 own |= self._named.measure(2.0, self._grad_scale)
             else:
-                own |= self._named.by_name(total(measured), 2.0)
+                own |= self._named.by_name(measured.total(), 2.0)
         self._norms = {name: own.get(name) for name in self._in_order(own)}
 
     def _in_order(self, names: Iterable[str]) -> list[str]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from tritonclip.distributed.process_groups import Holders
-from tritonclip.engine.checks import some
+from tritonclip.distributed.process_groups import Processes
+from tritonclip.engine.arguments import join_names
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.flat.gradient_lists import refuse_copies
 from tritonclip.flat.layout import is_wanted
@@ -133,7 +133,7 @@ def unclipped(groups: Groups) -> list[tuple[int, int]]:
 
 
 def not_in_buffers(
-    flat: FlatGradients | None, groups: Groups, holders: Holders | None = None
+    flat: FlatGradients | None, groups: Groups, holders: Processes | None = None
 ) -> list[tuple[int, int]]:
     """The parameters of an optimizer whose gradients are not in its buffers: (group, position).
 
@@ -157,7 +157,7 @@ def not_in_buffers(
     if foreign:
         labels = [label for label, p in flat if id(p) in foreign]
         raise ValueError(
-            f"FlatGradients holds {some(labels)}, which the optimizer does not; expected the "
+            f"FlatGradients holds {join_names(labels)}, which the optimizer does not; expected the "
             "parameters of one optimizer: make a FlatGradients for each, and a new one after "
             "parameters were replaced"
         )
@@ -165,7 +165,7 @@ def not_in_buffers(
     missing = [f"param_groups[{n}]['params'][{i}]" for n, i in rest if is_wanted(members[n, i])]
     if missing:
         raise ValueError(
-            f"FlatGradients lacks {some(missing)}, which the optimizer updates; expected all "
+            f"FlatGradients lacks {join_names(missing)}, which the optimizer updates; expected all "
             "of its parameters that require a gradient: make a new FlatGradients"
         )
     return rest

@@ -3,18 +3,16 @@
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from tritonclip.distributed.process_groups import Holders, domain_of, everyones
+from tritonclip.distributed.execute import check
+from tritonclip.distributed.gradients import error_of
+from tritonclip.distributed.process_groups import Processes, domain_of, everyones
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine.checks import (
     raise_if_any_nonfinite,
     raise_if_nonfinite,
-    refuse_for_rule,
     refuse_other_model,
-    refuse_read_only,
     refuse_shared,
 )
-from tritonclip.engine.norms import is_finite, total
-from tritonclip.engine.plan import refuse_
 from tritonclip.optim.measurement import Wanted
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.shares import Share
@@ -43,9 +41,8 @@ def refused(check: Callable[[], None], shares: Sequence[Share]) -> Exception | N
         lists = [share.gradients for share in shares]
         spread = [g for g in lists if g.plan is not None and g.plan.reduction is not None]
         for gradients in spread:
-            if gradients.refusal is None:
-                refuse_(gradients, error)
-        if all(gradients.refusal is None for gradients in spread):
+            gradients.reject_(error)
+        if not spread:
             raise
         return error
     return None
@@ -62,13 +59,12 @@ def refuse(shares: Sequence[Share]) -> None:
             refused when it was collected; a gradient in two shares.
     """
     for share in shares:
-        if share.gradients.refusal is not None:
-            raise share.gradients.refusal
+        if (error := error_of(share.gradients)) is not None:
+            raise error
     for share in shares:
         plan = share.gradients.plan
         if plan is not None and not plan.ordinary:
-            refuse_read_only(share.gradients)
-            refuse_for_rule(share.gradients, share.rule)
+            check(share.gradients, share.rule)
     if len(shares) > 1:
         refuse_shared([share.gradients for share in shares])
 
@@ -83,8 +79,8 @@ def refuse_nonfinite(shares: Sequence[Share], remedy: str) -> NoReturn:
     for share in shares:
         if share.norms is not None:
             if not share.unclipped:
-                norm = total(share.norms)
-                finite = is_finite(share.norms)
+                norm = share.norms.total()
+                finite = share.norms.is_finite()
                 raise_if_nonfinite(share.gradients, share.rule, norm, remedy, finite)
             raise_if_any_nonfinite(share.gradients, remedy)
     plans = [share.gradients.plan for share in shares]
@@ -96,7 +92,7 @@ def refuse_nonfinite(shares: Sequence[Share], remedy: str) -> NoReturn:
     )
 
 
-def refuse_other_steps(wanted: Sequence[Wanted], groups: Groups, holders: Holders | None) -> None:
+def refuse_other_steps(wanted: Sequence[Wanted], groups: Groups, holders: Processes | None) -> None:
     """Refuses, under `verify()`, a step in which processes would send different norms.
 
     Every process of the step calls this, and waits for the others.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tritonclip.distributed.process_groups import Holders
+from tritonclip.distributed.process_groups import Processes
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim.memory import SkipWatch, as_skip_bound
@@ -24,7 +24,7 @@ class Replaceable(NoRuleNumbers):
     """Attributes that are checked where they are set."""
 
     param_groups: list[dict[str, Any]]
-    _holders: Holders | None
+    _holders: Processes | None
     _log: StepLog
 
     @property

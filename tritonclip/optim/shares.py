@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.process_groups import Holders
+from tritonclip.distributed.gradients import collect, collect_all
+from tritonclip.distributed.process_groups import Processes
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine import execute
 from tritonclip.engine.arguments import device_of
-from tritonclip.engine.gradients import Gradients, of_parameters, of_unclipped
+from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms
-from tritonclip.engine.plan import refuse_
-from tritonclip.engine.plan_cache import PlanCache, plan_
+from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.stats import Clipped, as_tensor
 from tritonclip.optim.param_groups import Groups, OwnRules, label_of_member
@@ -71,7 +71,7 @@ def divide(
     rule: Rule,
     own_rules: OwnRules,
     plans: PlanCache,
-    holders: Holders | None,
+    holders: Processes | None,
     *,
     covers_all: bool,
 ) -> list[Share]:
@@ -115,7 +115,7 @@ def divide_flat(
     groups: Groups,
     rule: Rule,
     plans: PlanCache,
-    holders: Holders | None,
+    holders: Processes | None,
     flat: FlatGradients,
     not_in_buffers: Members,
     *,
@@ -130,10 +130,10 @@ def divide_flat(
     if error is not None and holders is None:
         raise error
     gradients = flat.gradients(
-        per_gradient=rule.per_gradient, holders=holders, weights=rule.per_unit, tells=True
+        per_gradient=rule.per_gradient, processes=holders, weights=rule.per_unit
     )
-    if error is not None and not refuse_(gradients, error):
-        raise error
+    if error is not None:
+        gradients.reject_(error)
     shares = [Share(gradients, rule, None)]
     return shares + _unclipped(groups, not_in_buffers, plans, holders) if covers_all else shares
 
@@ -174,7 +174,7 @@ def write_(share: Share, grad_scale: float | Tensor, zero_nonfinite: bool) -> Cl
 
 
 def _collect(
-    groups: Groups, indices: Sequence[int], plans: PlanCache, holders: Holders | None
+    groups: Groups, indices: Sequence[int], plans: PlanCache, holders: Processes | None
 ) -> Gradients:
     """The gradients of whole groups, less those that need no clipping."""
     if len(indices) == 1:
@@ -190,24 +190,22 @@ def _collect(
             position -= n
         return label_of_member(groups, index, position)
 
-    gradients = of_parameters(parameters, label_of, holders, tells=True)
-    if not parameters:
-        gradients.device = _device_of(groups)
-    return plan_(gradients, plans)
+    device = None if parameters else _device_of(groups)
+    return collect(parameters, label_of, holders, plans, device)
 
 
 def _unclipped(
-    groups: Groups, members: Members, plans: PlanCache, holders: Holders | None
+    groups: Groups, members: Members, plans: PlanCache, holders: Processes | None
 ) -> list[Share]:
     """The gradients that no rule holds for, as one share, if a process may have any."""
     parameters = [groups[n]["params"][i] for n, i in members]
     if not parameters and (holders is None or holders.group is None):
         # Else other processes, which have other parameters, may have some of these.
         return []
-    gradients = of_unclipped(parameters, lambda i: label_of_member(groups, *members[i]), holders)
-    if not parameters:
-        gradients.device = _device_of(groups)
-    plan_(gradients, plans)
+    device = device_of(parameters) if parameters else _device_of(groups)
+    gradients = collect_all(
+        parameters, lambda i: label_of_member(groups, *members[i]), holders, plans, device
+    )
     if gradients.plan is None:
         return []
     return [Share(gradients, UNLIMITED, None, unclipped=True)]
@@ -218,7 +216,7 @@ def _device_of(groups: Groups) -> torch.device:
     return device_of([p for group in groups for p in group["params"]])
 
 
-def _with_meshes(holders: Holders | None, groups: Groups) -> Holders | None:
-    """Holders of lists that are clipped in one step, which all processes take or skip together."""
+def _with_meshes(holders: Processes | None, groups: Groups) -> Processes | None:
+    """The processes of lists that are clipped in one step, which all take or none takes."""
     meshes = meshes_of(p for group in groups for p in group["params"])
-    return (holders or Holders())._replace(meshes=meshes) if meshes else holders
+    return (holders or Processes())._replace(meshes=meshes) if meshes else holders

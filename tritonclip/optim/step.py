@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
-from tritonclip.distributed.process_groups import Holders
+from tritonclip.distributed.gradients import error_of
+from tritonclip.distributed.process_groups import Processes
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.grad_mode import without_grad
@@ -87,7 +88,7 @@ class StepClipping:
         memory: Memory,
         flat: FlatGradients | None = None,
         not_in_buffers: Members = (),
-        holders: Holders | None = None,
+        holders: Processes | None = None,
         observation: Observation | None = None,
         names_culprits: Callable[[], bool] | None = None,
         refusal: Exception | None = None,
@@ -138,7 +139,7 @@ class StepClipping:
         if settings.current().verifying:
             refuse_other_steps(needed, self._groups, self._holders)
         measure(needed, self._grad_scale)
-        refusals = (share.gradients.refusal for share in (*shares, *observed))
+        refusals = (error_of(share.gradients) for share in (*shares, *observed))
         refusal = refusal or next(filter(None, refusals), None)
         if refusal is not None:
             if names_culprits is not None and names_culprits():
