@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tritonclip.engine.checks import PLAIN
 from tritonclip.engine.plan import flat_size
-from tritonclip.grad_mode import outside_inference
+from tritonclip.modes import outside_inference
 
 # Bytes that one vector access reads: torch's fused optimizers and our kernels want gradients to
 # start at a multiple.

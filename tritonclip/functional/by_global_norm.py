@@ -9,10 +9,14 @@ from torch import Tensor
 
 from tritonclip.backends.operators import wide_dtype
 from tritonclip.functional import formulas
-from tritonclip.functional.copies import clip_copies
-from tritonclip.functional.limits import as_limit_or_tensor, coefficients_of, one_element
-from tritonclip.functional.norms import norm_of_all
-from tritonclip.functional.products import scaled
+from tritonclip.functional.by_engine import (
+    as_limit_or_tensor,
+    clip_copies,
+    coefficients_of,
+    norm_of_all,
+    one_element,
+    scaled,
+)
 from tritonclip.functional.trees import Tree
 from tritonclip.rules import ClipByGlobalNorm, Rule
 from tritonclip.signatures import ABSENT, misfit, reaches_misfit

@@ -12,10 +12,15 @@ from torch import Tensor
 
 from tritonclip.backends.operators import wide_dtype
 from tritonclip.functional import formulas
-from tritonclip.functional.copies import clip_copies
-from tritonclip.functional.limits import as_limit_or_tensor, coefficient_over, coefficients_of
-from tritonclip.functional.norms import norms_of_each, norms_over
-from tritonclip.functional.products import scaled
+from tritonclip.functional.by_engine import (
+    as_limit_or_tensor,
+    clip_copies,
+    coefficient_over,
+    coefficients_of,
+    norms_of_each,
+    norms_over,
+    scaled,
+)
 from tritonclip.functional.trees import Tree
 from tritonclip.rules import ClipByNorm, Rule
 from tritonclip.rules.arguments import as_norm_type

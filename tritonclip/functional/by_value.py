@@ -8,8 +8,7 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
-from tritonclip.functional.limits import broadcasts, filled
-from tritonclip.functional.norms import is_readable, needs_grad
+from tritonclip.functional.by_engine import broadcasts, filled, is_readable, needs_grad
 from tritonclip.functional.trees import Tree
 from tritonclip.rules.arguments import as_number
 from tritonclip.signatures import misfit, reaches_misfit

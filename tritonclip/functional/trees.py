@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils import _pytree as pytree
 
-from tritonclip.tracing import is_traced
+from tritonclip.modes import is_traced
 
 _PLAIN = frozenset({Tensor, Parameter})
 _Form = tuple[torch.dtype, torch.layout, bool]

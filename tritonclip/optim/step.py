@@ -17,7 +17,7 @@ from tritonclip import settings
 from tritonclip.distributed.process_groups import Holders
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.grad_mode import without_grad
+from tritonclip.modes import without_grad
 from tritonclip.monitor.stats import Outcomes
 from tritonclip.optim.measurement import (
     global_norm_of,

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from tritonclip.backward.arguments import check_policy, rule_for_one
-from tritonclip.backward.plans import plans
+from tritonclip.backward.activations import check_policy, plans, rule_for_one
 from tritonclip.clipping import clip_
 from tritonclip.distributed.shards import FSDP_MARK
 from tritonclip.engine import execute, traced
@@ -20,9 +19,9 @@ from tritonclip.engine.arguments import with_labels
 from tritonclip.engine.checks import some
 from tritonclip.engine.gradients import of_parameters
 from tritonclip.engine.plan_cache import plan_
+from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import ClipByNorm, ClipByValue
 from tritonclip.signatures import ABSENT, misfit, reaches_misfit
-from tritonclip.tracing import is_traced, n_dispatch_modes
 from tritonclip.warn import warn_user
 
 
