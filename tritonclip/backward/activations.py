@@ -25,8 +25,8 @@ from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from tritonclip.rules.arguments import as_number
 from tritonclip.signatures import ABSENT, explains_misfits, misfit, reaches_misfit
 
-# More than the forms of the gradients of most models, which come in turn; their memory is bounded
-# all the same.
+# The plans of gradients that are clipped one at a time. More than most models have kinds of
+# gradients, which come in turn; the memory of plans is bounded too.
 plans = PlanCache(capacity=256)
 
 
@@ -38,17 +38,17 @@ def clip_backward(
     nonfinite: str = "propagate",
     **_unknown: NoReturn,
 ) -> Tensor:
-    r"""Returns `x` unchanged; in backward, clips its gradient before it goes on.
+    r"""Returns `x` unchanged; clips its gradient in backward, before it flows on.
 
     For recurrent networks, call it on the state at every time step: gradients then cannot grow from
     step to step.
 
-    The gradient is overwritten where autograd has just made it and nobody else holds it, else
-    copied. Where the clipping itself is differentiated (`create_graph=True`, torch.func) and in a
-    graph of torch.compile it is a formula of torch operators.
+    The gradient is clipped in place if autograd has just made it and nothing else refers to it,
+    else in a copy. Where the clipping itself is differentiated (`create_graph=True`, torch.func),
+    and in a graph of torch.compile, it is a formula of torch operators.
 
     Args:
-        x: any tensor; its gradient is clipped as one, also the batch in it.
+        x: any tensor; its gradient is clipped as a whole, all examples of a batch by one norm.
         rule: :class:`ClipByNorm` or :class:`ClipByValue`.
         nonfinite: the policy for a norm (for ClipByValue: an element) that is NaN or inf; see
             :func:`clip_`. "error" raises from within `backward`.
@@ -122,7 +122,7 @@ class ClipBackward(Module):
         return clip_backward(x, self.rule, nonfinite=self.nonfinite)
 
     def extra_repr(self) -> str:
-        """The rule, and the policy where it is another one than usual."""
+        """The rule, and the policy unless it is the default."""
         policy = "" if self.nonfinite == "propagate" else f", nonfinite={self.nonfinite!r}"
         return f"{self.rule}{policy}"
 
@@ -143,7 +143,7 @@ def _clip(
 def _has_memory(grad: Tensor) -> bool:
     """Whether a gradient has an address; inside torch.func it has none."""
     if type(grad) not in PLAIN or grad.layout != torch.strided:
-        # For the engine to take apart, or to refuse.
+        # For the engine to read, or to refuse.
         return True
     try:
         grad.data_ptr()
@@ -188,9 +188,9 @@ def rule_for_one(rule: object, name: str) -> ClipByNorm | ClipByValue:
         isinstance(rule, int | float) and not isinstance(rule, bool)
     ):
         raise TypeError(
-            f"{expected}, got {rule!r}, a norm of all gradients. Backward hands over one gradient "
-            "at a time, and passes it on before the next one is known; clip by one norm after "
-            "backward, with clip_ or a ClippedOptimizer"
+            f"{expected}, got {rule!r}, a norm of all gradients. Backward yields one gradient "
+            "at a time, before the next one is known; clip by one norm after backward, with clip_ "
+            "or a ClippedOptimizer"
         )
     if isinstance(rule, type):
         raise TypeError(f"{expected}, got the class {rule.__name__}; write {rule.__name__}(...)")

@@ -124,20 +124,21 @@ def _each(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _planned(tensors: Sequence[Tensor]) -> Gradients:
-    """A gradient list of these tensors, each of which counts: copies where some share memory."""
+    """A gradient list of these tensors; of copies where some share memory, so that each counts."""
     try:
         gradients = plan_(of_tensors(list(tensors)))
     except OverlapError:
         gradients = None
     if gradients is None or gradients.distinct is not None:
-        apart = [x.detach().clone(memory_format=torch.contiguous_format) for x in tensors]
-        gradients = plan_(of_tensors(apart))
+        copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in tensors]
+        gradients = plan_(of_tensors(copies))
     return gradients
 
 
-# Most elements of a list that is copied first. Clipped by global norm, 64 float32 tensors of 2^18,
-# 2^19 and 2^20 elements together take 134, 175 and 240 us so, and as products 221, 260 and 306; 8
-# take 59, 87 and 136, and 77, 98 and 137. More leave the cache. (torch 2.13, EPYC, 2 threads.)
+# Most elements of a list that is copied first. Clipped by global norm, 64 float32 tensors with
+# 2^18, 2^19 and 2^20 elements in all take 134, 175 and 240 us so, and as products 221, 260 and
+# 306; 8 take 59, 87 and 136, and 77, 98 and 137. More leave the cache. (torch 2.13, EPYC, 2
+# threads.)
 SHORT = 2**19
 
 _get_is_cpu = attrgetter("is_cpu")
@@ -181,7 +182,7 @@ def _rule(rule_of: Callable[..., Rule], *numbers: float) -> Rule:
     return rule_of(*numbers)
 
 
-# Of a tensor: a number where the host knows it.
+# The factor of one tensor: a number if the host knows it.
 Coefficient = float | Tensor
 
 
@@ -251,8 +252,8 @@ class _Product(torch.autograd.Function):
             of_x = formulas.product_of(grad, coefficient)
         if ctx.needs_input_grad[1]:
             wide = wide_dtype(x.device)
-            shares = (grad.to(wide) * x.to(wide)).sum_to_size(coefficient.shape)
-            of_coefficient = shares.to(coefficient.device)
+            total = (grad.to(wide) * x.to(wide)).sum_to_size(coefficient.shape)
+            of_coefficient = total.to(coefficient.device)
         return of_x, of_coefficient
 
 
@@ -315,12 +316,12 @@ def _products_of_group(tensors: list[Tensor], coefficient: Tensor) -> list[Tenso
     # Foreach rounds a factor to a half type first; kernels, which scale in place, do not.
     copies = [torch.empty_like(x) for x in tensors]
     torch._foreach_copy_(copies, [x.resolve_neg() for x in tensors])
-    execute.scale_(plan_(of_tensors(copies)), _By(factor), torch.ones_like(factor))
+    execute.scale_(plan_(of_tensors(copies)), _FixedCoefficient(factor), torch.ones_like(factor))
     return copies
 
 
-class _By(Rule):
-    """Scales by a coefficient that is given, as if the norm were 1."""
+class _FixedCoefficient(Rule):
+    """A rule that scales by a given coefficient, as if the norm were 1."""
 
     norm_type = float("inf")
     eps = 0.0
