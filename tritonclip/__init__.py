@@ -15,7 +15,7 @@ if "tritonclip" in {Path(word).stem for word in sys.orig_argv[1:3]}:
 from tritonclip import functional
 from tritonclip.attributes import missing
 from tritonclip.backward.activations import ClipBackward, clip_backward
-from tritonclip.backward.arrival import clip_on_backward_
+from tritonclip.backward.on_arrival import clip_on_backward_
 from tritonclip.clipping import clip_
 from tritonclip.engine.verify import VerificationError
 from tritonclip.flat.flat_gradients import FlatGradients

@@ -16,6 +16,7 @@ from tritonclip.engine.gradients import Gradients, of_parameters
 from tritonclip.engine.plan import refuse_
 from tritonclip.engine.plan_cache import plan_
 from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import (
     ClipByGlobalNorm,
     ClipByNorm,
@@ -33,7 +34,6 @@ from tritonclip.rules import (
 )
 from tritonclip.rules.arguments import as_grad_scale
 from tritonclip.signatures import ABSENT, misfit, reaches_misfit
-from tritonclip.tracing import is_traced, n_dispatch_modes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -19,10 +19,9 @@ from tritonclip.engine.norms import total
 from tritonclip.engine.plan import refuse_
 from tritonclip.engine.plan_cache import plan_
 from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.grad_mode import without_grad
+from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import ClipByNorm
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
-from tritonclip.tracing import refuse_tracer
 from tritonclip.warn import warn_user
 
 

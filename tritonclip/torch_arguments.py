@@ -9,9 +9,9 @@ from torch.nn import Module
 
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.plan import refuse_
+from tritonclip.modes import is_traced
 from tritonclip.rules import ClipByGlobalNorm, ClipByValue, Rule
 from tritonclip.rules.arguments import as_limit
-from tritonclip.tracing import is_traced
 
 # Where torch has its foreach functions.
 _FOREACH_DEVICES = ("cpu", "cuda", "xpu", "mtia", "privateuseone")

@@ -17,10 +17,10 @@ from tritonclip.engine.checks import TORCH_REMEDY, refuse_negative
 from tritonclip.engine.gradients import Gradients, of_parameters, of_tensors
 from tritonclip.engine.plan_cache import plan_
 from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import ClipByGlobalNorm
 from tritonclip.rules.arguments import as_limit, as_norm_type, check_one_float
 from tritonclip.torch_arguments import as_float, by_norm, by_value, check_foreach
-from tritonclip.tracing import is_traced, n_dispatch_modes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

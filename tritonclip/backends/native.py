@@ -37,7 +37,7 @@ from tritonclip.backends.host_form import HostForm
 from tritonclip.backends.interface import Batch, PartialNorms
 from tritonclip.backends.numbers import Numbers, as_tensor
 from tritonclip.backends.operators import TorchBatch, as_contiguous, unscale_and_clamp_
-from tritonclip.tracing import is_pre_dispatch, n_dispatch_modes
+from tritonclip.modes import is_pre_dispatch, n_dispatch_modes
 
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}

@@ -31,9 +31,8 @@ from tritonclip.engine.norms import (
     total,
 )
 from tritonclip.engine.plan import Group, refuse_
-from tritonclip.grad_mode import without_grad
+from tritonclip.modes import is_pre_dispatch, refuse_tracer, without_grad
 from tritonclip.rules import ClipByGlobalNorm, Rule
-from tritonclip.tracing import is_pre_dispatch, refuse_tracer
 
 
 def limit_of(max_norm: float | Tensor, indices: Sequence[int] | None) -> float | Tensor:

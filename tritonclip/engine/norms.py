@@ -22,7 +22,7 @@ from tritonclip.engine.checks import refuse_uncovered
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.plan import refuse_
 from tritonclip.engine.units import Units
-from tritonclip.grad_mode import outside_inference, without_grad
+from tritonclip.modes import outside_inference, without_grad
 from tritonclip.rules import Rule
 
 

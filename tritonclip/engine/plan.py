@@ -24,7 +24,7 @@ from tritonclip.engine.checks import (
 )
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OFFSETS, Region, memory_of
-from tritonclip.grad_mode import without_grad
+from tritonclip.modes import without_grad
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from tritonclip.distributed.shards import FSDP_MARK, Sharding
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OFFSETS, are_apart, is_freed
 from tritonclip.engine.plan import Plan, build_, plan_of_nothing, refuse_
+from tritonclip.modes import n_dispatch_modes, refuse_tracer
 from tritonclip.settings import Settings
-from tritonclip.tracing import n_dispatch_modes, refuse_tracer
 
 try:
     from torch._C._dynamo import guards as _dynamo_guards

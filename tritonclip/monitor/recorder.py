@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from tritonclip.modes import refuse_tracer
 from tritonclip.monitor.history_file import HistoryFile
 from tritonclip.monitor.row_buffer import Value
 from tritonclip.monitor.row_writer import RowWriter
 from tritonclip.monitor.rows import checked_value
-from tritonclip.tracing import refuse_tracer
 
 # The last recorder of each file in this process, while it is alive.
 _open: weakref.WeakValueDictionary[Path, Recorder] = weakref.WeakValueDictionary()

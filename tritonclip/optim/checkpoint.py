@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonclip.grad_mode import without_grad
+from tritonclip.modes import without_grad
 from tritonclip.optim.misuse import opened
 from tritonclip.optim.param_groups import Groups
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from tritonclip.grad_mode import without_grad
+from tritonclip.modes import without_grad
 from tritonclip.monitor.stats import Outcomes, as_tensor
 from tritonclip.optim.log import StepLog
 from tritonclip.optim.param_groups import Groups

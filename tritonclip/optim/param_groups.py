@@ -8,8 +8,7 @@ from torch.optim import Optimizer
 
 from tritonclip.distributed.process_groups import Holders
 from tritonclip.engine.checks import some
-from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.flat.gradient_lists import refuse_copies
+from tritonclip.flat.flat_gradients import FlatGradients, refuse_copies
 from tritonclip.flat.layout import is_wanted
 from tritonclip.rules import Rule, as_rule
 

@@ -23,7 +23,7 @@ from tritonclip.distributed.process_groups import Holders
 from tritonclip.engine.norms import total
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.grad_mode import without_grad
+from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import Outcomes
 from tritonclip.norms import NamedNorms

@@ -7,7 +7,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tritonclip.grad_mode import outside_inference
+from tritonclip.modes import outside_inference
 from tritonclip.rules.adaptive import Adaptive, kind_of
 from tritonclip.rules.following import Following, Numbering
 from tritonclip.rules.rule import Measured, Rule
