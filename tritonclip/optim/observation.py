@@ -10,13 +10,13 @@ from torch import Tensor
 
 from tritonclip.engine.norms import total
 from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.messages import warn_user
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import Outcomes
 from tritonclip.norms import NamedNorms
 from tritonclip.optim.param_groups import Groups, label_of_member
 from tritonclip.optim.shares import Share
 from tritonclip.rules import ClipByNorm
-from tritonclip.warn import warn_user
 
 if TYPE_CHECKING:
     from tritonclip.optim.step import StepClipping

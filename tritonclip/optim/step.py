@@ -39,7 +39,7 @@ from tritonclip.optim.refusals import (
 )
 from tritonclip.optim.shares import Members, Share, divide, divide_flat, write_
 from tritonclip.rules import Numbering, Rule
-from tritonclip.rules.adaptive import Adaptive
+from tritonclip.rules.rule import Adaptive
 
 if TYPE_CHECKING:
     from tritonclip.optim.observation import Observation
@@ -218,7 +218,7 @@ class StepClipping:
     @torch.compiler.disable
     @without_grad
     def commit(self, left_out: Tensor | bool | None) -> None:
-        """Makes the rules whose limit changes remember this step; see `Following.commit`."""
+        """Makes the rules whose limit changes remember this step; see `BoundRule.commit`."""
         for share in self._shares:
             if share.following is not None:
                 share.following.commit(left_out)
