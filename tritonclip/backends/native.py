@@ -82,7 +82,7 @@ def _share_threads() -> bool:
     for library in (None, folder / "libtorch_cpu.so", folder / "libtorch_cpu.dylib"):
         with suppress(OSError, AttributeError, TypeError):
             # GCC's interface, which LLVM's library has too. Already loaded: nothing is read.
-            function = ctypes.CDLL(library and str(library)).GOMP_parallel
+            function = ctypes.CDLL(str(library) if library else None).GOMP_parallel
             loops.share(ctypes.cast(function, ctypes.c_void_p).value)
             return True
     return False

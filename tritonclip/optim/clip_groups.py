@@ -41,7 +41,7 @@ from tritonclip.engine.plan_cache import PlanCache, plan_
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.monitor.stats import Clipped, as_tensor
 from tritonclip.optim.param_groups import Groups, OwnRules, label_of_member
-from tritonclip.rules import ClipByGlobalNorm, Following, Rule
+from tritonclip.rules import BoundRule, ClipByGlobalNorm, Rule
 
 # Scales nothing but a loss scale; its norm is finite where every gradient is.
 UNLIMITED = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
@@ -71,7 +71,7 @@ class Share:
     norms: Norms | None = None
     largest: Norms | None = None
     whole: Norms | None = None
-    following: Following | None = None
+    following: BoundRule | None = None
 
     @property
     def has_norm(self) -> bool:

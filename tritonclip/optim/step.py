@@ -23,6 +23,7 @@ from tritonclip.distributed.process_groups import Holders
 from tritonclip.engine.norms import total
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import Outcomes
@@ -49,8 +50,7 @@ from tritonclip.optim.clip_groups import (
 from tritonclip.optim.param_groups import Groups, OwnRules, label_of_member
 from tritonclip.optim.states import Judgement, Memory
 from tritonclip.rules import ClipByNorm, Numbering, Rule
-from tritonclip.rules.adaptive import Adaptive
-from tritonclip.warn import warn_user
+from tritonclip.rules.rule import Adaptive
 
 
 class StepClipping:
@@ -226,7 +226,7 @@ class StepClipping:
     @torch.compiler.disable
     @without_grad
     def commit(self, left_out: Tensor | bool | None) -> None:
-        """Makes the rules whose limit changes remember this step; see `Following.commit`."""
+        """Makes the rules whose limit changes remember this step; see `BoundRule.commit`."""
         for share in self._shares:
             if share.following is not None:
                 share.following.commit(left_out)
