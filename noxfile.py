@@ -35,6 +35,15 @@ def triton_matrix(session: nox.Session, triton: str) -> None:
 
 
 @nox.session
+def exhaustive(session: nox.Session) -> None:
+    """Run the cases that `make test` leaves out, as plain tests and through the interpreter."""
+    install(session)
+    tests = ("python", "-m", "pytest", "-n2", "--dist", "loadgroup", "-m", "exhaustive")
+    session.run(*tests, *session.posargs)
+    session.run(*tests, *session.posargs, env=INTERPRET)
+
+
+@nox.session
 def mutants(session: nox.Session) -> None:
     """Change the core in one place at a time, and list changes that no test notices.
 

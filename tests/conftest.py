@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ import hypothesis
 import pytest
 import torch
 from cases import INTERPRETED
+from covering import covering
 
 import tritonclip
 from tritonclip.backends import choose
@@ -90,20 +92,30 @@ _BACKENDS = (
 )
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA or ROCm device")
-    config.addinivalue_line("markers", "plain_empty: torch.empty is left as it is")
+def pytest_configure() -> None:
     # Several workers with several threads each wait for one another, at the sizes of these tests.
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under the interpreter, keep only what goes through the kernels."""
-    if not INTERPRETED:
-        return
-    kept = [item for item in items if "backend" in getattr(item, "fixturenames", ())]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
+    """Under the interpreter, keep only what goes through the kernels; thin products of cases."""
+    if INTERPRETED:
+        sorted_out: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            sorted_out["backend" in getattr(item, "fixturenames", ())].append(item)
+        config.hook.pytest_deselected(items=sorted_out[False])
+        items[:] = sorted_out[True]
+    products: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("covering") and hasattr(item, "callspec"):
+            products[item.nodeid.partition("[")[0]].append(item)
+    for cases in products.values():
+        (strength,) = cases[0].get_closest_marker("covering").args
+        # A value of the parameters is one object in all cases.
+        values = [[*map(id, case.callspec.params.values())] for case in cases]
+        for i in set(range(len(cases))).difference(covering(values, strength)):
+            cases[i].add_marker("exhaustive")
 
 
 @pytest.hookimpl(trylast=True)
