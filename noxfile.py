@@ -63,6 +63,13 @@ def soak(session: nox.Session) -> None:
     session.run("python", "tests/soak.py", *session.posargs, env=INTERPRET)
 
 
+@nox.session
+def answers(session: nox.Session) -> None:
+    """Write the answers to random lists; `-- --compare before.txt after.txt` for two versions."""
+    install(session)
+    session.run("python", "tests/answers.py", *session.posargs)
+
+
 def install(session: nox.Session) -> None:
     """Install the pinned test environment, without build isolation as the Makefile does."""
     session.install("-c", "constraints.txt", "setuptools")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonclip.modes import without_grad
-from tritonclip.optim.guard import opened
+from tritonclip.optim.misuse import opened
 from tritonclip.optim.param_groups import Groups
 
 # The key of the wrapper's own part: statistics, the states of rules, the recorder's step.

@@ -1,19 +1,29 @@
-"""An optimizer that clips where clipping belongs: in its own step, once, before the update."""
+"""The arguments of a ClippedOptimizer as attributes, which may be replaced between steps.
+
+A wrapper around an optimizer: the scale it is handed, its groups, and its checkpoints.
+
+A wrapper around an optimizer: how it makes the clipping of a step.
+
+An optimizer that clips where clipping belongs: in its own step, once, before the update.
+"""
 
 from __future__ import annotations
 
+from operator import is_
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from tritonclip.distributed.process_groups import Copies, check_holders
+from tritonclip.distributed.process_groups import Copies, Holders, check_holders
 from tritonclip.engine import misuse
+from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.flat.view_watch import zero_gradient_
 from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim import fused
-from tritonclip.optim.attempt import Attempt
+from tritonclip.optim.checkpoint import STATS_KEY, split_own, with_own
 from tritonclip.optim.closures import (
     CLOSURE_UNDER_SCALER,
     NO_LOSS_FOR_LBFGS,
@@ -22,12 +32,21 @@ from tritonclip.optim.closures import (
     step_checking,
     step_evaluating,
 )
-from tritonclip.optim.guard import warn_if_clipped
-from tritonclip.optim.measuring_wrapper import MeasuringWrapper
-from tritonclip.optim.memory import Memory, SkipWatch, as_skip_bound
-from tritonclip.optim.param_groups import check_group, not_in_buffers, options_of
-from tritonclip.optim.registry import check_optimizer
-from tritonclip.optim.step_log import StepLog, either
+from tritonclip.optim.log import StepLog, either
+from tritonclip.optim.misuse import IN_VAIN, NoRuleNumbers, guard_, warn_if_clipped, warn_of_nothing
+from tritonclip.optim.param_groups import (
+    check_group,
+    not_in_buffers,
+    options_of,
+    rule_of_all,
+    rules_of,
+    unclipped,
+    with_present_rules,
+    without_rules,
+)
+from tritonclip.optim.proxy import GRAD_SCALER, DelegatingOptimizer, asks, check_optimizer, register
+from tritonclip.optim.states import Memory, SkipWatch, as_skip_bound
+from tritonclip.optim.step import Attempt, Observation, StepClipping, as_recorder
 from tritonclip.rules import Outlier, Rule
 from tritonclip.signatures import explains_misfits
 
@@ -36,6 +55,350 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from tritonclip.monitor.recorder import Recorder
+
+
+_POLICIES = ("propagate", "error", "zero", "skip")
+
+
+class Replaceable(NoRuleNumbers):
+    """Attributes that are checked where they are set."""
+
+    param_groups: list[dict[str, Any]]
+    _holders: Holders | None
+    _log: StepLog
+
+    @property
+    def stats(self) -> ClipStats:
+        """Norms, coefficients and counts; see :class:`ClipStats`."""
+        return self._log.stats
+
+    @stats.setter
+    def stats(self, stats: ClipStats) -> None:
+        self._log.stats = stats
+
+    @property
+    def clip(self) -> Rule:
+        """The rule for all groups that carry none; may be replaced, by a number too."""
+        return self._rule
+
+    @clip.setter
+    def clip(self, clip: float | Rule) -> None:
+        self._rule = rule_of_all(clip)
+
+    @property
+    def flat(self) -> FlatGradients | None:
+        """The gradients as one buffer for each device and dtype, if any; replaceable."""
+        return self._flat
+
+    @flat.setter
+    def flat(self, flat: FlatGradients | None) -> None:
+        self._not_in_buffers = not_in_buffers(flat, self.param_groups, self._holders)
+        known = [] if flat is None else [list(group["params"]) for group in self.param_groups]
+        self._flat, self._known_params = flat, known
+
+    @property
+    def nonfinite(self) -> str:
+        """The policy for a step that is not finite."""
+        return self._nonfinite
+
+    @nonfinite.setter
+    def nonfinite(self, nonfinite: str) -> None:
+        if nonfinite not in _POLICIES:
+            raise ValueError(
+                f"nonfinite must be 'propagate', 'error', 'zero' or 'skip', got {nonfinite!r}"
+            )
+        self._nonfinite = nonfinite
+
+    @property
+    def skip_above(self) -> float | Outlier | None:
+        """The largest norm of a step that is not skipped; replaceable."""
+        return self._log.memory.skip_above
+
+    @skip_above.setter
+    def skip_above(self, skip_above: float | Outlier | None) -> None:
+        self._log.memory.skip_above = as_skip_bound(skip_above)
+
+    @property
+    def max_consecutive_skips(self) -> int | None:
+        """Skipped steps in a row at which a step raises; replaceable."""
+        return self._log.watch.most
+
+    @max_consecutive_skips.setter
+    def max_consecutive_skips(self, most: int | None) -> None:
+        self._log.watch = SkipWatch(most)
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """The recorder that takes the norms of every step, if any; replaceable."""
+        return self._log.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._log.recorder = as_recorder(recorder)
+
+
+class ClippingWrapper(Replaceable, DelegatingOptimizer):
+    """All of a ClippedOptimizer but its steps.
+
+    Attributes:
+        found_inf: of a GradScaler, during a step; the wrapped optimizer has its own.
+    """
+
+    found_inf: Any = None
+
+    def _attach(self, optimizer: Optimizer) -> None:
+        self._share(optimizer)
+        # For a step under a GradScaler of ours: whether the device decides; None for other steps.
+        self._amp_scaling: bool | None = None
+        # From the first gradient that a step writes, until it has updated the parameters.
+        self._attempt: Attempt | None = None
+        # Under "scaler" for one step of it; under "user" as torch's fused optimizers take it.
+        self._scales: dict[str, Any] = {}
+        self._clipping: StepClipping | None = None
+        self._begun: Attempt | None = None
+        self._plans = PlanCache()
+        # As they were read last.
+        self._own_rules = rules_of(optimizer.param_groups)
+        self._guard = guard_(optimizer, self)
+        # The first steps with a gradient, after which calls of `clip_` are looked out for, and the
+        # steps before them.
+        self._watches, self._in_vain = 2, 0
+        register(optimizer, self)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a GradScaler hands scale and overflow to `step` instead of dealing with them."""
+        if asks(GRAD_SCALER):
+            # It begins a step; whatever an interrupted one left is void.
+            self._clipping = None
+            self._scales.pop("scaler", None)
+            self.__dict__.pop("found_inf", None)
+            if self._attempt is not None:
+                self._attempt.judge(self._present())
+        if self._amp_scaling is not None:
+            return self._amp_scaling
+        return fused.takes_scaling(self.optimizer)
+
+    @property
+    def grad_scale(self) -> Any:
+        """The loss scale that gradients carry at the next step; absent where there is none.
+
+        A GradScaler multiplies its scale with one that was set before, or 1. It does not find its
+        own, which an interrupted step may have left.
+        """
+        if asks(GRAD_SCALER):
+            return self._scales.get("user", 1)
+        for owner in ("scaler", "user"):
+            if owner in self._scales:
+                return self._scales[owner]
+        raise AttributeError("grad_scale: no loss scale is set")
+
+    @grad_scale.setter
+    def grad_scale(self, scale: Any) -> None:
+        self._scales["scaler" if asks(GRAD_SCALER) else "user"] = scale
+
+    @grad_scale.deleter
+    def grad_scale(self) -> None:
+        self._scales.clear()
+
+    def _end_failed(self, error: BaseException) -> None:
+        """Ends a step that raises: keeps its attempt, for the next step, if it wrote anything."""
+        attempt = self._attempt
+        if attempt is not None:
+            if attempt.outcomes is None and attempt.clipping.is_refused(error):
+                self._attempt = None
+            else:
+                attempt.fail()
+        # A GradScaler takes these back only from a step that succeeded.
+        self._scales.clear()
+        self.__dict__.pop("found_inf", None)
+
+    def _before_unscaling(self) -> None:
+        if self._attempt is not None:
+            self._attempt.refuse_unscaling(self._present())
+        if misuse.remembered:
+            warn_if_clipped(self._present(), scaled=True)
+
+    @torch.compiler.disable
+    def _watch(self) -> None:
+        """Looks out for mistakes that pass in silence, after one of the first steps."""
+        misuse.watch()
+        if self._present():
+            self._watches, self._in_vain = self._watches - 1, 0
+            return
+        self._in_vain += 1
+        n_parameters = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if self._in_vain == IN_VAIN and n_parameters:
+            warn_of_nothing(n_parameters)
+
+    def _present(self) -> list[Tensor]:
+        """The gradients, and the buffers that hold them."""
+        grads = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
+        buffers = () if self._flat is None else self._flat.buffers
+        return [*(grad for grad in grads if grad is not None), *buffers]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group, which may carry a rule under the key `clip`."""
+        if isinstance(param_group, dict):
+            check_group(len(self.param_groups), param_group, options_of(self.optimizer))
+        if self.flat is not None:
+            raise ValueError(
+                "a FlatGradients holds the gradients of the parameters that were there; expected "
+                "none while a group is added: set flat to None, add the group, and set flat to a "
+                "new FlatGradients"
+            )
+        super().add_param_group(param_group)
+        self._own_rules = rules_of(self.optimizer.param_groups)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets gradients, as the wrapped optimizer does; those of `flat` become 0, never None."""
+        self._attempt = None
+        if self.flat is None:
+            super().zero_grad(set_to_none)
+            return
+        # First: where it raises, nothing was changed.
+        self.flat.zero_()
+        for number, position in self._not_in_buffers:
+            # Not from the groups, which may have changed since.
+            parameter = self._known_params[number][position]
+            if set_to_none:
+                parameter.grad = None
+            else:
+                zero_gradient_(parameter)
+
+    def _save(self, *, in_groups: bool) -> dict[str, Any]:
+        # Also here, for optimizers that do not run their hooks.
+        saved = without_rules(self.optimizer, self.optimizer.state_dict())
+        own = self._log.state_dict(self.optimizer.param_groups)
+        return with_own(saved, own) if in_groups else {**saved, STATS_KEY: own}
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        rest, own = split_own(state_dict)
+        loaded = self._log.loaded(own, self._rules(), fused.device_of(self.optimizer))
+        super()._load(with_present_rules(self.optimizer, rest))
+        self._log.take(*loaded, self.optimizer.param_groups)
+
+    def _rules(self) -> dict[str, Rule]:
+        """The rules of the program, by their owners in a checkpoint."""
+        own = rules_of(self.optimizer.param_groups)
+        return {"rule": self._rule, **{f"group{i}": rule for i, rule in own.items() if rule}}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer,
+            "clip": self.clip,
+            "nonfinite": self._nonfinite,
+            "memory": self._log.memory.copy(self.optimizer.param_groups),
+            "max_consecutive_skips": self._log.watch.most,
+            "stats": self.stats,
+            "flat": self.flat,
+            "unclipped": unclipped(self.optimizer.param_groups),
+            "holders": self._holders,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A shallow copy would be a second wrapper.
+        check_optimizer(state["optimizer"])
+        for number, position in state["unclipped"]:
+            # Copies of parameters have no attributes.
+            state["optimizer"].param_groups[number]["params"][position].need_clip = False
+        self.clip, self.nonfinite = state["clip"], state["nonfinite"]
+        watch = SkipWatch(state["max_consecutive_skips"])
+        self._log = StepLog(state["stats"], state["memory"], watch)
+        self._holders = state["holders"]
+        self._attach(state["optimizer"])
+        self._log.memory.resume(self.optimizer.param_groups)
+        self.flat = state["flat"]
+
+
+class MeasuringWrapper(ClippingWrapper):
+    """Measures the gradients of its optimizer."""
+
+    @torch.compiler.disable
+    def _measure(
+        self,
+        grad_scale: Tensor | float | None = None,
+        *,
+        check_finite: bool = False,
+        refusal: Exception | None = None,
+    ) -> StepClipping:
+        """Measures a step, unless it is refused; other processes, which may wait, are told why.
+
+        Args:
+            grad_scale: the loss scale that all gradients still carry; None for none.
+            check_finite: whether every gradient is finite will be asked for.
+            refusal: is raised.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: the refusal, and as for `clip_`.
+        """
+        groups, flat, recorder = self.optimizer.param_groups, self._flat, self._log.recorder
+        if self._own_rules or any("clip" in group for group in groups):
+            refusal = refusal or self._read_rules()
+        if flat is not None:
+            refusal = refusal or self._check_flat(flat)
+        observation = None
+        if recorder is not None:
+            tells = self._holders is not None
+            observation = Observation(recorder, groups, flat, grad_scale, tells=tells)
+            refusal = refusal or observation.refusal
+        return StepClipping(
+            groups,
+            self._rule,
+            self._own_rules,
+            self._nonfinite,
+            grad_scale,
+            check_finite=check_finite or self._nonfinite in ("skip", "error"),
+            plans=self._plans,
+            memory=self._log.memory,
+            flat=flat,
+            not_in_buffers=self._not_in_buffers,
+            holders=self._holders,
+            observation=observation,
+            refusal=refusal,
+            # Under a GradScaler, a step that is not finite is an overflow.
+            names_culprits=None if check_finite else self._raises_if_nonfinite,
+        )
+
+    def _raises_if_nonfinite(self) -> bool:
+        """Whether a step that is not finite raises, and is no overflow."""
+        found_inf = self.found_inf
+        overflows = isinstance(found_inf, Tensor) and bool(found_inf > 0)
+        return self._nonfinite == "error" and not overflows
+
+    def _measure_scaled(self, grad_scale: Tensor) -> Tensor:
+        """Measures for the step to come, and says whether it overflows: float32, 0-d, 0 or 1."""
+        self._clipping = self._measure(grad_scale, check_finite=True)
+        found_inf: Tensor = self._clipping.nonfinite()
+        return found_inf.to(torch.float32)
+
+    def _read_rules(self) -> Exception | None:
+        """Reads the rules of groups; where one is no rule, they stay those of the step before."""
+        try:
+            self._own_rules = rules_of(self.optimizer.param_groups)
+        except (TypeError, ValueError) as error:
+            return error
+        return None
+
+    def _check_flat(self, flat: FlatGradients) -> Exception | None:
+        """Refuses parameters that came from outside; an error that other processes are told."""
+        try:
+            if self._groups_changed():
+                self.flat = flat
+        except (TypeError, ValueError, RuntimeError) as error:
+            if self._holders is None:
+                raise
+            return error
+        return None
+
+    def _groups_changed(self) -> bool:
+        """Whether the groups hold other parameters than those that were compared with `flat`."""
+        groups, known = self.optimizer.param_groups, self._known_params
+        return len(groups) != len(known) or not all(
+            len(group["params"]) == len(params) and all(map(is_, group["params"], params))
+            for group, params in zip(groups, known, strict=True)
+        )
+
 
 StepNonfinite = Literal["propagate", "error", "zero", "skip"]
 

@@ -11,9 +11,9 @@ from torch.optim import LBFGS, Optimizer
 
 from tritonclip.modes import without_grad
 from tritonclip.monitor.stats import Outcomes, as_tensor
+from tritonclip.optim.log import StepLog
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.step import StepClipping
-from tritonclip.optim.step_log import StepLog
 
 Closure = Callable[[], Any]
 _NO_LOSS = (

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.optim import fused
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
-from tritonclip.optim.registry import is_wrapped
+from tritonclip.optim.proxy import is_wrapped
 from tritonclip.signatures import explains_misfits
 
 

@@ -1,48 +1,56 @@
 """The clipping of one optimizer step: parameter groups, each under the rule that holds for it.
 
 All groups are measured before the first gradient is written, so that a step can still be refused.
+
+The norms of a step for its recorder, measured before the first gradient is written.
+
+A step that failed after it began to write gradients, and the one that is tried again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonclip import settings
 from tritonclip.distributed.process_groups import Holders
+from tritonclip.engine.norms import total
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
+from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import Outcomes
-from tritonclip.optim.measurement import (
+from tritonclip.norms import NamedNorms
+from tritonclip.optim.clip_groups import (
+    NONFINITE_REMEDY,
+    Members,
+    Share,
+    divide,
+    divide_flat,
     global_norm_of,
     is_measured_alone,
     measure,
     nonfinite_of,
     norms_of,
-    wanted,
-)
-from tritonclip.optim.memory import Memory
-from tritonclip.optim.param_groups import Groups, OwnRules
-from tritonclip.optim.refusals import (
-    NONFINITE_REMEDY,
     refuse,
     refuse_nonfinite,
     refuse_other_models,
     refuse_other_steps,
     refused,
+    wanted,
+    write_,
 )
-from tritonclip.optim.shares import Members, Share, divide, divide_flat, write_
-from tritonclip.rules import Numbering, Rule
-from tritonclip.rules.adaptive import Adaptive
-
-if TYPE_CHECKING:
-    from tritonclip.optim.observation import Observation
+from tritonclip.optim.param_groups import Groups, OwnRules, label_of_member
+from tritonclip.optim.states import Judgement, Memory
+from tritonclip.rules import ClipByNorm, Numbering, Rule
+from tritonclip.rules.rule import Adaptive
 
 
 class StepClipping:
@@ -218,7 +226,7 @@ class StepClipping:
     @torch.compiler.disable
     @without_grad
     def commit(self, left_out: Tensor | bool | None) -> None:
-        """Makes the rules whose limit changes remember this step; see `Following.commit`."""
+        """Makes the rules whose limit changes remember this step; see `BoundRule.commit`."""
         for share in self._shares:
             if share.following is not None:
                 share.following.commit(left_out)
@@ -260,3 +268,207 @@ class StepClipping:
             and bool(self._shares)
             and self._begun in (None, self._shares[0])
         )
+
+
+# Measures each gradient, and limits none.
+_EACH = ClipByNorm(math.inf)
+
+
+class Observation:
+    """The norms of a step before clipping, on the device; refused before anything is written.
+
+    Args:
+        recorder: that is going to be told.
+        groups: parameter groups of the optimizer.
+        flat: the gradients of all groups, if they are in buffers.
+        grad_scale: the loss scale that gradients still carry.
+        tells: the caller tells other processes of gradients that are refused.
+
+    Attributes:
+        refusal: why the gradients have no norms by name; only where others are told.
+        shares: to be measured with those of the step: the norm of each parameter, where other
+            processes have pieces of it.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        groups: Groups,
+        flat: FlatGradients | None,
+        grad_scale: Tensor | float | None,
+        *,
+        tells: bool,
+    ) -> None:
+        self.refusal: Exception | None = None
+        self._recorder, self._grad_scale = recorder, grad_scale
+        self._named: NamedNorms | None = None
+        self.shares: list[Share] = []
+        self._norms: dict[str, Tensor | None] = {}
+        if not recorder.each:
+            return
+        parameters: Any = flat
+        if flat is None:
+            parameters = [
+                (label_of_member(groups, index, position), parameter)
+                for index, group in enumerate(groups)
+                for position, parameter in enumerate(group["params"])
+            ]
+        try:
+            self._named = NamedNorms(parameters)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if not tells:
+                raise
+            self.refusal = error
+            return
+        gradients = self._named.gradients
+        if gradients.plan is not None and gradients.plan.reduction is not None:
+            self.shares.append(Share(gradients, _EACH, None, unclipped=True))
+
+    def check(self, indices: Iterable[int | None]) -> None:
+        """Refuses a recorder that cannot take the step, whose rules belong to these groups."""
+        names = [] if self._named is None else self._named.names
+        self._recorder.prepare(self._in_order([*_names_of(indices), *names]))
+
+    def take(self, clipping: StepClipping) -> None:
+        """Takes the norms of a step that is measured, and not written yet."""
+        norms = clipping.norms()
+        # By value, and where every group has a rule, no rule of the wrapper measures a norm.
+        self._norm = norms.pop(None) if None in norms else clipping.global_norm()
+        own: dict[str, Tensor | None] = dict(zip(_names_of(norms), norms.values(), strict=True))
+        if self._named is not None:
+            measured = self.shares[0].norms if self.shares else None
+            if measured is None:
+                own |= self._named.measure(2.0, self._grad_scale)
+            else:
+                own |= self._named.by_name(total(measured), 2.0)
+        self._norms = {name: own.get(name) for name in self._in_order(own)}
+
+    def _in_order(self, names: Iterable[str]) -> list[str]:
+        """Names, those of the recorder first: of parameters frozen by now nothing is known."""
+        return list(dict.fromkeys([*(self._recorder.names or ()), *names]))
+
+    def add_to(
+        self, recorder: Recorder, outcomes: Outcomes | None, skipped: Tensor | bool | None
+    ) -> None:
+        """Records the step.
+
+        Args:
+            recorder: that takes it.
+            outcomes: of clipping; None where nothing was clipped.
+            skipped: whether the step was left out; None for no.
+        """
+        own = None if outcomes is None else outcomes.get(None)
+        try:
+            recorder.add_(
+                self._norm,
+                coefficient=None if own is None else own.coefficient,
+                limit=None if own is None else own.limit,
+                skipped=False if skipped is None else skipped,
+                norms=self._norms,
+            )
+        except OSError as error:
+            # The step is taken: training goes on.
+            warn_user(
+                f"{recorder!r} could not write: {error}. Training goes on, and the rows are kept "
+                "for the next flush",
+                RuntimeWarning,
+            )
+
+
+def _names_of(indices: Iterable[int | None]) -> list[str]:
+    """The names of norms of groups that have a rule."""
+    return [f"group{index}" for index in indices if index is not None]
+
+
+def as_recorder(recorder: object) -> Recorder | None:
+    """The user's `recorder`.
+
+    Raises:
+        TypeError: no recorder.
+    """
+    if recorder is None or isinstance(recorder, Recorder):
+        return recorder
+    raise TypeError(
+        f"recorder must be a Recorder or None, got {type(recorder).__name__}; make one by "
+        "tritonclip.record('run.csv')"
+    )
+
+
+class Attempt:
+    """The part of a step that must happen once: its gradients are divided and clipped.
+
+    Attributes:
+        clipping: the gradients, measured.
+        skip: whether to leave the step out, on the device; None for no.
+        outlier: the verdict of the test for outliers, where there is one.
+        overflow: whether a GradScaler leaves it out, on the device; None for no.
+        stop: whether the device is to leave it out; None where the host has decided to take it.
+        outcomes: of the clipping, as soon as all gradients are written.
+    """
+
+    def __init__(
+        self,
+        clipping: StepClipping,
+        skip: Tensor | None,
+        outlier: Judgement | None,
+        *,
+        scaled: bool,
+    ) -> None:
+        self.clipping, self.skip, self.outlier = clipping, skip, outlier
+        self.overflow: Tensor | None = None
+        self.stop: Tensor | None = None
+        self.outcomes: Outcomes | None = None
+        self._scaled = scaled
+        self._seen: list[tuple[Tensor, int]] = []
+        self._verdict: bool | None = None
+
+    def fail(self) -> None:
+        """Remembers the gradients that the failed step leaves."""
+        self._verdict = None
+        self._seen = [(grad, _version(grad)) for grad in self.clipping.written_to()]
+
+    def judge(self, there: Iterable[Tensor]) -> None:
+        """Decides now whether the next step goes on: before a GradScaler writes to gradients."""
+        self._verdict = None
+        self._verdict = self.goes_on(there)
+
+    def refuse_unscaling(self, there: Iterable[Tensor]) -> None:
+        """RuntimeError where a GradScaler would divide the gradients that the failed step left."""
+        self.judge(there)
+        if self._verdict:
+            raise RuntimeError(
+                "the step before ended after it divided or clipped these gradients, and unscale_ "
+                "would divide them again; expected another step, which goes on with them, or new "
+                "gradients: call zero_grad and backward"
+            )
+
+    def goes_on(self, there: Iterable[Tensor]) -> bool:
+        """Whether the gradients are those that the failed step left, so that none is written again.
+
+        Raises:
+            RuntimeError: some are, and would be divided or clipped twice, or not at all.
+        """
+        if self._verdict is not None:
+            return self._verdict
+        present = set(map(id, there))
+        same = [id(grad) in present and _version(grad) == n for grad, n in self._seen]
+        whole = self.outcomes is not None
+        if not any(same) or (whole and not self._scaled and not all(same)):
+            return False
+        if whole and all(same):
+            return True
+        raise RuntimeError(
+            "the step before ended while it divided or clipped gradients, and some of them are "
+            "still there as it left them; expected new gradients: call zero_grad and backward"
+        )
+
+    def remember_in(self, memory: Memory) -> None:
+        """Has the step remembered there: a checkpoint may have been loaded since it failed."""
+        self.clipping.remember_in(memory)
+        if self.outlier is not None and memory.skip_above is not None:
+            # The step goes on as it was judged.
+            self.outlier = memory.judge(self.outlier.norm)._replace(flag=self.outlier.flag)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

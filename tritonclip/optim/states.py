@@ -11,10 +11,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from tritonclip.messages import warn_user
 from tritonclip.optim.param_groups import Groups
-from tritonclip.rules import ClipState, Following, Numbering, Outlier, Rule
+from tritonclip.rules import BoundRule, ClipState, Numbering, Outlier, Rule
 from tritonclip.rules.arguments import as_count, as_limit
-from tritonclip.warn import warn_user
 
 # A run that skips so many steps in a row is no run; nobody may have noticed.
 _SUSPICIOUS = 100
@@ -159,7 +159,7 @@ class Memory:
         rows = self._rows
         return [rows[id(parameter)][1] for parameter in parameters], self._n_rows
 
-    def follow(self, group_index: int | None, rule: Rule, numbering: Numbering) -> Following:
+    def follow(self, group_index: int | None, rule: Rule, numbering: Numbering) -> BoundRule:
         """The rule of the next step for the groups that share it.
 
         Args:
@@ -174,8 +174,8 @@ class Memory:
         return state.follow(rule, step=self.steps, numbering=numbering)
 
     def take_over(
-        self, group_index: int | None, following: Following, numbering: Numbering
-    ) -> Following:
+        self, group_index: int | None, following: BoundRule, numbering: Numbering
+    ) -> BoundRule:
         """The rule of a step that another memory followed when it was measured.
 
         Args:

@@ -1,10 +1,13 @@
-"""Warns of steps that clip nothing, and of gradients that are clipped twice or while scaled."""
+"""Warns of steps that clip nothing, and of gradients that are clipped twice or while scaled.
+
+Names that look like attributes of a ClippedOptimizer, and belong to its rule.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonclip.engine import misuse
-from tritonclip.warn import warn_user
+from tritonclip.messages import warn_user
 
 # Steps in a row without a gradient that are warned of.
 IN_VAIN = 3
@@ -106,3 +109,41 @@ def warn_of_nothing(n_parameters: int) -> None:
 def _guard_of(optimizer: Optimizer) -> StepGuard | None:
     hooks = optimizer._optimizer_step_pre_hooks.values()
     return next((hook for hook in hooks if isinstance(hook, StepGuard)), None)
+
+
+class _OfRule:
+    """A number of a rule, which the optimizer neither has nor takes."""
+
+    def __init__(self, example: str) -> None:
+        self._example = example
+
+    def __set_name__(self, _: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: object, kind: type) -> NoReturn:
+        raise AttributeError(
+            f"{kind.__name__!r} object has no attribute {self._name!r}, which belongs to a rule; "
+            f"expected optimizer.clip.{self._name}, where the rule has it",
+            name=self._name,
+            obj=optimizer,
+        )
+
+    def __set__(self, optimizer: object, value: object) -> NoReturn:
+        raise AttributeError(
+            f"{self._name} belongs to a rule, and would change nothing here; expected a new rule, "
+            f"such as optimizer.clip = {self._example}, got {self._name} = {value!r:.40}",
+            name=self._name,
+            obj=optimizer,
+        )
+
+
+class NoRuleNumbers:
+    """Refuses fields that only rules have as attributes, since to set one would do nothing.
+
+    Other names stay free: schedulers, trainers, hooks and subclasses keep attributes on optimizers.
+    """
+
+    max_norm = _OfRule("2.0")
+    norm_type = _OfRule("ClipByGlobalNorm(1.0, norm_type=1.0)")
+    max_rms = _OfRule("ClipByRMS(1.0)")
+    quantile = _OfRule("ClipByQuantile(0.9)")

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tritonclip.monitor.stats import ClipStats, Outcomes
-from tritonclip.optim.memory import Judgement, Memory, SkipWatch
 from tritonclip.optim.param_groups import Groups
+from tritonclip.optim.states import Judgement, Memory, SkipWatch
 from tritonclip.optim.step import StepClipping
 from tritonclip.rules import Rule
 

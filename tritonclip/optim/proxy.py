@@ -1,16 +1,53 @@
-"""Optimizer base class that forwards state to a wrapped optimizer, around whose step it acts."""
+"""Who asks: PyTorch's own code that needs another answer than a user.
+
+torch offers no protocol by which an optimizer could tell it; its modules are known by their names.
+
+Optimizer base class that forwards state to a wrapped optimizer, around whose step it acts.
+
+The wrapper of each optimizer, while it is alive: an optimizer has at most one.
+"""
+
+from __future__ import annotations
 
 import re
+import sys
 from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonclip.optim.callers import CHECKPOINT, asks, unscales
 from tritonclip.optim.checkpoint import filled_state, saved_groups
 from tritonclip.optim.closures import Closure
+from tritonclip.optim.param_groups import with_present_rules, without_rules
+
+if TYPE_CHECKING:
+    from tritonclip.optim.clipped_optimizer import ClippingWrapper
+
+
+CHECKPOINT = "torch.distributed.checkpoint.state_dict"
+GRAD_SCALER = "torch.amp.grad_scaler"
+
+
+def asks(module: str) -> bool:
+    """Whether the caller of the caller is code of that module."""
+    known = sys.modules.get(module)
+    return known is not None and sys._getframe(2).f_globals is known.__dict__
+
+
+def unscales() -> bool:
+    """Whether the caller of the caller belongs to the `unscale_` of a GradScaler."""
+    # A step only looks for inf there, by the same function.
+    frame = sys._getframe(2)
+    above = frame.f_back
+    return (
+        frame.f_code.co_name == "_unscale_grads_"
+        and above is not None
+        and above.f_code.co_name == "unscale_"
+    )
+
 
 # Where Optimizer keeps its registered hooks.
 _HOOKS = (
@@ -158,3 +195,70 @@ class DelegatingOptimizer(Optimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state_dict)
+
+
+_wrappers: WeakKeyDictionary[Optimizer, ref[ClippingWrapper]] = WeakKeyDictionary()
+
+
+def register(optimizer: Optimizer, wrapper: ClippingWrapper) -> None:
+    """Makes a wrapper that of an optimizer, whose checkpoints are without rules from now on."""
+    if optimizer not in _wrappers:
+        optimizer.register_state_dict_post_hook(without_rules)
+        optimizer.register_load_state_dict_pre_hook(with_present_rules)
+    _wrappers[optimizer] = ref(wrapper)
+
+
+def wrapper_of(optimizer: Optimizer) -> ClippingWrapper | None:
+    """The ClippedOptimizer around an optimizer, if one is alive."""
+    wrapper = _wrappers.get(optimizer)
+    return None if wrapper is None else wrapper()
+
+
+def is_wrapped(optimizer: Optimizer) -> bool:
+    """Whether a ClippedOptimizer around this optimizer is alive."""
+    return wrapper_of(optimizer) is not None
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Refuses an object that cannot be wrapped, and an optimizer that is wrapped already.
+
+    Raises:
+        TypeError: no optimizer.
+        ValueError: a wrapper, or an optimizer that has one.
+    """
+    expected = "optimizer must be a torch.optim.Optimizer"
+    if isinstance(optimizer, type):
+        raise TypeError(f"{expected}, got the class; write {optimizer.__name__}(parameters, ...)")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{expected}, got {type(optimizer).__name__}; {_remedy(optimizer)}")
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+        raise TypeError(
+            f"{expected} that ran Optimizer.__init__, got {type(optimizer).__name__}, which did "
+            f"not; {_remedy(optimizer)}"
+        )
+    if isinstance(optimizer, DelegatingOptimizer):
+        raise ValueError(
+            "optimizer is a ClippedOptimizer, which would clip twice; to change its rule, set its "
+            "attribute clip, or give a parameter group the key 'clip'"
+        )
+    if is_wrapped(optimizer):
+        raise ValueError(
+            f"this {type(optimizer).__name__} is wrapped already, and a second wrapper would keep "
+            "statistics of its own; use the first wrapper, or make a new optimizer"
+        )
+
+
+def _remedy(refused: object) -> str:
+    """What to wrap in place of an object that cannot be wrapped, or to write."""
+    kind = type(refused).__name__
+    if hasattr(refused, "noise_multiplier"):
+        return (
+            "its step clips the gradient of each example and then adds noise, and a "
+            "ClippedOptimizer around or inside it would clip the noise or nothing: set its "
+            "max_grad_norm, and use it bare"
+        )
+    if not any(isinstance(one, Optimizer) for one in getattr(refused, "__dict__", {}).values()):
+        return "write ClippedOptimizer(optimizer, 1.0), with an optimizer such as torch.optim.SGD"
+    if not hasattr(refused, "zero_grad"):
+        return "wrap its optimizer, before a scheduler is made of it"
+    return f"wrap the optimizer inside it: {kind}(ClippedOptimizer(optimizer, 1.0), ...)"
