@@ -8,6 +8,7 @@ the ``backend`` fixture.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -52,11 +53,10 @@ class Backend:
         return self.module in ("cpu_backend", "native")
 
 
+_HAS_GPU = torch.cuda.is_available()
 _NEEDS_GPU = (
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is false"
-    ),
+    pytest.mark.skipif(not _HAS_GPU, reason="no GPU: torch.cuda.is_available() is false"),
 )
 
 
@@ -84,7 +84,8 @@ _BACKENDS = (
         _backend("native", "cpu", "native"),
         _backend("torch", "cpu", "cpu_backend"),
         _DEFERRED,
-        *_CUDA_BACKENDS,
+        # Without a GPU they would be thousands of items that are all skipped.
+        *(_CUDA_BACKENDS if _HAS_GPU else ()),
     ]
 )
 
@@ -92,6 +93,8 @@ _BACKENDS = (
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA or ROCm device")
     config.addinivalue_line("markers", "plain_empty: torch.empty is left as it is")
+    # Several workers with several threads each wait for one another, at the sizes of these tests.
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -101,6 +104,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = [item for item in items if "backend" in getattr(item, "fixturenames", ())]
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Spare what collection made from the garbage collector, which tests call often."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=_BACKENDS)
@@ -172,20 +182,10 @@ def frequent_switches() -> Iterator[None]:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    """One thread of torch: several only wait for one another at the sizes of these tests."""
-    before = torch.get_num_threads()
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """Sets the threads of torch for the length of a test."""
+    yield torch.set_num_threads
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def same_threads() -> Iterator[None]:
-    """Gives back the threads of torch that a program under test takes away."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

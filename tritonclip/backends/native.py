@@ -76,11 +76,13 @@ loops, fault = load()
 
 def _share_threads() -> bool:
     """Lets loops run in PyTorch's threads; False where its OpenMP library cannot be called."""
-    # First as PyTorch itself looks it up, so that a library that was preloaded serves both.
-    for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
+    folder = Path(torch.__file__).parent / "lib"
+    # First as PyTorch itself looks it up, so that a library that was preloaded serves both; then
+    # through PyTorch's library, by its names on Linux and on macOS.
+    for library in (None, folder / "libtorch_cpu.so", folder / "libtorch_cpu.dylib"):
         with suppress(OSError, AttributeError, TypeError):
             # GCC's interface, which LLVM's library has too. Already loaded: nothing is read.
-            function = ctypes.CDLL(library).GOMP_parallel
+            function = ctypes.CDLL(str(library) if library else None).GOMP_parallel
             loops.share(ctypes.cast(function, ctypes.c_void_p).value)
             return True
     return False

@@ -47,7 +47,7 @@ from tritonclip.optim.param_groups import (
     not_in_buffers,
     rules_of,
 )
-from tritonclip.rules import ClipByGlobalNorm, Following, Rule
+from tritonclip.rules import BoundRule, ClipByGlobalNorm, Rule
 
 # Scales nothing but a loss scale; its norm is finite where every gradient is.
 _UNLIMITED = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
@@ -83,7 +83,7 @@ class ClipGroup:
     norms: Norms | None = None
     largest: Norms | None = None
     two_norm: Norms | None = None
-    bound_rule: Following | None = None
+    bound_rule: BoundRule | None = None
 
     @property
     def is_spread(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonclip.messages import warn_user
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim.param_groups import Groups
@@ -16,7 +17,6 @@ from tritonclip.optim.states import Judgement, RuleStates
 from tritonclip.optim.step import Step
 from tritonclip.rules import Rule
 from tritonclip.rules.arguments import as_count
-from tritonclip.warn import warn_user
 
 # A run that skips so many steps in a row is no run; nobody may have noticed.
 _SUSPICIOUS = 100

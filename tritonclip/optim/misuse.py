@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonclip.engine import misuse
-from tritonclip.warn import warn_user
+from tritonclip.messages import warn_user
 
 # Steps in a row without a gradient that are warned of.
 IN_VAIN = 3

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.optim.param_groups import Groups, key_of
-from tritonclip.rules import ClipState, Following, Numbering, Outlier, Rule
+from tritonclip.rules import BoundRule, ClipState, Numbering, Outlier, Rule
 from tritonclip.rules.arguments import as_limit
 
 _OUTLIERS = "outliers"
@@ -152,7 +152,7 @@ class RuleStates:
         rows = self._rows
         return [rows[id(parameter)][1] for parameter in parameters], self._n_rows
 
-    def bind(self, group_index: int | None, rule: Rule, numbering: Numbering) -> Following:
+    def bind(self, group_index: int | None, rule: Rule, numbering: Numbering) -> BoundRule:
         """The rule, bound to its state for the next step.
 
         Args:
@@ -167,8 +167,8 @@ class RuleStates:
         return state.follow(rule, step=self.steps, numbering=numbering)
 
     def take_over(
-        self, group_index: int | None, bound_rule: Following, numbering: Numbering
-    ) -> Following:
+        self, group_index: int | None, bound_rule: BoundRule, numbering: Numbering
+    ) -> BoundRule:
         """The rule of a measured step, bound to a state of another `RuleStates`.
 
         Args:

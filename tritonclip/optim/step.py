@@ -19,6 +19,7 @@ from tritonclip import settings
 from tritonclip.distributed.process_groups import Holders
 from tritonclip.engine.norms import total
 from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import Outcomes
@@ -39,8 +40,7 @@ from tritonclip.optim.clip_groups import (
 from tritonclip.optim.param_groups import Groups, key_of, label_of_member
 from tritonclip.optim.states import Judgement, RuleStates
 from tritonclip.rules import ClipByNorm, Numbering
-from tritonclip.rules.adaptive import Adaptive
-from tritonclip.warn import warn_user
+from tritonclip.rules.rule import Adaptive
 
 # Measures each gradient, and limits none.
 _EACH = ClipByNorm(math.inf)
@@ -333,7 +333,7 @@ class Step:
     @torch.compiler.disable
     @without_grad
     def commit(self, left_out: Tensor | bool | None) -> None:
-        """Makes the rules whose limit changes remember this step; see `Following.commit`."""
+        """Makes the rules whose limit changes remember this step; see `BoundRule.commit`."""
         for group in self._clip_groups:
             if group.bound_rule is not None:
                 group.bound_rule.commit(left_out)
