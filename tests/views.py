@@ -64,4 +64,4 @@ def backward(params: list[Tensor]) -> None:
     torch.stack([(p * p.detach().add(1)).sum() for p in params]).sum().backward()
 
 
-GONE = r"is no view of FlatGradients any more: .*Call flat\.attach_\(\)"
+GONE = r"is no longer a view of FlatGradients: .*Call flat\.attach_\(\)"

@@ -16,6 +16,7 @@ from tritonclip.engine import execute, misuse, traced
 from tritonclip.engine.checks import POLICIES, refuse_other_model, unknown_policy
 from tritonclip.engine.gradients import Gradients
 from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import (
     ClipByGlobalNorm,
     ClipByNorm,
@@ -33,7 +34,6 @@ from tritonclip.rules import (
 )
 from tritonclip.rules.arguments import as_grad_scale
 from tritonclip.signatures import ABSENT, misfit, reaches_misfit
-from tritonclip.tracing import is_traced, n_dispatch_modes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -16,11 +16,10 @@ from tritonclip.engine import verify
 from tritonclip.engine.arguments import labelled, needs_clip
 from tritonclip.engine.gradients import Gradients
 from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.grad_mode import without_grad
+from tritonclip.messages import warn_user
+from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import ClipByNorm
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
-from tritonclip.tracing import refuse_tracer
-from tritonclip.warn import warn_user
 
 
 @torch.compiler.disable

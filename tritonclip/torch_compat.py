@@ -20,9 +20,9 @@ from tritonclip.engine import execute, misuse, traced
 from tritonclip.engine.checks import TORCH_REMEDY, refuse_negative
 from tritonclip.engine.gradients import Gradients
 from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import ClipByGlobalNorm, ClipByValue, Rule
 from tritonclip.rules.arguments import as_limit, as_norm_type, check_one_float
-from tritonclip.tracing import is_traced, n_dispatch_modes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -112,17 +112,13 @@ def test_half_types_whose_squares_float32_does_not_hold_are_measured(dtype, valu
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_threads_change_no_bit(dtype):
+def test_threads_change_no_bit(dtype, set_threads):
     grads = [normal(n, dtype) for n in (SMALL, SMALL + 3, 40 * SMALL, 9)]
     sizes = [len(grad) for grad in grads]
-    before = torch.get_num_threads()
-    try:
-        norms = []
-        for n_threads in (1, 2, 3):
-            torch.set_num_threads(n_threads)
-            norms.append(float(cpu_norm.two_norm(grads, sizes, flat=True)))
-    finally:
-        torch.set_num_threads(before)
+    norms = []
+    for n_threads in (1, 2, 3):
+        set_threads(n_threads)
+        norms.append(float(cpu_norm.two_norm(grads, sizes, flat=True)))
     assert norms[0] == norms[1] == norms[2]
 
 

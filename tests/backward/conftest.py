@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from processes import Worlds
 
-from tritonclip.backward.plans import plans
+from tritonclip.backward.activations import plans
 
 
 @pytest.fixture(autouse=True)

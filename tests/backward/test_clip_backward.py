@@ -217,7 +217,7 @@ def test_clip_backward_clips_the_dense_sum_of_a_sparse_gradient():
     ("rule", "message"),
     [
         (1.0, "a norm of all gradients"),
-        (ClipByGlobalNorm(1.0), "passes it on before the next one is known"),
+        (ClipByGlobalNorm(1.0), "before the next one is known"),
         (ClipByNorm, r"write ClipByNorm\(\.\.\.\)"),
         (None, "got None of type NoneType"),
         (True, "got True of type bool"),

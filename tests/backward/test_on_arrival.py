@@ -11,7 +11,7 @@ from cases import assert_bits, copies, normal
 
 import tritonclip
 from tritonclip import ClipByNorm, ClipByValue, clip_on_backward_
-from tritonclip.backward.plans import plans
+from tritonclip.backward.activations import plans
 from tritonclip.engine import plan_cache
 
 RULES = [

@@ -223,7 +223,9 @@ def test_step_with_a_recorder_of_each_norm_raises_everywhere(is_flat: bool) -> N
         grads = [one.grad for one in params]
         if is_first():
             overlap(params[0])
-        error, message = (RuntimeError, "is no view") if is_flat else (ValueError, "share memory")
+        error, message = (
+            (RuntimeError, "is no longer a view") if is_flat else (ValueError, "share memory")
+        )
         check_raises(optimizer.step, error, message, grads)
 
 

@@ -17,7 +17,7 @@ from views import SHAPES, grads_of, mixed, parameters_of
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, FlatGradients
-from tritonclip.flat import gradient_lists
+from tritonclip.flat import flat_gradients
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -177,7 +177,7 @@ def test_buffers_are_planned_again_only_where_memory_moved(monkeypatch):
     """A plan has addresses, which kernels read."""
     model = torch.nn.Linear(3, 2)
     flat = FlatGradients(model)
-    plan, planned = gradient_lists.list_of, []
+    plan, planned = flat_gradients.list_of, []
 
     def counted(*args, **kwargs):
         planned.append(args)

@@ -11,7 +11,7 @@ from cases import FLOATS, assert_bits, normal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonclip import functional
-from tritonclip.functional import copies
+from tritonclip.functional import by_engine
 
 SHAPES = ((40,), (), (0,), (3, 70), (1,))
 FUNCTIONS = {
@@ -42,7 +42,7 @@ def as_if_long(monkeypatch):
 
     def run(function, *arguments):
         with monkeypatch.context() as patched:
-            patched.setattr(copies, "SHORT", -1)
+            patched.setattr(by_engine, "SHORT", -1)
             return function(*arguments)
 
     return run
@@ -113,7 +113,7 @@ def test_short_lists_may_have_gaps(as_if_long):
 @pytest.mark.parametrize("without_foreach", [False, True])
 def test_short_lists_share_no_memory(without_foreach, monkeypatch):
     if without_foreach:
-        monkeypatch.setattr(copies, "_clone_in_one_call", None)
+        monkeypatch.setattr(by_engine, "_clone_in_one_call", None)
     tensors = repeated(torch.float32)
     clipped, _ = functional.clip_by_global_norm(tensors, 1e6)
     known = {x.data_ptr() for x in tensors if x.numel()}
@@ -122,7 +122,7 @@ def test_short_lists_share_no_memory(without_foreach, monkeypatch):
     assert len(set(own)) == len(own)
 
 
-@pytest.mark.parametrize("n", [copies.SHORT, copies.SHORT + 1])
+@pytest.mark.parametrize("n", [by_engine.SHORT, by_engine.SHORT + 1])
 def test_lists_about_the_longest_short_one_are_clipped(n):
     x = torch.ones(n)
     (clipped,), norm = functional.clip_by_global_norm([x], 1.0)

@@ -12,7 +12,7 @@ from tritonclip.backends.interface import Layout, UnitLayout
 from tritonclip.backends.native import CODES, NativeLayout, fault, has_threads, loops
 from tritonclip.backends.operators import TorchLayout
 from tritonclip.backends.units import TorchUnitLayout
-from tritonclip.warn import warn_user
+from tritonclip.messages import warn_user
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -9,7 +9,7 @@ from tritonclip.backends.cpu_clamp import Clamping
 from tritonclip.backends.host_form import VIEW_BYTES, HostForm
 from tritonclip.backends.operators import ARITHMETIC
 from tritonclip.backends.packed import Scratch, packs, scratch_bytes
-from tritonclip.grad_mode import outside_inference
+from tritonclip.modes import outside_inference
 
 # Largest mean size of gradients that GradScaler's function multiplies faster than foreach does: 30
 # float32 gradients of 64, 1,024, 4,096 and 16,384 elements take 8.2, 11.4, 20.8 and 67 us, foreach

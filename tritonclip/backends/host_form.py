@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.numbers import Numbers
-from tritonclip.grad_mode import outside_inference
+from tritonclip.modes import outside_inference
 
 # Gradients whose coefficients are computed in Python's numbers, at most. For 32, 128 and 512 that
 # takes 5, 10 and 29 us where nothing is clipped, tensor operators 33, 39 and 58; where all are

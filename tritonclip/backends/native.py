@@ -37,7 +37,7 @@ from tritonclip.backends.host_form import HostForm
 from tritonclip.backends.interface import Batch, PartialNorms
 from tritonclip.backends.numbers import Numbers, as_tensor
 from tritonclip.backends.operators import TorchBatch, as_contiguous, unscale_and_clamp_
-from tritonclip.tracing import is_pre_dispatch, n_dispatch_modes
+from tritonclip.modes import is_pre_dispatch, n_dispatch_modes
 
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
@@ -76,11 +76,13 @@ loops, fault = load()
 
 def _share_threads() -> bool:
     """Lets loops run in PyTorch's threads; False where its OpenMP library cannot be called."""
-    # First as PyTorch itself looks it up, so that a library that was preloaded serves both.
-    for library in (None, str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")):
+    folder = Path(torch.__file__).parent / "lib"
+    # First as PyTorch itself looks it up, so that a library that was preloaded serves both; then
+    # through PyTorch's library, by its names on Linux and on macOS.
+    for library in (None, folder / "libtorch_cpu.so", folder / "libtorch_cpu.dylib"):
         with suppress(OSError, AttributeError, TypeError):
             # GCC's interface, which LLVM's library has too. Already loaded: nothing is read.
-            function = ctypes.CDLL(library).GOMP_parallel
+            function = ctypes.CDLL(str(library) if library else None).GOMP_parallel
             loops.share(ctypes.cast(function, ctypes.c_void_p).value)
             return True
     return False

@@ -6,7 +6,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from tritonclip.grad_mode import outside_inference
+from tritonclip.modes import outside_inference
 
 
 class Numbers:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tritonclip.backends.cpu_rows import ROW
 from tritonclip.backends.host_form import VIEW_BYTES
-from tritonclip.grad_mode import outside_inference
+from tritonclip.modes import outside_inference
 
 # Lists of up to so many tensors are packed, if no more elements are copied, and no more measured:
 # scratch takes up to 5 MiB a plan.

@@ -1,5 +1,11 @@
-"""`clip_backward`: an identity whose gradient is clipped on its way back."""
+"""`clip_backward`: an identity whose gradient is clipped on its way back.
 
+The engine clips a gradient in place, through its address. A formula of torch operators, which is
+slower, serves where there is no address, as inside torch.func and torch.compile, and where the
+clipping itself is differentiated.
+"""
+
+import math
 from functools import partial
 from typing import Any, NoReturn
 
@@ -7,16 +13,22 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from tritonclip.backward import formula
-from tritonclip.backward.arguments import check_policy, rule_for_one
 from tritonclip.backward.ownership import Identity, References, is_free
-from tritonclip.backward.plans import plans
 from tritonclip.distributed import execute
 from tritonclip.distributed.gradients import collect_tensors
 from tritonclip.engine.arguments import PLAIN
-from tritonclip.rules import ClipByNorm, ClipByValue
+from tritonclip.engine.checks import POLICIES, REMEDY, unknown_policy
+from tritonclip.engine.plan_cache import PlanCache
+from tritonclip.functional.by_engine import filled
+from tritonclip.functional.formulas import norm_of, result_dtype
+from tritonclip.modes import is_traced
+from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from tritonclip.rules.arguments import as_number
 from tritonclip.signatures import ABSENT, explains_misfits, misfit, reaches_misfit
-from tritonclip.tracing import is_traced
+
+# The plans of gradients that are clipped one at a time. More than most models have kinds of
+# gradients, which come in turn; the memory of plans is bounded too.
+plans = PlanCache(capacity=256)
 
 
 @reaches_misfit
@@ -27,17 +39,17 @@ def clip_backward(
     nonfinite: str = "propagate",
     **_unknown: NoReturn,
 ) -> Tensor:
-    r"""Returns `x` unchanged; in backward, clips its gradient before it goes on.
+    r"""Returns `x` unchanged; clips its gradient in backward, before it flows on.
 
     For recurrent networks, call it on the state at every time step: gradients then cannot grow from
     step to step.
 
-    The gradient is overwritten where autograd has just made it and nobody else holds it, else
-    copied. Where the clipping itself is differentiated (`create_graph=True`, torch.func) and in a
-    graph of torch.compile it is a formula of torch operators.
+    The gradient is clipped in place if autograd has just made it and nothing else refers to it,
+    else in a copy. Where the clipping itself is differentiated (`create_graph=True`, torch.func),
+    and in a graph of torch.compile, it is a formula of torch operators.
 
     Args:
-        x: any tensor; its gradient is clipped as one, also the batch in it.
+        x: any tensor; its gradient is clipped as a whole, all examples of a batch by one norm.
         rule: :class:`ClipByNorm` or :class:`ClipByValue`.
         nonfinite: the policy for a norm (for ClipByValue: an element) that is NaN or inf; see
             :func:`clip_`. "error" raises from within `backward`.
@@ -111,7 +123,7 @@ class ClipBackward(Module):
         return clip_backward(x, self.rule, nonfinite=self.nonfinite)
 
     def extra_repr(self) -> str:
-        """The rule, and the policy where it is another one than usual."""
+        """The rule, and the policy unless it is the default."""
         policy = "" if self.nonfinite == "propagate" else f", nonfinite={self.nonfinite!r}"
         return f"{self.rule}{policy}"
 
@@ -121,7 +133,7 @@ def _clip(
 ) -> Tensor:
     """The gradient after clipping: in its own memory, in a copy, or as a formula."""
     if (torch.is_grad_enabled() and grad.requires_grad) or is_traced() or not _has_memory(grad):
-        return formula.clipped(grad, rule, nonfinite)
+        return clipped(grad, rule, nonfinite)
     if not is_free(grad, references):
         grad = grad.clone()
     gradients = collect_tensors([grad], "x in clip_backward".format, cache=plans)
@@ -132,7 +144,7 @@ def _clip(
 def _has_memory(grad: Tensor) -> bool:
     """Whether a gradient has an address; inside torch.func it has none."""
     if type(grad) not in PLAIN or grad.layout != torch.strided:
-        # For the engine to take apart, or to refuse.
+        # For the engine to read, or to refuse.
         return True
     try:
         grad.data_ptr()
@@ -151,4 +163,99 @@ class _Compiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return formula.clipped(grad, ctx.rule, ctx.nonfinite), None, None
+        return clipped(grad, ctx.rule, ctx.nonfinite), None, None
+
+
+def rule_for_one(rule: object, name: str) -> ClipByNorm | ClipByValue:
+    """The rule itself.
+
+    Args:
+        rule: of the user.
+        name: of the function that it was handed to.
+
+    Raises:
+        TypeError: anything that is no rule for a single gradient.
+        ValueError: a limit that is a function of the step.
+    """
+    if isinstance(rule, ClipByNorm | ClipByValue):
+        if not rule.fixed:
+            raise ValueError(
+                f"{name} sees no steps, but the limit of {rule} is a function of the step; "
+                "expected a number"
+            )
+        return rule
+    expected = f"{name} expects ClipByNorm(...) or ClipByValue(...)"
+    if isinstance(rule, ClipByGlobalNorm) or (
+        isinstance(rule, int | float) and not isinstance(rule, bool)
+    ):
+        raise TypeError(
+            f"{expected}, got {rule!r}, a norm of all gradients. Backward yields one gradient "
+            "at a time, before the next one is known; clip by one norm after backward, with clip_ "
+            "or a ClippedOptimizer"
+        )
+    if isinstance(rule, type):
+        raise TypeError(f"{expected}, got the class {rule.__name__}; write {rule.__name__}(...)")
+    raise TypeError(f"{expected}, got {rule!r:.80} of type {type(rule).__name__}")
+
+
+def check_policy(nonfinite: object) -> None:
+    """Refuses an unknown policy for NaN and inf."""
+    if nonfinite not in POLICIES:
+        raise unknown_policy(nonfinite)
+
+
+def clipped(grad: Tensor, rule: ClipByNorm | ClipByValue, nonfinite: str) -> Tensor:
+    """A gradient after clipping, as a new tensor.
+
+    Args:
+        grad: floating-point, for ClipByNorm also complex; any size.
+        rule: that holds for it.
+        nonfinite: as for `clip_`; "error" waits for the device.
+    """
+    if not grad.numel():
+        return grad
+    if isinstance(rule, ClipByValue):
+        norm, result = grad, _clamped(grad, rule)
+    else:
+        norm = norm_of(grad, rule.norm_type).to(result_dtype([grad]))
+        result = (grad.to(_at_least_single(grad)) * _coefficient(norm, rule)).to(grad.dtype)
+    if nonfinite == "propagate":
+        return result
+    finite = torch.isfinite(norm).all()
+    if nonfinite == "error":
+        if not bool(finite):
+            raise RuntimeError(
+                f"a gradient in backward is non-finite, so {rule} cannot clip it. {REMEDY}"
+            )
+        return result
+    return torch.where(finite, result, torch.zeros_like(result))
+
+
+def _clamped(grad: Tensor, rule: ClipByValue) -> Tensor:
+    """The gradient within its bounds; a finite bound stays finite in its dtype."""
+    largest = torch.finfo(grad.dtype).max
+    low, high = (
+        bound if abs(bound) == math.inf else min(max(bound, -largest), largest)
+        for bound in rule.interval()
+    )
+    wide = grad.to(_at_least_single(grad))
+    if is_traced():
+        least, most = (filled(bound, wide.dtype, wide.device) for bound in (low, high))
+        return wide.clamp(least, most).to(grad.dtype)
+    return wide.clamp(low, high).to(grad.dtype)
+
+
+def _coefficient(norm: Tensor, rule: ClipByNorm) -> Tensor:
+    """min(1, max_norm / (norm + eps)); NaN stays NaN, and no derivative is taken of a kept 1."""
+    one = torch.ones_like(norm)
+    max_norm = as_number("max_norm", rule.max_norm)
+    limit, bound = one * max_norm, norm + rule.eps
+    keep = (bound <= limit) | (bound == 0)
+    if type(max_norm) is float and max_norm == math.inf:
+        keep = norm == norm
+    return torch.where(keep, one, limit / torch.where(keep, one, bound))
+
+
+def _at_least_single(grad: Tensor) -> torch.dtype:
+    """The dtype that a gradient is multiplied in: float32 for half types."""
+    return torch.promote_types(grad.dtype, torch.float32)

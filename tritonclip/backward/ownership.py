@@ -1,9 +1,9 @@
-"""An identity that tells, in backward, whether its gradient may be overwritten.
+"""An identity that knows in backward whether its gradient may be overwritten.
 
 Autograd passes one tensor to several branches, expands one element to many, and hands on tensors
 that users gave it or keep. All of these hold one more reference, to the object, to the tensor, or
 to its memory, than a gradient that the operator before has just made. Python and PyTorch add
-references of their own while they call; so a gradient that nobody else holds is counted first.
+references while they call, so those to a gradient that nobody else holds are counted first.
 """
 
 import sys
@@ -18,13 +18,12 @@ from torch import Tensor
 from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.memory import has_overlap
 
-# How often a gradient and its memory are referred to, from Python and from C++; None where they do
-# not tell.
+# Reference counts of a gradient and of its storage, from Python and from C++; None if unavailable.
 References = tuple[int, int, int, int] | None
 
 
 class Identity(torch.autograd.Function):
-    """Hands its gradient in backward to a function, with the references that it is held by."""
+    """Passes its gradient in backward to a function, with the counts of references to it."""
 
     generate_vmap_rule = True
 
@@ -35,7 +34,7 @@ class Identity(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keeps the function; a gradient that is not there is None."""
+        """Keeps the function; a missing gradient is None."""
         ctx.function = inputs[1]
         ctx.set_materialize_grads(False)
 
@@ -72,7 +71,7 @@ def references_to_free() -> References:
             # The derivative of a negation is a new tensor.
             (-Identity.apply(x, keep)).sum().backward()  # type: ignore[no-untyped-call]
 
-    # In a thread, where nothing of the user's is on: no graph, hook, mode or transform.
+    # In a thread, where no graph, hook, mode or transform of the user is active.
     thread = Thread(target=count)
     thread.start()
     thread.join()

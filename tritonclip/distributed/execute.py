@@ -33,9 +33,8 @@ from tritonclip.engine.checks import REMEDY, TORCH_REMEDY, raise_if_nonfinite
 from tritonclip.engine.gradients import Gradients, parameters_of
 from tritonclip.engine.norms import Norms
 from tritonclip.engine.units import Units
-from tritonclip.grad_mode import without_grad
+from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import ClipByNorm, Rule
-from tritonclip.tracing import refuse_tracer
 
 
 @dataclass(slots=True)

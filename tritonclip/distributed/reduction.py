@@ -41,7 +41,7 @@ from torch.nn.functional import pad
 
 from tritonclip.distributed.process_groups import Domain, all_reduce
 from tritonclip.distributed.shards import LocalShard, Sharding
-from tritonclip.grad_mode import outside_inference
+from tritonclip.modes import outside_inference
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

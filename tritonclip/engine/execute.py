@@ -26,9 +26,8 @@ from tritonclip.engine.checks import (
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms, measure, measure_by
 from tritonclip.engine.plan import Group
-from tritonclip.grad_mode import without_grad
+from tritonclip.modes import is_pre_dispatch, refuse_tracer, without_grad
 from tritonclip.rules import ClipByGlobalNorm, Rule
-from tritonclip.tracing import is_pre_dispatch, refuse_tracer
 
 
 class Outcome(NamedTuple):

@@ -22,7 +22,7 @@ from tritonclip.engine.arguments import (
 )
 from tritonclip.engine.plan import NewPlan, Plan, make_plan, unique_indices
 from tritonclip.engine.plan_cache import PlanCache, plans
-from tritonclip.tracing import n_dispatch_modes, refuse_tracer
+from tritonclip.modes import n_dispatch_modes, refuse_tracer
 
 
 class Gradients:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonclip.modes import refuse_tracer
 from tritonclip.rules import Rule
-from tritonclip.tracing import refuse_tracer
 
 
 @torch.compiler.disable

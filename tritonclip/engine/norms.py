@@ -15,9 +15,8 @@ from tritonclip.backends.interface import Batch, PartialNorms
 from tritonclip.backends.operators import wide_dtype
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.units import Units
-from tritonclip.grad_mode import outside_inference, without_grad
+from tritonclip.modes import outside_inference, refuse_tracer, without_grad
 from tritonclip.rules import Rule
-from tritonclip.tracing import refuse_tracer
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from tritonclip.engine.memory import (
     memory_of,
     overlap_error,
 )
-from tritonclip.grad_mode import without_grad
+from tritonclip.modes import without_grad
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,9 @@ from tritonclip.engine import execute
 from tritonclip.engine.arguments import check_marks, needs_clip
 from tritonclip.engine.checks import refuse_negative, refuse_other_model, refuse_repeated
 from tritonclip.engine.gradients import Gradients
+from tritonclip.modes import WHOLE
 from tritonclip.rules import ClipByGlobalNorm, Rule
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
-from tritonclip.tracing import WHOLE
 
 
 def _result_dtype(grads: Sequence[Tensor]) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Real flattening: gradients of many parameters as views of one buffer a device and dtype."""
+"""`FlatGradients`: the gradients of many parameters as views of one buffer a device and dtype."""
 
 from __future__ import annotations
 
@@ -12,58 +12,60 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip import settings
+from tritonclip.distributed.gradients import ShardedGradients
 from tritonclip.distributed.process_groups import Processes
-from tritonclip.engine.arguments import labelled
+from tritonclip.engine.arguments import labelled, needs_clip
 from tritonclip.engine.gradients import Gradients
-from tritonclip.flat.gradient_lists import list_of
-from tritonclip.flat.layout import is_wanted, lay_out, refuse
+from tritonclip.engine.plan_cache import PlanCache
+from tritonclip.flat.layout import Views, is_wanted, lay_out, refuse
 from tritonclip.flat.view_watch import ViewWatch, present
-from tritonclip.grad_mode import without_grad
+from tritonclip.modes import is_pre_dispatch, n_dispatch_modes, refuse_tracer, without_grad
 from tritonclip.signatures import explains_misfits
-from tritonclip.tracing import is_pre_dispatch, n_dispatch_modes, refuse_tracer
 
 
 @explains_misfits
 class FlatGradients:
     """Makes the `.grad` of every parameter a view of one buffer for each device and dtype.
 
-    Pass it in place of the parameters: a call then looks at the buffers, and its cost on the host
-    does not grow with the number of parameters (for :class:`ClipByNorm` only where dtypes mix). One
-    memset sets all gradients to zero, one all-reduce sums them up.
+    Pass it in place of the parameters: a call then reads the buffers, and its cost on the host does
+    not grow with the number of parameters (for :class:`ClipByNorm`, only if dtypes mix). One memset
+    sets all gradients to zero, one all-reduce sums them.
 
-    Gradients now are always there: set them to 0 by :meth:`zero_`, or by
+    Gradients are never None then: set them to 0 by :meth:`zero_`, or by
     `optimizer.zero_grad(set_to_none=False)`. A parameter that took no part in a step has a gradient
     of 0 in place of None: optimizers apply momentum and weight decay to it. `backward` adds to the
     buffers in place.
 
     Args:
         parameters: an iterable of tensors, one tensor, a module, or (name, parameter) pairs, whose
-            names stand in error messages. Each counts once. Those that require no gradient or have
-            `need_clip = False` are left out: not in the buffers, nor clipped. Gradients that are
-            there are kept. Any floating-point or complex dtype, any device; they may mix.
+            names appear in error messages. Each counts once. Those that require no gradient or have
+            `need_clip = False` are left out: neither in the buffers nor clipped. The values of
+            existing gradients are kept. Dtypes are floating-point or complex; dtypes and devices
+            may mix.
 
     Raises:
         TypeError: an argument without tensors; tensor subclasses; gradients that are sparse or of
             another dtype.
-        ValueError: no parameter that requires a gradient; one that is no leaf; a gradient of
+        ValueError: no parameter that requires a gradient; one that is not a leaf; a gradient of
             another shape.
 
     Notes:
         Every call outside of torch.compile checks, in constant time, that no view was dropped, and
-        compares the addresses of the first, the last and 16 others, in turn. This finds
-        `zero_grad(set_to_none=True)`, an assignment to `.grad`, `backward(create_graph=True)` and a
-        parameter in whose place another one was put (`load_state_dict(assign=True)`) at once, and a
-        move of a part of the model (`model.layer.to(...)`), `need_clip = False` set later, or a
-        parameter that was left out and is unfrozen (also 16 of these at every call) after some
-        calls. Missed are a view or a replaced parameter that somebody else keeps alive, and one
-        that was frozen later, which keeps a gradient of 0. :meth:`check` and `verify()` find all
-        but a replaced one, a :class:`ClippedOptimizer` every one that was replaced in its groups.
+        compares the addresses of the first, the last and 16 others, in turn. Noticed
+        at once: `zero_grad(set_to_none=True)`, an assignment to `.grad`,
+        `backward(create_graph=True)`, and a parameter that another one replaced
+        (`load_state_dict(assign=True)`). Noticed after some calls: a move of a submodule
+        (`model.layer.to(...)`), `need_clip = False` set later, and a parameter that was left out
+        and is trained now (16 of these are compared at every call, too). Not noticed: a view or a
+        replaced parameter that other code keeps alive; a parameter frozen later, which keeps a
+        gradient of 0. :meth:`check` and `verify()` find all of these but a replaced parameter,
+        which a :class:`ClippedOptimizer` finds in its groups.
 
         It keeps no parameter alive: copy or pickle it together with its model or optimizer.
         `share_memory()` moves buffers and views together, and they stay in use.
 
-        DistributedDataParallel needs `gradient_as_bucket_view=False`, its default: with it, DDP
-        makes gradients views of its own buffers. FSDP is not supported.
+        DistributedDataParallel needs `gradient_as_bucket_view=False`, its default: otherwise DDP
+        makes gradients views of its buckets. FSDP is not supported.
 
         Gradients whose size is a multiple of 16 bytes come first, so that each starts at one.
 
@@ -125,7 +127,7 @@ class FlatGradients:
         """Names and parameters, as `named_parameters()` yields them.
 
         Raises:
-            RuntimeError: a parameter that is gone.
+            RuntimeError: a parameter that no longer exists.
         """
         return iter(present(self._named))
 
@@ -134,13 +136,13 @@ class FlatGradients:
 
     @without_grad
     def attach_(self) -> None:
-        """Makes every `.grad` a view again, in new buffers; keeps the gradients' values.
+        """Makes every `.grad` a view of new buffers again, with the gradients' values.
 
-        For after something replaced gradients, or moved the model to another device or dtype.
+        Call it after gradients were replaced, or the model moved to another device or dtype.
 
         Raises:
-            TypeError, ValueError: as the constructor; nothing was changed.
-            RuntimeError: a parameter that is gone; nothing was changed.
+            TypeError, ValueError: as for the constructor; nothing is changed.
+            RuntimeError: a parameter that no longer exists; nothing is changed.
         """
         named = list(self)
         refuse(named)
@@ -160,7 +162,7 @@ class FlatGradients:
         """Sets all gradients to 0, one memset a buffer; those of `need_clip = False` too.
 
         Raises:
-            RuntimeError: a gradient that is no view any more.
+            RuntimeError: a gradient that is no longer a view of the buffers.
         """
         if not torch.compiler.is_compiling():
             self._check_cheaply()
@@ -171,9 +173,8 @@ class FlatGradients:
         """Checks every parameter.
 
         Raises:
-            RuntimeError: names the parameters that are gone, whose gradient is no view of the
-                buffers any more, that are frozen or have `need_clip = False` by now, or that no
-                longer are or have.
+            RuntimeError: names the parameters that no longer exist; whose gradient is no longer a
+                view of the buffers; that were frozen or got `need_clip = False` later, or lost it.
         """
         self._watch.check_all()
 
@@ -239,7 +240,7 @@ class FlatGradients:
         return {
             "named": list(self),
             "left_out": left_out,
-            "unclipped": [not getattr(parameter, "need_clip", True) for _, parameter in left_out],
+            "unclipped": [not needs_clip(parameter) for _, parameter in left_out],
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -252,3 +253,34 @@ class FlatGradients:
     def __repr__(self) -> str:
         buffers = ", ".join(f"{b.numel()} of {b.dtype} on {b.device}" for b in self._buffers)
         return f"FlatGradients({len(self)} parameters: {buffers})"
+
+
+def list_of(views: Views, processes: Processes | None, *, per_gradient: bool) -> Gradients:
+    """A gradient list with its plan.
+
+    Args:
+        views: of the buffers.
+        processes: that the gradients are spread over.
+        per_gradient: the gradients, as flat tensors, in place of the buffers.
+
+    Raises:
+        ValueError: `copies`, because buffers hold many parameters.
+    """
+    tensors = views.flat() if per_gradient else list(views.buffers)
+    label_of = [slot.label for slot in views.slots].__getitem__
+    device, cache = tensors[0].device, PlanCache(capacity=1)
+    if processes is None:
+        return Gradients(tensors, device, label_of, cache=cache, views=views)
+    refuse_copies(processes)
+    return ShardedGradients(
+        tensors, tensors, label_of, processes, device, label_of, cache=cache, views=views
+    )
+
+
+def refuse_copies(processes: Processes | None) -> None:
+    """Refuses numbers of copies, which buffers of many parameters cannot have."""
+    if processes is not None and processes.copies is not None:
+        raise ValueError(
+            "copies counts the holders of single parameters, and FlatGradients measures buffers of "
+            "many; expected process_group alone, or the parameters in place of the FlatGradients"
+        )

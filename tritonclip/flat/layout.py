@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.plan import flat_size
-from tritonclip.grad_mode import outside_inference
+from tritonclip.modes import outside_inference
 
 # Bytes that one vector access reads: torch's fused optimizers and our kernels want gradients to
 # start at a multiple.
@@ -19,8 +19,8 @@ _VECTOR = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where one parameter's gradient lies: in which buffer, from which element on, and how."""
+class Slot:
+    """The part of a buffer that one parameter's gradient takes: buffer, first element, layout."""
 
     label: str
     buffer: int
@@ -31,26 +31,26 @@ class Place:
 
 
 class Views(Sequence[Tensor]):
-    """The gradients, each a view that is made when it is asked for.
+    """The gradients, each a view that is made when it is read.
 
     Attributes:
         buffers: one for each device and dtype.
-        places: where each gradient lies in them.
+        slots: one for each gradient, in order.
     """
 
-    def __init__(self, buffers: tuple[Tensor, ...], places: Sequence[Place]) -> None:
-        self.buffers, self.places = buffers, places
+    def __init__(self, buffers: tuple[Tensor, ...], slots: Sequence[Slot]) -> None:
+        self.buffers, self.slots = buffers, slots
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.slots)
 
     def __getitem__(self, at: Any) -> Any:
-        place = self.places[at]
-        return self.buffers[place.buffer].as_strided(place.shape, place.stride, place.offset)
+        slot = self.slots[at]
+        return self.buffers[slot.buffer].as_strided(slot.shape, slot.stride, slot.offset)
 
-    def pieces(self) -> list[Tensor]:
-        """The gradients as 1-d pieces of the buffers."""
-        return [self.buffers[p.buffer][p.offset : p.offset + p.n_elements] for p in self.places]
+    def flat(self) -> list[Tensor]:
+        """The gradients as 1-d slices of the buffers."""
+        return [self.buffers[s.buffer][s.offset : s.offset + s.n_elements] for s in self.slots]
 
 
 def refuse(named: Iterable[tuple[str, Tensor]]) -> None:
@@ -72,7 +72,7 @@ def refuse(named: Iterable[tuple[str, Tensor]]) -> None:
                     "dense gradients only"
                 )
         if getattr(parameter, "grad_dtype", None) not in (None, parameter.dtype):
-            raise TypeError(f"{label} has a grad_dtype of its own; expected {parameter.dtype}")
+            raise TypeError(f"{label} has another grad_dtype; expected {parameter.dtype}")
         if grad is not None and grad.shape != parameter.shape:
             raise ValueError(
                 f"the gradient of {label} has shape {tuple(grad.shape)}; expected that of the "
@@ -91,18 +91,18 @@ def lay_out(named: Sequence[tuple[str, Tensor]]) -> Views:
     for position, (_, parameter) in enumerate(named):
         kinds.setdefault((parameter.device, parameter.dtype), []).append(position)
     buffers: list[Tensor] = []
-    places: dict[int, Place] = {}
+    slots: dict[int, Slot] = {}
     for (device, dtype), members in kinds.items():
         offset = 0
         for position in sorted(members, key=lambda i: _is_ragged(named[i][1])):
             label, parameter = named[position]
-            places[position] = Place(
+            slots[position] = Slot(
                 label, len(buffers), offset, parameter.numel(), parameter.shape, _stride(parameter)
             )
             offset += parameter.numel()
         # Never inference tensors, which no backward could add to.
         buffers.append(outside_inference(torch.zeros)(offset, dtype=dtype, device=device))
-    return Views(tuple(buffers), [places[position] for position in range(len(named))])
+    return Views(tuple(buffers), [slots[position] for position in range(len(named))])
 
 
 def _is_ragged(parameter: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Notices gradients that are no views of their buffers any more, in constant time a call."""
+"""Notices gradients that are no longer views of their buffers, in constant time a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tritonclip.flat.layout import Views, is_clipped, is_same, is_wanted
 
 # Addresses compared at every call beside the first and the last.
 _COMPARED = 16
-# Names and parameters. Weakly: with a parameter that was replaced dies its view, which is seen.
+# Names and weak references: a replaced parameter dies, and its view with it, which the watch sees.
 Named = Sequence[tuple[str, ref[Tensor]]]
 
 
@@ -29,33 +29,33 @@ class ViewWatch:
 
     def __init__(self, named: Named, left_out: Named, views: Views) -> None:
         self._named, self._left_out, self._views = named, left_out, views
-        # Backward gives these a gradient all the same, where they are not frozen.
+        # Those that are not frozen get a gradient from backward all the same.
         self._unclipped = [
             weak
             for _, weak in left_out
             if (parameter := weak()) is not None and not is_clipped(parameter)
         ]
         self._turn = 0
-        # Filled by the death of views: whoever replaces a gradient drops the old one.
+        # Filled when views die: whatever replaces a gradient drops the old one.
         self._lost: list[str] = []
         self._seen = []
         for (label, parameter), (_, weak) in zip(present(named), named, strict=True):
             view = parameter.grad
             assert view is not None
             self._seen.append((weak, ref(view, _Note(self._lost, label)), view.data_ptr()))
-        firsts = {place.buffer: at for at, place in reversed(list(enumerate(views.places)))}
-        # One of each buffer, all of which move with it, and the last.
+        firsts = {slot.buffer: at for at, slot in reversed(list(enumerate(views.slots)))}
+        # The first of each buffer, which moves as a whole, and the last of all.
         self._ends = (*firsts.values(), len(named) - 1)
 
     def check_some(self) -> bool:
-        """Looks for views that are gone, and at the addresses of some, others at every call.
+        """Looks for dead views, and compares some addresses, others at every call.
 
         Returns:
-            Whether all memory is where it was; False where it moved with all its views, as
+            Whether no memory moved; False if it moved with all its views, as
             `share_memory()` moves it.
 
         Raises:
-            RuntimeError: as for `check_all`, but not where parameters are frozen by now.
+            RuntimeError: as for `check_all`, except for parameters that were frozen later.
         """
         n, n_left_out = len(self._named), len(self._left_out)
         first, self._turn = self._turn * _COMPARED, self._turn + 1
@@ -67,7 +67,7 @@ class ViewWatch:
             parameter = weak()
             grad = None if parameter is None else parameter.grad
             if grad is None or grad is not view() or grad.data_ptr() != address:
-                self._follow_()
+                self._update_addresses_()
                 stays = False
                 break
             if not getattr(parameter, "need_clip", True):
@@ -88,15 +88,15 @@ class ViewWatch:
         """Compares the gradient of every parameter with its view.
 
         Raises:
-            RuntimeError: names the parameters that are gone, whose gradient is no view any more,
-                that are frozen or have `need_clip = False` by now, or that no longer are or have.
+            RuntimeError: names the parameters that no longer exist; whose gradient is no longer a
+                view; that were frozen or got `need_clip = False` later, or lost it.
         """
         self._check_views()
         self._refuse_all_but(is_wanted)
         _refuse_wanted(self._left_out)
 
     def _refuse_all_but(self, is_held: Callable[[Tensor], bool]) -> None:
-        """Refuses to go on with parameters that should be left out by now."""
+        """Raises if a parameter that is held should be left out now."""
         left_out = [label for label, p in present(self._named) if not is_held(p)]
         if left_out:
             raise RuntimeError(
@@ -113,8 +113,8 @@ class ViewWatch:
         if replaced or self._lost:
             self._raise_replaced(replaced or self._lost)
 
-    def _follow_(self) -> None:
-        """Goes on with buffers whose memory moved with all its views."""
+    def _update_addresses_(self) -> None:
+        """Takes over the addresses of buffers that moved with all their views."""
         self._check_views()
         self._seen = [
             (weak, known, view.data_ptr())
@@ -124,10 +124,10 @@ class ViewWatch:
     def _raise_replaced(self, labels: Sequence[str]) -> NoReturn:
         present(self._named)
         raise RuntimeError(
-            f"the gradient of {join_names(labels)} is no view of FlatGradients any more: "
+            f"the gradient of {join_names(labels)} is no longer a view of FlatGradients: "
             "zero_grad(set_to_none=True), which is the default, an assignment to .grad or a move "
-            "of the model replaced it. Nothing was changed. Call flat.attach_() to go on with the "
-            "gradients that are there, and flat.zero_() in place of zero_grad()"
+            "of the model replaced it. Nothing was changed. Call flat.attach_() to make the "
+            "gradients views again, and flat.zero_() in place of zero_grad()"
         )
 
 
@@ -135,27 +135,28 @@ def present(named: Named) -> list[tuple[str, Tensor]]:
     """Names and parameters.
 
     Raises:
-        RuntimeError: names the parameters that are gone.
+        RuntimeError: names the parameters that no longer exist.
     """
     found = [(label, weak()) for label, weak in named]
     gone = [label for label, parameter in found if parameter is None]
     if gone:
         raise RuntimeError(
-            f"{join_names(gone)} is gone: another parameter took its place in the model or the "
-            "optimizer, whose gradient FlatGradients would neither clip nor zero, or the model was "
-            "let go. Nothing was changed. Make a new FlatGradients of the parameters that are there"
+            f"{join_names(gone)} no longer exists: another parameter replaced it in the model or "
+            "the optimizer, or the model was deleted. FlatGradients would neither clip the "
+            "gradient of another parameter nor set it to 0. Nothing was changed. Make a new "
+            "FlatGradients of the parameters that the model has now"
         )
     return [(label, parameter) for label, parameter in found if parameter is not None]
 
 
 def _refuse_wanted(left_out: Named) -> None:
-    """Refuses to go on without parameters that were left out and should be no more."""
+    """Raises if a parameter that was left out needs to be clipped now."""
     wanted = [label for label, weak in left_out if (p := weak()) is not None and is_wanted(p)]
     if wanted:
         raise RuntimeError(
-            f"{join_names(wanted)} requires a gradient and has no need_clip = False by now, but "
-            "did not when FlatGradients was made, which would neither clip nor zero its gradient; "
-            "make a new FlatGradients"
+            f"{join_names(wanted)} requires a gradient and has no need_clip = False now, which was "
+            "not so when FlatGradients was made: its gradient would neither be clipped nor set to "
+            "0; make a new FlatGradients"
         )
 
 
@@ -177,7 +178,7 @@ def zero_gradient_(parameter: Tensor) -> None:
 
 
 class _Note:
-    """Remembers whose view is gone."""
+    """Records whose view died."""
 
     __slots__ = ("_label", "_lost")
 

@@ -1,4 +1,4 @@
-"""Clipping all tensors by their norm together, and the norm alone."""
+"""Clipping by the global norm, and the global norm itself."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from torch import Tensor
 
 from tritonclip.backends.operators import wide_dtype
 from tritonclip.functional import formulas
-from tritonclip.functional.copies import clip_copies
-from tritonclip.functional.limits import as_limit_or_tensor, coefficients_of, one_element
-from tritonclip.functional.norms import norm_of_all
-from tritonclip.functional.products import scaled
+from tritonclip.functional.by_engine import (
+    as_limit_or_tensor,
+    clip_copies,
+    coefficients_of,
+    norm_of_all,
+    one_element,
+    scaled,
+)
 from tritonclip.functional.trees import Tree
 from tritonclip.rules import ClipByGlobalNorm, Rule
 from tritonclip.signatures import ABSENT, misfit, reaches_misfit
@@ -62,11 +66,11 @@ def clip_by_global_norm(
         tensors: a tensor, or a nested structure of tensors and None: lists, dicts, tuples,
             dataclasses, and classes registered with `torch.utils._pytree`. Real or complex, strided
             or sparse COO, whose values at one index are added up first; dtypes and devices may mix.
-            A tensor met twice counts twice.
-        max_norm: largest norm of all tensors together, 0 or more: a number or a one-element tensor,
-            which may have a derivative. A negative or NaN tensor raises on a CPU; elsewhere, where
+            A tensor that occurs several times counts each time.
+        max_norm: largest norm over all tensors, 0 or more: a number or a one-element tensor, which
+            may have a derivative. A negative or NaN tensor raises on a CPU; elsewhere, where
             reading it would wait, the result is undefined.
-        use_norm: the norm that the tensors count as having, where it is known; as `max_norm`.
+        use_norm: a norm that is known, used in place of a computed one; checked as `max_norm` is.
 
     Returns:
         The same structure with new tensors, which share no memory with `tensors`, in their dtypes;
@@ -78,8 +82,9 @@ def clip_by_global_norm(
         ValueError: a limit or a norm that is negative or NaN, or has several elements.
 
     There is no eps: a norm equal to `max_norm` changes nothing. A NaN makes every tensor NaN; inf
-    makes the finite elements 0. `max_norm=inf` changes nothing. Differentiable twice, both results:
-    at the limit the derivative is the mean of both sides, at 0 that of the identity.
+    makes the finite elements 0. `max_norm=inf` changes nothing. Both results
+    have derivatives of first and second order everywhere: at the limit the mean of both sides, at 0
+    that of the identity.
 
     Example:
         >>> gradients = [torch.tensor([3.0]), None, torch.tensor([4.0])]
@@ -121,7 +126,7 @@ def _norm_of(values: list[Tensor]) -> Tensor:
 
 
 def _given(norm: float | Tensor, values: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """A norm from outside, rounded to the dtype of results, in the wide dtype."""
+    """The user's norm, rounded to the dtype of results, in the wide dtype."""
     known = as_limit_or_tensor("use_norm", norm, may_be_nan=True)
     device = values[0].device if values else torch.device("cpu")
     if not isinstance(known, Tensor):

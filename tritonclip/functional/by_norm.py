@@ -12,10 +12,15 @@ from torch import Tensor
 
 from tritonclip.backends.operators import wide_dtype
 from tritonclip.functional import formulas
-from tritonclip.functional.copies import clip_copies
-from tritonclip.functional.limits import as_limit_or_tensor, coefficient_over, coefficients_of
-from tritonclip.functional.norms import norms_of_each, norms_over
-from tritonclip.functional.products import scaled
+from tritonclip.functional.by_engine import (
+    as_limit_or_tensor,
+    clip_copies,
+    coefficient_over,
+    coefficients_of,
+    norms_of_each,
+    norms_over,
+    scaled,
+)
 from tritonclip.functional.trees import Tree
 from tritonclip.rules import ClipByNorm, Rule
 from tritonclip.rules.arguments import as_norm_type
@@ -45,7 +50,7 @@ def clip_by_norm(
             derivatives: of one element, or, with `dim`, one that broadcasts to the norms. A
             negative or NaN element raises on a CPU; elsewhere, where reading it would wait, the
             result is undefined.
-        dim: dimensions over which a norm is taken, with all indices of the others apart, as the
+        dim: dimensions over which a norm is taken, one norm for each index of the others, as the
             axes of TensorFlow: `dim=1` clips each row of a matrix, `dim=(1, 2, 3)` each example of
             a batch. None: all. Of a sparse tensor, dense dimensions only.
         norm_type: p of the p-norm: positive, inf, -inf, or 0 for the number of nonzero elements.
@@ -58,11 +63,12 @@ def clip_by_norm(
         ValueError: a limit that is negative, NaN or does not broadcast; a `norm_type` that names no
             norm; dimensions that a tensor does not have.
 
-    There is no eps: a norm equal to `max_norm` changes nothing. NaN makes all elements that share
-    its norm NaN; inf makes the finite ones 0. The norm of order 0 hides both and that of order -inf
-    hides inf, so that other elements stay finite. `max_norm=inf` changes nothing.
-    Differentiable twice: at the limit the derivative is the mean of both sides, at 0 that of the
-    identity. A gradient of a norm of 0 is 0.
+    There is no eps: a norm equal to `max_norm` changes nothing. A NaN makes all elements under its
+    norm NaN; an inf makes the finite ones 0. Two norms can be finite all the same: that of order 0,
+    which only counts elements, and that of order -inf, which is the smallest magnitude; the other
+    elements then stay finite. `max_norm=inf` changes nothing. Derivatives of first and second order
+    exist everywhere: at the limit the mean of both sides, at 0 that of the identity. The derivative
+    of a norm of 0 is 0.
 
     Example:
         >>> clip_by_norm(torch.tensor([3.0, 4.0]), 1.0)
@@ -214,8 +220,8 @@ def _dims_of(x: Tensor, dim: int | Sequence[int]) -> tuple[int, ...]:
     dims = tuple(d + x.dim() if d < 0 else d for d in given)
     if not dims or len(set(dims)) < len(dims) or not all(0 <= d < x.dim() for d in dims):
         raise ValueError(
-            f"dim must name dimensions of each tensor, and none twice; got {dim} for a tensor of "
-            f"shape {tuple(x.shape)}"
+            f"dim must name dimensions of each tensor, each at most once; got {dim} for a tensor "
+            f"of shape {tuple(x.shape)}"
         )
     if x.layout == torch.strided:
         return dims

@@ -8,8 +8,7 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
-from tritonclip.functional.limits import broadcasts, filled
-from tritonclip.functional.norms import is_readable, needs_grad
+from tritonclip.functional.by_engine import broadcasts, filled, is_readable, needs_grad
 from tritonclip.functional.trees import Tree
 from tritonclip.rules.arguments import as_number
 from tritonclip.signatures import misfit, reaches_misfit
@@ -40,8 +39,8 @@ def clip_by_value(
             bound. -inf counts as none.
         max: largest value, alike.
 
-    Bounds are rounded to the dtype of `x` first; a finite number stays finite there. Where tensors
-    cross, so that `min > max`, the result is `max`, as of `torch.clamp`.
+    Bounds are rounded to the dtype of `x` first; a finite number stays finite there. Where bounds
+    that are tensors cross, so that `min > max`, the result is `max`, as of `torch.clamp`.
 
     Returns:
         The same structure with new tensors, which share no memory with `x`, in its dtypes.
@@ -52,9 +51,9 @@ def clip_by_value(
         ValueError: no bound; numbers with `min > max`, or NaN; a bound that does not broadcast;
             bounds of sparse tensors that exclude 0 or are tensors; a fraction for integers.
 
-    Differentiable twice, in the bounds too: on a bound the derivative is the mean of both sides,
-    one half, as of `torch.minimum`. On GPUs as on CPUs this is one operator of PyTorch, which reads
-    and writes once.
+    Derivatives of first and second order exist everywhere, in the bounds too: on a bound the mean
+    of both sides, one half, as of `torch.minimum`. On GPUs as on CPUs this is one operator of
+    PyTorch, which reads and writes once.
 
     Example:
         >>> clip_by_value(torch.tensor([-2.0, 0.5, 2.0]), -1.0, 1.0)

@@ -1,8 +1,8 @@
 """The formulas in PyTorch operators: right for every magnitude, differentiable twice everywhere.
 
 They serve where no kernel does: for tensors inside torch.func and torch.compile, norms over some
-dimensions, and derivatives of norms of other orders than 2. Where a derivative does not exist it is
-the mean of both sides: at the limit of a coefficient, at a bound. Of a norm it is 0 at 0.
+dimensions, and derivatives of norms of other orders than 2. Where a derivative does not exist, at
+the limit of a coefficient and at a bound, it is the mean of both sides. At 0, that of a norm is 0.
 
 Arithmetic is in the widest dtype that a device has, float64 but on MPS, so that neither values nor
 derivatives of narrower tensors overflow on the way. Each branch that a `where` leaves out gets
@@ -32,41 +32,41 @@ def norm_of(x: Tensor, norm_type: float, dim: tuple[int, ...] | None = None) -> 
     """The p-norm of a tensor in the wide dtype: 0-d, or over `dim`, whose sizes become 1."""
     if dim is None:
         return norm_of(x.reshape(-1), norm_type, (0,)).reshape(())
-    parts, over = x, dim
+    real, over = x, dim
     if x.is_complex():
-        parts, over = torch.view_as_real(x.resolve_conj()), (*dim, x.dim())
-    parts = parts.to(wide_dtype(x.device))
+        real, over = torch.view_as_real(x.resolve_conj()), (*dim, x.dim())
+    real = real.to(wide_dtype(x.device))
     if x.numel() == 0:
-        norm = parts.sum(over, keepdim=True)
+        norm = real.sum(over, keepdim=True)
     elif norm_type == 0:
-        is_zero = parts == 0
+        is_zero = real == 0
         if x.is_complex():
             is_zero = is_zero.all(-1, keepdim=True)
-        norm = (~is_zero).sum(over, keepdim=True).to(parts.dtype)
-    elif norm_type == 2 and parts.dtype == torch.float64 and x.dtype not in _WIDE:
+        norm = (~is_zero).sum(over, keepdim=True).to(real.dtype)
+    elif norm_type == 2 and real.dtype == torch.float64 and x.dtype not in _WIDE:
         # Squares of narrower dtypes neither overflow nor vanish in float64.
-        norm = _norm_of_parts(parts, norm_type, over, is_complex=x.is_complex())
+        norm = _norm_of_real(real, norm_type, over, is_complex=x.is_complex())
     else:
-        # Of a factor that is taken out, the norm is independent: it needs no derivative. Batched
-        # gradients know no detach().
+        # The norm does not depend on the factor that is taken out, which needs no derivative. For
+        # batched gradients there is no detach().
         with torch.no_grad():
-            largest = parts.abs().amax(over, keepdim=True)
+            largest = real.abs().amax(over, keepdim=True)
             scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
-        norm = scale * _norm_of_parts(parts / scale, norm_type, over, is_complex=x.is_complex())
+        norm = scale * _norm_of_real(real / scale, norm_type, over, is_complex=x.is_complex())
     if not x.is_complex():
         return norm
     return norm.squeeze(-1)
 
 
-def _norm_of_parts(
-    parts: Tensor, norm_type: float, over: tuple[int, ...], *, is_complex: bool
+def _norm_of_real(
+    real: Tensor, norm_type: float, over: tuple[int, ...], *, is_complex: bool
 ) -> Tensor:
-    """The norm of parts whose powers fit their dtype; complex ones are pairs."""
+    """The norm of numbers whose powers fit their dtype; complex ones are pairs."""
     if norm_type == 2:
-        return _power(parts.square().sum(over, keepdim=True), 0.5)
-    magnitudes = parts.abs()
+        return _power(real.square().sum(over, keepdim=True), 0.5)
+    magnitudes = real.abs()
     if is_complex:
-        magnitudes = _power(parts.square().sum(-1, keepdim=True), 0.5)
+        magnitudes = _power(real.square().sum(-1, keepdim=True), 0.5)
     if norm_type == math.inf:
         return magnitudes.amax(over, keepdim=True)
     if norm_type == -math.inf:

@@ -1,7 +1,7 @@
-"""Nested structures: their tensors in order, and the structure around other ones.
+"""Nested structures of tensors: flattened, checked, and rebuilt around new values.
 
 torch.utils._pytree knows dicts, lists, tuples, named tuples, and the classes that are registered
-with it. Dataclasses that are not are taken apart here.
+with it. Other dataclasses are flattened here.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils import _pytree as pytree
 
-from tritonclip.tracing import is_traced
+from tritonclip.modes import is_traced
 
 _PLAIN = frozenset({Tensor, Parameter})
-_Form = tuple[torch.dtype, torch.layout, bool]
+_Kind = tuple[torch.dtype, torch.layout, bool]
 
 
 class Tree:
@@ -45,11 +45,11 @@ class Tree:
         known = _PLAIN.issuperset(map(type, present)) or (
             is_traced() and all(isinstance(x, Tensor) for x in present)
         )
-        forms = {_form_of(x) for x in present} if known else set()
-        if not known or any(_fault_of_form(*form, ordered) for form in forms):
+        kinds = {_kind_of(x) for x in present} if known else set()
+        if not known or any(_fault_of_kind(*kind, ordered) for kind in kinds):
             _refuse(leaves, tree, name, ordered)
         self.tensors: list[Tensor] = present
-        self.is_sparse = any(layout != torch.strided for _, layout, _ in forms)
+        self.is_sparse = any(layout != torch.strided for _, layout, _ in kinds)
         self._is_there = [leaf is not None for leaf in leaves]
         self.values = present
         if self.is_sparse:
@@ -59,7 +59,7 @@ class Tree:
     def rebuild(self, values: Sequence[Tensor]) -> Any:
         """The same structure around other values."""
         if self.is_sparse:
-            values = [_around(x, v) for x, v in zip(self._coalesced, values, strict=True)]
+            values = [_wrap(x, v) for x, v in zip(self._coalesced, values, strict=True)]
         if len(values) == len(self._is_there):
             return self._rebuild(list(values))
         made = iter(values)
@@ -86,7 +86,7 @@ def _fault_of(leaf: Any, ordered: bool) -> str | None:
             f"is a {type(leaf).__name__}, a tensor subclass that tritonclip cannot read; expected "
             "plain tensors: pass those that it is made of, or clip in place with clip_"
         )
-    return _fault_of_form(*_form_of(leaf), ordered)
+    return _fault_of_kind(*_kind_of(leaf), ordered)
 
 
 def _remedy(leaf: object) -> str:
@@ -100,11 +100,11 @@ def _remedy(leaf: object) -> str:
     return ""
 
 
-def _form_of(x: Tensor) -> _Form:
+def _kind_of(x: Tensor) -> _Kind:
     return x.dtype, x.layout, x.is_nested
 
 
-def _fault_of_form(
+def _fault_of_kind(
     dtype: torch.dtype, layout: torch.layout, nested: bool, ordered: bool
 ) -> str | None:
     """As `_fault_of`, for a plain tensor."""
@@ -116,13 +116,13 @@ def _fault_of_form(
     if dtype.is_complex and ordered:
         return f"has dtype {dtype}, which has no order; expected a real one: clip by norm"
     if dtype == torch.bool or not (ordered or dtype.is_floating_point or dtype.is_complex):
-        kind = "a floating-point or integer" if ordered else "a floating-point"
-        return f"has dtype {dtype}; expected {kind} dtype: convert it with float()"
+        expected = "a floating-point or integer" if ordered else "a floating-point"
+        return f"has dtype {dtype}; expected {expected} dtype: convert it with float()"
     return None
 
 
-def _around(like: Tensor, values: Tensor) -> Tensor:
-    """A tensor with these values: sparse where the one in whose place it stands is."""
+def _wrap(like: Tensor, values: Tensor) -> Tensor:
+    """Wraps values as a sparse tensor if `like` is sparse."""
     if like.layout == torch.strided:
         return values
     indices = like.indices().clone()
@@ -132,7 +132,7 @@ def _around(like: Tensor, values: Tensor) -> Tensor:
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The leaves of a tree, and the function that puts others in their places."""
+    """The leaves of a tree, and the function that rebuilds it around others."""
     if isinstance(tree, Tensor):
         return [tree], lambda others: others[0]
     # The usual ones, without the registry: it takes 1 us a tensor.
@@ -143,18 +143,18 @@ def _flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     leaves, spec = pytree.tree_flatten(tree)
     if not any(map(_is_record, leaves)):
         return leaves, lambda others: pytree.tree_unflatten(others, spec)
-    parts = [_flatten_record(leaf) if _is_record(leaf) else None for leaf in leaves]
+    records = [_flatten_record(leaf) if _is_record(leaf) else None for leaf in leaves]
     flat: list[Any] = []
-    for leaf, part in zip(leaves, parts, strict=True):
-        flat += [leaf] if part is None else part[0]
+    for leaf, record in zip(leaves, records, strict=True):
+        flat += [leaf] if record is None else record[0]
 
     def rebuild(others: list[Any]) -> Any:
         rest = list(others)
         made = []
-        for part in parts:
-            n = 1 if part is None else len(part[0])
+        for record in records:
+            n = 1 if record is None else len(record[0])
             own, rest = rest[:n], rest[n:]
-            made.append(own[0] if part is None else part[1](own))
+            made.append(own[0] if record is None else record[1](own))
         return pytree.tree_unflatten(made, spec)
 
     return flat, rebuild
@@ -165,7 +165,7 @@ def _is_record(leaf: Any) -> bool:
 
 
 def _flatten_record(record: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """As `_flatten` for a dataclass; fields without a tensor stay as they are."""
+    """`_flatten` for a dataclass; fields without a tensor stay as they are."""
     leaves, rebuild = _flatten(_fields_of(record))
     return leaves, lambda others: dataclasses.replace(record, **rebuild(others))
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.grad_mode import outside_inference, without_grad
+from tritonclip.modes import outside_inference, without_grad
 
 Value = float | Tensor | None
 Row = list[float | None]

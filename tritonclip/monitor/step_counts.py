@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tritonclip.grad_mode import outside_inference
-from tritonclip.tracing import is_pre_dispatch, n_dispatch_modes
+from tritonclip.modes import is_pre_dispatch, n_dispatch_modes, outside_inference
 
 # In this order in one tensor, so that they move together.
 COUNTS = ("steps", "measured_steps", "clipped_steps", "skipped_steps")

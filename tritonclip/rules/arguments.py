@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import torch
 
-from tritonclip.tracing import is_traced
+from tritonclip.modes import is_traced
 
 # A number that depends on the step: how many calls or steps came before.
 Schedule = Callable[[int], float]

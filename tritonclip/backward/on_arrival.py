@@ -11,17 +11,16 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from tritonclip.backward.arguments import check_policy, rule_for_one
-from tritonclip.backward.plans import plans
+from tritonclip.backward.activations import check_policy, plans, rule_for_one
 from tritonclip.clipping import clip_
 from tritonclip.distributed import execute
 from tritonclip.distributed.gradients import collect
 from tritonclip.engine import traced
 from tritonclip.engine.arguments import FSDP_MARK, join_names, with_labels
+from tritonclip.messages import warn_user
+from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import ClipByNorm, ClipByValue
 from tritonclip.signatures import ABSENT, misfit, reaches_misfit
-from tritonclip.tracing import is_traced, n_dispatch_modes
-from tritonclip.warn import warn_user
 
 
 class ClippingHandle:
@@ -53,12 +52,12 @@ def clip_on_backward_(
     r"""Clips the gradient of each parameter in place as soon as backward has accumulated it.
 
     For optimizers that step inside backward, and free each gradient before the next one is there.
-    Call it before their hooks are registered, so that they find clipped gradients.
+    Call it before their hooks are registered, so that these get clipped gradients.
 
     Args:
         parameters: an iterable of tensors, one tensor, a module, or (name, parameter) pairs; read
             once. Frozen parameters are clipped from the time that they are trained. A parameter
-            with `need_clip = False` at the time of a gradient is left alone.
+            with `need_clip = False` when its gradient arrives is left alone.
         rule: :class:`ClipByNorm`, with the norm of each gradient, or :class:`ClipByValue`.
         nonfinite: the policy for NaN and inf; see :func:`clip_`. "error" raises from within
             `backward`, when earlier gradients are there already.
@@ -68,16 +67,16 @@ def clip_on_backward_(
 
     Raises:
         TypeError: parameters of another kind, or of FullyShardedDataParallel; a rule for several
-            gradients, a number among them.
-        ValueError: no parameters; an unknown policy; parameters that are no leaves of the graph;
-            those with hooks from before, which would find gradients that are not clipped.
+            gradients, such as a number.
+        ValueError: no parameters; an unknown policy; parameters that are not leaves of the
+            graph; parameters that have hooks already, which would get gradients before clipping.
 
     Warns:
         UserWarning: the module is a DistributedDataParallel, which averages gradients afterwards.
 
     Notes:
-        A gradient is clipped whenever something was added to it. With accumulation over
-        micro-batches this is the sum so far, each time.
+        A gradient is clipped each time that backward adds to it: with accumulation over
+        micro-batches, the sum so far.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
@@ -153,8 +152,8 @@ def _refuse(named: Iterable[tuple[str, Tensor]]) -> None:
     if hooked:
         raise ValueError(
             f"{join_names(hooked)} have hooks of register_post_accumulate_grad_hook already, "
-            "which would run before the clipping; expected none, but for those of "
-            "clip_on_backward_: remove them, call clip_on_backward_, and register them again"
+            "which would run before the clipping; expected only those of clip_on_backward_: remove "
+            "them, call clip_on_backward_, and register them again"
         )
 
 
