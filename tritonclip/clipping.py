@@ -148,7 +148,7 @@ def clip_(
             `process_group`; ClipByValue on complex and on Partial gradients; Partial gradients that
             are no sum or mean; ClipByUnitNorm on sparse gradients, and on DTensors that split rows.
         ValueError: a rule that needs a `state`, or a state of another rule or list; gradients whose
-            elements overlap in memory, that share a part of it, or whose
+            elements overlap in memory, that overlap with each other, or whose
             memory was freed; sparse gradients whose implicit zeros a rule would change or count; an
             unknown policy; a loss scale that is not positive; DTensors on a part of a mesh, whose
             other processes may hold other gradients, without `process_group`; a group that cuts

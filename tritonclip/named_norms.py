@@ -52,7 +52,7 @@ def norms_by_name(
 
     Raises:
         TypeError, ValueError, RuntimeError: as for :func:`clip_`; norm_type 0 or negative. Of
-            DTensors that one process refuses, every process raises.
+            DTensors that one process rejects, every process raises.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)

@@ -124,7 +124,7 @@ def get_total_norm(
     process_group: ProcessGroup | DeviceMesh | None = None,
     copies: Copies | None = None,
 ) -> Tensor:
-    """The norm of all tensors together; writes nothing.
+    """The norm of all elements of all tensors; writes nothing.
 
     A drop-in replacement of `torch.nn.utils.get_total_norm`.
 
@@ -135,7 +135,7 @@ def get_total_norm(
         error_if_nonfinite: raise RuntimeError where the norm is NaN or inf; waits for the device.
         foreach: accepted for compatibility; there is one implementation.
         process_group: as for :func:`clip_`. Every process of the tensors' meshes has to have a
-            tensor of each mesh: there are no parameters to tell.
+            tensor of each mesh: no parameters say which there are.
         copies: as for :func:`clip_`, of tensors.
 
     Returns:

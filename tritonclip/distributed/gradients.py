@@ -181,7 +181,7 @@ class ShardedGradients(Gradients):
             views,
         )
         if not shards.tensors:
-            # As the other processes do, which it answers.
+            # As the other processes, with which it takes part.
             verifying = settings.current().verifying
             nothing = empty_plan(self.device, verifying=verifying, wide=self.sharding.wide)
             nothing.reduction = self._reduction(nothing, self.sharding.positions)
@@ -215,7 +215,7 @@ class ShardedGradients(Gradients):
             own = positions if group.indices is None else [positions[i] for i in group.indices]
             narrow = group.dtype != torch.float64
             groups.append(ShardGroup(shard_at[own[0]], Slots(own), narrow))
-        return Reduction(sharding, groups, Slots(positions), Slots(sharding.parts))
+        return Reduction(sharding, groups, Slots(positions), Slots(sharding.is_partial))
 
     def reject_(self, error: Exception) -> None:
         """Drops all gradients, so that this process can take part and the others learn why.

@@ -1,6 +1,6 @@
 """DTensors whose placement is Partial: the gradient is a sum, of which each process has a term.
 
-A parameter does not tell whether its gradient is Partial, and a process may have none. Only along a
+A parameter does not say whether its gradient is Partial, and a process may have none. Only along a
 dimension that the parameter is copied along can it be. So flags for these dimensions travel with
 the first numbers of a reduction. A process that has all gradients knows the sums by itself: flags
 are read, and the device is waited for, only where a gradient is missing. The process then takes
@@ -125,7 +125,7 @@ def norms_of(
         return norms
     norms = batch.norms_each(norms, norm_type)
     if norm_type == -math.inf:
-        # A shard without elements has the norm 0 here, but is no part of the whole's.
+        # A shard without elements has the norm 0 here, but does not count for the whole.
         for i, tensor in enumerate(tensors):
             if not tensor.numel():
                 norms[i].fill_(math.inf)

@@ -1,10 +1,8 @@
-"""The processes that hold a gradient list between them, and the process groups that reach them.
+"""The processes that hold a gradient list between them, and collectives over their process groups.
 
 The union of the meshes of a list is found from its parameters, so that all processes find the same
 whichever gradients they have. `process_group` extends it. Nothing here creates a group: that would
 be a collective of all processes.
-
-Collectives over the groups of a domain: numbers are reduced, objects told to every process.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class Domain:
 
     Attributes:
         groups: reduced over one after the other; they meet in this process only.
-        size: the processes that they reach together.
+        size: the number of processes that they reach.
         inner: those in the meshes of the list.
         mesh_groups: those that reach the meshes of the list; the first of `groups`, or, where the
             user's group holds the meshes, none of them.
@@ -197,8 +195,8 @@ def _grid(meshes: Sequence[DeviceMesh]) -> tuple[tuple[ProcessGroup, ...], froze
     sets = [ranks for ranks in groups if not any(ranks < other for other in groups)]
     rank, world = dist.get_rank(), dist.get_world_size()
     size = math.prod(map(len, sets))
-    apart = all(a & b == {rank} for i, a in enumerate(sets) for b in sets[:i])
-    if not apart or size > world:
+    is_grid = all(a & b == {rank} for i, a in enumerate(sets) for b in sets[:i])
+    if not is_grid or size > world:
         raise ValueError(
             f"the gradients lie on meshes that overlap in part ({[sorted(s) for s in sets]}); "
             "expected meshes of which one holds all others, or that meet in one process: pass "

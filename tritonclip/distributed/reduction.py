@@ -1,30 +1,21 @@
-"""The gradients of a plan's group as shards, and the slots of their norms.
+"""The norm of all shards, from the norms of the shards that lie here: one all-reduce.
 
-The rows of a reduction: one for the norm of all gradients, or one for each parameter's.
+Norms travel as float64 numbers that can be added up, or compared: a row for the norm of all
+gradients, or one for each parameter, with or without a gradient here.
 
-Norms as numbers that can be added up, or compared, over processes: float64, a row for each norm.
+    p > 0      weight * norm**p; a vector of bins where that might not fit
+    0          weighted counts
+    inf, -inf  the norm or its negative, and a flag: maxima may lose NaN
 
-p > 0      weight * norm**p; a vector of bins where that might not fit
-0          weighted counts
-inf, -inf  the norm or its negative, beside a flag: maxima may lose NaN
+All processes find the same bits: they hold the same sums, and combine them alike. Nothing waits for
+the device, unless a gradient is missing that may be a term of a sum, see `partial_sums.py`.
 
-Exchanges of numbers between processes, which share collectives where they need like ones.
+A reduction is an exchange: a generator that yields a `Request`, is sent the reduced numbers, and
+may yield another. `run_exchanges` runs several side by side: requests that are alike travel in one
+buffer. All processes serve them in one order, because the requests of an exchange are the same
+whichever gradients a process has.
 
-An exchange is a generator. It yields a `Request`, is sent the reduced numbers, and may ask again.
-`together` runs several side by side: requests that are alike travel in one buffer. All processes
-serve them in one order, because the requests of an exchange are the same whichever gradients a
-process has.
-
-    norms = together([reduction.norm(...) for reduction in reductions])   one SUM, at most one MAX
-
-The norm of all shards, from the norms of the shards that lie here: one all-reduce.
-
-A SUM of weighted powers, see `powers.py`, or for inf and -inf a MAX. The buffer has one row for the
-norm of all, or one for each parameter, with or without a gradient here. All processes find the same
-bits: they hold the same sums, and combine them alike. Nothing waits for the device, unless a
-gradient is missing that may be a part of a sum, see `parts.py`.
-
-A reduction is an exchange, see `exchanges.py`, so that several share their collectives.
+    run_exchanges([reduction.norm(...) for reduction in reductions])   one SUM, at most one MAX
 """
 
 from __future__ import annotations
@@ -128,7 +119,7 @@ class Rows:
         for norm, group in measured:
             if not group.shard.weight:
                 continue
-            # A gradient whose smallest magnitude is inf is told from none at all.
+            # A gradient whose smallest magnitude is inf differs from no gradient.
             flags = torch.where(norm.isnan(), 2.0, norm.isinf().to(torch.float64))
             found = torch.stack(
                 [(sign * norm).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf), flags],
@@ -150,8 +141,8 @@ BINNED = 64.0
 _SPAN = 1900.0
 # Norms in float64, denormal ones and sums of 2**70 too, lie within this binary exponent of 1.
 _EXPONENTS = 1100.0
-# A flag beside maxima; 1 and 2 are for inf and NaN.
-REFUSED = 3.0
+# A flag of maxima; 1 and 2 are for inf and NaN.
+REJECTED = 3.0
 
 
 def count_bins(norm_type: float, *, wide: bool) -> int:
@@ -166,12 +157,10 @@ def _bin_width(norm_type: float) -> float:
     return min(_SPAN / norm_type, _SPAN)
 
 
-def powers_of(
-    norms: Tensor, norm_type: float, bins: int, *, narrow: bool, together: bool
-) -> Tensor:
+def powers_of(norms: Tensor, norm_type: float, bins: int, *, narrow: bool, total: bool) -> Tensor:
     """norm**p, a row each of one number a bin: by magnitude, so that every power fits."""
     if bins == 1 or (narrow and norm_type <= UNBINNED):
-        if norm_type == 2 and together:
+        if norm_type == 2 and total:
             powers = torch.dot(norms, norms).reshape(1, 1)
         else:
             powers = (norms if norm_type == 0 else norms.pow(norm_type)).reshape(-1, 1)
@@ -186,11 +175,11 @@ def powers_of(
         powers = (norms * shift * shift).pow(norm_type)
         columns = torch.arange(-half, half + 1, device=norms.device)
         rows = torch.where(at[:, None] == columns, powers[:, None], 0.0)
-    return rows.sum(0, keepdim=True) if together and rows.shape[0] != 1 else rows
+    return rows.sum(0, keepdim=True) if total and rows.shape[0] != 1 else rows
 
 
 def positive(sums: Tensor) -> Tensor:
-    """Sums, NaN where a process refused its gradients."""
+    """Sums, NaN where a process rejected its gradients."""
     return torch.where(sums < 0, math.nan, sums)
 
 
@@ -274,7 +263,7 @@ def run_exchanges(exchanges: Sequence[Exchange[T]]) -> list[T]:
 
 def _served(waiting: dict[int, Request]) -> dict[int, Tensor | None]:
     """Serves the requests that are like the most urgent one, and takes them out of `waiting`."""
-    # A maximum may come before a sum that others wait for by now, flags before other numbers.
+    # A maximum may come before a sum that others wait for, flags before other numbers.
     first = min(waiting.values(), key=lambda request: (not request.early, not request.largest))
     served = {at: waiting.pop(at) for at, one in list(waiting.items()) if one.is_like(first)}
     reduced = _reduced(list(served.values()))
@@ -323,7 +312,7 @@ class Reduction:
         *,
         each: bool,
         sums: Sums | None = None,
-        refused: bool = False,
+        rejected: bool = False,
     ) -> Exchange[Tensor]:
         """The norm of all gradients, float64[1]; or of each parameter's, 0 where nobody has one.
 
@@ -335,15 +324,15 @@ class Reduction:
             each: for each parameter, float64[n_parameters].
             sums: measures Partial gradients, which are not in `measured`; None where there can be
                 none.
-            refused: this process refuses its gradients, of which it measured none. On a CPU every
+            rejected: this process rejects its gradients, of which it measured none. On a CPU every
                 process then raises; elsewhere the norm is NaN.
 
         Raises:
-            Refused: a process of the domain refuses its gradients; on a CPU only.
+            Rejected: a process of the domain rejects its gradients; on a CPU only.
         """
         own = [(n.reshape(-1).to(device), group) for n, group in measured]
         rows = Rows(self.sharding.n_parameters if each else 1, device, each)
-        one = _Norm(self, rows, norm_type, home, sums, refused)
+        one = _Norm(self, rows, norm_type, home, sums, rejected)
         if math.isinf(norm_type):
             return (yield from one.extreme(own, norm_type))
         if norm_type > BINNED:
@@ -351,8 +340,8 @@ class Reduction:
         return (yield from one.by_powers(own))
 
 
-class Refused(Exception):
-    """Some process of the domain refuses its gradients."""
+class Rejected(Exception):
+    """Some process of the domain rejects its gradients."""
 
 
 @dataclass(slots=True)
@@ -364,7 +353,7 @@ class _Norm:
     norm_type: float
     home: torch.device
     sums: Sums | None
-    refused: bool
+    rejected: bool
 
     @property
     def _sharding(self) -> Sharding:
@@ -383,9 +372,7 @@ class _Norm:
 
         def rows_of(measured: Sequence[MeasuredShards]) -> Tensor:
             rows = [
-                powers_of(
-                    norm, self.norm_type, bins, narrow=group.narrow, together=not self.rows.each
-                )
+                powers_of(norm, self.norm_type, bins, narrow=group.narrow, total=not self.rows.each)
                 for norm, group in measured
             ]
             return self.rows.weighted(rows, measured, bins)
@@ -406,7 +393,7 @@ class _Norm:
             powers = (norm / divisor).pow(self.norm_type).reshape(-1, 1)
             rows.append(powers if self.rows.each else powers.sum(0, keepdim=True))
         total = self.rows.weighted(rows, own, 1)
-        if self.refused:
+        if self.rejected:
             # Where nobody has raised: the root of this is NaN.
             total.fill_(-math.inf)
         total = yield from self._reduced(total, self._sharding.domain.groups)
@@ -427,7 +414,7 @@ class _Norm:
         largest: bool,
         early: bool = False,
     ) -> Exchange[tuple[Tensor, Sequence[MeasuredShards]]]:
-        """Rows of all processes, and the norms of this one, with those of sums of parts.
+        """Rows of all processes, and the norms of this one, with those of Partial sums.
 
         The first collective carries flags, where gradients may be Partial, and the others go by
         them. `early` where the caller asks for more.
@@ -478,25 +465,25 @@ class _Norm:
         return (yield Request(numbers, groups, self._sharding.domain, self.home, largest, early))
 
     def _marked(self, rows: Tensor, *, largest: bool) -> Tensor:
-        """Rows that tell whether this process refuses its gradients: by a flag, or a row of sums.
+        """Rows that say whether this process rejects its gradients: by a flag, or a row of sums.
 
         No other number would do for sums, where inf and NaN of another process hide it.
         """
         if not largest:
-            return torch.cat([rows, rows.new_full((1, rows.shape[1]), float(self.refused))])
-        if self.refused and rows.numel():
-            rows[:, 1] = REFUSED
+            return torch.cat([rows, rows.new_full((1, rows.shape[1]), float(self.rejected))])
+        if self.rejected and rows.numel():
+            rows[:, 1] = REJECTED
         return rows
 
     def _unmarked(self, rows: Tensor, *, largest: bool) -> Tensor:
-        """The rows alone. Raises where a process refused its gradients, if that costs no wait."""
+        """The rows alone. Raises where a process rejected its gradients, if that costs no wait."""
         if largest:
-            if self._reads and rows.numel() and float(rows[0, 1]) == REFUSED:
-                raise Refused
+            if self._reads and rows.numel() and float(rows[0, 1]) == REJECTED:
+                raise Rejected
             return rows
         n_refused = rows[-1, 0]
         if not self._reads:
             return torch.where(n_refused > 0, math.nan, rows[:-1])
         if n_refused > 0:
-            raise Refused
+            raise Rejected
         return rows[:-1]

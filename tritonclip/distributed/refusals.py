@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tritonclip.distributed.gradients import ERRORS, ShardedGradients
 from tritonclip.distributed.process_groups import everyones
-from tritonclip.distributed.reduction import Exchange, Refused
+from tritonclip.distributed.reduction import Exchange, Rejected
 from tritonclip.engine.gradients import Gradients
 from tritonclip.rules import Rule
 
@@ -42,10 +42,10 @@ def reduced_norm(
     """
     plan = gradients.plan
     assert plan is not None
-    refused = gradients.error is not None
+    rejected = gradients.error is not None
     try:
-        return (yield from norm(device=plan.device, home=gradients.device, refused=refused))
-    except Refused:
+        return (yield from norm(device=plan.device, home=gradients.device, rejected=rejected))
+    except Rejected:
         # Of which one process has the reason.
         pass
     raise_everywhere(gradients)
@@ -68,7 +68,7 @@ def raise_everywhere(gradients: ShardedGradients) -> None:
         if found is not None:
             at, message = found
             raise ERRORS[at](
-                f"rank {rank} refuses its gradients, so that no process clips: {message}"
+                f"rank {rank} raised, so no gradient was clipped on any rank: {message}"
             )
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# Reductions of Partial gradients that are linear: scaled parts make a scaled gradient.
+# Reductions of Partial gradients that are linear: scaled terms make a scaled gradient.
 _LINEAR = ("sum", "avg")
 
 
@@ -46,7 +46,7 @@ class LocalShard(NamedTuple):
 
     Attributes:
         weight: 1 / the processes of the domain that hold this very shard; 0: counted elsewhere.
-        sums_over: groups whose shards are parts of a sum.
+        sums_over: groups whose shards are terms of a sum.
         divisor: of that sum, to make it a mean.
     """
 
@@ -151,8 +151,8 @@ class Sharding:
         absent: the parameters without one, by position.
         copied: dimensions of meshes that parameters are copied along, of which a gradient may be
             Partial: (position, dimension).
-        parts: of which of these dimensions a gradient here is Partial.
-        said: the user's number of processes of each parameter.
+        is_partial: along which of these dimensions a gradient here is Partial.
+        n_copies: the user's number of processes of each parameter.
         wide: a parameter is float64.
         one_list: every process of the domain has the same parameters, in the same order.
         sums: some gradients are Partial.
@@ -166,8 +166,8 @@ class Sharding:
     n_parameters: int
     absent: tuple[int, ...]
     copied: tuple[tuple[int, int], ...]
-    parts: tuple[bool, ...]
-    said: tuple[int | None, ...]
+    is_partial: tuple[bool, ...]
+    n_copies: tuple[int | None, ...]
     wide: bool
     one_list: bool
     sums: bool
@@ -177,7 +177,7 @@ class Sharding:
 def sharding_of(
     specs: list[Any],
     forms: list[Any],
-    said: list[int | None],
+    n_copies: list[int | None],
     user: Processes,
     label: Callable[[int], str],
 ) -> Sharding:
@@ -188,11 +188,11 @@ def sharding_of(
     meshes = {id(mesh): mesh for mesh in (*user.meshes, *found) if mesh is not None}
     domain = domain_of(list(meshes.values()), user.group)
     positions = tuple(i for i, form in enumerate(forms) if form is not False)
-    for at, copies in enumerate(said):
+    for at, copies in enumerate(n_copies):
         if copies is not None:
             check_copies(copies, domain, label(at))
     shards = tuple(
-        shard_of_spec(forms[i], said[i], domain, partial(label, i), mesh=mesh_of(specs[i]))
+        shard_of_spec(forms[i], n_copies[i], domain, partial(label, i), mesh=mesh_of(specs[i]))
         for i in positions
     )
     copied = _copied(specs)
@@ -204,8 +204,8 @@ def sharding_of(
         n_parameters=len(specs),
         absent=tuple(i for i, form in enumerate(forms) if form is False),
         copied=copied,
-        parts=tuple(_is_partial(forms[i], dim) for i, dim in copied),
-        said=tuple(said),
+        is_partial=tuple(_is_partial(forms[i], dim) for i, dim in copied),
+        n_copies=tuple(n_copies),
         wide=not _WIDE.isdisjoint(map(dtype_of, specs)),
         one_list=user.group is None,
         sums=any(shard.sums_over for shard in shards),
@@ -247,7 +247,7 @@ def shard_of(
         placements = tuple(
             Partial() if dim in sums else placement for dim, placement in enumerate(spec.placements)
         )
-    copies = sharding.said[at]
+    copies = sharding.n_copies[at]
     return shard_of_spec(
         spec, copies, sharding.domain, lambda: f"parameters[{at}]", placements=placements
     )
@@ -279,7 +279,7 @@ def meshes_of(parameters: Iterable[Tensor]) -> tuple[Any, ...]:
 
 CAPACITY = 32
 _NOBODY = Processes()
-# The parts of a DTensor, read directly: `to_local` and `placements` call Python for each.
+# Attributes of a DTensor, read directly: `to_local` and `placements` call Python for each.
 _get_spec, _get_local = attrgetter("_spec"), attrgetter("_local_tensor")
 _PLAIN = frozenset({Tensor, Parameter})
 
@@ -305,7 +305,7 @@ class _Known(NamedTuple):
 
     specs: list[Any]
     forms: list[Any]
-    said: list[int | None]
+    n_copies: list[int | None]
     # Kept alive for the key, which has their ids.
     group: object
     meshes: tuple[Any, ...]
@@ -315,9 +315,9 @@ class _Known(NamedTuple):
         """Whether these are its very specs."""
         return all(map(is_, specs, self.specs)) and all(map(is_, forms, self.forms))
 
-    def serves(self, specs: list[Any], forms: list[Any], said: list[int | None]) -> bool:
+    def serves(self, specs: list[Any], forms: list[Any], n_copies: list[int | None]) -> bool:
         """Whether a list of as many parameters is laid out alike."""
-        if said != self.said:
+        if n_copies != self.n_copies:
             return False
         return self.has(specs, forms) or (
             all(map(_alike, specs, self.specs)) and all(map(_alike, forms, self.forms))
@@ -363,18 +363,18 @@ def local_shards(
         # False where there is no gradient, None where it is plain.
         forms = [g._spec if isinstance(g, kind) else False if g is None else None for g in grads]
     user = processes or _NOBODY
-    said = _said(parameters, user.copies)
+    n_copies = _numbers_of_copies(parameters, user.copies)
     ends = [getattr(spec, "placements", spec) for spec in (*specs[:1], *specs[-1:])]
     key = len(specs), *ends, id(user.group), *map(id, user.meshes)
     known = _known.get(key)
-    if known is None or not known.serves(specs, forms, said):
-        sharding = sharding_of(specs, forms, said, user, label)
+    if known is None or not known.serves(specs, forms, n_copies):
+        sharding = sharding_of(specs, forms, n_copies, user, label)
     elif known.has(specs, forms):
         return _shards_of(parameters, grads, kind, known.sharding)
     else:
         # Other specs, of the same content: from now on these are recognised at once.
         sharding = known.sharding
-    _keep(key, _Known(specs, forms, said, user.group, user.meshes, sharding))
+    _keep(key, _Known(specs, forms, n_copies, user.group, user.meshes, sharding))
     return _shards_of(parameters, grads, kind, sharding)
 
 
@@ -387,7 +387,7 @@ def without_mesh(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _said(parameters: Sequence[Tensor], copies: Any) -> list[int | None]:
+def _numbers_of_copies(parameters: Sequence[Tensor], copies: Any) -> list[int | None]:
     """The user's numbers of processes."""
     if copies is None:
         return [None] * len(parameters)

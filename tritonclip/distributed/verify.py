@@ -162,7 +162,7 @@ def _check_lists(lists: dict[int, list[tuple[Any, ...]]]) -> None:
 
 
 def _entries(gradients: ShardedGradients, norm_type: float) -> list[_Entry]:
-    """The shards of this process that are no parts of sums, each measured by itself."""
+    """The shards of this process that are no terms of sums, each measured by itself."""
     sharding = gradients.sharding
     entries = []
     # Buffers of FlatGradients in place of their views.
@@ -183,22 +183,22 @@ def _entries(gradients: ShardedGradients, norm_type: float) -> list[_Entry]:
 
 
 def _sums(gradients: ShardedGradients, norm_type: float) -> list[_Entry]:
-    """The sums of parts, each measured by itself; every process of a sum calls this, and waits."""
+    """The sums of Partial gradients, each measured by itself; every process of a sum calls this."""
     sharding = gradients.sharding
-    own = [pair for pair, here in zip(sharding.copied, sharding.parts, strict=True) if here]
+    own = [pair for pair, here in zip(sharding.copied, sharding.is_partial, strict=True) if here]
     known = {pair for theirs in everyones(own, sharding.domain).values() for pair in theirs}
     flags = [float(pair in known) for pair in sharding.copied]
-    parts = zeros_for(gradients.absent, sharding, flags)
+    terms = zeros_for(gradients.absent, sharding, flags)
     for index, tensor in enumerate(gradients.versions or gradients.tensors):
         shard, at = gradients.shard(index), gradients.position(index)
         if shard.sums_over:
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            parts.append(PartialSum(at, real, tensor.is_complex(), shard))
+            terms.append(PartialSum(at, real, tensor.is_complex(), shard))
     where_of = dict(zip(sharding.positions, sharding.where, strict=True))
     for at, one in zip(sharding.absent, gradients.absent, strict=True):
         where_of[at] = where(getattr(one, "_spec", None))
     entries = []
-    for at, tensor, pairs, shard in sums_of(parts, sharding):
+    for at, tensor, pairs, shard in sums_of(terms, sharding):
         whole = torch.view_as_complex(tensor) if pairs else tensor
         entries.append(_entry(gradients, at, shard.weight, where_of[at], whole, norm_type))
     return entries

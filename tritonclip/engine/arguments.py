@@ -52,7 +52,7 @@ class Unclipped:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unclipped:
         there = [p for weak in self._parameters if (p := weak()) is not None]
-        # Those that are to be clipped by now are left out.
+        # Those that were marked to be clipped since are left out.
         copies = [copy.deepcopy(p, memo) for p in there if not needs_clip(p)]
         for parameter in copies:
             parameter.need_clip = False  # type: ignore[attr-defined]
@@ -281,7 +281,7 @@ def are_fsdp_shards(parameters: Sequence[Tensor]) -> bool:
     buffers: dict[int, list[Tensor]] = {}
     for parameter in flattened:
         if getattr(parameter, "_is_flat_param", False):
-            # Memory for the whole: only where there are parts.
+            # Memory for the whole: only where it is split.
             if hasattr(parameter, "_full_param_padded"):
                 return True
         else:

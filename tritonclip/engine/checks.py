@@ -72,8 +72,8 @@ def refuse_other_model(rule: Rule, parameters: Sequence[Tensor]) -> None:
     if rule.excludes and parameters and True not in rule.exempt(parameters):
         raise ValueError(
             f"exclude of {rule.name} names {rule.excludes} parameters, none of which is among the "
-            f"{len(parameters)} that are clipped; expected parameters of this model: make the rule "
-            "with those, or copy model and rule in one call, copy.deepcopy((model, rule))"
+            f"{len(parameters)} given here: was the model copied? Make the rule of this model's "
+            "parameters, or copy.deepcopy((model, rule)) in one call"
         )
 
 
@@ -105,8 +105,8 @@ def refuse_shared(lists: Sequence[Gradients]) -> None:
             if address in known:
                 other, at = known[address]
                 raise ValueError(
-                    f"{other.label(at)} and {gradients.label(index)} share a gradient, but not a "
-                    "rule; expected the same for both: one parameter group, and the same need_clip"
+                    f"{other.label(at)} and {gradients.label(index)} have the same gradient but "
+                    "different rules; put them into one parameter group with the same need_clip"
                 )
             if address:
                 known[address] = gradients, index

@@ -24,9 +24,8 @@ class OverlapError(ValueError):
 def overlap_error(first: str, second: str) -> OverlapError:
     """The error for two gradients that overlap in memory."""
     return OverlapError(
-        f"the gradients of {first} and {second} share a part of their memory, which would be "
-        "scaled twice; expected gradients that share all of it, with one dtype, or none: "
-        "replace one of them by grad.clone()"
+        f"the gradients of {first} and {second} overlap in memory, so a part would be scaled "
+        "twice; replace one of them by grad.clone()"
     )
 
 

@@ -159,11 +159,11 @@ def _collect(items: Sequence[tuple[str, Tensor]]) -> tuple[list[Tensor], str, li
     names: list[str] = []
     owners: list[Tensor] = []
     # Tensors are hashed by identity.
-    met: set[Tensor] = set()
+    known: set[Tensor] = set()
     for name, parameter in items:
         grad = parameter.grad
-        if grad is not None and needs_clip(parameter) and grad not in met:
-            met.add(grad)
+        if grad is not None and needs_clip(parameter) and grad not in known:
+            known.add(grad)
             grads.append(grad)
             names.append(name)
             owners.append(parameter)
@@ -221,10 +221,10 @@ def clip_(
     parameters = _read_once(parameters)
     items = _items(parameters)
     grads, names, owners = _collect(items)
-    said = state is not None or process_group is not None or copies is not None
+    has_more = state is not None or process_group is not None or copies is not None
     # Processes that have gradients of a DTensor wait for one that has none.
     spread = any(hasattr(parameter, "_spec") for _, parameter in items)
-    if said or not rule.fixed or spread or _is_spread(grads):
+    if has_more or not rule.fixed or spread or _is_spread(grads):
         # Nothing was refused before: the call itself raises in all processes.
         return _break_graph(  # type: ignore[no-any-return]
             eager,

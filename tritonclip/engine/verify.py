@@ -68,7 +68,7 @@ class Expectation:
             finite = bool(measured.is_finite())
         erase = zero_nonfinite and not finite
         limits = self._limits(rule, norms, measured)
-        beside = UnitReference(self._gradients, rule) if rule.per_unit else None
+        units = UnitReference(self._gradients, rule) if rule.per_unit else None
 
         mismatches: list[str] = []
         for index, (norm, max_norm) in enumerate(zip(norms, limits, strict=True)):
@@ -78,8 +78,8 @@ class Expectation:
                 expected = torch.zeros_like(widened(before))
             elif rule.clamps:
                 expected = (before.double() / scale).clamp(*rule.bounds[before.dtype])
-            elif beside is not None:
-                by, within = beside.coefficients(index, before, norm, max_norm, scale)
+            elif units is not None:
+                by, within = units.coefficients(index, before, norm, max_norm, scale)
                 expected = widened(before) * (by / scale)
                 exact = exact and within
             else:
