@@ -12,10 +12,11 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test format lint types tests doctests codegen wheel bench bench-frameworks clean
+.PHONY: help install demo check test format lint types tests doctests codegen wheel bench bench-frameworks clean
 
 help:
 	@echo "make demo     train on real data with and without clipping"
+	@echo "make check    lint, types and a part of the tests, in under two minutes"
 	@echo "make test     demo, then every check"
 	@echo "make format lint types tests doctests codegen wheel bench bench-frameworks clean: see CONTRIBUTING.md"
 
@@ -41,6 +42,13 @@ demo: $(FOR_DEMO)
 test: demo lint types tests doctests codegen wheel
 	@echo "All checks passed."
 
+# The inner loop: every rule, verb, policy and parameter group, on the native and the torch backend.
+CHECKED := tests/rules tests/flat/test_clipping.py tests/test_signatures.py \
+	$(addprefix tests/clip/test_,by_norm.py gradients.py nonfinite.py refusals.py scale.py value.py) \
+	$(addprefix tests/optim/test_,clipped_optimizer.py nonfinite.py param_groups.py skips.py)
+check: lint types
+	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not exhaustive" $(CHECKED)
+
 format: $(INSTALLED)
 	$(RUN) -m ruff format
 	$(RUN) -m ruff check --fix
@@ -56,8 +64,8 @@ types: $(INSTALLED)
 # Once on the native and the torch backend (and on the GPU, where there is one), once through the
 # real kernels on CPU tensors. Triton reads TRITON_INTERPRET when it is imported: hence two processes.
 tests: $(INSTALLED)
-	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not codegen and not wheel"
-	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) --dist loadgroup -m "not codegen and not wheel"
+	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not codegen and not exhaustive and not wheel"
+	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) --dist loadgroup -m "not exhaustive"
 
 doctests: $(INSTALLED)
 	$(PYTEST) --doctest-modules tritonclip

@@ -8,7 +8,9 @@ the ``backend`` fixture.
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ import hypothesis
 import pytest
 import torch
 from cases import INTERPRETED
+from covering import covering
 
 import tritonclip
 from tritonclip.backends import choose
@@ -53,11 +56,10 @@ class Backend:
         return self.device.type == "cpu" and self.module != "triton" and not self.deferred
 
 
+_HAS_GPU = torch.cuda.is_available()
 _NEEDS_GPU = (
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is false"
-    ),
+    pytest.mark.skipif(not _HAS_GPU, reason="no GPU: torch.cuda.is_available() is false"),
 )
 
 
@@ -85,23 +87,43 @@ _BACKENDS = (
         _backend("native", "cpu", "native"),
         _backend("torch", "cpu", "operators"),
         _DEFERRED,
-        *_CUDA_BACKENDS,
+        # Without a GPU they would be thousands of items that are all skipped.
+        *(_CUDA_BACKENDS if _HAS_GPU else ()),
     ]
 )
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA or ROCm device")
-    config.addinivalue_line("markers", "plain_empty: torch.empty is left as it is")
+def pytest_configure() -> None:
+    # Several workers with several threads each wait for one another, at the sizes of these tests.
+    torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under the interpreter, keep only what goes through the kernels."""
-    if not INTERPRETED:
-        return
-    kept = [item for item in items if "backend" in getattr(item, "fixturenames", ())]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
+    """Under the interpreter, keep only what goes through the kernels; thin products of cases."""
+    if INTERPRETED:
+        sorted_out: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            sorted_out["backend" in getattr(item, "fixturenames", ())].append(item)
+        config.hook.pytest_deselected(items=sorted_out[False])
+        items[:] = sorted_out[True]
+    products: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("covering") and hasattr(item, "callspec"):
+            products[item.nodeid.partition("[")[0]].append(item)
+    for cases in products.values():
+        (strength,) = cases[0].get_closest_marker("covering").args
+        # A value of the parameters is one object in all cases.
+        values = [[*map(id, case.callspec.params.values())] for case in cases]
+        for i in set(range(len(cases))).difference(covering(values, strength)):
+            cases[i].add_marker("exhaustive")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Spare what collection made from the garbage collector, which tests call often."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=_BACKENDS)
@@ -172,20 +194,10 @@ def frequent_switches() -> Iterator[None]:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    """One thread of torch: several only wait for one another at the sizes of these tests."""
-    before = torch.get_num_threads()
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """Sets the threads of torch for the length of a test."""
+    yield torch.set_num_threads
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def same_threads() -> Iterator[None]:
-    """Gives back the threads of torch that a program under test takes away."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

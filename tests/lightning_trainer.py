@@ -11,7 +11,6 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger
 
 FITTING = [
-    pytest.mark.usefixtures("one_thread"),
     # Advice for real data and real machines.
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:GPU available but not used"),

@@ -51,7 +51,8 @@ NOT_TRIED = re.compile(
 )
 # Seconds of tests that a mutant meets at most, and those after which it counts as killed.
 MOST, TIMEOUT = 10.0, 120.0
-OPTIONS = ("-x", "--tb=no", "-rfE", "-p", "no:cacheprovider")
+# The tests of `make test`.
+OPTIONS = ("-x", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-m", "not exhaustive")
 
 
 class Mutant(NamedTuple):

@@ -8,7 +8,7 @@ from operator import attrgetter
 import pytest
 
 import tritonclip
-from tritonclip import attributes, functional
+from tritonclip import functional, messages
 
 NAMES = {
     "clip": "clip_",
@@ -54,7 +54,7 @@ def test_other_names_get_pythons_errors(module):
 
 
 def test_every_match_is_there():
-    for name, text in attributes._MATCHES.items():
+    for name, text in messages._MATCHES.items():
         path = re.split(r"[,(]", text)[0]
         assert name not in tritonclip.__all__
         # Their packages are optional.

@@ -13,12 +13,12 @@ if "tritonclip" in {Path(word).stem for word in sys.orig_argv[1:3]}:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 from tritonclip import functional
-from tritonclip.attributes import missing
 from tritonclip.backward.activations import ClipBackward, clip_backward
 from tritonclip.backward.on_arrival import clip_on_backward_
 from tritonclip.clipping import clip_
 from tritonclip.engine.verify import VerificationError
 from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.messages import ClippingWarning, missing
 from tritonclip.rules import (
     ClipByGlobalNorm,
     ClipByNorm,
@@ -38,11 +38,9 @@ from tritonclip.torch_compat import (
     clip_grads_with_norm_,
     get_total_norm,
 )
-from tritonclip.warn import ClippingWarning
 
 if TYPE_CHECKING:
-    from tritonclip.monitor.recorder import Recorder
-    from tritonclip.monitor.recording import record
+    from tritonclip.monitor.recorder import Recorder, record
     from tritonclip.monitor.stats import ClipStats
     from tritonclip.monitor.suggestion import suggest_max_norm
     from tritonclip.norms import norms_by_name
@@ -93,7 +91,7 @@ _LAZY = {
     "GradScaler": "optim.grad_scaler",
     "Recorder": "monitor.recorder",
     "norms_by_name": "norms",
-    "record": "monitor.recording",
+    "record": "monitor.recorder",
     "suggest_max_norm": "monitor.suggestion",
 }
 

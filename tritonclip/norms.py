@@ -19,10 +19,10 @@ from tritonclip.engine.norms import total
 from tritonclip.engine.plan import refuse_
 from tritonclip.engine.plan_cache import plan_
 from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.messages import warn_user
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import ClipByNorm
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
-from tritonclip.warn import warn_user
 
 
 @torch.compiler.disable

@@ -12,7 +12,7 @@ from contextvars import ContextVar, Token
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from tritonclip.warn import ClippingWarning
+from tritonclip.messages import ClippingWarning
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -30,6 +30,7 @@ if loops is None:
 pytestmark = pytest.mark.usefixtures("both_forms")
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("length", LENGTHS)
@@ -42,6 +43,7 @@ def test_products_are_rounded_once_and_stay_in_their_memory(dtype, length, offse
     assert_canaries(memory, own)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("length", LENGTHS)

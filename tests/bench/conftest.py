@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 from bench import timing
@@ -16,12 +15,10 @@ def little_copied(monkeypatch):
 
 
 @pytest.fixture
-def command():
-    """Runs a command, and gives torch its threads back."""
-    threads = torch.get_num_threads()
+def command(set_threads):
+    """Runs a command, which may set the threads of torch."""
 
     def run(*arguments):
         return CliRunner().invoke(main, [str(one) for one in arguments])
 
-    yield run
-    torch.set_num_threads(threads)
+    return run

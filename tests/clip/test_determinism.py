@@ -35,12 +35,24 @@ def run(rule, dtype, device):
     return grads if measured is None else [*grads, measured]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rule", RULES)
 def test_clip_gives_equal_bits_on_every_run(device, rule, dtype):
     first = run(rule, dtype, device)
     for _ in range(1 if INTERPRETED else 4):
         assert_bits(run(rule, dtype, device), first)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.skipif(INTERPRETED, reason="kernels do not run in the threads of torch")
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rule", RULES)
+def test_threads_of_torch_change_no_bit(device, set_threads, rule, dtype):
+    alone = run(rule, dtype, device)
+    for n_threads in (2, 3):
+        set_threads(n_threads)
+        assert_bits(run(rule, dtype, device), alone)
 
 
 def test_clip_is_not_disturbed_by_calls_in_between(device):

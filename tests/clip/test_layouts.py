@@ -47,6 +47,7 @@ OTHER_ORDERS = [
 LENGTH = 2 * CHUNK + 6
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -62,6 +63,7 @@ def test_clip_writes_a_view_and_nothing_beside_it(device, view, rule, dtype):
     assert_bits([buffer], [expected])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("view", ["transposed", "permuted", "channels_last"])
 @pytest.mark.parametrize("scale", [None, 8.0])
 @pytest.mark.parametrize("rule", [*RULES, *OTHER_ORDERS])
@@ -108,6 +110,7 @@ def test_clip_of_a_known_list_of_dense_gradients_makes_no_views(backend, rule, n
     tritonclip.clip_(known, rule)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("offset", [1, 2, 3, 5, 8])

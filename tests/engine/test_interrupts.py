@@ -85,6 +85,7 @@ def assert_between(grad: Tensor, before: Tensor, after: Tensor) -> None:
     assert bool(same.all())
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", LISTS)

@@ -33,6 +33,7 @@ def named(grads):
     return [(f"w{index}", one) for index, one in enumerate(parameters(grads))]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("grad_scale", [None, 8.0])
@@ -63,6 +64,7 @@ def test_verify_counts_ones_and_no_zeros(device):
         assert tritonclip.get_total_norm([torch.tensor([0.0, 1.0, 1.0], device=device)], 0.0) == 2
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("policy", ["propagate", "zero"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("rule", RULES)

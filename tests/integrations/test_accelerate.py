@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from digits import BATCHES, MAX_NORM, loader, loss_of, network, sgd, train_by_hand
 
-pytestmark = pytest.mark.usefixtures("fresh_accelerate", "one_thread")
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 class JsonLines(GeneralTracker):

@@ -11,8 +11,6 @@ pytest.importorskip("sklearn", reason="the data are scikit-learn's: pip install 
 from digits import BATCHES, MAX_NORM, loader, loss_of, network, sgd, train_by_hand
 from training import SCALERS, train
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def scaler_of(kind):
     if kind is None:

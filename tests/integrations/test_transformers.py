@@ -19,7 +19,7 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from tritonclip.integrations.transformers import ClippingMixin, ClippingTrainer
 
-pytestmark = pytest.mark.usefixtures("fresh_accelerate", "one_thread")
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 MAX_NORM = 0.5
 STEPS = 6

@@ -18,7 +18,7 @@ pytest.importorskip("matplotlib", reason="needs tritonclip[monitor]")
 
 from matplotlib.colors import to_hex
 
-from tritonclip.monitor import histogram, plot
+from tritonclip.monitor import plot
 
 
 def run(n: int = 400, limit: float = 2.0) -> History:
@@ -121,7 +121,7 @@ def test_a_line_with_its_name_stands_where_each_run_begins():
     suggestion = suggest_max_norm(joined)
     figure: Any = plot.draw(joined, suggestion)
     over_steps, bars = figure.axes
-    begins = [one.get_xdata()[0] for one in over_steps.lines if one.get_color() == histogram.GREY]
+    begins = [one.get_xdata()[0] for one in over_steps.lines if one.get_color() == plot.GREY]
     assert begins == [1001, 1191, 1201]
     assert [text.get_text() for text in over_steps.texts] == ["run 1", "run 2", "run 3"]
     # Names of runs that begin next to each other stand one above the other.
@@ -144,7 +144,7 @@ def test_runs_with_the_same_steps_stand_side_by_side():
     twice = replace(history, steps=torch.cat([history.steps[:200]] * 2), joins=(200,))
     figure: Any = plot.draw(twice)
     over_steps = figure.axes[0]
-    begins = [one.get_xdata()[0] for one in over_steps.lines if one.get_color() == histogram.GREY]
+    begins = [one.get_xdata()[0] for one in over_steps.lines if one.get_color() == plot.GREY]
     assert begins == [1001, 1201]
     assert over_steps.get_xlabel() == "step, counted on from run to run"
 
@@ -176,10 +176,10 @@ def test_labels_of_candidates_do_not_overlap(figure):
 
 @pytest.mark.parametrize("heights", [[], [0.5], [0.0] * 5, [1.0] * 5, [0.4, 0.41, 0.9, 0.95]])
 def test_places_of_labels_are_apart_and_on_the_axis(heights):
-    places = histogram.spread(heights)
+    places = plot.spread(heights)
     assert len(places) == len(heights)
     assert all(-1e-9 <= place <= 1 + 1e-9 for place in places)
-    assert all(b - a >= histogram.GAP - 1e-9 for a, b in itertools.pairwise(places))
+    assert all(b - a >= plot.GAP - 1e-9 for a, b in itertools.pairwise(places))
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

@@ -13,8 +13,7 @@ from norm_series import norms_of
 from workers import python
 
 import tritonclip
-from tritonclip.monitor.candidates import LEAST_SHARE, MOST_SHARE
-from tritonclip.monitor.suggestion import LEAST_STEPS
+from tritonclip.monitor.suggestion import LEAST_SHARE, LEAST_STEPS, MOST_SHARE
 
 
 def share_over(norms: Any, limit: float) -> float:

@@ -8,7 +8,7 @@ import torch
 from norm_series import norms_of
 
 import tritonclip
-from tritonclip.monitor.trend import warmup_of
+from tritonclip.monitor.suggestion import warmup_of
 
 
 @pytest.mark.parametrize("high", [5.0, 1 / 5], ids=["above", "below"])

@@ -10,7 +10,7 @@ import rich
 
 
 @pytest.fixture
-def fixed_width(same_threads: None) -> None:
+def fixed_width() -> None:
     """Reports are the same in every terminal."""
     rich.reconfigure(width=100)
 

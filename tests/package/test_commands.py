@@ -9,7 +9,7 @@ import pytest
 from workers import python
 
 import tritonclip
-from tritonclip.__main__ import main
+from tritonclip.cli import main
 
 pytest.importorskip("matplotlib", reason="needs tritonclip[monitor]")
 pytest.importorskip("rich", reason="needs tritonclip[monitor]")
@@ -190,9 +190,7 @@ def test_commands_run_as_a_program(path):
 )
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(package, command):
     blocked = f"import sys; sys.modules[{package!r}] = None; sys.argv[1:] = [{command!r}, 'a.csv']"
-    done = python(
-        "-c", f"{blocked}\nfrom tritonclip.__main__ import main\nsys.exit(main(sys.argv[1:]))"
-    )
+    done = python("-c", f"{blocked}\nfrom tritonclip.cli import main\nsys.exit(main(sys.argv[1:]))")
     assert done.returncode == 1
     assert f"needs {package}, which is not installed" in done.stderr
     assert 'pip install "tritonclip[monitor]"' in done.stderr

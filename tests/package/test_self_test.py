@@ -7,8 +7,8 @@ import torch
 from workers import python
 
 import tritonclip
-from tritonclip import doctor
 from tritonclip.backends.operators import TorchBatch
+from tritonclip.cli import main
 
 
 @pytest.mark.parametrize("command", [(), ("doctor",)], ids=["bare", "doctor"])
@@ -36,7 +36,7 @@ def test_self_test_prints_a_report(command):
 )
 def test_self_test_says_that_there_is_no_gpu_and_its_backend(capsys, backend, said):
     with tritonclip.use_backend(backend):
-        doctor.examine()
+        main(["doctor"])
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("gpu         no GPU was found")
     assert said in last
@@ -50,7 +50,7 @@ def test_self_test_says_why_a_gpu_would_be_slow(installed):
     blocked = "" if installed else "; sys.modules['triton'] = None"
     done = python(
         "-c",
-        f"import sys{blocked}; from tritonclip.__main__ import main; sys.exit(main(['doctor']))",
+        f"import sys{blocked}; from tritonclip.cli import main; sys.exit(main(['doctor']))",
     )
     last = done.stdout.splitlines()[-1]
     if installed:
@@ -70,7 +70,7 @@ def test_self_test_fails_with_a_reason_where_a_backend_is_wrong(monkeypatch, cap
 
     monkeypatch.setattr(TorchBatch, "norm", wrong)
     with tritonclip.use_backend("torch"):
-        assert doctor.examine() == 1
+        assert main(["doctor"]) == 1
     assert "self-test failed: VerificationError: " in capsys.readouterr().out
 
 

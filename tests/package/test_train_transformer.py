@@ -20,10 +20,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 @pytest.fixture(scope="module")
 def quick() -> dict[str, list[History]]:
     """The runs of --quick."""
-    threads = torch.get_num_threads()
-    histories = train_transformer.train_all(QUICK)
-    torch.set_num_threads(threads)
-    return histories
+    return train_transformer.train_all(QUICK)
 
 
 def test_quick_learns_more_under_a_limit(quick: dict[str, list[History]]) -> None:

@@ -11,7 +11,7 @@ from tritonclip.backends.interface import Layout, UnitLayout
 from tritonclip.backends.native import CODES, NativeLayout, fault, loops
 from tritonclip.backends.operators import TorchLayout
 from tritonclip.backends.units import TorchUnitLayout
-from tritonclip.warn import warn_user
+from tritonclip.messages import warn_user
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

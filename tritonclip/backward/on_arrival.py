@@ -19,10 +19,10 @@ from tritonclip.engine.arguments import with_labels
 from tritonclip.engine.checks import some
 from tritonclip.engine.gradients import of_parameters
 from tritonclip.engine.plan_cache import plan_
+from tritonclip.messages import warn_user
 from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import ClipByNorm, ClipByValue
 from tritonclip.signatures import ABSENT, misfit, reaches_misfit
-from tritonclip.warn import warn_user
 
 
 class ClippingHandle:

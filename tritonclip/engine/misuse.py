@@ -11,8 +11,8 @@ from weakref import ref
 from torch import Tensor
 
 from tritonclip.engine.gradients import Gradients
+from tritonclip.messages import warn_user
 from tritonclip.rules import Rule
-from tritonclip.warn import warn_user
 
 # Calls that are remembered: as many as may come between two steps.
 CALLS = 4

@@ -3,10 +3,10 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tritonclip.attributes import missing
 from tritonclip.functional.by_global_norm import clip_by_global_norm, global_norm
 from tritonclip.functional.by_norm import clip_by_average_norm, clip_by_norm, clip_by_rms
 from tritonclip.functional.by_value import clip_by_value
+from tritonclip.messages import missing
 
 __all__ = [
     "clip_by_average_norm",

@@ -1,17 +1,125 @@
-"""The history of a run or of several: norms, coefficients and limits by step, read from a file."""
+"""The history of one run or several: its file, written and read, and its norms by step.
+
+A history file is CSV or JSON Lines, one line a step. A cell is a number, a truth value, or None for
+an unknown value: empty in CSV, null in JSON. JSON has no NaN and no inf: they are the texts "NaN",
+"Infinity" and "-Infinity" there.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tritonclip.monitor.formats import Cell, format_of
+Cell = float | int | bool | str | None
+# The number of a line, and its cells by column.
+Line = tuple[int, dict[str, Cell]]
+
+
+class Format(Protocol):
+    """Turns rows into text and back."""
+
+    def header(self, columns: Sequence[str]) -> str:
+        """The first line of a new file; "" in a format that has none."""
+
+    def encode(self, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
+        """Rows as whole lines."""
+
+    def decode(self, text: str) -> Iterator[Line]:
+        """The rows of a text; ValueError, with the number of the line, for any other text."""
+
+
+class Csv:
+    """Comma-separated values under a line with the names of the columns."""
+
+    def header(self, columns: Sequence[str]) -> str:
+        """The line with the names."""
+        return self.encode(columns, [columns])
+
+    def encode(self, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
+        """Numbers in the fewest digits that give them back, truth values as 1 and 0."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerows([int(c) if isinstance(c, bool) else c for c in row] for row in rows)
+        return text.getvalue()
+
+    def decode(self, text: str) -> Iterator[Line]:
+        """The rows under the first line, which names the columns."""
+        lines = csv.reader(io.StringIO(text))
+        try:
+            columns = [name.strip() for name in next(lines, [])]
+            for cells in lines:
+                if not cells:
+                    continue
+                if len(cells) != len(columns):
+                    raise ValueError(
+                        f"line {lines.line_num}: expected {len(columns)} cells, as the first line "
+                        f"has, got {len(cells)}"
+                    )
+                yield lines.line_num, {n: c or None for n, c in zip(columns, cells, strict=True)}
+        except csv.Error as error:
+            expected = f"line {lines.line_num}: expected comma-separated values"
+            raise ValueError(f"{expected}: {error}") from None
+
+
+class JsonLines:
+    """One JSON object a line."""
+
+    def header(self, columns: Sequence[str]) -> str:
+        """Nothing: every line names its columns."""
+        return ""
+
+    def encode(self, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
+        """Objects of numbers, truth values and null."""
+        return "".join(
+            json.dumps(dict(zip(columns, map(_json_cell, row), strict=True)), allow_nan=False)
+            + "\n"
+            for row in rows
+        )
+
+    def decode(self, text: str) -> Iterator[Line]:
+        """One row for each line that is not blank."""
+        for number, line in enumerate(text.split("\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number}: expected a JSON object: {error}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number}: expected a JSON object, got {line.strip():.40}")
+            yield number, row
+
+
+FORMATS: dict[str, Format] = {".csv": Csv(), ".jsonl": JsonLines()}
+
+
+def format_of(path: Path) -> Format:
+    """The format that a file's name asks for; ValueError for other names."""
+    form = FORMATS.get(path.suffix.lower())
+    if form is None:
+        raise ValueError(
+            f"{path}: expected a name that ends in .csv or .jsonl, which decides the format, got "
+            f"{path.suffix or 'no ending'}; rename the file"
+        )
+    return form
+
+
+def _json_cell(cell: Cell) -> Cell:
+    if isinstance(cell, float) and not math.isfinite(cell):
+        return "NaN" if math.isnan(cell) else "Infinity" if cell > 0 else "-Infinity"
+    return cell
+
 
 # A recorder writes these, in this order, and then one for each norm of a part.
 COLUMNS = ("step", "norm", "coefficient", "limit", "skipped")
@@ -232,3 +340,128 @@ def _history(runs: list[list[_Row]], replaced: int) -> History:
         tuple(accumulate(len(run) for run in runs[:-1])),
         replaced,
     )
+
+
+_ANOTHER = "give record(...) another path, or move the file away"
+
+
+class HistoryFile:
+    """Appends rows to a history file; nothing is written before the first row.
+
+    Args:
+        path: absolute; ends in .csv or .jsonl. A file that is there goes on.
+        find: look for folder and file now.
+
+    Attributes:
+        path: of the file.
+        last_step: the number of the last step in the file; 0 for a new one.
+        resumes: the run of the file is known to go on, as where it loaded a checkpoint; else a row
+            without a norm tells the rows of the file from those that are appended.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: another ending; a file that no recorder wrote.
+    """
+
+    def __init__(self, path: Path, *, find: bool = True) -> None:
+        self.path = path
+        self._format = format_of(path)
+        self._columns: tuple[str, ...] | None = None
+        self.last_step, self.resumes = 0, False
+        # Bytes of whole lines, and whether this object wrote the last of them.
+        self._size, self._began = 0, False
+        if find and not path.parent.is_dir():
+            raise FileNotFoundError(
+                f"{path}: expected the folder of a history file, got {path.parent}, which is not "
+                "there; make it first"
+            )
+        if find and path.exists():
+            self._find()
+
+    def _find(self) -> None:
+        """Reads columns and the number of the last step from a file that is there."""
+        data = self.path.read_bytes() if self.path.is_file() else b"\n"
+        # A line after the last line break was cut off by a crash.
+        self._size = data.rfind(b"\n") + 1
+        if not data:
+            return
+        first, _, rest = data[: self._size].partition(b"\n")
+        last = rest.rstrip(b"\n").rpartition(b"\n")[2]
+        try:
+            rows = [cells for _, cells in self._format.decode(f"{first.decode()}\n{last.decode()}")]
+            if not rows:
+                raise ValueError("expected rows, got none")
+            if tuple(rows[0])[: len(COLUMNS)] != COLUMNS:
+                raise ValueError(f"expected columns {', '.join(COLUMNS)}, got {', '.join(rows[0])}")
+            self.last_step = int(str(rows[-1]["step"]))
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"{self.path} is there and no recorder's file: {error}; {_ANOTHER}"
+            ) from None
+        self._columns = tuple(rows[0])
+
+    def begin(self, parts: Sequence[str]) -> None:
+        """Fixes the columns, at the first row.
+
+        Args:
+            parts: names of further norms.
+
+        Raises:
+            ValueError: a file that is there has others.
+        """
+        columns = (*COLUMNS, *(PART + name for name in parts))
+        if self._columns is not None and columns != self._columns:
+            had = [name.removeprefix(PART) for name in self._columns[len(COLUMNS) :]]
+            raise ValueError(
+                f"{self.path} is there with norms of {_some(had)}; expected the same, to append to "
+                f"it, got {_some(parts)}: pass the same norms, or {_ANOTHER}"
+            )
+        self._columns = columns
+
+    def append(self, rows: Sequence[Sequence[Cell]]) -> None:
+        """Writes rows, in the order of the columns.
+
+        Raises:
+            OSError: the file cannot be written.
+            RuntimeError: something else wrote to the file.
+        """
+        assert self._columns is not None
+        if self.last_step and not (self._began or self.resumes):
+            join = join_after(self.last_step)
+            rows = [(*join, *[None] * (len(self._columns) - len(join))), *rows]
+        text = self._format.encode(self._columns, rows)
+        if not self._size:
+            text = self._format.header(self._columns) + text
+        with self.path.open("ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            if not self._began and size > self._size and not self._has_grown(size):
+                file.truncate(self._size)
+                size = self._size
+            elif size != self._size:
+                raise RuntimeError(
+                    f"{self.path}: expected {self._size} bytes, as this recorder left it, got "
+                    f"{size}; something else writes to it: give each recorder a file, and of "
+                    "several processes let one write, by record(..., write=rank == 0)"
+                )
+            data = memoryview(text.encode())
+            try:
+                while data:
+                    data = data[file.write(data) :]
+            except BaseException:
+                # No half row stays, so that the rows can be written later.
+                file.truncate(size)
+                raise
+        self._size += len(text.encode())
+        self._began = True
+
+    def _has_grown(self, size: int) -> bool:
+        """Whether a file has more lines than it had; else its end is a line that was cut off."""
+        with self.path.open("rb") as file:
+            file.seek(self._size)
+            return b"\n" in file.read(size - self._size)
+
+
+def _some(names: Sequence[str]) -> str:
+    """Some names for a message."""
+    shown = ", ".join(names[:4]) or "no parts"
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -1,10 +1,13 @@
-"""A recorder: the norms of a run in a file, without waiting for the device."""
+"""`record` and the recorder: the norms of a run in a file, without waiting for the device."""
 
 from __future__ import annotations
 
+import math
 import os
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -12,11 +15,87 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from tritonclip.messages import ClippingWarning
 from tritonclip.modes import refuse_tracer
-from tritonclip.monitor.history_file import HistoryFile
-from tritonclip.monitor.row_buffer import Value
-from tritonclip.monitor.row_writer import RowWriter
-from tritonclip.monitor.rows import checked_value
+from tritonclip.monitor.history import COLUMNS, Cell, HistoryFile
+from tritonclip.monitor.row_buffer import Row, RowBuffer, Value
+
+
+def record(
+    path: str | os.PathLike[str],
+    *,
+    every: int = 100,
+    each: bool = False,
+    write: bool | None = None,
+    append: bool | None = None,
+) -> Recorder:
+    """Makes a recorder of the norms of a run; `python -m tritonclip suggest` and `plot` read it.
+
+    Norms stay in a buffer on their device. Every `every` steps the buffer is copied to the host: on
+    CUDA and ROCm into pinned memory, in the background, and the copy is written at the first flush
+    after it arrived, usually the next; on a CPU it is written at once; on other devices the copy
+    waits for the device. `flush`, `close`, the end of a `with` block and the end of the program
+    write everything. A process that is killed loses the rows of at most the last flushes.
+
+    Args:
+        path: of the file; ends in .csv or .jsonl, which decides its form. Made at the first flush.
+            An open recorder of this file in this process is closed.
+        every: steps between two flushes.
+        each: whether a ClippedOptimizer adds the norm of every parameter by its name, which reads
+            all gradients once more. The optimizer knows names if it was made from
+            `model.named_parameters()`.
+        write: whether this process writes; of several, let one. None: the process of rank 0, where
+            torch.distributed is initialized at the first step. The others check and count only, and
+            look at no file if it is initialized already.
+        append: whether to go on in a file that has the steps of a run: rows are added to it, which
+            must have the same columns, and the count of steps goes on. None: so, with a warning.
+            False: only a file without steps will do.
+
+    Returns:
+        The recorder, also a context manager. `ClippedOptimizer(..., recorder=recorder)` adds every
+        step to it; in a loop with :func:`clip_`, call its `add_`.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        FileExistsError: a file with steps, with append=False.
+        TypeError: a `write` or an `append` of another kind.
+        ValueError: another ending, or `every` below 1; a file that no recorder wrote.
+
+    Warns:
+        UserWarning: a file with steps, without a word on `append`.
+
+    Notes:
+        A recorder cannot be copied or pickled, and a fork cannot use it. In a CUDA graph, call
+        `add_` after each replay. Under torch.compile it breaks the graph.
+
+        The columns are step, norm, coefficient, limit, skipped, and norm/<name> for each of
+        `norms`. Unknown values are empty (null in JSON Lines). A run that resumes from a checkpoint
+        loads `state_dict()`; without it, steps are counted on from the last row, after a row with
+        its step alone, by which `suggest` tells the runs apart.
+
+    Example:
+        >>> import pathlib, tempfile, torch, tritonclip
+        >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "run.csv")
+        >>> with record(path) as recorder:
+        ...     for step in range(2):
+        ...         weight.grad = torch.tensor([0.3, 0.4]) * 10**step
+        ...         recorder.add_(tritonclip.clip_(weight, 1.0), limit=1.0)
+        >>> print(path.read_text(), end="")
+        step,norm,coefficient,limit,skipped
+        1,0.5,,1.0,
+        2,5.0,,1.0,
+    """
+    recorder = Recorder(path, every=every, each=each, write=write, append=append)
+    if append is None and recorder.steps:
+        warnings.warn(
+            f"{recorder.path} has steps up to {recorder.steps}, and new ones are appended to them. "
+            "To go on with that run, pass append=True; for a new run, take another name",
+            ClippingWarning,
+            stacklevel=2,
+        )
+    return recorder
+
 
 # The last recorder of each file in this process, while it is alive.
 _open: weakref.WeakValueDictionary[Path, Recorder] = weakref.WeakValueDictionary()
@@ -239,3 +318,71 @@ def _rank_decides() -> bool | None:
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
     return distributed.get_rank() == 0
+
+
+_SKIPPED = COLUMNS.index("skipped")
+
+
+def checked_value(
+    name: str, value: object, *, least: float = -math.inf, of_truth: bool = False
+) -> Value:
+    """A checked value: a number, a one-element tensor, or None; a tensor's value is not read."""
+    if isinstance(value, Tensor):
+        if hasattr(value, "full_tensor"):
+            raise TypeError(
+                f"{name} must be a plain tensor, got a DTensor; pass its full_tensor(), which "
+                "every process has to call"
+            )
+        if value.numel() != 1 or value.is_complex() or value.is_meta:
+            raise ValueError(
+                f"{name} must be one real number, got shape {tuple(value.shape)}, {value.dtype}, "
+                f"on {value.device}; of the norms of single gradients pass the largest, norms.max()"
+            )
+        return value
+    if value is None:
+        return None
+    if isinstance(value, bool) is not of_truth or not isinstance(value, Real):
+        kind = "a truth value" if of_truth else "a number"
+        raise TypeError(f"{name} must be {kind} or a one-element tensor, got {value!r:.80}")
+    number = float(value)
+    if number < least:
+        raise ValueError(f"{name} must be {least:g} or more, got {number}")
+    return number
+
+
+def cells_of(row: Row) -> list[Cell]:
+    """A row as it stands in the file: a whole number, numbers, and a truth value."""
+    step, skipped = row[0], row[_SKIPPED]
+    assert step is not None
+    cells: list[Cell] = [int(step), *row[1:]]
+    cells[_SKIPPED] = None if skipped is None else bool(skipped)
+    return cells
+
+
+class RowWriter:
+    """The rows of a recorder, which outlive it until they are written.
+
+    Attributes:
+        file: that the rows go to.
+        process: the one that writes; a fork of it does not.
+    """
+
+    def __init__(self, file: HistoryFile, every: int) -> None:
+        self.file, self.process = file, os.getpid()
+        self._buffer = RowBuffer(every)
+        # Arrived on the host, and not written.
+        self._arrived: list[Row] = []
+
+    def add_(self, step: int, row: list[Value]) -> None:
+        """Adds the row of a step, whose values stay on their device."""
+        self._buffer.add_([step, *row])
+
+    def flush(self, *, wait: bool = True) -> None:
+        """Writes the rows that have arrived on the host, or with `wait` all; none in a fork."""
+        if os.getpid() != self.process:
+            return
+        self._buffer.send_()
+        self._arrived += self._buffer.take(wait=wait)
+        if self._arrived:
+            self.file.append(list(map(cells_of, self._arrived)))
+            self._arrived = []

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.attributes import NamesAttributes
+from tritonclip.messages import NamesAttributes
 from tritonclip.monitor.step_counts import COUNTS, StepCounts
 
 

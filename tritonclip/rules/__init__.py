@@ -2,16 +2,23 @@
 
 from torch.serialization import add_safe_globals
 
-from tritonclip.rules.each import ClipByOwnHistory, ClipByRMS
-from tritonclip.rules.fixed import ClipByGlobalNorm, ClipByNorm, ClipByValue, as_rule, by_number
-from tritonclip.rules.following import Following, Numbering
+from tritonclip.rules.fixed import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByRMS,
+    ClipByValue,
+    as_rule,
+    by_number,
+)
+from tritonclip.rules.own_history import ClipByOwnHistory
 from tritonclip.rules.rule import Measured, Rule
-from tritonclip.rules.state import ClipState, follow
+from tritonclip.rules.state import BoundRule, ClipState, Numbering, follow
 from tritonclip.rules.unitwise import ClipByUnitNorm, Excluded
 from tritonclip.rules.window import ClipByQuantile, Outlier
 from tritonclip.rules.zscore import ClipByZScore
 
 __all__ = [
+    "BoundRule",
     "ClipByGlobalNorm",
     "ClipByNorm",
     "ClipByOwnHistory",
@@ -21,7 +28,6 @@ __all__ = [
     "ClipByValue",
     "ClipByZScore",
     "ClipState",
-    "Following",
     "Measured",
     "Numbering",
     "Outlier",

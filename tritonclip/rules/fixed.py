@@ -1,4 +1,4 @@
-"""Rules with limits that depend on no norm: small frozen values, checked when they are made."""
+"""Rules whose limit depends on no norm, and numbers as rules."""
 
 import math
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from tritonclip.rules.adaptive import Adaptive
 from tritonclip.rules.arguments import (
     Schedule,
     as_eps,
@@ -20,8 +20,7 @@ from tritonclip.rules.arguments import (
     as_number_or_schedule,
     is_function,
 )
-from tritonclip.rules.bounds import Bounds
-from tritonclip.rules.rule import Measured, Rule, needs_state
+from tritonclip.rules.rule import Adaptive, Measured, Rule, needs_state
 from tritonclip.signatures import explains_misfits
 
 
@@ -106,6 +105,87 @@ class ClipByNorm(_ClipNorm):
     """
 
     per_gradient: ClassVar[bool] = True
+
+
+@explains_misfits
+@dataclass(frozen=True, slots=True)
+class ClipByRMS(Rule):
+    r"""Scales each gradient whose root mean square before clipping exceeds `max_rms`.
+
+    .. math:: g_i \leftarrow g_i \cdot \min(1, \text{max\_rms} / \sqrt{\text{mean}(g_i^2)})
+
+    Args:
+        max_rms: largest root mean square of a gradient; 0 or more, inf clips nothing. Or a function
+            of the step; see :class:`ClipState`.
+
+    Raises:
+        ValueError: a limit that is negative or NaN.
+        TypeError: an argument that is no number.
+
+    Notes:
+        Returns 2-norms, as :class:`ClipByNorm` does. The root mean square of complex gradients is
+        that of their moduli.
+
+    Example:
+        >>> ClipByRMS(1.0)
+        ClipByRMS(max_rms=1.0)
+
+    References:
+        Shazeer, Stern, `Adafactor: Adaptive Learning Rates with Sublinear Memory Cost
+        <https://arxiv.org/abs/1804.04235>`_, 2018; optax, `clip_by_block_rms`.
+    """
+
+    max_rms: float | Schedule = 1.0
+
+    schedules: ClassVar[tuple[str, ...]] = ("max_rms",)
+    per_gradient: ClassVar[bool] = True
+    norm_type: ClassVar[float] = 2.0  # type: ignore[misc]  # a constant here
+    eps: ClassVar[float] = 0.0  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_rms", as_limit_or_schedule("max_rms", self.max_rms))
+
+    def limit(self, measured: Measured) -> Tensor:
+        """`max_rms` times the root of the number of elements."""
+        if callable(self.max_rms):
+            raise needs_state(self.name)
+        # inf * 0 would be NaN: a gradient without elements has the norm 0.
+        return measured.sizes().clamp(min=1).sqrt() * self.max_rms
+
+
+class Bounds(dict[torch.dtype, tuple[float, float]]):
+    """Two bounds by dtype, rounded where it is first asked for; a finite bound stays finite.
+
+    As items, those that were asked for cost no call of a function.
+    """
+
+    def __init__(self, low: float, high: float) -> None:
+        self._low, self._high = low, high
+
+    def __missing__(self, dtype: torch.dtype) -> tuple[float, float]:
+        low, high = self._low, self._high
+        if low and high:
+            rounded = _rounded_bounds(low, high, dtype)
+        else:
+            # lru_cache finds 0.0 for -0.0.
+            rounded = _rounded(low, dtype) if low else low, _rounded(high, dtype) if high else high
+        self[dtype] = rounded
+        return rounded
+
+
+@lru_cache
+def _rounded(bound: float, dtype: torch.dtype) -> float:
+    largest = torch.finfo(dtype).max
+    if math.isinf(bound):
+        # Also for a dtype without inf: no limit.
+        return bound
+    bound = min(max(bound, -largest), largest)
+    return float(torch.tensor(bound, dtype=torch.float64, device="cpu").to(dtype))
+
+
+@lru_cache
+def _rounded_bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
+    return _rounded(low, dtype), _rounded(high, dtype)
 
 
 @explains_misfits

@@ -1,6 +1,8 @@
-"""The state of a rule, kept from call to call."""
+"""The state of a rule between calls, and the rule bound to it for one call."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -8,9 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.modes import outside_inference
-from tritonclip.rules.adaptive import Adaptive, kind_of
-from tritonclip.rules.following import Following, Numbering
-from tritonclip.rules.rule import Measured, Rule
+from tritonclip.rules.rule import Adaptive, Measured, Rule, kind_of
 
 
 class ClipState:
@@ -57,7 +57,7 @@ class ClipState:
 
     def follow(
         self, rule: Rule, *, step: int | None = None, numbering: Numbering | None = None
-    ) -> Following:
+    ) -> BoundRule:
         """The rule of the next call.
 
         Args:
@@ -74,7 +74,7 @@ class ClipState:
                 f"this state remembers norms for {self._kind}, and the rule is {kind_of(rule)}; "
                 "expected the rule that it began with: make a new ClipState() for another one"
             )
-        return Following(rule.at(self._steps if step is None else step), self, numbering)
+        return BoundRule(rule.at(self._steps if step is None else step), self, numbering)
 
     def state_dict(self, rows: Sequence[int] | None = None) -> dict[str, Any]:
         """A copy of everything: `kind`, `steps`, `parameters`, and `values`, a tensor or None.
@@ -257,7 +257,7 @@ def _is_state(state: object) -> bool:
     )
 
 
-def follow(rule: Rule, state: object) -> Following:
+def follow(rule: Rule, state: object) -> BoundRule:
     """The rule of the next call, as the user's `state` gives it.
 
     Raises:
@@ -279,3 +279,99 @@ def _grown(values: Tensor | None, rule: Any, norm: Tensor, n: int | None) -> Ten
     if n is not None:
         row = row.repeat(n, 1)
     return row if values is None else torch.cat([values, row])
+
+
+# The row of each parameter of a list, and how many rows there are.
+Numbering = Callable[[], tuple[Sequence[int], int]]
+
+
+class BoundRule(Rule):
+    """The rule of one call, with the limit that its state gives it; found once."""
+
+    def __init__(self, rule: Any, state: ClipState, numbering: Numbering | None = None) -> None:
+        self.rule, self._state, self._numbering = rule, state, numbering
+        self._limit: float | Tensor | None = None
+        self._list: Sequence[Tensor] = ()
+        self._measured: Measured | None = None
+        self._values: Tensor | None = None
+        if isinstance(rule, Rule):
+            self.norm_type, self.eps = rule.norm_type, rule.eps
+            self.per_gradient = rule.per_gradient  # type: ignore[misc]  # of this rule
+            self.per_unit = rule.per_unit  # type: ignore[misc]
+            self.clamps = rule.clamps  # type: ignore[misc]
+            if self.clamps:
+                self.bounds = rule.bounds
+
+    def limit(self, measured: Measured) -> float | Tensor:
+        """The limit of the step; later calls get the same."""
+        if self._limit is None:
+            if isinstance(self.rule, Adaptive):
+                self._measured = measured
+                self._limit, self._values = self._state.advance(
+                    self.rule, measured, self._numbering
+                )
+            else:
+                self._limit = self.rule.limit(measured)
+        return self._limit
+
+    def interval(self) -> tuple[float, float]:
+        """As the rule's."""
+        low, high = self.rule.interval()
+        return low, high
+
+    @property
+    def keeps_zero(self) -> bool:
+        """As the rule's."""
+        return bool(self.rule.keeps_zero)
+
+    @property
+    def excludes(self) -> int:
+        """As the rule's."""
+        return int(self.rule.excludes)
+
+    def exempt(self, parameters: Sequence[Tensor]) -> list[bool]:
+        """As the rule's."""
+        exempt: list[bool] = self.rule.exempt(parameters)
+        return exempt
+
+    @property
+    def name(self) -> str:
+        """As the rule's."""
+        return str(self.rule.name)
+
+    def __repr__(self) -> str:
+        return repr(self.rule)
+
+    def meet(self, parameters: Sequence[Tensor]) -> None:
+        """Checks the list of the call, before it is measured.
+
+        Args:
+            parameters: with and without a gradient.
+
+        Raises:
+            ValueError: another list than that of the state.
+        """
+        adaptive = isinstance(self.rule, Adaptive)
+        self._list = parameters if adaptive and self.per_gradient else parameters[:1]
+        if parameters:
+            self._state.check_list(self._list, len(parameters) if adaptive else None)
+
+    def onto(self, state: ClipState, numbering: Numbering) -> BoundRule:
+        """The same call, for another state to remember, which has other rows."""
+        moved = BoundRule(self.rule, state, numbering)
+        if self._measured is not None:
+            moved.limit(self._measured)
+        return moved
+
+    def commit(self, left_out: Tensor | bool | None = None) -> None:
+        """Makes the state remember this call; one that was left out is only counted.
+
+        Args:
+            left_out: whether it was; a 0-d bool may be on any device. None for no.
+        """
+        if self._list:
+            self._state.begin_with(self._list)
+        if isinstance(left_out, bool):
+            self._state.commit(None if left_out else self._values, None)
+        else:
+            self._state.commit(self._values, left_out)

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tritonclip.rules.adaptive import Adaptive, AdaptiveRule, bounded, counts
 from tritonclip.rules.arguments import (
     Schedule,
     as_count,
@@ -17,6 +16,7 @@ from tritonclip.rules.arguments import (
     as_positive,
     as_share,
 )
+from tritonclip.rules.rule import Adaptive, AdaptiveRule, bounded, counts
 from tritonclip.signatures import explains_misfits
 
 # Of the mean: norms are right to 1e-6, and nothing closer to it stands out.

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tritonclip.rules.adaptive import AdaptiveRule, bounded, counts
 from tritonclip.rules.arguments import (
     Schedule,
     as_count,
@@ -17,6 +16,7 @@ from tritonclip.rules.arguments import (
     as_positive,
     as_share,
 )
+from tritonclip.rules.rule import AdaptiveRule, bounded, counts
 from tritonclip.signatures import explains_misfits
 
 # Added to the deviation, as in ZClip: norms that are all equal have none.

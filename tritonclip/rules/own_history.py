@@ -1,4 +1,4 @@
-"""Limits of each gradient: from its own earlier norms, or from its size."""
+"""A limit of each gradient from its own earlier norms."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tritonclip.rules.adaptive import AdaptiveRule, counts
 from tritonclip.rules.arguments import (
     Schedule,
     as_count,
@@ -17,7 +16,7 @@ from tritonclip.rules.arguments import (
     as_positive,
     as_share,
 )
-from tritonclip.rules.rule import Measured, Rule, needs_state
+from tritonclip.rules.rule import AdaptiveRule, counts
 from tritonclip.signatures import explains_misfits
 
 
@@ -93,49 +92,3 @@ class ClipByOwnHistory(AdaptiveRule):
         moving = torch.where(warm, moving, torch.minimum(average, clipped))
         after = torch.stack([moving, n + 1], dim=-1)
         return limit, torch.where((counts(norm) & counts(clipped))[..., None], after, state)
-
-
-@explains_misfits
-@dataclass(frozen=True, slots=True)
-class ClipByRMS(Rule):
-    r"""Scales each gradient whose root mean square before clipping exceeds `max_rms`.
-
-    .. math:: g_i \leftarrow g_i \cdot \min(1, \text{max\_rms} / \sqrt{\text{mean}(g_i^2)})
-
-    Args:
-        max_rms: largest root mean square of a gradient; 0 or more, inf clips nothing. Or a function
-            of the step; see :class:`ClipState`.
-
-    Raises:
-        ValueError: a limit that is negative or NaN.
-        TypeError: an argument that is no number.
-
-    Notes:
-        Returns 2-norms, as :class:`ClipByNorm` does. The root mean square of complex gradients is
-        that of their moduli.
-
-    Example:
-        >>> ClipByRMS(1.0)
-        ClipByRMS(max_rms=1.0)
-
-    References:
-        Shazeer, Stern, `Adafactor: Adaptive Learning Rates with Sublinear Memory Cost
-        <https://arxiv.org/abs/1804.04235>`_, 2018; optax, `clip_by_block_rms`.
-    """
-
-    max_rms: float | Schedule = 1.0
-
-    schedules: ClassVar[tuple[str, ...]] = ("max_rms",)
-    per_gradient: ClassVar[bool] = True
-    norm_type: ClassVar[float] = 2.0  # type: ignore[misc]  # a constant here
-    eps: ClassVar[float] = 0.0  # type: ignore[misc]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "max_rms", as_limit_or_schedule("max_rms", self.max_rms))
-
-    def limit(self, measured: Measured) -> Tensor:
-        """`max_rms` times the root of the number of elements."""
-        if callable(self.max_rms):
-            raise needs_state(self.name)
-        # inf * 0 would be NaN: a gradient without elements has the norm 0.
-        return measured.sizes().clamp(min=1).sqrt() * self.max_rms

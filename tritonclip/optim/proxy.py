@@ -1,6 +1,11 @@
-"""Optimizer base class that forwards state to a wrapped optimizer, around whose step it acts."""
+"""An optimizer in front of another one: torch's interface, whose state is that of the other.
+
+torch has no protocol by which an optimizer could give its own code another answer than a user. Its
+modules are known by their names.
+"""
 
 import re
+import sys
 from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -8,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonclip.optim.callers import CHECKPOINT, asks, unscales
 from tritonclip.optim.checkpoint import filled_state, saved_groups
-from tritonclip.optim.closures import Closure
 
+CHECKPOINT = "torch.distributed.checkpoint.state_dict"
+GRAD_SCALER = "torch.amp.grad_scaler"
 # Where Optimizer keeps its registered hooks.
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -25,13 +30,34 @@ _HOOKS = (
 _UPDATES = re.compile(r"(?!get_|is_)\w+_step|step_\w+|fused_backward|set_closure")
 
 
-class DelegatingOptimizer(Optimizer):
-    """A `torch.optim.Optimizer` whose parameter groups, state and defaults are another one's.
+def called_from(module: str) -> bool:
+    """Whether the caller of the caller is code of that module."""
+    known = sys.modules.get(module)
+    return known is not None and sys._getframe(2).f_globals is known.__dict__
+
+
+def _is_unscaling() -> bool:
+    """Whether the caller of the caller belongs to the `unscale_` of a GradScaler."""
+    # A step only looks for inf there, by the same function.
+    frame = sys._getframe(2)
+    above = frame.f_back
+    return (
+        frame.f_code.co_name == "_unscale_grads_"
+        and above is not None
+        and above.f_code.co_name == "unscale_"
+    )
+
+
+class OptimizerProxy(Optimizer):
+    """A `torch.optim.Optimizer` with the parameter groups, state and defaults of another one.
 
     Hooks that are registered here run around the whole step, those of the wrapped optimizer around
     its own part. A step that the host leaves out runs no post-hook. Global step hooks run once, for
     the wrapped one. Public attributes that only the wrapped optimizer has are read through this
     one, and its methods called. One that is set stays here.
+
+    Args:
+        optimizer: to be wrapped.
 
     Attributes:
         optimizer: the wrapped optimizer.
@@ -39,8 +65,8 @@ class DelegatingOptimizer(Optimizer):
 
     optimizer: Optimizer
 
-    def _share(self, optimizer: Optimizer) -> None:
-        """Takes the place of Optimizer.__init__, which would make groups of its own."""
+    # Optimizer.__init__ would make groups of its own.
+    def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         for name in _HOOKS:
             setattr(self, name, OrderedDict())
@@ -70,9 +96,9 @@ class DelegatingOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's."""
-        if asks(CHECKPOINT):
+        if called_from(CHECKPOINT):
             return saved_groups(self.optimizer.param_groups)
-        if unscales():
+        if _is_unscaling():
             self._before_unscaling()
         return self.optimizer.param_groups
 
@@ -83,7 +109,7 @@ class DelegatingOptimizer(Optimizer):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """The wrapped optimizer's."""
-        if asks(CHECKPOINT):
+        if called_from(CHECKPOINT):
             return filled_state(self.optimizer)
         return self.optimizer.state
 
@@ -109,7 +135,7 @@ class DelegatingOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     @torch.compiler.disable(recursive=False)
-    def step(self, closure: Closure | None = None) -> Any:
+    def step(self, closure: Any = None) -> Any:
         """Runs hooks around `_step`, which subclasses define."""
         args: tuple[Any, ...] = (self,) if closure is None else (self, closure)
         kwargs: dict[str, Any] = {}
@@ -128,7 +154,7 @@ class DelegatingOptimizer(Optimizer):
                 after(self, args, kwargs)
         return loss
 
-    def _step(self, closure: Closure | None = None) -> tuple[Any, bool]:
+    def _step(self, closure: Any = None) -> tuple[Any, bool]:
         """The result of the step, and whether it was taken."""
         raise NotImplementedError
 
@@ -136,7 +162,7 @@ class DelegatingOptimizer(Optimizer):
         """A checkpoint that this class and the bare optimizer load."""
         for before in tuple(self._optimizer_state_dict_pre_hooks.values()):
             before(self)
-        state_dict = self._save(in_groups=asks(CHECKPOINT))
+        state_dict = self._save(in_groups=called_from(CHECKPOINT))
         for after in tuple(self._optimizer_state_dict_post_hooks.values()):
             state_dict = after(self, state_dict) or state_dict
         return state_dict
@@ -153,8 +179,8 @@ class DelegatingOptimizer(Optimizer):
         """Runs before a GradScaler divides the gradients outside of a step; may refuse."""
 
     def _save(self, *, in_groups: bool) -> dict[str, Any]:
-        """The checkpoint; `in_groups`: whatever is not the wrapped optimizer's goes into groups."""
+        """The checkpoint; with `in_groups`, all that the wrapped optimizer lacks is in groups."""
         raise NotImplementedError
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
+        raise NotImplementedError

@@ -1,0 +1,202 @@
+"""Mistakes around a ClippedOptimizer: refused, or warned of where they would pass in silence.
+
+An optimizer is wrapped in a second one, or stepped past its wrapper; gradients are clipped before
+the wrapper clips them, or are never there; a number is set that belongs to a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tritonclip.engine import misuse
+from tritonclip.messages import warn_user
+
+# Steps in a row without a gradient that are warned of.
+IN_VAIN = 3
+
+
+class StepGuard:
+    """A step pre-hook of a wrapped optimizer, which knows its one wrapper.
+
+    Attributes:
+        open: the wrapper is in its step, or another one that is meant.
+        wrapper: while it is alive, steps without it are not.
+    """
+
+    def __init__(self, wrapper: Optimizer) -> None:
+        self.open = False
+        self.wrapper = ref(wrapper)
+        self._warned = False
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Warns, unless the step is meant; a compiled step is not seen."""
+        if torch.compiler.is_compiling() or self.open or self._warned or self.wrapper() is None:
+            return
+        self._warned = True
+        warn_user(
+            f"{type(optimizer).__name__}.step() was called on the optimizer inside a "
+            "ClippedOptimizer, so nothing was clipped or counted; expected step() of the "
+            "ClippedOptimizer. To update without clipping, set its attribute clip to float('inf')"
+        )
+
+
+def guard_(optimizer: Optimizer, wrapper: Optimizer) -> StepGuard:
+    """Makes a wrapper that of an optimizer, whose steps past it are warned of from now on."""
+    guard = _guard_of(optimizer)
+    if guard is None:
+        guard = StepGuard(wrapper)
+        optimizer.register_step_pre_hook(guard)
+    guard.wrapper = ref(wrapper)
+    return guard
+
+
+def _guard_of(optimizer: Optimizer) -> StepGuard | None:
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    return next((hook for hook in hooks if isinstance(hook, StepGuard)), None)
+
+
+def wrapper_of(optimizer: Optimizer) -> Any:
+    """The ClippedOptimizer around an optimizer, while it is alive; else None."""
+    guard = _guard_of(optimizer)
+    wrapper = None if guard is None else guard.wrapper()
+    # A copy of an optimizer may have its hooks.
+    return wrapper if getattr(wrapper, "optimizer", None) is optimizer else None
+
+
+@contextmanager
+def opened(optimizer: Optimizer) -> Iterator[None]:
+    """Steps of the optimizer in the block are meant."""
+    guard = _guard_of(optimizer)
+    if guard is None:
+        yield
+        return
+    before, guard.open = guard.open, True
+    try:
+        yield
+    finally:
+        guard.open = before
+
+
+def warn_if_clipped(grads: Sequence[Tensor], *, scaled: bool) -> None:
+    """Warns, of the gradients of a step, if `clip_` was called for them.
+
+    Args:
+        grads: gradients, or the buffers that hold them.
+        scaled: they still carry the loss scale of a GradScaler, as they did when they were clipped.
+    """
+    if not misuse.is_noticed(grads):
+        return
+    if scaled:
+        warn_user(
+            "clip_, or a function with torch's name, was called for gradients that still carry the "
+            "loss scale of the GradScaler, so that it clipped them to far too small a norm, and "
+            "the ClippedOptimizer clips them after it; expected no call: the ClippedOptimizer "
+            "clips unscaled gradients. To clip by a call, use the bare optimizer, and call "
+            "scaler.unscale_(optimizer) first"
+        )
+    else:
+        warn_user(
+            "clip_, or a function with torch's name, was called for these gradients, and the "
+            "ClippedOptimizer clips them after it, so that its statistics are not of gradients "
+            "before clipping; expected one of the two: remove the call, or use the bare optimizer. "
+            "To measure only, call get_total_norm"
+        )
+
+
+def warn_of_nothing(n_parameters: int) -> None:
+    """Warns of the first steps of a wrapper, none of which found a gradient."""
+    warn_user(
+        f"{IN_VAIN} steps in a row found no gradient in any of the {n_parameters} parameters of "
+        "the ClippedOptimizer, and neither clipped nor updated anything; expected step() after "
+        "backward() and before zero_grad(), and an optimizer of the parameters that the model has "
+        "now and that require gradients"
+    )
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Refuses an object that cannot be wrapped, and an optimizer that is wrapped already.
+
+    Raises:
+        TypeError: no optimizer.
+        ValueError: a wrapper, or an optimizer that has one.
+    """
+    expected = "optimizer must be a torch.optim.Optimizer"
+    if isinstance(optimizer, type):
+        raise TypeError(f"{expected}, got the class; write {optimizer.__name__}(parameters, ...)")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{expected}, got {type(optimizer).__name__}; {_remedy(optimizer)}")
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+        raise TypeError(
+            f"{expected} that ran Optimizer.__init__, got {type(optimizer).__name__}, which did "
+            f"not; {_remedy(optimizer)}"
+        )
+    if _is_wrapper(optimizer):
+        raise ValueError(
+            "optimizer is a ClippedOptimizer, which would clip twice; to change its rule, set its "
+            "attribute clip, or give a parameter group the key 'clip'"
+        )
+    if wrapper_of(optimizer) is not None:
+        raise ValueError(
+            f"this {type(optimizer).__name__} is wrapped already, and a second wrapper would keep "
+            "statistics of its own; use the first wrapper, or make a new optimizer"
+        )
+
+
+def _is_wrapper(optimizer: Optimizer) -> bool:
+    inner = vars(optimizer).get("optimizer")
+    return isinstance(inner, Optimizer) and wrapper_of(inner) is optimizer
+
+
+def _remedy(refused: object) -> str:
+    """The object to wrap in place of one that cannot be wrapped, or the call to write."""
+    kind = type(refused).__name__
+    if hasattr(refused, "noise_multiplier"):
+        return (
+            "its step clips the gradient of each example and then adds noise, and a "
+            "ClippedOptimizer around or inside it would clip the noise or nothing: set its "
+            "max_grad_norm, and use it bare"
+        )
+    if not any(isinstance(one, Optimizer) for one in getattr(refused, "__dict__", {}).values()):
+        return "write ClippedOptimizer(optimizer, 1.0), with an optimizer such as torch.optim.SGD"
+    if not hasattr(refused, "zero_grad"):
+        return "wrap its optimizer, before a scheduler is made of it"
+    return f"wrap the optimizer inside it: {kind}(ClippedOptimizer(optimizer, 1.0), ...)"
+
+
+class OfRule:
+    """A number of a rule, which an optimizer neither has nor takes; to set it would do nothing.
+
+    Other names stay free: schedulers, trainers, hooks and subclasses keep attributes on optimizers.
+
+    Args:
+        example: a rule that has it.
+    """
+
+    def __init__(self, example: str) -> None:
+        self._example = example
+
+    def __set_name__(self, _: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: object, kind: type) -> NoReturn:
+        raise AttributeError(
+            f"{kind.__name__!r} object has no attribute {self._name!r}, which belongs to a rule; "
+            f"expected optimizer.clip.{self._name}, where the rule has it",
+            name=self._name,
+            obj=optimizer,
+        )
+
+    def __set__(self, optimizer: object, value: object) -> NoReturn:
+        raise AttributeError(
+            f"{self._name} belongs to a rule, and would change nothing here; expected a new rule, "
+            f"such as optimizer.clip = {self._example}, got {self._name} = {value!r:.40}",
+            name=self._name,
+            obj=optimizer,
+        )
