@@ -214,7 +214,7 @@ def _on_backend(backend: Any) -> Iterator[None]:
     if backend is None:
         yield
         return
-    deferred = backend.module == "operators" and backend.device.type == "cpu"
+    deferred = backend.deferred
     before = choose.host_decides
     if deferred:
         choose.host_decides = lambda device: False

@@ -283,10 +283,7 @@ def _exchange(
         if per_gradient:
             whole = batch.partials_each(reduced[shards.slots.on(plan.device)], norm_type)
         partials.append(whole.to(group.device))
-    starts = [0] * len(batches)
-    return ReducedNorms(
-        batches, partials, starts, norm_type, per_gradient, grad_scale, gradients, reduced
-    )
+    return ReducedNorms(batches, partials, norm_type, per_gradient, grad_scale, gradients, reduced)
 
 
 def _exchange_of_units(
@@ -299,6 +296,4 @@ def _exchange_of_units(
         units = Units(gradients, rule)
     partials, reduced = yield from whole_units(gradients, units)
     own = norms.norms_of_units(units, partials, gradients, grad_scale)
-    return ReducedNorms(
-        own.batches, own.partials, own.starts, 2.0, True, grad_scale, gradients, reduced
-    )
+    return ReducedNorms(own.batches, own.partials, 2.0, True, grad_scale, gradients, reduced)

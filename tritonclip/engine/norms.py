@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from tritonclip.backends.choose import layout_of, torch_layout
 from tritonclip.backends.interface import Batch, PartialNorms
-from tritonclip.backends.operators import wide_dtype
+from tritonclip.backends.operators import as_tensor, wide_dtype
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.units import Units
 from tritonclip.modes import outside_inference, refuse_tracer, without_grad
@@ -21,13 +21,12 @@ from tritonclip.rules import Rule
 
 @dataclass(slots=True)
 class Norms:
-    """Partial norms of all groups, and where those of each group begin.
+    """Partial norms of all groups.
 
     Attributes:
         batches: the gradients of each group, in the hands of its backend.
-        partials: for each group those of all groups, on its device; numbers where the host decides
-            for all groups; a single group's in the form of its backend.
-        starts: index of a group's first partial.
+        partials: for each group those of all groups, on its device; with `per_gradient`, its own
+            alone, in the form of its backend.
         norm_type: p of the p-norm.
         per_gradient: partials give the norm of each gradient.
         grad_scale: the loss scale that gradients and partials still carry.
@@ -37,7 +36,6 @@ class Norms:
 
     batches: list[Batch]
     partials: list[PartialNorms]
-    starts: list[int]
     norm_type: float
     per_gradient: bool
     grad_scale: float | Tensor
@@ -57,10 +55,8 @@ class Norms:
             return norm.to(plan.device)
         return self.in_order(
             [
-                batch.total_each(partials, start, self.norm_type, self.grad_scale)
-                for batch, partials, start in zip(
-                    self.batches, self.partials, self.starts, strict=True
-                )
+                batch.total_each(partials, self.norm_type, self.grad_scale)
+                for batch, partials in zip(self.batches, self.partials, strict=True)
             ]
         )
 
@@ -127,8 +123,8 @@ def measure(
         refuse_tracer()
     if len(plan.groups) == 1 and not ((plan.pairs or plan.empty) and norm_type != 2.0):
         batch = plan.groups[0].layout.bind(gradients.readable, gradients.addresses)
-        partials = batch.norm(norm_type, None, per_gradient=per_gradient)
-        return Norms([batch], [partials], [0], norm_type, per_gradient, grad_scale, gradients)
+        partials = batch.norm(norm_type, per_gradient=per_gradient)
+        return Norms([batch], [partials], norm_type, per_gradient, grad_scale, gradients)
     return _measure_groups(gradients, norm_type, per_gradient, grad_scale)
 
 
@@ -145,7 +141,7 @@ def norms_of_units(
     """The norms of units, from partial ones of each group."""
     # Batches of units have the verbs for norms by gradient, and no others.
     batches: list[Any] = [*units.batches]
-    return Norms(batches, partials, [0] * len(batches), 2.0, True, grad_scale, gradients)
+    return Norms(batches, partials, 2.0, True, grad_scale, gradients)
 
 
 def _measure_groups(
@@ -155,7 +151,7 @@ def _measure_groups(
     plan = gradients.plan
     assert plan is not None
     batches: list[Batch] = []
-    measured: list[Batch] = []
+    partials: list[PartialNorms] = []
     for group in plan.groups:
         tensors, addresses = gradients.of_group(group.indices)
         batch = group.layout.bind(tensors, addresses)
@@ -163,60 +159,33 @@ def _measure_groups(
         if group.pairs and norm_type != 2.0:
             # Kernels find the norm of a gradient by the chunks that they write to, and moduli have
             # others.
-            layout = torch_layout(tensors, flat=group.flat) if per_gradient else group.layout
+            layout = torch_layout(group.device) if per_gradient else group.layout
             layout.dtype = plan.dtype
             batch = layout.bind(tensors, addresses)
             own = [moduli_of(tensor) for tensor in tensors]
-            make = torch_layout if per_gradient else layout_of
-            moduli = make(own, flat=True).bind(own, None)
+            measuring = torch_layout(group.device) if per_gradient else layout_of(own, flat=True)
+            moduli = measuring.bind(own, None)
         batches.append(batch)
-        measured.append(moduli)
-    # As tensors in forward mode, where norms have tangents.
-    if forward_ad._current_level < 0 and all(batch.on_host for batch in measured):
-        numbers: list[float] = []
-        starts = []
-        for batch in measured:
-            starts.append(len(numbers))
-            own = batch.norm(norm_type, None, per_gradient=per_gradient)
-            numbers += own.flatten().tolist() if isinstance(own, Tensor) else own
+        measured = moduli.norm(norm_type, per_gradient=per_gradient)
         if plan.empty:
             # The least of no elements would be inf.
-            numbers = [0.0] * len(numbers)
-        alike = [numbers] * len(batches)
-        return Norms(batches, alike, starts, norm_type, per_gradient, grad_scale, gradients)
-    devices = [group.device for group in plan.groups]
-    counts = [batch.count_norms(per_gradient=per_gradient) for batch in measured]
-    starts, sizes = [], dict.fromkeys(devices, 0)
-    for device, count in zip(devices, counts, strict=True):
-        starts.append(sizes[device])
-        sizes[device] += count
-    own_norms = {
-        device: torch.empty(n, dtype=wide_dtype(device), device=device)
-        for device, n in sizes.items()
+            measured = [0.0] * len(measured) if isinstance(measured, list) else measured.zero_()
+        partials.append(measured)
+    if not per_gradient:
+        partials = _join(partials, [group.device for group in plan.groups])
+    return Norms(batches, partials, norm_type, per_gradient, grad_scale, gradients)
+
+
+def _join(partials: list[PartialNorms], devices: list[torch.device]) -> list[PartialNorms]:
+    """Gives every group the partial norms of all groups, in one order everywhere."""
+    if all(isinstance(own, list) for own in partials):
+        return [list(chain.from_iterable(partials))] * len(partials)
+    tensors = [as_tensor(own) for own in partials]
+    joined = {
+        device: torch.cat([own.to(device).to(wide_dtype(device)) for own in tensors])
+        for device in set(devices)
     }
-    for batch, device, start, count in zip(measured, devices, starts, counts, strict=True):
-        out = own_norms[device][start : start + count]
-        batch.norm(norm_type, out, per_gradient=per_gradient)
-        if plan.empty:
-            out.zero_()
-    everywhere = _on_every_device(own_norms, own_first=per_gradient)
-    partials = [everywhere[device] for device in devices]
-    return Norms(batches, partials, starts, norm_type, per_gradient, grad_scale, gradients)
-
-
-def _on_every_device(
-    own: dict[torch.device, Tensor], *, own_first: bool
-) -> dict[torch.device, Tensor]:
-    """Gives every device the norms of all devices."""
-    if len(own) == 1:
-        return own
-    everywhere = {}
-    for device, norms in own.items():
-        others = [n.to(device).to(norms.dtype) for d, n in own.items() if d != device]
-        # In one order everywhere, so that every device finds the same bits.
-        in_order = [n.to(device).to(norms.dtype) for n in own.values()]
-        everywhere[device] = torch.cat([norms, *others] if own_first else in_order)
-    return everywhere
+    return [joined[device] for device in devices]
 
 
 def moduli_of(pairs: Tensor) -> Tensor:
