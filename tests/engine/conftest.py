@@ -8,7 +8,7 @@ import pytest
 
 from tritonclip.backends.native import NativeBatch
 from tritonclip.backends.operators import TorchBatch
-from tritonclip.engine import gradients, plan_cache
+from tritonclip.engine import gradients, plan, plan_cache
 from tritonclip.engine.plan_cache import PlanCache
 
 
@@ -29,7 +29,7 @@ def plans(guards):
 def built(monkeypatch):
     """The lists that a plan was built for."""
     seen = []
-    make = gradients.make_plan
+    make = plan.make_plan
 
     def counted(tensors, *arguments, **options):
         seen.append(tensors)
