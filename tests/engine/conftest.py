@@ -8,7 +8,7 @@ import pytest
 
 from tritonclip.backends.native import NativeBatch
 from tritonclip.backends.operators import TorchBatch
-from tritonclip.engine import gradients, plan_cache
+from tritonclip.engine import gradients, plan, plan_cache
 from tritonclip.engine.plan_cache import PlanCache
 
 
