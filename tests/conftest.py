@@ -12,6 +12,7 @@ import gc
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,10 @@ import pytest
 import torch
 from cases import INTERPRETED
 from covering import covering
+from serving import decided_on_device
 
 import tritonclip
-from tritonclip.backends import choose
 from tritonclip.engine import misuse
-from tritonclip.engine.plan_cache import plans
 
 hypothesis.settings.register_profile(
     "tritonclip",
@@ -48,6 +48,14 @@ class Backend:
     name: str
     device: torch.device
     module: str
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """This backend serves calls."""
+        device_decides = self.module == "operators" and self.device.type == "cpu"
+        deferral = decided_on_device() if device_decides else nullcontext()
+        with deferral, tritonclip.use_backend(self.name):
+            yield
 
     @property
     def host_decides(self) -> bool:
@@ -126,17 +134,10 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(params=_BACKENDS)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """Every backend that can run here, entered for the length of the test."""
-    chosen: Backend = request.param
-    deferred = chosen.module == "operators" and chosen.device.type == "cpu"
-    if deferred:
-        monkeypatch.setattr(choose, "host_decides", lambda device: False)
-        plans.clear()
-    with tritonclip.use_backend(chosen.name):
-        yield chosen
-    if deferred:
-        plans.clear()
+    with request.param.entered():
+        yield request.param
 
 
 @pytest.fixture
