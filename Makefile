@@ -12,13 +12,13 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo check test format lint types tests doctests codegen wheel bench bench-frameworks clean
+.PHONY: help install demo check test format lint types tests doctests codegen wheel bench bench-all bench-frameworks clean
 
 help:
 	@echo "make demo     train on real data with and without clipping"
 	@echo "make check    lint, types and a part of the tests, in under two minutes"
 	@echo "make test     demo, then every check"
-	@echo "make format lint types tests doctests codegen wheel bench bench-frameworks clean: see CONTRIBUTING.md"
+	@echo "make format lint types tests doctests codegen wheel bench bench-all bench-frameworks clean: see CONTRIBUTING.md"
 
 install: $(INSTALLED)
 
@@ -76,9 +76,20 @@ codegen: $(INSTALLED)
 wheel: $(INSTALLED)
 	$(PYTEST) tests/package/test_wheel.py
 
+# The quick plan: under two minutes. `bench-all` measures all rows of bench/results on a CPU.
+BENCH := $(PYTEST) bench --benchmark-only
 bench: $(INSTALLED)
-	$(RUN) -m bench speed
-	$(RUN) -m bench functional
+	$(BENCH)
+
+ROWS = --device cpu -k test_clip --rows bench/results
+bench-all: $(INSTALLED)
+	$(BENCH) $(ROWS)/cpu.json
+	$(BENCH) $(ROWS)/cpu-epyc.json --plan full --provider torch --provider "torch foreach" \
+		--provider "torch no foreach" --provider "torch sum"
+	$(BENCH) $(ROWS)/cpu-training.json --plan training
+	$(BENCH) $(ROWS)/cpu-busy2.json --plan busy
+	TRITONCLIP_BACKEND=torch $(BENCH) $(ROWS)/cpu-torch-backend.json
+	$(BENCH) --device cpu -k test_functional --plan full --rows bench/results/functional-cpu.json
 	$(RUN) -m bench accuracy
 	$(RUN) -m bench host
 	$(RUN) -m bench distributed
@@ -86,13 +97,13 @@ bench: $(INSTALLED)
 	$(RUN) -m bench report
 
 # Needs TensorFlow, optax and Paddle. Two runs: a process that imports TensorFlow and Paddle ends.
-BESIDE := $(RUN) -m bench speed $(foreach list,resnet50 gpt2_124m lora_r16 odd,--workload $(list)) --provider torch \
-	--provider "torch foreach" --provider "torch no foreach"
+BESIDE = $(BENCH) --device cpu -k test_clip $(foreach list,resnet50 gpt2_124m lora_r16 odd,--workload $(list)) \
+	--plan full --provider torch --provider "torch foreach" --provider "torch no foreach"
 bench-frameworks: $(INSTALLED)
-	$(BESIDE) --provider tensorflow --provider optax --out bench/results/cpu-optax-tensorflow.json
-	$(BESIDE) --provider paddle --out bench/results/cpu-paddle.json
+	$(BESIDE) --provider tensorflow --provider optax --rows bench/results/cpu-optax-tensorflow.json
+	$(BESIDE) --provider paddle --rows bench/results/cpu-paddle.json
 	$(RUN) -m bench report
 
 clean:
-	rm -rf build dist *.egg-info .nox .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info .benchmarks .nox .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -48,19 +48,19 @@ class Backend:
     name: str
     device: torch.device
     module: str
+    deferred: bool = False
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """This backend serves calls."""
-        device_decides = self.module == "operators" and self.device.type == "cpu"
-        deferral = decided_on_device() if device_decides else nullcontext()
+        deferral = decided_on_device() if self.deferred else nullcontext()
         with deferral, tritonclip.use_backend(self.name):
             yield
 
     @property
     def host_decides(self) -> bool:
         """Whether coefficients are numbers of the host, which waits for no device."""
-        return self.module in ("cpu_backend", "native")
+        return self.device.type == "cpu" and self.module != "triton" and not self.deferred
 
 
 _HAS_GPU = torch.cuda.is_available()
@@ -70,12 +70,12 @@ _NEEDS_GPU = (
 )
 
 
-def _backend(name: str, device: str, module: str, label: str = "") -> Any:
+def _backend(name: str, device: str, module: str, *, deferred: bool = False) -> Any:
     # With the index that a device of tensors has.
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     return pytest.param(
-        Backend(name, where, module),
-        id=label or f"{name}-{device}",
+        Backend(name, where, module, deferred),
+        id=f"{name}-deferred" if deferred else f"{name}-{device}",
         marks=_NEEDS_GPU if device == "cuda" else (),
     )
 
@@ -85,14 +85,14 @@ _CUDA_BACKENDS = [
     _backend("triton", "cuda", "triton"),
 ]
 # The code that serves other devices than a CPU, on CPU tensors.
-_DEFERRED = _backend("torch", "cpu", "operators", "torch-deferred")
+_DEFERRED = _backend("torch", "cpu", "operators", deferred=True)
 # The interpreter copies what it is given to the host, so pointer tables need CPU tensors there.
 _BACKENDS = (
     [_backend("triton", "cpu", "triton")]
     if INTERPRETED
     else [
         _backend("native", "cpu", "native"),
-        _backend("torch", "cpu", "cpu_backend"),
+        _backend("torch", "cpu", "operators"),
         _DEFERRED,
         # Without a GPU they would be thousands of items that are all skipped.
         *(_CUDA_BACKENDS if _HAS_GPU else ()),

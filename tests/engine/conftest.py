@@ -6,7 +6,6 @@ import importlib
 
 import pytest
 
-from tritonclip.backends.cpu_backend import CpuBatch
 from tritonclip.backends.native import NativeBatch
 from tritonclip.backends.operators import TorchBatch
 from tritonclip.engine import plan, plan_cache
@@ -47,4 +46,4 @@ def verbs(backend):
         return importlib.import_module("tritonclip.backends.triton").TritonBatch
     if backend.name == "native":
         return NativeBatch
-    return TorchBatch if backend.module == "operators" else CpuBatch
+    return TorchBatch

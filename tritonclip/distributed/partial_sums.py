@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tritonclip.backends.choose import layout_of
 from tritonclip.backends.interface import Batch
-from tritonclip.backends.operators import wide_dtype
+from tritonclip.backends.operators import as_tensor, wide_dtype
 from tritonclip.distributed.process_groups import all_reduce
 from tritonclip.distributed.reduction import Measured, Places, Share
 from tritonclip.distributed.shards import Piece, Sharding, piece_of
@@ -118,12 +118,10 @@ def norms_of(
         tensors, batch = [moduli_of(tensor) for tensor in tensors], None
     if batch is None:
         batch = layout_of(tensors, flat=True).bind(tensors, None)
-    device = tensors[0].device
-    out = torch.empty(batch.count_norms(per_gradient=each), dtype=wide_dtype(device), device=device)
-    norms: Tensor = batch.norm(norm_type, out, per_gradient=each)
+    measured = batch.norm(norm_type, per_gradient=each)
     if not each:
-        return norms
-    norms = batch.norms_each(norms, norm_type)
+        return as_tensor(measured)
+    norms = batch.norms_each(measured, norm_type)
     if norm_type == -math.inf:
         # A piece without elements has the norm 0 here, but is no part of the whole's.
         for i, tensor in enumerate(tensors):

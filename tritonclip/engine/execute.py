@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tritonclip.backends.interface import Clip
 from tritonclip.backends.operators import coefficient_of, wide_dtype
 from tritonclip.distributed.refusals import tell_others
 from tritonclip.engine import checks as policies
@@ -138,11 +139,11 @@ def _clip_only_group_(
     elif rule.per_gradient:
         if is_pre_dispatch():
             refuse_tracer()
-        norms = batch.norm(rule.norm_type, None, per_gradient=True)
-        norm, _ = batch.scale_each_(norms, 0, rule, limit, grad_scale, erase=None)
+        norms = batch.norm(rule.norm_type, per_gradient=True)
+        norm, _ = batch.scale_each_(norms, Clip(rule.norm_type, rule.eps, limit, grad_scale))
     else:
-        norms = batch.norm(rule.norm_type, None, per_gradient=False)
-        norm, _ = batch.scale_(norms, rule, limit, grad_scale, erase_nonfinite=False)
+        norms = batch.norm(rule.norm_type, per_gradient=False)
+        norm, _ = batch.scale_(norms, Clip(rule.norm_type, rule.eps, limit, grad_scale))
     if not batch.counts_versions:
         torch.autograd.graph.increment_version(gradients.versions or gradients.readable)
     return norm
@@ -191,8 +192,8 @@ def measure(
         return measure_pieces(gradients, norm_type, per_gradient, grad_scale)
     if len(plan.groups) == 1 and not ((plan.pairs or plan.empty) and norm_type != 2.0):
         batch = plan.groups[0].layout.bind(gradients.readable, gradients.addresses)
-        partials = batch.norm(norm_type, None, per_gradient=per_gradient)
-        return Norms([batch], [partials], [0], norm_type, per_gradient, grad_scale, gradients)
+        partials = batch.norm(norm_type, per_gradient=per_gradient)
+        return Norms([batch], [partials], norm_type, per_gradient, grad_scale, gradients)
     return measure_groups(gradients, norm_type, per_gradient, grad_scale)
 
 
@@ -256,13 +257,10 @@ def scale_groups_(
     if type(limit) is not float:
         limit = checked_limit(limit, norms)
     results: list[tuple[Tensor, float | Tensor]] = []
+    clip = Clip(rule.norm_type, rule.eps, limit, grad_scale, zero_nonfinite)
     if not norms.per_gradient:
-        for i, batch in enumerate(norms.batches):
-            results.append(
-                batch.scale_(
-                    norms.partials[i], rule, limit, grad_scale, erase_nonfinite=zero_nonfinite
-                )
-            )
+        for batch, partials in zip(norms.batches, norms.partials, strict=True):
+            results.append(batch.scale_(partials, clip))
         if not results:
             norm = total(norms)
             results = [(norm, coefficient_of(norm, limit, rule.eps))]
@@ -276,9 +274,7 @@ def scale_groups_(
         for i, batch in enumerate(norms.batches):
             own = limit_of(limit, plan.groups[i].indices)
             results.append(
-                batch.scale_each_(
-                    norms.partials[i], norms.starts[i], rule, own, grad_scale, erase=erase[i]
-                )
+                batch.scale_each_(norms.partials[i], clip._replace(limit=own, erase=erase[i]))
             )
         if norms.reduced is not None:
             # A piece without elements has nothing that a backend could scale by the norm.
@@ -371,8 +367,7 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
         given.to(group.device, non_blocking=uploaded).to(wide_dtype(group.device))
         for group in plan.groups
     ]
-    starts = [0] * len(batches)
-    norms = Norms(batches, partials, starts, rule.norm_type, False, 1.0, gradients)
+    norms = Norms(batches, partials, rule.norm_type, False, 1.0, gradients)
     scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=False)
     gradients.finish_writing()
     if expected is not None:

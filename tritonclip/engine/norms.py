@@ -5,15 +5,15 @@ Measures a gradient list: by group, or as pieces of which other processes have m
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from tritonclip.backends.choose import layout_of, torch_layout
 from tritonclip.backends.interface import Batch, PartialNorms
-from tritonclip.backends.operators import unscaled, wide_dtype
+from tritonclip.backends.operators import as_tensor, unscaled, wide_dtype
 from tritonclip.distributed.partial_sums import Part, measure_sums, moduli_of, norms_of
 from tritonclip.distributed.reduction import Exchange, together
 from tritonclip.distributed.refusals import ask_others, raise_refusal, reduced_norm
@@ -27,13 +27,12 @@ from tritonclip.rules import Rule
 
 
 class Norms(NamedTuple):
-    """Partial norms of all groups, and where those of each group begin.
+    """Partial norms of all groups.
 
     Attributes:
         batches: the gradients of each group, in the hands of its backend.
-        partials: for each group those of all groups, on its device; numbers where the host decides
-            for all groups; a single group's in the form of its backend.
-        starts: index of a group's first partial.
+        partials: for each group those of all groups, on its device; with `per_gradient`, its own
+            alone, in the form of its backend.
         norm_type: p of the p-norm.
         per_gradient: partials give the norm of each gradient.
         grad_scale: the loss scale that gradients and partials still carry.
@@ -44,7 +43,6 @@ class Norms(NamedTuple):
 
     batches: list[Batch]
     partials: list[PartialNorms]
-    starts: list[int]
     norm_type: float
     per_gradient: bool
     grad_scale: float | Tensor
@@ -86,12 +84,12 @@ def total(norms: Norms) -> Tensor:
     if norms.reduced is not None:
         return _total_of_pieces(norms)
     gradients, results = norms.gradients, []
-    for batch, partials, start in zip(norms.batches, norms.partials, norms.starts, strict=True):
+    for batch, partials in zip(norms.batches, norms.partials, strict=True):
         if not norms.per_gradient:
             assert gradients.plan is not None
             norm = batch.total(partials, norms.norm_type, norms.grad_scale)
             return norm.to(gradients.plan.device)
-        results.append(batch.total_each(partials, start, norms.norm_type, norms.grad_scale))
+        results.append(batch.total_each(partials, norms.norm_type, norms.grad_scale))
     return in_order(gradients, results)
 
 
@@ -148,8 +146,7 @@ def units_exchange(gradients: Gradients, rule: Rule, grad_scale: float | Tensor)
     partials, reduced = yield from units.measure()
     # Batches of units have the verbs for norms by gradient, and no others.
     batches: list[Any] = [*units.batches]
-    starts = [0] * len(batches)
-    return Norms(batches, partials, starts, 2.0, True, grad_scale, gradients, reduced)
+    return Norms(batches, partials, 2.0, True, grad_scale, gradients, reduced)
 
 
 def measure_groups(
@@ -159,7 +156,7 @@ def measure_groups(
     plan = gradients.plan
     assert plan is not None
     batches: list[Batch] = []
-    measured: list[Batch] = []
+    partials: list[PartialNorms] = []
     for group in plan.groups:
         tensors, addresses = gradients.of(group.indices)
         batch = group.layout.bind(tensors, addresses)
@@ -167,45 +164,21 @@ def measure_groups(
         if group.pairs and norm_type != 2.0:
             # Kernels find the norm of a gradient by the chunks that they write to, and moduli have
             # others.
-            layout = torch_layout(tensors, flat=group.flat) if per_gradient else group.layout
+            layout = torch_layout(group.device) if per_gradient else group.layout
             layout.dtype = plan.dtype
             batch = layout.bind(tensors, addresses)
             own = [moduli_of(tensor) for tensor in tensors]
-            make = torch_layout if per_gradient else layout_of
-            moduli = make(own, flat=True).bind(own, None)
+            measuring = torch_layout(group.device) if per_gradient else layout_of(own, flat=True)
+            moduli = measuring.bind(own, None)
         batches.append(batch)
-        measured.append(moduli)
-    # As tensors in forward mode, where norms have tangents.
-    if forward_ad._current_level < 0 and all(batch.on_host for batch in measured):
-        numbers: list[float] = []
-        starts = []
-        for batch in measured:
-            starts.append(len(numbers))
-            own = batch.norm(norm_type, None, per_gradient=per_gradient)
-            numbers += own.flatten().tolist() if isinstance(own, Tensor) else own
+        measured = moduli.norm(norm_type, per_gradient=per_gradient)
         if plan.empty:
             # The least of no elements would be inf.
-            numbers = [0.0] * len(numbers)
-        alike = [numbers] * len(batches)
-        return Norms(batches, alike, starts, norm_type, per_gradient, grad_scale, gradients)
-    devices = [group.device for group in plan.groups]
-    counts = [batch.count_norms(per_gradient=per_gradient) for batch in measured]
-    starts, sizes = [], dict.fromkeys(devices, 0)
-    for device, count in zip(devices, counts, strict=True):
-        starts.append(sizes[device])
-        sizes[device] += count
-    own_norms = {
-        device: torch.empty(n, dtype=wide_dtype(device), device=device)
-        for device, n in sizes.items()
-    }
-    for batch, device, start, count in zip(measured, devices, starts, counts, strict=True):
-        out = own_norms[device][start : start + count]
-        batch.norm(norm_type, out, per_gradient=per_gradient)
-        if plan.empty:
-            out.zero_()
-    everywhere = _exchange(own_norms, own_first=per_gradient)
-    partials = [everywhere[device] for device in devices]
-    return Norms(batches, partials, starts, norm_type, per_gradient, grad_scale, gradients)
+            measured = [0.0] * len(measured) if isinstance(measured, list) else measured.zero_()
+        partials.append(measured)
+    if not per_gradient:
+        partials = _join(partials, [group.device for group in plan.groups])
+    return Norms(batches, partials, norm_type, per_gradient, grad_scale, gradients)
 
 
 def measure_pieces(
@@ -264,18 +237,16 @@ def pieces_exchange(
         if per_gradient:
             norms = batch.partials_each(reduced[share.places.on(plan.device)], norm_type)
         partials.append(norms.to(group.device))
-    starts = [0] * len(batches)
-    return Norms(batches, partials, starts, norm_type, per_gradient, grad_scale, gradients, reduced)
+    return Norms(batches, partials, norm_type, per_gradient, grad_scale, gradients, reduced)
 
 
-def _exchange(own: dict[torch.device, Tensor], *, own_first: bool) -> dict[torch.device, Tensor]:
-    """Gives every device the norms of all devices."""
-    if len(own) == 1:
-        return own
-    everywhere = {}
-    for device, norms in own.items():
-        others = [n.to(device).to(norms.dtype) for d, n in own.items() if d != device]
-        # In one order everywhere, so that every device finds the same bits.
-        in_order = [n.to(device).to(norms.dtype) for n in own.values()]
-        everywhere[device] = torch.cat([norms, *others] if own_first else in_order)
-    return everywhere
+def _join(partials: list[PartialNorms], devices: list[torch.device]) -> list[PartialNorms]:
+    """Gives every group the partial norms of all groups, in one order everywhere."""
+    if all(isinstance(own, list) for own in partials):
+        return [list(chain.from_iterable(partials))] * len(partials)
+    tensors = [as_tensor(own) for own in partials]
+    joined = {
+        device: torch.cat([own.to(device).to(wide_dtype(device)) for own in tensors])
+        for device in set(devices)
+    }
+    return [joined[device] for device in devices]

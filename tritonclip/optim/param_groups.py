@@ -1,9 +1,10 @@
-"""Rules that parameter groups carry under the key `clip`: read, and kept out of checkpoints."""
+"""Parameter groups: the rules that they carry under the key `clip`, and what stands in them."""
 
 from collections.abc import Container, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from tritonclip.distributed.process_groups import Holders
@@ -97,19 +98,18 @@ def rules_of(groups: Groups) -> dict[int, Rule | None]:
     return {index: rule_of(index, group) for index, group in enumerate(groups) if "clip" in group}
 
 
-def without_rules(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint without the rules of groups: the program has them, and torch would not load."""
-    groups = [{k: v for k, v in g.items() if k != "clip"} for g in state_dict["param_groups"]]
-    return {**state_dict, "param_groups": groups}
+def key_of(group_index: int | None) -> str:
+    """The name of a group's rule, norms and state in checkpoints and records; None: all others'."""
+    return "rule" if group_index is None else f"group{group_index}"
 
 
-def with_present_rules(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint with the rules that the groups have now."""
-    saved = without_rules(optimizer, state_dict)["param_groups"]
-    present = [{"clip": g["clip"]} if "clip" in g else {} for g in optimizer.param_groups]
-    groups = [{**g, **clip} for g, clip in zip(saved, present, strict=False)]
-    # Where the numbers differ, the optimizer has the message.
-    return {**state_dict, "param_groups": groups + saved[len(groups) :]}
+def first_device(groups: Groups) -> torch.device:
+    """The device of the first parameter."""
+    for group in groups:
+        for parameter in group["params"]:
+            device: torch.device = parameter.device
+            return device
+    return torch.device("cpu")
 
 
 def label_of_member(groups: Groups, index: int, position: int) -> str:
