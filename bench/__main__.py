@@ -37,6 +37,8 @@ from bench.results import Row
 
 CPU = torch.device("cpu")
 FILE = click.Path(path_type=Path)
+# Lines wide enough for every table where they go to a file.
+TERMINAL = Console(width=None if sys.stdout.isatty() else 300)
 
 Options = Callable[[Callable[..., Any]], Any]
 OUT: Options = click.option("--out", type=FILE, help="file of the rows")
@@ -55,11 +57,6 @@ def count(name: str, default: int, about: str, least: int = 2) -> Options:
     """An option that is a number."""
     number = click.IntRange(least)
     return click.option(name, type=number, default=default, show_default=True, help=about)
-
-
-def terminal() -> Console:
-    """The terminal, or lines wide enough for every table."""
-    return Console(width=None if sys.stdout.isatty() else 300)
 
 
 def finish(
@@ -83,7 +80,7 @@ def finish(
         del origin["plan"]
     if rows:
         results.write(out, origin, rows)
-        terminal().print(results.table(rows, caption=caption))
+        TERMINAL.print(results.table(rows, caption=caption))
     written = f"{len(rows)} rows in {out}" if rows else f"no rows; {out} is as it was"
     click.echo(f"interrupted: {written}" if "plan" in origin else written)
     wrong = any(row.ours and row.correct is False for row in rows)
@@ -154,7 +151,7 @@ def report(check, show, root):
     from bench.report import Report
 
     if show is not None:
-        terminal().print(results.table(results.read(show)[1]))
+        TERMINAL.print(results.table(results.read(show)[1]))
         return
     made = Report(root)
     if not check:

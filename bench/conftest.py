@@ -56,7 +56,7 @@ class Session:
         self.plan, self.file = option("plan"), option("rows")
         self.devices = option("device") or DEVICES
         self.asked: set[Case] = set()
-        self.measured: dict[Case, dict[str, Measured]] = {}
+        self.measured: dict[Case, dict[Any, Measured]] = {}
         self.left_out: dict[str, None] = {}
         self._chosen = option("workload"), option("dtype"), option("rule")
         self._providers = option("provider")
@@ -90,33 +90,26 @@ class Session:
         self.left_out |= dict.fromkeys(why for why in absent if why)
         return [one for one, why in zip(fitting, absent, strict=True) if why is None]
 
-    def measure(self, case: Case, providers: list[Provider], timed: bool) -> dict[str, Measured]:
-        """Providers of a case by name; timed ones are remembered, and their rows written."""
-        if case in self.measured:
-            return self.measured[case]
-        gradients, clipped = gradients_of(*case[1:4]), case.step == "clipped"
-        effort = self.effort if timed else None
-        found = measure(gradients, case.rule, clipped, providers, effort)
-        by_name = {str(one.row.case["provider"]): one for one in found}
-        if timed:
-            self.measured[case] = by_name
-            self.write()
-        return by_name
+    def timed(self, case: Case) -> dict[Any, Measured]:
+        """The providers of a case by name, measured and written when first asked for."""
+        if case not in self.measured:
+            found = self.check(case, self.providers(case), self.effort)
+            self.measured[case] = {one.row.case["provider"]: one for one in found}
+            if self.asked <= self.measured.keys():
+                self.origin.pop("plan", None)
+            if self.file:
+                results.write(self.file, self.origin, self.rows())
+        return self.measured[case]
+
+    def check(self, case: Case, providers: list[Provider], effort: Effort | None) -> list[Measured]:
+        """Some providers of a case, timed where an effort is given."""
+        gradients = gradients_of(case.device, case.workload, case.dtype)
+        return measure(gradients, case.rule, case.step == "clipped", providers, effort)
 
     def rows(self, *kind: str) -> list[Row]:
-        """The rows of all cases so far, or those of a device and a test function."""
-        known = self.measured.items()
-        found = [
-            by_name for case, by_name in known if not kind or (case.device, case.function) == kind
-        ]
-        return [one.row for by_name in found for one in by_name.values()]
-
-    def write(self) -> None:
-        """Writes the rows so far; says so in their provenance until all cases are measured."""
-        if self.asked <= self.measured.keys():
-            self.origin.pop("plan", None)
-        if self.file:
-            results.write(self.file, self.origin, self.rows())
+        """The rows so far; those of a test function on a device where these are given."""
+        known = [found for case, found in self.measured.items() if case[: len(kind)] == kind]
+        return [one.row for found in known for one in found.values()]
 
 
 SESSION = pytest.StashKey[Session]()
@@ -146,10 +139,9 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("pytest bench needs pytest-benchmark: pip install -e '.[bench]'")
     if config.option.plan == "training" and "tritonclip flat" in config.option.provider:
         raise pytest.UsageError("--plan training makes new gradients, which are in no buffer")
-    # What the samples are summed up to, in as many columns as a terminal has.
-    config.option.benchmark_columns = config.option.benchmark_columns or [
-        *("median", "iqr", "min", "rounds")
-    ]
+    # As many columns as a terminal has.
+    columns = ["median", "iqr", "min", "rounds"]
+    config.option.benchmark_columns = config.option.benchmark_columns or columns
     if config.option.benchmark_sort == "min":
         config.option.benchmark_sort = "median"
     config.stash[SESSION] = Session(config)
@@ -167,11 +159,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     known = session.config.stash[SESSION]
-    given = [item.callspec.params for item in session.items if hasattr(item, "callspec")]
-    functions = [getattr(item, "originalname", "") for item in session.items]
+    ours: list[Any] = [
+        item for item in session.items if getattr(item, "originalname", "") in PLACES
+    ]
+    # A plan without cases of a function leaves one item of it, which is skipped.
     known.asked = {
-        Case(function, *(params[name] for name in Case._fields[1:]))
-        for function, params in zip(functions, given, strict=True)
+        Case(item.originalname, *(item.callspec.params[name] for name in Case._fields[1:]))
+        for item in ours
+        if item.callspec.params["workload"] in WORKLOADS
     }
     if known.file and len({case[2:] for case in known.asked}) < len(known.asked):
         raise pytest.UsageError(
@@ -194,11 +189,11 @@ def measured(
     """One provider, from rounds that it shares with all providers of its case."""
     session = request.config.stash[SESSION]
     case = Case(request.function.__name__, device, workload, dtype, rule, step)
-    compared = session.providers(case)
-    if not benchmark.enabled:
-        compared = [one for one in compared if one.name == provider]
     benchmark.group = f"{workload} {dtype} {rule} {step}, {PLACES[case.function]}, {device}"
-    return session.measure(case, compared, benchmark.enabled)[provider]
+    if benchmark.enabled:
+        return session.timed(case)[provider]
+    (found,) = session.check(case, [o for o in session.providers(case) if o.name == provider], None)
+    return found
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -214,13 +209,12 @@ def pytest_benchmark_generate_machine_info(config: pytest.Config) -> dict[str, A
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     session, say = config.stash[SESSION], terminalreporter.write_line
     hidden = [name for name in COLUMNS if name not in SHOWN]
-    for kind in dict.fromkeys((case.device, case.function) for case in session.measured):
-        ours = ratio_rows(session.rows(*kind))
-        if ours:
-            place = f"{PLACES[kind[1]]}, {kind[0]}"
-            terminalreporter.section(f"torch's best time / tritonclip's: {place}")
-            say(f"{summary(ours)}\n{results.text(ours, hidden=hidden)}")
-    if session.left_out:
+    for function, device in dict.fromkeys(case[:2] for case in session.measured):
+        ours = ratio_rows(session.rows(function, device))
+        place = f"{PLACES[function]}, {device}"
+        terminalreporter.section(f"torch's best time / tritonclip's: {place}")
+        say(f"{summary(ours)}\n{results.text(ours, hidden=hidden)}")
+    if session.left_out and session.measured:
         say(f"left out: {'; '.join(session.left_out)}")
     if session.file and session.measured:
         state = session.origin.get("plan", "complete")

@@ -12,6 +12,7 @@ import gc
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,10 @@ import pytest
 import torch
 from cases import INTERPRETED
 from covering import covering
+from serving import decided_on_device
 
 import tritonclip
-from tritonclip.backends import choose
 from tritonclip.engine import misuse
-from tritonclip.engine.plan_cache import plans
 
 hypothesis.settings.register_profile(
     "tritonclip",
@@ -49,6 +49,13 @@ class Backend:
     device: torch.device
     module: str
     deferred: bool = False
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """This backend serves calls."""
+        deferral = decided_on_device() if self.deferred else nullcontext()
+        with deferral, tritonclip.use_backend(self.name):
+            yield
 
     @property
     def host_decides(self) -> bool:
@@ -127,16 +134,10 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(params=_BACKENDS)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """Every backend that can run here, entered for the length of the test."""
-    chosen: Backend = request.param
-    if chosen.deferred:
-        monkeypatch.setattr(choose, "host_decides", lambda device: False)
-        plans.clear()
-    with tritonclip.use_backend(chosen.name):
-        yield chosen
-    if chosen.deferred:
-        plans.clear()
+    with request.param.entered():
+        yield request.param
 
 
 @pytest.fixture

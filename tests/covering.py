@@ -15,7 +15,7 @@ def covering(cases: Sequence[Sequence[Hashable]], strength: int) -> list[int]:
 
     Args:
         cases: each a value for every axis, all in one order.
-        strength: 1 for every value, 2 for every pair.
+        strength: 0 for one case, 1 for every value, 2 for every pair.
     """
     axes = [list(enumerate(case)) for case in cases]
     held = [set(combinations(case, min(strength, len(case)))) for case in axes]

@@ -10,7 +10,7 @@ from covering import covering
 AXES = ("abc", (0, 1), "xyz", (True, False))
 
 
-@pytest.mark.parametrize(("strength", "most"), [(1, 3), (2, 12), (3, 24)])
+@pytest.mark.parametrize(("strength", "most"), [(0, 1), (1, 3), (2, 12), (3, 24)])
 def test_chosen_cases_hold_every_combination(strength, most):
     cases = list(product(*AXES))
     chosen = [cases[i] for i in covering(cases, strength)]

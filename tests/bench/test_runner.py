@@ -149,7 +149,7 @@ def test_training_refuses_buffers():
 
 def test_rows_of_one_file_are_of_one_function_and_device():
     names = conftest.Case._fields[1:]
-    params = dict.fromkeys(names, "same")
+    params = dict.fromkeys(names, "lenet5")
     items = [
         SimpleNamespace(originalname=name, callspec=SimpleNamespace(params=params))
         for name in ("test_clip", "test_functional")

@@ -214,6 +214,7 @@ def test_trace_writes_no_row_of_a_recorder(tmp_path):
     assert len((tmp_path / "norms.csv").read_text().splitlines()) == 2
 
 
+@pytest.mark.covering(1)
 @each_call
 def test_functional_graph_is_right_for_other_gradients(device, call):
     """By AOTAutograd, which sees the gradients as functional tensors."""
