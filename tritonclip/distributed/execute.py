@@ -2,37 +2,45 @@
 
 The engine's verbs, with a reduction between measuring and writing. A list of one process goes to
 `tritonclip.engine.execute`. Every process of a list makes the same calls, whichever gradients it
-has, and enters the same collectives; one that rejects its gradients raises afterwards.
+has, and enters the same collectives.
+
+When one process rejects its gradients, all processes raise and none hangs: it enters the reduction
+as if it had none, and marks its numbers. On a CPU, where numbers are read at once, all raise before
+anything is written. On an accelerator the others have the norm NaN, as for a NaN of that process.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, TypeGuard
 
+import torch
 from torch import Tensor
 
 from tritonclip.backends.operators import unscaled
 from tritonclip.distributed.gradients import ERRORS, ShardedGradients
 from tritonclip.distributed.partial_sums import PartialSum, measure_sums, norms_of
-from tritonclip.distributed.reduction import Exchange, run_exchanges
-from tritonclip.distributed.refusals import (
-    is_awaited,
-    raise_error,
-    raise_everywhere,
-    reduced_norm,
+from tritonclip.distributed.process_groups import everyones
+from tritonclip.distributed.reduction import (
+    Exchange,
+    MeasuredShards,
+    Rejected,
+    ShardGroup,
+    Slots,
+    run_exchanges,
 )
-from tritonclip.distributed.units import refuse_split, whole_units
+from tritonclip.distributed.shards import shard_of
 from tritonclip.distributed.verify import Agreement
-from tritonclip.engine import checks, execute, norms
+from tritonclip.engine import checks, execute
 from tritonclip.engine.arguments import needs_clip
 from tritonclip.engine.checks import REMEDY, TORCH_REMEDY, raise_if_nonfinite
 from tritonclip.engine.gradients import Gradients, parameters_of
 from tritonclip.engine.norms import Norms
-from tritonclip.engine.units import Units
+from tritonclip.engine.norms import measure_by as measure_whole_by
+from tritonclip.engine.units import Units, weights_of
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import ClipByNorm, Rule
 
@@ -119,7 +127,7 @@ def _refuse_shards(gradients: ShardedGradients, rule: Rule) -> None:
             "placement; expected Shard or Replicate: grad.redistribute() them, or clip by norm"
         )
     if rule.per_unit and gradients.tensors:
-        refuse_split(gradients, parameters_of(gradients))
+        _refuse_split(gradients, parameters_of(gradients))
     if rule.per_gradient and not sharding.one_list:
         raise ValueError(
             f"{rule.name} measures each gradient, and process_group does not say which "
@@ -157,7 +165,7 @@ def _clip_reduced_(
 ) -> Tensor | None:
     if rule.clamps and nonfinite == "propagate":
         # Nobody waits.
-        raise_error(gradients, names_culprits=False)
+        _raise_error(gradients, names_culprits=False)
         measured = None
     else:
         # By value, an element counts as it came, before the loss scale is divided out.
@@ -199,7 +207,7 @@ def total_norm(
 def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
     """Scales a gradient list by the coefficient of a norm that is given; nothing is sent."""
     if isinstance(gradients, ShardedGradients):
-        raise_error(gradients, names_culprits=False)
+        _raise_error(gradients, names_culprits=False)
     execute.scale_(gradients, rule, norm)
 
 
@@ -219,11 +227,11 @@ def measure_by(
         names_culprits: names of gradients will be asked for where a norm is NaN.
     """
     if not is_reduced(gradients):
-        return norms.measure_by(gradients, rule, grad_scale)
+        return measure_whole_by(gradients, rule, grad_scale)
     if gradients.error is not None and not is_awaited(gradients, rule):
         raise gradients.error
     (measured,) = run_exchanges([exchange(gradients, rule, grad_scale)])
-    raise_error(gradients, names_culprits=names_culprits)
+    _raise_error(gradients, names_culprits=names_culprits)
     return measured
 
 
@@ -250,7 +258,7 @@ def _exchange(
         raise ValueError(uncovered)
     agreement = None
     if plan.verifying:
-        raise_everywhere(gradients)
+        _raise_everywhere(gradients)
         agreement = Agreement(gradients, norm_type)
     batches, own, sums = [], [], []
     for group, shards in zip(plan.groups, reduction.shard_groups, strict=True):
@@ -271,7 +279,7 @@ def _exchange(
         measure_own_sums = partial(
             measure_sums, reduction.sharding, absent, sums, norm_type, per_gradient
         )
-    reduced = yield from reduced_norm(
+    reduced = yield from _reduced_norm(
         gradients,
         partial(reduction.norm, own, norm_type, each=per_gradient, sums=measure_own_sums),
     )
@@ -294,6 +302,160 @@ def _exchange_of_units(
     except ERRORS as error:
         gradients.reject_(error)
         units = Units(gradients, rule)
-    partials, reduced = yield from whole_units(gradients, units)
+    partials, reduced = yield from _whole_units(gradients, units)
     batches: list[Any] = [*units.batches]
     return ReducedNorms(batches, partials, 2.0, True, grad_scale, gradients, reduced)
+
+
+def _whole_units(
+    gradients: ShardedGradients, units: Units
+) -> Exchange[tuple[list[Tensor], Tensor]]:
+    """Partial norms of each group, of whole units, and the norm of each parameter's gradient.
+
+    Slices along the first dimension are whole here; a gradient that is one unit may not be. One
+    all-reduce serves the norms of gradients and of weights.
+    """
+    plan = gradients.plan
+    assert plan is not None
+    partials, reduction = units.measure(), plan.reduction
+    n, device = reduction.sharding.n_parameters, plan.device
+    groups = list(zip(units.batches, partials, reduction.shard_groups, strict=True))
+    measured = [(batch.norms_each(norms), shards) for batch, norms, shards in groups]
+    measured += [
+        (batch.weight_norms_each(norms), _of_weights(shards, n)) for batch, norms, shards in groups
+    ]
+    measured += _absent_weights(gradients, n, device)
+    doubled = replace(reduction, sharding=replace(reduction.sharding, n_parameters=2 * n))
+    reduced = yield from _reduced_norm(
+        gradients, partial(doubled.norm, measured, norm_type=2.0, each=True)
+    )
+    whole = []
+    for batch, norms, shards in groups:
+        slots = shards.slots.on(device)
+        own, limits = (half[slots].to(norms.device) for half in reduced.split(n))
+        whole.append(batch.with_whole(norms, own, limits))
+    return whole, reduced[:n]
+
+
+def _refuse_split(gradients: ShardedGradients, parameters: Sequence[Tensor]) -> None:
+    """Refuses DTensors whose units lie on several processes, unless they are one unit."""
+    for index, parameter in enumerate(parameters):
+        own = getattr(parameter, "placements", ())
+        found = getattr(parameter.grad, "placements", ())
+        if own != found or not all(
+            placement.is_replicate() or _splits_rows(placement) or n_processes == 1
+            for placement, n_processes in zip(found, _sizes(parameter), strict=True)
+        ):
+            raise TypeError(
+                f"{gradients.label(index)} has the placements {own} and its gradient {found}; a "
+                "rule by unit expects the same for both, and rows that are whole on their process: "
+                "Replicate or Shard(0), as fully_shard makes them. Clip such a model by norm, or "
+                "set need_clip = False on these parameters"
+            )
+
+
+def _absent_weights(
+    gradients: ShardedGradients, n: int, device: torch.device
+) -> list[MeasuredShards]:
+    """Weights that are one unit with those of other processes, and have no gradient here."""
+    sharding, measured = gradients.sharding, []
+    for at, parameter in zip(sharding.absent, gradients.absent, strict=True):
+        if parameter.dim() < 2 and parameter.requires_grad:
+            shards = ShardGroup(shard_of(parameter, at, sharding), Slots([n + at]), narrow=False)
+            measured.append((_norm_of(weights_of([parameter])[0], device), shards))
+    return measured
+
+
+def _norm_of(weight: Tensor, device: torch.device) -> Tensor:
+    """The 2-norm of a small weight, float64[1]."""
+    wide = weight.to(torch.complex128 if weight.is_complex() else torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(wide)
+    return norm.reshape(1).to(device)
+
+
+def _of_weights(shards: ShardGroup, n: int) -> ShardGroup:
+    """The shards of weights, whose norms stand below those of n gradients."""
+    slots = Slots([n + position for position in shards.slots.positions])
+    return ShardGroup(shards.shard, slots, narrow=False)
+
+
+def _sizes(parameter: Tensor) -> tuple[int, ...]:
+    """The processes along each dimension of a DTensor's mesh; () for a plain tensor."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return () if mesh is None else tuple(mesh.shape)
+
+
+def _splits_rows(placement: object) -> bool:
+    """Whether a placement gives each process some of the rows; of _StridedShard too."""
+    return getattr(placement, "dim", None) == 0
+
+
+def is_awaited(gradients: Gradients, rule: Rule) -> bool:
+    """Whether other processes wait for the norms of a list that this one rejected.
+
+    Not where they find the same error in their parameters.
+    """
+    if gradients.plan is None or gradients.plan.reduction is None:
+        return False
+    return gradients.sharding.one_list or not rule.per_gradient
+
+
+def _reduced_norm(
+    gradients: ShardedGradients, norm: Callable[..., Exchange[Tensor]]
+) -> Exchange[Tensor]:
+    """A reduction of norms, which a process may enter with a rejected list.
+
+    Args:
+        gradients: with their plan.
+        norm: takes the devices, and whether this process rejects its gradients.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: that of the process that rejects its gradients.
+    """
+    plan = gradients.plan
+    assert plan is not None
+    rejected = gradients.error is not None
+    try:
+        return (yield from norm(device=plan.device, home=gradients.device, rejected=rejected))
+    except Rejected:
+        # Of which one process has the reason.
+        pass
+    _raise_everywhere(gradients)
+    raise AssertionError("a process reported an error but sent no message")
+
+
+def _raise_everywhere(gradients: ShardedGradients) -> None:
+    """Raises the error of this process, or the first of others; each calls this, and waits.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as that process does.
+    """
+    own, message = gradients.error, None
+    if own is not None:
+        message = next(i for i, kind in enumerate(ERRORS) if isinstance(own, kind)), str(own)
+    everyone = everyones(message, gradients.sharding.domain)
+    if own is not None:
+        raise own
+    for rank, found in everyone.items():
+        if found is not None:
+            at, message = found
+            raise ERRORS[at](
+                f"rank {rank} raised, so no gradient was clipped on any rank: {message}"
+            )
+
+
+def _raise_error(gradients: ShardedGradients, *, names_culprits: bool) -> None:
+    """Raises the error of a rejected list, after its norms were measured.
+
+    Args:
+        gradients: measured.
+        names_culprits: the others will ask for names of gradients where a norm is NaN.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: the error; none where the list was not rejected.
+    """
+    if gradients.error is None:
+        return
+    if names_culprits:
+        everyones([], gradients.sharding.domain)
+    raise gradients.error

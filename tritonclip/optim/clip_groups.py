@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonclip.distributed.execute import check as check_gradients
-from tritonclip.distributed.execute import exchange
+from tritonclip.distributed.execute import exchange, is_awaited
 from tritonclip.distributed.gradients import ERRORS, collect, collect_all, error_of
 from tritonclip.distributed.process_groups import Processes, domain_of, everyones
 from tritonclip.distributed.reduction import run_exchanges
-from tritonclip.distributed.refusals import is_awaited
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine import execute
 from tritonclip.engine.checks import (
