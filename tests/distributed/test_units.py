@@ -203,7 +203,7 @@ def test_clip_by_unit_says_that_fully_shard_replaced_what_was_excluded() -> None
     rule = ClipByUnitNorm(exclude=model)
     fully_shard(model, mesh=mesh_of(-1))
     model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(RuntimeError, match="for fully_shard, after it"):
+    with pytest.raises(RuntimeError, match="after fully_shard"):
         tritonclip.clip_(model, rule)
 
 
