@@ -16,8 +16,8 @@ from training import INNERS, PLAIN_AND_FUSED, SCALERS, give_grads, sgd, state_of
 import tritonclip
 from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer, Outlier
 from tritonclip.backends import choose
-from tritonclip.optim import states
-from tritonclip.optim.states import LAG, SkipWatch
+from tritonclip.optim import log
+from tritonclip.optim.log import LAG, SkipWatch
 
 CLIPS: list[Any] = [
     pytest.param(1.0, id="global"),
@@ -203,7 +203,7 @@ def test_skip_above_looks_at_a_closure_first():
 def test_skip_above_waits_for_no_device_where_the_optimizer_is_fused(above, monkeypatch):
     """As for tensors of a GPU; a CPU's optimizer itself reads its numbers."""
     monkeypatch.setattr(choose, "host_decides", lambda device: False)
-    monkeypatch.setattr(tritonclip.optim.states.SkipWatch, "_read", lambda self, n: 0)
+    monkeypatch.setattr(SkipWatch, "_read", lambda self, n: 0)
     params, optimizer = wrapped(PLAIN_AND_FUSED[1].values[0], skip_above=above)
     monkeypatch.setattr(optimizer.optimizer, "step", lambda: None)
     with tritonclip.use_backend("torch"), NoHostRead():
@@ -317,7 +317,7 @@ def test_skips_in_a_row_of_a_gpu_are_read_when_they_have_arrived(cuda_backend):
 
 def test_skips_in_a_row_of_a_gpu_are_read_so_many_steps_later(monkeypatch):
     """At a step that is the same in every process, however fast its numbers arrive."""
-    monkeypatch.setattr(states, "_sent", lambda number: lambda: number.value)
+    monkeypatch.setattr(log, "_sent", lambda number: lambda: number.value)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     watch = SkipWatch(3)
 

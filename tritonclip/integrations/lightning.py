@@ -13,7 +13,7 @@ from tritonclip.engine.arguments import check_marks
 from tritonclip.integrations.extra import needs
 from tritonclip.integrations.metrics import metrics_of
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite
-from tritonclip.optim.proxy import wrapper_of
+from tritonclip.optim.misuse import wrapper_of
 from tritonclip.rules import Rule, as_rule
 
 try:

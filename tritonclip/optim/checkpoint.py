@@ -63,6 +63,28 @@ def saved_groups(groups: Groups) -> list[dict[str, Any]]:
     ]
 
 
+def without_rules(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint without the rules of groups: the program has them, and torch would not load."""
+    groups = [{k: v for k, v in g.items() if k != "clip"} for g in state_dict["param_groups"]]
+    return {**state_dict, "param_groups": groups}
+
+
+def with_present_rules(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint with the rules that the groups have now."""
+    saved = without_rules(optimizer, state_dict)["param_groups"]
+    present = [{"clip": g["clip"]} if "clip" in g else {} for g in optimizer.param_groups]
+    groups = [{**g, **clip} for g, clip in zip(saved, present, strict=False)]
+    # Where the numbers differ, the optimizer has the message.
+    return {**state_dict, "param_groups": groups + saved[len(groups) :]}
+
+
+def keep_rules_out_(optimizer: Optimizer) -> None:
+    """Makes checkpoints of an optimizer, taken past its wrapper, those of one without rules."""
+    if without_rules not in optimizer._optimizer_state_dict_post_hooks.values():
+        optimizer.register_state_dict_post_hook(without_rules)
+        optimizer.register_load_state_dict_pre_hook(with_present_rules)
+
+
 def with_own(state_dict: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint with the wrapper's own part in its groups, as bytes."""
     # torch compares the values of a group's parameters: those of bytes, where a NaN equals itself.

@@ -1,13 +1,9 @@
-"""The shares of an optimizer step: gradients of its parameter groups, by the rule they share.
+"""Clip groups: the gradients of an optimizer that share a rule, under one norm.
 
-`divide` makes them; `measure` and `write_` clip one.
-
-The norms of an optimizer step, measured before it writes: over processes, by one exchange.
-
-The norms of all rules travel together. A step then costs one SUM, and a MAX if a rule or a policy
-needs one, however many parameter groups have a rule.
-
-Refuses the gradients of an optimizer step before any is written, and tells other processes.
+A `Partition` divides the gradients of a step into them: the parameter groups without a rule are
+one, each of the others is one. `measure` then finds all norms of the step, before the first
+gradient is written: over processes by one exchange, which costs one SUM, and a MAX if a rule or a
+policy needs one, however many clip groups there are.
 """
 
 from __future__ import annotations
@@ -15,480 +11,543 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from tritonclip.distributed.process_groups import Holders, domain_of, everyones
-from tritonclip.distributed.reduction import together
-from tritonclip.distributed.refusals import is_told
+from tritonclip.distributed.execute import check as check_gradients
+from tritonclip.distributed.execute import exchange
+from tritonclip.distributed.gradients import ERRORS, collect, collect_all, error_of
+from tritonclip.distributed.process_groups import Processes, domain_of, everyones
+from tritonclip.distributed.reduction import run_exchanges
+from tritonclip.distributed.refusals import is_awaited
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine import execute
-from tritonclip.engine.arguments import device_of
 from tritonclip.engine.checks import (
     raise_if_any_nonfinite,
     raise_if_nonfinite,
-    refuse_for_rule,
     refuse_other_model,
-    refuse_read_only,
     refuse_shared,
 )
-from tritonclip.engine.gradients import Gradients, of_parameters, of_unclipped
-from tritonclip.engine.norms import Norms, is_finite, norms_exchange, total
-from tritonclip.engine.plan import refuse_
-from tritonclip.engine.plan_cache import PlanCache, plan_
+from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.norms import Norms, measure_by
+from tritonclip.engine.norms import measure as measure_list
+from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.flat.view_watch import zero_gradient_
 from tritonclip.monitor.stats import Clipped, as_tensor
-from tritonclip.optim.param_groups import Groups, OwnRules, label_of_member
+from tritonclip.optim.param_groups import (
+    Groups,
+    OwnRules,
+    first_device,
+    key_of,
+    label_of_member,
+    not_in_buffers,
+    rules_of,
+)
 from tritonclip.rules import BoundRule, ClipByGlobalNorm, Rule
 
 # Scales nothing but a loss scale; its norm is finite where every gradient is.
-UNLIMITED = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
-# Parameters of an optimizer: (group, position).
-Members = Sequence[tuple[int, int]]
-
-
-@dataclass(slots=True)
-class Share:
-    """Gradients that share a rule.
-
-    Attributes:
-        gradients: with their plan.
-        rule: that holds for them.
-        group_index: the one parameter group that they belong to; None for several.
-        unclipped: no rule holds for them.
-        norms: before clipping, where they were measured.
-        largest: their largest magnitude, where `norms` do not show NaN and inf.
-        whole: their 2-norm, where `norms` are others and one was asked for.
-        following: the rule, where its limit changes from step to step.
-    """
-
-    gradients: Gradients
-    rule: Rule
-    group_index: int | None
-    unclipped: bool = False
-    norms: Norms | None = None
-    largest: Norms | None = None
-    whole: Norms | None = None
-    following: BoundRule | None = None
-
-    @property
-    def has_norm(self) -> bool:
-        """Whether a rule holds for them that measures norms."""
-        return not (self.unclipped or self.rule.clamps)
-
-    @property
-    def has_whole(self) -> bool:
-        """Whether `norms` are 2-norms."""
-        return self.norms is not None and self.norms.norm_type == 2.0
-
-
-def divide(
-    groups: Groups,
-    rule: Rule,
-    own_rules: OwnRules,
-    plans: PlanCache,
-    holders: Holders | None,
-    *,
-    covers_all: bool,
-) -> list[Share]:
-    """A share for the groups without a rule, and one for each group that has one.
-
-    Args:
-        groups: parameter groups of an optimizer.
-        rule: for the groups that have none of their own.
-        own_rules: of the others.
-        plans: of the optimizer.
-        holders: the processes that the gradients are spread over.
-        covers_all: whether gradients that no rule holds for are a share too.
-    """
-    if covers_all or own_rules:
-        holders = _with_meshes(holders, groups)
-    common: list[int] = []
-    unclipped: list[tuple[int, int]] = []
-    shares = []
-    for index, group in enumerate(groups):
-        if index not in own_rules:
-            common.append(index)
-        elif (own := own_rules[index]) is not None:
-            shares.append(Share(_collect(groups, [index], plans, holders), own, index))
-        else:
-            unclipped += [(index, i) for i in range(len(group["params"]))]
-    if common:
-        shares.insert(0, Share(_collect(groups, common, plans, holders), rule, None))
-    if covers_all:
-        unclipped += [
-            (index, i)
-            for index, group in enumerate(groups)
-            if own_rules.get(index, rule) is not None
-            for i, p in enumerate(group["params"])
-            if not getattr(p, "need_clip", True)
-        ]
-        shares += _unclipped(groups, unclipped, plans, holders)
-    return shares
-
-
-def divide_flat(
-    groups: Groups,
-    rule: Rule,
-    plans: PlanCache,
-    holders: Holders | None,
-    flat: FlatGradients,
-    not_in_buffers: Members,
-    *,
-    covers_all: bool,
-) -> list[Share]:
-    """As `divide`, for gradients in buffers, of groups without a rule: no parameter is read.
-
-    `not_in_buffers` are the parameters of the groups that `flat` does not hold; they are refused
-    where they have a gradient to clip.
-    """
-    error = _left_out(groups, not_in_buffers)
-    if error is not None and holders is None:
-        raise error
-    gradients = flat.gradients(
-        per_gradient=rule.per_gradient, holders=holders, weights=rule.per_unit, tells=True
-    )
-    if error is not None and not refuse_(gradients, error):
-        raise error
-    shares = [Share(gradients, rule, None)]
-    return shares + _unclipped(groups, not_in_buffers, plans, holders) if covers_all else shares
-
-
-def _left_out(groups: Groups, not_in_buffers: Members) -> RuntimeError | None:
-    """The error for a gradient to clip that buffers lack."""
-    for index, position in not_in_buffers:
-        parameter = groups[index]["params"][position]
-        if parameter.grad is not None and getattr(parameter, "need_clip", True):
-            return RuntimeError(
-                f"{label_of_member(groups, index, position)} has a gradient, but was "
-                "left out of FlatGradients, because it required none or had need_clip = False; "
-                "make a new FlatGradients and set the attribute flat to it"
-            )
-    return None
-
-
-def write_(share: Share, grad_scale: float | Tensor, zero_nonfinite: bool) -> Clipped | None:
-    """Clips a share by its rule; returns the outcome, None of a rule that clamps."""
-    if share.gradients.plan is None:
-        zero = torch.zeros((), dtype=torch.float32, device=share.gradients.device)
-        return Clipped(zero, torch.ones_like(zero), math.nan)
-    norm, by_group, limit = execute.write_(
-        share.gradients, share.rule, share.norms, grad_scale, zero_nonfinite=zero_nonfinite
-    )
-    if norm is None:
-        return None
-    if not share.rule.per_gradient:
-        return Clipped(norm, by_group[0][1], limit)
-    if not by_group:
-        return Clipped(norm.new_zeros(()), norm.new_ones(()), limit)
-    largest = norm.max()
-    if len(by_group) == 1 and not isinstance(by_group[0][1], Tensor):
-        return Clipped(largest, by_group[0][1], limit)
-    least = [as_tensor(coefficient, norm).min() for _, coefficient in by_group]
-    coefficient = least[0] if len(least) == 1 else torch.stack(least).min()
-    return Clipped(largest, coefficient, limit)
-
-
-def _collect(
-    groups: Groups, indices: Sequence[int], plans: PlanCache, holders: Holders | None
-) -> Gradients:
-    """The gradients of whole groups, less those that need no clipping."""
-    if len(indices) == 1:
-        parameters = groups[indices[0]]["params"]
-    else:
-        parameters = [p for index in indices for p in groups[index]["params"]]
-
-    def label_of(position: int) -> str:
-        for index in indices:
-            n = len(groups[index]["params"])
-            if position < n:
-                break
-            position -= n
-        return label_of_member(groups, index, position)
-
-    gradients = of_parameters(parameters, label_of, holders, tells=True)
-    if not parameters:
-        gradients.device = _device_of(groups)
-    return plan_(gradients, plans)
-
-
-def _unclipped(
-    groups: Groups, members: Members, plans: PlanCache, holders: Holders | None
-) -> list[Share]:
-    """The gradients that no rule holds for, as one share, if a process may have any."""
-    parameters = [groups[n]["params"][i] for n, i in members]
-    if not parameters and (holders is None or holders.group is None):
-        # Else other processes, which have other parameters, may have some of these.
-        return []
-    gradients = of_unclipped(parameters, lambda i: label_of_member(groups, *members[i]), holders)
-    if not parameters:
-        gradients.device = _device_of(groups)
-    plan_(gradients, plans)
-    if gradients.plan is None:
-        return []
-    return [Share(gradients, UNLIMITED, None, unclipped=True)]
-
-
-def _device_of(groups: Groups) -> torch.device:
-    """The device of a list without parameters: that of the first one of all groups."""
-    return device_of([p for group in groups for p in group["params"]])
-
-
-def _with_meshes(holders: Holders | None, groups: Groups) -> Holders | None:
-    """Holders of lists that are clipped in one step, which all processes take or skip together."""
-    meshes = meshes_of(p for group in groups for p in group["params"])
-    return (holders or Holders())._replace(meshes=meshes) if meshes else holders
-
-
+_UNLIMITED = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
 # The norm that is compared with skip_above.
-WHOLE = ClipByGlobalNorm(math.inf, eps=0.0)
-
-
-class Wanted(NamedTuple):
-    """Norms to be measured.
-
-    Attributes:
-        share: of which.
-        rule: that asks for them.
-        field: of the share, which takes them.
-    """
-
-    share: Share
-    rule: Rule
-    field: str
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether other processes have pieces of the gradients."""
-        plan = self.share.gradients.plan
-        return plan is not None and plan.reduction is not None
-
-    @property
-    def form(self) -> str:
-        """The owner, class and order of the rule as text; they must agree in all processes."""
-        index = self.share.group_index
-        owner = "unclipped" if self.share.unclipped else "shared" if index is None else f"[{index}]"
-        return f"{owner}: {self.rule.name} of order {self.rule.norm_type}"
-
-
-def wanted(
-    shares: Sequence[Share],
-    observed: Sequence[Share] = (),
-    *,
-    by_value: bool,
-    check_finite: bool,
-    whole: bool,
-) -> list[Wanted]:
-    """All norms of a step.
-
-    Args:
-        shares: of the step.
-        observed: measured beside them.
-        by_value: also for rules that clamp.
-        check_finite: it will be asked whether every gradient is finite.
-        whole: the 2-norm of all clipped gradients will be asked for.
-    """
-    found = []
-    for share in shares:
-        if share.gradients.plan is None:
-            continue
-        rule, is_measured = share.rule, by_value or not share.rule.clamps
-        if is_measured:
-            found.append(Wanted(share, rule, "norms"))
-            if check_finite and hides_nonfinite(rule):
-                found.append(Wanted(share, UNLIMITED, "largest"))
-        if whole and not share.unclipped and not (is_measured and rule.norm_type == 2.0):
-            found.append(Wanted(share, WHOLE, "whole"))
-    return found + [Wanted(share, share.rule, "norms") for share in observed]
-
-
-def is_measured_alone(
-    share: Share, grad_scale: float | Tensor, *, by_value: bool, check_finite: bool
-) -> bool:
-    """Measures the only share of a step; False where that is not all, or checks come first.
-
-    Args:
-        share: of which the norms of its rule are measured.
-        grad_scale: the loss scale that gradients carry.
-        by_value: also for a rule that clamps.
-        check_finite: it will be asked whether every gradient is finite.
-    """
-    plan, rule = share.gradients.plan, share.rule
-    if plan is None or not plan.ordinary or rule.per_unit or not rule.fixed:
-        return False
-    if check_finite and hides_nonfinite(rule):
-        return False
-    if by_value or not rule.clamps:
-        # By value, an element counts as it came.
-        scale = 1.0 if rule.clamps else grad_scale
-        share.norms = execute.measure(share.gradients, rule.norm_type, rule.per_gradient, scale)
-    return True
-
-
-def hides_nonfinite(rule: Rule) -> bool:
-    """Whether the norms that a rule asks for do not show NaN and inf."""
-    return rule.norm_type in (0.0, -math.inf)
-
-
-def measure(wanted: Sequence[Wanted], grad_scale: float | Tensor) -> None:
-    """Measures norms; of shares that are refused those that other processes wait for.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: gradients that a process refuses; on a CPU only.
-    """
-    here = [one for one in wanted if not one.is_spread]
-    spread = [one for one in wanted if one.is_spread]
-    for share, rule, field in here:
-        norms = execute.measure_by(share.gradients, rule, _scale(rule, grad_scale))
-        setattr(share, field, norms)
-    if not spread:
-        return
-    sent = [one for one in spread if _is_sent(one)]
-    exchanges = [
-        norms_exchange(share.gradients, rule, _scale(rule, grad_scale)) for share, rule, _ in sent
-    ]
-    for (share, _, field), norms in zip(sent, together(exchanges), strict=True):
-        setattr(share, field, norms)
-
-
-def _is_sent(one: Wanted) -> bool:
-    gradients = one.share.gradients
-    return gradients.refusal is None or is_told(gradients, one.rule)
-
-
-def _scale(rule: Rule, grad_scale: float | Tensor) -> float | Tensor:
-    # By value, an element counts as it came.
-    return 1.0 if rule.clamps else grad_scale
-
-
-def global_norm_of(shares: Sequence[Share], grad_scale: float | Tensor) -> Tensor:
-    """The 2-norm before clipping of all gradients that a rule holds for; 0-d."""
-    clipped = [s for s in shares if not s.unclipped and s.gradients.plan is not None]
-    missing = [s for s in clipped if s.whole is None and not s.has_whole]
-    measure([Wanted(share, WHOLE, "whole") for share in missing], grad_scale)
-    parts = []
-    for share in clipped:
-        norms = share.norms if share.has_whole else share.whole
-        assert norms is not None
-        norm = norms.norm()
-        parts.append(_norm_of(norm) if norms.per_gradient else norm)
-    if len(parts) == 1:
-        return parts[0]
-    device = first_device(shares)
-    if not parts:
-        return torch.zeros((), device=device)
-    return _norm_of(torch.stack([part.to(device).double() for part in parts]))
-
-
-def norms_of(shares: Sequence[Share]) -> dict[int | None, Tensor]:
-    """The norms before clipping that rules asked for, 0-d, by group."""
-    found = {}
-    for share in shares:
-        if share.has_norm:
-            norm = torch.zeros((), device=share.gradients.device)
-            if share.norms is not None:
-                norm = share.norms.norm()
-            found[share.group_index] = _norm_of(norm) if norm.dim() else norm
-    return found
-
-
-def nonfinite_of(shares: Sequence[Share]) -> Tensor:
-    """Whether any gradient is NaN or inf, or any norm does not fit its dtype; 0-d bool."""
-    flags = []
-    for share in shares:
-        if share.norms is not None:
-            flags.append(~is_finite(share.norms))
-            if share.largest is not None:
-                flags.append(~torch.isfinite(total(share.largest)))
-    if not flags:
-        return torch.zeros((), dtype=torch.bool, device=first_device(shares))
-    device = flags[0].device
-    return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
-
-
-def first_device(shares: Sequence[Share]) -> torch.device:
-    """Of the first gradient."""
-    return shares[0].gradients.device if shares else torch.device("cpu")
-
-
-def _norm_of(norms: Tensor) -> Tensor:
-    """The norm of all from the 2-norms of parts, in float64: none of them overflows."""
-    norm: Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
-    return norm
-
-
+_TWO_NORM = ClipByGlobalNorm(math.inf, eps=0.0)
 NONFINITE_REMEDY = (
     "Neither gradients nor parameters were changed. To go on, set nonfinite to 'propagate', 'zero' "
     "or 'skip'"
 )
 
 
-def refused(check: Callable[[], None], shares: Sequence[Share]) -> Exception | None:
-    """The error of a check, if other processes wait for the norms of a share; None for no error.
+@dataclass(slots=True, eq=False)
+class ClipGroup:
+    """Gradients that share a rule, and their norms as far as they are measured.
 
-    All shares are then refused: measuring them tells the others. Where nobody waits, it raises.
+    Attributes:
+        gradients: with their plan.
+        rule: that holds for them.
+        index: of the parameter group that carries the rule; None for the optimizer's.
+        flat: their buffers, if the gradients were collected from them.
+        unclipped: no rule holds for them.
+        norms: before clipping, as the rule measures them.
+        largest: the largest magnitude, where `norms` do not show NaN and inf.
+        two_norm: the 2-norm, where `norms` are of another order and one was requested.
+        bound_rule: the rule, bound to its state for one step, if its limit changes between steps.
+    """
+
+    gradients: Gradients
+    rule: Rule
+    index: int | None = None
+    flat: FlatGradients | None = None
+    unclipped: bool = False
+    norms: Norms | None = None
+    largest: Norms | None = None
+    two_norm: Norms | None = None
+    bound_rule: BoundRule | None = None
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether other processes have shards of the gradients, or may have."""
+        plan = self.gradients.plan
+        return plan is not None and plan.reduction is not None
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether a rule holds for them that measures norms."""
+        return not (self.unclipped or self.rule.clamps)
+
+    def norm(self) -> Tensor:
+        """The norm of all before clipping, 0-d."""
+        if self.norms is None:
+            return torch.zeros((), device=self.gradients.device)
+        norm = self.norms.norm()
+        return _norm_of(norm) if norm.dim() else norm
+
+    def clip_(self, grad_scale: float | Tensor, *, zero_nonfinite: bool) -> Clipped | None:
+        """Clips by the rule, once; returns the outcome, None of a rule that clamps."""
+        if self.gradients.plan is None:
+            zero = torch.zeros((), dtype=torch.float32, device=self.gradients.device)
+            return Clipped(zero, torch.ones_like(zero), math.nan)
+        norm, by_group, limit = execute.write_(
+            self.gradients, self.rule, self.norms, grad_scale, zero_nonfinite=zero_nonfinite
+        )
+        if norm is None:
+            return None
+        if not self.rule.per_gradient:
+            return Clipped(norm, by_group[0][1], limit)
+        if not by_group:
+            return Clipped(norm.new_zeros(()), norm.new_ones(()), limit)
+        largest = norm.max()
+        if len(by_group) == 1 and not isinstance(by_group[0][1], Tensor):
+            return Clipped(largest, by_group[0][1], limit)
+        least = [as_tensor(coefficient, norm).min() for _, coefficient in by_group]
+        coefficient = least[0] if len(least) == 1 else torch.stack(least).min()
+        return Clipped(largest, coefficient, limit)
+
+
+class Partition:
+    """Divides the gradients of an optimizer into clip groups.
+
+    Args:
+        optimizer: whose parameter groups may carry rules.
+        rule: for those that carry none.
+        holders: the processes that the gradients are spread over; None for DTensors' own.
+
+    Attributes:
+        rule: replaceable.
+        flat: the buffers of the gradients; None for none.
+    """
+
+    def __init__(self, optimizer: Optimizer, rule: Rule, holders: Processes | None) -> None:
+        self.rule, self.holders = rule, holders
+        self.flat: FlatGradients | None = None
+        self._optimizer, self._plans = optimizer, PlanCache()
+        # As they were read last.
+        self._own_rules: OwnRules = rules_of(optimizer.param_groups)
+        # The parameters that were compared with `flat`, and those that it lacks: (group, position).
+        self._known_params: list[list[Tensor]] = []
+        self._not_in_buffers: Sequence[tuple[int, int]] = ()
+
+    @property
+    def groups(self) -> Groups:
+        """The parameter groups."""
+        return self._optimizer.param_groups
+
+    def use_flat(self, flat: FlatGradients | None) -> None:
+        """Replaces `flat`; raises as `not_in_buffers` does."""
+        self._not_in_buffers = not_in_buffers(flat, self.groups, self.holders)
+        self._known_params = [] if flat is None else [list(g["params"]) for g in self.groups]
+        self.flat = flat
+
+    def read_rules(self) -> None:
+        """Reads the rules of the parameter groups; raises as `rules_of` does."""
+        self._own_rules = rules_of(self.groups)
+
+    def rules(self) -> dict[str, Rule]:
+        """All rules of the program, by their keys in a checkpoint."""
+        own = rules_of(self.groups).items()
+        return {key_of(None): self.rule, **{key_of(i): rule for i, rule in own if rule}}
+
+    def present(self) -> list[Tensor]:
+        """The gradients that are there, and the buffers that hold them."""
+        grads = [p.grad for group in self.groups for p in group["params"]]
+        buffers = () if self.flat is None else self.flat.buffers
+        return [*(grad for grad in grads if grad is not None), *buffers]
+
+    def is_without_grads(self) -> bool:
+        """Whether no gradient is there, and no other process waits for the norm of its own."""
+        parameters = [p for group in self.groups for p in group["params"]]
+        spread = self.holders is not None or bool(meshes_of(parameters))
+        return not spread and all(p.grad is None for p in parameters)
+
+    def zero_flat_(self, *, set_to_none: bool) -> None:
+        """Sets gradients in buffers to 0, and resets those of the other parameters."""
+        assert self.flat is not None
+        # First: where it raises, nothing was changed.
+        self.flat.zero_()
+        for number, position in self._not_in_buffers:
+            # Not from the groups, which may have changed since.
+            parameter = self._known_params[number][position]
+            if set_to_none:
+                parameter.grad = None
+            else:
+                zero_gradient_(parameter)
+
+    def refresh(self) -> Exception | None:
+        """Reads rules and parameters that changed since the last step; an error to be refused with.
+
+        The rules then stay those of the step before.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: parameters that are not those of `flat`, unless
+                other processes have to get the error.
+        """
+        groups = self._optimizer.param_groups
+        has_rules = bool(self._own_rules)
+        for group in groups:
+            has_rules = has_rules or "clip" in group
+        if has_rules:
+            try:
+                self.read_rules()
+            except (TypeError, ValueError) as error:
+                return error
+        if self.flat is not None and self._groups_changed():
+            try:
+                self.use_flat(self.flat)
+            except (TypeError, ValueError, RuntimeError) as error:
+                if self.holders is None:
+                    raise
+                return error
+        return None
+
+    def _groups_changed(self) -> bool:
+        """Whether the groups hold other parameters than those that were compared with `flat`."""
+        groups, known = self.groups, self._known_params
+        return len(groups) != len(known) or not all(
+            len(group["params"]) == len(params) and all(map(is_, group["params"], params))
+            for group, params in zip(groups, known, strict=True)
+        )
+
+    def divide(self, *, covers_all: bool) -> list[ClipGroup]:
+        """The clip groups: that of the optimizer's rule first, then one for each group with a rule.
+
+        Args:
+            covers_all: the gradients that no rule holds for are a clip group too, the last.
+        """
+        own_rules = self._own_rules
+        if self.flat is not None and not own_rules:
+            return self._divide_flat(self.flat, covers_all=covers_all)
+        groups, holders = self._optimizer.param_groups, self.holders
+        if covers_all or own_rules:
+            holders = _with_meshes(holders, groups)
+        common: list[int] = []
+        unclipped: list[tuple[int, int]] = []
+        clip_groups = []
+        for index, group in enumerate(groups):
+            if index not in own_rules:
+                common.append(index)
+            elif (own := own_rules[index]) is not None:
+                clip_groups.append(ClipGroup(self._collect([index], holders), own, index))
+            else:
+                unclipped += [(index, i) for i in range(len(group["params"]))]
+        if common:
+            clip_groups.insert(0, ClipGroup(self._collect(common, holders), self.rule))
+        if covers_all:
+            unclipped += [
+                (index, i)
+                for index, group in enumerate(groups)
+                if own_rules.get(index, self.rule) is not None
+                for i, p in enumerate(group["params"])
+                if not getattr(p, "need_clip", True)
+            ]
+            clip_groups += self._unclipped(unclipped, holders)
+        return clip_groups
+
+    def _divide_flat(self, flat: FlatGradients, *, covers_all: bool) -> list[ClipGroup]:
+        """As `divide`, for gradients in buffers: no parameter is read.
+
+        A parameter that `flat` lacks is refused where it has a gradient to clip.
+        """
+        error, holders, rule = self._missed_gradient(), self.holders, self.rule
+        if error is not None and holders is None:
+            raise error
+        gradients = flat.gradients(
+            per_gradient=rule.per_gradient, processes=holders, weights=rule.per_unit
+        )
+        if error is not None:
+            gradients.reject_(error)
+        group = ClipGroup(gradients, rule, flat=flat)
+        return [group, *self._unclipped(self._not_in_buffers, holders)] if covers_all else [group]
+
+    def _missed_gradient(self) -> RuntimeError | None:
+        """The error for a gradient to clip that buffers lack."""
+        for index, position in self._not_in_buffers:
+            parameter = self.groups[index]["params"][position]
+            if parameter.grad is not None and getattr(parameter, "need_clip", True):
+                return RuntimeError(
+                    f"{label_of_member(self.groups, index, position)} has a gradient, but was "
+                    "left out of FlatGradients, because it required none or had need_clip = False; "
+                    "make a new FlatGradients and set the attribute flat to it"
+                )
+        return None
+
+    def _collect(self, indices: Sequence[int], holders: Processes | None) -> Gradients:
+        """The gradients of whole parameter groups, less those that need no clipping."""
+        groups = self._optimizer.param_groups
+        if len(indices) == 1:
+            parameters = groups[indices[0]]["params"]
+        else:
+            parameters = [p for index in indices for p in groups[index]["params"]]
+
+        def label_of(position: int) -> str:
+            for index in indices:
+                n = len(groups[index]["params"])
+                if position < n:
+                    break
+                position -= n
+            return label_of_member(groups, index, position)
+
+        device = None if parameters else first_device(groups)
+        return collect(parameters, label_of, holders, self._plans, device)
+
+    def _unclipped(
+        self, members: Sequence[tuple[int, int]], holders: Processes | None
+    ) -> list[ClipGroup]:
+        """The gradients that no rule holds for, as one clip group, if a process may have any."""
+        groups = self.groups
+        parameters = [groups[n]["params"][i] for n, i in members]
+        if not parameters and (holders is None or holders.group is None):
+            # Else other processes, which have other parameters, may have some of these.
+            return []
+        gradients = collect_all(
+            parameters,
+            lambda i: label_of_member(groups, *members[i]),
+            holders,
+            self._plans,
+            parameters[0].device if parameters else first_device(groups),
+        )
+        if gradients.plan is None:
+            return []
+        return [ClipGroup(gradients, _UNLIMITED, unclipped=True)]
+
+
+def _with_meshes(holders: Processes | None, groups: Groups) -> Processes | None:
+    """The processes of lists that are clipped in one step, which all take or none takes."""
+    meshes = meshes_of(p for group in groups for p in group["params"])
+    return (holders or Processes())._replace(meshes=meshes) if meshes else holders
+
+
+class NormRequest(NamedTuple):
+    """A norm to be measured: of which clip group, by which rule, for which of its fields."""
+
+    group: ClipGroup
+    rule: Rule
+    field: str
+
+    def describe(self) -> str:
+        """Owner, class and order of the rule; they must agree in all processes."""
+        group = self.group
+        owner = "shared" if group.index is None else f"[{group.index}]"
+        owner = "unclipped" if group.unclipped else owner
+        return f"{owner}: {self.rule.name} of order {self.rule.norm_type}"
+
+
+def requests(
+    groups: Sequence[ClipGroup],
+    recorded: Sequence[ClipGroup] = (),
+    *,
+    by_value: bool,
+    check_finite: bool,
+    two_norm: bool,
+) -> list[NormRequest]:
+    """All norms of a step.
+
+    Args:
+        groups: of the step.
+        recorded: to be measured beside them.
+        by_value: also for rules that clamp.
+        check_finite: whether every gradient is finite will be read.
+        two_norm: the 2-norm of all clipped gradients will be read.
+    """
+    found = []
+    for group in groups:
+        if group.gradients.plan is None:
+            continue
+        rule, is_measured = group.rule, by_value or not group.rule.clamps
+        if is_measured:
+            found.append(NormRequest(group, rule, "norms"))
+            if check_finite and _hides_nonfinite(rule):
+                found.append(NormRequest(group, _UNLIMITED, "largest"))
+        if two_norm and not group.unclipped and not (is_measured and rule.norm_type == 2.0):
+            found.append(NormRequest(group, _TWO_NORM, "two_norm"))
+    return found + [NormRequest(group, group.rule, "norms") for group in recorded]
+
+
+def measures_alone(
+    group: ClipGroup, grad_scale: float | Tensor, *, by_value: bool, check_finite: bool
+) -> bool:
+    """Measures the only clip group of a step; False where it needs other norms, or checks before.
+
+    Args:
+        group: of which the norms of its rule are measured.
+        grad_scale: the loss scale that gradients carry.
+        by_value: also for a rule that clamps.
+        check_finite: whether every gradient is finite will be read.
+    """
+    plan, rule = group.gradients.plan, group.rule
+    if plan is None or not plan.ordinary or rule.per_unit or not rule.fixed:
+        return False
+    if check_finite and _hides_nonfinite(rule):
+        return False
+    if by_value or not rule.clamps:
+        scale = 1.0 if rule.clamps else grad_scale
+        group.norms = measure_list(group.gradients, rule.norm_type, rule.per_gradient, scale)
+    return True
+
+
+def _hides_nonfinite(rule: Rule) -> bool:
+    """Whether the norms of a rule do not show NaN and inf."""
+    return rule.norm_type in (0.0, -math.inf)
+
+
+def measure(requests: Sequence[NormRequest], grad_scale: float | Tensor) -> None:
+    """Measures norms; of refused gradients those that other processes wait for.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: gradients that a process refuses; on a CPU only.
+    """
+    exchanges, awaited = [], []
+    for group, rule, field in requests:
+        # By value, an element counts as it came.
+        scale = 1.0 if rule.clamps else grad_scale
+        gradients = group.gradients
+        if not group.is_spread:
+            setattr(group, field, measure_by(gradients, rule, scale))
+        elif error_of(gradients) is None or is_awaited(gradients, rule):
+            exchanges.append(exchange(gradients, rule, scale))
+            awaited.append((group, field))
+    if exchanges:
+        for (group, field), norms in zip(awaited, run_exchanges(exchanges), strict=True):
+            setattr(group, field, norms)
+
+
+def global_norm_of(groups: Sequence[ClipGroup], grad_scale: float | Tensor) -> Tensor:
+    """The 2-norm before clipping of all gradients that a rule holds for; 0-d."""
+    clipped = [one for one in groups if not one.unclipped and one.gradients.plan is not None]
+    norms_of = [_two_norm_of(group) for group in clipped]
+    missing = [one for one, norms in zip(clipped, norms_of, strict=True) if norms is None]
+    measure([NormRequest(group, _TWO_NORM, "two_norm") for group in missing], grad_scale)
+    found = []
+    for group in clipped:
+        norms = _two_norm_of(group)
+        assert norms is not None
+        norm = norms.norm()
+        found.append(_norm_of(norm) if norms.per_gradient else norm)
+    if len(found) == 1:
+        return found[0]
+    device = _device_of(groups)
+    if not found:
+        return torch.zeros((), device=device)
+    return _norm_of(torch.stack([norm.to(device).double() for norm in found]))
+
+
+def _two_norm_of(group: ClipGroup) -> Norms | None:
+    """2-norms of a clip group, if they are measured."""
+    norms = group.norms
+    return norms if norms is not None and norms.norm_type == 2.0 else group.two_norm
+
+
+def nonfinite_of(groups: Sequence[ClipGroup]) -> Tensor:
+    """Whether any gradient is NaN or inf, or any norm does not fit its dtype; 0-d bool."""
+    flags = []
+    for group in groups:
+        if group.norms is not None:
+            flags.append(~group.norms.is_finite())
+            if group.largest is not None:
+                flags.append(~torch.isfinite(group.largest.total()))
+    if not flags:
+        return torch.zeros((), dtype=torch.bool, device=_device_of(groups))
+    device = flags[0].device
+    return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
+
+
+def _device_of(groups: Sequence[ClipGroup]) -> torch.device:
+    return groups[0].gradients.device if groups else torch.device("cpu")
+
+
+def _norm_of(norms: Tensor) -> Tensor:
+    """The norm of all from 2-norms, in float64: none of them overflows."""
+    norm: Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
+    return norm
+
+
+def refused(check: Callable[[], None], groups: Sequence[ClipGroup]) -> Exception | None:
+    """The error of a check, if other processes wait for norms; None for no error.
+
+    All clip groups are then refused: measuring them hands the error to the others. Where nobody
+    waits, it raises.
 
     Args:
         check: raises an error where the gradients cannot be clipped.
-        shares: all that are measured in this step.
+        groups: all that are measured in this step.
 
     Raises:
         TypeError, ValueError, RuntimeError: that of the check.
     """
     try:
         check()
-    except (TypeError, ValueError, RuntimeError) as error:
-        lists = [share.gradients for share in shares]
-        spread = [g for g in lists if g.plan is not None and g.plan.reduction is not None]
+    except ERRORS as error:
+        spread = [group.gradients for group in groups if group.is_spread]
         for gradients in spread:
-            if gradients.refusal is None:
-                refuse_(gradients, error)
-        if all(gradients.refusal is None for gradients in spread):
+            gradients.reject_(error)
+        if not spread:
             raise
         return error
     return None
 
 
-def refuse(shares: Sequence[Share]) -> None:
+def refuse(groups: Sequence[ClipGroup], param_groups: Groups) -> None:
     """Refuses gradients that their rules have no meaning for.
 
     Args:
-        shares: of the step.
+        groups: of the step.
+        param_groups: of the optimizer.
 
     Raises:
-        TypeError, ValueError, RuntimeError: a share that its rule has no meaning for, or that was
-            refused when it was collected; a gradient in two shares.
+        TypeError, ValueError, RuntimeError: gradients that their rule has no meaning for, or that
+            were refused when they were collected; a gradient in two clip groups; a rule that
+            excludes parameters of no group.
     """
-    for share in shares:
-        if share.gradients.refusal is not None:
-            raise share.gradients.refusal
-    for share in shares:
-        plan = share.gradients.plan
+    for group in groups:
+        if (error := error_of(group.gradients)) is not None:
+            raise error
+    for group in groups:
+        plan = group.gradients.plan
         if plan is not None and not plan.ordinary:
-            refuse_read_only(share.gradients)
-            refuse_for_rule(share.gradients, share.rule)
-    if len(shares) > 1:
-        refuse_shared([share.gradients for share in shares])
+            check_gradients(group.gradients, group.rule)
+    if len(groups) > 1:
+        refuse_shared([group.gradients for group in groups])
+    if any(group.rule.per_unit for group in groups):
+        every = [p for group in param_groups for p in group["params"]]
+        for group in groups:
+            refuse_other_model(group.rule, every)
 
 
-def refuse_nonfinite(shares: Sequence[Share], remedy: str) -> NoReturn:
+def refuse_nonfinite(groups: Sequence[ClipGroup], remedy: str) -> NoReturn:
     """RuntimeError for a step that is not finite, which names the parameters with NaN or inf.
 
     Args:
-        shares: measured.
+        groups: measured.
         remedy: ends the message.
     """
-    for share in shares:
-        if share.norms is not None:
-            if not share.unclipped:
-                norm = total(share.norms)
-                finite = is_finite(share.norms)
-                raise_if_nonfinite(share.gradients, share.rule, norm, remedy, finite)
-            raise_if_any_nonfinite(share.gradients, remedy)
-    plans = [share.gradients.plan for share in shares]
-    if any(plan is not None and plan.reduction is not None for plan in plans):
+    for group in groups:
+        if group.norms is not None:
+            if not group.unclipped:
+                norm, finite = group.norms.total(), group.norms.is_finite()
+                raise_if_nonfinite(group.gradients, group.rule, norm, remedy, finite)
+            raise_if_any_nonfinite(group.gradients, remedy)
+    if any(group.is_spread for group in groups):
         raise RuntimeError(f"Another process refuses its gradients. {remedy}")
     raise RuntimeError(
         "Every gradient is finite, but divided by the loss scale the largest does not fit its "
@@ -496,24 +555,26 @@ def refuse_nonfinite(shares: Sequence[Share], remedy: str) -> NoReturn:
     )
 
 
-def refuse_other_steps(wanted: Sequence[Wanted], groups: Groups, holders: Holders | None) -> None:
+def refuse_other_steps(
+    requests: Sequence[NormRequest], param_groups: Groups, holders: Processes | None
+) -> None:
     """Refuses, under `verify()`, a step in which processes would send different norms.
 
     Every process of the step calls this, and waits for the others.
 
     Args:
-        wanted: all norms of the step.
-        groups: parameter groups of the optimizer.
+        requests: all norms of the step.
+        param_groups: of the optimizer.
         holders: the processes that the gradients are spread over.
 
     Raises:
         ValueError: a process with other rules or policies than the first one's.
     """
-    meshes = meshes_of(p for group in groups for p in group["params"])
+    meshes = meshes_of(p for group in param_groups for p in group["params"])
     if not meshes and holders is None:
         return
     domain = domain_of(meshes, None if holders is None else holders.group)
-    forms = everyones([one.form for one in wanted if one.is_spread], domain)
+    forms = everyones([one.describe() for one in requests if one.group.is_spread], domain)
     first, *others = forms
     for rank in others:
         if forms[rank] != forms[first]:
@@ -522,10 +583,3 @@ def refuse_other_steps(wanted: Sequence[Wanted], groups: Groups, holders: Holder
                 f"rank {first} {forms[first]}, rank {rank} {forms[rank]}; expected the same rules, "
                 "policies and parameter groups in the same order everywhere"
             )
-
-
-def refuse_other_models(groups: Groups, shares: Sequence[Share]) -> None:
-    """Refuses rules that exclude parameters of no group."""
-    every = [p for group in groups for p in group["params"]]
-    for share in shares:
-        refuse_other_model(share.rule, every)

@@ -13,7 +13,7 @@ from tritonclip.modes import without_grad
 from tritonclip.monitor.stats import Outcomes, as_tensor
 from tritonclip.optim.log import StepLog
 from tritonclip.optim.param_groups import Groups
-from tritonclip.optim.step import StepClipping
+from tritonclip.optim.step import Step, version_of
 
 Closure = Callable[[], Any]
 _NO_LOSS = (
@@ -33,8 +33,8 @@ NO_LOSS_FOR_LBFGS = (
 class Measure(Protocol):
     """Measures the gradients of an evaluation, or raises a refusal, which other processes get."""
 
-    def __call__(self, *, refusal: Exception | None = None) -> StepClipping:
-        """The clipping."""
+    def __call__(self, *, refusal: Exception | None = None) -> Step:
+        """The step, measured."""
 
 
 class _NonfiniteEvaluationError(Exception):
@@ -47,13 +47,13 @@ def step_evaluating(inner: Optimizer, closure: Closure, measure: Measure, log: S
     Returns:
         The result of its step.
     """
-    clippings: list[StepClipping] = []
+    steps: list[Step] = []
     outcomes: list[Outcomes] = []
 
     def evaluate_and_clip() -> Any:
         loss = evaluate(closure, inner, measure)
-        clippings.append(measure())
-        outcomes.append(clippings[-1].write_())
+        steps.append(measure())
+        outcomes.append(steps[-1].clip_())
         return loss
 
     result = inner.step(evaluate_and_clip)
@@ -63,7 +63,8 @@ def step_evaluating(inner: Optimizer, closure: Closure, measure: Measure, log: S
             "clipped; expected an optimizer that evaluates it: call backward, then step() without "
             "a closure"
         )
-    log.add(clippings[0], _merged(outcomes))
+    steps[0].outcomes = _merged(outcomes)
+    log.add(steps[0])
     return result
 
 
@@ -81,26 +82,27 @@ def step_checking(
         inner: the wrapped optimizer.
         closure: for evaluations after the first.
         first: the loss of the first evaluation.
-        measure: makes the clipping of an evaluation.
+        measure: measures the gradients of an evaluation.
         nonfinite: the policy: "skip" leaves the step out, or undoes it; "error" raises.
         log: for the step.
 
     Returns:
         The result of its step, `first` of one that was left out; and whether it was taken.
     """
-    clipping = measure()
-    outlier = log.judge(clipping)
-    is_nonfinite = nonfinite == "skip" and bool(clipping.nonfinite())
-    if is_nonfinite or (outlier is not None and bool(outlier.flag)):
-        log.add_skipped(clipping, outlier)
+    step = measure()
+    step.outlier = log.judge(step)
+    is_nonfinite = nonfinite == "skip" and bool(step.nonfinite())
+    if is_nonfinite or (step.outlier is not None and bool(step.outlier.flag)):
+        log.add_skipped(step)
         return first, False
     if nonfinite == "error":
-        clipping.raise_if_nonfinite()
-    result, outcomes = _step_on(inner, closure, first, clipping, measure, nonfinite)
+        step.raise_if_nonfinite()
+    result, outcomes = _step_on(inner, closure, first, step, measure, nonfinite)
     if outcomes is None:
-        log.add_skipped(clipping, outlier)
+        log.add_skipped(step)
     else:
-        log.add(clipping, outcomes, outlier=outlier)
+        step.outcomes = outcomes
+        log.add(step)
     return result, outcomes is not None
 
 
@@ -108,12 +110,12 @@ def _step_on(
     inner: Optimizer,
     closure: Closure,
     first: Any,
-    clipping: StepClipping,
+    step: Step,
     measure: Measure,
     nonfinite: str,
 ) -> tuple[Any, Outcomes | None]:
     """The result of a step whose first evaluation is clipped, and outcomes; None if undone."""
-    outcomes = [clipping.write_()]
+    outcomes = [step.clip_()]
     untouched = _watch(inner.param_groups)
     undone = isinstance(inner, LBFGS)
     remedy = (
@@ -138,7 +140,7 @@ def _step_on(
             raise _NonfiniteEvaluationError
         if nonfinite == "error":
             later.raise_if_nonfinite(remedy)
-        outcomes.append(later.write_())
+        outcomes.append(later.clip_())
         return loss
 
     restore = snapshot(inner) if undone else None
@@ -177,7 +179,7 @@ def _watch(groups: Groups) -> Callable[[], bool]:
 
     def seen() -> list[tuple[int, int, int]]:
         return [
-            (_version(p), id(p.grad), -1 if p.grad is None else _version(p.grad))
+            (version_of(p), id(p.grad), -1 if p.grad is None else version_of(p.grad))
             for group in groups
             for p in group["params"]
         ]
@@ -200,7 +202,7 @@ def evaluate(closure: Closure, inner: Optimizer, measure: Measure) -> Any:
     """
     groups = inner.param_groups
     before = [
-        (ref(p.grad), _version(p.grad))
+        (ref(p.grad), version_of(p.grad))
         for group in groups
         for p in group["params"]
         if p.grad is not None
@@ -218,12 +220,7 @@ def _all_of(groups: Groups, known: list[tuple[ref[Tensor], int]]) -> bool:
     """Whether every gradient there is now was there before, and has not been written to since."""
     there = {id(grad): version for weak, version in known if (grad := weak()) is not None}
     grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-    return all(there.get(id(grad)) == _version(grad) for grad in grads)
-
-
-def _version(tensor: Tensor) -> int:
-    """How often it was written to; inference tensors do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    return all(there.get(id(grad)) == version_of(grad) for grad in grads)
 
 
 def snapshot(optimizer: Optimizer) -> Callable[[], None]:

@@ -7,11 +7,10 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from tritonclip.distributed.shards import meshes_of
-from tritonclip.optim import fused
+from tritonclip.optim.amp import takes_found_inf
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
-from tritonclip.optim.proxy import is_wrapped
-from tritonclip.signatures import explains_misfits
+from tritonclip.optim.misuse import wrapper_of
+from tritonclip.signatures import ABSENT, explains_misfits
 
 
 @explains_misfits
@@ -41,7 +40,7 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the gradients by the scale; see torch's."""
         _refuse_inner(optimizer)
-        if isinstance(optimizer, ClippedOptimizer) and optimizer._amp_scaling is not None:
+        if isinstance(optimizer, ClippedOptimizer) and optimizer._amp.on_device is not None:
             # Called by `step`.
             self._check_inf_per_device(optimizer)
             return
@@ -53,11 +52,11 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled or not isinstance(optimizer, ClippedOptimizer):
             return super().step(optimizer, *args, **kwargs)
         try:
-            optimizer._amp_scaling = fused.takes_found_inf(optimizer.optimizer)
+            optimizer._amp.on_device = takes_found_inf(optimizer.optimizer)
             return super().step(optimizer, *args, **kwargs)
         finally:
-            optimizer._amp_scaling = None
-            optimizer._clipping = None
+            optimizer._amp.on_device = None
+            optimizer._amp.measured = None
 
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
@@ -67,7 +66,8 @@ class GradScaler(torch.amp.GradScaler):
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
         ours = self._get_scale_async()
         assert ours is not None
-        scale = optimizer._scales.get("user")
+        scale = optimizer._amp.user_scale
+        scale = None if scale is ABSENT else scale
         if optimizer_state["stage"] is OptState.READY:
             scale = ours if scale is None else ours * scale
         flags = optimizer_state["found_inf_per_device"].values()
@@ -77,26 +77,19 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         # Without any gradient, torch's records no check, for `update` to complain about.
-        if not isinstance(optimizer, ClippedOptimizer) or _is_without_grads(optimizer):
+        if not isinstance(optimizer, ClippedOptimizer) or optimizer._partition.is_without_grads():
             return super()._check_inf_per_device(optimizer)
         scale = self._get_scale_async()
         assert scale is not None
         # As torch does, which then hands both to the step.
-        found_inf = optimizer._measure_scaled(scale * optimizer._scales.get("user", 1))
+        found_inf = optimizer._measure_scaled(scale)
         state = self._per_optimizer_states[id(optimizer)]
         state["found_inf_per_device"] = {found_inf.device: found_inf}
         return state
 
 
-def _is_without_grads(optimizer: ClippedOptimizer) -> bool:
-    """Whether no gradient is there, and no other process waits for the norm of its own."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    spread = optimizer._holders is not None or bool(meshes_of(parameters))
-    return not spread and all(p.grad is None for p in parameters)
-
-
 def _refuse_inner(optimizer: Optimizer) -> None:
-    if is_wrapped(optimizer):
+    if wrapper_of(optimizer) is not None:
         raise ValueError(
             f"this {type(optimizer).__name__} is wrapped in a ClippedOptimizer; pass the wrapper, "
             "to unscale_ and to step, or gradients are unscaled twice or not clipped"

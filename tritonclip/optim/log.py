@@ -1,20 +1,28 @@
-"""The log of an optimizer's steps: statistics, remembered norms, skips in a row, the recorder."""
+"""The log of an optimizer's steps: statistics, states of rules, skips in a row, the recorder."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonclip.monitor.stats import ClipStats, Outcomes
+from tritonclip.messages import warn_user
+from tritonclip.monitor.recorder import Recorder
+from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim.param_groups import Groups
-from tritonclip.optim.states import Judgement, Memory, SkipWatch
-from tritonclip.optim.step import StepClipping
+from tritonclip.optim.states import Judgement, RuleStates
+from tritonclip.optim.step import Step
 from tritonclip.rules import Rule
+from tritonclip.rules.arguments import as_count
 
-if TYPE_CHECKING:
-    from tritonclip.monitor.recorder import Recorder
+# A run that skips so many steps in a row is no run; nobody may have noticed.
+_SUSPICIOUS = 100
+# Steps between a number on a GPU and the look at it. They are as many in every process, so that all
+# raise at one step. By then it has arrived, or the GPU has work for so many steps.
+LAG = 8
 
 
 class StepLog:
@@ -22,121 +30,181 @@ class StepLog:
 
     Attributes:
         stats: norms, coefficients and counts.
-        memory: of rules, and of the test for outliers.
+        states: of rules, and of the test for outliers.
         watch: looks at the number of steps skipped in a row.
         recorder: takes every step; None for none.
     """
 
-    def __init__(self, stats: ClipStats, memory: Memory, watch: SkipWatch) -> None:
-        self.stats, self.memory, self.watch = stats, memory, watch
+    def __init__(self, stats: ClipStats, states: RuleStates, watch: SkipWatch) -> None:
+        self.stats, self.states, self.watch = stats, states, watch
         self.recorder: Recorder | None = None
 
-    def judge(self, clipping: StepClipping) -> Judgement | None:
+    def judge(self, step: Step) -> Judgement | None:
         """Whether a measured step is an outlier, if outliers are skipped."""
-        if self.memory.skip_above is None:
+        if self.states.skip_above is None:
             return None
-        judgement: Judgement = self.memory.judge(clipping.global_norm())
+        judgement: Judgement = self.states.judge(step.global_norm())
         return judgement
 
-    def add(
-        self,
-        clipping: StepClipping,
-        outcomes: Outcomes,
-        overflow: Tensor | None = None,
-        skip: Tensor | None = None,
-        outlier: Judgement | None = None,
-    ) -> None:
-        """Adds a step that was clipped; flags say on the device that it was left out after all."""
-        self.memory.steps += 1
-        if clipping.follows:
-            clipping.commit(either(overflow, skip))
-        if outlier is not None:
-            outlier.commit(overflow)
-        self.stats.record_(outcomes, overflow, skip)
+    def add(self, step: Step) -> None:
+        """Adds a step that was clipped; its flags may say on the device that it was left out."""
+        assert step.outcomes is not None
+        self.states.steps += 1
+        if step.follows:
+            step.commit(step.stop)
+        if step.outlier is not None:
+            step.outlier.commit(step.overflow)
+        self.stats.record_(step.outcomes, step.overflow, step.skip)
         if self.recorder is not None:
-            self._record(clipping, outcomes, either(overflow, skip))
-        if skip is not None:
+            self._record(step, step.stop)
+        if step.skip is not None:
             self.watch.look(self.stats.consecutive_skips, waited=False)
 
-    def add_left_out(
-        self, clipping: StepClipping, outlier: Judgement | None, overflow: Tensor | None
-    ) -> None:
+    def add_left_out(self, step: Step) -> None:
         """Adds a step that was left out: because of an overflow, or else as `add_skipped` does."""
-        if overflow is None or not bool(overflow):
-            self.add_skipped(clipping, outlier)
+        if step.overflow is None or not bool(step.overflow):
+            self.add_skipped(step)
             return
         # The GradScaler did it, which the statistics do not count.
-        self.memory.steps += 1
-        clipping.commit(left_out=True)
-        self._record(clipping, None, True)
+        self.states.steps += 1
+        step.commit(left_out=True)
+        self._record(step, skipped=True)
 
-    def add_skipped(self, clipping: StepClipping, outlier: Judgement | None) -> None:
+    def add_skipped(self, step: Step) -> None:
         """Adds a step that was left out, and remembers the norm of an outlier."""
-        self.memory.steps += 1
-        clipping.commit(left_out=True)
-        if outlier is not None:
-            outlier.commit(None)
+        self.states.steps += 1
+        step.commit(left_out=True)
+        if step.outlier is not None:
+            step.outlier.commit(None)
         self.stats.record_skip_()
-        self._record(clipping, None, True)
+        self._record(step, skipped=True)
         self.watch.look(self.stats.consecutive_skips, waited=True)
 
-    def _record(
-        self, clipping: StepClipping, outcomes: Outcomes | None, skipped: Tensor | bool | None
-    ) -> None:
+    def _record(self, step: Step, skipped: Tensor | bool | None) -> None:
         """Hands a step to the recorder, if there is one."""
-        if self.recorder is not None and clipping.observation is not None:
-            clipping.observation.add_to(self.recorder, outcomes, skipped)
+        if self.recorder is not None and step.record is not None:
+            outcomes = None if skipped is True else step.outcomes
+            step.record.add_to(self.recorder, outcomes, skipped)
 
     def state_dict(self, groups: Groups) -> dict[str, Any]:
         """The wrapper's own part of a checkpoint of these groups."""
         own: dict[str, Any] = self.stats.state_dict()
-        own["calls"] = torch.tensor(self.memory.steps, device="cpu")
-        memory = self.memory.state_dict(groups)
-        if memory:
-            own["memory"] = memory
+        own["calls"] = torch.tensor(self.states.steps, device="cpu")
+        states = self.states.state_dict(groups)
+        if states:
+            own["memory"] = states
         if self.recorder is not None:
             own["recorder"] = self.recorder.state_dict()
         return own
 
     def loaded(
         self, own: dict[str, Any], rules: dict[str, Rule], device: torch.device
-    ) -> tuple[ClipStats, Memory, dict[str, Any] | None]:
-        """Loads a checkpoint into new objects; this log stays as it is until `take`.
+    ) -> tuple[ClipStats, RuleStates, dict[str, Any] | None]:
+        """Loads a checkpoint into new objects; this log stays as it is until `restore`.
 
         Args:
             own: the result of `state_dict`.
-            rules: those of the program, by owner.
+            rules: those of the program, by their keys in a checkpoint.
             device: of the optimizer.
 
         Returns:
-            Statistics, memory, and the recorder's state or None, for `take`.
+            Statistics, states, and the recorder's state or None, for `restore`.
 
         Raises:
             ValueError: norms that were remembered for another rule.
         """
         own = dict(own)
-        memory = Memory(self.memory.skip_above)
-        memory.load_state_dict(own.pop("memory", {}), rules)
-        memory.steps = int(own.pop("calls", 0))
+        states = RuleStates(self.states.skip_above)
+        states.load_state_dict(own.pop("memory", {}), rules)
+        states.steps = int(own.pop("calls", 0))
         recorded = own.pop("recorder", None)
         stats = ClipStats(device)
         stats.load_state_dict(own)
-        return stats, memory, recorded
+        return stats, states, recorded
 
-    def take(
-        self, stats: ClipStats, memory: Memory, recorded: dict[str, Any] | None, groups: Groups
+    def restore(
+        self, stats: ClipStats, states: RuleStates, recorded: dict[str, Any] | None, groups: Groups
     ) -> None:
         """Goes on from a checkpoint of these groups that was `loaded`."""
-        self.stats.load_state_dict(stats.state_dict())
-        self.memory = memory
-        memory.resume(groups)
+        # In the object that users have.
+        vars(self.stats).update(vars(stats))
+        self.states = states
+        states.resume(groups)
         self.watch.forget()
         if self.recorder is not None and recorded is not None:
             self.recorder.load_state_dict(recorded)
 
 
-def either(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Whether one of two flags is true, 0-d bool; None for one that cannot be."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a | b.to(a.device)
+class SkipWatch:
+    """Looks at the number of steps skipped in a row; at a GPU's some steps later.
+
+    Args:
+        most: steps in a row after which RuntimeError is raised; None to warn at 100.
+    """
+
+    def __init__(self, most: object = None) -> None:
+        self.most = None if most is None else as_count("max_consecutive_skips", most, 1)
+        self._warned = False
+        self._arriving: deque[Callable[[], int]] = deque()
+
+    def refuse_without_skips(self, nonfinite: str, skip_above: object) -> None:
+        """Refuses a number of steps for a wrapper that skips none."""
+        if self.most is not None and nonfinite != "skip" and skip_above is None:
+            raise ValueError(
+                "max_consecutive_skips was given, but no step is skipped: expected "
+                f"nonfinite='skip' or skip_above beside it, got nonfinite={nonfinite!r} alone"
+            )
+
+    def forget(self) -> None:
+        """Drops numbers of steps before a checkpoint was loaded."""
+        self._arriving.clear()
+
+    @torch.compiler.disable
+    def look(self, in_a_row: Tensor, *, waited: bool) -> None:
+        """Raises or warns where too many steps were skipped in a row.
+
+        Args:
+            in_a_row: the number of them, on any device.
+            waited: this step has waited for the device already; else the number of `LAG` steps
+                before is looked at, if it is on a GPU.
+        """
+        n = int(in_a_row) if waited else self._read(in_a_row)
+        if self.most is not None and n >= self.most:
+            self.forget()
+            raise RuntimeError(
+                f"{n} steps in a row were skipped, and max_consecutive_skips is {self.most}: their "
+                "gradients were NaN or inf, or above skip_above. Parameters are those of the last "
+                "step that was taken. Look for the first NaN with nonfinite='error', lower the "
+                "learning rate, or raise the limits"
+            )
+        if self.most is None and n >= _SUSPICIOUS and not self._warned:
+            self._warned = True
+            warn_user(
+                f"{n} steps in a row were skipped, because their gradients were NaN or inf, or "
+                "above skip_above: nothing is learned. nonfinite='error' names the gradients; "
+                "max_consecutive_skips raises an error in place of this warning",
+                RuntimeWarning,
+            )
+
+    def _read(self, in_a_row: Tensor) -> int:
+        """The number, or a GPU's of `LAG` looks before; 0 where there is none."""
+        if in_a_row.device.type == "cpu":
+            return int(in_a_row)
+        if in_a_row.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return 0
+        self._arriving.append(_sent(in_a_row))
+        return self._arriving.popleft()() if len(self._arriving) > LAG else 0
+
+
+def _sent(number: Tensor) -> Callable[[], int]:
+    """Begins to copy a number from a GPU; the result waits for it."""
+    copied = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
+    copied.copy_(number, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(number.device))
+
+    def read() -> int:
+        event.synchronize()
+        return int(copied)
+
+    return read

@@ -1,6 +1,7 @@
-"""Warns of steps that clip nothing, and of gradients that are clipped twice or while scaled.
+"""Mistakes around a ClippedOptimizer: refused, or warned of where they would pass in silence.
 
-Names that look like attributes of a ClippedOptimizer, and belong to its rule.
+An optimizer is wrapped in a second one, or stepped past its wrapper; gradients are clipped before
+the wrapper clips them, or are never there; a number is set that belongs to a rule.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ IN_VAIN = 3
 
 
 class StepGuard:
-    """A step pre-hook of a wrapped optimizer.
+    """A step pre-hook of a wrapped optimizer, which knows its one wrapper.
 
     Attributes:
         open: the wrapper is in its step, or another one that is meant.
@@ -47,13 +48,26 @@ class StepGuard:
 
 
 def guard_(optimizer: Optimizer, wrapper: Optimizer) -> StepGuard:
-    """Guards the steps of an optimizer from now on, for a new wrapper."""
+    """Makes a wrapper that of an optimizer, whose steps past it are warned of from now on."""
     guard = _guard_of(optimizer)
     if guard is None:
         guard = StepGuard(wrapper)
         optimizer.register_step_pre_hook(guard)
     guard.wrapper = ref(wrapper)
     return guard
+
+
+def _guard_of(optimizer: Optimizer) -> StepGuard | None:
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    return next((hook for hook in hooks if isinstance(hook, StepGuard)), None)
+
+
+def wrapper_of(optimizer: Optimizer) -> Any:
+    """The ClippedOptimizer around an optimizer, while it is alive; else None."""
+    guard = _guard_of(optimizer)
+    wrapper = None if guard is None else guard.wrapper()
+    # A copy of an optimizer may have its hooks.
+    return wrapper if getattr(wrapper, "optimizer", None) is optimizer else None
 
 
 @contextmanager
@@ -106,13 +120,64 @@ def warn_of_nothing(n_parameters: int) -> None:
     )
 
 
-def _guard_of(optimizer: Optimizer) -> StepGuard | None:
-    hooks = optimizer._optimizer_step_pre_hooks.values()
-    return next((hook for hook in hooks if isinstance(hook, StepGuard)), None)
+def check_optimizer(optimizer: object) -> None:
+    """Refuses an object that cannot be wrapped, and an optimizer that is wrapped already.
+
+    Raises:
+        TypeError: no optimizer.
+        ValueError: a wrapper, or an optimizer that has one.
+    """
+    expected = "optimizer must be a torch.optim.Optimizer"
+    if isinstance(optimizer, type):
+        raise TypeError(f"{expected}, got the class; write {optimizer.__name__}(parameters, ...)")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{expected}, got {type(optimizer).__name__}; {_remedy(optimizer)}")
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+        raise TypeError(
+            f"{expected} that ran Optimizer.__init__, got {type(optimizer).__name__}, which did "
+            f"not; {_remedy(optimizer)}"
+        )
+    if _is_wrapper(optimizer):
+        raise ValueError(
+            "optimizer is a ClippedOptimizer, which would clip twice; to change its rule, set its "
+            "attribute clip, or give a parameter group the key 'clip'"
+        )
+    if wrapper_of(optimizer) is not None:
+        raise ValueError(
+            f"this {type(optimizer).__name__} is wrapped already, and a second wrapper would keep "
+            "statistics of its own; use the first wrapper, or make a new optimizer"
+        )
 
 
-class _OfRule:
-    """A number of a rule, which the optimizer neither has nor takes."""
+def _is_wrapper(optimizer: Optimizer) -> bool:
+    inner = vars(optimizer).get("optimizer")
+    return isinstance(inner, Optimizer) and wrapper_of(inner) is optimizer
+
+
+def _remedy(refused: object) -> str:
+    """The object to wrap in place of one that cannot be wrapped, or the call to write."""
+    kind = type(refused).__name__
+    if hasattr(refused, "noise_multiplier"):
+        return (
+            "its step clips the gradient of each example and then adds noise, and a "
+            "ClippedOptimizer around or inside it would clip the noise or nothing: set its "
+            "max_grad_norm, and use it bare"
+        )
+    if not any(isinstance(one, Optimizer) for one in getattr(refused, "__dict__", {}).values()):
+        return "write ClippedOptimizer(optimizer, 1.0), with an optimizer such as torch.optim.SGD"
+    if not hasattr(refused, "zero_grad"):
+        return "wrap its optimizer, before a scheduler is made of it"
+    return f"wrap the optimizer inside it: {kind}(ClippedOptimizer(optimizer, 1.0), ...)"
+
+
+class OfRule:
+    """A number of a rule, which an optimizer neither has nor takes; to set it would do nothing.
+
+    Other names stay free: schedulers, trainers, hooks and subclasses keep attributes on optimizers.
+
+    Args:
+        example: a rule that has it.
+    """
 
     def __init__(self, example: str) -> None:
         self._example = example
@@ -135,15 +200,3 @@ class _OfRule:
             name=self._name,
             obj=optimizer,
         )
-
-
-class NoRuleNumbers:
-    """Refuses fields that only rules have as attributes, since to set one would do nothing.
-
-    Other names stay free: schedulers, trainers, hooks and subclasses keep attributes on optimizers.
-    """
-
-    max_norm = _OfRule("2.0")
-    norm_type = _OfRule("ClipByGlobalNorm(1.0, norm_type=1.0)")
-    max_rms = _OfRule("ClipByRMS(1.0)")
-    quantile = _OfRule("ClipByQuantile(0.9)")

@@ -1,13 +1,14 @@
-"""Rules that parameter groups carry under the key `clip`: read, and kept out of checkpoints."""
+"""Parameter groups: the rules that they carry under the key `clip`, and what stands in them."""
 
 from collections.abc import Container, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
-from tritonclip.distributed.process_groups import Holders
-from tritonclip.engine.checks import some
+from tritonclip.distributed.process_groups import Processes
+from tritonclip.engine.arguments import join_names
 from tritonclip.flat.flat_gradients import FlatGradients, refuse_copies
 from tritonclip.flat.layout import is_wanted
 from tritonclip.rules import Rule, as_rule
@@ -97,19 +98,18 @@ def rules_of(groups: Groups) -> dict[int, Rule | None]:
     return {index: rule_of(index, group) for index, group in enumerate(groups) if "clip" in group}
 
 
-def without_rules(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint without the rules of groups: the program has them, and torch would not load."""
-    groups = [{k: v for k, v in g.items() if k != "clip"} for g in state_dict["param_groups"]]
-    return {**state_dict, "param_groups": groups}
+def key_of(group_index: int | None) -> str:
+    """The name of a group's rule, norms and state in checkpoints and records; None: all others'."""
+    return "rule" if group_index is None else f"group{group_index}"
 
 
-def with_present_rules(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint with the rules that the groups have now."""
-    saved = without_rules(optimizer, state_dict)["param_groups"]
-    present = [{"clip": g["clip"]} if "clip" in g else {} for g in optimizer.param_groups]
-    groups = [{**g, **clip} for g, clip in zip(saved, present, strict=False)]
-    # Where the numbers differ, the optimizer has the message.
-    return {**state_dict, "param_groups": groups + saved[len(groups) :]}
+def first_device(groups: Groups) -> torch.device:
+    """The device of the first parameter."""
+    for group in groups:
+        for parameter in group["params"]:
+            device: torch.device = parameter.device
+            return device
+    return torch.device("cpu")
 
 
 def label_of_member(groups: Groups, index: int, position: int) -> str:
@@ -132,7 +132,7 @@ def unclipped(groups: Groups) -> list[tuple[int, int]]:
 
 
 def not_in_buffers(
-    flat: FlatGradients | None, groups: Groups, holders: Holders | None = None
+    flat: FlatGradients | None, groups: Groups, holders: Processes | None = None
 ) -> list[tuple[int, int]]:
     """The parameters of an optimizer whose gradients are not in its buffers: (group, position).
 
@@ -156,7 +156,7 @@ def not_in_buffers(
     if foreign:
         labels = [label for label, p in flat if id(p) in foreign]
         raise ValueError(
-            f"FlatGradients holds {some(labels)}, which the optimizer does not; expected the "
+            f"FlatGradients holds {join_names(labels)}, which the optimizer does not; expected the "
             "parameters of one optimizer: make a FlatGradients for each, and a new one after "
             "parameters were replaced"
         )
@@ -164,7 +164,7 @@ def not_in_buffers(
     missing = [f"param_groups[{n}]['params'][{i}]" for n, i in rest if is_wanted(members[n, i])]
     if missing:
         raise ValueError(
-            f"FlatGradients lacks {some(missing)}, which the optimizer updates; expected all "
+            f"FlatGradients lacks {join_names(missing)}, which the optimizer updates; expected all "
             "of its parameters that require a gradient: make a new FlatGradients"
         )
     return rest

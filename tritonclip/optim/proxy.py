@@ -1,54 +1,22 @@
-"""Who asks: PyTorch's own code that needs another answer than a user.
+"""An optimizer in front of another one: torch's interface, whose state is that of the other.
 
-torch offers no protocol by which an optimizer could tell it; its modules are known by their names.
-
-Optimizer base class that forwards state to a wrapped optimizer, around whose step it acts.
-
-The wrapper of each optimizer, while it is alive: an optimizer has at most one.
+torch has no protocol by which an optimizer could give its own code another answer than a user. Its
+modules are known by their names.
 """
-
-from __future__ import annotations
 
 import re
 import sys
 from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonclip.optim.checkpoint import filled_state, saved_groups
-from tritonclip.optim.closures import Closure
-from tritonclip.optim.param_groups import with_present_rules, without_rules
-
-if TYPE_CHECKING:
-    from tritonclip.optim.clipped_optimizer import ClippingWrapper
-
 
 CHECKPOINT = "torch.distributed.checkpoint.state_dict"
 GRAD_SCALER = "torch.amp.grad_scaler"
-
-
-def asks(module: str) -> bool:
-    """Whether the caller of the caller is code of that module."""
-    known = sys.modules.get(module)
-    return known is not None and sys._getframe(2).f_globals is known.__dict__
-
-
-def unscales() -> bool:
-    """Whether the caller of the caller belongs to the `unscale_` of a GradScaler."""
-    # A step only looks for inf there, by the same function.
-    frame = sys._getframe(2)
-    above = frame.f_back
-    return (
-        frame.f_code.co_name == "_unscale_grads_"
-        and above is not None
-        and above.f_code.co_name == "unscale_"
-    )
-
-
 # Where Optimizer keeps its registered hooks.
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -62,13 +30,34 @@ _HOOKS = (
 _UPDATES = re.compile(r"(?!get_|is_)\w+_step|step_\w+|fused_backward|set_closure")
 
 
-class DelegatingOptimizer(Optimizer):
-    """A `torch.optim.Optimizer` whose parameter groups, state and defaults are another one's.
+def called_from(module: str) -> bool:
+    """Whether the caller of the caller is code of that module."""
+    known = sys.modules.get(module)
+    return known is not None and sys._getframe(2).f_globals is known.__dict__
+
+
+def _is_unscaling() -> bool:
+    """Whether the caller of the caller belongs to the `unscale_` of a GradScaler."""
+    # A step only looks for inf there, by the same function.
+    frame = sys._getframe(2)
+    above = frame.f_back
+    return (
+        frame.f_code.co_name == "_unscale_grads_"
+        and above is not None
+        and above.f_code.co_name == "unscale_"
+    )
+
+
+class OptimizerProxy(Optimizer):
+    """A `torch.optim.Optimizer` with the parameter groups, state and defaults of another one.
 
     Hooks that are registered here run around the whole step, those of the wrapped optimizer around
     its own part. A step that the host leaves out runs no post-hook. Global step hooks run once, for
     the wrapped one. Public attributes that only the wrapped optimizer has are read through this
     one, and its methods called. One that is set stays here.
+
+    Args:
+        optimizer: to be wrapped.
 
     Attributes:
         optimizer: the wrapped optimizer.
@@ -76,8 +65,8 @@ class DelegatingOptimizer(Optimizer):
 
     optimizer: Optimizer
 
-    def _share(self, optimizer: Optimizer) -> None:
-        """Takes the place of Optimizer.__init__, which would make groups of its own."""
+    # Optimizer.__init__ would make groups of its own.
+    def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         for name in _HOOKS:
             setattr(self, name, OrderedDict())
@@ -107,9 +96,9 @@ class DelegatingOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's."""
-        if asks(CHECKPOINT):
+        if called_from(CHECKPOINT):
             return saved_groups(self.optimizer.param_groups)
-        if unscales():
+        if _is_unscaling():
             self._before_unscaling()
         return self.optimizer.param_groups
 
@@ -120,7 +109,7 @@ class DelegatingOptimizer(Optimizer):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """The wrapped optimizer's."""
-        if asks(CHECKPOINT):
+        if called_from(CHECKPOINT):
             return filled_state(self.optimizer)
         return self.optimizer.state
 
@@ -146,7 +135,7 @@ class DelegatingOptimizer(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     @torch.compiler.disable(recursive=False)
-    def step(self, closure: Closure | None = None) -> Any:
+    def step(self, closure: Any = None) -> Any:
         """Runs hooks around `_step`, which subclasses define."""
         args: tuple[Any, ...] = (self,) if closure is None else (self, closure)
         kwargs: dict[str, Any] = {}
@@ -165,7 +154,7 @@ class DelegatingOptimizer(Optimizer):
                 after(self, args, kwargs)
         return loss
 
-    def _step(self, closure: Closure | None = None) -> tuple[Any, bool]:
+    def _step(self, closure: Any = None) -> tuple[Any, bool]:
         """The result of the step, and whether it was taken."""
         raise NotImplementedError
 
@@ -173,7 +162,7 @@ class DelegatingOptimizer(Optimizer):
         """A checkpoint that this class and the bare optimizer load."""
         for before in tuple(self._optimizer_state_dict_pre_hooks.values()):
             before(self)
-        state_dict = self._save(in_groups=asks(CHECKPOINT))
+        state_dict = self._save(in_groups=called_from(CHECKPOINT))
         for after in tuple(self._optimizer_state_dict_post_hooks.values()):
             state_dict = after(self, state_dict) or state_dict
         return state_dict
@@ -190,75 +179,8 @@ class DelegatingOptimizer(Optimizer):
         """Runs before a GradScaler divides the gradients outside of a step; may refuse."""
 
     def _save(self, *, in_groups: bool) -> dict[str, Any]:
-        """The checkpoint; `in_groups`: whatever is not the wrapped optimizer's goes into groups."""
+        """The checkpoint; with `in_groups`, all that the wrapped optimizer lacks is in groups."""
         raise NotImplementedError
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state_dict)
-
-
-_wrappers: WeakKeyDictionary[Optimizer, ref[ClippingWrapper]] = WeakKeyDictionary()
-
-
-def register(optimizer: Optimizer, wrapper: ClippingWrapper) -> None:
-    """Makes a wrapper that of an optimizer, whose checkpoints are without rules from now on."""
-    if optimizer not in _wrappers:
-        optimizer.register_state_dict_post_hook(without_rules)
-        optimizer.register_load_state_dict_pre_hook(with_present_rules)
-    _wrappers[optimizer] = ref(wrapper)
-
-
-def wrapper_of(optimizer: Optimizer) -> ClippingWrapper | None:
-    """The ClippedOptimizer around an optimizer, if one is alive."""
-    wrapper = _wrappers.get(optimizer)
-    return None if wrapper is None else wrapper()
-
-
-def is_wrapped(optimizer: Optimizer) -> bool:
-    """Whether a ClippedOptimizer around this optimizer is alive."""
-    return wrapper_of(optimizer) is not None
-
-
-def check_optimizer(optimizer: object) -> None:
-    """Refuses an object that cannot be wrapped, and an optimizer that is wrapped already.
-
-    Raises:
-        TypeError: no optimizer.
-        ValueError: a wrapper, or an optimizer that has one.
-    """
-    expected = "optimizer must be a torch.optim.Optimizer"
-    if isinstance(optimizer, type):
-        raise TypeError(f"{expected}, got the class; write {optimizer.__name__}(parameters, ...)")
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{expected}, got {type(optimizer).__name__}; {_remedy(optimizer)}")
-    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
-        raise TypeError(
-            f"{expected} that ran Optimizer.__init__, got {type(optimizer).__name__}, which did "
-            f"not; {_remedy(optimizer)}"
-        )
-    if isinstance(optimizer, DelegatingOptimizer):
-        raise ValueError(
-            "optimizer is a ClippedOptimizer, which would clip twice; to change its rule, set its "
-            "attribute clip, or give a parameter group the key 'clip'"
-        )
-    if is_wrapped(optimizer):
-        raise ValueError(
-            f"this {type(optimizer).__name__} is wrapped already, and a second wrapper would keep "
-            "statistics of its own; use the first wrapper, or make a new optimizer"
-        )
-
-
-def _remedy(refused: object) -> str:
-    """What to wrap in place of an object that cannot be wrapped, or to write."""
-    kind = type(refused).__name__
-    if hasattr(refused, "noise_multiplier"):
-        return (
-            "its step clips the gradient of each example and then adds noise, and a "
-            "ClippedOptimizer around or inside it would clip the noise or nothing: set its "
-            "max_grad_norm, and use it bare"
-        )
-    if not any(isinstance(one, Optimizer) for one in getattr(refused, "__dict__", {}).values()):
-        return "write ClippedOptimizer(optimizer, 1.0), with an optimizer such as torch.optim.SGD"
-    if not hasattr(refused, "zero_grad"):
-        return "wrap its optimizer, before a scheduler is made of it"
-    return f"wrap the optimizer inside it: {kind}(ClippedOptimizer(optimizer, 1.0), ...)"
+        raise NotImplementedError

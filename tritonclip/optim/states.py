@@ -1,9 +1,8 @@
-"""The states of a wrapper's rules and of its outlier test, and the watch over skips in a row."""
+"""States of rules whose limit changes from step to step, and of the test for outliers."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
@@ -11,16 +10,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tritonclip.messages import warn_user
-from tritonclip.optim.param_groups import Groups
+from tritonclip.optim.param_groups import Groups, key_of
 from tritonclip.rules import BoundRule, ClipState, Numbering, Outlier, Rule
-from tritonclip.rules.arguments import as_count, as_limit
+from tritonclip.rules.arguments import as_limit
 
-# A run that skips so many steps in a row is no run; nobody may have noticed.
-_SUSPICIOUS = 100
-# Steps between a number on a GPU and the look at it. They are as many in every process, so that all
-# raise at one step. By then it has arrived, or the GPU has work for so many steps.
-LAG = 8
 _OUTLIERS = "outliers"
 
 
@@ -59,7 +52,7 @@ def as_skip_bound(skip_above: object) -> float | Outlier | None:
         ) from None
 
 
-class Memory:
+class RuleStates:
     """The states of the rules of an optimizer, and of its test for outliers.
 
     A state follows its group, and a history its parameter, wherever they stand. Their positions
@@ -159,32 +152,32 @@ class Memory:
         rows = self._rows
         return [rows[id(parameter)][1] for parameter in parameters], self._n_rows
 
-    def follow(self, group_index: int | None, rule: Rule, numbering: Numbering) -> BoundRule:
-        """The rule of the next step for the groups that share it.
+    def bind(self, group_index: int | None, rule: Rule, numbering: Numbering) -> BoundRule:
+        """The rule, bound to its state for the next step.
 
         Args:
             group_index: of the one group that has it; None for the wrapper's.
             rule: any rule.
             numbering: the rows of its parameters.
         """
-        owner = _owner(group_index)
+        owner = key_of(group_index)
         state = self._states.get(owner)
         if state is None or not state.remembers(rule):
             state = self._states[owner] = ClipState()
         return state.follow(rule, step=self.steps, numbering=numbering)
 
     def take_over(
-        self, group_index: int | None, following: BoundRule, numbering: Numbering
+        self, group_index: int | None, bound_rule: BoundRule, numbering: Numbering
     ) -> BoundRule:
-        """The rule of a step that another memory followed when it was measured.
+        """The rule of a measured step, bound to a state of another `RuleStates`.
 
         Args:
-            group_index: as for `follow`.
-            following: of the step; returned as it is where the state here is of another rule.
+            group_index: as for `bind`.
+            bound_rule: of the step; returned as it is where the state here is of another rule.
             numbering: the rows of its parameters here.
         """
-        state = self._states.setdefault(_owner(group_index), ClipState())
-        return following.onto(state, numbering) if state.remembers(following.rule) else following
+        state = self._states.setdefault(key_of(group_index), ClipState())
+        return bound_rule.onto(state, numbering) if state.remembers(bound_rule.rule) else bound_rule
 
     @torch.compiler.disable
     def judge(self, norm: Tensor) -> Judgement:
@@ -207,9 +200,9 @@ class Memory:
             rows, _ = self.rows(p for group in groups for p in group["params"])
         return {owner: state.state_dict(rows) for owner, state in self._states.items()}
 
-    def copy(self, groups: Groups) -> Memory:
+    def copy(self, groups: Groups) -> RuleStates:
         """A copy that meets the copies of groups and parameters in the order of these."""
-        twin = Memory(self.skip_above)
+        twin = RuleStates(self.skip_above)
         twin.steps = self.steps
         for owner, saved in self.state_dict(groups).items():
             twin._states[owner] = ClipState()
@@ -246,15 +239,10 @@ class Memory:
 def _moved(states: dict[str, ClipState], before: Sequence[int | None]) -> dict[str, ClipState]:
     """States by the indices that groups have now; those of groups that are gone drop out."""
     owners = {
-        _owner(place): _owner(index) for index, place in enumerate(before) if place is not None
+        key_of(place): key_of(index) for index, place in enumerate(before) if place is not None
     }
-    owners |= {owner: owner for owner in (_owner(None), _OUTLIERS)}
+    owners |= {owner: owner for owner in (key_of(None), _OUTLIERS)}
     return {owners[owner]: state for owner, state in states.items() if owner in owners}
-
-
-def _owner(group_index: int | None) -> str:
-    """The name of a rule in checkpoints."""
-    return "rule" if group_index is None else f"group{group_index}"
 
 
 class Judgement(NamedTuple):
@@ -277,78 +265,3 @@ class Judgement(NamedTuple):
         """Remembers the norm, of a step that was skipped too, but not of one that overflowed."""
         if self.state is not None:
             self.state.commit(self.values, overflow)
-
-
-class SkipWatch:
-    """Looks at the number of steps skipped in a row; at a GPU's some steps later.
-
-    Args:
-        most: steps in a row after which RuntimeError is raised; None to warn at 100.
-    """
-
-    def __init__(self, most: object = None) -> None:
-        self.most = None if most is None else as_count("max_consecutive_skips", most, 1)
-        self._warned = False
-        self._arriving: deque[Callable[[], int]] = deque()
-
-    def refuse_without_skips(self, nonfinite: str, skip_above: object) -> None:
-        """Refuses a number of steps for a wrapper that skips none."""
-        if self.most is not None and nonfinite != "skip" and skip_above is None:
-            raise ValueError(
-                "max_consecutive_skips was given, but no step is skipped: expected "
-                f"nonfinite='skip' or skip_above beside it, got nonfinite={nonfinite!r} alone"
-            )
-
-    def forget(self) -> None:
-        """Drops numbers of steps before a checkpoint was loaded."""
-        self._arriving.clear()
-
-    @torch.compiler.disable
-    def look(self, in_a_row: Tensor, *, waited: bool) -> None:
-        """Raises or warns where too many steps were skipped in a row.
-
-        Args:
-            in_a_row: the number of them, on any device.
-            waited: this step has waited for the device already; else the number of `LAG` steps
-                before is looked at, if it is on a GPU.
-        """
-        n = int(in_a_row) if waited else self._read(in_a_row)
-        if self.most is not None and n >= self.most:
-            self.forget()
-            raise RuntimeError(
-                f"{n} steps in a row were skipped, and max_consecutive_skips is {self.most}: their "
-                "gradients were NaN or inf, or above skip_above. Parameters are those of the last "
-                "step that was taken. Look for the first NaN with nonfinite='error', lower the "
-                "learning rate, or raise the limits"
-            )
-        if self.most is None and n >= _SUSPICIOUS and not self._warned:
-            self._warned = True
-            warn_user(
-                f"{n} steps in a row were skipped, because their gradients were NaN or inf, or "
-                "above skip_above: nothing is learned. nonfinite='error' names the gradients; "
-                "max_consecutive_skips raises an error in place of this warning",
-                RuntimeWarning,
-            )
-
-    def _read(self, in_a_row: Tensor) -> int:
-        """The number, or a GPU's of `LAG` looks before; 0 where there is none."""
-        if in_a_row.device.type == "cpu":
-            return int(in_a_row)
-        if in_a_row.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return 0
-        self._arriving.append(_sent(in_a_row))
-        return self._arriving.popleft()() if len(self._arriving) > LAG else 0
-
-
-def _sent(number: Tensor) -> Callable[[], int]:
-    """Begins to copy a number from a GPU; the result waits for it."""
-    copied = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
-    copied.copy_(number, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(number.device))
-
-    def read() -> int:
-        event.synchronize()
-        return int(copied)
-
-    return read

@@ -1,16 +1,13 @@
-"""The clipping of one optimizer step: parameter groups, each under the rule that holds for it.
+"""One step of an optimizer: its gradients are measured, judged, and clipped once.
 
-All groups are measured before the first gradient is written, so that a step can still be refused.
-
-The norms of a step for its recorder, measured before the first gradient is written.
-
-A step that failed after it began to write gradients, and the one that is tried again.
+All clip groups are measured before the first gradient is written, so that a step can still be
+refused. A step that fails after that is kept: the next one goes on with the gradients that it left.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -19,275 +16,50 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
-from tritonclip.distributed.process_groups import Holders
-from tritonclip.engine.norms import total
-from tritonclip.engine.plan_cache import PlanCache
+from tritonclip.distributed.gradients import error_of
+from tritonclip.distributed.process_groups import Processes
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import Outcomes
-from tritonclip.norms import NamedNorms
+from tritonclip.named_norms import NamedNorms
 from tritonclip.optim.clip_groups import (
     NONFINITE_REMEDY,
-    Members,
-    Share,
-    divide,
-    divide_flat,
+    ClipGroup,
     global_norm_of,
-    is_measured_alone,
     measure,
+    measures_alone,
     nonfinite_of,
-    norms_of,
     refuse,
     refuse_nonfinite,
-    refuse_other_models,
     refuse_other_steps,
     refused,
-    wanted,
-    write_,
+    requests,
 )
-from tritonclip.optim.param_groups import Groups, OwnRules, label_of_member
-from tritonclip.optim.states import Judgement, Memory
-from tritonclip.rules import ClipByNorm, Numbering, Rule
+from tritonclip.optim.param_groups import Groups, key_of, label_of_member
+from tritonclip.optim.states import Judgement, RuleStates
+from tritonclip.rules import ClipByNorm, Numbering
 from tritonclip.rules.rule import Adaptive
-
-
-class StepClipping:
-    """The gradients of one step: measured when it is made, written by `write_`.
-
-    Args:
-        groups: parameter groups of an optimizer.
-        rule: for the groups that have none of their own, under one norm.
-        own_rules: of the others.
-        nonfinite: of the wrapper's policies; only "zero" changes the gradients that are written.
-        grad_scale: the loss scale that all gradients still carry; None for none.
-        check_finite: `nonfinite` will be asked for. It covers every gradient, also those that no
-            rule holds for.
-        plans: of the wrapper.
-        memory: of the wrapper, for rules whose limit changes from step to step.
-        flat: the gradients of all groups, but for those of `not_in_buffers`.
-        not_in_buffers: parameters that are not in `flat`: (group, position).
-        holders: the processes that the gradients are spread over.
-        observation: for a recorder; None without one.
-        names_culprits: whether `raise_if_nonfinite` comes next where a norm is NaN.
-        refusal: why the gradients cannot be clipped, if that is known already.
-
-    Attributes:
-        follows: a rule has a limit that changes from step to step.
-        observation: as handed over.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: the refusal, and as for `clip_`.
-    """
-
-    @without_grad
-    def __init__(
-        self,
-        groups: Groups,
-        rule: Rule,
-        own_rules: OwnRules,
-        nonfinite: str,
-        grad_scale: Tensor | float | None,
-        *,
-        check_finite: bool,
-        plans: PlanCache,
-        memory: Memory,
-        flat: FlatGradients | None = None,
-        not_in_buffers: Members = (),
-        holders: Holders | None = None,
-        observation: Observation | None = None,
-        names_culprits: Callable[[], bool] | None = None,
-        refusal: Exception | None = None,
-    ) -> None:
-        self._zero, self._writes_all = nonfinite == "zero", grad_scale is not None
-        self._grad_scale = 1.0 if grad_scale is None else grad_scale
-        covers_all = check_finite or self._writes_all
-        self._groups, self._memory = groups, memory
-        self._flat, self._holders = flat, holders
-        self._begun: Share | None = None
-        self.observation = observation
-        if flat is None or own_rules:
-            shares = self._shares = divide(
-                groups, rule, own_rules, plans, holders, covers_all=covers_all
-            )
-        else:
-            shares = self._shares = divide_flat(
-                groups, rule, plans, holders, flat, not_in_buffers, covers_all=covers_all
-            )
-        self.follows = False
-        share = shares[0] if len(shares) == 1 and observation is None and refusal is None else None
-        by_value = check_finite or self._zero
-        if share is None or not is_measured_alone(
-            share, self._grad_scale, by_value=by_value, check_finite=check_finite
-        ):
-            self._measure(refusal, check_finite=check_finite, names_culprits=names_culprits)
-
-    def _measure(
-        self,
-        refusal: Exception | None,
-        *,
-        check_finite: bool,
-        names_culprits: Callable[[], bool] | None,
-    ) -> None:
-        """Checks all shares, then measures all that the step needs."""
-        shares, observation = self._shares, self.observation
-        observed = [] if observation is None else observation.shares
-        refusal = refused(partial(self._check, refusal), [*shares, *observed])
-        # A recorder gets the norm of the wrapper's rule, else that of all clipped gradients.
-        has_own = any(share.has_norm and share.group_index is None for share in shares)
-        needed = wanted(
-            shares,
-            observed,
-            by_value=check_finite or self._zero,
-            check_finite=check_finite,
-            whole=self._memory.skip_above is not None or not (observation is None or has_own),
-        )
-        if settings.current().verifying:
-            refuse_other_steps(needed, self._groups, self._holders)
-        measure(needed, self._grad_scale)
-        refusals = (share.gradients.refusal for share in (*shares, *observed))
-        refusal = refusal or next(filter(None, refusals), None)
-        if refusal is not None:
-            if names_culprits is not None and names_culprits():
-                with suppress(RuntimeError):
-                    self.raise_if_nonfinite()
-            raise refusal
-        if observation is not None:
-            observation.take(self)
-
-    def _check(self, refusal: Exception | None) -> None:
-        """Refuses a step that cannot be clipped or recorded; gives changing rules their states."""
-        shares = self._shares
-        if refusal is not None:
-            raise refusal
-        refuse(shares)
-        if any(share.rule.per_unit for share in shares):
-            refuse_other_models(self._groups, shares)
-        for share in shares:
-            if not share.rule.fixed:
-                self.follows = True
-                each = share.rule.per_gradient and isinstance(share.rule, Adaptive)
-                self._memory.meet(self._groups, each=each)
-                rows = self._rows_of(share)
-                share.following = self._memory.follow(share.group_index, share.rule, rows)
-                share.rule = share.following
-        if self.observation is not None:
-            self.observation.check([s.group_index for s in shares if s.has_norm])
-
-    def _rows_of(self, share: Share) -> Numbering:
-        """Looks up the rows of a share's parameters in the memory of now."""
-        # Without the share, which keeps the gradients and, by its rule, this: a cycle.
-        memory, flat, own = self._memory, self._flat, share.gradients.sources
-        if own is None:
-            assert flat is not None
-            return lambda: memory.rows(flat.parameters)
-        return lambda: memory.rows(own)
-
-    @torch.compiler.disable
-    @without_grad
-    def nonfinite(self) -> Tensor:
-        """Whether any gradient is NaN or inf, or any norm does not fit its dtype; 0-d bool.
-
-        It is on the device of the first gradient and does not wait for it.
-        """
-        return nonfinite_of(self._shares)
-
-    @torch.compiler.disable
-    @without_grad
-    def global_norm(self) -> Tensor:
-        """The 2-norm before clipping of all gradients that a rule holds for; 0-d.
-
-        It is on the device of the first gradient and does not wait for it.
-        """
-        return global_norm_of(self._shares, self._grad_scale)
-
-    @torch.compiler.disable
-    @without_grad
-    def norms(self) -> dict[int | None, Tensor]:
-        """Norms of all gradients that share a rule, 0-d, by group, None for the wrapper's rule.
-
-        Before clipping; of rules that measure norms, also where no gradient is there.
-        """
-        return norms_of(self._shares)
-
-    @without_grad
-    def remember_in(self, memory: Memory) -> None:
-        """Has `commit` write to another memory, which a checkpoint brought; the limits stay."""
-        if memory is self._memory:
-            return
-        self._memory = memory
-        memory.meet(self._groups)
-        for share in self._shares:
-            if share.following is not None:
-                rows = self._rows_of(share)
-                share.following = memory.take_over(share.group_index, share.following, rows)
-
-    @torch.compiler.disable
-    @without_grad
-    def commit(self, left_out: Tensor | bool | None) -> None:
-        """Makes the rules whose limit changes remember this step; see `BoundRule.commit`."""
-        for share in self._shares:
-            if share.following is not None:
-                share.following.commit(left_out)
-
-    @torch.compiler.disable
-    @without_grad
-    def raise_if_nonfinite(self, remedy: str = NONFINITE_REMEDY) -> None:
-        """RuntimeError that names the parameters with NaN or inf; waits for the device."""
-        if bool(self.nonfinite()):
-            refuse_nonfinite(self._shares, remedy)
-
-    @torch.compiler.disable
-    @without_grad
-    def write_(self) -> Outcomes:
-        """Clips all groups, once; returns norms before clipping, 0-d, and coefficients.
-
-        For a rule that is per gradient the largest norm and the least coefficient, for one that
-        clamps None. Gradients that no rule holds for are written only to divide them by the loss
-        scale.
-        """
-        outcomes: Outcomes = {}
-        for share in self._shares:
-            self._begun = share
-            if not share.unclipped:
-                outcomes[share.group_index] = write_(share, self._grad_scale, self._zero)
-            elif self._writes_all and share.norms is not None:
-                write_(share, self._grad_scale, zero_nonfinite=False)
-        return outcomes
-
-    def written_to(self) -> list[Tensor]:
-        """The tensors whose versions tell of a write: gradients, or the buffers that hold them."""
-        lists = [share.gradients for share in self._shares]
-        return [grad for g in lists for grad in (g.tensors if g.versions is None else g.versions)]
-
-    def is_refused(self, error: BaseException) -> bool:
-        """Whether `write_` ended by an error about its first rule, before it wrote anything."""
-        return (
-            isinstance(error, TypeError | ValueError)
-            and bool(self._shares)
-            and self._begun in (None, self._shares[0])
-        )
-
 
 # Measures each gradient, and limits none.
 _EACH = ClipByNorm(math.inf)
 
 
-class Observation:
-    """The norms of a step before clipping, on the device; refused before anything is written.
+class StepRecord:
+    """The norms of a step for its recorder, before clipping; refused before anything is written.
 
     Args:
-        recorder: that is going to be told.
+        recorder: that takes them.
         groups: parameter groups of the optimizer.
         flat: the gradients of all groups, if they are in buffers.
-        grad_scale: the loss scale that gradients still carry.
-        tells: the caller tells other processes of gradients that are refused.
+        grad_scale: the loss scale that gradients still carry; None for none.
+        tells: other processes have to get the error for gradients that are refused.
 
     Attributes:
-        refusal: why the gradients have no norms by name; only where others are told.
-        shares: to be measured with those of the step: the norm of each parameter, where other
-            processes have pieces of it.
+        refusal: the error of gradients without norms by name, if other processes have to get it.
+        clip_groups: to be measured with those of the step: the norm of each parameter, where other
+            processes have shards of it.
     """
 
     def __init__(
@@ -300,9 +72,9 @@ class Observation:
         tells: bool,
     ) -> None:
         self.refusal: Exception | None = None
+        self.clip_groups: list[ClipGroup] = []
         self._recorder, self._grad_scale = recorder, grad_scale
         self._named: NamedNorms | None = None
-        self.shares: list[Share] = []
         self._norms: dict[str, Tensor | None] = {}
         if not recorder.each:
             return
@@ -320,31 +92,33 @@ class Observation:
                 raise
             self.refusal = error
             return
-        gradients = self._named.gradients
-        if gradients.plan is not None and gradients.plan.reduction is not None:
-            self.shares.append(Share(gradients, _EACH, None, unclipped=True))
+        recorded = ClipGroup(self._named.gradients, _EACH, unclipped=True)
+        if recorded.is_spread:
+            self.clip_groups.append(recorded)
 
     def check(self, indices: Iterable[int | None]) -> None:
         """Refuses a recorder that cannot take the step, whose rules belong to these groups."""
         names = [] if self._named is None else self._named.names
-        self._recorder.prepare(self._in_order([*_names_of(indices), *names]))
+        own = [key_of(index) for index in indices if index is not None]
+        self._recorder.prepare(self._in_order([*own, *names]))
 
-    def take(self, clipping: StepClipping) -> None:
+    def measure(self, clip_groups: Sequence[ClipGroup], grad_scale: float | Tensor) -> None:
         """Takes the norms of a step that is measured, and not written yet."""
-        norms = clipping.norms()
+        norms = {one.index: one.norm() for one in clip_groups if one.has_norm}
         # By value, and where every group has a rule, no rule of the wrapper measures a norm.
-        self._norm = norms.pop(None) if None in norms else clipping.global_norm()
-        own: dict[str, Tensor | None] = dict(zip(_names_of(norms), norms.values(), strict=True))
+        has_shared = None in norms
+        self._norm = norms.pop(None) if has_shared else global_norm_of(clip_groups, grad_scale)
+        own: dict[str, Tensor | None] = {key_of(index): norm for index, norm in norms.items()}
         if self._named is not None:
-            measured = self.shares[0].norms if self.shares else None
+            measured = self.clip_groups[0].norms if self.clip_groups else None
             if measured is None:
                 own |= self._named.measure(2.0, self._grad_scale)
             else:
-                own |= self._named.by_name(total(measured), 2.0)
+                own |= self._named.by_name(measured.total(), 2.0)
         self._norms = {name: own.get(name) for name in self._in_order(own)}
 
     def _in_order(self, names: Iterable[str]) -> list[str]:
-        """Names, those of the recorder first: of parameters frozen by now nothing is known."""
+        """Names, those of the recorder first: of parameters frozen since nothing is known."""
         return list(dict.fromkeys([*(self._recorder.names or ()), *names]))
 
     def add_to(
@@ -375,11 +149,6 @@ class Observation:
             )
 
 
-def _names_of(indices: Iterable[int | None]) -> list[str]:
-    """The names of norms of groups that have a rule."""
-    return [f"group{index}" for index in indices if index is not None]
-
-
 def as_recorder(recorder: object) -> Recorder | None:
     """The user's `recorder`.
 
@@ -394,47 +163,204 @@ def as_recorder(recorder: object) -> Recorder | None:
     )
 
 
-class Attempt:
-    """The part of a step that must happen once: its gradients are divided and clipped.
+class Step:
+    """The gradients of one step, in clip groups that `measure` measures and `clip_` clips.
+
+    Args:
+        clip_groups: of all gradients; none is measured.
+        param_groups: of the optimizer.
+        states: of its rules whose limit changes from step to step.
+        grad_scale: the loss scale that all gradients still carry; None for none.
+        check_finite: `nonfinite` will be read. It covers every gradient, also those that no rule
+            holds for.
+        zero_nonfinite: a clip group that is not finite becomes 0.
+        record: for a recorder; None without one.
 
     Attributes:
-        clipping: the gradients, measured.
+        record: as handed over.
+        follows: a rule has a limit that changes from step to step.
         skip: whether to leave the step out, on the device; None for no.
         outlier: the verdict of the test for outliers, where there is one.
         overflow: whether a GradScaler leaves it out, on the device; None for no.
         stop: whether the device is to leave it out; None where the host has decided to take it.
-        outcomes: of the clipping, as soon as all gradients are written.
+        outcomes: of clipping, as soon as all gradients are written.
     """
 
     def __init__(
         self,
-        clipping: StepClipping,
-        skip: Tensor | None,
-        outlier: Judgement | None,
+        clip_groups: list[ClipGroup],
+        param_groups: Groups,
+        states: RuleStates,
+        grad_scale: Tensor | float | None,
         *,
-        scaled: bool,
+        check_finite: bool,
+        zero_nonfinite: bool,
+        record: StepRecord | None,
     ) -> None:
-        self.clipping, self.skip, self.outlier = clipping, skip, outlier
+        self._clip_groups, self._param_groups, self._states = clip_groups, param_groups, states
+        self._is_scaled = grad_scale is not None
+        self._grad_scale = 1.0 if grad_scale is None else grad_scale
+        self._check_finite, self._zero = check_finite, zero_nonfinite
+        self.record, self.follows = record, False
+        self.skip: Tensor | None = None
+        self.outlier: Judgement | None = None
         self.overflow: Tensor | None = None
         self.stop: Tensor | None = None
         self.outcomes: Outcomes | None = None
-        self._scaled = scaled
-        self._seen: list[tuple[Tensor, int]] = []
+        # The clip group that is written, or was last.
+        self._writing: ClipGroup | None = None
+        # Of a step that failed: its gradients and their versions, and whether the next goes on.
+        self._left: list[tuple[Tensor, int]] = []
         self._verdict: bool | None = None
 
-    def fail(self) -> None:
-        """Remembers the gradients that the failed step leaves."""
-        self._verdict = None
-        self._seen = [(grad, _version(grad)) for grad in self.clipping.written_to()]
+    def measure(
+        self,
+        refusal: Exception | None,
+        holders: Processes | None,
+        *,
+        raises_if_nonfinite: Callable[[], bool] | None,
+    ) -> None:
+        """Measures all that the step needs, unless it is refused; other processes get the error.
 
-    def judge(self, there: Iterable[Tensor]) -> None:
+        Args:
+            refusal: the error for gradients that cannot be clipped, if that is known already.
+            holders: the processes that the gradients are spread over.
+            raises_if_nonfinite: whether `raise_if_nonfinite` comes next where a norm is NaN.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: the refusal, and as for `clip_`.
+        """
+        groups, record, check_finite = self._clip_groups, self.record, self._check_finite
+        by_value = check_finite or self._zero
+        if record is None and refusal is None and len(groups) == 1:
+            scale = self._grad_scale
+            if measures_alone(groups[0], scale, by_value=by_value, check_finite=check_finite):
+                return
+        recorded = [] if record is None else record.clip_groups
+        refusal = refused(partial(self._check, refusal), [*groups, *recorded])
+        # A recorder gets the norm of the wrapper's rule, else that of all clipped gradients.
+        has_shared = any(group.has_norm and group.index is None for group in groups)
+        needed = requests(
+            groups,
+            recorded,
+            by_value=by_value,
+            check_finite=check_finite,
+            two_norm=self._states.skip_above is not None or not (record is None or has_shared),
+        )
+        if settings.current().verifying:
+            refuse_other_steps(needed, self._param_groups, holders)
+        measure(needed, self._grad_scale)
+        refusals = (error_of(group.gradients) for group in (*groups, *recorded))
+        refusal = refusal or next(filter(None, refusals), None)
+        if refusal is not None:
+            if raises_if_nonfinite is not None and raises_if_nonfinite():
+                with suppress(RuntimeError):
+                    self.raise_if_nonfinite()
+            raise refusal
+        if record is not None:
+            record.measure(groups, self._grad_scale)
+
+    def _check(self, refusal: Exception | None) -> None:
+        """Refuses a step that cannot be clipped or recorded; binds changing rules to states."""
+        groups = self._clip_groups
+        if refusal is not None:
+            raise refusal
+        refuse(groups, self._param_groups)
+        for group in groups:
+            if not group.rule.fixed:
+                self.follows = True
+                each = group.rule.per_gradient and isinstance(group.rule, Adaptive)
+                self._states.meet(self._param_groups, each=each)
+                rows = self._rows_of(group)
+                group.bound_rule = self._states.bind(group.index, group.rule, rows)
+                group.rule = group.bound_rule
+        if self.record is not None:
+            self.record.check([group.index for group in groups if group.has_norm])
+
+    def _rows_of(self, group: ClipGroup) -> Numbering:
+        """Looks up the rows of a clip group's parameters in the present states."""
+        # Without the group, which keeps the gradients and, by its rule, this: a cycle.
+        states, flat, own = self._states, group.flat, group.gradients.sources
+        if own is None:
+            assert flat is not None
+            return lambda: states.rows(flat.parameters)
+        return lambda: states.rows(own)
+
+    @torch.compiler.disable
+    @without_grad
+    def nonfinite(self) -> Tensor:
+        """Whether any gradient is NaN or inf, or any norm does not fit its dtype; 0-d bool.
+
+        It is on the device of the first gradient and does not wait for it.
+        """
+        return nonfinite_of(self._clip_groups)
+
+    @torch.compiler.disable
+    @without_grad
+    def global_norm(self) -> Tensor:
+        """The 2-norm before clipping of all gradients that a rule holds for; 0-d.
+
+        It is on the device of the first gradient and does not wait for it.
+        """
+        return global_norm_of(self._clip_groups, self._grad_scale)
+
+    @torch.compiler.disable
+    @without_grad
+    def raise_if_nonfinite(self, remedy: str = NONFINITE_REMEDY) -> None:
+        """RuntimeError that names the parameters with NaN or inf; waits for the device."""
+        if bool(self.nonfinite()):
+            refuse_nonfinite(self._clip_groups, remedy)
+
+    @torch.compiler.disable
+    @without_grad
+    def clip_(self) -> Outcomes:
+        """Clips all groups, once; returns norms before clipping, 0-d, and coefficients.
+
+        For a rule that is per gradient the largest norm and the least coefficient, for one that
+        clamps None. Gradients that no rule holds for are written only to divide them by the loss
+        scale.
+        """
+        outcomes: Outcomes = {}
+        for group in self._clip_groups:
+            self._writing = group
+            if not group.unclipped:
+                outcomes[group.index] = group.clip_(self._grad_scale, zero_nonfinite=self._zero)
+            elif self._is_scaled and group.norms is not None:
+                group.clip_(self._grad_scale, zero_nonfinite=False)
+        self.outcomes = outcomes
+        return outcomes
+
+    @torch.compiler.disable
+    @without_grad
+    def commit(self, left_out: Tensor | bool | None) -> None:
+        """Makes the rules whose limit changes remember this step; see `BoundRule.commit`."""
+        for group in self._clip_groups:
+            if group.bound_rule is not None:
+                group.bound_rule.commit(left_out)
+
+    def written_to(self) -> list[Tensor]:
+        """The tensors whose versions tell of a write: gradients, or the buffers that hold them."""
+        lists = [group.gradients for group in self._clip_groups]
+        return [grad for g in lists for grad in (g.tensors if g.versions is None else g.versions)]
+
+    def fail(self, error: BaseException) -> bool:
+        """Whether the failed step may have written gradients, which it then knows from others."""
+        is_refusal = self.outcomes is None and isinstance(error, TypeError | ValueError)
+        if is_refusal and self._clip_groups and self._writing in (None, self._clip_groups[0]):
+            # By the first rule, before it wrote anything.
+            return False
+        self._verdict = None
+        self._left = [(grad, version_of(grad)) for grad in self.written_to()]
+        return True
+
+    def judge(self, present: Iterable[Tensor]) -> None:
         """Decides now whether the next step goes on: before a GradScaler writes to gradients."""
         self._verdict = None
-        self._verdict = self.goes_on(there)
+        self._verdict = self.goes_on(present)
 
-    def refuse_unscaling(self, there: Iterable[Tensor]) -> None:
+    def refuse_unscaling(self, present: Iterable[Tensor]) -> None:
         """RuntimeError where a GradScaler would divide the gradients that the failed step left."""
-        self.judge(there)
+        self.judge(present)
         if self._verdict:
             raise RuntimeError(
                 "the step before ended after it divided or clipped these gradients, and unscale_ "
@@ -442,7 +368,7 @@ class Attempt:
                 "gradients: call zero_grad and backward"
             )
 
-    def goes_on(self, there: Iterable[Tensor]) -> bool:
+    def goes_on(self, present: Iterable[Tensor]) -> bool:
         """Whether the gradients are those that the failed step left, so that none is written again.
 
         Raises:
@@ -450,10 +376,10 @@ class Attempt:
         """
         if self._verdict is not None:
             return self._verdict
-        present = set(map(id, there))
-        same = [id(grad) in present and _version(grad) == n for grad, n in self._seen]
+        here = set(map(id, present))
+        same = [id(grad) in here and version_of(grad) == n for grad, n in self._left]
         whole = self.outcomes is not None
-        if not any(same) or (whole and not self._scaled and not all(same)):
+        if not any(same) or (whole and not self._is_scaled and not all(same)):
             return False
         if whole and all(same):
             return True
@@ -462,13 +388,28 @@ class Attempt:
             "still there as it left them; expected new gradients: call zero_grad and backward"
         )
 
-    def remember_in(self, memory: Memory) -> None:
-        """Has the step remembered there: a checkpoint may have been loaded since it failed."""
-        self.clipping.remember_in(memory)
-        if self.outlier is not None and memory.skip_above is not None:
+    @without_grad
+    def remember_in(self, states: RuleStates) -> None:
+        """Has the step remembered by other states, of a checkpoint; its limits stay."""
+        if states is not self._states:
+            self._states = states
+            states.meet(self._param_groups)
+            for group in self._clip_groups:
+                if group.bound_rule is not None:
+                    rows = self._rows_of(group)
+                    group.bound_rule = states.take_over(group.index, group.bound_rule, rows)
+        if self.outlier is not None and states.skip_above is not None:
             # The step goes on as it was judged.
-            self.outlier = memory.judge(self.outlier.norm)._replace(flag=self.outlier.flag)
+            self.outlier = states.judge(self.outlier.norm)._replace(flag=self.outlier.flag)
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """How often it was written to; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def either(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Whether one of two flags is true, 0-d bool; None for one that cannot be."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a | b.to(a.device)
