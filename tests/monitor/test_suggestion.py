@@ -13,7 +13,9 @@ from norm_series import norms_of
 from workers import python
 
 import tritonclip
-from tritonclip.monitor.suggestion import LEAST_SHARE, LEAST_STEPS, MOST_SHARE
+
+# As the docstring says.
+LEAST_SHARE, MOST_SHARE, LEAST_STEPS = 0.01, 0.10, 20
 
 
 def share_over(norms: Any, limit: float) -> float:

@@ -23,10 +23,10 @@ from tritonclip.monitor.recorder import Recorder
 Verdict = Literal["clip", "nothing to clip", "drift", "clipped before", "constant"]
 
 # A tail of 5% is one step of 20, and a tail of 1% is one step of 100.
-LEAST_STEPS, ENOUGH_STEPS = 20, 100
+_LEAST_STEPS, _ENOUGH = 20, 100
 # The share of the steps that a limit may clip. With more, it acts as a part of the learning rate;
 # with fewer, a limit from some hundred steps depends on one or two of them.
-LEAST_SHARE, MOST_SHARE = 0.01, 0.10
+_LEAST_SHARE, _MOST_SHARE = 0.01, 0.10
 # torch adds it to the norm that it divides by.
 _EPS = 1e-6
 _N_SPIKES = 3
@@ -167,13 +167,13 @@ def suggest_max_norm(
     norms = {n: one.norms[_usable(one, warmup)[0]] for n, one in runs.items()}
     if run is None:
         # The last with enough steps.
-        run = max((len(x) >= ENOUGH_STEPS, len(x) >= LEAST_STEPS, n) for n, x in norms.items())[-1]
+        run = max((len(x) >= _ENOUGH, len(x) >= _LEAST_STEPS, n) for n, x in norms.items())[-1]
     recorded.run(run)
     suggestion = _suggest(run, runs, warmup)
     others: dict[int, str | None] = {}
     for n in (n for n in runs if n != run):
         others[n] = None
-        if len(norms[n]) >= LEAST_STEPS:
+        if len(norms[n]) >= _LEAST_STEPS:
             others[n] = _other(suggestion, _suggest(n, runs, warmup), norms[n])
     return replace(suggestion, reason=suggestion.reason + _on_runs(run, runs, others))
 
@@ -212,7 +212,7 @@ def _usable(run: History, warmup: int | None) -> tuple[Tensor, int]:
     """Which steps of a run count, as truth values, and the number of steps of its warm-up."""
     usable = run.norms.isfinite() & (run.norms > 0)
     if warmup is None:
-        warmup = warmup_of(run.norms, usable)
+        warmup = _warmup_of(run.norms, usable)
     elif isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
         raise ValueError(f"warmup must be a number of steps, 0 or more, got {warmup!r}")
     usable[:warmup] = False
@@ -225,25 +225,25 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
     usable, warmup = _usable(run, warmup)
     n_finite, n_positive = int(run.norms.isfinite().sum()), int((run.norms > 0).sum())
     norms, steps = run.norms[usable], run.steps[usable]
-    if len(norms) < LEAST_STEPS:
+    if len(norms) < _LEAST_STEPS:
         remedy = "record some hundred steps"
-        if len(run) >= LEAST_STEPS > n_finite:
+        if len(run) >= _LEAST_STEPS > n_finite:
             remedy = "the others are NaN or inf: nonfinite='error' names their gradients"
         elif 0 < len(run) <= warmup:
             remedy = "the warm-up leaves none of the run: make it shorter"
-        elif len(run) >= LEAST_STEPS > n_positive:
+        elif len(run) >= _LEAST_STEPS > n_positive:
             remedy = "the others are 0: measure after backward() and before zero_grad()"
         of_run = f" of run {number}, of {len(runs)}" if len(runs) > 1 else ""
         remarks = _on_replaced(run)
         raise ValueError(
-            f"expected at least {LEAST_STEPS} finite norms over 0 after a warm-up of {warmup} "
+            f"expected at least {_LEAST_STEPS} finite norms over 0 after a warm-up of {warmup} "
             f"steps, got {len(norms)} in {len(run)} steps{of_run}; {remedy}"
             f"{remarks and '.' + remarks}"
         )
     trend = _trend_of(norms)
     largest = norms.topk(_N_SPIKES)
     spikes = tuple(map(Spike, steps[largest.indices].tolist(), largest.values.tolist()))
-    limit = _limit_at(norms, min(max(trend.outside, LEAST_SHARE), MOST_SHARE))
+    limit = _limit_at(norms, min(max(trend.outside, _LEAST_SHARE), _MOST_SHARE))
     verdict, reason = _judge(norms, trend, limit)
     limits = run.limits[run.limits.isfinite()].unique().tolist()
     in_use = limits[0] if len(limits) == 1 else None
@@ -251,7 +251,7 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
     has_candidates = verdict not in ("clipped before", "constant")
     n_nonfinite = len(run) - n_finite
     reason += _on_limit_in_use(norms, verdict, in_use)
-    if len(norms) < ENOUGH_STEPS:
+    if len(norms) < _ENOUGH:
         reason += f" These are only {len(norms)} steps: record some hundred."
     if n_nonfinite:
         reason += (
@@ -277,7 +277,7 @@ def _other(suggestion: Suggestion, other: Suggestion, norms: Tensor) -> str:
     """The suggestion for another run in words; "" if this one fits it, by clipping its tail too."""
     limit, its_limit = suggestion.max_norm, other.max_norm
     if suggestion.verdict == other.verdict and (
-        limit is None or limit == its_limit or LEAST_SHARE <= _share(norms, limit) <= MOST_SHARE
+        limit is None or limit == its_limit or _LEAST_SHARE <= _share(norms, limit) <= _MOST_SHARE
     ):
         return ""
     return other.verdict if its_limit is None else f"max_norm {its_limit:g}"
@@ -322,7 +322,7 @@ def _trend_of(norms: Tensor) -> _Trend:
     return _Trend((a, b, c), spread, float(outside.double().mean()), float(relative.max().exp()))
 
 
-def warmup_of(norms: Tensor, usable: Tensor) -> int:
+def _warmup_of(norms: Tensor, usable: Tensor) -> int:
     """The number of steps at the start whose norms are unlike those of the run.
 
     Args:
@@ -359,7 +359,7 @@ def _limit_at(norms: Tensor, share: float) -> float:
         for change in (0.0, unit, -unit):
             limit = float(f"{nearest + change:.{digits}g}")
             clipped = _share(norms, limit)
-            if LEAST_SHARE <= clipped <= MOST_SHARE and abs(clipped - share) <= tolerance:
+            if _LEAST_SHARE <= clipped <= _MOST_SHARE and abs(clipped - share) <= tolerance:
                 return limit
     return exact
 
@@ -373,7 +373,7 @@ def _candidates(
         limits[recommended] = "recommended"
     if in_use is not None:
         limits.setdefault(in_use, "in use")
-    for share in (LEAST_SHARE, 0.02, 0.05, MOST_SHARE):
+    for share in (_LEAST_SHARE, 0.02, 0.05, _MOST_SHARE):
         # Of at least one step.
         if share * len(norms) >= 1:
             limits.setdefault(_limit_at(norms, share), f"about {share:.0%}")
@@ -432,10 +432,10 @@ def _judge(norms: Tensor, trend: _Trend, limit: float) -> tuple[Verdict, str]:
         f"A limit of {limit:g} clips {_share(norms, limit):.1%} of {n} steps: {reach}, and "
         f"{trend.outside:.1%} of the steps stand out from the others."
     )
-    if trend.outside > MOST_SHARE:
-        why += f" A limit that clips over {MOST_SHARE:.0%} acts as a part of the learning rate."
-    if trend.outside < LEAST_SHARE:
-        why += f" A limit that clips under {LEAST_SHARE:.0%} would depend on single steps."
+    if trend.outside > _MOST_SHARE:
+        why += f" A limit that clips over {_MOST_SHARE:.0%} acts as a part of the learning rate."
+    if trend.outside < _LEAST_SHARE:
+        why += f" A limit that clips under {_LEAST_SHARE:.0%} would depend on single steps."
     return "clip", why
 
 
@@ -453,9 +453,9 @@ def _on_limit_in_use(norms: Tensor, verdict: Verdict, in_use: float | None) -> s
         return ""
     share = _share(norms, in_use)
     use = f" The limit in use, {in_use:g}, clips {share:.1%}"
-    if share > MOST_SHARE:
+    if share > _MOST_SHARE:
         return f"{use}, and acts as a part of the learning rate: tune both if you change it."
-    if share < LEAST_SHARE:
+    if share < _LEAST_SHARE:
         return f"{use}, less than the tail."
     return f"{use}, and may stay." if verdict == "clip" else f"{use}, but does not follow the norm."
 
