@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 from torch import Tensor
 
@@ -295,5 +295,5 @@ def _exchange_of_units(
         gradients.reject_(error)
         units = Units(gradients, rule)
     partials, reduced = yield from whole_units(gradients, units)
-    own = norms.norms_of_units(units, partials, gradients, grad_scale)
-    return ReducedNorms(own.batches, own.partials, 2.0, True, grad_scale, gradients, reduced)
+    batches: list[Any] = [*units.batches]
+    return ReducedNorms(batches, partials, 2.0, True, grad_scale, gradients, reduced)

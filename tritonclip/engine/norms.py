@@ -132,16 +132,9 @@ def measure(
 def measure_units(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Norms:
     """Measures the units of a list that is not empty, and of its weights."""
     units = Units(gradients, rule)
-    return norms_of_units(units, units.measure(), gradients, grad_scale)
-
-
-def norms_of_units(
-    units: Units, partials: list[Tensor], gradients: Gradients, grad_scale: float | Tensor
-) -> Norms:
-    """The norms of units, from partial ones of each group."""
     # Batches of units have the verbs for norms by gradient, and no others.
     batches: list[Any] = [*units.batches]
-    return Norms(batches, partials, 2.0, True, grad_scale, gradients)
+    return Norms(batches, units.measure(), 2.0, True, grad_scale, gradients)
 
 
 def _measure_groups(

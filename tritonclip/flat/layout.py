@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonclip.engine.arguments import PLAIN
+from tritonclip.engine.arguments import PLAIN, needs_clip
 from tritonclip.engine.plan import flat_size
 from tritonclip.modes import outside_inference
 
@@ -123,7 +123,7 @@ def is_wanted(parameter: Tensor) -> bool:
 
 def is_clipped(parameter: Tensor) -> bool:
     """Whether a parameter's gradient, if it has one, is to be clipped."""
-    return bool(getattr(parameter, "need_clip", True))
+    return needs_clip(parameter)
 
 
 def is_same(grad: Tensor | None, view: Tensor) -> bool:
