@@ -377,36 +377,14 @@ def requests(
         rule, is_measured = group.rule, by_value or not group.rule.clamps
         if is_measured:
             found.append(NormRequest(group, rule, "norms"))
-            if check_finite and _hides_nonfinite(rule):
+            if check_finite and hides_nonfinite(rule):
                 found.append(NormRequest(group, _UNLIMITED, "largest"))
         if two_norm and not group.unclipped and not (is_measured and rule.norm_type == 2.0):
             found.append(NormRequest(group, _TWO_NORM, "two_norm"))
     return found + [NormRequest(group, group.rule, "norms") for group in recorded]
 
 
-def measures_alone(
-    group: ClipGroup, grad_scale: float | Tensor, *, by_value: bool, check_finite: bool
-) -> bool:
-    """Measures the only clip group of a step; False where it needs other norms, or checks before.
-
-    Args:
-        group: of which the norms of its rule are measured.
-        grad_scale: the loss scale that gradients carry.
-        by_value: also for a rule that clamps.
-        check_finite: whether every gradient is finite will be read.
-    """
-    plan, rule = group.gradients.plan, group.rule
-    if plan is None or not plan.ordinary or rule.per_unit or not rule.fixed:
-        return False
-    if check_finite and _hides_nonfinite(rule):
-        return False
-    if by_value or not rule.clamps:
-        scale = 1.0 if rule.clamps else grad_scale
-        group.norms = execute.measure(group.gradients, rule.norm_type, rule.per_gradient, scale)
-    return True
-
-
-def _hides_nonfinite(rule: Rule) -> bool:
+def hides_nonfinite(rule: Rule) -> bool:
     """Whether the norms of a rule do not show NaN and inf."""
     return rule.norm_type in (0.0, -math.inf)
 

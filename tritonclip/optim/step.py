@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tritonclip import settings
 from tritonclip.distributed.process_groups import Holders
+from tritonclip.engine import execute
 from tritonclip.engine.norms import total
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.messages import warn_user
@@ -28,8 +29,8 @@ from tritonclip.optim.clip_groups import (
     NONFINITE_REMEDY,
     ClipGroup,
     global_norm_of,
+    hides_nonfinite,
     measure,
-    measures_alone,
     nonfinite_of,
     refuse,
     refuse_nonfinite,
@@ -232,9 +233,17 @@ class Step:
         """
         groups, record, check_finite = self._clip_groups, self.record, self._check_finite
         by_value = check_finite or self._zero
-        if record is None and refusal is None and len(groups) == 1:
-            scale = self._grad_scale
-            if measures_alone(groups[0], scale, by_value=by_value, check_finite=check_finite):
+        if len(groups) == 1 and record is None and refusal is None:
+            gradients, rule = groups[0].gradients, groups[0].rule
+            is_plain = gradients.plan is not None and gradients.plan.ordinary
+            hidden = check_finite and hides_nonfinite(rule)
+            if is_plain and not rule.per_unit and rule.fixed and not hidden:
+                # The usual step: nothing can refuse it, and no other norm is needed yet.
+                if by_value or not rule.clamps:
+                    scale = 1.0 if rule.clamps else self._grad_scale
+                    groups[0].norms = execute.measure(
+                        gradients, rule.norm_type, rule.per_gradient, scale
+                    )
                 return
         recorded = [] if record is None else record.clip_groups
         refusal = refused(partial(self._check, refusal), [*groups, *recorded])
@@ -353,14 +362,14 @@ class Step:
         self._left = [(grad, version_of(grad)) for grad in self.written_to()]
         return True
 
-    def judge(self, present: Iterable[Tensor]) -> None:
+    def settle(self, present: Iterable[Tensor]) -> None:
         """Decides now whether the next step goes on: before a GradScaler writes to gradients."""
         self._verdict = None
         self._verdict = self.goes_on(present)
 
     def refuse_unscaling(self, present: Iterable[Tensor]) -> None:
         """RuntimeError where a GradScaler would divide the gradients that the failed step left."""
-        self.judge(present)
+        self.settle(present)
         if self._verdict:
             raise RuntimeError(
                 "the step before ended after it divided or clipped these gradients, and unscale_ "
