@@ -12,13 +12,13 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo check test format lint types tests doctests codegen wheel bench bench-frameworks clean
+.PHONY: help install demo check test format lint types tests doctests codegen wheel bench bench-all bench-frameworks clean
 
 help:
 	@echo "make demo     train on real data with and without clipping"
 	@echo "make check    lint, types and a part of the tests, in under two minutes"
 	@echo "make test     demo, then every check"
-	@echo "make format lint types tests doctests codegen wheel bench bench-frameworks clean: see CONTRIBUTING.md"
+	@echo "make format lint types tests doctests codegen wheel bench bench-all bench-frameworks clean: see CONTRIBUTING.md"
 
 install: $(INSTALLED)
 
@@ -39,7 +39,7 @@ demo: $(FOR_DEMO)
 	$(RUN) examples/train_rnn.py
 	$(RUN) examples/train_transformer.py
 
-test: demo lint types tests doctests codegen wheel
+test: demo lint types tests doctests codegen
 	@echo "All checks passed."
 
 # The inner loop: every rule, verb, policy and parameter group, on the native and the torch backend.
@@ -47,7 +47,7 @@ CHECKED := tests/rules tests/flat/test_clipping.py tests/test_signatures.py \
 	$(addprefix tests/clip/test_,by_norm.py gradients.py nonfinite.py refusals.py scale.py value.py) \
 	$(addprefix tests/optim/test_,clipped_optimizer.py nonfinite.py param_groups.py skips.py)
 check: lint types
-	$(PYTEST) -n $(JOBS) --dist loadgroup $(CHECKED)
+	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not exhaustive" $(CHECKED)
 
 format: $(INSTALLED)
 	$(RUN) -m ruff format
@@ -64,21 +64,32 @@ types: $(INSTALLED)
 # Once on the native and the torch backend (and on the GPU, where there is one), once through the
 # real kernels on CPU tensors. Triton reads TRITON_INTERPRET when it is imported: hence two processes.
 tests: $(INSTALLED)
-	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not codegen and not wheel"
-	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) --dist loadgroup -m "not codegen and not wheel"
+	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not codegen and not exhaustive"
+	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) --dist loadgroup -m "not exhaustive"
 
 doctests: $(INSTALLED)
 	$(PYTEST) --doctest-modules tritonclip
 
 codegen: $(INSTALLED)
-	$(PYTEST) -n $(JOBS) -m codegen
+	$(PYTEST) -n $(JOBS) tests/kernels -m codegen
 
 wheel: $(INSTALLED)
-	$(PYTEST) -m wheel
+	$(PYTEST) tests/package/test_wheel.py
 
+# The quick plan: under two minutes. `bench-all` measures all rows of bench/results on a CPU.
+BENCH := $(PYTEST) bench --benchmark-only
 bench: $(INSTALLED)
-	$(RUN) -m bench speed
-	$(RUN) -m bench functional
+	$(BENCH)
+
+ROWS = --device cpu -k test_clip --rows bench/results
+bench-all: $(INSTALLED)
+	$(BENCH) $(ROWS)/cpu.json
+	$(BENCH) $(ROWS)/cpu-epyc.json --plan full --provider torch --provider "torch foreach" \
+		--provider "torch no foreach" --provider "torch sum"
+	$(BENCH) $(ROWS)/cpu-training.json --plan training
+	$(BENCH) $(ROWS)/cpu-busy2.json --plan busy
+	TRITONCLIP_BACKEND=torch $(BENCH) $(ROWS)/cpu-torch-backend.json
+	$(BENCH) --device cpu -k test_functional --plan full --rows bench/results/functional-cpu.json
 	$(RUN) -m bench accuracy
 	$(RUN) -m bench host
 	$(RUN) -m bench distributed
@@ -86,13 +97,13 @@ bench: $(INSTALLED)
 	$(RUN) -m bench report
 
 # Needs TensorFlow, optax and Paddle. Two runs: a process that imports TensorFlow and Paddle ends.
-BESIDE := $(RUN) -m bench speed $(foreach list,resnet50 gpt2_124m lora_r16 odd,--workload $(list)) --provider torch \
-	--provider "torch foreach" --provider "torch no foreach"
+BESIDE = $(BENCH) --device cpu -k test_clip $(foreach list,resnet50 gpt2_124m lora_r16 odd,--workload $(list)) \
+	--plan full --provider torch --provider "torch foreach" --provider "torch no foreach"
 bench-frameworks: $(INSTALLED)
-	$(BESIDE) --provider tensorflow --provider optax --out bench/results/cpu-optax-tensorflow.json
-	$(BESIDE) --provider paddle --out bench/results/cpu-paddle.json
+	$(BESIDE) --provider tensorflow --provider optax --rows bench/results/cpu-optax-tensorflow.json
+	$(BESIDE) --provider paddle --rows bench/results/cpu-paddle.json
 	$(RUN) -m bench report
 
 clean:
-	rm -rf build dist *.egg-info .nox .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info .benchmarks .nox .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

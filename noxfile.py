@@ -35,6 +35,15 @@ def triton_matrix(session: nox.Session, triton: str) -> None:
 
 
 @nox.session
+def exhaustive(session: nox.Session) -> None:
+    """Run the cases that `make test` leaves out, as plain tests and through the interpreter."""
+    install(session)
+    tests = ("python", "-m", "pytest", "-n2", "--dist", "loadgroup", "-m", "exhaustive")
+    session.run(*tests, *session.posargs)
+    session.run(*tests, *session.posargs, env=INTERPRET)
+
+
+@nox.session
 def mutants(session: nox.Session) -> None:
     """Change the core in one place at a time, and list changes that no test notices.
 
@@ -61,6 +70,13 @@ def soak(session: nox.Session) -> None:
     """Clip random lists for an hour, with threads, forks and interrupts; `-- --minutes 5`: less."""
     install(session)
     session.run("python", "tests/soak.py", *session.posargs, env=INTERPRET)
+
+
+@nox.session
+def answers(session: nox.Session) -> None:
+    """Write the answers to random lists; `-- --compare before.txt after.txt` for two versions."""
+    install(session)
+    session.run("python", "tests/answers.py", *session.posargs)
 
 
 def install(session: nox.Session) -> None:

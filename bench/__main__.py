@@ -1,12 +1,15 @@
-"""Benchmarks of tritonclip against what a user would pick instead; run from the repository root.
+"""Benchmarks that pytest does not run, and the report; from the root of the repository.
 
-`python -m bench speed|functional|accuracy|host|distributed|codegen|report`: `speed` and
-`functional` are in speed.py, the others in files of their names. Each but `report` measures, writes
-rows with their provenance to bench/results/ or `--out` as they are measured, and prints a table.
-Ctrl-C ends it and keeps the rows so far. OMP_NUM_THREADS says how many threads torch has.
+`python -m bench accuracy|host|distributed|codegen|report`; `--help` names their options.
+`accuracy` and `codegen` time nothing, `host` sets the environment of a process for each part, and
+`distributed` starts four processes: no fixture of a test fits them. Each writes rows with their
+provenance to bench/results/ or `--out` as they are measured, and prints a table. Ctrl-C ends it and
+keeps the rows so far. OMP_NUM_THREADS says how many threads torch has. `report` makes tables and
+figures of all rows.
 
 Imports point up this list: workloads and results; accuracy, which also checks results; timing;
-providers and frameworks, which are compared; codegen; speed, host and distributed; report.
+providers and frameworks, which are compared; codegen; speed, host and distributed; report;
+conftest and test_benchmarks, which `pytest bench --benchmark-only` runs.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,33 +34,15 @@ from rich.progress import track
 
 from bench import results
 from bench.results import Row
-from bench.speed import IN_PLACE, OUT_OF_PLACE, Effort, compare, providers_of
-from bench.workloads import DTYPES, RULES, WORKLOADS, tasks_of
 
 CPU = torch.device("cpu")
-RATIO = "ratio: the best {} time over this one's, median of paired samples"
-# Not of interest in the terminal.
-HIDDEN = ("bytes_moved", "batch", "repetitions")
 FILE = click.Path(path_type=Path)
+# Lines wide enough for every table where they go to a file.
+TERMINAL = Console(width=None if sys.stdout.isatty() else 300)
 
 Options = Callable[[Callable[..., Any]], Any]
 OUT: Options = click.option("--out", type=FILE, help="file of the rows")
-DEVICE: Options = click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    default=lambda: "cuda" if torch.cuda.is_available() else "cpu",
-    show_default="cuda if there",
-    callback=lambda context, option, name: device_of(name),
-)
-
-
-def device_of(name: str) -> torch.device:
-    """A device that is there."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise click.BadParameter(
-            f"no GPU was found by torch {torch.__version__}: measure with --device cpu"
-        )
-    return torch.device(name)
+DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
 
 
 def need_triton() -> None:
@@ -69,20 +53,10 @@ def need_triton() -> None:
         )
 
 
-def several(name: str, choices: Sequence[str], about: str) -> Options:
-    """An option that may be given several times."""
-    return click.option(name, multiple=True, type=click.Choice(choices), help=about)
-
-
-def count(name: str, default: int | None, about: str, least: int = 2) -> Options:
+def count(name: str, default: int, about: str, least: int = 2) -> Options:
     """An option that is a number."""
     number = click.IntRange(least)
     return click.option(name, type=number, default=default, show_default=True, help=about)
-
-
-def terminal() -> Console:
-    """The terminal, or lines wide enough for every table."""
-    return Console(width=None if sys.stdout.isatty() else 300)
 
 
 def finish(
@@ -106,7 +80,7 @@ def finish(
         del origin["plan"]
     if rows:
         results.write(out, origin, rows)
-        terminal().print(results.table(rows, caption=caption, hidden=HIDDEN))
+        TERMINAL.print(results.table(rows, caption=caption))
     written = f"{len(rows)} rows in {out}" if rows else f"no rows; {out} is as it was"
     click.echo(f"interrupted: {written}" if "plan" in origin else written)
     wrong = any(row.ours and row.correct is False for row in rows)
@@ -115,59 +89,18 @@ def finish(
 
 @click.group()
 def main() -> None:
-    """Benchmarks of tritonclip."""
-
-
-@main.command()
-@click.option("--quick", is_flag=True, help="some cases, in under 90 seconds")
-@count("--busy", 0, "processes that spin meanwhile", least=0)
-@click.option("--training", is_flag=True, help="a backward pass makes new gradients for each call")
-@several("--workload", list(WORKLOADS), "measure these by all rules, whatever the plan")
-@several("--dtype", DTYPES, "only these; with --workload: in these")
-@several("--rule", RULES, "only these")
-@several("--provider", [one.name for one in IN_PLACE], "compare these with tritonclip")
-@count("--samples", None, "fewest timed samples (9; quick: 5)")
-@DEVICE
-@OUT
-def speed(quick, busy, training, workload, dtype, rule, provider, samples, device, out):
-    """Times every provider on every workload, after its results were checked."""
-    if training and "tritonclip flat" in provider:
-        raise click.UsageError(
-            "--training makes new gradients, which are in no buffer: leave out 'tritonclip flat'"
-        )
-    on_gpu = device.type == "cuda"
-    short = quick or on_gpu
-    effort = Effort(samples or (5 if short else 9), 0.2 if short else 0.6, busy, training)
-    plans = {"busy": busy, "training": training, "quick": quick, "gpu": on_gpu, "speed": True}
-    plan = next(name for name, holds in plans.items() if holds)
-    tasks = tasks_of(plan, workload, dtype, rule)
-    choose = partial(providers_of, provider, quick, training)
-    rows = compare(tasks, device, effort, terminal(), choose)
-    name = f"{device.type}{'-quick' * quick}{'-training' * training}"
-    name += f"-busy{busy}" if busy else ""
-    finish(rows, device, out, name, RATIO.format("torch variant's"))
-
-
-@main.command()
-@several("--workload", list(WORKLOADS), "only these, in float32 by all rules")
-@count("--samples", 9, "fewest timed samples")
-@DEVICE
-@OUT
-def functional(workload, samples, device, out):
-    """Times clipping out of place, beside the idioms of PyTorch, TensorFlow and optax."""
-    tasks = tasks_of("functional", workload)
-    rows = compare(tasks, device, Effort(samples), terminal(), lambda task, rule: OUT_OF_PLACE)
-    finish(rows, device, out, f"functional-{device.type}", RATIO.format("PyTorch idiom's"))
+    """Benchmarks of tritonclip that pytest does not run."""
 
 
 @main.command()
 @count("--shrink", 1, "divide long lists by this", least=1)
-@DEVICE
+@click.option("--device", type=click.Choice(DEVICES), default=DEVICES[-1], show_default=True)
 @OUT
 def accuracy(shrink, device, out):
     """Measures norms that are hard to get right against float64."""
     from bench.accuracy import N_HARD, hard_gradients, measure
 
+    device = torch.device(device)
     lists = track(hard_gradients(device, shrink), "norms", total=N_HARD, transient=True)
     measured = (list(measure(*one)) for one in lists)
     finish(measured, device, out, f"accuracy-{device.type}")
@@ -218,7 +151,7 @@ def report(check, show, root):
     from bench.report import Report
 
     if show is not None:
-        terminal().print(results.table(results.read(show)[1]))
+        TERMINAL.print(results.table(results.read(show)[1]))
         return
     made = Report(root)
     if not check:

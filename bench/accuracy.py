@@ -18,7 +18,7 @@ from torch import Tensor
 
 import tritonclip
 from bench.results import Row
-from bench.workloads import DTYPES, Workload
+from bench.workloads import DTYPES, Workload, dtype_of
 
 # Gradients are normal, with mean 0 and this standard deviation.
 SIGMA = 1e-3
@@ -161,17 +161,11 @@ class Gradients:
                 raise WrongResultError(f"gradient {i} is off by {error:.3g}, of {largest:.3g}")
 
 
-def _dtype_of(dtype: str, n_dimensions: int) -> torch.dtype:
-    """The dtype of a tensor in a list of this dtype."""
-    name = ("float32", "bfloat16")[n_dimensions > 1] if dtype == "mixed" else dtype
-    return getattr(torch, name)  # type: ignore[no-any-return]
-
-
 def _normal(workload: Workload, dtype: str, device: torch.device) -> Iterator[Tensor]:
     generator = torch.Generator(device).manual_seed(1)
     for shape in workload.shapes:
         values = torch.empty(shape, device=device).normal_(0, SIGMA, generator=generator)
-        values = values.to(_dtype_of(dtype, len(shape)))
+        values = values.to(dtype_of(dtype, len(shape)))
         is_last = workload.channels_last and len(shape) == 4
         yield values.to(memory_format=torch.channels_last) if is_last else values
 
@@ -200,7 +194,7 @@ def hard_gradients(device: torch.device, shrink: int = 1) -> Iterator[tuple[str,
     """Gradients whose norm is hard to get right, and their names; long ones over `shrink`."""
     extremes = [(value, dtype) for value in ("1e20", "1e-25") for dtype in DTYPES[:2]]
     for value, dtype in (*extremes, ("6e4", "float16")):
-        filled = torch.full((1000,), float(value), dtype=_dtype_of(dtype, 1), device=device)
+        filled = torch.full((1000,), float(value), dtype=dtype_of(dtype, 1), device=device)
         yield f"4,000 times {value}, {dtype}", [filled.clone() for _ in range(4)]
     n_ones = 200_000_000 // shrink
     yield f"{n_ones:,} ones, float32", [torch.ones(n_ones, device=device)]

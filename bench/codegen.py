@@ -25,7 +25,7 @@ from unittest.mock import patch
 import torch
 
 from bench.results import Row
-from tritonclip import ClipByGlobalNorm
+from tritonclip.backends.interface import Clip
 
 LATENCY_NS = 650
 CAPTION = (
@@ -130,11 +130,9 @@ def launches_of(dtype: torch.dtype) -> dict[str, Launch]:
     with replaced_launch(record), one:
         table = kernel_module("chunk_table").lay_out(torch.device("cpu"), dtype, [ELEMENTS], [16])
         batch = backend.TritonBatch([], table, torch.promote_types(dtype, torch.float32))
-        rule = ClipByGlobalNorm(1.0)
-        batch.scale_(
-            batch.norm(2.0, None, per_gradient=False), rule, 1.0, 1.0, erase_nonfinite=False
-        )
-        batch.scale_each_(batch.norm(2.0, None, per_gradient=True), 0, rule, 1.0, 1.0, erase=None)
+        clip = Clip(norm_type=2.0, eps=1e-6, limit=1.0, grad_scale=1.0)
+        batch.scale_(batch.norm(2.0, per_gradient=False), clip)
+        batch.scale_each_(batch.norm(2.0, per_gradient=True), clip)
         batch.clamp_(-1.0, 1.0, 1.0)
     return dict(zip(KERNELS, launches, strict=True))
 

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import tritonclip
 from bench.accuracy import EPS, NORMS, OURS, Gradients
-from bench.workloads import CLIPS, DTYPES, RULES, TWO
+from bench.workloads import CLIPS, DTYPES, RULES, TWO, Workload
 from tritonclip import functional
 
 # Compilers unroll a list: one of 10,000 takes them minutes.
@@ -82,16 +82,16 @@ class Provider(NamedTuple):
         """Largest relative error of norms and gradients that is let pass."""
         return OURS if self.name.startswith("tritonclip") else LENIENT
 
-    def why_absent(self, gradients: Gradients) -> str | None:
-        """Why it is not compared on these gradients; None where it is."""
-        n, dtype, device = len(gradients.fresh), gradients.dtype, gradients.device.type
+    def why_absent(self, workload: Workload, dtype: str, device: str) -> str | None:
+        """Why it is not compared on a list of gradients; None where it is."""
+        n = len(workload.shapes)
         # The search for a module within a package imports the package.
         missing = [m for m in self.modules if not (find_spec(m.split(".")[0]) and find_spec(m))]
         reasons = {
             f"{', '.join(missing)} not installed": missing,
             f"not compared in {dtype} on {device}": dtype not in self.dtypes.get(device, ()),
             f"compiling a list of {n} takes minutes": self.compiles and n > MOST_COMPILED,
-            "compared with lists over 8 MiB only": gradients.n_bytes < self.least_bytes,
+            "compared with lists over 8 MiB only": workload.n_bytes(dtype) < self.least_bytes,
         }
         return next((f"{self.name}: {why}" for why, holds in reasons.items() if holds), None)
 

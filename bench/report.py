@@ -21,6 +21,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
+from rich import box
 
 from bench import results
 from bench.results import RefusedError, Row
@@ -144,7 +145,7 @@ def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequenc
     if after := rows[0].case.get("after"):
         parts[0] += f" Before every call: a {after}."
     if rows[0].benchmark != "speed":
-        parts.append(results.markdown(rows))
+        parts.append(results.text(rows, border=box.MARKDOWN))
     elif of_providers:
         parts.append(pivot(rows, CASE, lambda row: str(row.get("provider")), time_cell))
     else:

@@ -161,14 +161,14 @@ def table(rows: Sequence[Row], *, caption: str = "", hidden: Sequence[str] = ())
     return result
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """A table of rows in Markdown."""
-    given = table(rows)
-    given.box = box.MARKDOWN
+def text(rows: Sequence[Row], *, hidden: Sequence[str] = (), border: box.Box = box.SIMPLE) -> str:
+    """A table of rows, lines as wide as it needs."""
+    given = table(rows, hidden=hidden)
+    given.box = border
     console = Console(width=10_000, color_system=None)
     with console.capture() as printed:
         console.print(given)
-    return "\n".join(line.strip() for line in printed.get().splitlines() if line.strip())
+    return "\n".join(line.rstrip() for line in printed.get().splitlines() if line.strip())
 
 
 def write(path: Path, origin: dict[str, Any], rows: Sequence[Row]) -> None:
@@ -220,13 +220,13 @@ def _is_checked(row: Row) -> bool:
     return not row.ours and (not row.values if row.benchmark == "speed" else row.correct is None)
 
 
-def provenance(device: torch.device) -> dict[str, Any]:
+def provenance(device: torch.device, program: str = "python -m bench") -> dict[str, Any]:
     """The command, machine and versions that rows are measured with."""
-    command = shlex.join(["python", "-m", "bench", *sys.argv[1:]])
+    command = f"{program} {shlex.join(sys.argv[1:])}"
     status, commit = getstatusoutput("git describe --always --dirty")
     names = re.findall(r"model name\s*: (.+)", getstatusoutput("cat /proc/cpuinfo")[1])
     found: dict[str, Any] = {
-        "command": re.sub(r" --out[ =]('[^']*'|\S+)", "", command),
+        "command": re.sub(r" --(out|rows)[ =]('[^']*'|\S+)", "", command),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "commit": "unknown" if status else commit,
         "cpu": names[0] if names else platform.processor() or platform.machine(),

@@ -1,32 +1,23 @@
-"""`python -m bench speed|functional`: every provider is checked, then all are timed in turn.
+"""A case of `pytest bench`: every provider is checked, then all are timed in paired rounds.
 
-speed clips in place, functional out of place. By default each goes through its plan; options choose
-other workloads. Gradients are in cache where a workload fits, but for the device time on a GPU, and
-so are code and plans, unless a backward pass comes before every call.
-Other frameworks choose their threads. The largest workloads by default have 1 GB of gradients, of
-which torch's providers hold three copies, and each other framework up to two; `llama3_8b_full` is
-measured only where asked for by name.
+A case is one gradient list, one rule, clipped or unclipped. Gradients are in cache where a list
+fits, but for the device time on a GPU, and so are code and plans, unless a backward pass comes
+before every call. Other frameworks choose their threads.
 """
 
 from __future__ import annotations
 
-import gc
-import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from bench import frameworks, providers, timing
 from bench.accuracy import Gradients, WrongResultError
 from bench.providers import Entry, Provider
 from bench.results import Row
 from bench.timing import Samples, Timed, paired, spread
-from bench.workloads import WORKLOADS, Task
 from tritonclip.backends import choose
 
 IN_PLACE = (*providers.IN_PLACE, *frameworks.IN_PLACE)
@@ -40,7 +31,7 @@ NOT_QUICK = ("tritonclip flat", "tritonclip drop-in", "tritonclip norm only", "t
 
 
 class Effort(NamedTuple):
-    """How long to measure, and under which conditions."""
+    """How long to measure a case, and under which conditions."""
 
     samples: int = 9  # Fewest timed samples of each provider.
     seconds: float = 0.6  # How long to go on with more of them.
@@ -48,46 +39,29 @@ class Effort(NamedTuple):
     training: bool = False  # A backward pass makes new gradients before every call.
 
 
-def providers_of(
-    asked: Sequence[str], quick: bool, training: bool, task: Task, rule: str
-) -> list[Provider]:
-    """The providers that were asked for, else all but those that take long to compile.
+class Measured(NamedTuple):
+    """One provider of a case."""
 
-    In training by default ours and torch's: others work on arrays that no backward pass makes.
+    row: Row
+    walls: Sequence[float] = ()  # Microseconds a call in each round; none where it was not timed.
+    fault: str = ""  # How its result differs from float64.
+
+
+def providers_of(asked: Sequence[str], plan: str, workload: str, dtype: str, rule: str):
+    """The providers that clip in place and were asked for; else all that fit the plan.
+
+    In training ours and torch's: others work on arrays that no backward pass makes. Those that take
+    long to compile are compared in one case.
     """
-    if training and not asked:
-        ours = ("tritonclip", "tritonclip wrapper")
-        return [one for one in IN_PLACE if one.baseline or one.name in ours]
     if asked:
-        return [one for one in IN_PLACE if one.name in ("tritonclip", *asked)]
-    compiled = (task.name, task.dtype, rule) == COMPILED and not quick
-    left_out = (*(NOT_QUICK if quick else ()), *(() if compiled else COMPILERS))
-    return [one for one in IN_PLACE if one.name not in left_out]
-
-
-def compare(
-    tasks: Sequence[Task],
-    device: torch.device,
-    effort: Effort,
-    console: Console,
-    choose: Callable[[Task, str], Sequence[Provider]],
-) -> Iterator[list[Row]]:
-    """Rows of all tasks, as each case is measured."""
-    # Each text once.
-    say = cache(partial(console.print, markup=False, highlight=False))
-    with Progress(console=console, transient=True) as progress, timing.busy_cores(effort.busy):
-        bar = progress.add_task("", total=sum(2 * len(task.rules) for task in tasks))
-        copy = timing.copy_gb_per_s(device)
-        for task in tasks:
-            progress.update(bar, description=f"{task.name} {task.dtype}")
-            gradients = Gradients(WORKLOADS[task.name], task.dtype, device)
-            gc.collect()
-            for rule, clipped in itertools.product(task.rules, (False, True)):
-                found = measure(gradients, rule, clipped, choose(task, rule), effort, say)
-                for row in (one for one in found if one.correct):
-                    row.values["copy_gb_per_s"] = copy
-                progress.advance(bar)
-                yield found
+        names = ("tritonclip", *asked)
+    elif plan == "training":
+        names = ("tritonclip", "tritonclip wrapper", *BASELINES)
+    else:
+        compiled = (workload, dtype, rule) == COMPILED and plan != "quick"
+        left_out = (*(NOT_QUICK if plan == "quick" else ()), *(() if compiled else COMPILERS))
+        names = tuple(one.name for one in IN_PLACE if one.name not in left_out)
+    return [one for one in IN_PLACE if one.name in names and rule in one.passes]
 
 
 def measure(
@@ -95,47 +69,46 @@ def measure(
     rule: str,
     clipped: bool,
     compared: Sequence[Provider],
-    effort: Effort,
-    say: Callable[[str], Any],
-) -> list[Row]:
-    """Rows of all providers that serve a rule; says who is left out; a wrong one is not timed."""
+    effort: Effort | None,
+) -> list[Measured]:
+    """All providers of a case, timed only where their results are right, and an effort is given."""
     # Else the same function on another list would count as compiled again, and be slower to find.
     torch._dynamo.reset()
     case: dict[str, Any] = {"workload": gradients.workload.name, "dtype": gradients.dtype}
     case |= {"rule": rule, "step": "clipped" if clipped else "unclipped"}
-    conditions: dict[str, Any] = {"busy": effort.busy} if effort.busy else {}
-    conditions |= {"after": "backward pass"} if effort.training else {}
-    rows: list[Row] = []
-    ready: list[tuple[Provider, Row, Entry, Timed]] = []
+    given = effort or Effort()
+    conditions: dict[str, Any] = {"busy": given.busy} if given.busy else {}
+    conditions |= {"after": "backward pass"} if given.training else {}
+    faults: dict[str, str] = {}
+    rows: dict[str, Row] = {}
+    ready: list[tuple[Provider, Entry, Timed]] = []
     for one in compared:
-        why = one.why_absent(gradients)
-        if why:
-            say(f"left out: {why}")
-        if why or rule not in one.passes:
-            continue
         row = Row("speed", {**case, "provider": one.name, **conditions}, {}, True)
-        rows.append(row)
+        rows[one.name] = row
         try:
             entry, error = checked(one, gradients, rule, clipped)
         except WrongResultError as wrong:
-            say(f"{row}: wrong result, not timed: {wrong}")
-            row.correct = False
+            row.correct, faults[one.name] = False, str(wrong)
             continue
         known = {"bytes_moved": bytes_moved(gradients, rule, clipped, one), "norm_error": error}
         row.values.update((name, value) for name, value in known.items() if value is not None)
         prepare = entry.refill if clipped or rule == "step" else None
-        if effort.training:
+        if given.training:
             prepare = entry.gradients.backward
-        ready.append((one, row, entry, Timed(entry.call, prepare)))
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        calls = [call for *_, call in ready]
-        samples = timing.interleaved(calls, gradients.device, effort.samples, effort.seconds)
-        walls = {one.name: found.walls for (one, *_), found in zip(ready, samples, strict=True)}
-        for (one, row, entry, call), found in zip(ready, samples, strict=True):
-            row.values.update({"batch": found.n_calls, "repetitions": len(found.walls)})
-            row.values.update(_figures(one, walls))
-            row.values.update(_beside(entry, call, found, row))
-    return rows
+        ready.append((one, entry, Timed(entry.call, prepare)))
+    walls: dict[str, list[float]] = {}
+    if effort:
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            calls = [call for *_, call in ready]
+            samples = timing.interleaved(calls, gradients.device, effort.samples, effort.seconds)
+            walls = {one.name: found.walls for (one, *_), found in zip(ready, samples, strict=True)}
+            for (one, entry, call), found in zip(ready, samples, strict=True):
+                row = rows[one.name]
+                row.values.update({"batch": found.n_calls, "repetitions": len(found.walls)})
+                row.values.update(_figures(one, walls))
+                row.values.update(_beside(entry, call, found, row))
+                row.values["copy_gb_per_s"] = timing.copy_gb_per_s(gradients.device)
+    return [Measured(row, walls.get(n, ()), faults.get(n, "")) for n, row in rows.items()]
 
 
 def checked(

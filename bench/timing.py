@@ -242,6 +242,7 @@ def extra_bytes(call: Callable[[], Any], device: torch.device) -> int:
     return int(max(accumulate(changes, initial=0)))
 
 
+@cache
 def copy_gb_per_s(device: torch.device) -> float:
     """Bytes read and written a second, in GB, while one large buffer is copied to another.
 

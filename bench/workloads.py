@@ -1,4 +1,4 @@
-"""Workloads: gradient lists in the shapes of public architectures, and the plans to measure them.
+"""Gradient lists in the shapes of public architectures, and the plans to measure them.
 
 A workload has the shapes that `model.parameters()` yields, in its order; nothing is downloaded.
 Where a model does not fit the memory of an ordinary machine, its note tells how it was scaled.
@@ -7,6 +7,7 @@ Where a model does not fit the memory of an ordinary machine, its note tells how
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -22,10 +23,16 @@ Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
 
 
+def dtype_of(dtype: str, n_dimensions: int) -> torch.dtype:
+    """The dtype of a tensor in a list of a dtype."""
+    name = ("float32", "bfloat16")[n_dimensions > 1] if dtype == "mixed" else dtype
+    return getattr(torch, name)  # type: ignore[no-any-return]
+
+
 class Workload(NamedTuple):
     """Shapes of the parameters of one model."""
 
-    # In rows and on the command line; and in tables.
+    # In rows and options; and in tables.
     name: str
     title: str
     shapes: Shapes
@@ -35,6 +42,10 @@ class Workload(NamedTuple):
     misaligned: bool = False
     # Gradients of four dimensions have the strides of torch.channels_last.
     channels_last: bool = False
+
+    def n_bytes(self, dtype: str) -> int:
+        """Bytes of all gradients."""
+        return sum(math.prod(one) * dtype_of(dtype, len(one)).itemsize for one in self.shapes)
 
 
 SMALL = (1, 2, 4, 10, 30, 100, 300)
@@ -169,9 +180,21 @@ WORKLOADS = {workload.name: workload for workload in _ALL}
 
 SHORT = (*(f"small_{n}" for n in SMALL), "mlp4", "mlp8", "lenet5", "resnet20")
 TWO = ("norm", "value")
-# By command or option: workloads, their dtype, and the rules that they are measured by.
-PLANS: dict[str, Sequence[tuple[Sequence[str], str, Sequence[str]]]] = {
-    "speed": (
+# Workloads, their dtype, and the rules that they are measured by.
+Plan = Sequence[tuple[Sequence[str], str, Sequence[str]]]
+PLANS: dict[str, Plan] = {
+    # Under two minutes on two cores.
+    "quick": (
+        (("small_1", "small_100", "mlp4", "lenet5"), "float32", CLIPS),
+        (("small_10",), "bfloat16", CLIPS),
+        (("small_10", "resnet20"), "float32", RULES),
+        (("resnet20",), "float16", CLIPS),
+        (("lenet5",), "float64", CLIPS),
+        (("resnet20_last", "resnet50"), "float32", TWO),
+        (("gpt2_124m",), "bfloat16", ("norm",)),
+        (("tiny_10000",), "float32", TWO),
+    ),
+    "full": (
         ((*SHORT, "resnet20_last", "resnet50", "vit_b16"), "float32", CLIPS),
         (("small_10", "resnet20"), "float32", ("step",)),
         (("gpt2_124m",), "float32", (*CLIPS, "step")),
@@ -190,21 +213,13 @@ PLANS: dict[str, Sequence[tuple[Sequence[str], str, Sequence[str]]]] = {
         (("small_10", "lenet5", "resnet20", "resnet50"), "float64", CLIPS),
         (("twelve",), "float64", TWO),
     ),
-    "quick": (
-        (("small_1", "small_100", "mlp4", "lenet5"), "float32", CLIPS),
-        (("small_10",), "bfloat16", CLIPS),
-        (("small_10", "resnet20"), "float32", RULES),
-        (("resnet20",), "float16", CLIPS),
-        (("lenet5",), "float64", CLIPS),
-        (("resnet20_last", "resnet50"), "float32", TWO),
-        (("gpt2_124m",), "bfloat16", ("norm",)),
-        (("tiny_10000",), "float32", TWO),
-    ),
+    # While other processes keep every core busy.
     "busy": (
         (("small_10", "small_100", "mlp8", "resnet20"), "float32", CLIPS),
         (("twelve",), "float32", TWO),
         (("twelve",), "bfloat16", TWO),
     ),
+    # Each call after a backward pass, which makes new gradients.
     "training": (
         ((*SHORT, "resnet20_last", "resnet50"), "float32", CLIPS),
         (("small_10", "resnet20"), "float32", ("step",)),
@@ -223,7 +238,11 @@ PLANS: dict[str, Sequence[tuple[Sequence[str], str, Sequence[str]]]] = {
         (("gpt2_124m",), "mixed", ("norm",)),
         (("resnet20",), "float64", ("norm",)),
     ),
-    "functional": (
+}
+# The same for clipping out of place, which has no other plans.
+FUNCTIONAL: dict[str, Plan] = {
+    "quick": ((("small_10", "resnet20"), "float32", CLIPS),),
+    "full": (
         (("small_1", "small_10", "small_100", "resnet20"), "float32", CLIPS),
         (("resnet50", "gpt2_124m", "tiny_10000", "odd"), "float32", CLIPS),
         (("small_10", "resnet50", "gpt2_124m"), "bfloat16", CLIPS),
@@ -238,23 +257,19 @@ def named(part: str, value: str) -> str:
     return BY[value] if part == "rule" else value
 
 
-class Task(NamedTuple):
-    """One workload in one dtype, unclipped and clipped by some rules."""
-
-    name: str
-    dtype: str
-    rules: tuple[str, ...]
-
-
-def tasks_of(
-    plan: str, names: Sequence[str] = (), dtypes: Sequence[str] = (), rules: Sequence[str] = ()
-) -> list[Task]:
-    """The cases to measure: those of a plan that fit, or, of named workloads, all."""
-    cases = [((name,), dtype, rules or CLIPS) for name in names for dtype in dtypes or DTYPES[:1]]
-    tasks = [
-        Task(name, dtype, tuple(rule for rule in own if rule in (rules or RULES)))
-        for workloads, dtype, own in (cases if names else PLANS[plan])
+def cases_of(
+    plan: Plan,
+    names: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+    rules: Sequence[str] = (),
+) -> list[tuple[str, str, str]]:
+    """Workload, dtype and rule of what is measured: what fits of a plan, or all of named lists."""
+    lines = [((name,), dtype, rules or CLIPS) for name in names for dtype in dtypes or DTYPES[:1]]
+    return [
+        (name, dtype, rule)
+        for workloads, dtype, own in (lines if names else plan)
         if dtype in (dtypes or DTYPES)
         for name in workloads
+        for rule in own
+        if rule in (rules or RULES)
     ]
-    return [task for task in tasks if task.rules]

@@ -9,8 +9,8 @@
 
 #include "job.h"
 
-/* Of the functions and their arguments, for `native_loops`. */
-#define INTERFACE 3
+/* Of the functions and their arguments, for `native.py`. */
+#define INTERFACE 4
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
 
@@ -100,24 +100,38 @@ static PyObject *norms(PyObject *module, PyObject *const *arguments, Py_ssize_t 
     return result;
 }
 
-/* min(1, max_norm / (norm + eps)), every step rounded to float32 unless `wide`; NaN stays. */
-static double coefficient_of(double norm, double max_norm, double eps, int wide) {
-    if (wide) return norm + eps <= max_norm ? 1 : max_norm / (norm + eps);
-    float limit = (float)max_norm, bound = (float)norm + (float)eps;
-    return bound <= limit ? 1 : (double)(limit / bound);
+/* min(1, limit / (norm + eps)), every step rounded to float32 unless `wide`; 1 where there is nothing
+ * to clip; NaN stays. */
+static double coefficient_of(double norm, double limit, double eps, int wide) {
+    double bound = wide ? norm + eps : (double)((float)norm + (float)eps);
+    if (!wide) limit = (float)limit;
+    if (bound <= limit || bound == 0) return 1;
+    return wide ? limit / bound : (double)((float)limit / (float)bound);
+}
+
+/* A number, or that of an index in a list of numbers. */
+static double number_at(PyObject *numbers, Py_ssize_t i) {
+    return PyFloat_AsDouble(PyList_Check(numbers) ? PyList_GetItem(numbers, i) : numbers);
+}
+
+/* Whether an argument is a number, or a list of n; else an error of Python. */
+static int has_numbers(PyObject *numbers, Py_ssize_t n) {
+    if (!PyList_Check(numbers) || PyList_Size(numbers) == n) return 1;
+    PyErr_Format(PyExc_ValueError, "expected %zd numbers, got %zd", n, PyList_Size(numbers));
+    return 0;
 }
 
 static PyObject *coefficients(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     if (!has_arguments(n_arguments, 4)) return NULL;
     Py_ssize_t n = PyList_Size(arguments[0]);
-    double max_norm = PyFloat_AsDouble(arguments[1]), eps = PyFloat_AsDouble(arguments[2]), least = 1;
+    double eps = PyFloat_AsDouble(arguments[2]), least = 1;
     int wide = PyObject_IsTrue(arguments[3]);
-    if (PyErr_Occurred()) return NULL;
+    if (PyErr_Occurred() || !has_numbers(arguments[1], n)) return NULL;
     PyObject *result = PyList_New(n);
     for (Py_ssize_t i = 0; result && i < n; i++) {
         double norm = PyFloat_AsDouble(PyList_GetItem(arguments[0], i));
-        double coefficient = coefficient_of(norm, max_norm, eps, wide);
+        double coefficient = coefficient_of(norm, number_at(arguments[1], i), eps, wide);
         if (coefficient < least || coefficient != coefficient) least = coefficient;
         PyObject *own = PyErr_Occurred() ? NULL : PyFloat_FromDouble(coefficient);
         if (!own || PyList_SetItem(result, i, own)) Py_CLEAR(result);
@@ -129,19 +143,9 @@ static PyObject *multiply(PyObject *module, PyObject *const *arguments, Py_ssize
     (void)module;
     Job job;
     if (!has_arguments(n_arguments, 5) || !read_job(&job, MULTIPLY, arguments)) return NULL;
-    double factor = PyFloat_AsDouble(arguments[4]);
-    for (int64_t i = 0; i < job.n; i++) job.gradients[i].factor = factor;
-    return finish(&job);
-}
-
-static PyObject *multiply_each(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
-    Job job;
-    if (!has_arguments(n_arguments, 5) || !read_job(&job, MULTIPLY, arguments)) return NULL;
-    if (PyList_Size(arguments[4]) != job.n && !PyErr_Occurred())
-        PyErr_SetString(PyExc_ValueError, "expected a factor for each address");
-    for (Py_ssize_t i = 0; !PyErr_Occurred() && i < job.n; i++)
-        job.gradients[i].factor = PyFloat_AsDouble(PyList_GetItem(arguments[4], i));
+    int is_valid = has_numbers(arguments[4], job.n);
+    for (int64_t i = 0; is_valid && i < job.n; i++)
+        job.gradients[i].factor = number_at(arguments[4], (Py_ssize_t)i);
     return finish(&job);
 }
 
@@ -210,7 +214,6 @@ static PyMethodDef methods[] = {
     {"norms", FAST(norms), NULL},
     {"coefficients", FAST(coefficients), NULL},
     {"multiply_", FAST(multiply), NULL},
-    {"multiply_each_", FAST(multiply_each), NULL},
     {"clamp_", FAST(clamp), NULL},
     {"are_apart", FAST(are_apart), NULL},
     {"set_portable", set_portable, METH_O, NULL},

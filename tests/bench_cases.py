@@ -1,15 +1,19 @@
-"""Gradient lists, providers, a row and a quiet measurement that tests of the benchmarks share."""
+"""Gradient lists, providers, a row and ways to run that tests of the benchmarks share."""
 
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import torch
+from workers import python
 
 from bench.results import Row
 from bench.speed import IN_PLACE, Effort, measure
 from bench.workloads import Workload
 
+BENCH = Path(__file__).parents[1] / "bench"
 CPU = torch.device("cpu")
 SMALL = Workload("small", "small", ((5, 7), (3,), (1,), (257, 9)))
 NAMED = {provider.name: provider for provider in IN_PLACE}
@@ -20,6 +24,28 @@ def elements(shapes):
     return sum(math.prod(shape) for shape in shapes)
 
 
-def quietly(gradients, rule, clipped, providers, said, effort=None):
+def measured(gradients, rule, clipped, providers, effort=None):
+    """Rows of providers, measured shortly."""
     effort = effort or Effort(samples=2, seconds=0.0)
-    return measure(gradients, rule, clipped, providers, effort, said.append)
+    return [one.row for one in measure(gradients, rule, clipped, providers, effort)]
+
+
+def pytest_bench(*arguments, before=""):
+    """Runs pytest on the benchmarks, shortly and with little memory copied."""
+    code = f"""
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import pytest
+from bench import timing
+timing.COPIED["cpu"] = 2**16
+{before}
+sys.exit(pytest.main())
+"""
+    short = ("--benchmark-min-rounds=2", "--benchmark-max-time=0.000001", "--device=cpu")
+    given = (BENCH, "-pno:cacheprovider", *short, *arguments)
+    return [sys.executable, "-c", code, *map(str, given)]
+
+
+def run_bench(*arguments, before=""):
+    """The finished run of pytest on the benchmarks."""
+    return python(*pytest_bench(*arguments, before=before)[1:])

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +20,11 @@ import hypothesis
 import pytest
 import torch
 from cases import INTERPRETED
+from covering import covering
+from serving import decided_on_device
 
 import tritonclip
-from tritonclip.backends import choose
 from tritonclip.engine import misuse
-from tritonclip.engine.plan_cache import plans
 
 hypothesis.settings.register_profile(
     "tritonclip",
@@ -46,11 +48,19 @@ class Backend:
     name: str
     device: torch.device
     module: str
+    deferred: bool = False
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """This backend serves calls."""
+        deferral = decided_on_device() if self.deferred else nullcontext()
+        with deferral, tritonclip.use_backend(self.name):
+            yield
 
     @property
     def host_decides(self) -> bool:
         """Whether coefficients are numbers of the host, which waits for no device."""
-        return self.module in ("cpu_backend", "native")
+        return self.device.type == "cpu" and self.module != "triton" and not self.deferred
 
 
 _HAS_GPU = torch.cuda.is_available()
@@ -60,12 +70,12 @@ _NEEDS_GPU = (
 )
 
 
-def _backend(name: str, device: str, module: str, label: str = "") -> Any:
+def _backend(name: str, device: str, module: str, *, deferred: bool = False) -> Any:
     # With the index that a device of tensors has.
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     return pytest.param(
-        Backend(name, where, module),
-        id=label or f"{name}-{device}",
+        Backend(name, where, module, deferred),
+        id=f"{name}-deferred" if deferred else f"{name}-{device}",
         marks=_NEEDS_GPU if device == "cuda" else (),
     )
 
@@ -75,14 +85,14 @@ _CUDA_BACKENDS = [
     _backend("triton", "cuda", "triton"),
 ]
 # The code that serves other devices than a CPU, on CPU tensors.
-_DEFERRED = _backend("torch", "cpu", "operators", "torch-deferred")
+_DEFERRED = _backend("torch", "cpu", "operators", deferred=True)
 # The interpreter copies what it is given to the host, so pointer tables need CPU tensors there.
 _BACKENDS = (
     [_backend("triton", "cpu", "triton")]
     if INTERPRETED
     else [
         _backend("native", "cpu", "native"),
-        _backend("torch", "cpu", "cpu_backend"),
+        _backend("torch", "cpu", "operators"),
         _DEFERRED,
         # Without a GPU they would be thousands of items that are all skipped.
         *(_CUDA_BACKENDS if _HAS_GPU else ()),
@@ -90,20 +100,30 @@ _BACKENDS = (
 )
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA or ROCm device")
-    config.addinivalue_line("markers", "plain_empty: torch.empty is left as it is")
+def pytest_configure() -> None:
     # Several workers with several threads each wait for one another, at the sizes of these tests.
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under the interpreter, keep only what goes through the kernels."""
-    if not INTERPRETED:
-        return
-    kept = [item for item in items if "backend" in getattr(item, "fixturenames", ())]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
+    """Under the interpreter, keep only what goes through the kernels; thin products of cases."""
+    if INTERPRETED:
+        sorted_out: dict[bool, list[pytest.Item]] = {True: [], False: []}
+        for item in items:
+            sorted_out["backend" in getattr(item, "fixturenames", ())].append(item)
+        config.hook.pytest_deselected(items=sorted_out[False])
+        items[:] = sorted_out[True]
+    products: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("covering") and hasattr(item, "callspec"):
+            products[item.nodeid.partition("[")[0]].append(item)
+    for cases in products.values():
+        (strength,) = cases[0].get_closest_marker("covering").args
+        # A value of the parameters is one object in all cases.
+        values = [[*map(id, case.callspec.params.values())] for case in cases]
+        for i in set(range(len(cases))).difference(covering(values, strength)):
+            cases[i].add_marker("exhaustive")
 
 
 @pytest.hookimpl(trylast=True)
@@ -114,17 +134,10 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(params=_BACKENDS)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """Every backend that can run here, entered for the length of the test."""
-    chosen: Backend = request.param
-    deferred = chosen.module == "operators" and chosen.device.type == "cpu"
-    if deferred:
-        monkeypatch.setattr(choose, "host_decides", lambda device: False)
-        plans.clear()
-    with tritonclip.use_backend(chosen.name):
-        yield chosen
-    if deferred:
-        plans.clear()
+    with request.param.entered():
+        yield request.param
 
 
 @pytest.fixture

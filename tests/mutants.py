@@ -31,14 +31,7 @@ from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 
-OPTIM = (
-    "optim/attempt.py",
-    "optim/clipped_optimizer.py",
-    "optim/refusals.py",
-    "optim/shares.py",
-    "optim/step.py",
-)
-CORE = ("backends", "clipping.py", "engine", "flat", "rules", *OPTIM)
+CORE = ("backends", "clipping.py", "engine", "flat", "optim", "rules")
 # Compiled graphs, launches of kernels and several processes take other tests.
 NOT_CORE = re.compile("traced|graph_break|triton")
 TESTS = ("backends", "clip", "engine", "flat", "optim", "rules", "test_norms.py")
@@ -51,7 +44,8 @@ NOT_TRIED = re.compile(
 )
 # Seconds of tests that a mutant meets at most, and those after which it counts as killed.
 MOST, TIMEOUT = 10.0, 120.0
-OPTIONS = ("-x", "--tb=no", "-rfE", "-p", "no:cacheprovider")
+# The tests of `make test`.
+OPTIONS = ("-x", "--tb=no", "-rfE", "-p", "no:cacheprovider", "-m", "not exhaustive")
 
 
 class Mutant(NamedTuple):

@@ -7,8 +7,7 @@ import torch
 from cases import normal
 from torch import Tensor
 
-from tritonclip.engine import plan_cache
-from tritonclip.engine.gradients import Gradients, of_tensors
+from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.plan_cache import PlanCache
 
 SIZES = (5, 1, 24)
@@ -60,14 +59,14 @@ LISTS = [
 
 
 def planned(grads: list[Tensor], plans: PlanCache) -> Gradients:
-    return plan_cache.plan_(of_tensors(list(grads)), plans)
+    return Gradients(list(grads), grads[0].device, "tensors[{}]".format, cache=plans)
 
 
 def described(gradients: Gradients) -> list[tuple[object, ...]]:
     assert gradients.plan is not None
     result: list[tuple[object, ...]] = []
     for group in gradients.plan.groups:
-        tensors, addresses = gradients.of(group.indices)
+        tensors, addresses = gradients.of_group(group.indices)
         read = [(t.data_ptr(), t.shape, t.stride(), t.is_neg(), t.dtype) for t in tensors]
         assert addresses is None or addresses == [t.data_ptr() for t in tensors]
         result.append((read, group.device, group.dtype, group.flat, group.pairs))

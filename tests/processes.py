@@ -21,8 +21,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from functools import cache
 from multiprocessing import connection, get_context
 from pathlib import Path
@@ -31,10 +31,6 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
-
-import tritonclip
-from tritonclip.backends import choose
-from tritonclip.engine.plan_cache import plans
 
 # A test may take so long, and the other processes so much longer than the first that failed.
 SECONDS, GRACE = 45.0, 3.0
@@ -197,7 +193,8 @@ def _run(rank: int, path: str, name: str, values: dict[str, Any]) -> str:
     # If nobody is left to end this process, it ends itself.
     faulthandler.dump_traceback_later(2 * SECONDS, exit=True)
     try:
-        with _on_backend(values.get("backend")):
+        # As the fixture of that name does in the process of the tests.
+        with values["backend"].entered() if "backend" in values else nullcontext():
             test = _load(path)[name]
             getattr(test, "body", test)(**values)
         dist.barrier()
@@ -206,26 +203,6 @@ def _run(rank: int, path: str, name: str, values: dict[str, Any]) -> str:
     finally:
         faulthandler.cancel_dump_traceback_later()
     return ""
-
-
-@contextmanager
-def _on_backend(backend: Any) -> Iterator[None]:
-    """As the fixture of that name does in the process of the tests."""
-    if backend is None:
-        yield
-        return
-    deferred = backend.module == "operators" and backend.device.type == "cpu"
-    before = choose.host_decides
-    if deferred:
-        choose.host_decides = lambda device: False
-        plans.clear()
-    try:
-        with tritonclip.use_backend(backend.name):
-            yield
-    finally:
-        choose.host_decides = before
-        if deferred:
-            plans.clear()
 
 
 @cache

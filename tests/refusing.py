@@ -41,7 +41,7 @@ def check_raises(
     """A call raises in every process, names the first one, writes nothing and leaves nobody."""
     before = [local(grad).clone() for grad in grads]
     if not is_first():
-        message = f"rank 0 refuses its gradients, .*{message}"
+        message = f"rank 0 raised, so no gradient .*{message}"
     with pytest.raises(error, match=message):
         call()
     for grad, was in zip(grads, before, strict=True):

@@ -182,10 +182,10 @@ def test_gradients_are_not_changed(device):
 
 
 def test_verification_covers_the_norms(monkeypatch):
-    from tritonclip.backends.host_batch import HostBatch
+    from tritonclip.backends.operators import TorchBatch
 
-    real = HostBatch.total_each
-    monkeypatch.setattr(HostBatch, "total_each", lambda *args: real(*args) * 1.01)
+    real = TorchBatch.total_each
+    monkeypatch.setattr(TorchBatch, "total_each", lambda *args: real(*args) * 1.01)
     wrong = pytest.raises(tritonclip.VerificationError, match=r"norm of body\.weight")
     with tritonclip.use_backend("torch"), tritonclip.verify(), wrong:
         tritonclip.norms_by_name(new_model())

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from cases import parameters
+from serving import forget_plans
 
 import tritonclip
 from tritonclip import ClippedOptimizer
 from tritonclip.backends import choose
-from tritonclip.engine.plan_cache import plans
 
 
 def wrapped() -> ClippedOptimizer:
@@ -42,7 +42,7 @@ def test_warning_names_the_line_that_called(call):
 def test_warning_of_a_slower_backend_names_the_line_that_called(clip_, monkeypatch):
     monkeypatch.setattr(choose, "_why_not_triton", lambda device: None)
     choose._warn_once.cache_clear()
-    plans.clear()
+    forget_plans()
     params = parameters([torch.ones(4, 6)[:, ::2]])
     with tritonclip.use_backend("triton"), pytest.warns(UserWarning, match="dense") as caught:
         clip_(params, 1.0)

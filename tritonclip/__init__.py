@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from tritonclip.monitor.recorder import Recorder, record
     from tritonclip.monitor.stats import ClipStats
     from tritonclip.monitor.suggestion import suggest_max_norm
-    from tritonclip.norms import norms_by_name
+    from tritonclip.named_norms import norms_by_name
     from tritonclip.optim.clipped_optimizer import ClippedOptimizer
     from tritonclip.optim.grad_scaler import GradScaler
 
@@ -90,7 +90,7 @@ _LAZY = {
     "ClippedOptimizer": "optim.clipped_optimizer",
     "GradScaler": "optim.grad_scaler",
     "Recorder": "monitor.recorder",
-    "norms_by_name": "norms",
+    "norms_by_name": "named_norms",
     "record": "monitor.recorder",
     "suggest_max_norm": "monitor.suggestion",
 }

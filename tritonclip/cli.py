@@ -42,13 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = _parser().parse_args(arguments)
     except SystemExit as end:
         return int(end.code or 0)
+    if chosen.command in (None, "doctor"):
+        return doctor()
     try:
-        if chosen.command == "suggest":
-            suggest(chosen.file, chosen.warmup, chosen.run)
-        elif chosen.command == "plot":
+        if chosen.command == "plot":
             plot(chosen.file, chosen.out, chosen.warmup, chosen.run)
         else:
-            return doctor()
+            suggest(chosen.file, chosen.warmup, chosen.run)
     except ModuleNotFoundError as error:
         package = (error.name or "tritonclip").split(".")[0]
         if package == "tritonclip":

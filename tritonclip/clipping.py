@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from tritonclip.distributed.process_groups import Copies, Holders, check_holders
+from tritonclip.distributed import execute as sharded
+from tritonclip.distributed.gradients import ERRORS, collect
+from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.engine import execute, misuse, traced
 from tritonclip.engine.checks import POLICIES, refuse_other_model, unknown_policy
-from tritonclip.engine.gradients import Gradients, of_parameters
-from tritonclip.engine.plan import refuse_
-from tritonclip.engine.plan_cache import plan_
+from tritonclip.engine.gradients import Gradients
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import (
@@ -109,7 +109,7 @@ def clip_(
             once. Parameters without `.grad`, and those with `need_clip = False`, are left out; a
             gradient that is met twice counts once. Any floating-point or complex dtype, any device,
             strided or sparse COO; dtypes and devices may mix. :class:`FlatGradients` spares the
-            look at every parameter. DTensors are clipped by the norm of all their pieces, by one
+            look at every parameter. DTensors are clipped by the norm of all their shards, by one
             all-reduce, in which each process has to take part.
         clip: a rule, such as :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or
             :class:`ClipByValue`; a number means ClipByGlobalNorm(number).
@@ -129,13 +129,13 @@ def clip_(
         state: the memory of a rule whose limit changes from call to call: a :class:`ClipState`, the
             same at every call. A call that raises leaves it as it was.
         process_group: the processes that hold the gradients between them, where DTensors do not say
-            so: a ProcessGroup or a DeviceMesh. Plain tensors are then different pieces on each of
-            its processes, as are those of pipeline stages, but copies of one along the meshes of
-            DTensors beside them; DTensors differ where their mesh ends. For ClipByGlobalNorm, and
-            for the policies of ClipByValue.
-        copies: how many processes of `process_group` hold the very same piece, for each parameter:
-            a mapping or a function; None to go by the group and the placements. 0: counted
-            elsewhere, and scaled all the same.
+            so: a ProcessGroup or a DeviceMesh. Every process then holds different plain tensors, as
+            pipeline stages do, except along the mesh of DTensors in the same call, where they count
+            as replicas. DTensors of different meshes are different tensors. For ClipByGlobalNorm,
+            and for the policies of ClipByValue.
+        copies: how many processes of `process_group` hold the same shard, for each parameter: a
+            mapping or a function; None to go by the group and the placements. 0: another process
+            counts it in the norm; it is scaled here too.
 
     Returns:
         ClipByGlobalNorm: the norm of all gradients, a 0-d tensor. ClipByNorm, ClipByUnitNorm: the
@@ -148,7 +148,7 @@ def clip_(
             `process_group`; ClipByValue on complex and on Partial gradients; Partial gradients that
             are no sum or mean; ClipByUnitNorm on sparse gradients, and on DTensors that split rows.
         ValueError: a rule that needs a `state`, or a state of another rule or list; gradients whose
-            elements overlap in memory, that share a part of it, or whose
+            elements overlap in memory, that overlap with each other, or whose
             memory was freed; sparse gradients whose implicit zeros a rule would change or count; an
             unknown policy; a loss scale that is not positive; DTensors on a part of a mesh, whose
             other processes may hold other gradients, without `process_group`; a group that cuts
@@ -160,7 +160,7 @@ def clip_(
     A call that raises has changed nothing. One that is interrupted while it writes, as by Ctrl-C,
     leaves some gradients, or parts of large ones, clipped and others not, and a `state` that
     remembers the call or does not; later calls are right. Over several processes, gradients that
-    one refuses raise on all that share the norm; on an accelerator the norm is NaN on the others.
+    one rejects raise on all that share the norm; on an accelerator the norm is NaN on the others.
 
     Example:
         >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)
@@ -184,15 +184,15 @@ def clip_(
         return traced.clip_(
             clip_, parameters, rule, nonfinite, grad_scale, state, process_group, copies
         )
-    holders = None
+    processes = None
     if process_group is not None or copies is not None:
-        holders = check_holders(process_group, copies)
+        processes = check_processes(process_group, copies)
     if isinstance(parameters, FlatGradients):
         gradients = parameters.gradients(
-            per_gradient=rule.per_gradient, holders=holders, weights=rule.per_unit, tells=True
+            per_gradient=rule.per_gradient, processes=processes, weights=rule.per_unit
         )
     else:
-        gradients = plan_(of_parameters(parameters, holders=holders, tells=True))
+        gradients = collect(parameters, processes=processes)
     scale: float | Tensor = 1.0
     following = None
     try:
@@ -202,13 +202,12 @@ def clip_(
             rule = following = follow(rule, state)
         if rule.per_unit:
             refuse_other_model(rule, _all_of(parameters, gradients))
-        if following is not None and gradients.refusal is None:
+        if following is not None:
             following.meet(_members_of(parameters, gradients))
-    except (TypeError, ValueError, RuntimeError) as error:
-        # Of this process alone; others may wait for the norm.
-        if not refuse_(gradients, error):
-            raise
-    norm = execute.clip_(gradients, rule, nonfinite, scale)
+    except ERRORS as error:
+        gradients.reject_(error)
+    clip_list_ = execute.clip_ if gradients.sharding is None else sharded.clip_
+    norm = clip_list_(gradients, rule, nonfinite, scale)
     if following is not None:
         following.commit()
     if misuse.calls:
@@ -228,18 +227,3 @@ def _all_of(parameters: object, gradients: Gradients) -> Sequence[Tensor]:
     if isinstance(parameters, FlatGradients):
         return [*parameters.parameters, *parameters.left_out]
     return gradients.sources or ()
-
-
-def collect(
-    parameters: object, *, holders: Holders | None = None, tells: bool = False
-) -> Gradients:
-    """Collects the gradients of the user's argument, with their plan, to measure all together.
-
-    Args:
-        parameters: as for :func:`clip_`.
-        holders: the processes that the gradients are spread over.
-        tells: the caller tells other processes of gradients that are refused.
-    """
-    if isinstance(parameters, FlatGradients):
-        return parameters.gradients(holders=holders, tells=tells)
-    return plan_(of_parameters(parameters, holders=holders, tells=tells))

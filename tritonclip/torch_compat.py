@@ -3,43 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
-from tritonclip.clipping import Parameters, clip_, collect
-from tritonclip.distributed.process_groups import Copies, Holders, check_holders
+from tritonclip.clipping import Parameters, clip_
+from tritonclip.distributed import execute as sharded
+from tritonclip.distributed.gradients import collect, collect_tensors
+from tritonclip.distributed.process_groups import Copies, Processes, check_processes
 from tritonclip.distributed.shards import without_mesh
 from tritonclip.engine import execute, misuse, traced
 from tritonclip.engine.checks import TORCH_REMEDY, refuse_negative
-from tritonclip.engine.gradients import Gradients, of_parameters, of_tensors
-from tritonclip.engine.plan_cache import plan_
+from tritonclip.engine.gradients import Gradients
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.modes import is_traced, n_dispatch_modes
-from tritonclip.rules import ClipByGlobalNorm
+from tritonclip.rules import ClipByGlobalNorm, ClipByValue, Rule
 from tritonclip.rules.arguments import as_limit, as_norm_type, check_one_float
-from tritonclip.torch_arguments import as_float, by_norm, by_value, check_foreach
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def _collect(
-    parameters: Parameters,
-    foreach: bool | None,
-    holders: Holders | None = None,
-    *,
-    tells: bool = True,
-) -> Gradients:
-    """Collects gradients, with their plan."""
-    if not foreach or isinstance(parameters, FlatGradients):
-        return collect(parameters, holders=holders, tells=tells)
-    gradients = of_parameters(parameters, holders=holders, tells=tells)
-    check_foreach(gradients)
-    return plan_(gradients)
+# Where torch has its foreach functions.
+_FOREACH_DEVICES = ("cpu", "cuda", "xpu", "mtia", "privateuseone")
+_cached_by_norm = lru_cache(maxsize=64)(ClipByGlobalNorm)
+_cached_by_value = lru_cache(maxsize=64)(lambda bound: ClipByValue(as_limit("clip_value", bound)))
 
 
 def clip_grad_norm_(
@@ -80,16 +73,17 @@ def clip_grad_norm_(
         >>> clip_grad_norm_([weight], max_norm=1.0)
         tensor(10.)
     """
-    rule = by_norm(as_float("max_norm", max_norm), as_float("norm_type", norm_type))
+    rule = _by_norm(_as_float("max_norm", max_norm), _as_float("norm_type", norm_type))
     policy = "error" if error_if_nonfinite else "propagate"
     if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
         norm = traced.clip_(clip_, parameters, rule, policy, None, None, process_group, copies)
     else:
-        holders = None
+        processes = None
         if process_group is not None or copies is not None:
-            holders = check_holders(process_group, copies)
-        gradients = _collect(parameters, foreach, holders)
-        norm = execute.clip_(gradients, rule, policy, remedy=TORCH_REMEDY)
+            processes = check_processes(process_group, copies)
+        gradients = _collect(parameters, foreach, processes)
+        clip_list_ = execute.clip_ if gradients.sharding is None else sharded.clip_
+        norm = clip_list_(gradients, rule, policy, remedy=TORCH_REMEDY)
         if misuse.calls:
             misuse.look(gradients, rule)
     return cast(Tensor, norm)
@@ -110,12 +104,13 @@ def clip_grad_value_(
     Raises:
         As :func:`clip_`.
     """
-    rule = by_value(as_float("clip_value", clip_value))
+    rule = _by_value(_as_float("clip_value", clip_value))
     if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
         traced.clip_(clip_, parameters, rule, "propagate")
     else:
         gradients = _collect(parameters, foreach)
-        execute.clip_(gradients, rule)
+        clip_list_ = execute.clip_ if gradients.sharding is None else sharded.clip_
+        clip_list_(gradients, rule)
         if misuse.calls:
             misuse.look(gradients, rule)
 
@@ -129,7 +124,7 @@ def get_total_norm(
     process_group: ProcessGroup | DeviceMesh | None = None,
     copies: Copies | None = None,
 ) -> Tensor:
-    """The norm of all tensors together; writes nothing.
+    """The norm of all elements of all tensors; writes nothing.
 
     A drop-in replacement of `torch.nn.utils.get_total_norm`.
 
@@ -140,7 +135,7 @@ def get_total_norm(
         error_if_nonfinite: raise RuntimeError where the norm is NaN or inf; waits for the device.
         foreach: accepted for compatibility; there is one implementation.
         process_group: as for :func:`clip_`. Every process of the tensors' meshes has to have a
-            tensor of each mesh: there are no parameters to tell.
+            tensor of each mesh: no parameters say which there are.
         copies: as for :func:`clip_`, of tensors.
 
     Returns:
@@ -155,22 +150,21 @@ def get_total_norm(
         >>> get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
         tensor(5.)
     """
-    order = as_norm_type(as_float("norm_type", norm_type))
+    order = as_norm_type(_as_float("norm_type", norm_type))
     if is_traced():
         if isinstance(tensors, FlatGradients):
             tensors = [p.grad for p in tensors.parameters if p.grad is not None]
         return traced.total_norm(
             get_total_norm, tensors, order, error_if_nonfinite, process_group, copies
         )
-    holders = check_holders(process_group, copies)
+    processes = check_processes(process_group, copies)
     if isinstance(tensors, FlatGradients):
-        gradients = tensors.gradients(per_gradient=False, holders=holders, tells=True)
+        gradients = tensors.gradients(processes=processes)
     else:
-        gradients = of_tensors(tensors, holders=holders, tells=True)
+        gradients = collect_tensors(tensors, processes=processes)
         if foreach:
-            check_foreach(gradients)
-        plan_(gradients)
-    return execute.total_norm(gradients, order, error_if_nonfinite)
+            _check_foreach(gradients)
+    return sharded.total_norm(gradients, order, error_if_nonfinite)
 
 
 def clip_grads_with_norm_(
@@ -211,7 +205,7 @@ def clip_grads_with_norm_(
         >>> weight.grad
         tensor([1.5000, 2.0000])
     """
-    rule = ClipByGlobalNorm(as_float("max_norm", max_norm), math.inf, eps)
+    rule = ClipByGlobalNorm(_as_float("max_norm", max_norm), math.inf, eps)
     tracing = is_traced()
     if isinstance(total_norm, Tensor):
         total_norm = without_mesh(total_norm)
@@ -228,8 +222,83 @@ def clip_grads_with_norm_(
     if tracing:
         traced.scale_to_norm_(clip_grads_with_norm_, parameters, rule, total_norm)
     else:
-        holders = check_holders(process_group, copies)
-        gradients = _collect(parameters, foreach, holders, tells=False)
-        execute.scale_(gradients, rule, total_norm)
+        processes = check_processes(process_group, copies)
+        gradients = _collect(parameters, foreach, processes)
+        sharded.scale_(gradients, rule, total_norm)
         if misuse.calls:
             misuse.look(gradients, rule)
+
+
+def _collect(
+    parameters: Parameters, foreach: bool | None, processes: Processes | None = None
+) -> Gradients:
+    if isinstance(parameters, FlatGradients):
+        return parameters.gradients(processes=processes)
+    gradients = collect(parameters, processes=processes)
+    if foreach:
+        _check_foreach(gradients)
+    return gradients
+
+
+def _as_float(name: str, number: object) -> float:
+    """Converts a number as torch does: text and one-element tensors count.
+
+    Python's booleans pass: rules refuse them. An argument that belongs elsewhere raises a TypeError
+    that says where; errors of conversion are of Python's kinds.
+    """
+    if type(number) is float or isinstance(number, bool):
+        return number
+    if isinstance(number, Rule):
+        raise TypeError(
+            f"{name} must be a number, got the rule {type(number).__name__}; pass rules to clip_: "
+            "clip_(parameters, rule)"
+        )
+    if isinstance(number, (list, tuple, Iterator, Module)):
+        remedy = "parameters come first, and then numbers, such as a limit of 1.0"
+        if isinstance(number, tuple):
+            remedy += "; of two bounds make a rule: clip_(parameters, ClipByValue(-0.5, 0.5))"
+        raise TypeError(f"{name} must be a number, got {type(number).__name__}; {remedy}")
+    # NumPy's booleans by their name: tracing reads no dtype of theirs.
+    is_boolean = type(number).__name__ in ("bool", "bool_")
+    if is_boolean or (isinstance(number, Tensor) and number.dtype == torch.bool):
+        raise TypeError(f"{name} must be a number, got a boolean {type(number).__name__}")
+    if isinstance(number, Tensor) and number.numel() == 1 and is_traced():
+        # Read when the graph runs.
+        return number.to("cpu")  # type: ignore[return-value]
+    if number is None:
+        remedy = "leave it out for 2.0" if name == "norm_type" else "float('inf') clips nothing"
+        raise TypeError(f"{name} must be a number, got None; {remedy}")
+    try:
+        return float(number)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"{name} must be a number, such as 1.0, got {number!r:.80} of type "
+            f"{type(number).__name__}"
+        ) from None
+
+
+def _by_norm(max_norm: float, norm_type: float) -> ClipByGlobalNorm:
+    """The rule, made once for floats: a cache would find 1 for True, and cannot be traced."""
+    floats = type(max_norm) is float and type(norm_type) is float
+    if floats and not torch.compiler.is_compiling():
+        return _cached_by_norm(max_norm, norm_type)
+    return ClipByGlobalNorm(max_norm, norm_type)
+
+
+def _by_value(bound: float) -> ClipByValue:
+    """As `_by_norm`."""
+    if type(bound) is float and not torch.compiler.is_compiling():
+        return _cached_by_value(bound)
+    return ClipByValue(as_limit("clip_value", bound))
+
+
+def _check_foreach(gradients: Gradients) -> None:
+    """Refuses foreach=True where torch does; otherwise the argument changes nothing."""
+    for tensor in gradients.tensors:
+        if tensor.device.type not in _FOREACH_DEVICES:
+            error = RuntimeError(
+                "foreach=True was passed, but can't use the foreach API on "
+                f"{tensor.device.type} tensors"
+            )
+            gradients.reject_(error)
+            break

@@ -14,8 +14,7 @@ from workers import python
 
 import tritonclip
 from tritonclip import settings
-from tritonclip.backends import choose, native
-from tritonclip.backends.cpu_backend import CpuLayout
+from tritonclip.backends import choose
 from tritonclip.backends.native import NativeLayout
 from tritonclip.backends.operators import TorchLayout
 from tritonclip.engine.plan_cache import plans
@@ -98,17 +97,6 @@ def test_native_refuses_other_devices():
         pytest.raises(RuntimeError, match=r"runs on CPU tensors, not on cuda: use backend 'auto'"),
     ):
         choose.backend_name(CUDA, torch.float32)
-
-
-def test_large_lists_without_threads_take_operators(monkeypatch):
-    """Those have threads anyway."""
-    monkeypatch.setattr(choose, "has_threads", False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    large = [torch.zeros(native.loops.SHARED)]
-    assert type(choose.layout_of(large, flat=True)) is CpuLayout
-    assert type(choose.layout_of([normal(3)], flat=True)) is NativeLayout
-    with tritonclip.use_backend("native"):
-        assert type(choose.layout_of(large, flat=True)) is NativeLayout
 
 
 def test_auto_is_triton_on_cuda_tensors(monkeypatch):

@@ -28,6 +28,7 @@ if loops is None:
 pytestmark = pytest.mark.usefixtures("both_forms")
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("length", [*LENGTHS, *LONG])
 def test_norm_is_that_of_float64(dtype, length):
@@ -46,6 +47,7 @@ def test_norms_are_those_of_each(dtype):
     assert norm_of(grads) == pytest.approx(math.hypot(*norms), rel=1e-14)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("length", [*LENGTHS, *LONG])
 @pytest.mark.parametrize("order", ORDERS)

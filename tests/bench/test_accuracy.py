@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from bench_cases import CPU, NAMED, SMALL
+from click.testing import CliRunner
 
 from bench import results
+from bench.__main__ import main
 from bench.accuracy import Gradients, WrongResultError
 from bench.speed import checked
 from bench.workloads import DTYPES, RULES
@@ -59,9 +61,10 @@ def test_check_sees_nan_and_a_changed_element(limit):
             gradients.check(grads, "value", limit, 1e-3)
 
 
-def test_accuracy_compares_both_norms_with_float64(tmp_path, command):
+def test_accuracy_compares_both_norms_with_float64(tmp_path):
     out = tmp_path / "accuracy.json"
-    done = command("accuracy", "--shrink", "100000", "--device", "cpu", "--out", out)
+    options = ["--shrink", "100000", "--device", "cpu", "--out", str(out)]
+    done = CliRunner().invoke(main, ["accuracy", *options])
     assert done.exit_code == 0, done.output
     rows = results.read(out)[1]
     ours, torchs = (rows[i::2] for i in range(2))

@@ -8,7 +8,7 @@ from bench_cases import CPU, elements
 
 from bench import workloads
 from bench.accuracy import Gradients
-from bench.workloads import DTYPES, RULES, WORKLOADS, Workload, tasks_of
+from bench.workloads import DTYPES, PLANS, RULES, WORKLOADS, Workload, cases_of
 
 # Published of the models; for the others, as their names say.
 COUNTS = {
@@ -66,11 +66,10 @@ def test_gradients_of_four_dimensions_are_channels_last(training):
     made.check(made.grads, "norm", None, 0.0)
 
 
-def test_plan_holds_every_workload_dtype_and_rule():
-    tasks = tasks_of("speed")
-    assert {task.name for task in tasks} == set(WORKLOADS) - {"llama3_8b_full"}
-    assert {task.dtype for task in tasks} == set(DTYPES)
-    assert {rule for task in tasks for rule in task.rules} == set(RULES)
-    assert {task.name for task in tasks_of("busy")} >= {"twelve"}
-    assert {task.name for task in tasks_of("gpu")} >= {"small_1", "gpt2_124m", "tiny_10000"}
-    assert {t.rules for t in tasks_of("quick", rules=("value",))} == {("value",)}
+def test_plans_hold_every_workload_dtype_and_rule():
+    names, dtypes, rules = (set(one) for one in zip(*cases_of(PLANS["full"]), strict=True))
+    assert names == set(WORKLOADS) - {"llama3_8b_full"}
+    assert (dtypes, rules) == (set(DTYPES), set(RULES))
+    assert {name for name, *_ in cases_of(PLANS["busy"])} >= {"twelve"}
+    assert {name for name, *_ in cases_of(PLANS["gpu"])} >= {"small_1", "gpt2_124m", "tiny_10000"}
+    assert {rule for *_, rule in cases_of(PLANS["quick"], rules=("value",))} == {"value"}

@@ -35,6 +35,7 @@ def run(rule, dtype, device):
     return grads if measured is None else [*grads, measured]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rule", RULES)
 def test_clip_gives_equal_bits_on_every_run(device, rule, dtype):
@@ -43,6 +44,7 @@ def test_clip_gives_equal_bits_on_every_run(device, rule, dtype):
         assert_bits(run(rule, dtype, device), first)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.skipif(INTERPRETED, reason="kernels do not run in the threads of torch")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rule", RULES)

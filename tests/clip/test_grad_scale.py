@@ -44,6 +44,7 @@ def test_grad_scale_divides_the_norm(device, dtype, scale):
     assert_norm(tritonclip.clip_(parameters(grads), 1.0, grad_scale=scale), expected)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("max_norm", [1e-3, 1e9], ids=["clipped", "unclipped"])
@@ -78,6 +79,7 @@ def test_grad_scale_by_value_clamps_the_unscaled(device, dtype, scale):
     assert_bits(grads, expected)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=["0-d", "1-d", "2-d"])
@@ -150,6 +152,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("scale", "error"), REFUSED)
 def test_grad_scale_that_cannot_divide_is_refused(device, rule, scale, error):

@@ -119,6 +119,7 @@ EXTREMES = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("p", [0.5, 1.0, 2.0, 3.0, 20.0])
 @pytest.mark.parametrize(
     ("dtype", "magnitude"), EXTREMES, ids=[f"{str(d)[6:]}-{m:g}" for d, m in EXTREMES]
@@ -164,6 +165,7 @@ def test_norm_over_half_precision_maximum_is_finite(device):
     assert_norm(measured(grads), 6e4 * 18**0.5)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 0.7, 1.1, 1e-3], ids="{:.3g}".format)
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0], ids="p={:g}".format)
@@ -174,6 +176,7 @@ def test_norm_of_constants_is_not_biased(device, dtype, value, p):
     assert_norm(measured([grad], p), exact)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.filterwarnings("ignore:tritonclip's kernels read gradients that are dense")
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("p", [1.0, 2.0], ids="p={:g}".format)
@@ -277,6 +280,7 @@ def test_norm_of_no_elements_is_zero(device, dtypes, p):
         assert tritonclip.clip_(parameters(grads), rule).tolist() == [0.0] * len(grads)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("limit", [3.5e38, 1e300, 1.7976931348623157e308])
 @pytest.mark.parametrize("kind", [tritonclip.ClipByGlobalNorm, tritonclip.ClipByNorm])
 @pytest.mark.parametrize("policy", ["propagate", "error", "zero"])

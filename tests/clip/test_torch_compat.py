@@ -44,6 +44,7 @@ def test_signature_is_torchs(name):
     ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("max_norm", [0, 0.5, 1000, torch.tensor(0.5)], ids=repr)
 @RIGHT
 @TYPES
@@ -56,6 +57,7 @@ def test_clip_grad_norm_gives_torchs_result(device, dtype, p, max_norm, foreach)
     assert_close(ours, theirs)
 
 
+@pytest.mark.covering(2)
 @RIGHT
 @FOREACH
 @pytest.mark.parametrize("clip_value", [0, 0.5, 9, torch.tensor(0.5), torch.inf], ids=repr)
@@ -66,6 +68,7 @@ def test_clip_grad_value_gives_torchs_result(device, dtype, clip_value, foreach)
     assert_close(ours, theirs)
 
 
+@pytest.mark.covering(2)
 @RIGHT
 @TYPES
 @FOREACH
@@ -76,6 +79,7 @@ def test_get_total_norm_gives_torchs_result(device, dtype, p, foreach):
     torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.covering(2)
 @RIGHT
 @FOREACH
 @pytest.mark.parametrize("total", [0.0, 0.3, 40.0, torch.inf, torch.nan])

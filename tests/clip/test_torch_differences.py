@@ -137,7 +137,7 @@ def test_gradients_that_share_a_part_are_refused(device):
     theirs, ours = (torch.full((5,), 2.0, device=device) for _ in range(2))
     utils.clip_grad_norm_(parameters([theirs[:3], theirs[2:]]), 1.0)
     assert theirs[2] < theirs[0] / 2
-    with pytest.raises(ValueError, match="share a part of their memory"):
+    with pytest.raises(ValueError, match="overlap in memory"):
         tritonclip.clip_grad_norm_(parameters([ours[:3], ours[2:]]), 1.0)
     assert ours.tolist() == [2.0] * 5
 

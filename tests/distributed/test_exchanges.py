@@ -27,7 +27,7 @@ from tritonclip import (
 )
 from tritonclip.distributed import reduction
 from tritonclip.distributed.process_groups import Domain
-from tritonclip.distributed.reduction import Exchange, Request, together
+from tritonclip.distributed.reduction import Exchange, Request, run_exchanges
 
 CPU = torch.device("cpu")
 RULES: dict[str, Any] = {
@@ -193,7 +193,7 @@ def test_together_serves_like_requests_at_once(monkeypatch: pytest.MonkeyPatch) 
         return buffer * 10
 
     monkeypatch.setattr(reduction, "all_reduce", reduce)
-    results = together(
+    results = run_exchanges(
         [
             _asking(_request(1)),
             _asking(_request(2, largest=True, early=True), _request(3)),
@@ -215,5 +215,5 @@ def test_together_serves_first_those_that_ask_again(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(reduction, "all_reduce", reduce)
     flags = _request(1, early=True)._replace(groups=("mesh",))  # type: ignore[arg-type]
-    together([_asking(_request(1)), _asking(flags, _request(2))])
+    run_exchanges([_asking(_request(1)), _asking(flags, _request(2))])
     assert served == [(("mesh",), 2), ((), 4)]

@@ -19,7 +19,8 @@ from transformer import Transformer, loss_of, parallelize, shard, tokens
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer
 
-STEPS = 50
+ORDERS = (2.0, 1.0, 3.0, math.inf, -math.inf, 0.0)
+STEPS = 15
 
 
 def _fsdp() -> tuple[nn.Module, int, int]:
@@ -67,13 +68,21 @@ def _backward(model: nn.Module, step: int, part: int, of: int) -> None:
     loss_of(model, tokens(step).chunk(of)[part]).backward()
 
 
-@pytest.mark.parametrize("p", [2.0, 1.0, 3.0, math.inf, -math.inf, 0.0])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @in_processes(4)
-def test_clip_model(layout: str, p: float) -> None:
+def test_clip_model(layout: str) -> None:
     make, n = LAYOUTS[layout]
     model, part, of = make()
     _backward(model, 0, part, of)
+    before = [local(grad).clone() for grad in grads_of(model.parameters())]
+    for p in ORDERS:
+        for grad, old in zip(grads_of(model.parameters()), before, strict=True):
+            local(grad).copy_(old)
+        _check_order(model, p, n)
+
+
+def _check_order(model: nn.Module, p: float, n: int) -> None:
+    """A clip by an order is right, and takes so many collectives."""
     grads = grads_of(model.parameters())
     wholes = [whole(grad) for grad in grads]
     before = [local(grad).clone() for grad in grads]
@@ -106,9 +115,9 @@ def _weights(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp-fsdp"])
-@in_processes(4, seconds=55.0)
+@in_processes(4)
 def test_training_equals_one_process(layout: str) -> None:
-    """50 steps, nearly all of them clipped."""
+    """Nearly all steps are clipped."""
     make, _ = LAYOUTS[layout]
     model, part, of = make()
     alone = Transformer()
@@ -127,7 +136,7 @@ def test_training_equals_one_process(layout: str) -> None:
         n_clipped += int(norms[0] > 0.1)
     assert n_clipped > STEPS / 2
     for ours, theirs in zip(_weights(model), _weights(alone), strict=True):
-        # float64: a step's rounding, 2**-53, grows in 50 steps, by much less than 1e6.
+        # float64: a step's rounding, 2**-53, grows in 15 steps, by much less than 1e6.
         torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10)
 
 

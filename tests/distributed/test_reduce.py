@@ -10,14 +10,13 @@ import torch
 from cases import NoHostRead
 from processes import in_processes
 from refusing import as_on_accelerator
+from serving import decided_on_device
 from spread import check_clip, collectives_of, mesh_of, parameter, with_partial
 from torch import distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue, ClippedOptimizer
-from tritonclip.backends import choose
-from tritonclip.engine.plan_cache import plans
 
 
 class _SentError(Exception):
@@ -73,14 +72,9 @@ def test_clip_waits_for_no_device(rule: Any, policy: Any) -> None:
     if rule.clamps:
         # Rounded on the host, once.
         rule.bounds[torch.float32]
-    decides, choose.host_decides = choose.host_decides, lambda device: False
-    try:
-        with as_on_accelerator(), tritonclip.use_backend("torch"), NoHostRead():
-            for _ in range(2):
-                tritonclip.clip_(parameters, rule, nonfinite=policy)
-    finally:
-        choose.host_decides = decides
-        plans.clear()
+    with decided_on_device(), as_on_accelerator(), tritonclip.use_backend("torch"), NoHostRead():
+        for _ in range(2):
+            tritonclip.clip_(parameters, rule, nonfinite=policy)
 
 
 @pytest.mark.parametrize("rule", [*RULES, ClipByNorm(0.1)])

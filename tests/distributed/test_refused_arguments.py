@@ -148,7 +148,7 @@ def test_clip_with_the_state_of_another_list_in_one_process_raises_everywhere(
         clip_ = RULES[1 - RULES.index(rule)] if other == "rule" and one is known else rule
         tritonclip.clip_(one.items(), clip_, state=state)
     state = states[1] if is_first() else states[0]
-    message = {"first": "begins with another", "number": "2 parameters", "rule": "norms for"}[other]
+    message = {"first": "got another one", "number": "2 parameters", "rule": "norms for"}[other]
     grads = [one.grad for one in named.values()]
     check_raises(
         lambda: tritonclip.clip_(named.items(), rule, state=state), ValueError, message, grads

@@ -6,10 +6,9 @@ import importlib
 
 import pytest
 
-from tritonclip.backends.cpu_backend import CpuBatch
 from tritonclip.backends.native import NativeBatch
 from tritonclip.backends.operators import TorchBatch
-from tritonclip.engine import plan, plan_cache
+from tritonclip.engine import gradients, plan, plan_cache
 from tritonclip.engine.plan_cache import PlanCache
 
 
@@ -30,13 +29,13 @@ def plans(guards):
 def built(monkeypatch):
     """The lists that a plan was built for."""
     seen = []
-    build = plan.build_
+    make = plan.make_plan
 
-    def counted(gradients, *arguments, **options):
-        seen.append(gradients)
-        return build(gradients, *arguments, **options)
+    def counted(tensors, *arguments, **options):
+        seen.append(tensors)
+        return make(tensors, *arguments, **options)
 
-    monkeypatch.setattr(plan_cache, "build_", counted)
+    monkeypatch.setattr(gradients, "make_plan", counted)
     return seen
 
 
@@ -47,4 +46,4 @@ def verbs(backend):
         return importlib.import_module("tritonclip.backends.triton").TritonBatch
     if backend.name == "native":
         return NativeBatch
-    return TorchBatch if backend.module == "operators" else CpuBatch
+    return TorchBatch

@@ -77,6 +77,7 @@ def test_compiled_clip_equals_eager(device, rule):
     assert_equals_eager(lambda params: tritonclip.clip_(params, rule), device)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES[1:])
 def test_compiled_clip_with_zero_policy_and_grad_scale_equals_eager(device, rule):
     assert_equals_eager(
@@ -84,11 +85,13 @@ def test_compiled_clip_with_zero_policy_and_grad_scale_equals_eager(device, rule
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("call", CALLS)
 def test_compiled_torch_signature_equals_eager(device, call):
     assert_equals_eager(CALLS[call], device)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES)
 def test_compiled_step_uses_the_clipped_gradients(device, rule):
     """What the graph does after the clip must see what the clip wrote."""
@@ -103,6 +106,7 @@ def test_compiled_step_uses_the_clipped_gradients(device, rule):
     assert_equals_eager(step, device)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES[1:])
 def test_compiled_clip_writes_the_gradients(device, rule):
     params = make(device)
@@ -112,6 +116,7 @@ def test_compiled_clip_writes_the_gradients(device, rule):
         assert not torch.equal(one.grad.cpu(), old)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "form",
     [lambda m: m, lambda m: m.parameters(), lambda m: m.named_parameters()],
@@ -130,12 +135,14 @@ def test_compiled_clip_takes_every_form_of_parameters(device, form):
     )
 
 
+@pytest.mark.covering(0)
 def test_compiled_clip_counts_a_parameter_listed_twice_once(device):
     one = parameters([torch.tensor([3.0, 4.0], device=device)])[0]
     assert compiled(lambda: tritonclip.clip_([one, one], 1.0))().item() == 5.0
     torch.testing.assert_close(grad_of(one).cpu(), torch.tensor([0.6, 0.8]))
 
 
+@pytest.mark.covering(0)
 def test_compiled_clip_counts_a_gradient_of_two_parameters_once(device):
     params = parameters([torch.tensor([3.0, 4.0], device=device) for _ in range(2)])
     params[1].grad = params[0].grad
@@ -143,6 +150,7 @@ def test_compiled_clip_counts_a_gradient_of_two_parameters_once(device):
     torch.testing.assert_close(grad_of(params[0]).cpu(), torch.tensor([0.6, 0.8]))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES[1:])
 def test_compiled_clip_with_error_policy_raises(device, rule):
     params = make(device)
@@ -153,6 +161,7 @@ def test_compiled_clip_with_error_policy_raises(device, rule):
     assert_bits([one.grad for one in params], before)
 
 
+@pytest.mark.covering(0)
 def test_compiled_clip_with_zero_policy_zeroes(device):
     params = make(device)
     params[1].grad[0, 0] = torch.nan
@@ -160,6 +169,7 @@ def test_compiled_clip_with_zero_policy_zeroes(device):
     assert_bits([one.grad for one in params], [torch.zeros_like(one.grad) for one in params])
 
 
+@pytest.mark.covering(0)
 def test_compiled_clip_below_the_limit_changes_nothing(device):
     params = make(device)
     before = copies(one.grad for one in params)
@@ -167,6 +177,7 @@ def test_compiled_clip_below_the_limit_changes_nothing(device):
     assert_bits([one.grad for one in params], before)
 
 
+@pytest.mark.covering(0)
 def test_compiled_clip_takes_a_one_element_grad_scale(device):
     one, other = (parameters([torch.tensor([6.0, 8.0], device=device)])[0] for _ in range(2))
     scale = torch.tensor([2.0])
@@ -175,6 +186,7 @@ def test_compiled_clip_takes_a_one_element_grad_scale(device):
     assert torch.equal(grad_of(one), grad_of(other))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("graph", ["aot_eager", "inductor"])
 def test_compiled_clip_by_norm_refuses_one_memory_met_twice(device, graph):
     """The graph was promised as many norms as gradients, and has no way to learn of fewer."""
@@ -188,6 +200,7 @@ def test_compiled_clip_by_norm_refuses_one_memory_met_twice(device, graph):
     assert grad.tolist() == [3.0, 4.0]
 
 
+@pytest.mark.covering(0)
 def test_compiled_clip_counts_one_memory_met_twice_once(device):
     grad = torch.tensor([3.0, 4.0], device=device)
     params = parameters([grad, grad.detach()])
@@ -195,6 +208,7 @@ def test_compiled_clip_counts_one_memory_met_twice_once(device):
     torch.testing.assert_close(grad.cpu(), torch.tensor([0.6, 0.8]))
 
 
+@pytest.mark.covering(0)
 def test_compiled_clip_grads_with_norm_refuses_a_negative_norm(device):
     one = parameters([torch.tensor([3.0, 4.0], device=device)])[0]
     step = compiled(lambda norm: tritonclip.clip_grads_with_norm_([one], 1.0, norm))

@@ -82,12 +82,14 @@ def check(call: Callable[..., Any], device: torch.device, arguments: list[Any]) 
     assert 0 < counter.frame_count <= GRAPHS
 
 
+@pytest.mark.covering(2)
 @each_call
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_compiled_call_with_a_number_that_changes_has_few_graphs(device, call, kind):
     check(call, device, [kind(value) for value in VALUES])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("call", OUT_OF_PLACE.values(), ids=OUT_OF_PLACE)
 def test_compiled_call_out_of_place_with_a_number_that_changes_has_few_graphs(device, call):
     counter = CompileCounterWithBackend("aot_eager")
@@ -102,15 +104,18 @@ def test_compiled_call_out_of_place_with_a_number_that_changes_has_few_graphs(de
     assert 0 < counter.frame_count <= GRAPHS
 
 
+@pytest.mark.covering(0)
 def test_compiled_call_with_a_rule_that_changes_has_few_graphs(device):
     check(tritonclip.clip_, device, [ClipByNorm(value) for value in VALUES])
 
 
+@pytest.mark.covering(0)
 def test_compiled_call_with_a_number_that_changes_takes_inf(device):
     values = [*VALUES[:3], torch.inf, 0.0, -0.0, VALUES[3]]
     check(tritonclip.clip_, device, values)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("call", "bad", "message"),
     [
@@ -131,6 +136,7 @@ def test_compiled_call_refuses_a_bad_number_in_a_tensor(device, call, bad, messa
     assert_bits(copies(map(grad_of, params)), before)
 
 
+@pytest.mark.covering(0)
 def test_call_outside_takes_a_rule_that_a_compiled_region_made_of_a_tensor(device):
     rule = compiled(ClipByNorm)(torch.tensor(1.0))
     ours, eager = make(device), make(device)
@@ -139,6 +145,7 @@ def test_call_outside_takes_a_rule_that_a_compiled_region_made_of_a_tensor(devic
     assert_bits(copies(map(grad_of, ours)), copies(map(grad_of, eager)))
 
 
+@pytest.mark.covering(0)
 def test_compiled_call_that_breaks_the_graph_takes_a_limit_in_a_tensor(device):
     ours, eager = make(device), make(device)
 

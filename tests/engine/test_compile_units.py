@@ -21,6 +21,7 @@ def fill(parameters, scale=1.0):
         grad_of(one).copy_(normal(one.shape, one.dtype, seed=seed + 7) * scale)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("policy", ["propagate", "zero"])
 @pytest.mark.parametrize("scale", [None, 4.0], ids=["unscaled", "scaled"])
 def test_compiled_clip_by_unit_is_eager_clip_by_unit(device, policy, scale):
@@ -40,6 +41,7 @@ def test_compiled_clip_by_unit_is_eager_clip_by_unit(device, policy, scale):
         assert_bits(copies(map(grad_of, ours)), copies(map(grad_of, eager)))
 
 
+@pytest.mark.covering(0)
 def test_compiled_clip_by_unit_follows_the_rule(device):
     parameters = make(SHAPES, device=device)
     traced = compiled(lambda rule: tritonclip.clip_(parameters, rule))
@@ -52,6 +54,7 @@ def test_compiled_clip_by_unit_follows_the_rule(device):
         assert same == [kept == i for i in range(len(SHAPES))]
 
 
+@pytest.mark.covering(0)
 def test_compiled_clip_by_unit_reads_the_weights_of_the_call(device):
     (one,) = make([(5, 8)], device=device)
     rule = ClipByUnitNorm(0.5)
@@ -64,6 +67,7 @@ def test_compiled_clip_by_unit_reads_the_weights_of_the_call(device):
         torch.testing.assert_close(grad_of(one).norm(dim=1).cpu(), expected)
 
 
+@pytest.mark.covering(0)
 def test_compiled_clip_by_unit_of_a_module(device):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).to(device)
     rule = ClipByUnitNorm(0.0, exclude=model[1])
@@ -79,6 +83,7 @@ def test_compiled_clip_by_unit_of_a_module(device):
     assert_bits(copies(map(grad_of, model[1].parameters())), head)
 
 
+@pytest.mark.covering(0)
 def test_compiled_clip_by_unit_refuses_to_exclude_parameters_of_another_model(device):
     theirs, ours = make(SHAPES, device=device), make(SHAPES, device=device)
     rule = ClipByUnitNorm(0.0, exclude=theirs)
@@ -88,6 +93,7 @@ def test_compiled_clip_by_unit_refuses_to_exclude_parameters_of_another_model(de
     assert_bits(copies(map(grad_of, ours)), before)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("frozen", [True, False], ids=["left-out", "held"])
 def test_compiled_clip_by_unit_of_a_flat_buffer_excludes(device, frozen):
     parameters = make([(5, 8), (2,)], device=device)
@@ -100,11 +106,13 @@ def test_compiled_clip_by_unit_of_a_flat_buffer_excludes(device, frozen):
     assert frozen or grad_of(parameters[1]).any()
 
 
+@pytest.mark.covering(0)
 def test_compiled_clip_by_unit_of_nothing(device):
     empty = torch.nn.Parameter(torch.ones(2, device=device))
     assert compiled(lambda: tritonclip.clip_([empty], ClipByUnitNorm()))().shape == (0,)
 
 
+@pytest.mark.covering(0)
 def test_compiled_clip_by_unit_names_gradients_that_are_not_finite(device):
     model = torch.nn.Linear(3, 2).to(device)
     model(torch.full((1, 3), torch.inf, device=device)).sum().backward()

@@ -154,6 +154,7 @@ def test_fork_clips_wherever_another_thread_was(met):
         assert walking.result(timeout=60) > 0
 
 
+@pytest.mark.covering(2)
 @pytest.mark.usefixtures("frequent_switches")
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter of Triton is not thread-safe")
 @pytest.mark.parametrize(

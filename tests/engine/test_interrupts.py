@@ -13,12 +13,12 @@ import pytest
 import torch
 from cases import INTERPRETED, assert_bits, copies, each_rule, grad_of, normal, parameters
 from interrupts import InterruptAtBytecode, InterruptAtCall
+from serving import forget_plans
 from torch import Tensor
 
 import tritonclip
 from tritonclip import ClipByOwnHistory, ClipByUnitNorm, ClippedOptimizer, ClipState
-from tritonclip.backends import choose, packed
-from tritonclip.engine.plan_cache import plans
+from tritonclip.backends import choose
 
 pytestmark = pytest.mark.skipif(
     INTERPRETED, reason="an interrupt leaves functions replaced in the interpreter of Triton"
@@ -85,13 +85,12 @@ def assert_between(grad: Tensor, before: Tensor, after: Tensor) -> None:
     assert bool(same.all())
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", LISTS)
-def test_clip_interrupted_anywhere_leaves_no_trace(device, monkeypatch, name, rule, known):
-    if name == "large":
-        monkeypatch.setattr(packed, "PACKED_ELEMENTS", 100)
-    plans.clear()
+def test_clip_interrupted_anywhere_leaves_no_trace(device, name, rule, known):
+    forget_plans()
     ours = Arguments(name, rule, device=device)
     after = ours.result(1)[1]
     others = ours.result(2)
@@ -102,7 +101,7 @@ def test_clip_interrupted_anywhere_leaves_no_trace(device, monkeypatch, name, ru
     while not ended:
         ours.fill(1)
         if not known:
-            plans.clear()
+            forget_plans()
         try:
             with InterruptAtBytecode(n, "/tritonclip/"):
                 ours.clip()
@@ -126,7 +125,7 @@ def test_clip_interrupted_between_two_factors_leaves_before_or_after(
     """Where coefficient / loss scale is below 2^-126, gradients are multiplied by two factors."""
     if not host_decides:
         monkeypatch.setattr(choose, "host_decides", lambda device: False)
-    plans.clear()
+    forget_plans()
     ours = Arguments(name, rule, grad_scale=2.0**120)
     after = ours.result(1)[1]
     before = ours.fill(1)
@@ -142,7 +141,7 @@ def test_clip_interrupted_between_two_factors_leaves_before_or_after(
             pass
         for grad, old, new in zip(ours.grads, before, after, strict=True):
             assert_between(grad, old, new)
-    plans.clear()
+    forget_plans()
     assert n > 100
 
 
@@ -207,7 +206,7 @@ def test_interrupt_leaves_autograd_on(call, cold):
     n, ended = 1, False
     while not ended:
         if n % 2 == cold:
-            plans.clear()
+            forget_plans()
         for param in params:
             param.grad = torch.ones(param.shape, requires_grad=True)
         try:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from cases import normal, parameter
 from plan_lists import SIZES, contiguous, planned
+from serving import forget_plans
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tritonclip
-from tritonclip.engine import plan_cache
 
 
 class Passing(torch.utils._python_dispatch.TorchDispatchMode):
@@ -34,7 +34,7 @@ def test_no_plan_is_kept_of_a_list_met_under_a_dispatch_mode(plans):
 
 def test_a_kept_plan_is_not_filled_under_a_dispatch_mode(device):
     """Scratch of such a mode would serve every later call."""
-    plan_cache.plans.clear()
+    forget_plans()
     params = [parameter(normal(n, device=device)) for n in SIZES]
     tritonclip.clip_(params, tritonclip.ClipByValue(100.0))
     with contextlib.suppress(RuntimeError), FakeTensorMode(allow_non_fake_inputs=True):
@@ -50,7 +50,7 @@ def clip_inside(a: Tensor, b: Tensor) -> Tensor:
 
 def test_a_list_met_inside_a_custom_operator_says_nothing_of_inference_mode(guards):
     """Inside, a normal tensor has the dispatch keys of one made in inference mode."""
-    plan_cache.plans.clear()
+    forget_plans()
     for _ in range(2):
         clip_inside(torch.ones(5), torch.ones(5))
     with torch.inference_mode():

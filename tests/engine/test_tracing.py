@@ -78,6 +78,7 @@ def step_of(call):
     return step
 
 
+@pytest.mark.covering(2)
 @each_call
 @pytest.mark.parametrize(("mode", "sizes"), TRACES, ids=id_of)
 def test_traced_call_is_right_for_gradients_that_the_trace_has_not_seen(device, call, sizes, mode):
@@ -87,6 +88,7 @@ def test_traced_call_is_right_for_gradients_that_the_trace_has_not_seen(device, 
         assert_bits(graph(grads_of(device, sizes, scale)), step(grads_of(device, sizes, scale)))
 
 
+@pytest.mark.covering(2)
 @each_call
 @sizes_of_lists
 def test_simulated_call_has_the_form_of_a_real_one(device, call, sizes):
@@ -212,6 +214,7 @@ def test_trace_writes_no_row_of_a_recorder(tmp_path):
     assert len((tmp_path / "norms.csv").read_text().splitlines()) == 2
 
 
+@pytest.mark.covering(1)
 @each_call
 def test_functional_graph_is_right_for_other_gradients(device, call):
     """By AOTAutograd, which sees the gradients as functional tensors."""

@@ -21,8 +21,8 @@ from cases import (
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, VerificationError
-from tritonclip.backends.cpu_backend import CpuBatch
 from tritonclip.backends.native import NativeBatch
+from tritonclip.backends.operators import TorchBatch
 
 RULES = each_rule(0.5, 0.1)
 SIZES = (0, 1, 7, 300, CHUNK + 1)
@@ -33,6 +33,7 @@ def named(grads):
     return [(f"w{index}", one) for index, one in enumerate(parameters(grads))]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("grad_scale", [None, 8.0])
@@ -63,6 +64,7 @@ def test_verify_counts_ones_and_no_zeros(device):
         assert tritonclip.get_total_norm([torch.tensor([0.0, 1.0, 1.0], device=device)], 0.0) == 2
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("policy", ["propagate", "zero"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("rule", RULES)
@@ -229,7 +231,7 @@ def test_verify_finds_a_wrong_value_of_a_sparse_gradient(verbs, device, monkeypa
         at, [1.0, 2.0, 3.0], (3, 4), device=device, check_invariants=False
     ).coalesce()
     # Of sparse gradients no address is kept, and operators serve them in place of the loops.
-    verbs = CpuBatch if verbs is NativeBatch else verbs
+    verbs = TorchBatch if verbs is NativeBatch else verbs
     break_scale(monkeypatch, verbs, lambda: grad._values()[2].mul_(1.001))
     with tritonclip.verify(), pytest.raises(VerificationError, match=r"w0\[2, 3\]: got"):
         tritonclip.clip_(named([grad]), 0.5)

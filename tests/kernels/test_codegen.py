@@ -19,7 +19,7 @@ import pytest
 import torch
 from cases import INTERPRETED
 
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm
+from tritonclip.backends.interface import Clip
 
 triton = pytest.importorskip("triton", reason="kernels are compiled with Triton")
 
@@ -35,6 +35,7 @@ TARGETS = {
     "gfx942": ("hip", "gfx942", 64),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+EPS = 1e-6
 POINTERS = {
     torch.bool: "*i1",
     torch.uint8: "*u8",
@@ -64,20 +65,17 @@ def _flag(variant: str) -> torch.Tensor | None:
 
 
 def _norm(table: Any, p: float, variant: str) -> None:
-    out = torch.empty(1, dtype=torch.float64)
-    _batch(table).norm(p, out, per_gradient=variant == "each")
+    _batch(table).norm(p, per_gradient=variant == "each")
 
 
 def _scale(table: Any, p: float, variant: str) -> None:
     norms, number = torch.empty(1, dtype=torch.float64), _number(variant)
-    rule = ClipByGlobalNorm(1.0, p)
-    _batch(table).scale_(norms, rule, number, number, erase_nonfinite=variant == "zero")
+    _batch(table).scale_(norms, Clip(p, EPS, number, number, variant == "zero"))
 
 
 def _scale_each(table: Any, p: float, variant: str) -> None:
     norms, number = torch.empty(1, dtype=torch.float64), _number(variant)
-    rule = ClipByNorm(1.0, p)
-    _batch(table).scale_each_(norms, 0, rule, number, number, erase=_flag(variant))
+    _batch(table).scale_each_(norms, Clip(p, EPS, number, number, _flag(variant)))
 
 
 def _clamp(table: Any, p: float, variant: str) -> None:
@@ -99,7 +97,7 @@ def _unit_norms(table: Any, p: float, variant: str) -> None:
 def _scale_units(table: Any, p: float, variant: str) -> None:
     units, number = _units(table), _number(variant)
     norms = torch.empty(2, 64, dtype=torch.float64)
-    units.scale_each_(norms, 0, ClipByUnitNorm(0.01), number, number, erase=_flag(variant))
+    units.scale_each_(norms, Clip(2.0, 1e-3, number, number, _flag(variant)))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from bench.codegen import absent_gpu
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
-from tritonclip import ClipByGlobalNorm  # noqa: E402
+from tritonclip.backends.interface import Clip  # noqa: E402
 from tritonclip.backends.triton import TritonBatch  # noqa: E402
 from tritonclip.kernels import launch  # noqa: E402
 from tritonclip.kernels.chunk_table import lay_out  # noqa: E402
@@ -78,21 +78,20 @@ def batch_of(dtype: torch.dtype, sizes=(20000, 3)) -> TritonBatch:
     return TritonBatch([], table, torch.promote_types(dtype, torch.float32))
 
 
-RULE = ClipByGlobalNorm(1.0)
+EPS = 1e-6
 
 
 def launch_all(dtype: torch.dtype, number: Any) -> None:
     """Every verb, with every kind of argument."""
     batch = batch_of(dtype)
     for per_gradient, erase in itertools.product((False, True), repeat=2):
-        out = torch.empty(batch.count_norms(per_gradient=per_gradient), dtype=torch.float64)
-        batch.norm(2.0, out, per_gradient=per_gradient)
+        norms = batch.norm(2.0, per_gradient=per_gradient)
         if per_gradient:
             flag = torch.tensor(True) if erase else None
-            batch.scale_each_(out, 0, RULE, number, number, erase=flag)
+            batch.scale_each_(norms, Clip(2.0, EPS, number, number, flag))
         else:
             for write in (True, False):
-                batch.scale_(out, RULE, number, number, erase_nonfinite=erase, write=write)
+                batch._scale_(norms, Clip(2.0, EPS, number, number, erase), write=write)
     batch.clamp_(-1.0, 1.0, number)
 
 
@@ -113,12 +112,11 @@ def test_launches_of_a_known_form_compile_nothing(compiled):
     """Other numbers, sizes, alignments and grids: what the JIT specialises to by itself."""
     for sizes in ((3,), (3, 5), (16384 * 16,), (16,) * 16):
         batch = batch_of(torch.float32, sizes)
-        n = batch.count_norms(per_gradient=True)
+        batch.norm(2.0, per_gradient=False)
         # At an odd number of elements after an aligned address.
-        out = torch.empty(n + 1, dtype=torch.float64)[len(sizes) % 2 :]
-        batch.norm(2.0, out[:n], per_gradient=False)
-        batch.scale_(out, RULE, 0.5, 0.5, erase_nonfinite=False)
-        batch.scale_each_(out, 16, RULE, -0.0, -0.0, erase=None)
+        norms = torch.empty(len(sizes) * 17, dtype=torch.float64)[len(sizes) % 2 :]
+        batch.scale_(norms, Clip(2.0, EPS, 0.5, 0.5))
+        batch.scale_each_(norms, Clip(2.0, EPS, -0.0, -0.0))
         batch.clamp_(-1.0, 2.0**60, 1.0)
     assert len(compiled) == 4
     assert [len(one.calls) for one in compiled] == [4] * 4

@@ -41,7 +41,7 @@ def test_read_takes_files_from_elsewhere(write, name, text):
     assert history.limits.isnan().all()
     assert not history.is_clipped.any()
     assert not history.is_skipped.any()
-    assert history.parts == {}
+    assert history.named_norms == {}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_read_says_what_is_wrong_with_a_file_and_what_to_do(write, name, text, m
     path = write(name, text)
     with pytest.raises(ValueError, match=message) as caught:
         read(path)
-    assert str(caught.value).startswith(f"{path} is no history: ")
+    assert str(caught.value).startswith(f"{path} is not a history file: ")
     assert "recorder writes" in str(caught.value) or "record(...) writes" in str(caught.value)
 
 
@@ -148,7 +148,7 @@ def test_read_says_where_there_is_no_file(tmp_path):
 
 def test_read_refuses_a_folder(tmp_path):
     (tmp_path / "run.csv").mkdir()
-    with pytest.raises(ValueError, match="got a folder; name the file in it"):
+    with pytest.raises(ValueError, match="got a folder; pass the file in it"):
         read(tmp_path / "run.csv")
 
 

@@ -68,7 +68,7 @@ def test_record_gives_every_float64_back(tmp_path_factory, norms, every, ending,
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_record_goes_on_in_a_file(tmp_path, ending):
+def test_record_appends_to_a_file(tmp_path, ending):
     path = tmp_path / f"run.{ending}"
     for start in (0, 3):
         with tritonclip.record(path, append=True) as recorder:
@@ -78,14 +78,14 @@ def test_record_goes_on_in_a_file(tmp_path, ending):
     history = read(path)
     assert history.steps.tolist() == [1, 2, 3, 4, 5, 6]
     assert history.norms.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert history.parts["body"].tolist() == [1.0] * 6
+    assert history.named_norms["body"].tolist() == [1.0] * 6
     assert history.joins == (3,)
 
 
-def test_record_says_that_it_goes_on_in_a_file(path):
+def test_record_warns_that_it_appends(path):
     with tritonclip.record(path) as recorder:
         recorder.add_(1.0)
-    with pytest.warns(UserWarning, match=r"steps up to 1.*append=True.*another name") as caught:
+    with pytest.warns(UserWarning, match=r"steps up to 1.*append=True.*another path") as caught:
         recorder = tritonclip.record(path)
     assert caught[0].filename == __file__
     recorder.add_(2.0)
@@ -94,14 +94,16 @@ def test_record_says_that_it_goes_on_in_a_file(path):
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "open"])
-def test_record_refuses_steps_of_another_run_where_it_is_told_to(path, closed):
+def test_record_without_append_refuses_a_file_with_steps(path, closed):
     first = tritonclip.record(path, append=False)
     first.add_(1.0)
     if closed:
         first.close()
     with pytest.raises(TypeError, match="append must be True, False or None, got 0"):
         tritonclip.record(path, append=0)  # type: ignore[arg-type]  # on purpose
-    with pytest.raises(FileExistsError, match=r"run\.csv has steps.*append=False.*another name"):
+    with pytest.raises(
+        FileExistsError, match=r"run\.csv already has steps.*append=False.*another path"
+    ):
         tritonclip.record(path, append=False)
     assert first.is_closed == closed
     first.close()
@@ -113,7 +115,7 @@ def test_record_refuses_an_append_that_is_no_answer(path):
         tritonclip.record(path, append="yes")  # type: ignore[arg-type]
 
 
-def test_record_goes_on_after_an_earlier_checkpoint(path):
+def test_record_resumes_after_an_earlier_checkpoint(path):
     with tritonclip.record(path) as recorder:
         for step in range(3):
             recorder.add_(float(step))
@@ -138,7 +140,7 @@ def test_load_refuses_a_state_that_is_none(path, state):
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_record_goes_on_after_a_crash_in_the_middle_of_a_line(tmp_path, ending):
+def test_record_resumes_after_a_crash_in_the_middle_of_a_line(tmp_path, ending):
     path = tmp_path / f"run.{ending}"
     with tritonclip.record(path) as recorder:
         for _ in range(3):
@@ -168,7 +170,7 @@ def test_record_goes_on_after_a_crash_in_the_middle_of_a_line(tmp_path, ending):
 def test_record_refuses_a_file_that_no_recorder_wrote(tmp_path, name, text):
     path = tmp_path / name
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"is there and no recorder's file: .*another path"):
+    with pytest.raises(ValueError, match=r"exists, and no recorder wrote it: .*another path"):
         tritonclip.record(path)
     assert path.read_bytes() == text.encode("latin-1")
 

@@ -12,7 +12,7 @@ from training import PLAIN_AND_FUSED, RULES, new_params, wrapped
 
 import tritonclip
 from tritonclip import ClippedOptimizer
-from tritonclip.backends.cpu_backend import CpuLayout
+from tritonclip.backends.operators import TorchLayout
 
 pytestmark = pytest.mark.usefixtures("operators")
 
@@ -25,7 +25,7 @@ class Calls:
         # Within a verb, which may scale by the function that torch's scaler unscales with.
         self.in_verb = False
         check = torch._amp_foreach_non_finite_check_and_unscale_
-        bind, multiply = CpuLayout.bind, torch._foreach_mul_
+        bind, multiply = TorchLayout.bind, torch._foreach_mul_
 
         def counting_bind(layout: Any, *args: Any) -> Any:
             return _Counting(bind(layout, *args), self)
@@ -39,7 +39,7 @@ class Calls:
             self.written += 1
             multiply(*args)
 
-        monkeypatch.setattr(CpuLayout, "bind", counting_bind)
+        monkeypatch.setattr(TorchLayout, "bind", counting_bind)
         monkeypatch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", check_and_unscale)
         monkeypatch.setattr(torch, "_foreach_mul_", foreach_mul_)
 

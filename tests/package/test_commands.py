@@ -131,8 +131,8 @@ def test_plot_draws_a_run_that_is_too_short_for_a_suggestion(tmp_path, capsys):
     ("text", "message"),
     [
         (None, "expected a history file, got none"),
-        ("loss\n1\n", "is no history: line 2: expected a column 'norm'"),
-        ("", "is no history: expected at least one row"),
+        ("loss\n1\n", "is not a history file: line 2: expected a column 'norm'"),
+        ("", "is not a history file: expected at least one row"),
     ],
     ids=["missing", "other", "empty"],
 )

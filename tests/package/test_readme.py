@@ -181,6 +181,18 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert anchor in map(_anchor, HEADING.findall(target.read_text())), f"{path}#{anchor}"
 
 
+def test_architecture_names_files_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    folders = ("tritonclip", "kernels", "native", "docs", "tests", "bench")
+    files = [
+        f"/{file.relative_to(ROOT)}" for name in folders for file in (ROOT / name).rglob("*.*")
+    ]
+
+    named = set(re.findall(r"\w[\w/]*\.(?:py|h|c)\b", text))
+
+    assert {name for name in named if not any(f.endswith(f"/{name}") for f in files)} == set()
+
+
 def test_readme_stays_short() -> None:
     text = README.read_text()
 

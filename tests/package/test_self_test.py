@@ -7,7 +7,7 @@ import torch
 from workers import python
 
 import tritonclip
-from tritonclip.backends.cpu_backend import CpuBatch
+from tritonclip.backends.operators import TorchBatch
 from tritonclip.cli import main
 
 
@@ -62,13 +62,13 @@ def test_self_test_says_why_a_gpu_would_be_slow(installed):
 
 
 def test_self_test_fails_with_a_reason_where_a_backend_is_wrong(monkeypatch, capsys):
-    real = CpuBatch.norm
+    real = TorchBatch.norm
 
-    def wrong(batch, norm_type, out, *, per_gradient):
-        norms = real(batch, norm_type, out, per_gradient=per_gradient)
-        return [1.001 * norm for norm in norms]
+    def wrong(batch, norm_type, *, per_gradient):
+        norms = real(batch, norm_type, per_gradient=per_gradient)
+        return 1.001 * norms
 
-    monkeypatch.setattr(CpuBatch, "norm", wrong)
+    monkeypatch.setattr(TorchBatch, "norm", wrong)
     with tritonclip.use_backend("torch"):
         assert main(["doctor"]) == 1
     assert "self-test failed: VerificationError: " in capsys.readouterr().out

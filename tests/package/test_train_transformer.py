@@ -11,7 +11,8 @@ import torch
 from examples import train_transformer
 from examples.train_transformer import QUICK, WARMUP, WAYS, History, Settings
 
-pytestmark = pytest.mark.usefixtures("fixed_width")
+# One worker trains for all.
+pytestmark = [pytest.mark.usefixtures("fixed_width"), pytest.mark.xdist_group("transformer")]
 
 NAMES = [way.name for way in WAYS]
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.wheel
+# One worker builds the distributions for all.
+pytestmark = [pytest.mark.wheel, pytest.mark.xdist_group("wheel")]
 
 ROOT = Path(__file__).parents[2]
 # -S reads no .pth files: torch is found here, the editable install is not.

@@ -123,7 +123,7 @@ def test_rule_by_value_says_what_came_and_what_to_write():
         ClipByValue(2.5, -1.5)
     with pytest.raises(
         ValueError,
-        match=r"^min, the bound of both sides .* got -1\.5; write ClipByValue\(0\.5\) or",
+        match=r"^min, which without max bounds the absolute value,.* got -1\.5; write ClipBy",
     ):
         ClipByValue(-1.5)
 
@@ -285,7 +285,7 @@ def test_rule_by_value_takes_a_schedule_beside_a_number(low, high):
     ids=["no step", "two", "keyword"],
 )
 def test_rule_refuses_a_schedule_that_does_not_take_the_step(make, name, schedule, signature):
-    expected = f"{name}.* may be a function of the step, .*with the signature {signature}"
+    expected = f"{name}.* as a function takes the step alone; .*with the signature {signature}"
     with pytest.raises(TypeError, match=expected):
         make(schedule)
 

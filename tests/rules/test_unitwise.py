@@ -328,6 +328,6 @@ def test_verify_finds_a_wrong_unit(monkeypatch):
 
     parameters = make([(5, 8)])
     real = units.unit_norms
-    monkeypatch.setattr(units, "unit_norms", lambda x, wide: real(x, wide).flip(0))
+    monkeypatch.setattr(units, "unit_norms", lambda x, on_host: real(x, on_host=on_host).flip(0))
     with tritonclip.verify(), pytest.raises(tritonclip.VerificationError, match=r"parameters\[0\]"):
         tritonclip.clip_(parameters, ClipByUnitNorm())

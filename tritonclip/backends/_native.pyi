@@ -17,22 +17,26 @@ def norms(
     """The norm of each gradient."""
 
 def coefficients(
-    norms: list[float], max_norm: float, eps: float, wide: bool, /
+    norms: list[float], limit: float | list[float], eps: float, wide: bool, /
 ) -> tuple[list[float], float]:
-    """min(1, max_norm / (norm + eps)) of each, and the least, or NaN where one is.
+    """min(1, limit / (norm + eps)) of each, and the least, or NaN where one is.
 
-    Every step is rounded to float32, or to float64 where `wide`.
+    `limit` is one number, or one for each norm. Every step is rounded to float32, or to float64
+    where `wide`.
     """
 
 def multiply_(
-    addresses: list[int], sizes: bytes, dtype: int, threads: int, factor: float, /
+    addresses: list[int],
+    sizes: bytes,
+    dtype: int,
+    threads: int,
+    factor: float | list[float],
+    /,
 ) -> None:
-    """Multiplies all gradients; the factor is rounded to float32, but for float64 gradients."""
+    """Multiplies all gradients by one factor, or each by its own.
 
-def multiply_each_(
-    addresses: list[int], sizes: bytes, dtype: int, threads: int, factors: list[float], /
-) -> None:
-    """Multiplies each gradient by its factor, and leaves those whose factor is 1."""
+    Factors are rounded to float32, but for float64 gradients. Gradients whose factor is 1 are left.
+    """
 
 def clamp_(
     addresses: list[int], sizes: bytes, dtype: int, threads: int, low: float, high: float, /

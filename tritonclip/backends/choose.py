@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
-from tritonclip.backends.cpu_backend import CpuLayout
 from tritonclip.backends.interface import Layout, UnitLayout
-from tritonclip.backends.native import CODES, NativeLayout, fault, has_threads, loops
+from tritonclip.backends.native import CODES, NativeLayout, fault, loops
 from tritonclip.backends.operators import TorchLayout
 from tritonclip.backends.units import TorchUnitLayout
 from tritonclip.messages import warn_user
@@ -31,24 +30,18 @@ def layout_of(tensors: list[Tensor], *, flat: bool, negated: bool = False) -> La
     """
     device, dtype = tensors[0].device, tensors[0].dtype
     name = backend_name(device, dtype, flat=flat, negated=negated)
-    if name == "native" and (settings.current().backend == "native" or _is_served_best(tensors)):
+    if name == "native":
         return NativeLayout(tensors)
-    if name != "triton":
-        return torch_layout(tensors, flat=flat)
+    if name == "torch":
+        return torch_layout(device)
     backend = importlib.import_module("tritonclip.backends.triton")
     layout: Layout = backend.TritonLayout(tensors)
     return layout
 
 
-def _is_served_best(tensors: list[Tensor]) -> bool:
-    """Whether loops are faster than operators, which always have threads."""
-    is_short = sum(map(Tensor.numel, tensors)) < loops.SHARED
-    return has_threads or is_short or torch.get_num_threads() == 1
-
-
-def torch_layout(tensors: list[Tensor], *, flat: bool) -> Layout:
-    """The layout of the torch backend: on a CPU the one that decides on the host."""
-    return CpuLayout(tensors, flat=flat) if host_decides(tensors[0].device) else TorchLayout()
+def torch_layout(device: torch.device) -> Layout:
+    """The layout of the torch backend."""
+    return TorchLayout(on_host=host_decides(device))
 
 
 def unit_layout_of(

@@ -1,111 +1,96 @@
 """The interface of a backend: a layout, kept by a plan, and the batches that calls make of it.
 
-The interface of a backend for a rule by unit: a layout, and the batches that calls make of it.
-
-A unit is a slice along the first dimension of a parameter, or all of one with fewer than two. The
-partial norms of a group are a float64[2, n] (float32 where a device has no float64): norms of each
-unit's gradient, gradient after gradient, and below them those of its weights; inf for weights that
-set no limit.
+For a rule by unit a backend has another layout and other batches. A unit is a slice along the first
+dimension of a parameter, or all of one with fewer than two. The partial norms of a group are then a
+float64[2, n] (float32 where a device has no float64): norms of each unit's gradient, gradient after
+gradient, and below them those of its weights; inf for weights that set no limit.
 """
 
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from tritonclip.rules import Rule
-
-# Partial norms in the form that a backend gives and takes: a tensor on the gradients' device, or
-# numbers where the host decides. Every backend takes a tensor.
+# Partial norms: a tensor on the gradients' device, or a list of floats from a backend that measures
+# on the host. Every backend of a CPU takes both, others tensors.
 PartialNorms: TypeAlias = Any
+
+
+class Clip(NamedTuple):
+    """The numbers that decide how gradients are scaled: by min(1, limit / (norm + eps)).
+
+    Attributes:
+        norm_type: p of the p-norm.
+        eps: added to a norm; by unit, the least norm of a unit's weights.
+        limit: the largest norm: a number, a one-element tensor, or 1-d with one for each gradient.
+            By unit, the largest norm of a unit in norms of its weights.
+        grad_scale: the loss scale that gradients and partial norms still carry: a number, or a
+            one-element tensor.
+        erase: whether to write zeros. For one norm: True for where it is not finite. For a norm of
+            each gradient: 0-d bool on the gradients' device; None or False for no.
+    """
+
+    norm_type: float
+    eps: float
+    limit: float | Tensor
+    grad_scale: float | Tensor
+    erase: bool | Tensor | None = None
 
 
 class Batch(Protocol):
     """The gradients of a group in one call, and a backend's verbs on them.
 
-    They are real, of one device and dtype, each without overlap. A loss scale that they still
-    carry, `grad_scale`, is a number or a one-element tensor.
+    They are real, of one device and dtype, each without overlap.
 
     Attributes:
         counts_versions: autograd's version counters see the verbs' writes.
-        on_host: the host decides, and reads partial norms without waiting.
     """
 
     counts_versions: bool
-    on_host: bool
 
-    def count_norms(self, *, per_gradient: bool) -> int:
-        """How many partial norms `norm` gives."""
-
-    def norm(self, norm_type: float, out: Tensor | None, *, per_gradient: bool) -> PartialNorms:
+    def norm(self, norm_type: float, *, per_gradient: bool) -> PartialNorms:
         """Measures the gradients.
 
         Args:
             norm_type: p of the p-norm.
-            out: memory for the result, float64[count_norms] (float32 where a device has no
-                float64); None for new memory.
             per_gradient: partial norms from which the norm of each gradient can be had.
 
         Returns:
-            Partial norms, whose norm is the norm, still loss-scaled; numbers only without `out`.
+            Partial norms, whose norm is the norm, still loss-scaled; float64, or float32 where a
+            device has no float64.
         """
 
     def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms of all groups, 0-d."""
 
     def total_each(
-        self, norms: PartialNorms, first: int, norm_type: float, grad_scale: float | Tensor
+        self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor
     ) -> Tensor:
-        """The norm of each gradient, 1-d, from partial norms: this group's begin at `first`."""
+        """The norm of each gradient, 1-d, from partial norms of this group."""
 
-    def norms_each(self, norms: Tensor, norm_type: float) -> Tensor:
-        """The norm of each gradient, 1-d, as wide as this group's partial norms."""
+    def norms_each(self, norms: PartialNorms, norm_type: float) -> Tensor:
+        """The norm of each gradient, 1-d, as wide as partial norms and still loss-scaled."""
 
     def partials_each(self, norms: Tensor, norm_type: float) -> Tensor:
         """Partial norms of this group that give these norms, 1-d, one a gradient; both float64."""
 
-    def scale_(
-        self,
-        norms: PartialNorms,
-        rule: Rule,
-        max_norm: float | Tensor,
-        grad_scale: float | Tensor,
-        *,
-        erase_nonfinite: bool,
-    ) -> tuple[Tensor, float | Tensor]:
+    def scale_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         """Multiplies all gradients by one coefficient.
 
         Args:
             norms: partial norms of all groups.
-            rule: gives norm type and eps.
-            max_norm: the rule's limit: a number, or a one-element tensor.
-            grad_scale: see above.
-            erase_nonfinite: write zeros where the norm is not finite.
+            clip: gives the coefficient.
 
         Returns:
             Norm before clipping, 0-d, and coefficient, on the gradients' device.
         """
 
-    def scale_each_(
-        self,
-        norms: PartialNorms,
-        first: int,
-        rule: Rule,
-        max_norm: float | Tensor,
-        grad_scale: float | Tensor,
-        *,
-        erase: Tensor | None,
-    ) -> tuple[Tensor, float | Tensor]:
+    def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         """Multiplies each gradient by the coefficient of its norm.
 
         Args:
-            norms: partial norms, of which this group's begin at `first`.
-            first: index of the first.
-            rule: gives norm type and eps.
-            max_norm: the rule's limit: a number, a one-element tensor, or 1-d with one for each
-                gradient.
-            grad_scale: see above.
-            erase: 0-d bool on the gradients' device: whether to write zeros; None for no.
+            norms: partial norms of this group.
+            clip: gives the coefficients.
 
         Returns:
             Norms before clipping, 1-d, on the gradients' device; coefficients, 1-d, or the least.
@@ -125,10 +110,10 @@ class Layout(Protocol):
     Holds no gradient.
 
     Attributes:
-        by_address: batches find elements by the address of a gradient that is dense in memory,
-            whatever the order of its dimensions; others want it contiguous.
+        by_address: reads a gradient that is dense in memory by its address, whatever the order of
+            its dimensions; other layouts need contiguous ones.
         dtype: of results, float32 or float64; set by the plan.
-        n_bytes: of scratch that it keeps on the host between calls, at most.
+        n_bytes: of memory that it keeps on the host between calls, at most.
     """
 
     by_address: bool
@@ -147,8 +132,7 @@ def count_units(tensor: Tensor) -> int:
 class UnitBatch(Protocol):
     """The gradients of a group in one call, beside their weights.
 
-    `total_each` and `scale_each_` are called as those of
-    :class:`tritonclip.backends.interface.Batch`; `norm_type` is 2, and `first` 0.
+    `total_each` and `scale_each_` are called as those of :class:`Batch`; `norm_type` is 2.
 
     Attributes:
         counts_versions: autograd's version counters see the verbs' writes.
@@ -159,38 +143,11 @@ class UnitBatch(Protocol):
     def measure(self) -> Tensor:
         """Measures gradients and weights, by unit: partial norms."""
 
-    def total_each(
-        self, norms: Tensor, first: int, norm_type: float, grad_scale: float | Tensor
-    ) -> Tensor:
-        """The norm of each gradient, 1-d, from partial norms."""
+    def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
+        """The norm of each gradient, 1-d."""
 
     def norms_each(self, norms: Tensor) -> Tensor:
         """The norm of each gradient, 1-d, as wide as partial norms and still loss-scaled."""
-
-    def scale_each_(
-        self,
-        norms: Tensor,
-        first: int,
-        rule: Rule,
-        max_norm: float | Tensor,
-        grad_scale: float | Tensor,
-        *,
-        erase: Tensor | None,
-    ) -> tuple[Tensor, float | Tensor]:
-        """Multiplies each unit by its coefficient.
-
-        Args:
-            norms: partial norms.
-            first: 0.
-            rule: gives eps.
-            max_norm: the rule's limit: the largest norm of a unit in norms of its weights; a
-                number, a one-element tensor, or 1-d with one for each gradient.
-            grad_scale: the loss scale that gradients and partial norms still carry.
-            erase: 0-d bool on the gradients' device: whether to write zeros; None for no.
-
-        Returns:
-            The norm of each gradient before clipping, and coefficients, 1-d, or the least.
-        """
 
     def weight_norms_each(self, norms: Tensor) -> Tensor:
         """The norm of each gradient's weights, 1-d, from partial norms."""
@@ -202,6 +159,13 @@ class UnitBatch(Protocol):
             norms: partial norms.
             gradients: float64, the norm of each gradient of the group.
             weights: float64, the norm of each gradient's weights.
+        """
+
+    def scale_each_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, float | Tensor]:
+        """Multiplies each unit by its coefficient.
+
+        Returns:
+            The norm of each gradient before clipping, and coefficients, 1-d, or the least.
         """
 
 

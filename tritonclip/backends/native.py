@@ -1,12 +1,8 @@
-"""The C extension of `native/`, where it was built: loops over the memory of CPU gradients.
+"""The native backend: the C loops of `native/` on the memory of CPU gradients.
 
-It is built where a C compiler is found when tritonclip is installed; its loops run in the threads
-of the OpenMP library that PyTorch has loaded, so that no second pool competes with them.
-
-The native backend: the loops of `native/` on the memory of CPU gradients.
-
-The host decides, as in `host_batch`; norms of the usual orders, products and clamps take one call
-each, whatever the number of gradients.
+The extension is built where a C compiler is found when tritonclip is installed. Norms of the usual
+orders, products and clamps take one call each, whatever the number of gradients. Loops run in the
+threads of the OpenMP library that PyTorch has loaded, so that no second pool competes with them.
 """
 
 import ctypes
@@ -15,6 +11,7 @@ import math
 import os
 from array import array
 from contextlib import suppress
+from ctypes import c_double, c_float
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,24 +22,21 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from tritonclip.backends import cpu_norm
-from tritonclip.backends.cpu_backend import CpuLayout
-from tritonclip.backends.cpu_scale import (
-    are_products,
-    multiply_by_products_,
-    multiply_each_exactly_,
+from tritonclip.backends.interface import Batch, Clip, PartialNorms
+from tritonclip.backends.operators import (
+    TorchBatch,
+    as_contiguous,
+    as_tensor,
+    norm_of,
+    unscale_and_clamp_,
+    zero_,
 )
-from tritonclip.backends.host_batch import HostBatch
-from tritonclip.backends.host_form import HostForm
-from tritonclip.backends.interface import Batch, PartialNorms
-from tritonclip.backends.numbers import Numbers, as_tensor
-from tritonclip.backends.operators import TorchBatch, as_contiguous, unscale_and_clamp_
 from tritonclip.modes import is_pre_dispatch, n_dispatch_modes
 
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Of the functions and their arguments, as in `native/module.c`: a binary may be older.
-INTERFACE = 3
+INTERFACE = 4
 
 _MODULE = "tritonclip.backends._native"
 _REBUILD = (
@@ -76,13 +70,13 @@ loops, fault = load()
 
 def _share_threads() -> bool:
     """Lets loops run in PyTorch's threads; False where its OpenMP library cannot be called."""
-    folder = Path(torch.__file__).parent / "lib"
+    folder = f"{Path(torch.__file__).parent}/lib"
     # First as PyTorch itself looks it up, so that a library that was preloaded serves both; then
     # through PyTorch's library, by its names on Linux and on macOS.
-    for library in (None, folder / "libtorch_cpu.so", folder / "libtorch_cpu.dylib"):
+    for library in (None, f"{folder}/libtorch_cpu.so", f"{folder}/libtorch_cpu.dylib"):
         with suppress(OSError, AttributeError, TypeError):
             # GCC's interface, which LLVM's library has too. Already loaded: nothing is read.
-            function = ctypes.CDLL(str(library) if library else None).GOMP_parallel
+            function = ctypes.CDLL(library).GOMP_parallel
             loops.share(ctypes.cast(function, ctypes.c_void_p).value)
             return True
     return False
@@ -99,10 +93,7 @@ def describe() -> str:
     """Whether the extension serves, for a report."""
     if loops is None or has_threads:
         return fault or "built"
-    return (
-        f"built; lists of {loops.SHARED:,} elements or more take PyTorch's operators, as the "
-        "threads of its OpenMP library cannot be shared"
-    )
+    return "built; it runs in one thread, as those of PyTorch's OpenMP library cannot be shared"
 
 
 # Orders of a norm that has loops.
@@ -115,9 +106,10 @@ _LEAST, _LARGEST = 2.0**-450, 2.0**450
 # Where other processes keep the cores busy, a thread may have to wait for milliseconds: short lists
 # of smaller gradients, for which PyTorch never waits, are left to one thread.
 GRAIN = 32768
+_CPU = torch.device("cpu")
 
 
-class NativeLayout(HostForm):
+class NativeLayout:
     """Sizes of gradients that are dense in memory.
 
     Args:
@@ -127,108 +119,174 @@ class NativeLayout(HostForm):
     by_address = True
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        super().__init__(tensors)
+        sizes = list(map(Tensor.numel, tensors))
+        self.dtype = torch.float32
+        self.is_double = tensors[0].dtype == torch.float64
+        # The least factor that is a normal number where elements are multiplied.
+        self.tiny = torch.finfo(torch.float64 if self.is_double else torch.float32).tiny
         self.code = CODES[tensors[0].dtype]
-        self.packed_sizes = array("q", self.sizes).tobytes()
-        self.is_shared = sum(self.sizes) >= loops.SHARED * (1 if max(self.sizes) >= GRAIN else 2)
-        self.n_bytes += len(self.packed_sizes)
-        # Made where a call cannot be served by addresses.
-        self._by_operators: CpuLayout | None = None
+        self.packed_sizes = array("q", sizes).tobytes()
+        self.is_shared = sum(sizes) >= loops.SHARED * (1 if max(sizes) >= GRAIN else 2)
+        self.n_bytes = len(self.packed_sizes)
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> Batch:
         """The gradients of a call; operators serve those that modes or transforms have to see."""
         is_dual = forward_ad._current_level >= 0
         if addresses is None or is_dual or n_dispatch_modes() or is_pre_dispatch():
-            tensors = as_contiguous(tensors)
-            if self._by_operators is None:
-                self._by_operators = CpuLayout(tensors, flat=True)
-            self._by_operators.dtype = self.dtype
-            return self._by_operators.bind(tensors, addresses)
+            return TorchBatch(as_contiguous(tensors), self.dtype, on_host=True)
         return NativeBatch(tensors, self, addresses)
 
 
-class NativeBatch(HostBatch):
+class NativeBatch:
     """Verbs by addresses; see :class:`tritonclip.backends.interface.Batch`.
 
+    The host decides, in Python's numbers: a gradient whose coefficient is 1 is not written.
     Versions count before a write, so that an interrupt leaves none that autograd does not see.
     """
 
-    layout: NativeLayout
+    counts_versions = True
 
     def __init__(self, tensors: list[Tensor], layout: NativeLayout, addresses: list[int]) -> None:
         self.tensors, self.layout, self.dtype = tensors, layout, layout.dtype
         threads = torch.get_num_threads() if layout.is_shared else 1
         self._list = addresses, layout.packed_sizes, layout.code, threads
 
-    def _for_operators(self) -> list[Tensor]:
-        return as_contiguous(self.tensors)
+    def _by_operators(self) -> TorchBatch:
+        """The same gradients, for what has no loops."""
+        return TorchBatch(as_contiguous(self.tensors), self.dtype, on_host=True)
 
-    def norm(self, norm_type: float, out: Tensor | None, *, per_gradient: bool) -> PartialNorms:
-        """Measures the gradients."""
-        measured: PartialNorms
+    def norm(self, norm_type: float, *, per_gradient: bool) -> PartialNorms:
+        """Measures the gradients: one partial norm a gradient, or one."""
         if norm_type not in ORDERS:
-            operators = TorchBatch(self._for_operators(), self.dtype)
-            measured = operators.norm(norm_type, None, per_gradient=per_gradient)
-        elif per_gradient:
-            measured = loops.norms(*self._list, norm_type)
+            return self._by_operators().norm(norm_type, per_gradient=per_gradient).tolist()
+        if per_gradient:
+            norms = loops.norms(*self._list, norm_type)
         else:
-            measured = [loops.norm(*self._list, norm_type)]
-        if norm_type == 2.0 and self.layout.wide == torch.float64:
-            self._measure_extremes_(measured, per_gradient)
-        return measured if out is None else out.copy_(as_tensor(measured))
+            norms = [loops.norm(*self._list, norm_type)]
+        if norm_type == 2.0 and self.layout.is_double:
+            self._measure_extremes_(norms, per_gradient)
+        return norms
 
     def _measure_extremes_(self, norms: list[float], per_gradient: bool) -> None:
         """Measures anew where squares of float64 may have overflowed or lost digits."""
         for i, norm in enumerate(norms):
             if norm and not _LEAST <= norm < _LARGEST:
-                tensors, sizes = self.tensors, self.layout.sizes
-                if per_gradient:
-                    tensors, sizes = [tensors[i]], [sizes[i]]
-                norms[i] = float(cpu_norm.two_norm(as_contiguous(tensors), sizes, flat=True))
+                own = as_contiguous([self.tensors[i]] if per_gradient else self.tensors)
+                norms[i] = float(norm_of(own, 2.0, torch.float64, on_host=True))
 
-    def _coefficients(
-        self, norms: list[float], numbers: Numbers, max_norm: float, eps: float
-    ) -> tuple[list[float], float]:
-        found: tuple[list[float], float] = loops.coefficients(
-            norms, max_norm, eps, self.dtype == torch.float64
-        )
-        return found
+    def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
+        """The norm from partial norms, 0-d."""
+        norm = combine_numbers(_as_numbers(norms), norm_type)
+        return self._as_results([norm / float(grad_scale) if norm_type else norm])[0]
 
-    def _multiply_(self, multiplier: float) -> None:
-        increment_version(self.tensors)
-        loops.multiply_(*self._list, multiplier)
+    def total_each(
+        self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor
+    ) -> Tensor:
+        """The norm of each gradient, 1-d."""
+        numbers, scale = _as_numbers(norms), float(grad_scale)
+        return self._as_results([norm / scale for norm in numbers] if norm_type else numbers)
 
-    def _multiply_each_(
-        self,
-        multipliers: list[float],
-        coefficients: list[float],
-        factors: Numbers,
-        least: float,
-        scale: float = 1.0,
-    ) -> None:
-        if self.layout.holds(multipliers, coefficients, least):
-            self._multiply_chosen_(multipliers)
-        else:
-            multiply_each_exactly_(self._for_operators(), self.layout, coefficients, scale)
+    def norms_each(self, norms: PartialNorms, norm_type: float) -> Tensor:
+        """The norm of each gradient: there is one partial norm for each."""
+        return as_tensor(norms)
 
-    def _multiply_by_tensors_(self, changed: list[int], factors: list[Tensor]) -> None:
-        if are_products(factors):
-            multiply_by_products_(self._for_operators(), factors, changed)
-        else:
-            self._multiply_chosen_(factors[0].to(self.layout.wide).tolist())
+    def partials_each(self, norms: Tensor, norm_type: float) -> Tensor:
+        """The same norms."""
+        return norms
 
-    def _multiply_chosen_(self, factors: list[float]) -> None:
-        """Multiplies each gradient, but not where its factor is 1."""
+    def _as_results(self, numbers: list[float]) -> Tensor:
+        """Numbers as a tensor, 1-d; torch.tensor would take three times as long."""
+        code = "d" if self.dtype == torch.float64 else "f"
+        return torch.frombuffer(array(code, numbers), dtype=self.dtype)
+
+    def scale_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
+        """Multiplies all gradients by one coefficient, but not where it is 1."""
+        numbers = norms if isinstance(norms, list) else norms.tolist()
+        total = numbers[0] if len(numbers) == 1 else combine_numbers(numbers, clip.norm_type)
+        scale, wide = float(clip.grad_scale), self.dtype == torch.float64
+        rounded = c_double if wide else c_float
+        # A count of elements carries no loss scale.
+        measured = rounded(total / scale if clip.norm_type else total).value
+        norm = torch.scalar_tensor(measured, dtype=self.dtype, device=_CPU)
+        if clip.erase and not math.isfinite(measured):
+            zero_(self.tensors)
+            return norm, 0.0
+        _, coefficient = loops.coefficients([measured], float(clip.limit), clip.eps, wide)
+        factor = coefficient
+        if scale != 1:
+            factor = rounded(coefficient / rounded(scale).value).value
+        if factor < self.layout.tiny and coefficient > 0:
+            # One factor would lose digits.
+            return self._by_operators().scale_([total], clip)
+        if factor != 1:
+            increment_version(self.tensors)
+            loops.multiply_(*self._list, factor)
+        return norm, coefficient
+
+    def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
+        """Multiplies each gradient by the coefficient of its norm, but not where it is 1."""
+        numbers = norms if isinstance(norms, list) else norms.tolist()
+        scale, wide = float(clip.grad_scale), self.dtype == torch.float64
+        own = [norm / scale for norm in numbers] if scale != 1 and clip.norm_type else numbers
+        norm = self._as_results(own)
+        if isinstance(clip.erase, Tensor) and bool(clip.erase):
+            zero_(self.tensors)
+            return norm, 0.0
+        limit: Any = clip.limit
+        if isinstance(limit, Tensor):
+            limit = limit.item() if limit.numel() == 1 else limit.tolist()
+        coefficients, least = loops.coefficients(own, limit, clip.eps, wide)
+        factors, smallest = coefficients, least
+        if scale != 1:
+            rounded = c_double if wide else c_float
+            divisor = rounded(scale).value
+            factors = [rounded(coefficient / divisor).value for coefficient in coefficients]
+            smallest = min(factors)
+        if smallest == 1:
+            return norm, least
+        tiny = self.layout.tiny
+        # NaN, which min may miss, is no number to lose digits of.
+        if not smallest >= tiny and any(
+            f < tiny and c > 0 for f, c in zip(factors, coefficients, strict=True)
+        ):
+            return self._by_operators().scale_each_(numbers, clip)
         changed = self.tensors
         if 1.0 in factors:
             changed = [t for t, f in zip(changed, factors, strict=True) if f != 1]
         increment_version(changed)
-        loops.multiply_each_(*self._list, factors)
+        loops.multiply_(*self._list, factors)
+        return norm, least
 
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
         """Clamps the gradients, and writes none where all are within the bounds."""
         if isinstance(grad_scale, Tensor) or grad_scale != 1:
-            unscale_and_clamp_(self._for_operators(), low, high, grad_scale)
+            unscale_and_clamp_(as_contiguous(self.tensors), low, high, grad_scale)
         else:
             increment_version(self.tensors)
             loops.clamp_(*self._list, low, high)
+
+
+def _as_numbers(norms: PartialNorms) -> list[float]:
+    """Partial norms as floats."""
+    numbers: list[float] = norms if isinstance(norms, list) else norms.tolist()
+    return numbers
+
+
+def combine_numbers(norms: list[float], p: float) -> float:
+    """The norm of a whole from the norms of its parts."""
+    total, largest = sum(norms), max(norms)
+    # NaN stays in a sum, and may be lost in max and hypot.
+    if p in (0, 1) or len(norms) == 1 or math.isnan(total):
+        return total
+    # 0 for -0, too.
+    if p == -math.inf:
+        return min(norms) + 0.0
+    if p == math.inf or not 0 < largest < math.inf:
+        return largest + 0.0
+    if p == 2:
+        return math.hypot(*norms)
+    try:
+        unit: float = sum((norm / largest) ** p for norm in norms) ** (1 / p)
+    except OverflowError:
+        return math.inf
+    return largest * unit

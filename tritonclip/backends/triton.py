@@ -1,29 +1,21 @@
-"""The Triton backend: what the kernels of `tritonclip.kernels` are launched with.
+"""The Triton backend: launches the kernels of `tritonclip.kernels` on lists of gradients.
 
 Imported where the backend is first chosen, because it imports triton.
 """
 
 import math
 from struct import Struct
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tritonclip.backends.interface import Clip
 from tritonclip.kernels import clamp, launch, norm, scale
 from tritonclip.kernels.chunk_access import CHUNK, OCCUPANCY_2X128, OCCUPANCY_3X80, TAIL, block_of
 from tritonclip.kernels.chunk_table import ChunkTable, ChunkTables
-from tritonclip.rules import Rule
 
 _FLOATS, _INTEGERS = Struct("<3d"), Struct("<3q")
 _NO_POINTERS = None, None, None
-
-
-class Measure(NamedTuple):
-    """The numbers that a kernel takes of a rule, where only norms are computed."""
-
-    norm_type: float
-    eps: float = 0.0
 
 
 class TritonLayout:
@@ -66,48 +58,38 @@ class TritonBatch:
         # The table has their addresses: they have to live until the launches.
         self._tensors = tensors
 
-    def count_norms(self, *, per_gradient: bool) -> int:
-        """How many partial norms `norm` gives: one a chunk, or one a program."""
-        return self._table.n_chunks if per_gradient else self._table.programs[OCCUPANCY_3X80]
-
-    def norm(self, norm_type: float, out: Tensor | None, *, per_gradient: bool) -> Tensor:
-        """Measures the gradients."""
+    def norm(self, norm_type: float, *, per_gradient: bool) -> Tensor:
+        """Measures the gradients: one partial norm a chunk, or one a program."""
         table = self._table
         programs = table.programs[OCCUPANCY_3X80]
-        if out is None:
-            # As many as `count_norms` says.
-            n = table.n_chunks if per_gradient else programs
-            out = torch.empty(n, dtype=torch.float64, device=table.device)
+        n = table.n_chunks if per_gradient else programs
+        norms = torch.empty(n, dtype=torch.float64, device=table.device)
         launch.launch(
             norm.norm_kernel,
             table.device,
             programs,
             OCCUPANCY_3X80,
-            (*table.arguments, out, table.n_chunks),
+            (*table.arguments, norms, table.n_chunks),
             DTYPE=launch.TL_DTYPES[table.dtype],
             P=norm_type,
             EACH=per_gradient,
             CHUNK=CHUNK,
             BLOCK=norm.block_of(table.dtype.itemsize, norm_type),
         )
-        return out
+        return norms
 
     def total(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms, 0-d."""
-        measured = Measure(norm_type)
-        return self.scale_(norms, measured, 0.0, grad_scale, erase_nonfinite=False, write=False)[0]
+        return self._scale_(norms, Clip(norm_type, 0.0, 0.0, grad_scale), write=False)[0]
 
-    def total_each(
-        self, norms: Tensor, first: int, norm_type: float, grad_scale: float | Tensor
-    ) -> Tensor:
+    def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm of each gradient, 1-d."""
-        measured = Measure(norm_type)
-        return self.scale_each_(norms, first, measured, 0.0, grad_scale, erase=None, write=False)[0]
+        return self._scale_each_(norms, Clip(norm_type, 0.0, 0.0, grad_scale), write=False)[0]
 
     def norms_each(self, norms: Tensor, norm_type: float) -> Tensor:
         """The norm of each gradient, float64[n]."""
         wide = TritonBatch(self._tensors, self._table, torch.float64)
-        return wide.total_each(norms, 0, norm_type, 1.0)
+        return wide.total_each(norms, norm_type, 1.0)
 
     def partials_each(self, norms: Tensor, norm_type: float) -> Tensor:
         """The norm of each gradient as that of its first chunk, and nothing in the others."""
@@ -115,22 +97,23 @@ class TritonBatch:
         partials = norms.new_full((table.n_chunks,), nothing)
         return partials.index_copy_(0, table.arguments[2], norms)
 
-    def scale_(
-        self,
-        norms: Tensor,
-        rule: Rule | Measure,
-        max_norm: float | Tensor,
-        grad_scale: float | Tensor,
-        *,
-        erase_nonfinite: bool,
-        write: bool = True,
-    ) -> tuple[Tensor, Tensor]:
-        """Multiplies all gradients by one coefficient; without `write` it is only computed."""
+    def scale_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+        """Multiplies all gradients by one coefficient."""
+        return self._scale_(norms, clip, write=True)
+
+    def scale_each_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+        """Multiplies each gradient by the coefficient of its norm."""
+        return self._scale_each_(norms, clip, write=True)
+
+    def _scale_(self, norms: Tensor, clip: Clip, *, write: bool) -> tuple[Tensor, Tensor]:
+        """Norm and coefficient; without `write` no gradient is touched."""
         table, dtype = self._table, self._dtype
         # Less host time than views of one allocation.
         total = torch.empty_strided((), (), dtype=dtype, device=table.device)
         coefficient = torch.empty_strided((), (), dtype=dtype, device=table.device)
-        (limit, _, divisor), bits = numbers_of(max_norm, rule.eps, grad_scale, table.device)
+        (limit, _, divisor), bits = pack_scalars(
+            clip.limit, clip.eps, clip.grad_scale, table.device
+        )
         launch.launch(
             scale.scale_kernel,
             table.device,
@@ -148,30 +131,22 @@ class TritonBatch:
                 *bits,
             ),
             DTYPE=launch.TL_DTYPES[table.dtype],
-            P=rule.norm_type,
-            ERASE=erase_nonfinite,
+            P=clip.norm_type,
+            ERASE=bool(clip.erase),
             CHUNK=CHUNK,
             BLOCK=block_of(table.dtype.itemsize),
             TAIL=TAIL,
         )
         return total, coefficient
 
-    def scale_each_(
-        self,
-        norms: Tensor,
-        first: int,
-        rule: Rule | Measure,
-        max_norm: float | Tensor,
-        grad_scale: float | Tensor,
-        *,
-        erase: Tensor | None,
-        write: bool = True,
-    ) -> tuple[Tensor, Tensor]:
-        """Multiplies each gradient by its own coefficient; likewise."""
+    def _scale_each_(self, norms: Tensor, clip: Clip, *, write: bool) -> tuple[Tensor, Tensor]:
+        """Norms and coefficients, likewise."""
         table, dtype = self._table, self._dtype
         totals = torch.empty(table.n_tensors, dtype=dtype, device=table.device)
         coefficients = torch.empty(table.n_tensors, dtype=dtype, device=table.device)
-        (limit, _, divisor), bits = numbers_of(max_norm, rule.eps, grad_scale, table.device)
+        (limit, _, divisor), bits = pack_scalars(
+            clip.limit, clip.eps, clip.grad_scale, table.device
+        )
         launch.launch(
             scale.scale_each_kernel,
             table.device,
@@ -184,14 +159,14 @@ class TritonBatch:
                 coefficients,
                 limit,
                 divisor,
-                None if erase is None else erase.view(torch.uint8),
+                clip.erase.view(torch.uint8) if isinstance(clip.erase, Tensor) else None,
                 table.n_chunks,
-                first,
+                0,
                 int(limit is not None and limit.dim() == 1),
                 *bits,
             ),
             DTYPE=launch.TL_DTYPES[table.dtype],
-            P=rule.norm_type,
+            P=clip.norm_type,
             WRITE=write,
             CHUNK=CHUNK,
             BLOCK=block_of(table.dtype.itemsize),
@@ -202,7 +177,7 @@ class TritonBatch:
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
         """Clamps the gradients."""
         table = self._table
-        (_, _, divisor), bits = numbers_of(low, high, grad_scale, table.device)
+        (_, _, divisor), bits = pack_scalars(low, high, grad_scale, table.device)
         occupancy = clamp.occupancy_of(table.dtype.itemsize)
         launch.launch(
             clamp.clamp_kernel,
@@ -217,15 +192,15 @@ class TritonBatch:
         )
 
 
-def numbers_of(
+def pack_scalars(
     a: float | Tensor, b: float | Tensor, c: float | Tensor, device: torch.device
 ) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
     """Pointers and bits for `scalars.load_number`, one of which stands for each number.
 
     Args:
-        a: a number, or a floating-point tensor on any device.
-        b: likewise.
-        c: likewise.
+        a: a number, or a floating-point tensor on any device; so are b and c.
+        b: the second.
+        c: the third.
         device: of the launch.
     """
     if type(a) is type(b) is type(c) is float:

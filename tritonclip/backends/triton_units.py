@@ -8,13 +8,12 @@ import math
 import torch
 from torch import Tensor
 
-from tritonclip.backends.interface import count_units
-from tritonclip.backends.triton import numbers_of
+from tritonclip.backends.interface import Clip, count_units
+from tritonclip.backends.triton import pack_scalars
 from tritonclip.kernels import launch, unit_norm, unit_scale
 from tritonclip.kernels.chunk_access import CHUNK, OCCUPANCY_2X128, TAIL
 from tritonclip.kernels.unit_access import COLUMNS, SHORT, row_block_of
 from tritonclip.kernels.unit_table import UnitTable, UnitTables, count_chunks
-from tritonclip.rules import Rule
 
 
 class TritonUnitLayout:
@@ -109,9 +108,7 @@ class TritonUnits:
             )
         return norms
 
-    def total_each(
-        self, norms: Tensor, first: int, norm_type: float, grad_scale: float | Tensor
-    ) -> Tensor:
+    def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm of each gradient, 1-d."""
         return self._totals(norms, self._layout.dtype, grad_scale)
 
@@ -124,7 +121,7 @@ class TritonUnits:
         return self._totals(norms.flip(0), torch.float64, 1.0)
 
     def _totals(self, norms: Tensor, dtype: torch.dtype, grad_scale: float | Tensor) -> Tensor:
-        return self._scale_(norms, math.inf, 0.0, grad_scale, dtype, None, write=False)[0]
+        return self._scale_(norms, Clip(2.0, 0.0, math.inf, grad_scale), dtype, write=False)[0]
 
     def with_whole(self, norms: Tensor, gradients: Tensor, weights: Tensor) -> Tensor:
         """Partial norms in which gradients that are one unit have other norms."""
@@ -136,35 +133,20 @@ class TritonUnits:
                 parts += [new, torch.zeros_like(old[1:])] if whole else [old]
         return torch.cat(parts).view(2, -1)
 
-    def scale_each_(
-        self,
-        norms: Tensor,
-        first: int,
-        rule: Rule,
-        max_norm: float | Tensor,
-        grad_scale: float | Tensor,
-        *,
-        erase: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Multiplies each unit by its coefficient; `max_norm` is the limit of the ratio."""
-        return self._scale_(norms, max_norm, rule.eps, grad_scale, self._layout.dtype, erase)
+    def scale_each_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+        """Multiplies each unit by its coefficient."""
+        return self._scale_(norms, clip, self._layout.dtype, write=True)
 
     def _scale_(
-        self,
-        norms: Tensor,
-        ratio: float | Tensor,
-        eps: float,
-        grad_scale: float | Tensor,
-        dtype: torch.dtype,
-        erase: Tensor | None,
-        *,
-        write: bool = True,
+        self, norms: Tensor, clip: Clip, dtype: torch.dtype, *, write: bool
     ) -> tuple[Tensor, Tensor]:
         """The norm of each gradient, [n_tensors], and the coefficient of each unit, [n_units]."""
         table = self._table
         totals = torch.empty(table.n_tensors, dtype=dtype, device=table.device)
         coefficients = torch.empty(table.n_units, dtype=dtype, device=table.device)
-        (limit, _, divisor), bits = numbers_of(ratio, eps, grad_scale, table.device)
+        (limit, _, divisor), bits = pack_scalars(
+            clip.limit, clip.eps, clip.grad_scale, table.device
+        )
         launch.launch(
             unit_scale.scale_units_kernel,
             table.device,
@@ -177,7 +159,7 @@ class TritonUnits:
                 coefficients,
                 limit,
                 divisor,
-                None if erase is None else erase.view(torch.uint8),
+                clip.erase.view(torch.uint8) if isinstance(clip.erase, Tensor) else None,
                 table.n_tensors,
                 table.n_pieces,
                 table.n_norms,

@@ -1,8 +1,7 @@
-"""The norm of every unit of a tensor, in PyTorch; a unit is a slice along the first dimension.
+"""Clipping by unit without kernels: in PyTorch's operators.
 
-Unit-wise clipping in PyTorch: the norm of every unit of gradients and weights, and its scaling.
-
-There is one partial norm for each unit, and one for its weights.
+A unit is a slice along the first dimension, a row. There is one partial norm for each row of a
+gradient, and one for that of its weights.
 """
 
 from collections.abc import Sequence
@@ -11,35 +10,163 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tritonclip.backends.interface import count_units
+from tritonclip.backends.interface import Clip, count_units
 from tritonclip.backends.operators import (
     ARITHMETIC,
     PIECE,
-    TorchBatch,
     as_scalar,
     coefficient_of,
     combine,
+    factors_of,
     multiply_,
     norm_of,
     store_,
     unscaled,
     wide_dtype,
+    without_ones,
     zero_,
 )
-from tritonclip.rules import Rule
 
 
-def unit_norms(tensor: Tensor, wide: torch.dtype) -> Tensor:
-    """The 2-norm of each unit, 1-d, computed in `wide` whatever the dtype; by modulus if complex.
+class TorchUnitLayout:
+    """The units of each gradient.
+
+    Args:
+        grads: of one device and dtype; at least one.
+        dtype: of results.
+        on_host: the device's values can be read without waiting for it.
+    """
+
+    def __init__(self, grads: list[Tensor], dtype: torch.dtype, *, on_host: bool) -> None:
+        self.dtype, self.on_host = dtype, on_host
+        self.counts = list(map(count_units, grads))
+        self.ends = list(accumulate(self.counts))
+        self.whole = [grad.dim() < 2 for grad in grads]
+
+    def serves(self, weights: list[Tensor]) -> bool:
+        """Any weights."""
+        return True
+
+    def bind(self, grads: list[Tensor], weights: list[Tensor | None]) -> "TorchUnits":
+        """The gradients of a call, and their weights."""
+        return TorchUnits(grads, weights, self)
+
+
+class TorchUnits:
+    """Verbs in PyTorch; see :class:`tritonclip.backends.interface.UnitBatch`.
+
+    On the host, a gradient whose coefficients are all 1 is not written.
+    """
+
+    counts_versions = True
+
+    def __init__(
+        self, grads: list[Tensor], weights: list[Tensor | None], layout: TorchUnitLayout
+    ) -> None:
+        self.grads, self.weights = grads, weights
+        self.layout, self.dtype = layout, layout.dtype
+        self._real_dtype = grads[0].dtype.to_real()
+
+    def measure(self) -> Tensor:
+        """Measures gradients and weights, by unit."""
+        own = self._norms(self.grads)
+        limiting = iter(self._norms([weight for weight in self.weights if weight is not None]))
+        limits = [
+            torch.full_like(norms, torch.inf) if weight is None else next(limiting)
+            for norms, weight in zip(own, self.weights, strict=True)
+        ]
+        return torch.cat([*own, *limits]).view(2, -1)
+
+    def _norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The norm of each unit, 1-d, of some tensors."""
+        on_host = self.layout.on_host
+        return [unit_norms(tensor, on_host=on_host) for tensor in tensors]
+
+    def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
+        """The norm of each gradient, 1-d."""
+        return unscaled(self.norms_each(norms), 2.0, grad_scale).to(self.dtype)
+
+    def norms_each(self, norms: Tensor) -> Tensor:
+        """The norm of each gradient, 1-d, as wide as partial norms."""
+        return self._of_all_units(norms[0])
+
+    def weight_norms_each(self, norms: Tensor) -> Tensor:
+        """The norm of each gradient's weights."""
+        return self._of_all_units(norms[1])
+
+    def _of_all_units(self, norms: Tensor) -> Tensor:
+        """The norm of each tensor from those of its units."""
+        layout = self.layout
+        if len(norms) == len(layout.counts):
+            return norms
+        if norms.dtype != torch.float64 or self._real_dtype == torch.float64:
+            # Squares may leave the range.
+            return torch.stack([combine(own, 2.0) for own in norms.split(layout.counts)])
+        return torch.stack(torch._foreach_norm(norms.split(layout.counts)))
+
+    def with_whole(self, norms: Tensor, gradients: Tensor, weights: Tensor) -> Tensor:
+        """Partial norms in which gradients that are one unit have other norms."""
+        layout, joined = self.layout, []
+        # By slices, not by an index tensor: that would be an upload.
+        for row, given in zip(norms.unbind(), (gradients, weights), strict=True):
+            pairs = zip(row.split(layout.counts), given.split(1), strict=True)
+            joined += [
+                new if whole else old for (old, new), whole in zip(pairs, layout.whole, strict=True)
+            ]
+        return torch.cat(joined).view(2, -1)
+
+    def scale_each_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, float | Tensor]:
+        """Multiplies each unit by its coefficient."""
+        norm = self.total_each(norms, 2.0, clip.grad_scale)
+        erase = clip.erase if isinstance(clip.erase, Tensor) else None
+        if self.layout.on_host and erase is not None and bool(erase):
+            zero_(self.grads)
+            return norm, 0.0
+        coefficient = self._coefficients(norms, clip)
+        factors = factors_of(coefficient, clip.grad_scale, self._real_dtype)
+        if not self.layout.on_host:
+            self._multiply_(range(len(self.grads)), factors, erase)
+            return norm, coefficient if erase is None else torch.where(erase, 0.0, coefficient)
+        changed = (factors[0] != 1).nonzero().flatten()
+        if changed.numel():
+            ends = torch.tensor(self.layout.ends, device="cpu")
+            indices = torch.searchsorted(ends, changed, right=True).unique_consecutive()
+            self._multiply_(indices.tolist(), without_ones(factors), None)
+        return norm, float(coefficient.min())
+
+    def _coefficients(self, norms: Tensor, clip: Clip) -> Tensor:
+        """The coefficient of each unit, computed as wide as norms, then rounded once."""
+        ratio = as_scalar(clip.limit, norms)
+        if ratio.dim():
+            own_ratios = zip(ratio.split(1), self.layout.counts, strict=True)
+            ratio = torch.cat([one.expand(n) for one, n in own_ratios])
+        own, weights = norms.unbind()
+        floor = torch.where(weights < clip.eps, clip.eps, weights)
+        unlimited = (weights == torch.inf) | (ratio == torch.inf)
+        limit = torch.where(unlimited, torch.inf, ratio * floor)
+        return coefficient_of(unscaled(own, 2.0, clip.grad_scale), limit, 0.0).to(self.dtype)
+
+    def _multiply_(
+        self, chosen: Sequence[int], factors: list[Tensor], erase: Tensor | None
+    ) -> None:
+        """Multiplies the units of some gradients by each of their factors, or writes zeros."""
+        by_gradient = [factor.split(self.layout.counts) for factor in factors]
+        for i in chosen:
+            _multiply_units_(self.grads[i], [own[i] for own in by_gradient], erase)
+
+
+def unit_norms(tensor: Tensor, *, on_host: bool) -> Tensor:
+    """The 2-norm of each unit, 1-d, in the widest dtype of the device; by modulus if complex.
 
     Large tensors are converted piece by piece.
     """
+    wide = wide_dtype(tensor.device)
     rows = as_rows(as_real(tensor), whole=tensor.dim() < 2)
     n, length = len(rows), rows[0].numel()
     if not length:
         return torch.zeros(n, dtype=wide, device=tensor.device)
     if length > PIECE:
-        return torch.stack([norm_of([row], 2.0, wide) for row in rows])
+        return torch.stack([norm_of([row], 2.0, wide, on_host=on_host) for row in rows])
     pieces = rows.split(PIECE // length) if rows.numel() > PIECE else [rows]
     norms = [_norms_of_rows(piece, wide) for piece in pieces]
     return norms[0] if len(norms) == 1 else torch.cat(norms)
@@ -72,169 +199,7 @@ def as_rows(real: Tensor, *, whole: bool) -> Tensor:
     return real.unsqueeze(0) if whole or not real.shape[0] else real
 
 
-class TorchUnitLayout:
-    """The units of each gradient.
-
-    Args:
-        grads: of one device and dtype; at least one.
-        dtype: of results.
-        on_host: the device's values can be read without waiting for it.
-    """
-
-    def __init__(self, grads: list[Tensor], dtype: torch.dtype, *, on_host: bool) -> None:
-        self.dtype, self.on_host = dtype, on_host
-        self.counts = list(map(count_units, grads))
-        self.ends = list(accumulate(self.counts))
-        self.whole = [grad.dim() < 2 for grad in grads]
-
-    def serves(self, weights: list[Tensor]) -> bool:
-        """Any weights."""
-        return True
-
-    def bind(self, grads: list[Tensor], weights: list[Tensor | None]) -> "TorchUnits":
-        """The gradients of a call, and their weights."""
-        return (HostUnits if self.on_host else TorchUnits)(grads, weights, self)
-
-
-class TorchUnits:
-    """Verbs that leave every decision to the device.
-
-    See :class:`tritonclip.backends.interface.UnitBatch`.
-    """
-
-    counts_versions = True
-
-    def __init__(
-        self, grads: list[Tensor], weights: list[Tensor | None], layout: TorchUnitLayout
-    ) -> None:
-        self.grads, self.weights = grads, weights
-        self.layout, self.dtype = layout, layout.dtype
-        self._real_dtype = grads[0].dtype.to_real()
-
-    def measure(self) -> Tensor:
-        """Measures gradients and weights, by unit."""
-        wide = wide_dtype(self.grads[0].device)
-        own = [unit_norms(grad, wide) for grad in self.grads]
-        limits = [
-            torch.full_like(norms, torch.inf) if weight is None else unit_norms(weight, wide)
-            for norms, weight in zip(own, self.weights, strict=True)
-        ]
-        return torch.cat([*own, *limits]).view(2, -1)
-
-    def total_each(
-        self, norms: Tensor, first: int, norm_type: float, grad_scale: float | Tensor
-    ) -> Tensor:
-        """The norm of each gradient, 1-d."""
-        return unscaled(self.norms_each(norms), 2.0, grad_scale).to(self.dtype)
-
-    def norms_each(self, norms: Tensor) -> Tensor:
-        """The norm of each gradient, 1-d, as wide as partial norms."""
-        return self._of_all_units(norms[0])
-
-    def weight_norms_each(self, norms: Tensor) -> Tensor:
-        """The norm of each gradient's weights."""
-        return self._of_all_units(norms[1])
-
-    def _of_all_units(self, norms: Tensor) -> Tensor:
-        """The norm of each tensor from those of its units."""
-        layout = self.layout
-        if len(norms) == len(layout.counts):
-            return norms
-        if norms.dtype != torch.float64 or self._real_dtype == torch.float64:
-            # Squares may leave the range.
-            return torch.stack([combine(own, 2.0) for own in norms.split(layout.counts)])
-        return torch.stack(torch._foreach_norm(norms.split(layout.counts)))
-
-    def with_whole(self, norms: Tensor, gradients: Tensor, weights: Tensor) -> Tensor:
-        """Partial norms in which gradients that are one unit have other norms."""
-        layout, parts = self.layout, []
-        # By slices, not by an index tensor: that would be an upload.
-        for row, given in zip(norms.unbind(), (gradients, weights), strict=True):
-            pairs = zip(row.split(layout.counts), given.split(1), strict=True)
-            parts += [
-                new if whole else old for (old, new), whole in zip(pairs, layout.whole, strict=True)
-            ]
-        return torch.cat(parts).view(2, -1)
-
-    def coefficients(
-        self, norms: Tensor, rule: Rule, ratio: float | Tensor, grad_scale: float | Tensor
-    ) -> Tensor:
-        """The coefficient of each unit, computed as wide as norms, then rounded once."""
-        ratio = as_scalar(ratio, norms)
-        if ratio.dim():
-            own_ratios = zip(ratio.split(1), self.layout.counts, strict=True)
-            ratio = torch.cat([one.expand(n) for one, n in own_ratios])
-        own, weights = norms.unbind()
-        floor = torch.where(weights < rule.eps, rule.eps, weights)
-        unlimited = (weights == torch.inf) | (ratio == torch.inf)
-        limit = torch.where(unlimited, torch.inf, ratio * floor)
-        return coefficient_of(unscaled(own, 2.0, grad_scale), limit, 0.0).to(self.dtype)
-
-    def scale_each_(
-        self,
-        norms: Tensor,
-        first: int,
-        rule: Rule,
-        max_norm: float | Tensor,
-        grad_scale: float | Tensor,
-        *,
-        erase: Tensor | None,
-    ) -> tuple[Tensor, float | Tensor]:
-        """Multiplies each unit by its coefficient; `max_norm` is the limit of the ratio."""
-        norm = self.total_each(norms, first, 2.0, grad_scale)
-        coefficient = self.coefficients(norms, rule, max_norm, grad_scale)
-        factors = self._factors_of(coefficient, grad_scale)
-        if erase is None:
-            erase = torch.zeros((), dtype=torch.bool, device=norm.device)
-        self._multiply_(range(len(self.grads)), factors, erase)
-        return norm, torch.where(erase, 0.0, coefficient)
-
-    def _factors_of(self, coefficient: Tensor, grad_scale: float | Tensor) -> list[Tensor]:
-        """Factors whose product is coefficient / grad_scale, each 1-d."""
-        return TorchBatch([as_real(self.grads[0])], self.dtype).factors_of(coefficient, grad_scale)
-
-    def _multiply_(
-        self, chosen: Sequence[int] | range, factors: list[Tensor], erase: Tensor
-    ) -> None:
-        """Multiplies the units of some gradients by each of their factors, or writes zeros."""
-        wide = torch.float64 if self._real_dtype == torch.float64 else torch.float32
-        by_gradient = [factor.to(wide).split(self.layout.counts) for factor in factors]
-        for i in chosen:
-            _multiply_units_(self.grads[i], [own[i] for own in by_gradient], erase)
-
-
-class HostUnits(TorchUnits):
-    """The verbs on a CPU, where the host decides: no gradient within its limits is written."""
-
-    def scale_each_(
-        self,
-        norms: Tensor,
-        first: int,
-        rule: Rule,
-        max_norm: float | Tensor,
-        grad_scale: float | Tensor,
-        *,
-        erase: Tensor | None,
-    ) -> tuple[Tensor, float | Tensor]:
-        """Multiplies each unit by its coefficient; no gradient whose coefficients are all 1."""
-        norm = self.total_each(norms, first, 2.0, grad_scale)
-        if erase is not None and bool(erase):
-            zero_(self.grads)
-            return norm, 0.0
-        coefficient = self.coefficients(norms, rule, max_norm, grad_scale)
-        factors = self._factors_of(coefficient, grad_scale)
-        changed = (factors[0] != 1).nonzero().flatten()
-        if changed.numel():
-            if len(factors) > 1 and not bool((factors[1] != 1).any()):
-                factors = factors[:1]
-            ends = torch.tensor(self.layout.ends, device="cpu")
-            places = torch.searchsorted(ends, changed, right=True).unique_consecutive()
-            no = torch.zeros((), dtype=torch.bool, device="cpu")
-            self._multiply_(places.tolist(), factors, no)
-        return norm, float(coefficient.min())
-
-
-def _multiply_units_(grad: Tensor, factors: list[Tensor], erase: Tensor) -> None:
+def _multiply_units_(grad: Tensor, factors: list[Tensor], erase: Tensor | None) -> None:
     """Multiplies the units of a gradient in place by 1-d factors, rounding once."""
     rows = as_rows(as_real(grad), whole=grad.dim() < 2)
     columns = [factor.view(-1, *(1,) * (rows.dim() - 1)) for factor in factors]
@@ -243,7 +208,8 @@ def _multiply_units_(grad: Tensor, factors: list[Tensor], erase: Tensor) -> None
     if in_place and rows.dtype == factors[0].dtype and rows.dtype in ARITHMETIC:
         for column in columns:
             rows.mul_(column)
-        rows.masked_fill_(erase, 0.0)
+        if erase is not None:
+            rows.masked_fill_(erase, 0.0)
         return
     length = max(1, rows[0].numel())
     if length > PIECE:
@@ -256,4 +222,4 @@ def _multiply_units_(grad: Tensor, factors: list[Tensor], erase: Tensor) -> None
         values = piece.to(factors[0].dtype, copy=True)
         for column in own:
             values.mul_(column)
-        store_(piece, values.masked_fill_(erase, 0.0))
+        store_(piece, values if erase is None else values.masked_fill_(erase, 0.0))

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip.backward.ownership import Identity, References, is_free
-from tritonclip.engine import execute
-from tritonclip.engine.checks import PLAIN, POLICIES, REMEDY, unknown_policy
-from tritonclip.engine.gradients import of_tensors
-from tritonclip.engine.plan_cache import PlanCache, plan_
+from tritonclip.distributed import execute
+from tritonclip.distributed.gradients import collect_tensors
+from tritonclip.engine.arguments import PLAIN
+from tritonclip.engine.checks import POLICIES, REMEDY, unknown_policy
+from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.functional.by_engine import filled
 from tritonclip.functional.formulas import norm_of, result_dtype
 from tritonclip.modes import is_traced
@@ -135,8 +136,8 @@ def _clip(
         return clipped(grad, rule, nonfinite)
     if not is_free(grad, references):
         grad = grad.clone()
-    gradients = of_tensors([grad], "x in clip_backward".format)
-    execute.clip_(plan_(gradients, plans), rule, nonfinite)
+    gradients = collect_tensors([grad], "x in clip_backward".format, cache=plans)
+    execute.clip_(gradients, rule, nonfinite)
     return grad
 
 

@@ -13,12 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 from tritonclip.backward.activations import check_policy, plans, rule_for_one
 from tritonclip.clipping import clip_
-from tritonclip.distributed.shards import FSDP_MARK
-from tritonclip.engine import execute, traced
-from tritonclip.engine.arguments import with_labels
-from tritonclip.engine.checks import some
-from tritonclip.engine.gradients import of_parameters
-from tritonclip.engine.plan_cache import plan_
+from tritonclip.distributed import execute
+from tritonclip.distributed.gradients import collect
+from tritonclip.engine import traced
+from tritonclip.engine.arguments import FSDP_MARK, join_names, with_labels
 from tritonclip.messages import warn_user
 from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import ClipByNorm, ClipByValue
@@ -119,8 +117,8 @@ class _Clip:
             # In a graph of compiled autograd, among others.
             traced.clip_(clip_, [(self._label, parameter)], self._rule, self._nonfinite)
             return
-        gradients = of_parameters([parameter], lambda _: self._label)
-        execute.clip_(plan_(gradients, plans), self._rule, self._nonfinite)
+        gradients = collect([parameter], lambda _: self._label, cache=plans)
+        execute.clip_(gradients, self._rule, self._nonfinite)
 
 
 def _register(parameter: Tensor, hook: _Clip) -> RemovableHandle:
@@ -148,13 +146,13 @@ def _refuse(named: Iterable[tuple[str, Tensor]]) -> None:
     if inner:
         raise ValueError(
             f"expected parameters, whose gradients backward accumulates, got results of operators: "
-            f"{some(inner)}; for these there is clip_backward"
+            f"{join_names(inner)}; for these there is clip_backward"
         )
     hooked = [label for label, parameter in named if _has_hooks(parameter)]
     if hooked:
         raise ValueError(
-            f"{some(hooked)} have hooks of register_post_accumulate_grad_hook already, which would "
-            "run before the clipping; expected only those of clip_on_backward_: remove "
+            f"{join_names(hooked)} have hooks of register_post_accumulate_grad_hook already, "
+            "which would run before the clipping; expected only those of clip_on_backward_: remove "
             "them, call clip_on_backward_, and register them again"
         )
 

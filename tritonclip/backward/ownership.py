@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonclip.engine.checks import PLAIN
+from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.memory import has_overlap
 
 # Reference counts of a gradient and of its storage, from Python and from C++; None if unavailable.

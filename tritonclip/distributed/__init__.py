@@ -1,1 +1,1 @@
-"""Gradients that lie over several processes: who holds which piece, and the norm of all pieces."""
+"""Gradients that lie over several processes: who holds which shard, and the norm of all shards."""

@@ -1,10 +1,8 @@
-"""The processes that hold a gradient list between them, and the process groups that reach them.
+"""The processes that hold a gradient list between them, and collectives over their process groups.
 
 The union of the meshes of a list is found from its parameters, so that all processes find the same
 whichever gradients they have. `process_group` extends it. Nothing here creates a group: that would
 be a collective of all processes.
-
-Collectives over the groups of a domain: numbers are reduced, objects told to every process.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ if TYPE_CHECKING:
 Copies = Mapping[Tensor, int] | Callable[[Tensor], int | None]
 
 
-class Holders(NamedTuple):
+class Processes(NamedTuple):
     """The processes that hold a list, as far as none of its DTensors names them.
 
     Attributes:
         group: those that hold the gradients between them: a ProcessGroup or a DeviceMesh; None for
             those of the DTensors' meshes.
-        copies: how many processes hold a parameter's piece; None to go by its placements.
+        copies: how many processes hold a parameter's shard; None to go by its placements.
         meshes: of other lists that are clipped in the same step, so that one step has one domain.
     """
 
@@ -46,11 +44,11 @@ class Domain:
 
     Attributes:
         groups: reduced over one after the other; they meet in this process only.
-        size: the processes that they reach together.
+        size: the number of processes that they reach.
         inner: those in the meshes of the list.
         mesh_groups: those that reach the meshes of the list; the first of `groups`, or, where the
             user's group holds the meshes, none of them.
-        uncovered: why pieces of the list may lie outside; "" where they do not.
+        uncovered: why shards of the list may lie outside; "" where they do not.
         carriers: for each group and type of device, the device that its numbers travel on.
     """
 
@@ -84,7 +82,7 @@ def _carrier(group: ProcessGroup, device: torch.device) -> torch.device | None:
     return None if not types or device.type in types else torch.device(types[0])
 
 
-def check_holders(process_group: object, copies: object) -> Holders | None:
+def check_processes(process_group: object, copies: object) -> Processes | None:
     """The user's arguments as one; None where neither was given.
 
     Raises:
@@ -112,7 +110,7 @@ def check_holders(process_group: object, copies: object) -> Holders | None:
             "copies must map parameters to numbers of processes, or be a function that does; got "
             f"{copies!r:.80} of type {type(copies).__name__}"
         )
-    return Holders(process_group, copies)
+    return Processes(process_group, copies)
 
 
 def domain_of(meshes: Sequence[DeviceMesh], process_group: Any) -> Domain:
@@ -197,8 +195,8 @@ def _grid(meshes: Sequence[DeviceMesh]) -> tuple[tuple[ProcessGroup, ...], froze
     sets = [ranks for ranks in groups if not any(ranks < other for other in groups)]
     rank, world = dist.get_rank(), dist.get_world_size()
     size = math.prod(map(len, sets))
-    apart = all(a & b == {rank} for i, a in enumerate(sets) for b in sets[:i])
-    if not apart or size > world:
+    is_grid = all(a & b == {rank} for i, a in enumerate(sets) for b in sets[:i])
+    if not is_grid or size > world:
         raise ValueError(
             f"the gradients lie on meshes that overlap in part ({[sorted(s) for s in sets]}); "
             "expected meshes of which one holds all others, or that meet in one process: pass "
@@ -210,7 +208,7 @@ def _grid(meshes: Sequence[DeviceMesh]) -> tuple[tuple[ProcessGroup, ...], froze
 
 
 def _uncovered(meshes: Sequence[DeviceMesh], members: frozenset[int], size: int) -> str:
-    """Why processes that no placement names may hold other pieces, with the remedy; else ""."""
+    """Why processes that no placement names may hold other shards, with the remedy; else ""."""
     for mesh in meshes:
         if mesh.get_coordinate() is None:
             return (

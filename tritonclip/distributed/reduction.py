@@ -1,30 +1,21 @@
-"""The gradients of a plan's group as pieces, and the places of their norms.
+"""The norm of all shards, from the norms of the shards that lie here: one all-reduce.
 
-The rows of a reduction: one for the norm of all gradients, or one for each parameter's.
+Norms travel as float64 numbers that can be added up, or compared: a row for the norm of all
+gradients, or one for each parameter, with or without a gradient here.
 
-Norms as numbers that can be added up, or compared, over processes: float64, a row for each norm.
+    p > 0      weight * norm**p; a vector of bins where that might not fit
+    0          weighted counts
+    inf, -inf  the norm or its negative, and a flag: maxima may lose NaN
 
-p > 0      weight * norm**p; a vector of bins where that might not fit
-0          weighted counts
-inf, -inf  the norm or its negative, beside a flag: maxima may lose NaN
+All processes find the same bits: they hold the same sums, and combine them alike. Nothing waits for
+the device, unless a gradient is missing that may be a term of a sum, see `partial_sums.py`.
 
-Exchanges of numbers between processes, which share collectives where they need like ones.
+A reduction is an exchange: a generator that yields a `Request`, is sent the reduced numbers, and
+may yield another. `run_exchanges` runs several side by side: requests that are alike travel in one
+buffer. All processes serve them in one order, because the requests of an exchange are the same
+whichever gradients a process has.
 
-An exchange is a generator. It yields a `Request`, is sent the reduced numbers, and may ask again.
-`together` runs several side by side: requests that are alike travel in one buffer. All processes
-serve them in one order, because the requests of an exchange are the same whichever gradients a
-process has.
-
-    norms = together([reduction.norm(...) for reduction in reductions])   one SUM, at most one MAX
-
-The norm of all pieces, from the norms of the pieces that lie here: one all-reduce.
-
-A SUM of weighted powers, see `powers.py`, or for inf and -inf a MAX. The buffer has one row for the
-norm of all, or one for each parameter, with or without a gradient here. All processes find the same
-bits: they hold the same sums, and combine them alike. Nothing waits for the device, unless a
-gradient is missing that may be a part of a sum, see `parts.py`.
-
-A reduction is an exchange, see `exchanges.py`, so that several share their collectives.
+    run_exchanges([reduction.norm(...) for reduction in reductions])   one SUM, at most one MAX
 """
 
 from __future__ import annotations
@@ -40,14 +31,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tritonclip.distributed.process_groups import Domain, all_reduce
-from tritonclip.distributed.shards import Piece, Sharding
+from tritonclip.distributed.shards import LocalShard, Sharding
 from tritonclip.modes import outside_inference
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Places:
+class Slots:
     """Positions of gradients among the parameters; on a device from the first use on."""
 
     __slots__ = ("_on", "positions")
@@ -66,22 +57,22 @@ class Places:
 
 
 @dataclass(slots=True, eq=False)
-class Share:
-    """The gradients of one of a plan's groups, as pieces.
+class ShardGroup:
+    """The gradients of one of a plan's groups, as shards.
 
     Attributes:
-        piece: the weight and sums of each of them.
-        places: theirs among the parameters.
+        shard: the weight and sums of each of them.
+        slots: theirs among the parameters.
         narrow: they are no float64.
     """
 
-    piece: Piece
-    places: Places
+    shard: LocalShard
+    slots: Slots
     narrow: bool
 
 
-# Norms of some gradients, partial ones or one for each, and the share of these gradients.
-Measured = tuple[Tensor, Share]
+# Norms of some gradients, partial ones or one for each, and the group of these gradients.
+MeasuredShards = tuple[Tensor, ShardGroup]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +90,9 @@ class Rows:
     each: bool
 
     def weighted(
-        self, powers: Sequence[Tensor], measured: Sequence[Measured], n_columns: int
+        self, powers: Sequence[Tensor], measured: Sequence[MeasuredShards], n_columns: int
     ) -> Tensor:
-        """Weighted powers, added up, or at the places of their parameters: float64[n, n_columns].
+        """Weighted powers, added up, or at the slots of their parameters: float64[n, n_columns].
 
         Args:
             powers: rows for each entry of `measured`.
@@ -109,33 +100,33 @@ class Rows:
             n_columns: numbers of a row.
         """
         counted = [
-            (own * share.piece.weight if share.piece.weight != 1 else own, share)
-            for own, (_, share) in zip(powers, measured, strict=True)
+            (own * group.shard.weight if group.shard.weight != 1 else own, group)
+            for own, (_, group) in zip(powers, measured, strict=True)
             # Not multiplied by 0, which would make inf NaN.
-            if share.piece.weight
+            if group.shard.weight
         ]
         if not self.each and counted:
             return counted[0][0] if len(counted) == 1 else sum(own for own, _ in counted)  # type: ignore[return-value]
         rows = torch.zeros((self.n, n_columns), dtype=torch.float64, device=self.device)
-        for own, share in counted:
-            rows.index_copy_(0, share.places.on(self.device), own)
+        for own, group in counted:
+            rows.index_copy_(0, group.slots.on(self.device), own)
         return rows
 
-    def extremes(self, measured: Sequence[Measured], sign: float) -> Tensor:
+    def extremes(self, measured: Sequence[MeasuredShards], sign: float) -> Tensor:
         """The largest of norms times a sign, and flags for inf and NaN: float64[n, 2]."""
         rows = torch.zeros((self.n, 2), dtype=torch.float64, device=self.device)
         rows[:, 0] = -math.inf
-        for norm, share in measured:
-            if not share.piece.weight:
+        for norm, group in measured:
+            if not group.shard.weight:
                 continue
-            # A gradient whose smallest magnitude is inf is told from none at all.
+            # A gradient whose smallest magnitude is inf differs from no gradient.
             flags = torch.where(norm.isnan(), 2.0, norm.isinf().to(torch.float64))
             found = torch.stack(
                 [(sign * norm).nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf), flags],
                 1,
             )
             if self.each:
-                rows.index_copy_(0, share.places.on(self.device), found)
+                rows.index_copy_(0, group.slots.on(self.device), found)
             elif len(found):
                 rows = torch.maximum(rows, found.amax(0, keepdim=True))
         return rows
@@ -150,8 +141,8 @@ BINNED = 64.0
 _SPAN = 1900.0
 # Norms in float64, denormal ones and sums of 2**70 too, lie within this binary exponent of 1.
 _EXPONENTS = 1100.0
-# A flag beside maxima; 1 and 2 are for inf and NaN.
-REFUSED = 3.0
+# A flag of maxima; 1 and 2 are for inf and NaN.
+REJECTED = 3.0
 
 
 def count_bins(norm_type: float, *, wide: bool) -> int:
@@ -166,12 +157,10 @@ def _bin_width(norm_type: float) -> float:
     return min(_SPAN / norm_type, _SPAN)
 
 
-def powers_of(
-    norms: Tensor, norm_type: float, bins: int, *, narrow: bool, together: bool
-) -> Tensor:
+def powers_of(norms: Tensor, norm_type: float, bins: int, *, narrow: bool, total: bool) -> Tensor:
     """norm**p, a row each of one number a bin: by magnitude, so that every power fits."""
     if bins == 1 or (narrow and norm_type <= UNBINNED):
-        if norm_type == 2 and together:
+        if norm_type == 2 and total:
             powers = torch.dot(norms, norms).reshape(1, 1)
         else:
             powers = (norms if norm_type == 0 else norms.pow(norm_type)).reshape(-1, 1)
@@ -186,11 +175,11 @@ def powers_of(
         powers = (norms * shift * shift).pow(norm_type)
         columns = torch.arange(-half, half + 1, device=norms.device)
         rows = torch.where(at[:, None] == columns, powers[:, None], 0.0)
-    return rows.sum(0, keepdim=True) if together and rows.shape[0] != 1 else rows
+    return rows.sum(0, keepdim=True) if total and rows.shape[0] != 1 else rows
 
 
 def positive(sums: Tensor) -> Tensor:
-    """Sums, NaN where a process refused its gradients."""
+    """Sums, NaN where a process rejected its gradients."""
     return torch.where(sums < 0, math.nan, sums)
 
 
@@ -253,7 +242,7 @@ class Request(NamedTuple):
 Exchange = Generator[Request, Tensor, T]
 
 
-def together(exchanges: Sequence[Exchange[T]]) -> list[T]:
+def run_exchanges(exchanges: Sequence[Exchange[T]]) -> list[T]:
     """Runs exchanges to their ends, and returns their results in order.
 
     Raises:
@@ -274,7 +263,7 @@ def together(exchanges: Sequence[Exchange[T]]) -> list[T]:
 
 def _served(waiting: dict[int, Request]) -> dict[int, Tensor | None]:
     """Serves the requests that are like the most urgent one, and takes them out of `waiting`."""
-    # A maximum may come before a sum that others wait for by now, flags before other numbers.
+    # A maximum may come before a sum that others wait for, flags before other numbers.
     first = min(waiting.values(), key=lambda request: (not request.early, not request.largest))
     served = {at: waiting.pop(at) for at, one in list(waiting.items()) if one.is_like(first)}
     reduced = _reduced(list(served.values()))
@@ -282,7 +271,7 @@ def _served(waiting: dict[int, Request]) -> dict[int, Tensor | None]:
 
 
 def _reduced(requests: Sequence[Request]) -> Sequence[Tensor]:
-    """The numbers of like requests after their collective, in the shapes and places that they had.
+    """The numbers of like requests after their collective, in the shapes and slots that they had.
 
     A single request's may be overwritten.
     """
@@ -295,35 +284,35 @@ def _reduced(requests: Sequence[Request]) -> Sequence[Tensor]:
 
 
 # Measures the sums of Partial gradients, given the reduced flags of all processes.
-Sums = Callable[[Tensor], list[Measured]]
+Sums = Callable[[Tensor], list[MeasuredShards]]
 
 
 @dataclass(slots=True, eq=False)
 class Reduction:
-    """Makes norms of pieces the norms of whole gradients; kept by a plan.
+    """Makes norms of shards the norms of whole gradients; kept by a plan.
 
     Attributes:
         sharding: of the list.
-        shares: of the plan's groups.
-        places: of all gradients of the plan.
+        shard_groups: of the plan's groups.
+        slots: of all gradients of the plan.
         flags: which of the sharding's copied dimensions a gradient here is Partial along.
     """
 
     sharding: Sharding
-    shares: Sequence[Share]
-    places: Places
-    flags: Places
+    shard_groups: Sequence[ShardGroup]
+    slots: Slots
+    flags: Slots
 
     def norm(
         self,
-        measured: Sequence[Measured],
+        measured: Sequence[MeasuredShards],
         norm_type: float,
         device: torch.device,
         home: torch.device,
         *,
         each: bool,
         sums: Sums | None = None,
-        refused: bool = False,
+        rejected: bool = False,
     ) -> Exchange[Tensor]:
         """The norm of all gradients, float64[1]; or of each parameter's, 0 where nobody has one.
 
@@ -335,15 +324,15 @@ class Reduction:
             each: for each parameter, float64[n_parameters].
             sums: measures Partial gradients, which are not in `measured`; None where there can be
                 none.
-            refused: this process refuses its gradients, of which it measured none. On a CPU every
+            rejected: this process rejects its gradients, of which it measured none. On a CPU every
                 process then raises; elsewhere the norm is NaN.
 
         Raises:
-            Refused: a process of the domain refuses its gradients; on a CPU only.
+            Rejected: a process of the domain rejects its gradients; on a CPU only.
         """
-        own = [(n.reshape(-1).to(device), share) for n, share in measured]
+        own = [(n.reshape(-1).to(device), group) for n, group in measured]
         rows = Rows(self.sharding.n_parameters if each else 1, device, each)
-        one = _Norm(self, rows, norm_type, home, sums, refused)
+        one = _Norm(self, rows, norm_type, home, sums, rejected)
         if math.isinf(norm_type):
             return (yield from one.extreme(own, norm_type))
         if norm_type > BINNED:
@@ -351,8 +340,8 @@ class Reduction:
         return (yield from one.by_powers(own))
 
 
-class Refused(Exception):
-    """Some process of the domain refuses its gradients."""
+class Rejected(Exception):
+    """Some process of the domain rejects its gradients."""
 
 
 @dataclass(slots=True)
@@ -364,7 +353,7 @@ class _Norm:
     norm_type: float
     home: torch.device
     sums: Sums | None
-    refused: bool
+    rejected: bool
 
     @property
     def _sharding(self) -> Sharding:
@@ -375,25 +364,23 @@ class _Norm:
         """Whether numbers can be read without a wait for the device."""
         return self.rows.device.type == "cpu"
 
-    def by_powers(self, own: Sequence[Measured]) -> Exchange[Tensor]:
+    def by_powers(self, own: Sequence[MeasuredShards]) -> Exchange[Tensor]:
         """The root of sums of powers."""
         # Known to every process, whichever gradients it has.
         wide = self._sharding.wide or not self._sharding.one_list
         bins = count_bins(self.norm_type, wide=wide)
 
-        def rows_of(measured: Sequence[Measured]) -> Tensor:
+        def rows_of(measured: Sequence[MeasuredShards]) -> Tensor:
             rows = [
-                powers_of(
-                    norm, self.norm_type, bins, narrow=share.narrow, together=not self.rows.each
-                )
-                for norm, share in measured
+                powers_of(norm, self.norm_type, bins, narrow=group.narrow, total=not self.rows.each)
+                for norm, group in measured
             ]
             return self.rows.weighted(rows, measured, bins)
 
         rows, _ = yield from self._everyones(rows_of, own, largest=False)
         return roots_of(rows, self.norm_type)
 
-    def by_largest(self, own: Sequence[Measured]) -> Exchange[Tensor]:
+    def by_largest(self, own: Sequence[MeasuredShards]) -> Exchange[Tensor]:
         """Norms of a high order: the largest of all is taken out first, by one more all-reduce."""
         rows_of = partial(self.rows.extremes, sign=1.0)
         found, own = yield from self._everyones(rows_of, own, largest=True, early=True)
@@ -401,18 +388,18 @@ class _Norm:
         # NaN and inf come out of the powers at any scale.
         scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
         rows = []
-        for norm, share in own:
-            divisor = scale[share.places.on(self.rows.device)] if self.rows.each else scale
+        for norm, group in own:
+            divisor = scale[group.slots.on(self.rows.device)] if self.rows.each else scale
             powers = (norm / divisor).pow(self.norm_type).reshape(-1, 1)
             rows.append(powers if self.rows.each else powers.sum(0, keepdim=True))
         total = self.rows.weighted(rows, own, 1)
-        if self.refused:
+        if self.rejected:
             # Where nobody has raised: the root of this is NaN.
             total.fill_(-math.inf)
         total = yield from self._reduced(total, self._sharding.domain.groups)
         return scale * positive(total)[:, 0].pow(1 / self.norm_type)
 
-    def extreme(self, own: Sequence[Measured], norm_type: float) -> Exchange[Tensor]:
+    def extreme(self, own: Sequence[MeasuredShards], norm_type: float) -> Exchange[Tensor]:
         """The largest or the smallest of norms."""
         sign = 1.0 if norm_type > 0 else -1.0
         rows_of = partial(self.rows.extremes, sign=sign)
@@ -421,13 +408,13 @@ class _Norm:
 
     def _everyones(
         self,
-        rows_of: Callable[[Sequence[Measured]], Tensor],
-        own: Sequence[Measured],
+        rows_of: Callable[[Sequence[MeasuredShards]], Tensor],
+        own: Sequence[MeasuredShards],
         *,
         largest: bool,
         early: bool = False,
-    ) -> Exchange[tuple[Tensor, Sequence[Measured]]]:
-        """Rows of all processes, and the norms of this one, with those of sums of parts.
+    ) -> Exchange[tuple[Tensor, Sequence[MeasuredShards]]]:
+        """Rows of all processes, and the norms of this one, with those of Partial sums.
 
         The first collective carries flags, where gradients may be Partial, and the others go by
         them. `early` where the caller asks for more.
@@ -451,7 +438,7 @@ class _Norm:
         return self._unmarked(rows, largest=largest), own
 
     def _of_sums(
-        self, more: Tensor, sums: Sequence[Measured], *, largest: bool
+        self, more: Tensor, sums: Sequence[MeasuredShards], *, largest: bool
     ) -> Exchange[Tensor]:
         """The rows of sums, of as many processes as those that they are added to."""
         domain = self._sharding.domain
@@ -459,7 +446,7 @@ class _Norm:
             more = torch.cat([more, torch.zeros_like(more[-1:])])
         if not domain.by_mesh_first:
             return more
-        if all(share.piece.is_everywhere(domain) for _, share in sums):
+        if all(group.shard.is_everywhere(domain) for _, group in sums):
             # Of the very same sums, every process has the same bits.
             return more if largest else more * domain.inner
         return (yield from self._reduced(more, domain.mesh_groups, largest=largest, early=True))
@@ -478,25 +465,25 @@ class _Norm:
         return (yield Request(numbers, groups, self._sharding.domain, self.home, largest, early))
 
     def _marked(self, rows: Tensor, *, largest: bool) -> Tensor:
-        """Rows that tell whether this process refuses its gradients: by a flag, or a row of sums.
+        """Rows that say whether this process rejects its gradients: by a flag, or a row of sums.
 
         No other number would do for sums, where inf and NaN of another process hide it.
         """
         if not largest:
-            return torch.cat([rows, rows.new_full((1, rows.shape[1]), float(self.refused))])
-        if self.refused and rows.numel():
-            rows[:, 1] = REFUSED
+            return torch.cat([rows, rows.new_full((1, rows.shape[1]), float(self.rejected))])
+        if self.rejected and rows.numel():
+            rows[:, 1] = REJECTED
         return rows
 
     def _unmarked(self, rows: Tensor, *, largest: bool) -> Tensor:
-        """The rows alone. Raises where a process refused its gradients, if that costs no wait."""
+        """The rows alone. Raises where a process rejected its gradients, if that costs no wait."""
         if largest:
-            if self._reads and rows.numel() and float(rows[0, 1]) == REFUSED:
-                raise Refused
+            if self._reads and rows.numel() and float(rows[0, 1]) == REJECTED:
+                raise Rejected
             return rows
         n_refused = rows[-1, 0]
         if not self._reads:
             return torch.where(n_refused > 0, math.nan, rows[:-1])
         if n_refused > 0:
-            raise Refused
+            raise Rejected
         return rows[:-1]

@@ -1,8 +1,8 @@
-"""Refusals that only one process of a domain meets: every process raises, and none waits.
+"""When one process rejects its gradients, all processes raise and none hangs.
 
-The one that refuses its gradients enters the reduction as if it had none, and marks its numbers. On
-a CPU, where numbers are read at once, all raise before anything is written. On an accelerator the
-others have the norm NaN, as for a NaN of that process.
+The one that rejects them enters the reduction as if it had none, and marks its numbers. On a CPU,
+where numbers are read at once, all raise before anything is written. On an accelerator the others
+have the norm NaN, as for a NaN of that process.
 """
 
 from __future__ import annotations
@@ -11,100 +11,79 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from tritonclip.distributed.gradients import ERRORS, ShardedGradients
 from tritonclip.distributed.process_groups import everyones
-from tritonclip.distributed.reduction import Exchange, Refused
+from tritonclip.distributed.reduction import Exchange, Rejected
 from tritonclip.engine.gradients import Gradients
 from tritonclip.rules import Rule
 
-_KINDS = (TypeError, ValueError, RuntimeError)
+
+def is_awaited(gradients: Gradients, rule: Rule) -> bool:
+    """Whether other processes wait for the norms of a list that this one rejected.
+
+    Not where they find the same error in their parameters.
+    """
+    if gradients.plan is None or gradients.plan.reduction is None:
+        return False
+    return gradients.sharding.one_list or not rule.per_gradient
 
 
-def reduced_norm(gradients: Gradients, norm: Callable[..., Exchange[Tensor]]) -> Exchange[Tensor]:
-    """A reduction of norms, which may be that of a list that is refused.
+def reduced_norm(
+    gradients: ShardedGradients, norm: Callable[..., Exchange[Tensor]]
+) -> Exchange[Tensor]:
+    """A reduction of norms, which a process may enter with a rejected list.
 
     Args:
         gradients: with their plan.
-        norm: takes the devices, and whether this process refuses its gradients.
+        norm: takes the devices, and whether this process rejects its gradients.
 
     Raises:
-        TypeError, ValueError, RuntimeError: that of the process that refuses its gradients.
+        TypeError, ValueError, RuntimeError: that of the process that rejects its gradients.
     """
     plan = gradients.plan
     assert plan is not None
-    refused = gradients.refusal is not None
+    rejected = gradients.error is not None
     try:
-        return (yield from norm(device=plan.device, home=gradients.device, refused=refused))
-    except Refused:
+        return (yield from norm(device=plan.device, home=gradients.device, rejected=rejected))
+    except Rejected:
         # Of which one process has the reason.
         pass
-    ask_others(gradients)
-    raise AssertionError("a process refuses its gradients, and says nothing")
+    raise_everywhere(gradients)
+    raise AssertionError("a process reported an error but sent no message")
 
 
-def ask_others(gradients: Gradients) -> None:
-    """Raises the refusal of this process, or the first of others; each calls this, and waits.
+def raise_everywhere(gradients: ShardedGradients) -> None:
+    """Raises the error of this process, or the first of others; each calls this, and waits.
 
     Raises:
         TypeError, ValueError, RuntimeError: as that process does.
     """
-    sharding, own, told = gradients.sharding, gradients.refusal, None
-    assert sharding is not None
+    own, message = gradients.error, None
     if own is not None:
-        told = next(at for at, kind in enumerate(_KINDS) if isinstance(own, kind)), str(own)
-    everyone = everyones(told, sharding.domain)
+        message = next(i for i, kind in enumerate(ERRORS) if isinstance(own, kind)), str(own)
+    everyone = everyones(message, gradients.sharding.domain)
     if own is not None:
         raise own
     for rank, found in everyone.items():
         if found is not None:
             at, message = found
-            raise _KINDS[at](
-                f"rank {rank} refuses its gradients, so that no process clips: {message}"
+            raise ERRORS[at](
+                f"rank {rank} raised, so no gradient was clipped on any rank: {message}"
             )
 
 
-def is_told(gradients: Gradients, rule: Rule) -> bool:
-    """Whether other processes wait for the norms of a list that is refused.
-
-    Not where they find the same error in their parameters.
-    """
-    sharding, plan = gradients.sharding, gradients.plan
-    assert sharding is not None
-    alike = rule.per_gradient and not sharding.one_list
-    return plan is not None and plan.reduction is not None and not alike
-
-
-def tell_others(
-    gradients: Gradients, rule: Rule, measure: Callable[[], object], *, names_culprits: bool
-) -> None:
-    """Measures a list that is refused, as the processes do that have gradients, and raises.
-
-    Args:
-        gradients: with their refusal.
-        rule: that was to clip.
-        measure: ends in an error on a CPU, in every process.
-        names_culprits: the others will ask for names of gradients where a norm is NaN.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: the refusal.
-    """
-    if is_told(gradients, rule):
-        measure()
-    raise_refusal(gradients, names_culprits=names_culprits and is_told(gradients, rule))
-
-
-def raise_refusal(gradients: Gradients, *, names_culprits: bool) -> None:
-    """Raises the refusal of a list, if there is one, after its norms were measured.
+def raise_error(gradients: ShardedGradients, *, names_culprits: bool) -> None:
+    """Raises the error of a rejected list, after its norms were measured.
 
     Args:
         gradients: measured.
         names_culprits: the others will ask for names of gradients where a norm is NaN.
 
     Raises:
-        TypeError, ValueError, RuntimeError: the refusal.
+        TypeError, ValueError, RuntimeError: the error; none where the list was not rejected.
     """
-    if gradients.refusal is None:
+    if gradients.error is None:
         return
     if names_culprits:
-        assert gradients.sharding is not None
         everyones([], gradients.sharding.domain)
-    raise gradients.refusal
+    raise gradients.error

@@ -1,25 +1,19 @@
-"""The piece of one gradient that a process holds, and the weight with which it counts.
+"""How a gradient list lies over processes: the shard of each gradient that lies here.
 
-Shard and _StridedShard split a gradient, Replicate copies it. Of a Partial one the sum is measured,
-see `parts.py`; the parts are scaled, which scales the sum.
+Shard and _StridedShard split a gradient, Replicate copies it. The sum of a Partial one is measured,
+see `partial_sums.py`; its terms are scaled, which scales the sum.
 
-How a gradient list lies over processes: the domain to reduce over, and a piece of each gradient.
-
-The norm of all pieces is the root of the sum of weight * norm**p over all processes. No process is
+The norm of all shards is the root of the sum of weight * norm**p over all processes. No process is
 elected, and none leaves a reduction out: the domain depends on the parameters alone, never on the
 gradients that are there.
 
-DTensors taken apart: the local pieces of a gradient list, and the sharding that they are of.
-
-    shares = shares_of(parameters, grads, holders, label)   None for plain tensors of one process
-    shares.tensors                                          the pieces, which verbs read and write
-    shares.sharding.pieces[i].weight                        1 / the processes that hold this piece
-    shares.sharding.domain.groups                           to be reduced over, one after the other
+    shards = local_shards(parameters, grads, processes, label)
+    shards.tensors                    plain tensors, which verbs read and write
+    shards.sharding.shards[i].weight  1 / the processes that hold this shard
+    shards.sharding.domain.groups     to be reduced over, one after the other
 
 A `Sharding` is kept for lists alike: DTensors keep their spec from step to step, so a list that was
 met before is recognised by the identity of its specs.
-
-Parameters that FullyShardedDataParallel has split over processes, as its first version does.
 """
 
 from __future__ import annotations
@@ -37,22 +31,22 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tritonclip.distributed.process_groups import Domain, Holders, domain_of
+from tritonclip.distributed.process_groups import Domain, Processes, domain_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# Reductions of Partial gradients that are linear: scaled parts make a scaled gradient.
+# Reductions of Partial gradients that are linear: scaled terms make a scaled gradient.
 _LINEAR = ("sum", "avg")
 
 
-class Piece(NamedTuple):
-    """The piece of a gradient that a process holds.
+class LocalShard(NamedTuple):
+    """The shard of a gradient that a process holds.
 
     Attributes:
-        weight: 1 / the processes of the domain that hold this very piece; 0: counted elsewhere.
-        sums_over: groups whose pieces are parts of a sum.
+        weight: 1 / the processes of the domain that hold this very shard; 0: counted elsewhere.
+        sums_over: groups whose shards are terms of a sum.
         divisor: of that sum, to make it a mean.
     """
 
@@ -66,7 +60,7 @@ class Piece(NamedTuple):
         return n_summed == domain.inner and self.weight == 1 / domain.inner
 
 
-def piece_of_spec(
+def shard_of_spec(
     spec: Any,
     copies: int | None,
     domain: Domain,
@@ -74,12 +68,12 @@ def piece_of_spec(
     *,
     placements: Sequence[Any] | None = None,
     mesh: Any = None,
-) -> Piece:
-    """The local piece of a gradient.
+) -> LocalShard:
+    """The local shard of a gradient.
 
     Args:
         spec: its own; None for a plain one.
-        copies: the user's number of holders.
+        copies: the user's number of processes.
         domain: of the list.
         label: names the parameter.
         placements: in place of those of the spec.
@@ -87,12 +81,12 @@ def piece_of_spec(
             process without the gradient knows those of the parameter.
     """
     if spec is None:
-        return Piece(_weight(copies, 1, domain))
+        return LocalShard(_weight(copies, 1, domain))
     if spec.mesh.get_coordinate() is None:
-        # A piece without elements, on a mesh of other processes.
-        return Piece(0.0)
+        # A shard without elements, on a mesh of other processes.
+        return LocalShard(0.0)
     mesh = mesh if mesh == spec.mesh else spec.mesh
-    n_pieces, sums_over, divisor = 1, [], 1
+    n_shards, sums_over, divisor = 1, [], 1
     for dim, placement in enumerate(spec.placements if placements is None else placements):
         if placement.is_partial():
             if placement.reduce_op not in _LINEAR:
@@ -106,8 +100,8 @@ def piece_of_spec(
                 divisor *= mesh.size(dim) if placement.reduce_op == "avg" else 1
         elif not placement.is_replicate():
             # Shard, and _StridedShard, which is no subclass of it.
-            n_pieces *= mesh.size(dim)
-    return Piece(_weight(copies, n_pieces, domain), tuple(sums_over), divisor)
+            n_shards *= mesh.size(dim)
+    return LocalShard(_weight(copies, n_shards, domain), tuple(sums_over), divisor)
 
 
 def where(spec: Any) -> tuple[int, ...]:
@@ -122,7 +116,7 @@ def where(spec: Any) -> tuple[int, ...]:
 
 
 def check_copies(copies: object, domain: Domain, label: str) -> None:
-    """Refuses a number of holders that no process can have."""
+    """Refuses a number of processes that no process can have."""
     if isinstance(copies, bool) or not isinstance(copies, int):
         raise TypeError(
             f"copies must give numbers of processes, got {copies!r} of type "
@@ -135,10 +129,10 @@ def check_copies(copies: object, domain: Domain, label: str) -> None:
         )
 
 
-def _weight(copies: int | None, n_pieces: int, domain: Domain) -> float:
+def _weight(copies: int | None, n_shards: int, domain: Domain) -> float:
     if copies is not None:
         return 1.0 / copies if copies else 0.0
-    return n_pieces / domain.inner
+    return n_shards / domain.inner
 
 
 _WIDE = frozenset({torch.float64, torch.complex128})
@@ -146,19 +140,19 @@ _WIDE = frozenset({torch.float64, torch.complex128})
 
 @dataclass(slots=True, eq=False)
 class Sharding:
-    """All that is known of a list over processes, but for its local pieces.
+    """All that is known of a list over processes, but for its local shards.
 
     Attributes:
         domain: the processes to reduce over.
-        pieces: of the gradients that are there, in order.
-        where: the mesh coordinates of each piece; other pieces of its gradient have others.
+        shards: of the gradients that are there, in order.
+        where: the mesh coordinates of each shard; other shards of its gradient have others.
         positions: theirs among the parameters.
         n_parameters: with and without a gradient.
         absent: the parameters without one, by position.
         copied: dimensions of meshes that parameters are copied along, of which a gradient may be
             Partial: (position, dimension).
-        parts: of which of these dimensions a gradient here is Partial.
-        said: the user's number of holders of each parameter.
+        is_partial: along which of these dimensions a gradient here is Partial.
+        n_copies: the user's number of processes of each parameter.
         wide: a parameter is float64.
         one_list: every process of the domain has the same parameters, in the same order.
         sums: some gradients are Partial.
@@ -166,14 +160,14 @@ class Sharding:
     """
 
     domain: Domain
-    pieces: tuple[Piece, ...]
+    shards: tuple[LocalShard, ...]
     where: tuple[tuple[int, ...], ...]
     positions: tuple[int, ...]
     n_parameters: int
     absent: tuple[int, ...]
     copied: tuple[tuple[int, int], ...]
-    parts: tuple[bool, ...]
-    said: tuple[int | None, ...]
+    is_partial: tuple[bool, ...]
+    n_copies: tuple[int | None, ...]
     wide: bool
     one_list: bool
     sums: bool
@@ -183,8 +177,8 @@ class Sharding:
 def sharding_of(
     specs: list[Any],
     forms: list[Any],
-    said: list[int | None],
-    user: Holders,
+    n_copies: list[int | None],
+    user: Processes,
     label: Callable[[int], str],
 ) -> Sharding:
     """Finds the domain from the parameters, then the weight of each gradient."""
@@ -194,27 +188,27 @@ def sharding_of(
     meshes = {id(mesh): mesh for mesh in (*user.meshes, *found) if mesh is not None}
     domain = domain_of(list(meshes.values()), user.group)
     positions = tuple(i for i, form in enumerate(forms) if form is not False)
-    for at, copies in enumerate(said):
+    for at, copies in enumerate(n_copies):
         if copies is not None:
             check_copies(copies, domain, label(at))
-    pieces = tuple(
-        piece_of_spec(forms[i], said[i], domain, partial(label, i), mesh=mesh_of(specs[i]))
+    shards = tuple(
+        shard_of_spec(forms[i], n_copies[i], domain, partial(label, i), mesh=mesh_of(specs[i]))
         for i in positions
     )
     copied = _copied(specs)
     return Sharding(
         domain=domain,
-        pieces=pieces,
+        shards=shards,
         where=tuple(where(forms[i]) for i in positions),
         positions=positions,
         n_parameters=len(specs),
         absent=tuple(i for i, form in enumerate(forms) if form is False),
         copied=copied,
-        parts=tuple(_is_partial(forms[i], dim) for i, dim in copied),
-        said=tuple(said),
+        is_partial=tuple(_is_partial(forms[i], dim) for i, dim in copied),
+        n_copies=tuple(n_copies),
         wide=not _WIDE.isdisjoint(map(dtype_of, specs)),
         one_list=user.group is None,
-        sums=any(piece.sums_over for piece in pieces),
+        sums=any(shard.sums_over for shard in shards),
         mixed=any(forms[i] is None for i in positions),
     )
 
@@ -235,8 +229,10 @@ def _is_partial(form: Any, dim: int) -> bool:
     return mesh_of(form) is not None and bool(form.placements[dim].is_partial())
 
 
-def piece_of(parameter: Tensor, at: int, sharding: Sharding, sums: Sequence[int] = ()) -> Piece:
-    """The local piece of a gradient that is placed as its parameter is.
+def shard_of(
+    parameter: Tensor, at: int, sharding: Sharding, sums: Sequence[int] = ()
+) -> LocalShard:
+    """The local shard of a gradient that is placed as its parameter is.
 
     Args:
         parameter: without a gradient here.
@@ -251,8 +247,8 @@ def piece_of(parameter: Tensor, at: int, sharding: Sharding, sums: Sequence[int]
         placements = tuple(
             Partial() if dim in sums else placement for dim, placement in enumerate(spec.placements)
         )
-    copies = sharding.said[at]
-    return piece_of_spec(
+    copies = sharding.n_copies[at]
+    return shard_of_spec(
         spec, copies, sharding.domain, lambda: f"parameters[{at}]", placements=placements
     )
 
@@ -282,14 +278,14 @@ def meshes_of(parameters: Iterable[Tensor]) -> tuple[Any, ...]:
 
 
 CAPACITY = 32
-_NOBODY = Holders()
-# The parts of a DTensor, read directly: `to_local` and `placements` call Python for each.
+_NOBODY = Processes()
+# Attributes of a DTensor, read directly: `to_local` and `placements` call Python for each.
 _get_spec, _get_local = attrgetter("_spec"), attrgetter("_local_tensor")
 _PLAIN = frozenset({Tensor, Parameter})
 
 
-class Shares(NamedTuple):
-    """The pieces of a gradient list that lie here.
+class LocalShards(NamedTuple):
+    """The shards of a gradient list that lie here.
 
     Attributes:
         tensors: plain, one a gradient.
@@ -309,7 +305,7 @@ class _Known(NamedTuple):
 
     specs: list[Any]
     forms: list[Any]
-    said: list[int | None]
+    n_copies: list[int | None]
     # Kept alive for the key, which has their ids.
     group: object
     meshes: tuple[Any, ...]
@@ -319,9 +315,9 @@ class _Known(NamedTuple):
         """Whether these are its very specs."""
         return all(map(is_, specs, self.specs)) and all(map(is_, forms, self.forms))
 
-    def serves(self, specs: list[Any], forms: list[Any], said: list[int | None]) -> bool:
+    def serves(self, specs: list[Any], forms: list[Any], n_copies: list[int | None]) -> bool:
         """Whether a list of as many parameters is laid out alike."""
-        if said != self.said:
+        if n_copies != self.n_copies:
             return False
         return self.has(specs, forms) or (
             all(map(_alike, specs, self.specs)) and all(map(_alike, forms, self.forms))
@@ -331,31 +327,33 @@ class _Known(NamedTuple):
 _known: OrderedDict[tuple[object, ...], _Known] = OrderedDict()
 
 
-def shares_of(
+def are_sharded(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether DTensors are among tensors."""
+    # Where nobody imported it, nothing is a DTensor.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(one, module.DTensor) for one in tensors)
+
+
+def local_shards(
     parameters: Sequence[Tensor],
     grads: Sequence[Tensor | None],
-    holders: Holders | None,
+    processes: Processes | None,
     label: Callable[[int], str],
-) -> Shares | None:
-    """The local pieces of gradients; None where there is no DTensor and nobody named a group.
+) -> LocalShards:
+    """The local shards of gradients; plain ones count as they are.
 
     Args:
         parameters: all that are to be clipped, with and without a gradient.
         grads: of each parameter, or None.
-        holders: the user's group and copies; None without.
+        processes: the user's group and copies; None without.
         label: names the i-th parameter in messages.
 
     Raises:
         TypeError: a Partial gradient that is no sum.
         ValueError: meshes or groups that cannot be reduced over; a wrong number of copies.
     """
-    # Where nobody imported it, nothing is a DTensor.
     module = sys.modules.get("torch.distributed.tensor")
-    if module is None and holders is None:
-        return None
     kind: Any = () if module is None else module.DTensor
-    if holders is None and not any(isinstance(one, kind) for one in (*parameters, *grads)):
-        return None
     # Of plain parameters the dtype: a spec has it.
     specs = _specs(parameters)
     if specs is None:
@@ -364,20 +362,20 @@ def shares_of(
     if forms is None:
         # False where there is no gradient, None where it is plain.
         forms = [g._spec if isinstance(g, kind) else False if g is None else None for g in grads]
-    user = holders or _NOBODY
-    said = _said(parameters, user.copies)
+    user = processes or _NOBODY
+    n_copies = _numbers_of_copies(parameters, user.copies)
     ends = [getattr(spec, "placements", spec) for spec in (*specs[:1], *specs[-1:])]
     key = len(specs), *ends, id(user.group), *map(id, user.meshes)
     known = _known.get(key)
-    if known is None or not known.serves(specs, forms, said):
-        sharding = sharding_of(specs, forms, said, user, label)
+    if known is None or not known.serves(specs, forms, n_copies):
+        sharding = sharding_of(specs, forms, n_copies, user, label)
     elif known.has(specs, forms):
-        return _shares(parameters, grads, kind, known.sharding)
+        return _shards_of(parameters, grads, kind, known.sharding)
     else:
         # Other specs, of the same content: from now on these are recognised at once.
         sharding = known.sharding
-    _keep(key, _Known(specs, forms, said, user.group, user.meshes, sharding))
-    return _shares(parameters, grads, kind, sharding)
+    _keep(key, _Known(specs, forms, n_copies, user.group, user.meshes, sharding))
+    return _shards_of(parameters, grads, kind, sharding)
 
 
 def without_mesh(tensor: Tensor) -> Tensor:
@@ -389,8 +387,8 @@ def without_mesh(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _said(parameters: Sequence[Tensor], copies: Any) -> list[int | None]:
-    """The user's numbers of holders."""
+def _numbers_of_copies(parameters: Sequence[Tensor], copies: Any) -> list[int | None]:
+    """The user's numbers of processes."""
     if copies is None:
         return [None] * len(parameters)
     find = copies.get if isinstance(copies, Mapping) else copies
@@ -426,9 +424,9 @@ def _specs(tensors: Sequence[Tensor | None]) -> list[Any] | None:
         return None
 
 
-def _shares(
+def _shards_of(
     parameters: Sequence[Tensor], grads: Sequence[Tensor | None], kind: Any, sharding: Sharding
-) -> Shares:
+) -> LocalShards:
     there: list[Any] = [g for g in grads if g is not None]
     if not sharding.mixed:
         wrappers, tensors = there, list(map(_get_local, there))
@@ -439,41 +437,4 @@ def _shares(
         # Results of collectives that may still run.
         tensors = [t.wait() if hasattr(t, "trigger_wait") else t for t in tensors]
     absent = [parameters[i] for i in sharding.absent]
-    return Shares(tensors, wrappers, absent, sharding)
-
-
-# The attribute of parameters that FullyShardedDataParallel manages.
-FSDP_MARK = "_fsdp_flattened"
-
-
-def refuse_fsdp_shards(parameters: Sequence[Tensor]) -> None:
-    """Refuses norms of parameters that FullyShardedDataParallel has split over processes."""
-    if are_fsdp_shards(parameters):
-        raise TypeError(
-            "the parameters are shards of FullyShardedDataParallel, and their gradients have the "
-            "norm of one process only; expected process_group=: that of the "
-            "FullyShardedDataParallel module, its attribute process_group"
-        )
-
-
-def are_fsdp_shards(parameters: Sequence[Tensor]) -> bool:
-    """Whether FullyShardedDataParallel manages a parameter that is not whole in this process."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return False
-    flattened = [parameter for parameter in parameters if hasattr(parameter, FSDP_MARK)]
-    if not flattened:
-        return False
-    distributed = torch.distributed
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
-        return False
-    buffers: dict[int, list[Tensor]] = {}
-    for parameter in flattened:
-        if getattr(parameter, "_is_flat_param", False):
-            # Memory for the whole: only where there are parts.
-            if hasattr(parameter, "_full_param_padded"):
-                return True
-        else:
-            buffers.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
-    # With use_orig_params=True, parameters are views of one buffer: of their shapes where it is
-    # whole, else 1-d. A buffer of 1-d parameters only counts as a shard.
-    return any(all(p.dim() == 1 for p in views) for views in buffers.values())
+    return LocalShards(tensors, wrappers, absent, sharding)

@@ -1,7 +1,7 @@
 """Under `verify()`: whether processes that share a norm agree, and the norm once more, plainly.
 
-They have to have the same parameters in the same order, but over a group that the user names; and
-pieces that count as copies of each other have to have one norm.
+They have to have the same parameters in the same order, unless the user names a group; and shards
+that count as copies of each other have to have one norm.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.partial_sums import Part, sums_of, zeros_for
+from tritonclip.distributed.gradients import ShardedGradients
+from tritonclip.distributed.partial_sums import PartialSum, sums_of, zeros_for
 from tritonclip.distributed.process_groups import everyones
 from tritonclip.distributed.shards import where
-from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.arguments import needs_clip
 from tritonclip.engine.verify import VerificationError, norm_of
 
-# Copies that processes computed each by itself may differ by rounding; other pieces differ by more.
+# Copies that processes computed each by itself may differ by rounding; other shards differ by more.
 _COPIES = 1e-3
 _TOLERANCE = {True: 1e-12, False: 1e-6}
 
 
 class _Entry(NamedTuple):
-    """A gradient's piece in one process."""
+    """A gradient's shard in one process."""
 
     position: int
     label: str
@@ -45,13 +46,11 @@ class Agreement:
         ValueError: lists of parameters that differ; copies that are none.
     """
 
-    def __init__(self, gradients: Gradients, norm_type: float) -> None:
-        plan, sharding = gradients.plan, gradients.sharding
-        assert plan is not None
-        assert sharding is not None
+    def __init__(self, gradients: ShardedGradients, norm_type: float) -> None:
+        sharding = gradients.sharding
         self._norm_type, self._one_list = norm_type, sharding.one_list
         self._n_parameters = sharding.n_parameters
-        lists = everyones(_forms(gradients), sharding.domain)
+        lists = everyones(_layouts(gradients), sharding.domain)
         if sharding.one_list:
             _check_lists(lists)
         self._entries: dict[int, list[_Entry]] = everyones(
@@ -63,13 +62,13 @@ class Agreement:
             self._check_counts()
 
     def _check_copies(self) -> None:
-        """Refuses pieces that count as one and are not."""
-        holders: dict[tuple[int, tuple[int, ...]], list[tuple[int, _Entry]]] = {}
+        """Refuses shards that count as one and are not."""
+        processes: dict[tuple[int, tuple[int, ...]], list[tuple[int, _Entry]]] = {}
         for rank, entries in self._entries.items():
             for entry in entries:
                 if entry.weight:
-                    holders.setdefault((entry.position, entry.where), []).append((rank, entry))
-        for (first, entry), *others in holders.values():
+                    processes.setdefault((entry.position, entry.where), []).append((rank, entry))
+        for (first, entry), *others in processes.values():
             counted, found = round(1 / entry.weight), 1 + len(others)
             if found != counted:
                 raise ValueError(
@@ -83,7 +82,7 @@ class Agreement:
                         f"the gradient of {entry.label} counts as a copy on ranks {first} and "
                         f"{rank}, but its norm of order {self._norm_type} is {entry.norm} on one "
                         f"and {other.norm} on the other; expected the same gradient: all-reduce "
-                        "it, or pass process_group= and copies= where these are other pieces"
+                        "it, or pass process_group= and copies= where these are other shards"
                     )
 
     def _check_counts(self) -> None:
@@ -107,7 +106,7 @@ class Agreement:
                 norms = [norm for norm in norms if not _alike(norm, norms[0])]
 
     def check(self, reduced: Tensor, *, each: bool) -> None:
-        """Compares the norm of all pieces, or of each parameter's, with a plain sum.
+        """Compares the norm of all shards, or of each parameter's, with a plain sum.
 
         Raises:
             VerificationError: a norm that differs.
@@ -120,8 +119,8 @@ class Agreement:
             n_holders[key] = n_holders.get(key, 0) + 1
         for entry in every:
             # By the copies that are there, not by those that the placements promise.
-            share = 1 / n_holders[entry.position, entry.where] if self._one_list else entry.weight
-            by_position.setdefault(entry.position if each else 0, []).append((entry.norm, share))
+            weight = 1 / n_holders[entry.position, entry.where] if self._one_list else entry.weight
+            by_position.setdefault(entry.position if each else 0, []).append((entry.norm, weight))
         expected = [
             _combined(by_position.get(i, []), self._norm_type) for i in range(reduced.numel())
         ]
@@ -136,9 +135,9 @@ class Agreement:
                 )
 
 
-def _forms(gradients: Gradients) -> list[tuple[Any, ...]]:
+def _layouts(gradients: ShardedGradients) -> list[tuple[Any, ...]]:
     """The parameters of this process, as far as they are the same in every process."""
-    wanted = [p for p in gradients.sources or () if getattr(p, "need_clip", True)]
+    wanted = [p for p in gradients.sources or () if needs_clip(p)]
     return [(tuple(p.shape), str(p.dtype), str(getattr(p, "placements", "plain"))) for p in wanted]
 
 
@@ -162,20 +161,19 @@ def _check_lists(lists: dict[int, list[tuple[Any, ...]]]) -> None:
             )
 
 
-def _entries(gradients: Gradients, norm_type: float) -> list[_Entry]:
-    """The pieces of this process that are no parts of sums, each measured by itself."""
+def _entries(gradients: ShardedGradients, norm_type: float) -> list[_Entry]:
+    """The shards of this process that are no terms of sums, each measured by itself."""
     sharding = gradients.sharding
-    assert sharding is not None
     entries = []
     # Buffers of FlatGradients in place of their views.
     for index, tensor in enumerate(gradients.versions or gradients.tensors):
-        if not gradients.piece(index).sums_over:
+        if not gradients.shard(index).sums_over:
             at = index if gradients.distinct is None else gradients.distinct[index]
             entries.append(
                 _entry(
                     gradients,
                     gradients.position(index),
-                    gradients.piece(index).weight,
+                    gradients.shard(index).weight,
                     sharding.where[at],
                     tensor,
                     norm_type,
@@ -184,31 +182,30 @@ def _entries(gradients: Gradients, norm_type: float) -> list[_Entry]:
     return entries
 
 
-def _sums(gradients: Gradients, norm_type: float) -> list[_Entry]:
-    """The sums of parts, each measured by itself; every process of a sum calls this, and waits."""
+def _sums(gradients: ShardedGradients, norm_type: float) -> list[_Entry]:
+    """The sums of Partial gradients, each measured by itself; every process of a sum calls this."""
     sharding = gradients.sharding
-    assert sharding is not None
-    own = [pair for pair, here in zip(sharding.copied, sharding.parts, strict=True) if here]
+    own = [pair for pair, here in zip(sharding.copied, sharding.is_partial, strict=True) if here]
     known = {pair for theirs in everyones(own, sharding.domain).values() for pair in theirs}
     flags = [float(pair in known) for pair in sharding.copied]
-    parts = zeros_for(gradients.absent, sharding, flags)
+    terms = zeros_for(gradients.absent, sharding, flags)
     for index, tensor in enumerate(gradients.versions or gradients.tensors):
-        piece, at = gradients.piece(index), gradients.position(index)
-        if piece.sums_over:
+        shard, at = gradients.shard(index), gradients.position(index)
+        if shard.sums_over:
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-            parts.append(Part(at, real, tensor.is_complex(), piece))
+            terms.append(PartialSum(at, real, tensor.is_complex(), shard))
     where_of = dict(zip(sharding.positions, sharding.where, strict=True))
     for at, one in zip(sharding.absent, gradients.absent, strict=True):
         where_of[at] = where(getattr(one, "_spec", None))
     entries = []
-    for at, tensor, pairs, piece in sums_of(parts, sharding):
+    for at, tensor, pairs, shard in sums_of(terms, sharding):
         whole = torch.view_as_complex(tensor) if pairs else tensor
-        entries.append(_entry(gradients, at, piece.weight, where_of[at], whole, norm_type))
+        entries.append(_entry(gradients, at, shard.weight, where_of[at], whole, norm_type))
     return entries
 
 
 def _entry(
-    gradients: Gradients,
+    gradients: ShardedGradients,
     position: int,
     weight: float,
     where: tuple[int, ...],

@@ -1,31 +1,47 @@
-"""The parameters of a module, collected by one walk that also looks at marks of need_clip.
+"""The parameters in the user's argument: tensors, a module, or (name, parameter) pairs.
 
-`copy.deepcopy` makes parameters without attributes. A note in the module, which is copied with it,
-marks the copies of parameters that had `need_clip = False`.
-
-The parameters in the user's argument: tensors, a module, or (name, parameter) pairs.
+A module is walked once, which also finds marks of need_clip. `copy.deepcopy` makes parameters
+without attributes: a note in the module, which is copied with it, marks the copies of parameters
+that had `need_clip = False`.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from types import MethodType
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from tritonclip.distributed.shards import refuse_fsdp_shards
-from tritonclip.engine.checks import PLAIN
-
+# Types that the library can read; subclasses may hold anything.
+PLAIN = frozenset({Tensor, Parameter})
 # A module that overrides one of these may have other parameters than a walk finds.
 _METHODS = ("parameters", "named_parameters", "named_modules", "_named_members")
 # The attribute of modules that keeps the note.
 _NOTE = "_tritonclip_unclipped"
+
+
+def needs_clip(parameter: Tensor) -> bool:
+    """Whether a parameter is to be clipped: `need_clip = False` says no."""
+    return bool(getattr(parameter, "need_clip", True))
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """The gradient of a parameter that is to be clipped."""
+    return parameter.grad if needs_clip(parameter) else None
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Names for a message, at most eight of them."""
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
 
 
 class Unclipped:
@@ -36,8 +52,8 @@ class Unclipped:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unclipped:
         there = [p for weak in self._parameters if (p := weak()) is not None]
-        # Those that are to be clipped by now are left out.
-        copies = [copy.deepcopy(p, memo) for p in there if not getattr(p, "need_clip", True)]
+        # Those that were marked to be clipped since are left out.
+        copies = [copy.deepcopy(p, memo) for p in there if not needs_clip(p)]
         for parameter in copies:
             parameter.need_clip = False  # type: ignore[attr-defined]
         return Unclipped(copies)
@@ -82,7 +98,7 @@ def _walk(module: Module) -> list[Tensor]:
         for parameter in one._parameters.values():
             if parameter is not None:
                 found.setdefault(id(parameter), parameter)
-                if not getattr(parameter, "need_clip", True):
+                if not needs_clip(parameter):
                     unclipped.append(parameter)
         if unclipped and not torch.compiler.is_compiling():
             attributes[_NOTE] = Unclipped(unclipped)
@@ -180,17 +196,38 @@ def device_of(items: Sequence[Tensor]) -> torch.device:
     return items[0].device if items else torch.device("cpu")
 
 
-def places_to_clip(sources: Sequence[Tensor]) -> list[int]:
-    """Where the parameters stand that are to be clipped."""
-    return [i for i, p in enumerate(sources) if getattr(p, "need_clip", True)]
+def positions_to_clip(parameters: Sequence[Tensor]) -> list[int]:
+    """The positions of parameters that are to be clipped."""
+    return [i for i, p in enumerate(parameters) if needs_clip(p)]
 
 
-def names_at(places: Iterable[int], handed_over: object, label_of: LabelOf) -> list[str]:
-    """The names of sources, looked up in the user's argument; clipping never needs them."""
-    if isinstance(handed_over, Module):
-        names = [name for name, _ in handed_over.named_parameters()]
-        return [names[i] for i in places]
-    return [label_of(i) for i in places]
+def names_at(positions: Iterable[int], argument: object, label_of: LabelOf) -> list[str]:
+    """The names of parameters, looked up in the user's argument; clipping never needs them."""
+    if isinstance(argument, Module):
+        names = [name for name, _ in argument.named_parameters()]
+        return [names[i] for i in positions]
+    return [label_of(i) for i in positions]
+
+
+def tensors_in(tensors: object, label_of: LabelOf) -> tuple[list[Tensor], LabelOf]:
+    """The gradients in an argument of `get_total_norm`, None left out, and the name of the i-th.
+
+    Raises:
+        TypeError: an argument of another kind.
+    """
+    if isinstance(tensors, Module):
+        raise TypeError(
+            f"tensors must be the gradients, got {type(tensors).__name__}, a module; expected "
+            "[p.grad for p in module.parameters() if p.grad is not None], or norms_by_name(module)"
+        )
+    items = tensors if type(tensors) is list else as_list(tensors)
+    if are_tensors(items):
+        return items, label_of
+    there = [(position, item) for position, item in enumerate(items) if item is not None]
+    refuse_no_tensors(
+        there, "tensors", "the gradients: [p.grad for p in ... if p.grad is not None]"
+    )
+    return [item for _, item in there], lambda index: label_of(there[index][0])
 
 
 def are_tensors(items: Sequence[object]) -> bool:
@@ -211,3 +248,44 @@ def refuse_no_tensors(items: Iterable[tuple[int, object]], noun: str, expected: 
                 f"{noun}[{position}] must be a tensor, got {type(item).__name__}; "
                 f"expected {expected}{remedy}"
             )
+
+
+# The attribute of parameters that FullyShardedDataParallel manages.
+FSDP_MARK = "_fsdp_flattened"
+_FSDP_MARKS = repeat(FSDP_MARK)
+
+
+def may_be_fsdp_shards(parameters: Sequence[Tensor]) -> bool:
+    """Whether FullyShardedDataParallel, its first version, manages any of the parameters."""
+    return any(map(hasattr, parameters, _FSDP_MARKS))
+
+
+def refuse_fsdp_shards(parameters: Sequence[Tensor]) -> None:
+    """Refuses norms of parameters that FullyShardedDataParallel has split over processes."""
+    if are_fsdp_shards(parameters):
+        raise TypeError(
+            "the parameters are shards of FullyShardedDataParallel, and their gradients have the "
+            "norm of one process only; expected process_group=: that of the "
+            "FullyShardedDataParallel module, its attribute process_group"
+        )
+
+
+def are_fsdp_shards(parameters: Sequence[Tensor]) -> bool:
+    """Whether FullyShardedDataParallel manages a parameter that is not whole in this process."""
+    if "torch.distributed.fsdp" not in sys.modules or not may_be_fsdp_shards(parameters):
+        return False
+    flattened = [parameter for parameter in parameters if hasattr(parameter, FSDP_MARK)]
+    distributed = torch.distributed
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return False
+    buffers: dict[int, list[Tensor]] = {}
+    for parameter in flattened:
+        if getattr(parameter, "_is_flat_param", False):
+            # Memory for the whole: only where it is split.
+            if hasattr(parameter, "_full_param_padded"):
+                return True
+        else:
+            buffers.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
+    # With use_orig_params=True, parameters are views of one buffer: of their shapes where it is
+    # whole, else 1-d. A buffer of 1-d parameters only counts as a shard.
+    return any(all(p.dim() == 1 for p in views) for views in buffers.values())

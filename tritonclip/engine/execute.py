@@ -1,65 +1,34 @@
-"""The limits that a rule gives: one number, one tensor, or one for each gradient.
+"""One call on one gradient list: measure, then write; or one of the two alone.
 
-One call on one gradient list: measure, then write.
-
-The only composition of the backends' verbs. Arguments are checked and the list has its plan.
-
-Measuring and scaling a gradient list as two calls, between which a user has the norm.
+The composition of the backends' verbs. Arguments are checked and the list has its plan.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tritonclip.backends.interface import Clip
 from tritonclip.backends.operators import coefficient_of, wide_dtype
-from tritonclip.distributed.refusals import tell_others
-from tritonclip.engine import checks as policies
 from tritonclip.engine import misuse, verify
-from tritonclip.engine.checks import refuse_for_rule, refuse_read_only, refuse_sparse_minimum
-from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.norms import (
-    Norms,
-    in_order,
-    is_finite,
-    measure_groups,
-    measure_pieces,
-    measure_units,
-    total,
+from tritonclip.engine.checks import (
+    REMEDY,
+    TORCH_REMEDY,
+    check,
+    raise_if_nonfinite,
+    refuse_read_only,
+    refuse_sparse_minimum,
 )
-from tritonclip.engine.plan import Group, refuse_
+from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.norms import Norms, measure, measure_by
+from tritonclip.engine.plan import Group
 from tritonclip.modes import is_pre_dispatch, refuse_tracer, without_grad
 from tritonclip.rules import ClipByGlobalNorm, Rule
-
-
-def limit_of(max_norm: float | Tensor, indices: Sequence[int] | None) -> float | Tensor:
-    """The limits of a group, where there is one for each gradient."""
-    if not isinstance(max_norm, Tensor) or max_norm.dim() == 0 or indices is None:
-        return max_norm
-    pieces = max_norm.split(1)
-    return torch.cat([pieces[i] for i in indices])
-
-
-def checked_limit(limit: float | Tensor, norms: Norms) -> float | Tensor:
-    """A rule's limit: a number, or a 0-d or contiguous 1-d tensor, one for each gradient here."""
-    if not isinstance(limit, Tensor):
-        return limit
-    if limit.numel() == 1:
-        return limit.detach().reshape(())
-    n = len(norms.gradients.tensors) if norms.reduced is None else len(norms.reduced)
-    if limit.shape != (n,) or not norms.per_gradient:
-        raise ValueError(
-            "a rule's limit must be a number, one element, or one for each of "
-            f"{n if norms.per_gradient else 1} gradients; got shape {tuple(limit.shape)}"
-        )
-    plan = norms.gradients.plan
-    assert plan is not None
-    if plan.reduction is None:
-        return limit.detach().contiguous()
-    return limit.detach()[plan.reduction.places.on(limit.device)]
 
 
 class Outcome(NamedTuple):
@@ -87,21 +56,16 @@ def clip_(
     nonfinite: str = "propagate",
     grad_scale: float | Tensor = 1.0,
     *,
-    remedy: str = policies.REMEDY,
+    remedy: str = REMEDY,
 ) -> Tensor | None:
     """Clips a gradient list; `remedy` ends the message of nonfinite="error"."""
     plan = gradients.plan
     if plan is None:
-        refuse_for_rule(gradients, rule)
+        check(gradients, rule)
         misuse.warn_of_nothing(gradients)
-        shape = 0 if rule.per_gradient else ()
-        return (
-            None
-            if rule.clamps
-            else torch.zeros(shape, dtype=torch.float32, device=gradients.device)
-        )
+        return None if rule.clamps else no_norm(gradients, per_gradient=rule.per_gradient)
     if not plan.ordinary:
-        refuse_or_tell(gradients, rule, nonfinite)
+        check(gradients, rule)
     if plan.requires_grad and torch.is_grad_enabled():
         return without_grad(clip_)(gradients, rule, nonfinite, grad_scale, remedy=remedy)
     if plan.only_group is not None and nonfinite == "propagate":
@@ -111,15 +75,16 @@ def clip_(
     norms = None
     if nonfinite != "propagate" or not rule.clamps:
         # By value, an element counts as it came, before the loss scale is divided out.
-        scale = 1.0 if rule.clamps else grad_scale
-        if rule.per_unit:
-            norms = measure_by(gradients, rule, scale, names_culprits=nonfinite == "error")
-        else:
-            norms = measure(gradients, rule.norm_type, rule.per_gradient, scale)
+        norms = measure_by(gradients, rule, 1.0 if rule.clamps else grad_scale)
         if nonfinite == "error":
-            norm = total(norms)
-            policies.raise_if_nonfinite(gradients, rule, norm, remedy, is_finite(norms))
+            raise_if_nonfinite(gradients, rule, norms.total(), remedy)
     return write_(gradients, rule, norms, grad_scale, zero_nonfinite=nonfinite == "zero").norm
+
+
+def no_norm(gradients: Gradients, *, per_gradient: bool) -> Tensor:
+    """The norm of an empty list, 0-d, or those of no gradients, 1-d."""
+    shape = 0 if per_gradient else ()
+    return torch.zeros(shape, dtype=torch.float32, device=gradients.device)
 
 
 def _clip_only_group_(
@@ -138,62 +103,14 @@ def _clip_only_group_(
     elif rule.per_gradient:
         if is_pre_dispatch():
             refuse_tracer()
-        norms = batch.norm(rule.norm_type, None, per_gradient=True)
-        norm, _ = batch.scale_each_(norms, 0, rule, limit, grad_scale, erase=None)
+        norms = batch.norm(rule.norm_type, per_gradient=True)
+        norm, _ = batch.scale_each_(norms, Clip(rule.norm_type, rule.eps, limit, grad_scale))
     else:
-        norms = batch.norm(rule.norm_type, None, per_gradient=False)
-        norm, _ = batch.scale_(norms, rule, limit, grad_scale, erase_nonfinite=False)
+        norms = batch.norm(rule.norm_type, per_gradient=False)
+        norm, _ = batch.scale_(norms, Clip(rule.norm_type, rule.eps, limit, grad_scale))
     if not batch.counts_versions:
         torch.autograd.graph.increment_version(gradients.versions or gradients.readable)
     return norm
-
-
-def refuse_or_tell(gradients: Gradients, rule: Rule, nonfinite: str) -> None:
-    """Refuses gradients that a rule has no meaning for; where others wait, they are told before."""
-    if gradients.refusal is None:
-        try:
-            refuse_read_only(gradients)
-            refuse_for_rule(gradients, rule)
-        except (TypeError, ValueError, RuntimeError) as error:
-            if not refuse_(gradients, error):
-                raise
-    if gradients.refusal is not None:
-        if rule.clamps and nonfinite == "propagate":
-            raise gradients.refusal
-        names_culprits = nonfinite == "error"
-        again = partial(measure_by, gradients, rule, names_culprits=names_culprits)
-        tell_others(gradients, rule, again, names_culprits=names_culprits)
-
-
-def measure_by(
-    gradients: Gradients,
-    rule: Rule,
-    grad_scale: float | Tensor = 1.0,
-    *,
-    names_culprits: bool = False,
-) -> Norms:
-    """Measures the norms that a rule asks for; `names_culprits` where nonfinite="error" follows."""
-    if rule.per_unit:
-        return measure_units(gradients, rule, grad_scale, names_culprits=names_culprits)
-    return measure(gradients, rule.norm_type, rule.per_gradient, grad_scale)
-
-
-def measure(
-    gradients: Gradients, norm_type: float, per_gradient: bool, grad_scale: float | Tensor = 1.0
-) -> Norms:
-    """Measures the groups of a list that is not empty: one launch each on a GPU."""
-    plan = gradients.plan
-    assert plan is not None
-    if per_gradient:
-        # The host decides by numbers that no operator reads: a trace would not notice.
-        refuse_tracer()
-    if plan.reduction is not None:
-        return measure_pieces(gradients, norm_type, per_gradient, grad_scale)
-    if len(plan.groups) == 1 and not ((plan.pairs or plan.empty) and norm_type != 2.0):
-        batch = plan.groups[0].layout.bind(gradients.readable, gradients.addresses)
-        partials = batch.norm(norm_type, None, per_gradient=per_gradient)
-        return Norms([batch], [partials], [0], norm_type, per_gradient, grad_scale, gradients)
-    return measure_groups(gradients, norm_type, per_gradient, grad_scale)
 
 
 def write_(
@@ -222,26 +139,25 @@ def write_(
         if zero_nonfinite:
             # Last, for bounds that exclude 0; the gradients no longer carry a loss scale.
             assert norms is not None
-            scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=True)
+            _scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=True)
     else:
         assert norms is not None
-        outcome = scale_groups_(gradients, rule, norms, grad_scale, zero_nonfinite=zero_nonfinite)
+        outcome = _scale_groups_(gradients, rule, norms, grad_scale, zero_nonfinite=zero_nonfinite)
     if not plan.ordinary:
-        gradients.finish_writing(wrote=_wrote(rule, grad_scale, outcome))
+        gradients.finish_writing(wrote=_may_have_written(rule, grad_scale, outcome))
     if expected is not None:
-        finite = None if norms is None else bool(is_finite(norms))
-        expected.check_clip(rule, zero_nonfinite, grad_scale, outcome.norm, finite)
+        expected.check_clip(rule, zero_nonfinite, grad_scale, norms, outcome.norm)
     return outcome
 
 
-def _wrote(rule: Rule, grad_scale: float | Tensor, outcome: Outcome) -> bool:
+def _may_have_written(rule: Rule, grad_scale: float | Tensor, outcome: Outcome) -> bool:
     """Whether gradients may have been written: coefficients on the host may say that none was."""
     if rule.clamps or isinstance(grad_scale, Tensor) or grad_scale != 1:
         return True
     return any(isinstance(c, Tensor) or c != 1 for _, c in outcome.by_group)
 
 
-def scale_groups_(
+def _scale_groups_(
     gradients: Gradients,
     rule: Rule,
     norms: Norms,
@@ -254,37 +170,28 @@ def scale_groups_(
     assert plan is not None
     limit = rule.limit(norms)
     if type(limit) is not float:
-        limit = checked_limit(limit, norms)
+        limit = _checked_limit(limit, norms)
     results: list[tuple[Tensor, float | Tensor]] = []
+    clip = Clip(rule.norm_type, rule.eps, limit, grad_scale, zero_nonfinite)
     if not norms.per_gradient:
-        for i, batch in enumerate(norms.batches):
-            results.append(
-                batch.scale_(
-                    norms.partials[i], rule, limit, grad_scale, erase_nonfinite=zero_nonfinite
-                )
-            )
+        for batch, partials in zip(norms.batches, norms.partials, strict=True):
+            results.append(batch.scale_(partials, clip))
         if not results:
-            norm = total(norms)
+            norm = norms.total()
             results = [(norm, coefficient_of(norm, limit, rule.eps))]
         norm = results[0][0]
     else:
         erase: list[Tensor | None] = [None] * len(norms.batches)
         if zero_nonfinite:
             # One gradient's norm decides for all: every norm is known before the first write.
-            finite = is_finite(norms)
+            finite = norms.is_finite()
             erase = [~finite.to(group.device) for group in plan.groups]
         for i, batch in enumerate(norms.batches):
-            own = limit_of(limit, plan.groups[i].indices)
+            own = _limit_of_group(limit, plan.groups[i].indices)
             results.append(
-                batch.scale_each_(
-                    norms.partials[i], norms.starts[i], rule, own, grad_scale, erase=erase[i]
-                )
+                batch.scale_each_(norms.partials[i], clip._replace(limit=own, erase=erase[i]))
             )
-        if norms.reduced is not None:
-            # A piece without elements has nothing that a backend could scale by the norm.
-            norm = total(norms)
-        else:
-            norm = in_order(gradients, [result[0] for result in results])
+        norm = norms.in_order([result[0] for result in results])
     for i, batch in enumerate(norms.batches):
         if not batch.counts_versions:
             gradients.count_versions(plan.groups[i].indices)
@@ -302,7 +209,7 @@ def _clamp_(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Non
         # It holds all gradients: without gathering them, short lists take less time.
         batches = [plan.groups[0].clamping.bind(gradients.readable, gradients.addresses)]
     else:
-        batches = [group.clamping.bind(*gradients.of(group.indices)) for group in plan.groups]
+        batches = [group.clamping.bind(*gradients.of_group(group.indices)) for group in plan.groups]
     for i, batch in enumerate(batches):
         group = plan.groups[i]
         low, high = rule.bounds[group.dtype]
@@ -312,7 +219,8 @@ def _clamp_(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Non
 
 
 @lru_cache
-def _unlimited(norm_type: float) -> Rule:
+def unlimited(norm_type: float) -> Rule:
+    """The rule of a norm that is only measured."""
     return ClipByGlobalNorm(float("inf"), norm_type, eps=0.0)
 
 
@@ -326,21 +234,12 @@ def total_norm(
 ) -> Tensor:
     """The norm of a gradient list, 0-d, or, `per_gradient`, the norm of each, 1-d."""
     if gradients.plan is None:
-        shape = 0 if per_gradient else ()
-        return torch.zeros(shape, dtype=torch.float32, device=gradients.device)
-    if gradients.refusal is None:
-        try:
-            refuse_sparse_minimum(gradients, norm_type)
-        except ValueError as error:
-            if not refuse_(gradients, error):
-                raise
-    if gradients.refusal is not None:
-        again = partial(measure, gradients, norm_type, per_gradient)
-        tell_others(gradients, _unlimited(norm_type), again, names_culprits=error_if_nonfinite)
-    norm = total(measure(gradients, norm_type, per_gradient))
+        return no_norm(gradients, per_gradient=per_gradient)
+    refuse_sparse_minimum(gradients, norm_type)
+    norm = measure(gradients, norm_type, per_gradient).total()
     if error_if_nonfinite:
-        policies.raise_if_nonfinite(gradients, _unlimited(norm_type), norm, policies.TORCH_REMEDY)
-    if gradients.plan.verifying and gradients.plan.reduction is None:
+        raise_if_nonfinite(gradients, unlimited(norm_type), norm, TORCH_REMEDY)
+    if gradients.plan.verifying:
         verify.Expectation(gradients).check_norm(norm_type, norm)
     return norm
 
@@ -366,14 +265,35 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
     given = norm.detach().abs().reshape(1)
     # An upload need not be waited for; a download must be.
     uploaded = given.device.type == "cpu"
-    batches = [group.layout.bind(*gradients.of(group.indices)) for group in plan.groups]
+    batches = [group.layout.bind(*gradients.of_group(group.indices)) for group in plan.groups]
     partials = [
         given.to(group.device, non_blocking=uploaded).to(wide_dtype(group.device))
         for group in plan.groups
     ]
-    starts = [0] * len(batches)
-    norms = Norms(batches, partials, starts, rule.norm_type, False, 1.0, gradients)
-    scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=False)
+    norms = Norms(batches, partials, rule.norm_type, False, 1.0, gradients)
+    _scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=False)
     gradients.finish_writing()
     if expected is not None:
         expected.check_scale(rule, norm)
+
+
+def _checked_limit(limit: float | Tensor, norms: Norms) -> float | Tensor:
+    """A rule's limit: a number, or a 0-d or contiguous 1-d tensor, one for each gradient here."""
+    if not isinstance(limit, Tensor):
+        return limit
+    if limit.numel() == 1:
+        return limit.detach().reshape(())
+    if limit.shape != (norms.n_norms,) or not norms.per_gradient:
+        raise ValueError(
+            "a rule's limit must be a number, one element, or one for each of "
+            f"{norms.n_norms} gradients; got shape {tuple(limit.shape)}"
+        )
+    return norms.own(limit.detach()).contiguous()
+
+
+def _limit_of_group(max_norm: float | Tensor, indices: Sequence[int] | None) -> float | Tensor:
+    """The limits of a group, where there is one for each gradient."""
+    if not isinstance(max_norm, Tensor) or max_norm.dim() == 0 or indices is None:
+        return max_norm
+    slices = max_norm.split(1)
+    return torch.cat([slices[i] for i in indices])

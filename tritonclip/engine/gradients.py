@@ -1,114 +1,147 @@
-"""The gradients that one call clips, collected from parameters, each once.
-
-The pieces of a gradient list that lie here, or the refusal that other processes are told.
-
-The gradient list of a call that takes the gradients themselves, as `get_total_norm` does.
-"""
+"""The gradients that one call clips, each once, with their plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
+from sys import modules
 from types import GeneratorType
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
-from tritonclip.distributed.process_groups import Holders
-from tritonclip.distributed.shards import Piece, Sharding, Shares, shares_of
+from tritonclip import settings
 from tritonclip.engine.arguments import (
     LabelOf,
-    are_tensors,
-    as_list,
-    device_of,
+    are_fsdp_shards,
+    gradient_of,
+    join_names,
+    may_be_fsdp_shards,
     names_at,
-    places_to_clip,
-    refuse_no_tensors,
-    unnamed,
 )
-from tritonclip.engine.checks import PLAIN, some
-
-if TYPE_CHECKING:
-    from tritonclip.engine.plan import Plan
+from tritonclip.engine.plan import NewPlan, Plan, make_plan, unique_indices
+from tritonclip.engine.plan_cache import PlanCache, plans
+from tritonclip.modes import n_dispatch_modes, refuse_tracer
 
 
 class Gradients:
-    """The gradients of one call.
+    """The gradients of one call, with their plan.
+
+    Args:
+        tensors: the gradients, in order; one may come again.
+        device: of results where there is no gradient.
+        label_of: names the i-th source where it has no name.
+        sources: the parameters that the gradients are of, with and without one; None where the
+            tensors were handed over themselves.
+        argument: the user's, which may know names.
+        cache: of plans.
+        views: the gradients as users see them, where `tensors` are the buffers that hold them.
 
     Attributes:
-        tensors: as users see them, of DTensors the local pieces; each once, in order.
+        tensors: as users see them, each once.
         plan: all that is known of the list; None for an empty one.
         readable: tensors that verbs read and write, one for each of the plan's.
         addresses: theirs where they are known.
-        device: of results where there is no gradient.
-        sources: the parameters, or the tensors themselves, that the list was collected from.
-        parameters: one for each gradient that was collected, where these are no `sources`.
-        handed_over: the user's argument.
-        label_of: names the i-th source where it has no name.
         distinct: indices of `tensors` among the gradients of the sources; None for all.
-        sharding: how the list lies over processes; None for whole gradients.
-        wrappers: DTensors around the tensors, whose versions count too.
-        absent: parameters without a gradient, of a list that has a sharding.
-        refusal: why this process refuses its gradients, which were dropped; the others are told.
-        shares_without: makes the shares of a list whose refusal the others can be told.
         coalesced: sparse gradients that had to be coalesced into a new tensor, and that tensor.
         versions: tensors of which all readable ones are views; None where they are no views.
+        parameters: one for each gradient that was collected, where these are no `sources`.
+        sharding: how the list lies over processes, see `tritonclip.distributed`; None for one.
+
+    Raises:
+        TypeError: gradients that are no plain floating-point or complex tensors.
+        ValueError: gradients whose elements overlap, or that have no memory.
+        RuntimeError: the backend asked for cannot serve them.
     """
 
     # The values that most lists have: a call sets only those that differ.
-    parameters: Sequence[Tensor] | None = None
     plan: Plan | None = None
     addresses: list[int] | None = None
     distinct: list[int] | None = None
     coalesced: Sequence[tuple[Tensor, Tensor]] = ()
     versions: Sequence[Tensor] | None = None
-    sharding: Sharding | None = None
-    wrappers: Sequence[Tensor] = ()
-    absent: Sequence[Tensor] = ()
-    refusal: Exception | None = None
-    shares_without: Callable[[], Shares | None] | None = None
+    parameters: Sequence[Tensor] | None = None
+    sharding: Any = None
 
     def __init__(
         self,
-        tensors: Sequence[Tensor],
+        tensors: list[Tensor],
         device: torch.device,
         label_of: LabelOf,
         sources: Sequence[Tensor] | None = None,
-        handed_over: object = None,
+        argument: object = None,
+        cache: PlanCache = plans,
+        views: Any = None,
     ) -> None:
-        self.tensors, self.device, self.label_of = tensors, device, label_of
-        self.sources, self.handed_over = sources, handed_over
-        self.readable: list[Tensor] = []
+        self.tensors: Sequence[Tensor] = tensors
+        self.device, self.label_of = device, label_of
+        self.sources, self.argument = sources, argument
+        self.readable: list[Tensor] = tensors
+        if not tensors:
+            return
+        setting = settings.current()
+        # A mode may hand out other tensors than asked for, which no plan may keep.
+        modes = n_dispatch_modes()
+        if modes:
+            refuse_tracer()
+        addresses: list[int] | None
+        try:
+            addresses = list(map(Tensor.data_ptr, tensors))
+        except (RuntimeError, NotImplementedError, ValueError):
+            # Sparse gradients, among others, have no memory that an address could tell.
+            addresses = None
+        known = addresses is not None and not modes
+        if "torch.distributed.fsdp" in modules and may_be_fsdp_shards(sources or ()):
+            # A plan of whole gradients says nothing of shards.
+            known = False
+        plan = None
+        if known:
+            plan = cache.find(tensors, addresses, setting, self.sharding)  # type: ignore[arg-type]
+        if plan is None and self.sharding is None:
+            # Tied parameters: the list without repeats may be known.
+            once = unique_indices(map(id, tensors))
+            if once is not None:
+                self.distinct, self.tensors = once, (tensors := [tensors[i] for i in once])
+                addresses = None if addresses is None else [addresses[i] for i in once]
+                plan = cache.find(tensors, addresses, setting) if known else None  # type: ignore[arg-type]
+        if plan is not None:
+            self.plan, self.addresses = plan, addresses
+            self.readable = plan.readable(tensors) if plan.views else tensors
+        else:
+            new = self._make_plan(tensors, addresses, verifying=setting.verifying)
+            self.plan, self.readable, self.coalesced = new.plan, new.readable, new.coalesced
+            if new.distinct is not None:
+                once = self.distinct
+                self.distinct = new.distinct if once is None else [once[i] for i in new.distinct]
+                self.tensors = [tensors[i] for i in new.distinct]
+                addresses = None if addresses is None else [addresses[i] for i in new.distinct]
+            self.addresses = None if new.plan.sparse else addresses
+            if known and new.lasting:
+                assert addresses is not None
+                cache.keep(new.plan, tensors, addresses, setting, self.sharding)
+        if views is not None:
+            self.tensors, self.versions = views, views.buffers
 
-    def beside(self, parameters: Sequence[Tensor]) -> Gradients:
-        """The same list, beside the parameters that it was not collected from.
+    def _make_plan(
+        self, tensors: list[Tensor], addresses: list[int] | None, *, verifying: bool
+    ) -> NewPlan:
+        whole = not are_fsdp_shards(self.sources or ())
+        return make_plan(tensors, addresses, self.label, verifying=verifying, whole=whole)
+
+    def with_parameters(self, parameters: Sequence[Tensor]) -> Gradients:
+        """The same list with the parameters that it was not collected from.
 
         Args:
-            parameters: one for each gradient, those met twice included.
+            parameters: one for each gradient, repeated ones included.
         """
         twin = copy(self)
         twin.parameters = parameters
         return twin
 
-    def refuse_(self, error: Exception) -> bool:
-        """Drops all gradients, so that this process can tell the others why; if there are any.
-
-        Raising at once would leave them waiting.
-        """
-        shares = None if self.shares_without is None else self.shares_without()
-        if shares is None:
-            return False
-        self.readable, self.addresses, self.distinct = [], None, None
-        self.refusal = error
-        self.spread_(shares)
-        return True
-
-    def spread_(self, shares: Shares | None) -> None:
-        """Takes pieces in place of DTensors; None for gradients that are whole."""
-        if shares is not None:
-            self.tensors, self.wrappers, self.absent, self.sharding = shares
+    def reject_(self, error: Exception) -> None:
+        """Raises an error about the list; later, where other processes wait for its norms."""
+        raise error
 
     @property
     def n_parameters(self) -> int:
@@ -121,39 +154,27 @@ class Gradients:
         return self.labels([index])
 
     def labels(self, indices: Iterable[int]) -> str:
-        """Some gradients for a message."""
-        places = self.places()
-        found = [i if places is None else places[i] for i in indices]
-        return some(names_at(found, self.handed_over, self.label_of))
+        """Names gradients in a message."""
+        positions = self.positions()
+        found = [i if positions is None else positions[i] for i in indices]
+        return join_names(names_at(found, self.argument, self.label_of))
 
-    def label_of_parameter(self, position: int) -> str:
-        """Names the parameter at a position in a list that has a sharding."""
-        places = None if self.sources is None else places_to_clip(self.sources)
-        place = position if places is None else places[position]
-        return names_at([place], self.handed_over, self.label_of)[0]
+    def culprits(self, indices: Iterable[int]) -> str:
+        """Names gradients that are to blame, of every process that shares the norm; or ""."""
+        return self.labels(indices)
 
-    def places(self) -> Sequence[int] | None:
-        """Where the gradients stand among the sources; None where every source has one."""
+    def positions(self) -> Sequence[int] | None:
+        """The positions of the gradients among the sources; None where every source has one."""
         if self.sources is None or len(self.sources) == len(self.tensors):
             return self.distinct
         there = [i for i, p in enumerate(self.sources) if gradient_of(p) is not None]
         return there if self.distinct is None else [there[i] for i in self.distinct]
 
-    def piece(self, index: int) -> Piece:
-        """The piece of the gradient at an index; only for a list that has a sharding."""
-        assert self.sharding is not None
-        return self.sharding.pieces[index if self.distinct is None else self.distinct[index]]
-
-    def position(self, index: int) -> int:
-        """Where the parameter of a gradient stands in a list that has a sharding."""
-        assert self.sharding is not None
-        return self.sharding.positions[index if self.distinct is None else self.distinct[index]]
-
     def indices_where(self, condition: Callable[[Tensor], bool]) -> list[int]:
         """The indices of gradients of a kind."""
         return [index for index, grad in enumerate(self.tensors) if condition(grad)]
 
-    def of(self, indices: Sequence[int] | None) -> tuple[list[Tensor], list[int] | None]:
+    def of_group(self, indices: Sequence[int] | None) -> tuple[list[Tensor], list[int] | None]:
         """The readable tensors of a group, and their addresses where they are known."""
         if indices is None:
             return self.readable, self.addresses
@@ -169,11 +190,18 @@ class Gradients:
             written = [self.readable[i] for i in indices]
         torch.autograd.graph.increment_version(written)
 
+    def finish_writing(self, *, wrote: bool = True) -> None:
+        """Carries values that were written over to sparse gradients."""
+        for sparse, coalesced in self.coalesced:
+            sparse.copy_(coalesced)
+        if self.plan is not None and self.plan.sparse:
+            torch.autograd.graph.increment_version([self.tensors[i] for i in self.plan.sparse])
+
     def warning(self) -> str:
         """Why the list is empty, where the user probably did not intend it; else ""."""
-        if not self.sources and isinstance(self.handed_over, Iterator):
+        if not self.sources and isinstance(self.argument, Iterator):
             # As torch says of generators. A `filter` that was used before is empty, too.
-            kind = "generator" if isinstance(self.handed_over, GeneratorType) else "iterator"
+            kind = "generator" if isinstance(self.argument, GeneratorType) else "iterator"
             return f"`parameters` is an empty {kind}, no gradient clipping will occur."
         if self.sources and not any(p.is_leaf for p in self.sources):
             return (
@@ -189,146 +217,12 @@ class Gradients:
             )
         return ""
 
-    def finish_writing(self, *, wrote: bool = True) -> None:
-        """Carries values written over to sparse gradients, and versions to wrappers."""
-        for sparse, coalesced in self.coalesced:
-            sparse.copy_(coalesced)
-        if self.plan is not None and self.plan.sparse:
-            torch.autograd.graph.increment_version([self.tensors[i] for i in self.plan.sparse])
-        if self.wrappers and wrote:
-            torch.autograd.graph.increment_version(self.wrappers)
 
-
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """The gradient of a parameter that is to be clipped."""
-    return parameter.grad if getattr(parameter, "need_clip", True) else None
-
-
-def of_parameters(
-    parameters: object,
-    label_of: LabelOf = "parameters[{}]".format,
-    holders: Holders | None = None,
-    *,
-    tells: bool = False,
-) -> Gradients:
-    """Collects the gradients of tensors, a module, or named parameters.
-
-    Args:
-        parameters: handed over by the user; read once.
-        label_of: names the i-th parameter in messages, where it has no name.
-        holders: the processes that the gradients are spread over, where no DTensor says so.
-        tells: gradients that are refused become a refusal of the list, which the caller tells the
-            processes that share the norm, and raises.
-
-    Raises:
-        TypeError: an argument of another kind.
-    """
-    sources = parameters if type(parameters) is list else as_list(parameters)
-    if holders is not None or not PLAIN.issuperset(map(type, sources)):
-        sources, label_of = unnamed(sources, label_of)
-        if holders is not None or not PLAIN.issuperset(map(type, sources)):
-            places = places_to_clip(sources)
-            wanted = [sources[i] for i in places]
-
-            def label(at: int) -> str:
-                return names_at([places[at]], parameters, label_of)[0]
-
-            gradients = Gradients([], device_of(sources), label_of, sources, parameters)
-            if are_pieces_(
-                gradients, wanted, [p.grad for p in wanted], holders, label, tells=tells
-            ):
-                return gradients
-    tensors = [g for p in sources if (g := p.grad) is not None and getattr(p, "need_clip", True)]
-    device = sources[0].device if sources else torch.device("cpu")
-    return Gradients(tensors, device, label_of, sources, parameters)
-
-
-def of_unclipped(
-    parameters: list[Tensor], label_of: LabelOf, holders: Holders | None = None
-) -> Gradients:
-    """The gradients of parameters, also of those with need_clip = False; `tells` as above."""
-    grads = [parameter.grad for parameter in parameters]
-    there = [i for i, grad in enumerate(grads) if grad is not None]
-    tensors = [grad for grad in grads if grad is not None]
-    gradients = Gradients(tensors, device_of(parameters), lambda i: label_of(there[i]))
-    if holders is not None or not PLAIN.issuperset(map(type, parameters)):
-        are_pieces_(gradients, parameters, grads, holders, label_of, tells=True)
-    return gradients
-
-
-def are_pieces_(
-    gradients: Gradients,
-    parameters: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    holders: Holders | None,
-    label: LabelOf,
-    *,
-    tells: bool,
-) -> bool:
-    """Whether gradients are pieces, which their list then takes; False where all are whole.
-
-    Args:
-        gradients: their list.
-        parameters: all that are to be clipped.
-        grads: of each parameter, or None.
-        holders: the processes that the gradients are spread over.
-        label: names the i-th parameter in messages.
-        tells: as for `of_parameters`.
-
-    Raises:
-        TypeError, ValueError: meshes or groups that cannot be reduced over; bad gradients or
-            numbers of copies, unless the list tells of them.
-    """
-
-    def without() -> Shares | None:
-        nothing = [None] * len(parameters)
-        try:
-            return shares_of(parameters, nothing, holders, label)
-        except (TypeError, ValueError):
-            # Numbers of copies are this process's own; all others meet another error too.
-            user = None if holders is None else holders._replace(copies=None)
-            return shares_of(parameters, nothing, user, label)
-
-    refusal = None
-    try:
-        shares = shares_of(parameters, grads, holders, label)
-    except (TypeError, ValueError) as error:
-        if not tells:
-            raise
-        refusal = error
-    if refusal is not None:
-        shares = without()
-    gradients.refusal = refusal
-    gradients.shares_without = without if tells else None
-    gradients.spread_(shares)
-    return shares is not None
-
-
-def of_tensors(
-    tensors: object,
-    label_of: LabelOf = "tensors[{}]".format,
-    holders: Holders | None = None,
-    *,
-    tells: bool = False,
-) -> Gradients:
-    """The gradients that are the tensors themselves, None left out; raises as `of_parameters`."""
-    if isinstance(tensors, Module):
-        raise TypeError(
-            f"tensors must be the gradients, got {type(tensors).__name__}, a module; expected "
-            "[p.grad for p in module.parameters() if p.grad is not None], or norms_by_name(module)"
-        )
-    items = tensors if type(tensors) is list else as_list(tensors)
-    if not are_tensors(items):
-        numbered = [(place, item) for place, item in enumerate(items) if item is not None]
-        refuse_no_tensors(
-            numbered, "tensors", "the gradients: [p.grad for p in ... if p.grad is not None]"
-        )
-        items, label_of = [item for _, item in numbered], _picked(label_of, numbered)
-    gradients = Gradients(items, device_of(items), label_of)
-    if holders is not None or not PLAIN.issuperset(map(type, items)):
-        are_pieces_(gradients, items, items, holders, label_of, tells=tells)
-    return gradients
-
-
-def _picked(label_of: LabelOf, numbered: list[tuple[int, object]]) -> LabelOf:
-    return lambda index: label_of(numbered[index][0])
+def parameters_of(gradients: Gradients) -> list[Tensor]:
+    """The parameter of each gradient, in order."""
+    parameters = gradients.parameters
+    if parameters is None:
+        assert gradients.sources is not None
+        parameters = [p for p in gradients.sources if gradient_of(p) is not None]
+    once = gradients.distinct
+    return list(parameters) if once is None else [parameters[i] for i in once]

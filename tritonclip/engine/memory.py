@@ -17,6 +17,18 @@ from tritonclip.backends.native import loops
 OFFSETS = 1 << 40
 
 
+class OverlapError(ValueError):
+    """Tensors overlap in memory, so that they cannot be written."""
+
+
+def overlap_error(first: str, second: str) -> OverlapError:
+    """The error for two gradients that overlap in memory."""
+    return OverlapError(
+        f"the gradients of {first} and {second} overlap in memory, so a part would be scaled "
+        "twice; replace one of them by grad.clone()"
+    )
+
+
 class Region(NamedTuple):
     """The bytes of a strided tensor.
 
@@ -126,7 +138,7 @@ def find_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
 
 
 def _pair(regions: Sequence[Region], cluster: Sequence[int]) -> tuple[int, int] | None:
-    """Two regions of a cluster that share a byte; a lone one has no company."""
+    """Two regions of a cluster that overlap, or None."""
     if len(cluster) < 2 or not _shares(*(regions[i] for i in cluster)):
         return None
     for position, second in enumerate(cluster):

@@ -1,29 +1,30 @@
 """Plans: everything derived from a gradient list that does not change between calls.
 
-Makes the plan of a gradient list that has none, and refuses gradients that cannot be clipped.
+`make_plan` checks the gradients of a list that has none, groups them, and lays them out. It changes
+nothing and knows its arguments only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonclip import settings
 from tritonclip.backends.choose import layout_of
 from tritonclip.backends.interface import Layout, UnitLayout
-from tritonclip.distributed.reduction import Places, Reduction, Share
-from tritonclip.distributed.shards import Piece, Sharding, are_fsdp_shards
-from tritonclip.engine.checks import (
-    refuse_freed,
-    refuse_kind,
-    refuse_overlap,
-    refuse_parts_in_common,
+from tritonclip.engine.arguments import PLAIN, LabelOf
+from tritonclip.engine.memory import (
+    OFFSETS,
+    OverlapError,
+    Region,
+    find_overlap,
+    has_overlap,
+    is_freed,
+    memory_of,
+    overlap_error,
 )
-from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.memory import OFFSETS, Region, memory_of
 from tritonclip.modes import without_grad
 
 
@@ -89,8 +90,8 @@ class Plan:
         empty: no gradient has an element.
         inference: gradients made in inference mode are among them.
         requires_grad: gradients that autograd can differentiate are among them.
-        ordinary: none of them is complex, sparse, made in inference mode, a piece, or a shard of
-            FullyShardedDataParallel: every rule takes them.
+        ordinary: whole, dense and real gradients made outside of inference mode: every rule takes
+            them.
         verifying: the calls that it serves are to be checked.
         only_group: the one group of an ordinary list that has elements; None for other lists, and
             where calls are checked.
@@ -99,7 +100,7 @@ class Plan:
         spans: bytes from the first to the last of each gradient; 0 for those without elements.
         n_bytes: of memory that it takes on the host, at most.
         guards: compare the form of a list; None for a plan that serves one call.
-        reduction: of norms, over the processes that hold the other pieces; None without any.
+        reduction: of norms over processes, see `tritonclip.distributed`; None for one process.
         sizes: elements of each gradient, on the device of results; None before a rule asks.
     """
 
@@ -120,7 +121,7 @@ class Plan:
     spans: list[int] = field(default_factory=list)
     n_bytes: int = 0
     guards: Any = None
-    reduction: Reduction | None = None
+    reduction: Any = None
     sizes: Tensor | None = None
 
     def readable(self, grads: list[Tensor]) -> list[Tensor]:
@@ -137,163 +138,158 @@ class Plan:
 GRADIENT_BYTES = 512
 
 # The gradients of a group share their device, their dtype, whether they are flat, whether they are
-# complex, and the weight and sums of their pieces.
-_Kind = tuple[torch.device, torch.dtype, bool, bool, Piece | None]
+# complex, and their shard.
+_Kind = tuple[torch.device, torch.dtype, bool, bool, Hashable]
+
+
+class NewPlan(NamedTuple):
+    """A plan, and the list that it was made for.
+
+    Attributes:
+        plan: may serve other lists where `lasting`.
+        distinct: indices of gradients that are not the very memory of an earlier one; None for all.
+        readable: the tensors of distinct gradients that verbs read and write.
+        coalesced: sparse gradients that were coalesced into a new tensor, and that tensor.
+        lasting: no gradient was dropped, none is sparse, and all have addresses.
+    """
+
+    plan: Plan
+    distinct: list[int] | None
+    readable: list[Tensor]
+    coalesced: list[tuple[Tensor, Tensor]]
+    lasting: bool
 
 
 @without_grad
-def build_(gradients: Gradients, addresses: list[int] | None, *, verifying: bool) -> bool:
-    """Drops repeated gradients, refuses those that cannot be clipped, and makes a plan.
+def make_plan(
+    tensors: Sequence[Tensor],
+    addresses: Sequence[int] | None,
+    label_of: LabelOf,
+    *,
+    verifying: bool,
+    whole: bool = True,
+    shards: Sequence[Hashable] | None = None,
+    wide: bool = False,
+) -> NewPlan:
+    """Checks gradients, drops repeated ones, and makes a plan of the others.
 
     Args:
-        gradients: at least one.
+        tensors: at least one.
         addresses: theirs where they are known.
+        label_of: names the i-th.
         verifying: calls are to be checked.
+        whole: no other process has a part of them.
+        shards: where gradients differ here, they are of different groups.
+        wide: results are float64 in any case.
 
-    Returns:
-        Whether the plan may serve another list: none of these was dropped, and all have addresses.
+    Raises:
+        TypeError: gradients that are no plain floating-point or complex tensors.
+        ValueError: gradients whose elements overlap, or that have no memory.
+        RuntimeError: the backend asked for cannot serve them.
     """
-    grads = list(gradients.tensors)
+    grads = list(tensors)
     for index, grad in enumerate(grads):
-        label = partial(gradients.label, index)
-        refuse_kind(grad, label)
+        label = partial(label_of, index)
+        _refuse_kind(grad, label)
         if addresses is None or addresses[index] < OFFSETS:
-            refuse_freed(grad, label)
+            _refuse_freed(grad, label)
     regions = list(map(memory_of, grads))
-    distinct = _distinct(grads, regions)
-    if distinct is not None:
-        grads, regions = [grads[i] for i in distinct], [regions[i] for i in distinct]
-        once = gradients.distinct
-        gradients.distinct = distinct if once is None else [once[i] for i in distinct]
-        gradients.tensors = grads
-        addresses = None if addresses is None else [addresses[i] for i in distinct]
+    distinct = unique_indices(
+        [id(g) if r is None else (g.dtype, r) for g, r in zip(grads, regions, strict=True)]
+    )
+    kept = range(len(grads)) if distinct is None else distinct
+    grads, regions = [grads[i] for i in kept], [regions[i] for i in kept]
     views: list[View] = []
     sparse: list[int] = []
+    coalesced: list[tuple[Tensor, Tensor]] = []
     members: dict[_Kind, list[int]] = {}
     readable: list[Tensor] = []
-    sharding = gradients.sharding
     for index, grad in enumerate(grads):
+        values = grad
         if grad.layout == torch.sparse_coo:
             sparse.append(index)
-            values = _values(grad, gradients)
-        else:
-            values = grad
+            if not grad.is_coalesced():
+                values = grad.coalesce()
+                coalesced.append((grad, values))
+            values = values._values()
         view, flat = _view(index, values)
         tensor = values if view is None else view.of(values)
         if not flat:
-            refuse_overlap(tensor, partial(gradients.label, index))
+            _refuse_overlap(tensor, partial(label_of, kept[index]))
         if view is not None:
             views.append(view)
         readable.append(tensor)
-        piece = None if sharding is None else gradients.piece(index)
-        key = (tensor.device, tensor.dtype, flat, grad.is_complex(), piece)
+        shard = None if shards is None else shards[kept[index]]
+        key = (tensor.device, tensor.dtype, flat, grad.is_complex(), shard)
         members.setdefault(key, []).append(index)
-    refuse_parts_in_common([(i, r) for i, r in enumerate(regions) if r is not None], gradients)
+    _refuse_overlaps([(kept[i], r) for i, r in enumerate(regions) if r is not None], label_of)
     n = len(readable)
-    groups, shares = [], []
-    for (device, dtype, flat, pairs, piece), indices in members.items():
+    groups = []
+    for (device, dtype, flat, pairs, _), indices in members.items():
         tensors = readable if len(indices) == n else [readable[i] for i in indices]
         layout = layout_of(tensors, flat=flat)
         negated = any(map(Tensor.is_neg, tensors))
         clamping = layout_of(tensors, flat=flat, negated=True) if negated else layout
-        whole = None if len(indices) == n else indices
-        groups.append(Group(whole, device, dtype, flat, pairs, layout, clamping))
-        if views and layout.by_address and not (negated or pairs or sparse or sharding):
+        every = None if len(indices) == n else indices
+        groups.append(Group(every, device, dtype, flat, pairs, layout, clamping))
+        if views and layout.by_address and not (negated or pairs or sparse or shards):
             # Addresses are enough here. Complex pairs need views, as negated gradients do to be
-            # clamped; pieces are sent to other processes as contiguous tensors.
+            # clamped; shards are sent to other processes as contiguous tensors.
             own = set(indices)
             views = [view for view in views if view.index not in own]
             for index in indices:
                 readable[index] = grads[index]
-        if piece is not None:
-            narrow = dtype != torch.float64
-            places = Places([gradients.position(i) for i in indices])
-            shares.append(Share(piece, places, narrow))
     plan = Plan(
         groups=tuple(groups),
         views=tuple(views),
         device=grads[0].device,
-        dtype=_result_dtype([group.dtype for group in groups], sharding),
+        dtype=_result_dtype([group.dtype for group in groups], wide=wide),
         sparse=tuple(sparse),
         pairs=any(group.pairs for group in groups),
         empty=not any(map(Tensor.numel, readable)),
         inference=any(map(Tensor.is_inference, readable)),
         requires_grad=any(grad.requires_grad for grad in readable),
+        verifying=verifying,
         # No array: these numbers are added to addresses in every step of a training loop.
         spans=[0 if r is None else r.end - r.start for r in regions],
+        n_bytes=GRADIENT_BYTES * n + sum(group.layout.n_bytes for group in groups),
     )
-    plan.reduction = _reduction(gradients, shares)
-    split = sharding is not None or are_fsdp_shards(gradients.sources or ())
-    plan.ordinary = not (sparse or plan.pairs or plan.inference or split)
-    plan.verifying = verifying
+    plan.ordinary = whole and not (sparse or plan.pairs or plan.inference)
     if plan.ordinary and len(groups) == 1 and not (plan.empty or verifying):
         plan.only_group = groups[0]
-    plan.n_bytes = GRADIENT_BYTES * n + sum(group.layout.n_bytes for group in groups)
     for group in groups:
         group.layout.dtype = group.clamping.dtype = plan.dtype
-    gradients.plan, gradients.readable = plan, readable
-    if addresses is None or sparse:
-        return False
-    gradients.addresses = addresses
-    return distinct is None
+    lasting = distinct is None and addresses is not None and not sparse
+    return NewPlan(plan, distinct, readable, coalesced, lasting)
 
 
-def refuse_(gradients: Gradients, error: Exception) -> bool:
-    """Makes an error the refusal of a list that others are told of; False for other lists."""
-    if not gradients.refuse_(error):
-        return False
-    gradients.plan = plan_of_nothing(gradients)
-    return True
-
-
-def plan_of_nothing(gradients: Gradients) -> Plan:
-    """The plan of a process that has no gradient, where others may have."""
+def empty_plan(device: torch.device, *, verifying: bool, wide: bool) -> Plan:
+    """The plan of a process without gradients, where others have some."""
     return Plan(
         groups=(),
         views=(),
-        device=gradients.device,
-        dtype=_result_dtype((), gradients.sharding),
+        device=device,
+        dtype=_result_dtype((), wide=wide),
         sparse=(),
         pairs=False,
         empty=True,
         inference=False,
         requires_grad=False,
-        # As the other processes do, which it answers.
-        verifying=settings.current().verifying,
-        reduction=_reduction(gradients, ()),
+        verifying=verifying,
     )
 
 
-def _result_dtype(dtypes: Sequence[torch.dtype], sharding: Sharding | None) -> torch.dtype:
-    """float64 where any gradient is; over processes also where any parameter is."""
-    wide = torch.float64 in dtypes or (sharding is not None and sharding.wide)
-    return torch.float64 if wide else torch.float32
+def unique_indices(keys: Iterable[Hashable]) -> list[int] | None:
+    """Indices of keys that are not an earlier one again; None for all."""
+    first: dict[Hashable, int] = {}
+    index = -1
+    for index, key in enumerate(keys):
+        first.setdefault(key, index)
+    return list(first.values()) if len(first) <= index else None
 
 
-def _reduction(gradients: Gradients, shares: Sequence[Share]) -> Reduction | None:
-    """How norms are reduced; None where no other process has a piece."""
-    sharding = gradients.sharding
-    if sharding is None or not (sharding.domain.groups or sharding.domain.uncovered):
-        return None
-    places = Places([gradients.position(i) for i in range(len(gradients.tensors))])
-    return Reduction(sharding, shares, places, Places(sharding.parts))
-
-
-def _distinct(grads: list[Tensor], regions: list[Region | None]) -> list[int] | None:
-    """Indices of gradients that are not the very memory of an earlier one; None for all."""
-    first: dict[object, int] = {}
-    for index, (grad, region) in enumerate(zip(grads, regions, strict=True)):
-        first.setdefault(id(grad) if region is None else (grad.dtype, region), index)
-    return list(first.values()) if len(first) < len(grads) else None
-
-
-def _values(grad: Tensor, gradients: Gradients) -> Tensor:
-    """The values of a sparse gradient, or of its coalesced copy."""
-    if grad.is_coalesced():
-        return grad._values()
-    coalesced = grad.coalesce()
-    gradients.coalesced = [*gradients.coalesced, (grad, coalesced)]
-    return coalesced._values()
+def _result_dtype(dtypes: Sequence[torch.dtype], *, wide: bool) -> torch.dtype:
+    return torch.float64 if wide or torch.float64 in dtypes else torch.float32
 
 
 def _view(index: int, grad: Tensor) -> tuple[View | None, bool]:
@@ -309,3 +305,69 @@ def flat_size(grad: Tensor) -> int | None:
     """Elements of a gradient dense in any order of its dimensions, as channels_last is; or None."""
     order = sorted(range(grad.dim()), key=grad.stride, reverse=True)
     return grad.numel() if grad.permute(order).is_contiguous() else None
+
+
+def _refuse_kind(grad: Tensor, label: Callable[[], str]) -> None:
+    """Refuses a gradient that is no plain floating-point or complex tensor."""
+    if type(grad) not in PLAIN:
+        raise TypeError(
+            f"the gradient of {label()} is a {type(grad).__name__}, a tensor subclass that "
+            "tritonclip cannot read; expected a plain tensor, or a DTensor of a DTensor parameter: "
+            "pass the tensors that it is made of"
+        )
+    if grad.is_nested:
+        raise TypeError(
+            f"the gradient of {label()} is a nested tensor; expected a plain one: pass the tensors "
+            "that it is made of"
+        )
+    if not (grad.is_floating_point() or grad.is_complex()):
+        raise TypeError(
+            f"the gradient of {label()} has dtype {grad.dtype}; expected a floating-point or "
+            "complex dtype"
+        )
+    if grad.layout not in (torch.strided, torch.sparse_coo):
+        raise TypeError(
+            f"the gradient of {label()} has layout {grad.layout}; expected strided or sparse_coo: "
+            "convert it with grad.to_dense() or grad.to_sparse_coo()"
+        )
+
+
+def _refuse_overlap(grad: Tensor, label: Callable[[], str]) -> None:
+    """Refuses a gradient whose elements share memory."""
+    if has_overlap(grad):
+        raise OverlapError(
+            f"elements of the gradient of {label()} share memory (shape {tuple(grad.shape)}, "
+            f"strides {grad.stride()}), so it cannot be scaled in place; expected a gradient "
+            "without overlap: replace it by grad.clone()"
+        )
+
+
+def _refuse_overlaps(regions: Sequence[tuple[int, Region]], label_of: LabelOf) -> None:
+    """Refuses gradients of which two overlap in memory: one part would be scaled twice.
+
+    Args:
+        regions: indices of gradients, and their memory.
+        label_of: names the gradient at an index.
+    """
+    found = find_overlap([region for _, region in regions])
+    if found is not None:
+        raise overlap_error(*(label_of(regions[i][0]) for i in found))
+
+
+def _refuse_freed(grad: Tensor, label: Callable[[], str]) -> None:
+    """Refuses a gradient that has elements and no memory."""
+    parts = [grad]
+    if grad.layout == torch.sparse_coo:
+        parts = [grad._values(), grad._indices()]
+    for part in parts:
+        try:
+            address = part.data_ptr()
+        except RuntimeError:
+            # A tensor without storage, as inside torch.func.
+            continue
+        if is_freed(part, address):
+            raise ValueError(
+                f"the gradient of {label()} has {part.numel()} elements and no memory: its storage "
+                "was freed, or it is one of PyTorch's zero tensors; expected memory to read and "
+                "write: clip before storage is freed, or replace a zero tensor by grad.clone()"
+            )

@@ -1,13 +1,11 @@
-"""Custom operators that mutate a list of gradients: how a compiled graph holds a call.
+"""Calls that are traced: they collect the gradients, and one custom operator does the rest.
 
 Addresses and pointer tables cannot be traced. An operator finds them at run time, eagerly, with the
-same checks and the same code as a call outside of a graph. So are numbers checked that change from
-call to call.
-
-Calls that are traced: they collect the gradients, and one operator does the rest.
+same checks and the same code as a call outside of a graph, and checks numbers that change from call
+to call.
 
 Operators take no DTensors, no process groups and no state: lists over several processes and limits
-that change break the graph of torch.compile, and are refused by others. See `py`.
+that change break the graph of torch.compile, see `graph_break.py`, and are refused by others.
 """
 
 from collections.abc import Callable, Sequence, Sized
@@ -19,10 +17,9 @@ from torch.nn import Module
 
 from tritonclip import rules
 from tritonclip.engine import execute
-from tritonclip.engine.arguments import check_marks
+from tritonclip.engine.arguments import check_marks, needs_clip
 from tritonclip.engine.checks import refuse_negative, refuse_other_model, refuse_repeated
-from tritonclip.engine.gradients import Gradients, of_tensors
-from tritonclip.engine.plan_cache import plan_
+from tritonclip.engine.gradients import Gradients
 from tritonclip.modes import WHOLE
 from tritonclip.rules import ClipByGlobalNorm, Rule
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
@@ -36,6 +33,8 @@ def _result_dtype(grads: Sequence[Tensor]) -> torch.dtype:
 @torch.library.custom_op("tritonclip::clip_", mutates_args={"grads"})
 def clip_op(
     grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    exempt: Sequence[bool],
     kind: str,
     numbers: Sequence[float],
     changing: Tensor | None,
@@ -44,10 +43,18 @@ def clip_op(
     grad_scale_tensor: Tensor | None,
     names: str,
 ) -> Tensor:
-    """Clips by a fixed rule; the norm, empty for a rule that clamps."""
-    rule = getattr(rules, kind)(*_read(numbers, changing))
+    """Clips by a fixed rule; returns the norm, empty for a rule that clamps.
+
+    A rule by unit has the weights of all gradients, and says which of them are exempt.
+    """
+    options = {}
+    if weights:
+        options = {"exclude": [w for w, free in zip(weights, exempt, strict=True) if free]}
+    rule = getattr(rules, kind)(*_read(numbers, changing), **options)
     scale = as_grad_scale(grad_scale if grad_scale_tensor is None else grad_scale_tensor)
     gradients = _gradients(grads, names)
+    if weights:
+        gradients = gradients.with_parameters(list(weights))
     if rule.per_gradient:
         refuse_repeated(gradients, len(grads))
     norm = execute.clip_(gradients, rule, nonfinite, scale)
@@ -57,6 +64,8 @@ def clip_op(
 @clip_op.register_fake
 def _(
     grads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    exempt: Sequence[bool],
     kind: str,
     numbers: Sequence[float],
     changing: Tensor | None,
@@ -70,46 +79,6 @@ def _(
     return grads[0].new_empty(shape, dtype=_result_dtype(grads))
 
 
-@torch.library.custom_op("tritonclip::clip_units_", mutates_args={"grads"})
-def clip_units_op(
-    grads: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    kind: str,
-    exempt: Sequence[bool],
-    numbers: Sequence[float],
-    changing: Tensor | None,
-    nonfinite: str,
-    grad_scale: float,
-    grad_scale_tensor: Tensor | None,
-    names: str,
-) -> Tensor:
-    """Clips by a rule by unit; the norm of each gradient."""
-    exclude = [weight for weight, free in zip(weights, exempt, strict=True) if free]
-    rule = getattr(rules, kind)(*_read(numbers, changing), exclude=exclude)
-    scale = as_grad_scale(grad_scale if grad_scale_tensor is None else grad_scale_tensor)
-    gradients = _gradients(grads, names).beside(list(weights))
-    refuse_repeated(gradients, len(grads))
-    norm = execute.clip_(gradients, rule, nonfinite, scale)
-    assert norm is not None
-    return norm.clone()
-
-
-@clip_units_op.register_fake
-def _(
-    grads: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    kind: str,
-    exempt: Sequence[bool],
-    numbers: Sequence[float],
-    changing: Tensor | None,
-    nonfinite: str,
-    grad_scale: float,
-    grad_scale_tensor: Tensor | None,
-    names: str,
-) -> Tensor:
-    return grads[0].new_empty((len(grads),), dtype=_result_dtype(grads))
-
-
 @torch.library.custom_op("tritonclip::total_norm", mutates_args=())
 def norm_op(
     tensors: Sequence[Tensor],
@@ -118,7 +87,7 @@ def norm_op(
     error_if_nonfinite: bool,
 ) -> Tensor:
     """The norm of all tensors; the only number is its order."""
-    gradients = plan_(of_tensors(list(tensors)))
+    gradients = _gradients(tensors, "", "tensors")
     norm_type = as_norm_type(*_read(numbers, changing))
     return execute.total_norm(gradients, norm_type, error_if_nonfinite).clone()
 
@@ -166,10 +135,10 @@ def _read(numbers: Sequence[float], changing: Tensor | None) -> Sequence[float]:
     return read
 
 
-def _gradients(grads: Sequence[Tensor], names: str) -> Gradients:
+def _gradients(grads: Sequence[Tensor], names: str, noun: str = "gradients") -> Gradients:
     """The gradient list inside an operator."""
-    label_of = names.split("\n").__getitem__ if names else "gradients[{}]".format
-    return plan_(of_tensors(list(grads), label_of))
+    label_of = names.split("\n").__getitem__ if names else f"{noun}[{{}}]".format
+    return Gradients(list(grads), grads[0].device, label_of)
 
 
 def _items(parameters: object) -> list[tuple[str, Tensor]]:
@@ -190,11 +159,11 @@ def _collect(items: Sequence[tuple[str, Tensor]]) -> tuple[list[Tensor], str, li
     names: list[str] = []
     owners: list[Tensor] = []
     # Tensors are hashed by identity.
-    met: set[Tensor] = set()
+    known: set[Tensor] = set()
     for name, parameter in items:
         grad = parameter.grad
-        if grad is not None and getattr(parameter, "need_clip", True) and grad not in met:
-            met.add(grad)
+        if grad is not None and needs_clip(parameter) and grad not in known:
+            known.add(grad)
             grads.append(grad)
             names.append(name)
             owners.append(parameter)
@@ -210,6 +179,13 @@ def _read_once(parameters: object) -> Any:
 def _is_spread(grads: Sequence[Tensor]) -> bool:
     """Whether some gradients are no plain tensors, as DTensors are not."""
     return any(type(grad) not in WHOLE for grad in grads)
+
+
+def _break_graph(eager: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Makes the user's call once more, eagerly, outside of the graph."""
+    from tritonclip.engine import graph_break
+
+    return graph_break.call(eager, *arguments, **options)
 
 
 def _as_inputs(numbers: Sequence[float | Tensor]) -> tuple[list[float], Tensor | None]:
@@ -245,17 +221,21 @@ def clip_(
     parameters = _read_once(parameters)
     items = _items(parameters)
     grads, names, owners = _collect(items)
-    said = state is not None or process_group is not None or copies is not None
+    has_more = state is not None or process_group is not None or copies is not None
     # Processes that have gradients of a DTensor wait for one that has none.
     spread = any(hasattr(parameter, "_spec") for _, parameter in items)
-    if said or not rule.fixed or spread or _is_spread(grads):
-        # Nothing was refused before: the call itself tells other processes.
-        from tritonclip.engine import graph_break
-
-        result: Tensor | None = graph_break.clip_(
-            eager, parameters, rule, nonfinite, grad_scale, state, process_group, copies
+    if has_more or not rule.fixed or spread or _is_spread(grads):
+        # Nothing was refused before: the call itself raises in all processes.
+        return _break_graph(  # type: ignore[no-any-return]
+            eager,
+            parameters,
+            rule,
+            nonfinite=nonfinite,
+            grad_scale=grad_scale,
+            state=state,
+            process_group=process_group,
+            copies=copies,
         )
-        return result
     if isinstance(parameters, Module):
         check_marks(parameters)
     scale = as_grad_scale(grad_scale)
@@ -270,22 +250,12 @@ def clip_(
     numbers, changing = _as_inputs(rule.numbers)
     constant, factor = ([], scale) if isinstance(scale, Tensor) else _as_inputs([scale])
     number = constant[0] if constant else 1.0
+    weights, exempt = [], []
     if rule.per_unit:
-        weights = [owner.detach() for owner in owners]
-        norms: Tensor = clip_units_op(
-            grads,
-            weights,
-            kind,
-            rule.exempt(owners),
-            numbers,
-            changing,
-            nonfinite,
-            number,
-            factor,
-            names,
-        )
-        return norms
-    norm = clip_op(grads, kind, numbers, changing, nonfinite, number, factor, names)
+        weights, exempt = [owner.detach() for owner in owners], rule.exempt(owners)
+    norm: Tensor = clip_op(
+        grads, weights, exempt, kind, numbers, changing, nonfinite, number, factor, names
+    )
     return None if rule.clamps else norm
 
 
@@ -301,12 +271,14 @@ def total_norm(
     items = [tensors] if isinstance(tensors, Tensor) else list(tensors)  # type: ignore[call-overload]
     items = [item for item in items if item is not None]
     if process_group is not None or copies is not None or _is_spread(items):
-        from tritonclip.engine import graph_break
-
-        total: Tensor = graph_break.total_norm(
-            eager, items, norm_type, error_if_nonfinite, process_group, copies
+        return _break_graph(  # type: ignore[no-any-return]
+            eager,
+            items,
+            norm_type,
+            error_if_nonfinite,
+            process_group=process_group,
+            copies=copies,
         )
-        return total
     if not items:
         return torch.zeros((), dtype=torch.float32)
     order, changing = _as_inputs([norm_type])
@@ -321,9 +293,7 @@ def scale_to_norm_(
     parameters = _read_once(parameters)
     grads, names, _ = _collect(_items(parameters))
     if _is_spread(grads):
-        from tritonclip.engine import graph_break
-
-        graph_break.scale_(eager, parameters, rule.max_norm, norm, rule.eps)
+        _break_graph(eager, parameters, rule.max_norm, norm, eps=rule.eps)
     elif grads:
         if isinstance(parameters, Module):
             check_marks(parameters)

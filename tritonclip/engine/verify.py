@@ -1,12 +1,10 @@
 """Computes a call a second time, plainly, in float64 on copies, and compares.
 
-Slow and hungry for memory on purpose: no arithmetic is shared with the call that it checks, see
-`reference.py`. Switched on by `verify()` or by TRITONCLIP_VERIFY=1, see `tritonclip.settings`.
-
-The plain arithmetic that `verify()` compares with: float64, one tensor at a time.
-
-No arithmetic is shared with the calls that it checks.
+Slow and hungry for memory on purpose, one tensor at a time: no arithmetic is shared with the call
+that it checks. Switched on by `verify()` or by TRITONCLIP_VERIFY=1, see `tritonclip.settings`.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Sequence
@@ -15,13 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.shards import without_mesh
-from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.units import parameters_of, weights_of
+from tritonclip.engine.gradients import Gradients, parameters_of
+from tritonclip.engine.norms import Norms
+from tritonclip.engine.units import weights_of
 from tritonclip.rules import Rule
 
-# A norm is promised to 1e-6 (1e-12); a coefficient adds the rounding of a sum and two divisions,
-# and the store one more.
+# Norms are right to 1e-6 (float64: 1e-12); the coefficient adds three roundings, the store one.
 _NORM_TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 _REPORTED = 3
 
@@ -46,14 +43,13 @@ class Expectation:
         rule: Rule,
         zero_nonfinite: bool,
         grad_scale: float | Tensor,
+        measured: Norms | None,
         result: Tensor | None,
-        finite: bool | None = None,
     ) -> None:
-        """Compares a finished `clip_` call; `finite` says whether all processes' norms are."""
+        """Compares a finished `clip_` call that measured norms and returned a result."""
         if not self._before:
             return
-        plan = self._gradients.plan
-        spread = plan is not None and plan.reduction is not None
+        is_known = measured is not None and measured.is_checked
         scale = float(grad_scale)
         # A count of elements carries no loss scale.
         divisor = 1.0 if rule.clamps or rule.norm_type == 0 else scale
@@ -62,16 +58,17 @@ class Expectation:
             norms = [self._total(norms, rule.norm_type)] * len(norms)
         # A norm beyond the range of the result's dtype is inf there, and its coefficient 0.
         norms = [rounded(n, self._dtype) for n in norms]
-        if spread and result is not None:
-            # The norm of all pieces, which was compared when it was reduced.
+        if is_known and result is not None:
+            # Compared already, also with gradients that are not here.
             norms = (result if rule.per_gradient else result.expand(len(norms))).tolist()
         elif result is not None:
             self._compare_norms(norms if rule.per_gradient else norms[:1], result)
-        if not spread or finite is None:
-            finite = all(math.isfinite(n) for n in norms)
+        finite = all(math.isfinite(n) for n in norms)
+        if measured is not None and is_known:
+            finite = bool(measured.is_finite())
         erase = zero_nonfinite and not finite
-        limits = self._limits(rule, norms)
-        beside = UnitReference(self._gradients, rule) if rule.per_unit else None
+        limits = self._limits(rule, norms, measured)
+        units = UnitReference(self._gradients, rule) if rule.per_unit else None
 
         mismatches: list[str] = []
         for index, (norm, max_norm) in enumerate(zip(norms, limits, strict=True)):
@@ -81,8 +78,8 @@ class Expectation:
                 expected = torch.zeros_like(widened(before))
             elif rule.clamps:
                 expected = (before.double() / scale).clamp(*rule.bounds[before.dtype])
-            elif beside is not None:
-                by, within = beside.coefficients(index, before, norm, max_norm, scale)
+            elif units is not None:
+                by, within = units.coefficients(index, before, norm, max_norm, scale)
                 expected = widened(before) * (by / scale)
                 exact = exact and within
             else:
@@ -112,27 +109,23 @@ class Expectation:
             mismatches += self._compare(index, widened(before) * multiplier)
         _raise(mismatches)
 
-    def _limits(self, rule: Rule, norms: list[float]) -> list[float]:
+    def _limits(self, rule: Rule, norms: list[float], measured: Norms | None) -> list[float]:
         """The rule's limit for each gradient."""
         own = norms if rule.per_gradient else norms[0]
-        measured = torch.tensor(own, dtype=torch.float64, device="cpu")
-        reference = ReferenceNorms(measured, [self._n_elements(i) for i in range(len(norms))])
-        given = rule.limit(reference)
+        sizes = [grad.numel() for grad in self._before]
+        if measured is not None and measured.is_checked:
+            # Of whole gradients.
+            sizes = measured.own(measured.sizes()).tolist()
+        given = rule.limit(
+            ReferenceNorms(torch.tensor(own, dtype=torch.float64, device="cpu"), sizes)
+        )
         limit = torch.as_tensor(given, dtype=torch.float64, device="cpu").reshape(-1)
-        if len(limit) not in (1, len(norms)):
-            # Found in the call already, for gradients that only other processes have, too.
-            limit = limit[[self._gradients.position(i) for i in range(len(norms))]]
+        if measured is not None and len(limit) not in (1, len(norms)):
+            # Found in the call already, also for gradients that are not here.
+            limit = measured.own(limit)
         # As the call rounds it: inf beyond float32.
         limits: list[float] = limit.to(self._dtype).expand(len(norms)).tolist()
         return limits
-
-    def _n_elements(self, index: int) -> int:
-        """The number of elements of a gradient, also of those that other processes have."""
-        gradients = self._gradients
-        if gradients.sharding is None or gradients.sources is None:
-            return self._before[index].numel()
-        wanted = [p for p in gradients.sources if getattr(p, "need_clip", True)]
-        return wanted[gradients.position(index)].numel()
 
     def _total(self, norms: list[float], norm_type: float) -> float:
         """The norm of all elements, from the norms of gradients; empty ones do not count."""
@@ -284,8 +277,8 @@ class UnitReference:
             own = torch.full((), norm, dtype=torch.float64, device=before.device)
             return torch.where(own.isnan(), math.nan, 1.0), not math.isnan(norm)
         if before.dim() < 2:
-            # Of a DTensor, all of it.
-            norms, weights = [norm], [norm_of(without_mesh(parameter), 2.0)]
+            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            norms, weights = [norm], [norm_of(whole, 2.0)]
         else:
             norms = [norm_of(row, 2.0) / scale for row in before]
             weights = [norm_of(row, 2.0) for row in weights_of([parameter])[0]]

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip import settings
-from tritonclip.distributed.process_groups import Holders
-from tritonclip.engine.arguments import labelled
-from tritonclip.engine.gradients import Gradients, are_pieces_
-from tritonclip.engine.plan import refuse_
-from tritonclip.engine.plan_cache import PlanCache, plan_
+from tritonclip.distributed.gradients import ShardedGradients
+from tritonclip.distributed.process_groups import Processes
+from tritonclip.engine.arguments import labelled, needs_clip
+from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.layout import Views, is_wanted, lay_out, refuse
 from tritonclip.flat.view_watch import ViewWatch, present
 from tritonclip.modes import is_pre_dispatch, n_dispatch_modes, refuse_tracer, without_grad
@@ -182,45 +182,47 @@ class FlatGradients:
         self,
         *,
         per_gradient: bool = False,
-        holders: Holders | None = None,
+        processes: Processes | None = None,
         weights: bool = False,
-        tells: bool = False,
     ) -> Gradients:
         """The gradients with their plan, after a check in constant time; all under `verify()`.
 
         Args:
             per_gradient: each gradient is measured, rather than all together.
-            holders: the processes that the gradients are spread over.
+            processes: that the gradients are spread over.
             weights: the parameters will be read too, all of which are then looked up.
-            tells: errors become a refusal, which the caller tells these processes, and raises.
 
         Raises:
-            RuntimeError: a gradient that is no longer a view; make_fx and FakeTensorMode.
+            RuntimeError: a gradient that is no view any more, unless other processes wait for the
+                norms; make_fx and FakeTensorMode.
             ValueError: `copies`, because buffers hold many parameters.
         """
         if n_dispatch_modes() or is_pre_dispatch():
             refuse_tracer()
-        setting = settings.current()
+        setting, failure = settings.current(), None
         try:
             if setting.verifying:
                 self.check()
             self._check_cheaply()
         except RuntimeError as error:
-            if not tells or holders is None:
+            if processes is None:
                 raise
-            return refused_list(self._views, holders, error, per_gradient=per_gradient)
-        key = (per_gradient, setting, None if holders is None else holders.group)
+            failure = error
+        key = (per_gradient, setting, None if processes is None else processes.group)
         planned = self._planned.get(key)
-        if planned is None or (holders is not None and holders.copies is not None):
-            planned = list_of(self._views, holders, per_gradient=per_gradient)
-            if planned.refusal is None:
+        if planned is None or (processes is not None and processes.copies is not None):
+            planned = list_of(self._views, processes, per_gradient=per_gradient)
+            # A rejected list has other versions.
+            if planned.versions is not None:
                 self._planned[key] = planned
-            elif not tells:
-                raise planned.refusal
         if weights:
-            return planned.beside(self.parameters)
-        # For one call, which may refuse them.
-        return planned if holders is None else copy(planned)
+            planned = planned.with_parameters(self.parameters)
+        elif processes is not None:
+            # For one call, which may reject it.
+            planned = copy(planned)
+        if failure is not None:
+            planned.reject_(failure)
+        return planned
 
     def _check_cheaply(self) -> None:
         if not self._watch.check_some():
@@ -238,7 +240,7 @@ class FlatGradients:
         return {
             "named": list(self),
             "left_out": left_out,
-            "unclipped": [not getattr(parameter, "need_clip", True) for _, parameter in left_out],
+            "unclipped": [not needs_clip(parameter) for _, parameter in left_out],
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -253,46 +255,31 @@ class FlatGradients:
         return f"FlatGradients({len(self)} parameters: {buffers})"
 
 
-def list_of(views: Views, holders: Holders | None, *, per_gradient: bool) -> Gradients:
-    """A gradient list with its plan, or with the refusal that other processes are told.
+def list_of(views: Views, processes: Processes | None, *, per_gradient: bool) -> Gradients:
+    """A gradient list with its plan.
 
     Args:
         views: of the buffers.
-        holders: the processes that the gradients are spread over.
-        per_gradient: the gradients, as flat pieces, in place of the buffers.
+        processes: that the gradients are spread over.
+        per_gradient: the gradients, as flat tensors, in place of the buffers.
 
     Raises:
         ValueError: `copies`, because buffers hold many parameters.
     """
-    result = _unplanned(views, holders, per_gradient=per_gradient)
-    plan_(result, PlanCache(capacity=1))
-    if result.refusal is None:
-        result.tensors, result.versions = views, views.buffers
-    return result
+    tensors = views.flat() if per_gradient else list(views.buffers)
+    label_of = [slot.label for slot in views.slots].__getitem__
+    device, cache = tensors[0].device, PlanCache(capacity=1)
+    if processes is None:
+        return Gradients(tensors, device, label_of, cache=cache, views=views)
+    refuse_copies(processes)
+    return ShardedGradients(
+        tensors, tensors, label_of, processes, device, label_of, cache=cache, views=views
+    )
 
 
-def refused_list(
-    views: Views, holders: Holders, error: Exception, *, per_gradient: bool
-) -> Gradients:
-    """A list whose refusal other processes are told."""
-    result = _unplanned(views, holders, per_gradient=per_gradient)
-    refuse_(result, error)
-    return result
-
-
-def _unplanned(views: Views, holders: Holders | None, *, per_gradient: bool) -> Gradients:
-    pieces = views.flat() if per_gradient else list(views.buffers)
-    labels = [slot.label for slot in views.slots]
-    result = Gradients(pieces, pieces[0].device, labels.__getitem__)
-    if holders is not None:
-        refuse_copies(holders)
-        are_pieces_(result, pieces, pieces, holders, labels.__getitem__, tells=True)
-    return result
-
-
-def refuse_copies(holders: Holders | None) -> None:
-    """Refuses numbers of holders, which buffers of many parameters cannot have."""
-    if holders is not None and holders.copies is not None:
+def refuse_copies(processes: Processes | None) -> None:
+    """Refuses numbers of copies, which buffers of many parameters cannot have."""
+    if processes is not None and processes.copies is not None:
         raise ValueError(
             "copies counts the holders of single parameters, and FlatGradients measures buffers of "
             "many; expected process_group alone, or the parameters in place of the FlatGradients"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonclip.engine.checks import PLAIN
+from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.plan import flat_size
 from tritonclip.modes import outside_inference
 

@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tritonclip.engine.checks import some
+from tritonclip.engine.arguments import join_names
 from tritonclip.flat.layout import Views, is_clipped, is_same, is_wanted
 
 # Addresses compared at every call beside the first and the last.
@@ -100,8 +100,8 @@ class ViewWatch:
         left_out = [label for label, p in present(self._named) if not is_held(p)]
         if left_out:
             raise RuntimeError(
-                f"{some(left_out)} was frozen or got need_clip = False after FlatGradients was "
-                "made, which holds its gradient; do so before, or make a new FlatGradients"
+                f"{join_names(left_out)} was frozen or got need_clip = False after FlatGradients "
+                "was made, which holds its gradient; do so before, or make a new FlatGradients"
             )
 
     def _check_views(self) -> None:
@@ -124,7 +124,7 @@ class ViewWatch:
     def _raise_replaced(self, labels: Sequence[str]) -> NoReturn:
         present(self._named)
         raise RuntimeError(
-            f"the gradient of {some(labels)} is no longer a view of FlatGradients: "
+            f"the gradient of {join_names(labels)} is no longer a view of FlatGradients: "
             "zero_grad(set_to_none=True), which is the default, an assignment to .grad or a move "
             "of the model replaced it. Nothing was changed. Call flat.attach_() to make the "
             "gradients views again, and flat.zero_() in place of zero_grad()"
@@ -141,10 +141,10 @@ def present(named: Named) -> list[tuple[str, Tensor]]:
     gone = [label for label, parameter in found if parameter is None]
     if gone:
         raise RuntimeError(
-            f"{some(gone)} no longer exists: another parameter replaced it in the model or the "
-            "optimizer, or the model was deleted. FlatGradients would neither clip the gradient of "
-            "another parameter nor set it to 0. Nothing was changed. Make a new FlatGradients of "
-            "the parameters that the model has now"
+            f"{join_names(gone)} no longer exists: another parameter replaced it in the model or "
+            "the optimizer, or the model was deleted. FlatGradients would neither clip the "
+            "gradient of another parameter nor set it to 0. Nothing was changed. Make a new "
+            "FlatGradients of the parameters that the model has now"
         )
     return [(label, parameter) for label, parameter in found if parameter is not None]
 
@@ -154,9 +154,9 @@ def _refuse_wanted(left_out: Named) -> None:
     wanted = [label for label, weak in left_out if (p := weak()) is not None and is_wanted(p)]
     if wanted:
         raise RuntimeError(
-            f"{some(wanted)} requires a gradient and has no need_clip = False now, which was not "
-            "so when FlatGradients was made: its gradient would neither be clipped nor set to 0; "
-            "make a new FlatGradients"
+            f"{join_names(wanted)} requires a gradient and has no need_clip = False now, which was "
+            "not so when FlatGradients was made: its gradient would neither be clipped nor set to "
+            "0; make a new FlatGradients"
         )
 
 

@@ -21,9 +21,8 @@ from torch.autograd import forward_ad
 from tritonclip.backends import choose
 from tritonclip.backends.operators import ARITHMETIC, PIECE, wide_dtype
 from tritonclip.engine import execute
-from tritonclip.engine.checks import OverlapError
-from tritonclip.engine.gradients import Gradients, of_tensors
-from tritonclip.engine.plan_cache import plan_
+from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.memory import OverlapError
 from tritonclip.functional import formulas
 from tritonclip.functional.formulas import coefficient_of
 from tritonclip.modes import is_traced, n_dispatch_modes
@@ -126,13 +125,18 @@ def _each(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 def _planned(tensors: Sequence[Tensor]) -> Gradients:
     """A gradient list of these tensors; of copies where some share memory, so that each counts."""
     try:
-        gradients = plan_(of_tensors(list(tensors)))
+        gradients = _list_of(tensors)
     except OverlapError:
         gradients = None
     if gradients is None or gradients.distinct is not None:
         copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in tensors]
-        gradients = plan_(of_tensors(copies))
+        gradients = _list_of(copies)
     return gradients
+
+
+def _list_of(tensors: Sequence[Tensor]) -> Gradients:
+    device = tensors[0].device if tensors else torch.device("cpu")
+    return Gradients(list(tensors), device, "tensors[{}]".format)
 
 
 # Most elements of a list that is copied first. Clipped by global norm, 64 float32 tensors with
@@ -172,7 +176,7 @@ def clip_copies(
         copies = list(map(torch.clone, tensors))
     else:
         copies = list(_clone_in_one_call(tensors))
-    norm = execute.clip_(plan_(of_tensors(copies)), _rule(rule_of, *numbers))
+    norm = execute.clip_(_list_of(copies), _rule(rule_of, *numbers))
     assert norm is not None
     return copies, norm
 
@@ -316,7 +320,7 @@ def _products_of_group(tensors: list[Tensor], coefficient: Tensor) -> list[Tenso
     # Foreach rounds a factor to a half type first; kernels, which scale in place, do not.
     copies = [torch.empty_like(x) for x in tensors]
     torch._foreach_copy_(copies, [x.resolve_neg() for x in tensors])
-    execute.scale_(plan_(of_tensors(copies)), _FixedCoefficient(factor), torch.ones_like(factor))
+    execute.scale_(_list_of(copies), _FixedCoefficient(factor), torch.ones_like(factor))
     return copies
 
 

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,35 +25,22 @@ Cell = float | int | bool | str | None
 Line = tuple[int, dict[str, Cell]]
 
 
-class Format(Protocol):
-    """Turns rows into text and back."""
-
-    def header(self, columns: Sequence[str]) -> str:
-        """The first line of a new file; "" in a format that has none."""
-
-    def encode(self, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-        """Rows as whole lines."""
-
-    def decode(self, text: str) -> Iterator[Line]:
-        """The rows of a text; ValueError, with the number of the line, for any other text."""
-
-
 class Csv:
-    """Comma-separated values under a line with the names of the columns."""
+    """Comma-separated values under a line of column names."""
 
     def header(self, columns: Sequence[str]) -> str:
-        """The line with the names."""
+        """The first line of a new file: the column names."""
         return self.encode(columns, [columns])
 
     def encode(self, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-        """Numbers in the fewest digits that give them back, truth values as 1 and 0."""
+        """Rows as lines: numbers in full precision, truth values as 1 and 0."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerows([int(c) if isinstance(c, bool) else c for c in row] for row in rows)
         return text.getvalue()
 
     def decode(self, text: str) -> Iterator[Line]:
-        """The rows under the first line, which names the columns."""
+        """The rows of a text; ValueError, with the number of the line, for any other text."""
         lines = csv.reader(io.StringIO(text))
         try:
             columns = [name.strip() for name in next(lines, [])]
@@ -76,11 +62,11 @@ class JsonLines:
     """One JSON object a line."""
 
     def header(self, columns: Sequence[str]) -> str:
-        """Nothing: every line names its columns."""
+        """Empty: every line names its columns."""
         return ""
 
     def encode(self, columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-        """Objects of numbers, truth values and null."""
+        """Rows as lines: objects of numbers, truth values and null."""
         return "".join(
             json.dumps(dict(zip(columns, map(_json_cell, row), strict=True)), allow_nan=False)
             + "\n"
@@ -88,7 +74,7 @@ class JsonLines:
         )
 
     def decode(self, text: str) -> Iterator[Line]:
-        """One row for each line that is not blank."""
+        """The rows of a text; ValueError, with the number of the line, for any other text."""
         for number, line in enumerate(text.split("\n"), start=1):
             if not line.strip():
                 continue
@@ -101,15 +87,17 @@ class JsonLines:
             yield number, row
 
 
-FORMATS: dict[str, Format] = {".csv": Csv(), ".jsonl": JsonLines()}
+Format = Csv | JsonLines
+# By the ending of a file's name.
+_FORMATS: dict[str, Format] = {".csv": Csv(), ".jsonl": JsonLines()}
 
 
 def format_of(path: Path) -> Format:
-    """The format that a file's name asks for; ValueError for other names."""
-    form = FORMATS.get(path.suffix.lower())
+    """The format of a file by the ending of its name; ValueError for another ending."""
+    form = _FORMATS.get(path.suffix.lower())
     if form is None:
         raise ValueError(
-            f"{path}: expected a name that ends in .csv or .jsonl, which decides the format, got "
+            f"{path}: expected a name that ends in .csv or .jsonl, the two formats, got "
             f"{path.suffix or 'no ending'}; rename the file"
         )
     return form
@@ -121,29 +109,29 @@ def _json_cell(cell: Cell) -> Cell:
     return cell
 
 
-# A recorder writes these, in this order, and then one for each norm of a part.
+# A recorder writes these, in this order, and then one for each named norm.
 COLUMNS = ("step", "norm", "coefficient", "limit", "skipped")
-# Begins the columns of groups and parameters, so that no name collides with those above.
-PART = "norm/"
+# Begins the columns of named norms, so that no name collides with those above.
+_PREFIX = "norm/"
 # The numbers of a step, by column.
 _Row = dict[str, float]
-_WRITTEN_BY = "record(...) writes such files, and a file from elsewhere needs a column 'norm'"
+_WRITTEN_BY = "record(...) writes history files, and other files need a column 'norm'"
 
 
 @dataclass(frozen=True)
 class History:
-    """Steps of a run in order, or of several runs that one file has one after the other.
+    """The steps of one run in order, or of several runs, one after the other.
 
     Attributes:
-        steps: their numbers, which rise within a run; 1-d int64.
+        steps: numbers of the steps, which rise within a run; 1-d int64.
         norms: global norms *before* clipping; 1-d float64, as are the next three.
         coefficients: factors of the gradients; NaN where unknown.
-        limits: of the norm; NaN where unknown.
-        skipped: 1 for steps that were left out; NaN where unknown.
-        parts: norms of groups or parameters, by name.
-        joins: positions of the rows with which a run begins after another: a recorder went on in
-            the file, not from a checkpoint, or the numbers of steps start again.
-        replaced: rows that are not here, because a run went on from an earlier step.
+        limits: limits of the norm; NaN where unknown.
+        skipped: 1 for steps that were skipped; NaN where unknown.
+        named_norms: norms of groups or parameters, by name.
+        joins: positions at which a run begins after another one: where a recorder appended to the
+            file without a checkpoint, or where the step numbers start again.
+        replaced: the number of rows left out because a run resumed from an earlier step.
     """
 
     steps: Tensor
@@ -151,7 +139,7 @@ class History:
     coefficients: Tensor
     limits: Tensor
     skipped: Tensor
-    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    named_norms: Mapping[str, Tensor] = field(default_factory=dict)
     joins: tuple[int, ...] = ()
     replaced: int = 0
 
@@ -168,14 +156,14 @@ class History:
                 self.coefficients[start:end],
                 self.limits[start:end],
                 self.skipped[start:end],
-                {name: norms[start:end] for name, norms in self.parts.items()},
+                {name: norms[start:end] for name, norms in self.named_norms.items()},
                 replaced=self.replaced,
             )
             for start, end in pairwise((0, *self.joins, len(self)))
         )
 
     def run(self, number: int) -> History:
-        """One of the runs, by its number from 1 on; ValueError where there is none."""
+        """The run of this number, from 1 on; ValueError for any other."""
         runs = self.runs
         if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= len(runs):
             raise ValueError(
@@ -185,9 +173,10 @@ class History:
 
     @property
     def is_clipped(self) -> Tensor:
-        """Steps whose coefficient is below 1 or, where it is unknown, whose norm is over the limit.
+        """Steps that were clipped; 1-d bool.
 
-        A step that is not finite is not clipped, nor is one that was skipped; 1-d bool.
+        The coefficient is below 1 or, if it is unknown, the norm is over the limit. Skipped steps,
+        and norms that are NaN or inf, do not count.
         """
         by_limit = self.norms > self.limits
         clipped = torch.where(self.coefficients.isnan(), by_limit, self.coefficients < 1)
@@ -195,25 +184,25 @@ class History:
 
     @property
     def is_skipped(self) -> Tensor:
-        """Steps that were left out; 1-d bool."""
+        """Steps that were skipped; 1-d bool."""
         return self.skipped == 1
 
 
 def read(path: str | os.PathLike[str]) -> History:
-    """Reads a history file, which a :class:`Recorder` or another program wrote.
+    """Reads a history file, written by a :class:`Recorder` or another program.
 
     Args:
-        path: of a .csv or .jsonl file with a column `norm`. Columns `step`, `coefficient`, `limit`
-            and `skipped` are optional, as are norms of parts under names that begin with `norm/`;
-            others are not read. Rows without a norm are left out.
+        path: a .csv or .jsonl file with a column `norm`. The columns `step`, `coefficient`, `limit`
+            and `skipped` are optional, and so are named norms in columns `norm/<name>`. Other
+            columns are not read. Rows without a norm are left out.
 
     Returns:
-        The steps in order. Where a run went on from an earlier checkpoint, so that some numbers of
-        steps come again, the later rows count; where all do, from the first, another run begins.
+        The steps in order. If step numbers repeat because a run resumed from an earlier checkpoint,
+        the later rows count. If they start again from the first, another run begins.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a file that is no history.
+        ValueError: not a history file.
     """
     path = Path(path)
     form = format_of(path)
@@ -234,19 +223,19 @@ def read(path: str | os.PathLike[str]) -> History:
             replaced += _add(runs, row, first, joined=joined)
             first, joined = min(first, row.get("step", torch.inf)), False
     except ValueError as error:
-        # A crash may have cut the last line off.
+        # A crash may have cut the last line.
         if last is None or f"line {last}:" not in str(error) or not runs[0]:
-            raise ValueError(f"{path} is no history: {error}; {_WRITTEN_BY}") from None
+            raise ValueError(f"{path} is not a history file: {error}; {_WRITTEN_BY}") from None
     if not runs[0]:
         raise ValueError(
-            f"{path} is no history: expected at least one row with a norm, got none; a recorder "
-            "writes after every `every` steps, and at flush() and close()"
+            f"{path} is not a history file: expected at least one row with a norm, got none; a "
+            "recorder writes after every `every` steps, at flush() and at close()"
         )
     return _history(runs, replaced)
 
 
 def _add(runs: list[list[_Row]], row: _Row, first: float, *, joined: bool) -> int:
-    """Adds a row to the last of the runs, or to a new one; returns how many rows it replaces."""
+    """Adds a row to the last run, or begins a new run; returns the number of rows it replaces."""
     if not runs[0] or "step" not in row:
         runs[-1].append(row)
         return 0
@@ -257,7 +246,7 @@ def _add(runs: list[list[_Row]], row: _Row, first: float, *, joined: bool) -> in
     while runs[-1] and step <= runs[-1][-1]["step"]:
         runs[-1].pop()
         replaced += 1
-        # A run may go on from a checkpoint that is older than another run in its file.
+        # A run may resume from a checkpoint older than another run in its file.
         if not runs[-1] and step > first:
             runs.pop()
     runs[-1].append(row)
@@ -265,30 +254,30 @@ def _add(runs: list[list[_Row]], row: _Row, first: float, *, joined: bool) -> in
 
 
 def join_after(step: int) -> tuple[Cell, ...]:
-    """The row between those of two recorders: the last step of the first, and nothing else."""
+    """The row between the rows of two recorders: it has only the last step of the first."""
     return (step, *[None] * (len(COLUMNS) - 1))
 
 
 def is_join(cells: Mapping[str, Cell]) -> bool:
-    """Whether a row is one of `join_after`."""
+    """Whether a row is made by `join_after`."""
     known = [name for name, cell in cells.items() if cell is not None]
     return known == ["step"] and tuple(cells)[: len(COLUMNS)] == COLUMNS
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; where there is none, an error with the remedy."""
+    """The text of a history file."""
     if not path.exists():
         raise FileNotFoundError(
-            f"{path}: expected a history file, got none; a recorder writes it at its first flush, "
-            "after `every` steps or at close()"
+            f"{path}: expected a history file, got none; a recorder writes it at its first "
+            "flush, after `every` steps or at close()"
         )
     if not path.is_file():
-        raise ValueError(f"{path}: expected a file, got a folder; name the file in it")
+        raise ValueError(f"{path}: expected a file, got a folder; pass the file in it")
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(
-            f"{path} is no history: expected text in UTF-8, got other bytes; {_WRITTEN_BY}"
+            f"{path} is not a history file: expected text in UTF-8, got other bytes; {_WRITTEN_BY}"
         ) from None
 
 
@@ -299,7 +288,7 @@ def _numbers(number: int, cells: dict[str, Cell]) -> _Row | None:
         raise ValueError(f"line {number}: expected a column 'norm', got columns {found}")
     if cells["norm"] is None:
         return None
-    wanted = [name for name in cells if name in COLUMNS or name.startswith(PART)]
+    wanted = [name for name in cells if name in COLUMNS or name.startswith(_PREFIX)]
     row = {name: _number(number, name, cells[name]) for name in wanted}
     if row["norm"] < 0:
         raise ValueError(f"line {number}: expected norm 0 or more, got {row['norm']}")
@@ -336,27 +325,27 @@ def _history(runs: list[list[_Row]], replaced: int) -> History:
         column("coefficient"),
         column("limit"),
         column("skipped"),
-        {name.removeprefix(PART): column(name) for name in names if name.startswith(PART)},
+        {name.removeprefix(_PREFIX): column(name) for name in names if name.startswith(_PREFIX)},
         tuple(accumulate(len(run) for run in runs[:-1])),
         replaced,
     )
 
 
-_ANOTHER = "give record(...) another path, or move the file away"
+_ANOTHER = "pass another path to record(...), or move the file"
 
 
 class HistoryFile:
-    """Appends rows to a history file; nothing is written before the first row.
+    """The file of a recorder, made at the first row; rows are appended to an existing file.
 
     Args:
-        path: absolute; ends in .csv or .jsonl. A file that is there goes on.
-        find: look for folder and file now.
+        path: absolute; ends in .csv or .jsonl.
+        find: whether to look for the folder and the file now.
 
     Attributes:
         path: of the file.
         last_step: the number of the last step in the file; 0 for a new one.
-        resumes: the run of the file is known to go on, as where it loaded a checkpoint; else a row
-            without a norm tells the rows of the file from those that are appended.
+        resumes: whether the run in the file is known to continue, as after loading a checkpoint. If
+            not, a row without a norm separates the rows in the file from those appended.
 
     Raises:
         FileNotFoundError: no such folder.
@@ -368,18 +357,17 @@ class HistoryFile:
         self._format = format_of(path)
         self._columns: tuple[str, ...] | None = None
         self.last_step, self.resumes = 0, False
-        # Bytes of whole lines, and whether this object wrote the last of them.
+        # The bytes of whole lines, and whether this object wrote the last one.
         self._size, self._began = 0, False
         if find and not path.parent.is_dir():
             raise FileNotFoundError(
-                f"{path}: expected the folder of a history file, got {path.parent}, which is not "
-                "there; make it first"
+                f"{path}: expected an existing folder, got {path.parent}; make it first"
             )
         if find and path.exists():
             self._find()
 
     def _find(self) -> None:
-        """Reads columns and the number of the last step from a file that is there."""
+        """Reads the columns and the last step of an existing file."""
         data = self.path.read_bytes() if self.path.is_file() else b"\n"
         # A line after the last line break was cut off by a crash.
         self._size = data.rfind(b"\n") + 1
@@ -396,25 +384,25 @@ class HistoryFile:
             self.last_step = int(str(rows[-1]["step"]))
         except (KeyError, ValueError) as error:
             raise ValueError(
-                f"{self.path} is there and no recorder's file: {error}; {_ANOTHER}"
+                f"{self.path} exists, and no recorder wrote it: {error}; {_ANOTHER}"
             ) from None
         self._columns = tuple(rows[0])
 
-    def begin(self, parts: Sequence[str]) -> None:
+    def begin(self, names: Sequence[str]) -> None:
         """Fixes the columns, at the first row.
 
         Args:
-            parts: names of further norms.
+            names: of the named norms.
 
         Raises:
-            ValueError: a file that is there has others.
+            ValueError: the file has other columns.
         """
-        columns = (*COLUMNS, *(PART + name for name in parts))
+        columns = (*COLUMNS, *(_PREFIX + name for name in names))
         if self._columns is not None and columns != self._columns:
-            had = [name.removeprefix(PART) for name in self._columns[len(COLUMNS) :]]
+            had = [name.removeprefix(_PREFIX) for name in self._columns[len(COLUMNS) :]]
             raise ValueError(
-                f"{self.path} is there with norms of {_some(had)}; expected the same, to append to "
-                f"it, got {_some(parts)}: pass the same norms, or {_ANOTHER}"
+                f"{self.path} has norms of {_some(had)}; expected the same names, got "
+                f"{_some(names)}: pass the same norms, or {_ANOTHER}"
             )
         self._columns = columns
 
@@ -423,7 +411,7 @@ class HistoryFile:
 
         Raises:
             OSError: the file cannot be written.
-            RuntimeError: something else wrote to the file.
+            RuntimeError: another writer changed the file.
         """
         assert self._columns is not None
         if self.last_step and not (self._began or self.resumes):
@@ -440,8 +428,8 @@ class HistoryFile:
             elif size != self._size:
                 raise RuntimeError(
                     f"{self.path}: expected {self._size} bytes, as this recorder left it, got "
-                    f"{size}; something else writes to it: give each recorder a file, and of "
-                    "several processes let one write, by record(..., write=rank == 0)"
+                    f"{size}; something else writes to it: use one file a recorder, and let one "
+                    "process write: record(..., write=rank == 0)"
                 )
             data = memoryview(text.encode())
             try:
@@ -455,13 +443,13 @@ class HistoryFile:
         self._began = True
 
     def _has_grown(self, size: int) -> bool:
-        """Whether a file has more lines than it had; else its end is a line that was cut off."""
+        """Whether a file has new whole lines; if not, its end is a line that was cut."""
         with self.path.open("rb") as file:
             file.seek(self._size)
             return b"\n" in file.read(size - self._size)
 
 
 def _some(names: Sequence[str]) -> str:
-    """Some names for a message."""
-    shown = ", ".join(names[:4]) or "no parts"
+    """The first names, for a message."""
+    shown = ", ".join(names[:4]) or "no names"
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

@@ -20,6 +20,10 @@ from tritonclip.modes import refuse_tracer
 from tritonclip.monitor.history import COLUMNS, Cell, HistoryFile
 from tritonclip.monitor.row_buffer import Row, RowBuffer, Value
 
+_SKIPPED = COLUMNS.index("skipped")
+# The last recorder of each file in this process, while it is alive.
+_open: weakref.WeakValueDictionary[Path, Recorder] = weakref.WeakValueDictionary()
+
 
 def record(
     path: str | os.PathLike[str],
@@ -29,49 +33,48 @@ def record(
     write: bool | None = None,
     append: bool | None = None,
 ) -> Recorder:
-    """Makes a recorder of the norms of a run; `python -m tritonclip suggest` and `plot` read it.
+    """Makes a recorder, which writes the norms of a run to a file for `suggest` and `plot`.
 
-    Norms stay in a buffer on their device. Every `every` steps the buffer is copied to the host: on
-    CUDA and ROCm into pinned memory, in the background, and the copy is written at the first flush
-    after it arrived, usually the next; on a CPU it is written at once; on other devices the copy
-    waits for the device. `flush`, `close`, the end of a `with` block and the end of the program
-    write everything. A process that is killed loses the rows of at most the last flushes.
+    `python -m tritonclip suggest` and `plot` read the file. Norms stay in a buffer on their device,
+    and every `every` steps a flush copies the buffer to the host. On a CPU the rows are then
+    written at once. On CUDA and ROCm the copy runs in the background, and the next flush usually
+    writes it. On other devices the copy waits for the device. `flush`, `close`, the end of a `with`
+    block and the end of the program write all rows. A process that is killed loses the rows of the
+    last flushes.
 
     Args:
-        path: of the file; ends in .csv or .jsonl, which decides its form. Made at the first flush.
-            An open recorder of this file in this process is closed.
-        every: steps between two flushes.
+        path: of the file, which is made at the first flush; .csv or .jsonl. An open recorder of
+            this file in this process is closed.
+        every: number of steps from flush to flush.
         each: whether a ClippedOptimizer adds the norm of every parameter by its name, which reads
-            all gradients once more. The optimizer knows names if it was made from
+            all gradients once more. The optimizer knows the names if it was made from
             `model.named_parameters()`.
-        write: whether this process writes; of several, let one. None: the process of rank 0, where
-            torch.distributed is initialized at the first step. The others check and count only, and
-            look at no file if it is initialized already.
-        append: whether to go on in a file that has the steps of a run: rows are added to it, which
-            must have the same columns, and the count of steps goes on. None: so, with a warning.
-            False: only a file without steps will do.
+        write: whether this process writes. None: only rank 0 writes, if torch.distributed is
+            initialized at the first step. Other processes check their arguments and count steps.
+        append: whether to append to a file that already has steps. The columns must be the same,
+            and the step count continues. None: append, with a warning. False: raise.
 
     Returns:
         The recorder, also a context manager. `ClippedOptimizer(..., recorder=recorder)` adds every
-        step to it; in a loop with :func:`clip_`, call its `add_`.
+        step; in a loop with :func:`clip_`, call `recorder.add_`.
 
     Raises:
         FileNotFoundError: no such folder.
         FileExistsError: a file with steps, with append=False.
         TypeError: a `write` or an `append` of another kind.
-        ValueError: another ending, or `every` below 1; a file that no recorder wrote.
+        ValueError: another ending, `every` below 1, or a file that no recorder wrote.
 
     Warns:
-        UserWarning: a file with steps, without a word on `append`.
+        ClippingWarning: a file with steps, without `append`.
 
     Notes:
-        A recorder cannot be copied or pickled, and a fork cannot use it. In a CUDA graph, call
-        `add_` after each replay. Under torch.compile it breaks the graph.
+        A recorder cannot be copied or pickled, and a fork cannot use it. With a CUDA graph, call
+        `add_` after each replay. Under torch.compile, `add_` breaks the graph.
 
         The columns are step, norm, coefficient, limit, skipped, and norm/<name> for each of
         `norms`. Unknown values are empty (null in JSON Lines). A run that resumes from a checkpoint
-        loads `state_dict()`; without it, steps are counted on from the last row, after a row with
-        its step alone, by which `suggest` tells the runs apart.
+        loads `state_dict()`. Without it, rows are appended as another run: after a row that has
+        only a step, with step numbers that continue.
 
     Example:
         >>> import pathlib, tempfile, torch, tritonclip
@@ -89,16 +92,12 @@ def record(
     recorder = Recorder(path, every=every, each=each, write=write, append=append)
     if append is None and recorder.steps:
         warnings.warn(
-            f"{recorder.path} has steps up to {recorder.steps}, and new ones are appended to them. "
-            "To go on with that run, pass append=True; for a new run, take another name",
+            f"{recorder.path} has steps up to {recorder.steps}; new steps are appended. Pass "
+            "append=True to append without this warning, or another path for a new file",
             ClippingWarning,
             stacklevel=2,
         )
     return recorder
-
-
-# The last recorder of each file in this process, while it is alive.
-_open: weakref.WeakValueDictionary[Path, Recorder] = weakref.WeakValueDictionary()
 
 
 class Recorder:
@@ -106,9 +105,9 @@ class Recorder:
 
     Attributes:
         path: of the file.
-        every: steps between two flushes.
-        each: a ClippedOptimizer adds the norms of single parameters.
-        steps: the number of the last step, counted from 1 and over resumed runs.
+        every: number of steps from flush to flush.
+        each: whether a ClippedOptimizer adds the norm of every parameter.
+        steps: the number of the last step, counted from 1 and through resumed runs.
     """
 
     def __init__(
@@ -127,20 +126,20 @@ class Recorder:
                 raise TypeError(f"{name} must be True, False or None, got {choice!r}")
         self.every, self.each = every, bool(each)
         self._write = _rank_decides() if write is None else write
-        # Absolute, so that a program may change its folder.
+        # Absolute: the program may change its folder.
         self.path = Path(path).absolute()
-        # Of a process that does not write, the folder may be on another machine.
-        self._rows = RowWriter(HistoryFile(self.path, find=self._write is not False), every)
+        # For a process that does not write, the folder may be on another machine.
+        self._rows = _RowWriter(HistoryFile(self.path, find=self._write is not False), every)
         self.steps = self._rows.file.last_step
         self._names: tuple[str, ...] | None = None
         known = _open.get(self.path)
         if append is False and (self.steps or (known is not None and known.steps)):
             raise FileExistsError(
-                f"{self.path} has steps of another run; expected a file without any, because of "
-                "append=False: take another name, or append=True to go on with that run"
+                f"{self.path} already has steps, but append=False expects a file without any; "
+                "pass another path, or append=True to append to the file"
             )
         if known is not None:
-            # A cell of a notebook that is run again drops it: its rows come first.
+            # As where a notebook's cell is run again. Its rows come first.
             known.close()
             self._rows.file = HistoryFile(self.path, find=self._write is not False)
             self.steps = self._rows.file.last_step
@@ -155,18 +154,18 @@ class Recorder:
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes; decided for good at the first step."""
+        """Whether this process writes; fixed at the first step."""
         if self._write is None:
             self._write = _rank_decides() is not False
         return self._write
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The names of further norms, fixed by the first step; None before."""
+        """The names of `norms`, fixed by the first step; None before."""
         return self._names
 
     def prepare(self, names: Iterable[str]) -> None:
-        """Checks that a step with these further norms can be added; raises as `add_` does."""
+        """Checks that a step with norms of these names can be added; raises as `add_` does."""
         self._check_open()
         self._check_names(tuple(names))
 
@@ -182,37 +181,41 @@ class Recorder:
     ) -> None:
         """Adds a step. Values stay on their device until a flush; nothing waits for it.
 
+        Values are numbers or one-element tensors on any device; None is unknown.
+
         Args:
-            norm: the global norm *before* clipping: a number or a one-element tensor of any device,
-                as are the others.
-            coefficient: the factor of the gradients; None where it is not known.
+            norm: the global norm *before* clipping.
+            coefficient: the factor of the gradients.
             limit: of the norm.
-            skipped: whether the step was left out.
-            norms: further norms, by the name of a group or parameter, the same names at every step;
-                see :func:`norms_by_name`.
+            skipped: whether the step was skipped.
+            norms: more norms by the name of a group or parameter, the same names at every step; see
+                :func:`norms_by_name`.
 
         Raises:
             TypeError: a value of another kind.
-            ValueError: several elements; a negative norm; other names than at the step before, or
-                than in the file.
-            RuntimeError: a recorder that is closed, or belongs to another process; inside the
-                capture of a CUDA graph, under make_fx and FakeTensorMode.
+            ValueError: several elements; a negative norm; other names than at the last step or in
+                the file.
+            RuntimeError: the recorder is closed, or belongs to another process; a CUDA graph is
+                captured; make_fx or FakeTensorMode traces the call.
             OSError: the file cannot be written; the rows are kept for the next flush.
         """
         refuse_tracer()
         self._check_open()
         if norm is None:
             raise TypeError(
-                "norm must be a number or a one-element tensor, got None, as clip_ returns by "
-                "value; measure it by get_total_norm before clipping"
+                "norm must be a number or a one-element tensor, got None, which clip_ returns for "
+                "ClipByValue; measure the norm by get_total_norm before clipping"
             )
         named = {} if norms is None else dict(norms)
         row: list[Value] = [
-            checked_value("norm", norm, least=0.0),
-            checked_value("coefficient", coefficient),
-            checked_value("limit", limit),
-            checked_value("skipped", skipped, of_truth=True),
-            *(checked_value(f"norms[{name!r}]", value, least=0.0) for name, value in named.items()),
+            _checked_value("norm", norm, least=0.0),
+            _checked_value("coefficient", coefficient),
+            _checked_value("limit", limit),
+            _checked_value("skipped", skipped, of_truth=True),
+            *(
+                _checked_value(f"norms[{name!r}]", value, least=0.0)
+                for name, value in named.items()
+            ),
         ]
         self._check_names(tuple(named))
         if self.writes:
@@ -226,7 +229,7 @@ class Recorder:
 
         Raises:
             OSError: the file cannot be written; the rows are kept for the next flush.
-            RuntimeError: as for `add_`; something else writes to the file.
+            RuntimeError: as for `add_`; another writer changed the file.
         """
         self._check_open()
         self._rows.flush()
@@ -254,12 +257,12 @@ class Recorder:
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on after the step of a checkpoint.
+        """Continues after the step of a checkpoint.
 
-        The file keeps the steps that came after it; a reader takes the later row of each number.
+        The file keeps the rows of later steps; of rows with the same step, readers take the last.
 
         Raises:
-            ValueError: no result of `state_dict`.
+            ValueError: not the result of `state_dict`.
         """
         steps = state.get("steps")
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
@@ -277,12 +280,12 @@ class Recorder:
             raise ValueError(
                 f"norms must have the same names at every step; at step {self.steps + 1} expected "
                 f"{len(self._names)} names, got {len(names)}; different: "
-                f"{', '.join(changed[:4])}; for other names make a new recorder"
+                f"{', '.join(changed[:4])}. Make a new recorder for other names"
             )
         for name in names:
             if not isinstance(name, str) or not name or "\n" in name or "\r" in name:
                 raise ValueError(
-                    f"norms must have names of one line each, got {name!r}; rename the group"
+                    f"norms must have names of one line, got {name!r}; rename the group"
                 )
         if self.writes:
             self._rows.file.begin(names)
@@ -292,17 +295,17 @@ class Recorder:
         if self.is_closed:
             raise RuntimeError(
                 f"the recorder of {self.path} is closed; expected an open one: make a new one by "
-                "record(path, append=True), which goes on in the same file"
+                "record(path, append=True), which appends to the file"
             )
         if os.getpid() != self._rows.process:
             raise RuntimeError(
                 f"the recorder of {self.path} belongs to process {self._rows.process}, got a call "
-                "from a fork of it; record in the first one, or make a recorder with another path"
+                "from a fork; record in that process, or make a recorder with another path here"
             )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a Recorder cannot be copied or pickled, since both would write to {self.path}; save "
+            f"a Recorder cannot be copied or pickled: both would write to {self.path}; save its "
             "state_dict(), and make a new one by record(path)"
         )
 
@@ -312,7 +315,7 @@ class Recorder:
 
 
 def _rank_decides() -> bool | None:
-    """Whether this process has rank 0; None where torch.distributed is not initialized."""
+    """Whether this process has rank 0; None if torch.distributed is not initialized."""
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -320,23 +323,20 @@ def _rank_decides() -> bool | None:
     return distributed.get_rank() == 0
 
 
-_SKIPPED = COLUMNS.index("skipped")
-
-
-def checked_value(
+def _checked_value(
     name: str, value: object, *, least: float = -math.inf, of_truth: bool = False
 ) -> Value:
-    """A checked value: a number, a one-element tensor, or None; a tensor's value is not read."""
+    """A number, a one-element tensor, or None, checked; the value of a tensor is not read."""
     if isinstance(value, Tensor):
         if hasattr(value, "full_tensor"):
             raise TypeError(
-                f"{name} must be a plain tensor, got a DTensor; pass its full_tensor(), which "
-                "every process has to call"
+                f"{name} must be a plain tensor, got a DTensor; pass its full_tensor(), which all "
+                "processes must call"
             )
         if value.numel() != 1 or value.is_complex() or value.is_meta:
             raise ValueError(
                 f"{name} must be one real number, got shape {tuple(value.shape)}, {value.dtype}, "
-                f"on {value.device}; of the norms of single gradients pass the largest, norms.max()"
+                f"on {value.device}; if it holds the norms of gradients, pass norms.max()"
             )
         return value
     if value is None:
@@ -350,8 +350,8 @@ def checked_value(
     return number
 
 
-def cells_of(row: Row) -> list[Cell]:
-    """A row as it stands in the file: a whole number, numbers, and a truth value."""
+def _cells_of(row: Row) -> list[Cell]:
+    """The cells of a row: the step as a whole number, `skipped` as a truth value."""
     step, skipped = row[0], row[_SKIPPED]
     assert step is not None
     cells: list[Cell] = [int(step), *row[1:]]
@@ -359,18 +359,18 @@ def cells_of(row: Row) -> list[Cell]:
     return cells
 
 
-class RowWriter:
-    """The rows of a recorder, which outlive it until they are written.
+class _RowWriter:
+    """Carries rows from their device to the file; outlives its recorder until they are written.
 
     Attributes:
-        file: that the rows go to.
-        process: the one that writes; a fork of it does not.
+        file: of the recorder.
+        process: the id of the process that writes; a fork does not.
     """
 
     def __init__(self, file: HistoryFile, every: int) -> None:
         self.file, self.process = file, os.getpid()
         self._buffer = RowBuffer(every)
-        # Arrived on the host, and not written.
+        # On the host, and not yet written.
         self._arrived: list[Row] = []
 
     def add_(self, step: int, row: list[Value]) -> None:
@@ -378,11 +378,11 @@ class RowWriter:
         self._buffer.add_([step, *row])
 
     def flush(self, *, wait: bool = True) -> None:
-        """Writes the rows that have arrived on the host, or with `wait` all; none in a fork."""
+        """Writes the rows on the host, with `wait` all rows; none in a fork."""
         if os.getpid() != self.process:
             return
         self._buffer.send_()
         self._arrived += self._buffer.take(wait=wait)
         if self._arrived:
-            self.file.append(list(map(cells_of, self._arrived)))
+            self.file.append(list(map(_cells_of, self._arrived)))
             self._arrived = []

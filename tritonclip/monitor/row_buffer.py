@@ -1,4 +1,4 @@
-"""Rows of numbers and of 0-d tensors, which reach the host without making it wait."""
+"""A buffer of rows on their device, which are copied to the host without waiting for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tritonclip.modes import outside_inference, without_grad
 Value = float | Tensor | None
 Row = list[float | None]
 
-# Values of a block: 1 MiB in float64. A full one is sent, whether its rows are due or not.
+# Values of a block, 1 MiB in float64. A full block is sent before its rows are due.
 _BLOCK = 2**17
 
 
@@ -22,31 +22,31 @@ class _Copy(NamedTuple):
     """Rows on their way to the host.
 
     Attributes:
-        rows: with None in place of each tensor.
-        places: the columns of each row's tensors.
-        values: theirs, on the host once `arrival` is over.
-        arrival: None where nothing is on its way.
+        rows: with None for each tensor.
+        columns: the columns of each row's tensors.
+        values: of the tensors, on the host once the event `arrival` has passed.
+        arrival: None where no copy is under way.
     """
 
     rows: list[Row]
-    places: list[tuple[int, ...]]
+    columns: list[tuple[int, ...]]
     values: Tensor | None
     arrival: Any
 
 
 class RowBuffer:
-    """Keeps rows; values on a device stay in a block there until `send_`, or until it is full.
+    """Keeps rows; tensors stay in a block on their device until `send_`, or until it is full.
 
     Args:
-        capacity: the most rows of a block.
+        capacity: largest number of rows of a block.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._rows: list[Row] = []
-        self._places: list[tuple[int, ...]] = []
+        self._columns: list[tuple[int, ...]] = []
         self._block: Tensor | None = None
-        # The CUDA stream that wrote to the block last.
+        # The last CUDA stream that wrote to the block.
         self._stream: Any = None
         self._copies: deque[_Copy] = deque()
 
@@ -57,7 +57,7 @@ class RowBuffer:
         if tensors:
             self._write_(list(tensors.values()))
         self._rows.append([None if i in tensors else value for i, value in enumerate(row)])  # type: ignore[misc]
-        self._places.append(tuple(tensors))
+        self._columns.append(tuple(tensors))
 
     def _write_(self, values: list[Tensor]) -> None:
         """Puts values into the block, on its device."""
@@ -81,7 +81,7 @@ class RowBuffer:
         row.copy_(flat[0] if len(flat) == 1 else torch.stack(flat))
 
     def _follow_stream(self, block: Tensor) -> None:
-        """Orders this stream's work on the block after that of another stream."""
+        """Makes the current stream wait for the one that wrote to the block before."""
         stream = torch.cuda.current_stream(block.device)
         if self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
@@ -89,11 +89,11 @@ class RowBuffer:
         self._stream = stream
 
     def send_(self) -> None:
-        """Begins to copy the rows to the host; waits only on devices other than CPU and CUDA."""
+        """Starts to copy the rows to the host; waits only for devices other than CPU and CUDA."""
         if not self._rows:
             return
         values, arrival = None, None
-        if self._block is not None and any(self._places):
+        if self._block is not None and any(self._columns):
             if self._block.device.type == "cuda":
                 _refuse_capture()
                 self._follow_stream(self._block)
@@ -101,14 +101,14 @@ class RowBuffer:
             if values.device == self._block.device:
                 # The copy is the block.
                 self._block = None
-        self._copies.append(_Copy(self._rows, self._places, values, arrival))
-        self._rows, self._places = [], []
+        self._copies.append(_Copy(self._rows, self._columns, values, arrival))
+        self._rows, self._columns = [], []
 
     def take(self, *, wait: bool) -> list[Row]:
-        """The rows that have arrived since the last call, in order; `wait`: all that were sent."""
+        """The rows that have arrived since the last call, in order; with `wait` all rows sent."""
         taken: list[Row] = []
         while self._copies:
-            rows, places, values, arrival = self._copies[0]
+            rows, columns, values, arrival = self._copies[0]
             if arrival is not None:
                 if wait:
                     arrival.synchronize()
@@ -116,15 +116,15 @@ class RowBuffer:
                     break
             self._copies.popleft()
             numbers: list[list[float]] = [] if values is None else values.tolist()
-            for row, place, found in zip(rows, places, numbers, strict=False):
-                for i, number in zip(place, found, strict=False):
+            for row, of_row, found in zip(rows, columns, numbers, strict=False):
+                for i, number in zip(of_row, found, strict=False):
                     row[i] = number
             taken += rows
         return taken
 
 
 def _copy(block: Tensor) -> tuple[Tensor, Any]:
-    """A block on the host, or to be there after an event."""
+    """A block on the host, and the event after which it is there, if any."""
     if block.device.type == "cuda":
         host = torch.empty(block.shape, dtype=block.dtype, device="cpu", pin_memory=True)
         host.copy_(block, non_blocking=True)
@@ -137,16 +137,16 @@ def _copy(block: Tensor) -> tuple[Tensor, Any]:
 def _refuse_capture() -> None:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a CUDA graph is being captured, whose replays would all write to one row; expected a "
-            "call outside of it: add the norm after graph.replay()"
+            "a CUDA graph is being captured, and all its replays would write to one row; expected "
+            "a call outside of the capture: add the norm after graph.replay()"
         )
 
 
 def _device_of(values: list[Tensor]) -> torch.device:
-    """The device of a row: an accelerator where there is one, since uploads need no waiting."""
+    """The device of a row: an accelerator if there is one, because uploads do not wait."""
     return next((v.device for v in values if v.device.type != "cpu"), torch.device("cpu"))
 
 
 def _wide_dtype(device: torch.device) -> torch.dtype:
-    """float64 where the device has it."""
+    """float64, if the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64

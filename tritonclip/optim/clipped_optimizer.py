@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from tritonclip.distributed.process_groups import Copies, check_holders
+from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.engine import misuse
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.modes import without_grad
@@ -175,8 +175,8 @@ class ClippedOptimizer(OptimizerProxy):
     ) -> None:
         check_optimizer(optimizer)
         super().__init__(optimizer)
-        holders = check_holders(process_group, copies)
-        self._partition = Partition(optimizer, rule_of_all(clip), holders)
+        processes = check_processes(process_group, copies)
+        self._partition = Partition(optimizer, rule_of_all(clip), processes)
         self.nonfinite = nonfinite
         states, watch = RuleStates(as_skip_bound(skip_above)), SkipWatch(max_consecutive_skips)
         watch.refuse_without_skips(nonfinite, skip_above)
@@ -484,8 +484,8 @@ class ClippedOptimizer(OptimizerProxy):
         refusal = refusal or partition.refresh()
         record = None
         if recorder is not None:
-            tells = partition.holders is not None
-            record = StepRecord(recorder, groups, partition.flat, grad_scale, tells=tells)
+            awaited = partition.processes is not None
+            record = StepRecord(recorder, groups, partition.flat, grad_scale, awaited=awaited)
             refusal = refusal or record.refusal
         # Under a GradScaler, a step that is not finite is an overflow.
         raises_if_nonfinite = None if check_finite else self._raises_if_nonfinite
@@ -499,7 +499,7 @@ class ClippedOptimizer(OptimizerProxy):
             zero_nonfinite=policy == "zero",
             record=record,
         )
-        step.measure(refusal, partition.holders, raises_if_nonfinite=raises_if_nonfinite)
+        step.measure(refusal, partition.processes, raises_if_nonfinite=raises_if_nonfinite)
         return step
 
     def _raises_if_nonfinite(self) -> bool:
@@ -588,7 +588,7 @@ class ClippedOptimizer(OptimizerProxy):
             "stats": self.stats,
             "flat": self.flat,
             "unclipped": unclipped(self.optimizer.param_groups),
-            "holders": self._partition.holders,
+            "holders": self._partition.processes,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

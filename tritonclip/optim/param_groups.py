@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from tritonclip.distributed.process_groups import Holders
-from tritonclip.engine.checks import some
+from tritonclip.distributed.process_groups import Processes
+from tritonclip.engine.arguments import join_names
 from tritonclip.flat.flat_gradients import FlatGradients, refuse_copies
 from tritonclip.flat.layout import is_wanted
 from tritonclip.rules import Rule, as_rule
@@ -132,14 +132,14 @@ def unclipped(groups: Groups) -> list[tuple[int, int]]:
 
 
 def not_in_buffers(
-    flat: FlatGradients | None, groups: Groups, holders: Holders | None = None
+    flat: FlatGradients | None, groups: Groups, processes: Processes | None = None
 ) -> list[tuple[int, int]]:
     """The parameters of an optimizer whose gradients are not in its buffers: (group, position).
 
     Raises:
         TypeError: an argument that is no FlatGradients.
         ValueError: an optimizer that lacks a parameter of the buffers, or has another one to clip;
-            `copies` of holders.
+            `copies` of processes.
         RuntimeError: buffers of a parameter that is gone.
     """
     if flat is None:
@@ -149,14 +149,14 @@ def not_in_buffers(
             f"flat must be a FlatGradients or None, got {type(flat).__name__}; write "
             "FlatGradients(model.parameters())"
         )
-    refuse_copies(holders)
+    refuse_copies(processes)
     held = set(map(id, flat.parameters))
     members = {(n, i): p for n, g in enumerate(groups) for i, p in enumerate(g["params"])}
     foreign = held - set(map(id, members.values()))
     if foreign:
         labels = [label for label, p in flat if id(p) in foreign]
         raise ValueError(
-            f"FlatGradients holds {some(labels)}, which the optimizer does not; expected the "
+            f"FlatGradients holds {join_names(labels)}, which the optimizer does not; expected the "
             "parameters of one optimizer: make a FlatGradients for each, and a new one after "
             "parameters were replaced"
         )
@@ -164,7 +164,7 @@ def not_in_buffers(
     missing = [f"param_groups[{n}]['params'][{i}]" for n, i in rest if is_wanted(members[n, i])]
     if missing:
         raise ValueError(
-            f"FlatGradients lacks {some(missing)}, which the optimizer updates; expected all "
+            f"FlatGradients lacks {join_names(missing)}, which the optimizer updates; expected all "
             "of its parameters that require a gradient: make a new FlatGradients"
         )
     return rest

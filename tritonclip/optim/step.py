@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
-from tritonclip.distributed.process_groups import Holders
-from tritonclip.engine import execute
-from tritonclip.engine.norms import total
+from tritonclip.distributed.gradients import error_of
+from tritonclip.distributed.process_groups import Processes
+from tritonclip.engine.norms import measure
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import Outcomes
-from tritonclip.norms import NamedNorms
+from tritonclip.named_norms import NamedNorms
 from tritonclip.optim.clip_groups import (
     NONFINITE_REMEDY,
     ClipGroup,
     global_norm_of,
     hides_nonfinite,
-    measure,
+    measure_requests,
     nonfinite_of,
     refuse,
     refuse_nonfinite,
@@ -55,7 +55,7 @@ class StepRecord:
         groups: parameter groups of the optimizer.
         flat: the gradients of all groups, if they are in buffers.
         grad_scale: the loss scale that gradients still carry; None for none.
-        tells: other processes have to get the error for gradients that are refused.
+        awaited: other processes have to get the error for gradients that are refused.
 
     Attributes:
         refusal: the error of gradients without norms by name, if other processes have to get it.
@@ -70,7 +70,7 @@ class StepRecord:
         flat: FlatGradients | None,
         grad_scale: Tensor | float | None,
         *,
-        tells: bool,
+        awaited: bool,
     ) -> None:
         self.refusal: Exception | None = None
         self.clip_groups: list[ClipGroup] = []
@@ -89,7 +89,7 @@ class StepRecord:
         try:
             self._named = NamedNorms(parameters)
         except (TypeError, ValueError, RuntimeError) as error:
-            if not tells:
+            if not awaited:
                 raise
             self.refusal = error
             return
@@ -115,7 +115,7 @@ class StepRecord:
             if measured is None:
                 own |= self._named.measure(2.0, self._grad_scale)
             else:
-                own |= self._named.by_name(total(measured), 2.0)
+                own |= self._named.by_name(measured.total(), 2.0)
         self._norms = {name: own.get(name) for name in self._in_order(own)}
 
     def _in_order(self, names: Iterable[str]) -> list[str]:
@@ -217,7 +217,7 @@ class Step:
     def measure(
         self,
         refusal: Exception | None,
-        holders: Holders | None,
+        processes: Processes | None,
         *,
         raises_if_nonfinite: Callable[[], bool] | None,
     ) -> None:
@@ -225,7 +225,7 @@ class Step:
 
         Args:
             refusal: the error for gradients that cannot be clipped, if that is known already.
-            holders: the processes that the gradients are spread over.
+            processes: the processes that the gradients are spread over.
             raises_if_nonfinite: whether `raise_if_nonfinite` comes next where a norm is NaN.
 
         Raises:
@@ -241,9 +241,7 @@ class Step:
                 # The usual step: nothing can refuse it, and no other norm is needed yet.
                 if by_value or not rule.clamps:
                     scale = 1.0 if rule.clamps else self._grad_scale
-                    groups[0].norms = execute.measure(
-                        gradients, rule.norm_type, rule.per_gradient, scale
-                    )
+                    groups[0].norms = measure(gradients, rule.norm_type, rule.per_gradient, scale)
                 return
         recorded = [] if record is None else record.clip_groups
         refusal = refused(partial(self._check, refusal), [*groups, *recorded])
@@ -257,9 +255,9 @@ class Step:
             two_norm=self._states.skip_above is not None or not (record is None or has_shared),
         )
         if settings.current().verifying:
-            refuse_other_steps(needed, self._param_groups, holders)
-        measure(needed, self._grad_scale)
-        refusals = (group.gradients.refusal for group in (*groups, *recorded))
+            refuse_other_steps(needed, self._param_groups, processes)
+        measure_requests(needed, self._grad_scale)
+        refusals = (error_of(group.gradients) for group in (*groups, *recorded))
         refusal = refusal or next(filter(None, refusals), None)
         if refusal is not None:
             if raises_if_nonfinite is not None and raises_if_nonfinite():

@@ -1,4 +1,4 @@
-"""Rules: limits for gradients."""
+"""Rules: the limits of gradients."""
 
 from torch.serialization import add_safe_globals
 
@@ -37,7 +37,7 @@ __all__ = [
     "follow",
 ]
 
-# Trainers save the keys of parameter groups, rules among them, and load with `weights_only=True`.
+# Trainers save param groups, with rules among their keys, and load them with `weights_only=True`.
 add_safe_globals(
     [
         ClipByGlobalNorm,

@@ -19,9 +19,9 @@ _LEAST_SCALE = 2.0**-126
 
 
 def as_number(name: str, value: object) -> float:
-    """The argument as a float; TypeError where it is no number, booleans and text among them.
+    """The argument as a float; TypeError for booleans, text and all that is no number.
 
-    Where it is traced, a tensor stays one, 0-d and float64: its value is checked when the graph
+    In a traced call a tensor stays a tensor, 0-d and float64: its value is checked when the graph
     runs.
     """
     if type(value) is float:
@@ -30,7 +30,7 @@ def as_number(name: str, value: object) -> float:
         if value.device.type != "cpu":
             raise TypeError(
                 f"{name} must be a number or a one-element tensor on the CPU, got one on "
-                f"{value.device}, which would have to be waited for; pass its item()"
+                f"{value.device}, which would make the call wait for it; pass its item()"
             )
         if value.dtype != torch.bool and is_traced():
             return value.detach().to(torch.float64).reshape(())  # type: ignore[return-value]
@@ -41,16 +41,16 @@ def as_number(name: str, value: object) -> float:
 
 
 def as_limit(name: str, value: object) -> float:
-    """The argument as a float that may be 0 or inf, but neither negative nor NaN."""
+    """The argument as a float of 0 or more, or inf."""
     number = value if type(value) is float else as_number(name, value)
     if type(number) is float and not number >= 0:
         raise ValueError(f"{name} must be 0 or more, got {number}")
-    # -0.0 becomes 0.0: as a limit it would turn the sign of every gradient.
+    # -0.0 becomes 0.0: as a limit it would flip the sign of every gradient.
     return number + 0.0
 
 
 def as_eps(value: object) -> float:
-    """As `as_limit`, but not inf."""
+    """The argument as a finite float of 0 or more."""
     number = as_limit("eps", value)
     if type(number) is float and number == math.inf:
         raise ValueError("eps must be finite, got inf")
@@ -79,23 +79,22 @@ def _checked_schedule(name: str, schedule: Schedule) -> Schedule:
     try:
         signature = inspect.signature(schedule)
     except (TypeError, ValueError):
-        # Functions of C may have none that can be read.
+        # Functions written in C may have no signature.
         return schedule
     try:
         signature.bind(0)
     except TypeError as error:
         raise TypeError(
-            f"{name} may be a function of the step, which is called with the number of steps "
-            f"before; expected one such as lambda step: 1.0, got {schedule!r:.80} with the "
-            f"signature {signature}: {error}"
+            f"{name} as a function takes the step alone; expected a function such as lambda step: "
+            f"1.0, got {schedule!r:.80} with the signature {signature}: {error}"
         ) from None
-    # Others, without a hash or weak references, are looked at again.
+    # A function without a hash or weak references is checked again each time.
     with contextlib.suppress(TypeError):
         _known_schedules.add(schedule)
     return schedule
 
 
-# Schedules that take a step: a parameter group's rule is made from its schedule at every step.
+# Checked schedules: a parameter group's rule is made from its schedule at every step.
 _known_schedules: WeakSet[Schedule] = WeakSet()
 
 
@@ -106,8 +105,8 @@ def _is_known(schedule: Schedule) -> bool:
         return False
 
 
-def as_share(name: str, value: object) -> float:
-    """The argument as a float between 0 and 1, neither of them."""
+def as_fraction(name: str, value: object) -> float:
+    """The argument as a float above 0 and below 1."""
     number = as_number(name, value)
     if not 0 < number < 1:
         remedy = f"; write {number / 100:g} for {number:g}%" if 1 < number < 100 else ""
@@ -124,7 +123,7 @@ def as_positive(name: str, value: object) -> float:
 
 
 def as_count(name: str, value: object, least: int) -> int:
-    """The argument as an integer that is not below the least."""
+    """The argument as an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}")
     if value < least:
@@ -133,7 +132,7 @@ def as_count(name: str, value: object, least: int) -> int:
 
 
 def as_norm_type(value: object) -> float:
-    """The order of a norm as a float: positive, 0, inf or -inf; the text 'inf' counts."""
+    """The order of a norm as a float: positive, 0, inf or -inf; 'inf' and '-inf' are read too."""
     is_text = isinstance(value, str) and value in ("inf", "-inf")
     number = float(value) if is_text else as_number("norm_type", value)  # type: ignore[arg-type]
     if type(number) is float and not (number >= 0 or number == -math.inf):
@@ -142,7 +141,7 @@ def as_norm_type(value: object) -> float:
 
 
 def check_one_float(name: str, tensor: torch.Tensor) -> None:
-    """Refuses a tensor that is not one floating-point number."""
+    """Raises for a tensor that is not one floating-point number."""
     expected = f"{name} must be a one-element floating-point tensor or a number"
     if not tensor.is_floating_point():
         raise TypeError(f"{expected}, got {tensor.dtype}")
@@ -151,14 +150,14 @@ def check_one_float(name: str, tensor: torch.Tensor) -> None:
 
 
 def as_grad_scale(grad_scale: object) -> float | torch.Tensor:
-    """The loss scale as a number, or as a one-element tensor on a device that is not waited for."""
+    """The loss scale: a number, or a one-element tensor that the call does not wait for."""
     if grad_scale is None:
         return 1.0
     if isinstance(grad_scale, torch.Tensor):
         check_one_float("grad_scale", grad_scale)
         if grad_scale.device.type != "cpu" or is_traced():
             return grad_scale.detach()
-    # No number: torch.compile cannot ask one that changes.
+    # Numbers come first: torch.compile cannot look for attributes of one that changes.
     if not isinstance(grad_scale, Real) and hasattr(grad_scale, "get_scale"):
         raise TypeError(
             f"grad_scale must be a number or a tensor, got a {type(grad_scale).__name__}; pass its "
@@ -167,7 +166,7 @@ def as_grad_scale(grad_scale: object) -> float | torch.Tensor:
     number = as_number("grad_scale", grad_scale)
     if not _LEAST_SCALE <= number <= 1 / _LEAST_SCALE:
         raise ValueError(
-            f"grad_scale must be positive, and from 2^-126 to 2^126 to fit float32 with its "
-            f"reciprocal, got {number}"
+            "grad_scale must be positive, and from 2^-126 to 2^126, so that it and its reciprocal "
+            f"fit float32; got {number}"
         )
     return number

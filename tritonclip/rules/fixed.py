@@ -59,14 +59,14 @@ class ClipByGlobalNorm(_ClipNorm):
         g \leftarrow g \cdot \min(1, \text{max\_norm} / (\|(g_1, \dots, g_n)\|_p + \text{eps}))
 
     Args:
-        max_norm: largest norm of all gradients together; 0 or more, inf clips nothing. Or a
+        max_norm: largest norm of all gradients after clipping; 0 or more, inf clips nothing. Or a
             function of the step; see :class:`ClipState`.
         norm_type: p of the p-norm: positive, inf, -inf, or 0 for the number of nonzero elements.
-        eps: added to the norm. `torch.nn.utils.clip_grad_norm_` adds 1e-6; with 0, the
-            exact form of Paddle and TensorFlow, a norm equal to `max_norm` changes nothing.
+        eps: added to the norm; 1e-6 as in `torch.nn.utils.clip_grad_norm_`. With 0, as in Paddle
+            and TensorFlow, gradients whose norm equals `max_norm` do not change.
 
     Raises:
-        ValueError: a limit that is negative or NaN, a `norm_type` that names no norm.
+        ValueError: a limit that is negative or NaN, a `norm_type` that is not the order of a norm.
         TypeError: an argument that is no number.
 
     Example:
@@ -87,13 +87,13 @@ class ClipByNorm(_ClipNorm):
     .. math:: g_i \leftarrow g_i \cdot \min(1, \text{max\_norm} / (\|g_i\|_p + \text{eps}))
 
     Args:
-        max_norm: largest norm of a gradient; 0 or more, inf clips nothing. Or a function of the
-            step; see :class:`ClipState`.
+        max_norm: largest norm of a gradient after clipping; 0 or more, inf clips nothing. Or a
+            function of the step; see :class:`ClipState`.
         norm_type: p of the p-norm: positive, inf, -inf, or 0 for the number of nonzero elements.
         eps: added to the norm; see :class:`ClipByGlobalNorm`.
 
     Raises:
-        ValueError: a limit that is negative or NaN, a `norm_type` that names no norm.
+        ValueError: a limit that is negative or NaN, a `norm_type` that is not the order of a norm.
         TypeError: an argument that is no number.
 
     Example:
@@ -115,16 +115,16 @@ class ClipByRMS(Rule):
     .. math:: g_i \leftarrow g_i \cdot \min(1, \text{max\_rms} / \sqrt{\text{mean}(g_i^2)})
 
     Args:
-        max_rms: largest root mean square of a gradient; 0 or more, inf clips nothing. Or a function
-            of the step; see :class:`ClipState`.
+        max_rms: largest root mean square of a gradient after clipping; 0 or more, inf clips
+            nothing. Or a function of the step; see :class:`ClipState`.
 
     Raises:
         ValueError: a limit that is negative or NaN.
         TypeError: an argument that is no number.
 
     Notes:
-        Returns 2-norms, as :class:`ClipByNorm` does. The root mean square of complex gradients is
-        that of their moduli.
+        :func:`clip_` returns the 2-norms of the gradients. For complex gradients the root mean
+        square is that of the moduli.
 
     Example:
         >>> ClipByRMS(1.0)
@@ -146,7 +146,7 @@ class ClipByRMS(Rule):
         object.__setattr__(self, "max_rms", as_limit_or_schedule("max_rms", self.max_rms))
 
     def limit(self, measured: Measured) -> Tensor:
-        """`max_rms` times the root of the number of elements."""
+        """`max_rms` times the square root of the number of elements."""
         if callable(self.max_rms):
             raise needs_state(self.name)
         # inf * 0 would be NaN: a gradient without elements has the norm 0.
@@ -154,9 +154,9 @@ class ClipByRMS(Rule):
 
 
 class Bounds(dict[torch.dtype, tuple[float, float]]):
-    """Two bounds by dtype, rounded where it is first asked for; a finite bound stays finite.
+    """Two bounds by dtype, rounded at the first lookup; a finite bound stays finite.
 
-    As items, those that were asked for cost no call of a function.
+    A dict, whose later lookups call no function.
     """
 
     def __init__(self, low: float, high: float) -> None:
@@ -167,7 +167,7 @@ class Bounds(dict[torch.dtype, tuple[float, float]]):
         if low and high:
             rounded = _rounded_bounds(low, high, dtype)
         else:
-            # lru_cache finds 0.0 for -0.0.
+            # Not through lru_cache, which takes -0.0 for 0.0.
             rounded = _rounded(low, dtype) if low else low, _rounded(high, dtype) if high else high
         self[dtype] = rounded
         return rounded
@@ -177,7 +177,7 @@ class Bounds(dict[torch.dtype, tuple[float, float]]):
 def _rounded(bound: float, dtype: torch.dtype) -> float:
     largest = torch.finfo(dtype).max
     if math.isinf(bound):
-        # Also for a dtype without inf: no limit.
+        # No bound, also for a dtype without inf.
         return bound
     bound = min(max(bound, -largest), largest)
     return float(torch.tensor(bound, dtype=torch.float64, device="cpu").to(dtype))
@@ -196,11 +196,13 @@ class ClipByValue(Rule):
     .. math:: g \leftarrow \min(\max(g, \text{min}), \text{max})
 
     Args:
-        min: least value; or, where it is the only argument, the bound of both sides, 0 or more.
-        max: largest value. Both may be functions of the step; see :class:`ClipState`.
+        min: least value after clipping. As the only argument, it is 0 or more and bounds the
+            absolute value: `ClipByValue(0.5)` is `ClipByValue(-0.5, 0.5)`.
+        max: largest value after clipping. Both may be functions of the step; see
+            :class:`ClipState`.
 
-    The bounds are rounded to the gradient's dtype first, and a finite bound stays finite there. A
-    bound may be a one-element tensor on the CPU, which is read once, when the rule is made.
+    Bounds are rounded to the gradient's dtype first; a finite bound stays finite. A bound may be a
+    one-element tensor on the CPU, which is read once, when the rule is made.
 
     Raises:
         ValueError: `min > max`, a NaN, or a single bound that is negative.
@@ -222,16 +224,14 @@ class ClipByValue(Rule):
     clamps: ClassVar[bool] = True
     known_limit: ClassVar[float] = math.inf
     schedules: ClassVar[tuple[str, ...]] = ("min", "max")
-    # Measured by the policies for NaN and inf alone.
+    # A norm is measured only where a policy looks for NaN and inf.
     norm_type: ClassVar[float] = math.inf  # type: ignore[misc]  # a constant here
     eps: ClassVar[float] = 0.0  # type: ignore[misc]
 
     def __init__(self, min: float | Schedule, max: float | Schedule | None = None) -> None:
         if max is None:
             try:
-                max = as_limit_or_schedule(
-                    "min, the bound of both sides where max is not given,", min
-                )
+                max = as_limit_or_schedule("min, which without max bounds the absolute value,", min)
             except ValueError as error:
                 raise ValueError(
                     f"{error}; write ClipByValue(0.5) or ClipByValue(-0.5, 0.5)"
@@ -251,15 +251,15 @@ class ClipByValue(Rule):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Bounds:
-            """Makes the bounds, where they are first asked for; they are no field."""
+            """Computes `bounds`, which is no field, at its first use."""
             if name != "bounds":
-                # Raises, of whatever is missing.
+                # Raises Python's error for a missing attribute.
                 return object.__getattribute__(self, name)
             object.__setattr__(self, "bounds", Bounds(*self.interval()))
             return self.bounds
 
     def limit(self, measured: Measured) -> float:
-        """No limit: a norm is measured to find NaN and inf."""
+        """None: a norm is only measured to find NaN and inf."""
         return math.inf
 
     @property
@@ -275,7 +275,7 @@ class ClipByValue(Rule):
         return self.min, self.max
 
 
-# Only for floats: a cache would find 1 for True.
+# Only for floats: the cache takes True for 1.
 by_number = lru_cache(maxsize=64)(ClipByGlobalNorm)
 
 
@@ -304,7 +304,7 @@ def as_rule(clip: object) -> Rule:
 
 
 def _remedy(clip: object) -> str:
-    """The place where something belongs that is no rule; "" where it is unknown."""
+    """Advice for an argument that is no rule; "" where there is none."""
     if isinstance(clip, Adaptive):
         return f"; pass ClippedOptimizer(skip_above={type(clip).__name__}(...))"
     items = clip if isinstance(clip, (list, tuple)) else [clip]

@@ -11,10 +11,10 @@ from torch import Tensor
 from tritonclip.rules.arguments import (
     Schedule,
     as_count,
+    as_fraction,
     as_limit_or_schedule,
     as_number,
     as_positive,
-    as_share,
 )
 from tritonclip.rules.rule import AdaptiveRule, counts
 from tritonclip.signatures import explains_misfits
@@ -23,30 +23,33 @@ from tritonclip.signatures import explains_misfits
 @explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByOwnHistory(AdaptiveRule):
-    r"""Clips each gradient by the moving average of its own norms after clipping.
+    r"""Clips each gradient by the moving average of its own earlier norms.
 
     .. math::
         g_i \leftarrow g_i \cdot \min(1, \text{ratio} \cdot \gamma_i / \|g_i\|), \qquad
         \gamma_i \leftarrow \text{decay} \cdot \gamma_i + (1 - \text{decay}) \|g_i\|
 
-    For its first `warmup` norms a gradient is scaled as clipping by global norm to `max_norm` would
-    scale it, and :math:`\gamma_i` is the least of its norms after that.
+    The average is over norms after clipping. During its first `warmup` norms a gradient is clipped
+    by global norm to `max_norm` instead, and :math:`\gamma_i` is the least of its norms after
+    clipping.
 
     Args:
-        ratio: largest norm of a gradient, in units of its average; positive.
+        ratio: largest norm of a gradient as a multiple of its average; positive.
         decay: of the average, between 0 and 1.
-        warmup: norms of a gradient before it is clipped by its average; 1 or more. NaN, inf and 0
-            do not count: an expert that was idle, or a LoRA matrix whose first gradient is 0, is
-            clipped right from its first norm on. AdaGC counts steps, and leaves a gradient that was
-            once 0 at 0 for ever.
-        max_norm: largest global norm in the warm-up, and largest limit of a gradient after it; 0 or
-            more. AdaGC has the first only. Or a function of the step; see :class:`ClipState`.
+        warmup: number of norms of a gradient before it is clipped by its average; 1 or more. Norms
+            that are NaN, inf or 0 do not count, so that an idle expert, or a LoRA matrix whose
+            first gradient is 0, has its warm-up once it has norms. AdaGC counts steps, and a
+            gradient that was 0 once stays 0 for ever.
+        max_norm: largest global norm during the warm-up, and largest limit of a gradient after it;
+            0 or more. AdaGC has no such limit after the warm-up. Or a function of the step; see
+            :class:`ClipState`.
 
     Raises:
         ValueError, TypeError: an argument that is out of range, or no number.
 
     Notes:
-        In :func:`clip_` it needs a :class:`ClipState`, and the same parameters in one order.
+        In :func:`clip_` it needs a :class:`ClipState`, and the same parameters in the same order at
+        every call.
 
     Example:
         >>> ClipByOwnHistory(warmup=50)
@@ -69,23 +72,23 @@ class ClipByOwnHistory(AdaptiveRule):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", as_positive("ratio", self.ratio))
-        object.__setattr__(self, "decay", as_share("decay", self.decay))
+        object.__setattr__(self, "decay", as_fraction("decay", self.decay))
         object.__setattr__(self, "warmup", as_count("warmup", self.warmup, 1))
         object.__setattr__(self, "max_norm", as_limit_or_schedule("max_norm", self.max_norm))
 
     def start(self) -> Sequence[float]:
-        """Average, inf for none yet, and the number of norms."""
+        """The average, inf before the first norm, and the number of norms."""
         return (math.inf, 0.0)
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The limits by averages, or in the warm-up by the global norm."""
+        """The limits: by the averages, or during the warm-up by the global norm."""
         average, n = state.unbind(-1)
         warm = n >= self.warmup
         max_norm = as_number("max_norm", self.max_norm)
-        together = norm * (max_norm / torch.linalg.vector_norm(norm))
-        # Of an inf, any finite limit gives the coefficient 0.
-        together = torch.where(norm.isinf(), max_norm, together)
-        limit = torch.where(warm, (self.ratio * average).clamp(max=max_norm), together)
+        by_global_norm = norm * (max_norm / torch.linalg.vector_norm(norm))
+        # For a norm of inf, any finite limit gives the coefficient 0.
+        by_global_norm = torch.where(norm.isinf(), max_norm, by_global_norm)
+        limit = torch.where(warm, (self.ratio * average).clamp(max=max_norm), by_global_norm)
 
         clipped = torch.minimum(norm, limit)
         moving = self.decay * average + (1 - self.decay) * clipped

@@ -1,6 +1,7 @@
-"""The interface of rules: every number that a call needs to clip by one.
+"""The interface of rules: `Rule`, and `Adaptive` for limits that follow earlier norms.
 
-The engine asks a rule and never its class, so that a new rule is a new file.
+The engine asks a rule for its numbers, and never for its class. A new rule is a new file beside
+this one and one line in `__init__`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,21 +15,22 @@ from tritonclip.rules.arguments import Schedule, as_number
 
 
 class Measured(Protocol):
-    """The measurements of a call before it writes; nothing here waits for the device."""
+    """The measurements of a call before it writes; none waits for the device."""
 
     def norm(self) -> Tensor:
         """The norm before clipping, divided by the loss scale; costs a launch on a GPU.
 
-        0-d; or 1-d with one for each gradient, also of those that only other processes have.
+        0-d; 1-d, one norm a gradient, for a rule that is `per_gradient`. Gradients that only other
+        processes have are among them.
         """
 
     def sizes(self) -> Tensor:
         """The number of elements of each gradient; float64, 1-d."""
 
     def positions(self) -> tuple[Sequence[int] | None, int]:
-        """Where the gradients stand among the parameters, and how many parameters there are.
+        """The positions of the gradients among the parameters, and the number of parameters.
 
-        None where every parameter has a gradient.
+        Positions are None where every parameter has a gradient.
         """
 
 
@@ -38,22 +40,22 @@ class Rule:
     Attributes:
         norm_type: p of the p-norm that is measured.
         eps: added to the norm before the limit is divided by it.
-        known_limit: a float where the rule alone decides the limit: `limit` gives the same, and may
-            not be asked. Anything else where a norm or a memory is needed.
-        per_gradient: each gradient has its own norm and coefficient, rather than all one.
+        known_limit: the limit, if it depends on the rule alone; `limit` then returns the same
+            float, and need not be called. Not a float where the limit needs a norm or a state.
+        per_gradient: each gradient has its own norm and coefficient.
         per_unit: each slice of a gradient along its first dimension has its own coefficient.
-            `limit` is the largest norm of a slice in norms of its weights, and `eps` the norm that
-            weights count with at least.
+            `limit` is then the largest ratio of a slice's norm to the norm of its weights, and
+            `eps` the least norm that weights count with.
         clamps: elements are clamped to `bounds`; a norm is measured only where a policy for NaN and
             inf asks for one.
-        bounds: the least and the largest value of an element, as a dtype holds them; only of a rule
-            that clamps.
+        bounds: the least and the largest value of an element, by dtype; only of a rule that
+            clamps.
     """
 
     __slots__ = ("bounds",)
-    # The numbers that make up a rule, in the order of its constructor; a dataclass sets it.
+    # The arguments of the constructor, in order; a dataclass sets it.
     __match_args__: ClassVar[tuple[str, ...]] = ()
-    # Those that may be functions of the step.
+    # The arguments that may be functions of the step.
     schedules: ClassVar[tuple[str, ...]] = ()
 
     norm_type: float
@@ -68,7 +70,7 @@ class Rule:
         """The largest norm after clipping.
 
         Args:
-            measured: the norm before clipping, or the norms where `per_gradient`.
+            measured: the norm before clipping; all norms for a rule that is `per_gradient`.
 
         Returns:
             A number, or a tensor on any device: 0-d, or 1-d with a limit for each norm.
@@ -77,16 +79,16 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """Names the rule in messages."""
+        """The name of the rule in messages."""
         return type(self).__name__
 
     @property
     def fixed(self) -> bool:
-        """Whether every call has the same limit, so that nothing needs to be remembered."""
+        """Whether every call has the same limit, so that the rule needs no state."""
         return not any(callable(getattr(self, name)) for name in self.schedules)
 
     def at(self, step: int) -> "Rule":
-        """The rule of a step: numbers that are functions of the step become their values."""
+        """The rule of a step: functions of the step are replaced by their values."""
         if self.fixed:
             return self
         fields = {name: getattr(self, name) for name in self.__match_args__}
@@ -106,42 +108,44 @@ class Rule:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """The arguments of its constructor that are numbers, in order."""
+        """The arguments of the constructor that are numbers, in order."""
         return tuple(getattr(self, name) for name in self.__match_args__)
 
     @property
     def excludes(self) -> int:
-        """The number of parameters that were named as exempt, of any model."""
+        """The number of parameters that `exclude` names, of any model."""
         return 0
 
     def exempt(self, parameters: Sequence[Tensor]) -> list[bool]:
-        """Whether the gradient of each of these parameters has no limit; for `per_unit`.
-
-        The constructor of such a rule takes those that have none as `exclude`.
-        """
+        """Whether each of these parameters is excluded from the limit; for `per_unit`."""
         return [False] * len(parameters)
 
 
 class Adaptive:
-    """A limit that follows the norms of earlier calls."""
+    """A limit that follows the norms of earlier calls.
+
+    Its state is one tensor, float64 where the device has it, so that it moves, is saved and changes
+    in one piece. `advance` is a pure function of tensors: it never waits for the device, and a step
+    that is skipped leaves no trace.
+    """
 
     __slots__ = ()
 
     def start(self) -> Sequence[float]:
-        """The state before the first call, k numbers."""
+        """The k numbers of the state before the first call."""
         raise NotImplementedError
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The limit for a norm, and the state after it.
+        """The limit for a norm, and the state after that norm.
 
-        A norm that is NaN, inf or 0 must leave the state as it was.
+        A norm that is NaN, inf or 0 must not change the state.
 
         Args:
             state: float64[k]; float64[n, k] for a rule that is per gradient.
             norm: before clipping, float64, 0-d; [n] for a rule that is per gradient.
 
         Returns:
-            The limit, shaped as `norm`, inf for none; the new state, shaped as `state`.
+            The limit, shaped as `norm`, inf where there is none; the new state, shaped as `state`.
         """
         raise NotImplementedError
 
@@ -152,7 +156,7 @@ class AdaptiveRule(Adaptive, Rule):
     __slots__ = ()
 
     def limit(self, measured: Measured) -> Tensor:
-        """Refuses: only a `BoundRule` knows the norms of earlier calls."""
+        """Raises: only a `BoundRule` knows the norms of earlier calls."""
         raise needs_state(self.name)
 
     @property
@@ -162,21 +166,21 @@ class AdaptiveRule(Adaptive, Rule):
 
 
 def needs_state(name: str) -> ValueError:
-    """The error for a rule whose limit changes from call to call, and no memory of these."""
+    """The error for a rule whose limit changes from call to call, without a state."""
     return ValueError(
-        f"{name} has a limit that changes from call to call, and needs a memory between them: "
-        "make state = tritonclip.ClipState() once, before the loop, and pass state=state, or use "
-        "ClippedOptimizer, which remembers"
+        f"{name} has a limit that changes from call to call, and needs a state between them: make "
+        "state = tritonclip.ClipState() once, before the loop, and pass state=state, or use "
+        "ClippedOptimizer, which keeps one"
     )
 
 
 def counts(norm: Tensor) -> Tensor:
-    """Whether norms may enter a state: finite, and not 0."""
+    """Whether norms may enter a state: those that are finite and not 0."""
     return torch.isfinite(norm) & (norm > 0)
 
 
 def bounded(limit: Tensor, max_norm: float | Schedule) -> Tensor:
-    """A limit that is at most `max_norm`, which is a number in the rule of a step."""
+    """A limit that is at most `max_norm`, a number in the rule of a step."""
     return limit.clamp(max=as_number("max_norm", max_norm))
 
 

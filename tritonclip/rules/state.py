@@ -14,18 +14,20 @@ from tritonclip.rules.rule import Adaptive, Measured, Rule, kind_of
 
 
 class ClipState:
-    """The memory of one rule for one list of parameters, where its limit changes from call to call.
+    """The state of one rule for one list of parameters, kept from call to call.
 
-    Two kinds of rules need one: those that follow the norms of earlier calls, and those with a
-    limit that is a function of the step. A list is known by its first parameter, as long as that is
-    alive, and by their number; where the norm of each is remembered, also by the others, in their
-    order. A copy and a loaded state begin anew with the list that comes. The step is the number of
-    calls before this one, an int: ``ClipByGlobalNorm(lambda step: 10.0 if step < 100 else 1.0)``. A
-    :class:`ClippedOptimizer` keeps such memories itself; the step is then the number of calls of
-    its `step` before, of those that skipped too.
+    Two kinds of rules need one: rules whose limit follows the norms of earlier calls, and rules
+    whose limit is a function of the step, such as
+    ``ClipByGlobalNorm(lambda step: 10.0 if step < 100 else 1.0)``. The step is an int, the number
+    of earlier calls. A :class:`ClippedOptimizer` keeps these states itself; its step is the number
+    of earlier calls of its `step`, skipped ones included.
 
-    Norms are remembered in a tensor on the gradients' device, which no call waits for. A captured
-    CUDA graph goes on to remember; the step of a schedule stays that of the capture.
+    A state refuses another list than its own. It knows a list by the number of parameters and by
+    the first one, while that is alive; for a rule that remembers the norm of each gradient, by all
+    parameters in their order. A copied or loaded state accepts any list of that length.
+
+    Norms are remembered in a tensor on the gradients' device; no call waits for it. In a captured
+    CUDA graph each replay updates the norms, but the step stays that of the capture.
 
     Example:
         >>> from tritonclip import ClipByQuantile, clip_
@@ -42,17 +44,18 @@ class ClipState:
     def __init__(self) -> None:
         self._steps, self._kind = 0, ""
         self._values: Tensor | None = None
-        # Of the list, for a rule with one row.
+        # Of the list, for a rule with one row of values.
         self._n_parameters: int | None = None
         self._list: list[ref[Tensor]] = []
         self._ids: tuple[int, ...] = ()
-        # The row of a parameter that has no norm yet.
+        # The row of a parameter before its first norm.
         self._start: Sequence[float] | None = None
-        self._places: tuple[tuple[object, ...], Tensor] | None = None
+        # Positions of gradients on the device, under the device and the positions.
+        self._index: tuple[tuple[object, ...], Tensor] | None = None
 
     @property
     def steps(self) -> int:
-        """Calls so far."""
+        """The number of calls so far."""
         return self._steps
 
     def follow(
@@ -62,26 +65,26 @@ class ClipState:
 
         Args:
             rule: any rule.
-            step: calls before this one, where another object counts them.
-            numbering: the rows of the list's parameters, and how many rows there are by now, of
-                which the last may be new; None for a row for each, as at the call before.
+            step: the number of earlier calls, where another object counts them.
+            numbering: the rows of the list's parameters and the number of all rows, which may have
+                grown; None where each parameter has its own row, in order.
 
         Raises:
-            ValueError: a rule of another kind than the one whose norms are remembered.
+            ValueError: the state remembers norms for a rule of another kind.
         """
         if not self.remembers(rule):
             raise ValueError(
-                f"this state remembers norms for {self._kind}, and the rule is {kind_of(rule)}; "
-                "expected the rule that it began with: make a new ClipState() for another one"
+                f"this state remembers norms for {self._kind}, got the rule {kind_of(rule)}; "
+                "expected the rule of its first call: make a new ClipState() for another rule"
             )
         return BoundRule(rule.at(self._steps if step is None else step), self, numbering)
 
     def state_dict(self, rows: Sequence[int] | None = None) -> dict[str, Any]:
-        """A copy of everything: `kind`, `steps`, `parameters`, and `values`, a tensor or None.
+        """A copy of the state: `kind`, `steps`, `parameters`, and `values`, a tensor or None.
 
         Args:
-            rows: of a state of the norms of each parameter, the rows to copy, in order; None for
-                all.
+            rows: the rows to copy, in order, of a rule that remembers the norm of each gradient;
+                None for all.
         """
         values = self._values
         if values is not None and rows is not None and values.dim() == 2:
@@ -90,43 +93,43 @@ class ClipState:
         return {**known, "values": None if values is None else values.clone()}
 
     def _at(self, values: Tensor, rows: Sequence[int]) -> Tensor | None:
-        """The values at these rows; those that are not there yet begin, or else all do."""
+        """The values of these rows; new rows have those of the start. None without a start."""
         n = len(values)
         if max(rows, default=0) >= n:
             if self._start is None:
-                # Loaded, and the program has no such rule.
+                # A loaded state of a rule that the program no longer has.
                 return None
             values = torch.cat([values, values.new_tensor([self._start])])
         return values[[min(row, n) for row in rows]]
 
     def begin_as(self, rule: Any) -> None:
-        """Learns from a rule that remembers norms how histories begin."""
+        """Keeps the values with which the rows of an adaptive rule start."""
         if self._start is None and isinstance(rule, Adaptive):
             self._start = rule.start()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the result of `state_dict`; tensors stay on the device that they are on.
+        """Loads the result of `state_dict`; its tensor is copied on its own device.
 
         Raises:
             ValueError: anything else.
         """
         if not _is_state(state):
             raise ValueError(
-                "expected the result of ClipState.state_dict(): kind, a text, steps, a count, "
-                "parameters, a count or None, and values, a floating-point tensor or None; got "
-                f"{state!r:.200}"
+                "expected the result of ClipState.state_dict(), a dict with kind (a str), steps "
+                "(an int), parameters (an int or None) and values (a floating-point tensor or "
+                f"None), got {state!r:.200}"
             )
         values = state["values"]
         # Never an inference tensor, which no later call could write to.
         copied = outside_inference(torch.clone)
         self._values = None if values is None else copied(values.detach())
-        self._kind, self._steps, self._places = state["kind"], state["steps"], None
+        self._kind, self._steps, self._index = state["kind"], state["steps"], None
         self._n_parameters, self._list, self._ids = state["parameters"], [], ()
 
     def remembers(self, rule: Any) -> bool:
-        """Whether it can go on with a rule: one that needs no norms, or of the kind it began with.
+        """Whether the state fits a rule: one that needs no norms, or is of the state's kind.
 
-        A kind is a class of rules, with the same window.
+        Rules of a kind have the same class and the same window.
         """
         kind = kind_of(rule)
         if not kind or not self._kind:
@@ -138,7 +141,7 @@ class ClipState:
     def advance(
         self, rule: Any, measured: Measured, numbering: Numbering | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The limit for the measured norm, or norms, and the values after it."""
+        """The limit for the measured norms, and the values after them."""
         norm = measured.norm()
         # Some devices have no float64.
         norm = norm.to(torch.float32 if norm.device.type == "mps" else torch.float64)
@@ -152,19 +155,19 @@ class ClipState:
             rows, n_rows = numbering()
             positions, n = [rows[i] for i in (range(n) if positions is None else positions)], n_rows
         values = self._values_for(rule, norm, n, may_grow=numbering is not None)
-        places = None if positions is None else self._places_of(positions, norm.device)
-        limit, rows = rule.advance(values if places is None else values[places], norm)
-        return limit, rows if places is None else values.index_copy(0, places, rows)
+        index = None if positions is None else self._index_of(positions, norm.device)
+        limit, rows = rule.advance(values if index is None else values[index], norm)
+        return limit, rows if index is None else values.index_copy(0, index, rows)
 
     def check_list(self, parameters: Sequence[Tensor], n: int | None) -> None:
-        """Refuses a list with another parameter in the place of one, while the first is alive.
+        """Checks that a list is the one that the state knows.
 
         Args:
-            parameters: the first of the list, or all for a rule that remembers the norm of each.
-            n: parameters in it; None for a rule that needs no norms.
+            parameters: the first of the list; all for a rule that remembers the norm of each.
+            n: the number of parameters; None for a rule that needs no norms.
 
         Raises:
-            ValueError: another parameter, or another number of them.
+            ValueError: another parameter, while the first one is alive; another number of them.
         """
         alive = bool(self._list) and self._list[0]() is not None
         if alive and tuple(map(id, parameters)) != self._ids[: len(parameters)]:
@@ -178,19 +181,19 @@ class ClipState:
             raise _other_list(n_known, n)
 
     def begin_with(self, parameters: Sequence[Tensor]) -> None:
-        """Knows the list by these parameters from now on."""
+        """Keeps the parameters by which the state knows its list."""
         ids = tuple(map(id, parameters))
         if ids != self._ids[: len(ids)] or self._list[0]() is not parameters[0]:
             self._list, self._ids = list(map(ref, parameters)), ids
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy is for copies of the parameters.
+        # A copy belongs to copies of the parameters.
         return {**self.__dict__, "_list": [], "_ids": ()}
 
     def _values_for(
         self, rule: Any, norm: Tensor, n: int | None, *, may_grow: bool = False
     ) -> Tensor:
-        """The values, made where there are none: one row, or one for each of n parameters."""
+        """The values: one row, or one for each of n parameters; made at the first call."""
         values = self._values
         if values is not None and (values.device, values.dtype) != (norm.device, norm.dtype):
             values = self._values = outside_inference(values.to)(norm.device, norm.dtype)
@@ -205,22 +208,21 @@ class ClipState:
         self._values = _grown(values, rule, norm, None if n is None else n - n_known)
         return self._values
 
-    def _places_of(self, positions: Sequence[int], device: torch.device) -> Tensor:
-        """Positions on the device; uploaded where they are not those of the call before."""
+    def _index_of(self, positions: Sequence[int], device: torch.device) -> Tensor:
+        """Positions on the device; uploaded where they differ from those of the last call."""
         key = (device, *positions)
-        if self._places is None or self._places[0] != key:
-            places = torch.tensor(positions, dtype=torch.int64, device=device)
-            self._places = key, places
-        return self._places[1]
+        if self._index is None or self._index[0] != key:
+            self._index = key, torch.tensor(positions, dtype=torch.int64, device=device)
+        return self._index[1]
 
     def commit(self, values: Tensor | None, left_out: Tensor | None) -> None:
-        """Goes on to the next step, with new values unless the step was left out."""
+        """Ends a step: counts it, and keeps its values unless it was skipped."""
         self._steps += 1
         if values is None or self._values is None:
             return
         if left_out is not None:
             values = torch.where(left_out.to(values.device), self._values, values)
-        # In place, for CUDA graphs, and in one piece.
+        # In place, for CUDA graphs.
         self._values.copy_(values)
 
     def __repr__(self) -> str:
@@ -228,19 +230,19 @@ class ClipState:
 
 
 def _other_parameter(position: int, known: Tensor, parameter: Tensor) -> ValueError:
-    place = "begins with" if position == 0 else f"has at position {position}"
     return ValueError(
-        f"this state has followed a list that {place} another parameter, of shape "
-        f"{tuple(known.shape)}, and this one {place} shape {tuple(parameter.shape)}; expected the "
-        "list that it began with, in its order: make a new ClipState() for each model. Where "
-        "parameters were replaced, go on with new_state.load_state_dict(state.state_dict())"
+        f"this state belongs to another list of parameters: at position {position} expected the "
+        f"parameter of its first call, of shape {tuple(known.shape)}, got another one, of shape "
+        f"{tuple(parameter.shape)}; pass the same parameters in the same order, or make a new "
+        "ClipState() for another model. If parameters were replaced, load the state into a new "
+        "one: new_state.load_state_dict(state.state_dict())"
     )
 
 
 def _other_list(known: int | None, n: int | None) -> ValueError:
     return ValueError(
-        f"this state remembers norms of {known} parameters, and there are {n}; expected the list "
-        "that it began with: make a new ClipState() for another one"
+        f"this state remembers norms of {known} parameters, got {n}; expected the parameters of "
+        "its first call: make a new ClipState() for another list"
     )
 
 
@@ -258,10 +260,11 @@ def _is_state(state: object) -> bool:
 
 
 def follow(rule: Rule, state: object) -> BoundRule:
-    """The rule of the next call, as the user's `state` gives it.
+    """The rule bound to the user's `state` for the next call.
 
     Raises:
-        TypeError, ValueError: no state, or one of another rule.
+        TypeError: no ClipState.
+        ValueError: the state of another rule.
     """
     if not isinstance(state, ClipState):
         raise TypeError(
@@ -273,20 +276,20 @@ def follow(rule: Rule, state: object) -> BoundRule:
 
 @outside_inference
 def _grown(values: Tensor | None, rule: Any, norm: Tensor, n: int | None) -> Tensor:
-    """The values with n more rows, or one row alone: none that a later call could not write to."""
-    # Uploads once.
+    """The values with n more rows; one row alone for n None. Later calls can write to them."""
+    # One upload.
     row = torch.tensor(rule.start(), dtype=norm.dtype, device=norm.device)
     if n is not None:
         row = row.repeat(n, 1)
     return row if values is None else torch.cat([values, row])
 
 
-# The row of each parameter of a list, and how many rows there are.
+# Returns the row of each parameter of a list, and the number of all rows.
 Numbering = Callable[[], tuple[Sequence[int], int]]
 
 
 class BoundRule(Rule):
-    """The rule of one call, with the limit that its state gives it; found once."""
+    """A rule bound to its state for one call: its limit is computed once, and then remembered."""
 
     def __init__(self, rule: Any, state: ClipState, numbering: Numbering | None = None) -> None:
         self.rule, self._state, self._numbering = rule, state, numbering
@@ -303,7 +306,7 @@ class BoundRule(Rule):
                 self.bounds = rule.bounds
 
     def limit(self, measured: Measured) -> float | Tensor:
-        """The limit of the step; later calls get the same."""
+        """The limit of the call; the same, however often it is asked for."""
         if self._limit is None:
             if isinstance(self.rule, Adaptive):
                 self._measured = measured
@@ -343,10 +346,10 @@ class BoundRule(Rule):
         return repr(self.rule)
 
     def meet(self, parameters: Sequence[Tensor]) -> None:
-        """Checks the list of the call, before it is measured.
+        """Checks the list of the call before it is measured.
 
         Args:
-            parameters: with and without a gradient.
+            parameters: all, with and without a gradient.
 
         Raises:
             ValueError: another list than that of the state.
@@ -357,17 +360,17 @@ class BoundRule(Rule):
             self._state.check_list(self._list, len(parameters) if adaptive else None)
 
     def onto(self, state: ClipState, numbering: Numbering) -> BoundRule:
-        """The same call, for another state to remember, which has other rows."""
+        """The same call bound to another state, which has other rows."""
         moved = BoundRule(self.rule, state, numbering)
         if self._measured is not None:
             moved.limit(self._measured)
         return moved
 
     def commit(self, left_out: Tensor | bool | None = None) -> None:
-        """Makes the state remember this call; one that was left out is only counted.
+        """Makes the state remember this call; a call that was left out is only counted.
 
         Args:
-            left_out: whether it was; a 0-d bool may be on any device. None for no.
+            left_out: whether the call was left out; a 0-d bool may be on any device. None for no.
         """
         if self._list:
             self._state.begin_with(self._list)

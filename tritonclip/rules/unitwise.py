@@ -1,4 +1,4 @@
-"""Rules that compare the gradient of each unit with the weights of that unit."""
+"""Adaptive gradient clipping: a limit of each unit's gradient from that unit's weights."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,10 +17,10 @@ _EXPECTED = "exclude must be a module, a parameter, or an iterable of these"
 
 
 class Excluded:
-    """Parameters that a rule sets no limit for, compared by identity.
+    """Parameters that a rule sets no limit for, compared by identity and not kept alive.
 
-    It keeps none of them alive. A deep copy or an unpickled one has the copies of the parameters:
-    copy it together with their model or optimizer.
+    A deep or unpickled copy excludes the copies of the parameters, so copy a rule in one call with
+    their model or optimizer.
 
     Args:
         parameters: tensors.
@@ -37,7 +37,7 @@ class Excluded:
         """The parameters.
 
         Raises:
-            RuntimeError: one that is gone.
+            RuntimeError: one of them no longer exists.
         """
         # torch.compile cannot trace an assignment within a comprehension.
         found = [one() for one in self._refs]
@@ -45,10 +45,9 @@ class Excluded:
         if len(alive) < len(self._refs):
             raise RuntimeError(
                 f"{len(self._refs) - len(alive)} of {len(self._refs)} parameters that exclude "
-                "named are gone: others took their place in the model, the model was let go, or "
-                "the rule was loaded without it; expected parameters that are there: make the rule "
-                "once the model is complete (for fully_shard, after it), and copy it together with "
-                "the model"
+                "named are gone: they were replaced in the model, the model was deleted, or the "
+                "rule was loaded without it; expected parameters that exist: make the rule once "
+                "the model is complete (after fully_shard), and copy it in one call with the model"
             )
         return alive
 
@@ -74,9 +73,9 @@ class Excluded:
 @explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByUnitNorm(Rule):
-    r"""Scales each unit of a gradient whose norm before clipping exceeds a share of its weights'.
+    r"""Scales each unit of a gradient whose norm before clipping is large beside its weights' norm.
 
-    Adaptive gradient clipping, for each unit :math:`u` by its own coefficient:
+    Adaptive gradient clipping. Each unit :math:`u` has its own coefficient:
 
     .. math::
         g_u \leftarrow g_u \cdot \min(1, \text{ratio} \cdot \max(\|w_u\|_2, \text{eps})
@@ -87,25 +86,26 @@ class ClipByUnitNorm(Rule):
     dimensions is one unit.
 
     Args:
-        ratio: largest norm of a unit's gradient, in norms of its weights; 0 or more, inf clips
-            nothing. Or a function of the step; see :class:`ClipState`.
-        eps: norm that weights count with at least, so that those that start at 0 can grow; 0 or
+        ratio: largest norm of a unit's gradient, as a multiple of the norm of its weights; 0 or
+            more, inf clips nothing. Or a function of the step; see :class:`ClipState`.
+        eps: least norm that weights count with, so that weights that start at 0 can grow; 0 or
             more, finite.
-        exclude: parameters without a limit: a module (those that it has now), a parameter, or an
-            iterable of these. The authors exclude the last linear layer. Their gradients are
-            measured, divided by the loss scale and zeroed as the others are; `need_clip = False`
-            leaves a parameter out altogether. A rule keeps no parameter alive. A call with
-            parameters among which there is none of them raises ValueError.
+        exclude: parameters without a limit: a module (for its present parameters), a parameter, or
+            an iterable of these. The authors exclude the last linear layer. Gradients of excluded
+            parameters are still measured, divided by the loss scale, and zeroed under
+            nonfinite="zero"; `need_clip = False` leaves a parameter out altogether. A rule keeps no
+            parameter alive. A call whose parameters include none of the excluded ones raises
+            ValueError.
 
     Raises:
         ValueError: a ratio or `eps` that is negative or NaN, an infinite `eps`.
         TypeError: an argument of another kind.
 
     Notes:
-        NaN spreads within its unit only; an inf turns the finite elements of its unit into 0, and
-        becomes NaN. A unit whose gradient is 0 stays 0. Norms and coefficients are computed in
-        float64; nothing waits for the device. timm has the same units. optax finds them by rank,
-        for weights with the output dimension last, and takes a matrix of one row or column for one
+        A NaN spreads to all elements of its unit, and to no other unit. An inf becomes NaN, and the
+        finite elements of its unit become 0. A unit whose gradient is 0 stays 0. Norms and
+        coefficients are computed in float64; nothing waits for the device. timm has the same units.
+        optax expects the output dimension last, and takes a matrix of one row or column for one
         unit.
 
     Example:
@@ -153,12 +153,12 @@ class ClipByUnitNorm(Rule):
 
     @property
     def excludes(self) -> int:
-        """The number of parameters that `exclude` named."""
+        """The number of excluded parameters."""
         assert isinstance(self.exclude, Excluded)
         return len(self.exclude)
 
     def exempt(self, parameters: Sequence[Tensor]) -> list[bool]:
-        """Whether `exclude` named each of these parameters."""
+        """Whether each of these parameters is excluded."""
         assert isinstance(self.exclude, Excluded)
         if not len(self.exclude):
             return [False] * len(parameters)
@@ -182,8 +182,8 @@ def _as_excluded(exclude: object) -> Excluded:
     items = list(exclude)
     if not items and isinstance(exclude, Iterator):
         raise ValueError(
-            f"{_EXPECTED}, got a {type(exclude).__name__} that yields nothing, as one that was "
-            "used before; write exclude=model.head, or exclude=None for no parameter"
+            f"{_EXPECTED}, got a {type(exclude).__name__} that yields nothing, as if it was used "
+            "before; write exclude=model.head, or exclude=None for no parameter"
         )
     parameters: dict[int, Tensor] = {}
     for position, item in enumerate(items):

@@ -11,32 +11,32 @@ from torch import Tensor
 from tritonclip.rules.arguments import (
     Schedule,
     as_count,
+    as_fraction,
     as_limit_or_schedule,
     as_norm_type,
     as_positive,
-    as_share,
 )
 from tritonclip.rules.rule import Adaptive, AdaptiveRule, bounded, counts
 from tritonclip.signatures import explains_misfits
 
-# Of the mean: norms are right to 1e-6, and nothing closer to it stands out.
+# Relative to the mean: norms are right to 1e-6, so a smaller deviation means nothing.
 _LEAST_DEVIATION = 1e-6
 
 
 @explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByQuantile(AdaptiveRule):
-    r"""Clips by global norm, to a quantile of the last norms.
+    r"""Clips by global norm to a quantile of the last norms before clipping.
 
     .. math::
         g \leftarrow g \cdot \min(1, \min(Q_q(n_{t-w+1}, \dots, n_t), \text{max\_norm}) / n_t)
 
-    The norm :math:`n_t` of the step counts too, as in AutoClip. With quantile 0.9, a tenth of the
-    steps is clipped, whatever the scale of the norms is, or becomes.
+    The norm :math:`n_t` of the current step is one of them, as in AutoClip. With quantile 0.9 about
+    a tenth of the steps is clipped, whatever the scale of the norms.
 
     Args:
         quantile: q, between 0 and 1.
-        window: w, how many norms are remembered; 1 or more. NaN, inf and 0 are not.
+        window: w, the number of norms remembered; 1 or more. NaN, inf and 0 are left out.
         max_norm: largest limit; 0 or more. Or a function of the step; see :class:`ClipState`.
         norm_type: p of the p-norm: positive, inf, -inf, or 0 for the number of nonzero elements.
 
@@ -44,8 +44,8 @@ class ClipByQuantile(AdaptiveRule):
         ValueError, TypeError: an argument that is out of range, or no number.
 
     Notes:
-        In :func:`clip_` it needs a :class:`ClipState`. AutoClip remembers all norms, of which one
-        NaN stays for ever; a window also follows norms that drift.
+        In :func:`clip_` it needs a :class:`ClipState`. AutoClip remembers all norms: it follows a
+        drift slowly, and a single NaN stays for ever.
 
     Example:
         >>> ClipByQuantile(0.5, window=100)
@@ -65,17 +65,17 @@ class ClipByQuantile(AdaptiveRule):
     eps: ClassVar[float] = 0.0  # type: ignore[misc]  # a constant here
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "quantile", as_share("quantile", self.quantile))
+        object.__setattr__(self, "quantile", as_fraction("quantile", self.quantile))
         object.__setattr__(self, "window", as_count("window", self.window, 1))
         object.__setattr__(self, "max_norm", as_limit_or_schedule("max_norm", self.max_norm))
         object.__setattr__(self, "norm_type", as_norm_type(self.norm_type))
 
     def start(self) -> Sequence[float]:
-        """A window without norms, and their number."""
+        """An empty window, and the number of norms, 0."""
         return (*[math.nan] * self.window, 0.0)
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The quantile of the window with this norm in it."""
+        """The quantile of the window, this norm included."""
         state = _entered(state, norm)
         quantile = torch.nanquantile(state[:-1], self.quantile)
         limit = torch.where(quantile.isnan(), math.inf, quantile)
@@ -85,17 +85,17 @@ class ClipByQuantile(AdaptiveRule):
 @explains_misfits
 @dataclass(frozen=True, slots=True)
 class Outlier(Adaptive):
-    r"""Norms that `ClippedOptimizer(skip_above=)` skips: far above the mean of the last ones.
+    r"""The steps that `ClippedOptimizer(skip_above=)` skips: norms far above the last ones' mean.
 
     .. math:: n_t > \text{mean} + \text{sigmas} \cdot \text{std}
 
-    Mean and sample standard deviation are those of the norms before clipping of the last `window`
-    steps, skipped ones too: norms that stay at a new level are outliers no longer, once they fill
-    enough of the window. Nothing is skipped before half of it is filled.
+    Mean and sample standard deviation are over the norms before clipping of the last `window`
+    steps. Skipped steps count, so that norms that stay at a new level are soon no outliers. Nothing
+    is skipped before half of the window is filled.
 
     Args:
-        sigmas: distance from the mean, in standard deviations; positive.
-        window: how many norms are remembered; 4 or more. NaN, inf and 0 are not.
+        sigmas: distance from the mean in standard deviations; positive.
+        window: number of norms remembered; 4 or more. NaN, inf and 0 are left out.
 
     Raises:
         ValueError, TypeError: an argument that is out of range, or no number.
@@ -113,15 +113,15 @@ class Outlier(Adaptive):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sigmas", as_positive("sigmas", self.sigmas))
-        # Of fewer norms than two, half a window has no deviation.
+        # Half a window must have two norms for a sample deviation.
         object.__setattr__(self, "window", as_count("window", self.window, 4))
 
     def start(self) -> Sequence[float]:
-        """A window without norms, and their number."""
+        """An empty window, and the number of norms, 0."""
         return (*[math.nan] * self.window, 0.0)
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest norm that is no outlier, by the norms before this one."""
+        """The largest norm that is no outlier among the norms before this one."""
         known = ~state[:-1].isnan()
         n = known.sum()
         mean = torch.where(known, state[:-1], 0.0).sum() / n
@@ -132,8 +132,8 @@ class Outlier(Adaptive):
 
 
 def _entered(state: Tensor, norm: Tensor) -> Tensor:
-    """A window and the number of norms that entered it, after one more; the oldest is dropped."""
+    """The state after one more norm, which takes the slot of the oldest."""
     history, n = state[:-1], state[-1]
-    place = torch.remainder(n, len(history)).long().reshape(1)
-    entered = torch.cat([history.index_copy(0, place, norm.reshape(1)), (n + 1).reshape(1)])
+    slot = torch.remainder(n, len(history)).long().reshape(1)
+    entered = torch.cat([history.index_copy(0, slot, norm.reshape(1)), (n + 1).reshape(1)])
     return torch.where(counts(norm), entered, state)

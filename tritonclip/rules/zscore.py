@@ -11,37 +11,38 @@ from torch import Tensor
 from tritonclip.rules.arguments import (
     Schedule,
     as_count,
+    as_fraction,
     as_limit_or_schedule,
     as_norm_type,
     as_positive,
-    as_share,
 )
 from tritonclip.rules.rule import AdaptiveRule, bounded, counts
 from tritonclip.signatures import explains_misfits
 
-# Added to the deviation, as in ZClip: norms that are all equal have none.
+# Added to the deviation, as in ZClip: the deviation of equal norms is 0.
 _LEAST_DEVIATION = 1e-6
 
 
 @explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByZScore(AdaptiveRule):
-    r"""Clips by global norm, where the norm is far above its moving average.
+    r"""Clips by global norm where the norm before clipping is far above its moving average.
 
     .. math::
         z_t = (n_t - \mu) / (\sigma + 10^{-6}), \qquad
         \text{limit} = \mu + \text{threshold} \cdot \sigma \cdot \text{threshold} / z_t
         \quad \text{where } z_t > \text{threshold}
 
-    The larger the spike, the lower the limit: towards the mean. Mean and variance are those of the
-    first `warmup` norms, and from then on exponential moving averages, which a spike enters as the
-    norm that it was clipped to.
+    The larger the spike, the closer the limit is to the mean. Mean and variance are those of the
+    first `warmup` norms, then exponential moving averages. A spike enters them as the norm that it
+    was clipped to.
 
     Args:
         threshold: largest z-score that is not clipped; positive.
         decay: of the moving averages, between 0 and 1.
-        warmup: norms before the first spike is looked for; 2 or more. NaN, inf and 0 do not count.
-        max_norm: largest limit, also during the warm-up; 0 or more. ZClip's is 1. Or a function of
+        warmup: number of norms before the first spike can be found; 2 or more. NaN, inf and 0 do
+            not count.
+        max_norm: largest limit, also during the warm-up; 0 or more. ZClip uses 1. Or a function of
             the step; see :class:`ClipState`.
         norm_type: p of the p-norm: positive, inf, -inf, or 0 for the number of nonzero elements.
 
@@ -49,8 +50,8 @@ class ClipByZScore(AdaptiveRule):
         ValueError, TypeError: an argument that is out of range, or no number.
 
     Notes:
-        In :func:`clip_` it needs a :class:`ClipState`. In ZClip one NaN turns the rule off for
-        good.
+        In :func:`clip_` it needs a :class:`ClipState`. In ZClip a single NaN turns the rule off for
+        ever.
 
     Example:
         >>> ClipByZScore(max_norm=1.0)
@@ -72,17 +73,17 @@ class ClipByZScore(AdaptiveRule):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "threshold", as_positive("threshold", self.threshold))
-        object.__setattr__(self, "decay", as_share("decay", self.decay))
+        object.__setattr__(self, "decay", as_fraction("decay", self.decay))
         object.__setattr__(self, "warmup", as_count("warmup", self.warmup, 2))
         object.__setattr__(self, "max_norm", as_limit_or_schedule("max_norm", self.max_norm))
         object.__setattr__(self, "norm_type", as_norm_type(self.norm_type))
 
     def start(self) -> Sequence[float]:
-        """Mean, variance, and the number of norms."""
+        """Mean, variance, and number of norms."""
         return (0.0, 0.0, 0.0)
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The limit of a spike, inf for others; the moments with this norm as it was clipped."""
+        """The limit of a spike, inf for other norms; the moments, with the norm after clipping."""
         mean, variance, n = state.unbind()
         warm = n >= self.warmup
         deviation = variance.sqrt()
@@ -92,7 +93,7 @@ class ClipByZScore(AdaptiveRule):
 
         value = torch.minimum(norm, limit)
         moved = value - mean
-        # Welford's update in the warm-up.
+        # Welford's update during the warm-up.
         plain_mean = mean + moved / (n + 1)
         plain_variance = (variance * n + moved * (value - plain_mean)) / (n + 1)
         moving_mean = self.decay * mean + (1 - self.decay) * value

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from tritonclip.backends.operators import wide_dtype
 from tritonclip.clipping import Parameters
-from tritonclip.distributed.refusals import tell_others
-from tritonclip.engine import execute, verify
-from tritonclip.engine.arguments import labelled
-from tritonclip.engine.gradients import Gradients, of_parameters
-from tritonclip.engine.norms import total
-from tritonclip.engine.plan import refuse_
-from tritonclip.engine.plan_cache import plan_
+from tritonclip.distributed.execute import is_reduced, measure_by
+from tritonclip.distributed.gradients import ERRORS, collect
+from tritonclip.engine import verify
+from tritonclip.engine.arguments import labelled, needs_clip
+from tritonclip.engine.gradients import Gradients
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.messages import warn_user
 from tritonclip.modes import refuse_tracer, without_grad
@@ -55,7 +52,7 @@ def norms_by_name(
 
     Raises:
         TypeError, ValueError, RuntimeError: as for :func:`clip_`; norm_type 0 or negative. Of
-            DTensors that one process refuses, every process raises.
+            DTensors that one process rejects, every process raises.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -86,8 +83,8 @@ class NamedNorms:
         names: of all norms, in order.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :func:`clip_`, unless other processes wait for the
-            norms: the gradients then have a refusal.
+        TypeError, ValueError, RuntimeError: as :func:`clip_`; later, in `measure`, where other
+            processes wait for the norms.
     """
 
     def __init__(
@@ -99,27 +96,23 @@ class NamedNorms:
         else:
             items, label_of = labelled(parameters)
             named = [(label_of(i), item) for i, item in enumerate(items) if _is_wanted(item)]
-            self.gradients = plan_(of_parameters(items, label_of, tells=True))
-            places = self.gradients.places()
-            self._measured = items if places is None else [items[i] for i in places]
+            self.gradients = collect(items, label_of)
+            positions = self.gradients.positions()
+            self._measured = items if positions is None else [items[i] for i in positions]
         # By parameter, so that a group counts one that has two names in it once.
         self._members: dict[str, dict[int, Tensor]] = {}
         try:
             for name, parameter in named:
                 self._members.setdefault(_group(name, group_of), {})[id(parameter)] = parameter
-        except (TypeError, ValueError, RuntimeError) as error:
-            if not refuse_(self.gradients, error):
-                raise
+        except ERRORS as error:
+            self.gradients.reject_(error)
         self.names = list(self._members)
 
     def measure(self, p: float, grad_scale: float | Tensor | None) -> dict[str, Tensor]:
-        """The p-norms by name; raises the refusal of this process, or of others."""
+        """The p-norms by name; raises an error of this process, or of others."""
         gradients, scale = self.gradients, 1.0 if grad_scale is None else grad_scale
         if gradients.plan is None and (text := gradients.warning()):
             warn_user(text)
-        if gradients.refusal is not None:
-            again = partial(execute.measure, gradients, p, True)
-            tell_others(gradients, ClipByNorm(math.inf, p), again, names_culprits=False)
         return self.by_name(_measured(gradients, p, scale), p)
 
     def by_name(self, norms: Tensor, p: float) -> dict[str, Tensor]:
@@ -133,7 +126,7 @@ class NamedNorms:
 
 def _is_wanted(parameter: Tensor) -> bool:
     needs = parameter.requires_grad or parameter.grad is not None
-    return needs and bool(getattr(parameter, "need_clip", True))
+    return needs and needs_clip(parameter)
 
 
 def _group(name: str, group_of: Callable[[str], str] | None) -> str:
@@ -152,8 +145,8 @@ def _measured(gradients: Gradients, p: float, grad_scale: float | Tensor) -> Ten
     if gradients.plan is None:
         return torch.zeros(0, dtype=torch.float32, device=gradients.device)
     expected = verify.Expectation(gradients) if gradients.plan.verifying else None
-    norms = total(execute.measure(gradients, p, True, grad_scale))
-    if expected is not None and gradients.plan.reduction is None:
+    norms = measure_by(gradients, ClipByNorm(math.inf, p), grad_scale).total()
+    if expected is not None and not is_reduced(gradients):
         expected.check_norms(p, grad_scale, norms)
     return norms
 

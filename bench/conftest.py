@@ -1,0 +1,221 @@
+"""Options, cases, provenance and summary of `pytest bench --benchmark-only`.
+
+Published ratios are paired: every round times all providers of a case in another order
+(`timing.interleaved`). The test that comes first in a case takes its rounds; each hands the samples
+of its provider to pytest-benchmark, through a clock that reads them. Were rounds taken by
+`pedantic`, with the others in its setup and teardown, N providers would be timed N times each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from bench import results, timing
+from bench.accuracy import Gradients
+from bench.providers import Provider
+from bench.report import ratio_rows, summary
+from bench.results import COLUMNS, Row
+from bench.speed import IN_PLACE, OUT_OF_PLACE, Effort, Measured, measure, providers_of
+from bench.workloads import DTYPES, FUNCTIONAL, PLANS, RULES, WORKLOADS, cases_of
+
+STEPS = ("unclipped", "clipped")
+PLACES = {"test_clip": "in place", "test_functional": "out of place"}
+SHOWN = ("wall_us", "ratio", "baseline")
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+class Case(NamedTuple):
+    """All that tests whose samples are paired have in common."""
+
+    function: str  # test_clip or test_functional
+    device: str
+    workload: str
+    dtype: str
+    rule: str
+    step: str
+
+
+@lru_cache(1)
+def gradients_of(device: str, workload: str, dtype: str) -> Gradients:
+    """Those of the last case, which many tests share: large ones fill the memory."""
+    return Gradients(WORKLOADS[workload], dtype, torch.device(device))
+
+
+class Session:
+    """The cases that were asked for, and the rows of those that were measured."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        option = config.getoption
+        self.plan, self.file = option("plan"), option("rows")
+        self.devices = option("device") or DEVICES
+        self.asked: set[Case] = set()
+        self.measured: dict[Case, dict[Any, Measured]] = {}
+        self.left_out: dict[str, None] = {}
+        self._chosen = option("workload"), option("dtype"), option("rule")
+        self._providers = option("provider")
+        is_quick = self.plan == "quick"
+        self.effort = Effort(
+            max(2, option("benchmark_min_rounds"), 0 if is_quick else 9),
+            min(float(option("benchmark_max_time")), 0.2 if is_quick else 0.6),
+            (os.cpu_count() or 1) if self.plan == "busy" else 0,
+            self.plan == "training",
+        )
+        device = torch.device(self.devices[-1])
+        self.origin = results.provenance(device, "pytest") | {"plan": "not finished"}
+
+    def cases(self, function: str) -> Iterator[tuple[Case, list[Provider]]]:
+        """The cases of a test function, with their providers."""
+        plan = (PLANS if function == "test_clip" else FUNCTIONAL).get(self.plan, ())
+        for device in self.devices:
+            for workload, dtype, rule in cases_of(plan, *self._chosen):
+                for step in STEPS:
+                    case = Case(function, device, workload, dtype, rule, step)
+                    yield case, self.providers(case)
+
+    def providers(self, case: Case) -> list[Provider]:
+        """The providers of a case; notes why others are left out."""
+        _, device, workload, dtype, rule, _ = case
+        if case.function == "test_clip":
+            fitting = providers_of(self._providers, self.plan, workload, dtype, rule)
+        else:
+            fitting = [one for one in OUT_OF_PLACE if rule in one.passes]
+        absent = [one.why_absent(WORKLOADS[workload], dtype, device) for one in fitting]
+        self.left_out |= dict.fromkeys(why for why in absent if why)
+        return [one for one, why in zip(fitting, absent, strict=True) if why is None]
+
+    def timed(self, case: Case) -> dict[Any, Measured]:
+        """The providers of a case by name, measured and written when first asked for."""
+        if case not in self.measured:
+            found = self.check(case, self.providers(case), self.effort)
+            self.measured[case] = {one.row.case["provider"]: one for one in found}
+            if self.asked <= self.measured.keys():
+                self.origin.pop("plan", None)
+            if self.file:
+                results.write(self.file, self.origin, self.rows())
+        return self.measured[case]
+
+    def check(self, case: Case, providers: list[Provider], effort: Effort | None) -> list[Measured]:
+        """Some providers of a case, timed where an effort is given."""
+        gradients = gradients_of(case.device, case.workload, case.dtype)
+        return measure(gradients, case.rule, case.step == "clipped", providers, effort)
+
+    def rows(self, *kind: str) -> list[Row]:
+        """The rows so far; those of a test function on a device where these are given."""
+        known = [found for case, found in self.measured.items() if case[: len(kind)] == kind]
+        return [one.row for found in known for one in found.values()]
+
+
+SESSION = pytest.StashKey[Session]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("clipping benchmarks")
+    group.addoption("--plan", choices=PLANS, default="quick", help="what to measure (quick)")
+    names = [one.name for one in IN_PLACE]
+    choices = {"workload": WORKLOADS, "dtype": DTYPES, "rule": RULES, "provider": names}
+    abouts = {
+        "workload": "measure these lists by all rules, whatever the plan",
+        "dtype": "only these; with --workload: in these",
+        "rule": "only these",
+        "provider": "compare these with tritonclip in place",
+        "device": "only these (the CPU, and a GPU where there is one)",
+    }
+    for name, about in abouts.items():
+        known = choices.get(name, DEVICES)
+        group.addoption(f"--{name}", action="append", choices=known, default=[], help=about)
+    group.addoption("--rows", type=Path, help="write rows for `python -m bench report` to a file")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.hasplugin("benchmark"):
+        raise pytest.UsageError("pytest bench needs pytest-benchmark: pip install -e '.[bench]'")
+    if config.option.plan == "training" and "tritonclip flat" in config.option.provider:
+        raise pytest.UsageError("--plan training makes new gradients, which are in no buffer")
+    # As many columns as a terminal has.
+    columns = ["median", "iqr", "min", "rounds"]
+    config.option.benchmark_columns = config.option.benchmark_columns or columns
+    if config.option.benchmark_sort == "min":
+        config.option.benchmark_sort = "median"
+    config.stash[SESSION] = Session(config)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    session, function = metafunc.config.stash[SESSION], metafunc.function.__name__
+    given = [(case, one.name) for case, known in session.cases(function) for one in known]
+    metafunc.parametrize(
+        [*Case._fields[1:], "provider"],
+        [(*case[1:], name) for case, name in given],
+        ids=["-".join((*case[1:], name.replace(" ", "_"))) for case, name in given],
+    )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    known = session.config.stash[SESSION]
+    ours: list[Any] = [
+        item for item in session.items if getattr(item, "originalname", "") in PLACES
+    ]
+    # A plan without cases of a function leaves one item of it, which is skipped.
+    known.asked = {
+        Case(item.originalname, *(item.callspec.params[name] for name in Case._fields[1:]))
+        for item in ours
+        if item.callspec.params["workload"] in WORKLOADS
+    }
+    if known.file and len({case[2:] for case in known.asked}) < len(known.asked):
+        raise pytest.UsageError(
+            "--rows: expected cases of one test function on one device, found more; choose them, "
+            "as in pytest bench -k test_clip --device cpu --rows FILE"
+        )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def busy_cores(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Keeps other processes spinning where the plan says so."""
+    with timing.busy_cores(request.config.stash[SESSION].effort.busy):
+        yield
+
+
+@pytest.fixture
+def measured(
+    request: pytest.FixtureRequest, benchmark: Any, device, workload, dtype, rule, step, provider
+) -> Measured:
+    """One provider, from rounds that it shares with all providers of its case."""
+    session = request.config.stash[SESSION]
+    case = Case(request.function.__name__, device, workload, dtype, rule, step)
+    benchmark.group = f"{workload} {dtype} {rule} {step}, {PLACES[case.function]}, {device}"
+    if benchmark.enabled:
+        return session.timed(case)[provider]
+    (found,) = session.check(case, [o for o in session.providers(case) if o.name == provider], None)
+    return found
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_generate_machine_info(config: pytest.Config) -> dict[str, Any]:
+    """The plugin's holds the clock rate of the moment, so that no two runs are of one machine."""
+    origin = config.stash[SESSION].origin
+    return {
+        n: value for n, value in origin.items() if n not in ("command", "date", "commit", "plan")
+    }
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    session, say = config.stash[SESSION], terminalreporter.write_line
+    hidden = [name for name in COLUMNS if name not in SHOWN]
+    for function, device in dict.fromkeys(case[:2] for case in session.measured):
+        ours = ratio_rows(session.rows(function, device))
+        place = f"{PLACES[function]}, {device}"
+        terminalreporter.section(f"torch's best time / tritonclip's: {place}")
+        say(f"{summary(ours)}\n{results.text(ours, hidden=hidden)}")
+    if session.left_out and session.measured:
+        say(f"left out: {'; '.join(session.left_out)}")
+    if session.file and session.measured:
+        state = session.origin.get("plan", "complete")
+        say(f"{len(session.rows())} rows in {session.file}: {state}")

@@ -1,0 +1,29 @@
+"""Covering arrays: of a full product of parameters, the few cases that hold every combination.
+
+Most faults show in one value, or in two that meet. `make test` runs the cases that a test's marker
+`covering(strength)` chooses, and `nox -s exhaustive` the rest of the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from itertools import combinations
+
+
+def covering(cases: Sequence[Sequence[Hashable]], strength: int) -> list[int]:
+    """The indices of cases that hold every combination of `strength` values of different axes.
+
+    Args:
+        cases: each a value for every axis, all in one order.
+        strength: 0 for one case, 1 for every value, 2 for every pair.
+    """
+    axes = [list(enumerate(case)) for case in cases]
+    held = [set(combinations(case, min(strength, len(case)))) for case in axes]
+    left = set().union(*held)
+    chosen = []
+    while left:
+        # Of equals the first: every worker chooses the same.
+        best = max(range(len(cases)), key=lambda i: len(held[i] & left))
+        chosen.append(best)
+        left -= held[best]
+    return sorted(chosen)

@@ -1,0 +1,299 @@
+"""One call on a gradient list that may lie over several processes.
+
+The engine's verbs, with a reduction between measuring and writing. A list of one process goes to
+`tritonclip.engine.execute`. Every process of a list makes the same calls, whichever gradients it
+has, and enters the same collectives; one that rejects its gradients raises afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, TypeGuard
+
+from torch import Tensor
+
+from tritonclip.backends.operators import unscaled
+from tritonclip.distributed.gradients import ERRORS, ShardedGradients
+from tritonclip.distributed.partial_sums import PartialSum, measure_sums, norms_of
+from tritonclip.distributed.reduction import Exchange, run_exchanges
+from tritonclip.distributed.refusals import (
+    is_awaited,
+    raise_error,
+    raise_everywhere,
+    reduced_norm,
+)
+from tritonclip.distributed.units import refuse_split, whole_units
+from tritonclip.distributed.verify import Agreement
+from tritonclip.engine import checks, execute, norms
+from tritonclip.engine.arguments import needs_clip
+from tritonclip.engine.checks import REMEDY, TORCH_REMEDY, raise_if_nonfinite
+from tritonclip.engine.gradients import Gradients, parameters_of
+from tritonclip.engine.norms import Norms
+from tritonclip.engine.units import Units
+from tritonclip.modes import refuse_tracer, without_grad
+from tritonclip.rules import ClipByNorm, Rule
+
+
+@dataclass(slots=True)
+class ReducedNorms(Norms):
+    """The norms of gradients whose shards lie over several processes.
+
+    Attributes:
+        reduced: the norm of all gradients, or with `per_gradient` of each parameter's; float64,
+            1-d.
+    """
+
+    reduced: Tensor
+    is_checked: ClassVar[bool] = True
+
+    def norm(self) -> Tensor:
+        """The norm before clipping, or one for each parameter's gradient."""
+        plan = self.gradients.plan
+        assert plan is not None
+        norm = unscaled(self.reduced, self.norm_type, self.grad_scale).to(plan.dtype)
+        return norm if self.per_gradient else norm.reshape(())
+
+    def total(self) -> Tensor:
+        """The norm, 0-d, or that of each gradient here, 1-d."""
+        return self.own(self.norm()) if self.per_gradient else self.norm()
+
+    def in_order(self, results: list[Tensor]) -> Tensor:
+        """The norm of each gradient here.
+
+        A shard without elements has nothing that a backend could scale by the norm.
+        """
+        return self.total()
+
+    @property
+    def n_norms(self) -> int:
+        """The number of norms."""
+        return len(self.reduced)
+
+    def own(self, values: Tensor) -> Tensor:
+        """Of one value for each parameter, those of the gradients here."""
+        plan = self.gradients.plan
+        assert plan is not None
+        own: Tensor = values[plan.reduction.slots.on(values.device)]
+        return own
+
+    def whole(self) -> Sequence[Tensor]:
+        """The parameters that are to be clipped."""
+        sources = self.gradients.sources
+        if sources is None:
+            return self.gradients.tensors
+        return [p for p in sources if needs_clip(p)]
+
+    def positions(self) -> tuple[Sequence[int] | None, int]:
+        """The positions of parameters to be clipped among all, and the number of all."""
+        sources = self.gradients.sources
+        if sources is None:
+            return self.gradients.positions(), self.gradients.n_parameters
+        wanted = [i for i, parameter in enumerate(sources) if needs_clip(parameter)]
+        return None if len(wanted) == len(sources) else wanted, len(sources)
+
+
+def is_reduced(gradients: Gradients) -> TypeGuard[ShardedGradients]:
+    """Whether the norms of a list are reduced over processes."""
+    return gradients.plan is not None and gradients.plan.reduction is not None
+
+
+def check(gradients: Gradients, rule: Rule) -> None:
+    """Refuses gradients that cannot be written, or that a rule has no meaning for."""
+    checks.check(gradients, rule)
+    if isinstance(gradients, ShardedGradients):
+        _refuse_shards(gradients, rule)
+
+
+def _refuse_shards(gradients: ShardedGradients, rule: Rule) -> None:
+    sharding = gradients.sharding
+    if gradients.plan is None:
+        return
+    if rule.clamps and sharding.sums:
+        sums = [i for i in range(len(gradients.tensors)) if gradients.shard(i).sums_over]
+        raise TypeError(
+            f"{rule.name} would clamp the parts of a sum, which does not clamp the sum: "
+            f"the gradients of {gradients.labels(sums)} are DTensors with a Partial "
+            "placement; expected Shard or Replicate: grad.redistribute() them, or clip by norm"
+        )
+    if rule.per_unit and gradients.tensors:
+        refuse_split(gradients, parameters_of(gradients))
+    if rule.per_gradient and not sharding.one_list:
+        raise ValueError(
+            f"{rule.name} measures each gradient, and process_group does not say which "
+            "tensors of its processes are pieces of one; expected DTensors without process_group, "
+            "or a rule with one norm"
+        )
+
+
+def clip_(
+    gradients: Gradients,
+    rule: Rule,
+    nonfinite: str = "propagate",
+    grad_scale: float | Tensor = 1.0,
+    *,
+    remedy: str = REMEDY,
+) -> Tensor | None:
+    """Clips a gradient list; `remedy` ends the message of nonfinite="error"."""
+    if isinstance(gradients, ShardedGradients) and gradients.error is None:
+        try:
+            check(gradients, rule)
+        except ERRORS as error:
+            gradients.reject_(error)
+    if not is_reduced(gradients):
+        return execute.clip_(gradients, rule, nonfinite, grad_scale, remedy=remedy)
+    return _clip_reduced_(gradients, rule, nonfinite, grad_scale, remedy)
+
+
+@without_grad
+def _clip_reduced_(
+    gradients: ShardedGradients,
+    rule: Rule,
+    nonfinite: str,
+    grad_scale: float | Tensor,
+    remedy: str,
+) -> Tensor | None:
+    if rule.clamps and nonfinite == "propagate":
+        # Nobody waits.
+        raise_error(gradients, names_culprits=False)
+        measured = None
+    else:
+        # By value, an element counts as it came, before the loss scale is divided out.
+        scale = 1.0 if rule.clamps else grad_scale
+        measured = measure_by(gradients, rule, scale, names_culprits=nonfinite == "error")
+        if nonfinite == "error":
+            raise_if_nonfinite(gradients, rule, measured.total(), remedy, measured.is_finite())
+    outcome = execute.write_(
+        gradients, rule, measured, grad_scale, zero_nonfinite=nonfinite == "zero"
+    )
+    return outcome.norm
+
+
+@without_grad
+def total_norm(
+    gradients: Gradients,
+    norm_type: float,
+    error_if_nonfinite: bool = False,
+    *,
+    per_gradient: bool = False,
+) -> Tensor:
+    """The norm of a gradient list, 0-d, or, `per_gradient`, the norm of each, 1-d."""
+    if not is_reduced(gradients):
+        return execute.total_norm(
+            gradients, norm_type, error_if_nonfinite, per_gradient=per_gradient
+        )
+    rule = ClipByNorm(math.inf, norm_type) if per_gradient else execute.unlimited(norm_type)
+    if gradients.error is None:
+        try:
+            checks.refuse_sparse_minimum(gradients, norm_type)
+        except ValueError as error:
+            gradients.reject_(error)
+    norm = measure_by(gradients, rule, names_culprits=error_if_nonfinite).total()
+    if error_if_nonfinite:
+        raise_if_nonfinite(gradients, rule, norm, TORCH_REMEDY)
+    return norm
+
+
+def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
+    """Scales a gradient list by the coefficient of a norm that is given; nothing is sent."""
+    if isinstance(gradients, ShardedGradients):
+        raise_error(gradients, names_culprits=False)
+    execute.scale_(gradients, rule, norm)
+
+
+def measure_by(
+    gradients: Gradients,
+    rule: Rule,
+    grad_scale: float | Tensor = 1.0,
+    *,
+    names_culprits: bool = False,
+) -> Norms:
+    """Measures the norms that a rule asks for; of a rejected list, raises when others know.
+
+    Args:
+        gradients: not empty.
+        rule: that asks.
+        grad_scale: the loss scale that gradients carry.
+        names_culprits: names of gradients will be asked for where a norm is NaN.
+    """
+    if not is_reduced(gradients):
+        return norms.measure_by(gradients, rule, grad_scale)
+    if gradients.error is not None and not is_awaited(gradients, rule):
+        raise gradients.error
+    (measured,) = run_exchanges([exchange(gradients, rule, grad_scale)])
+    raise_error(gradients, names_culprits=names_culprits)
+    return measured
+
+
+def exchange(
+    gradients: Gradients, rule: Rule, grad_scale: float | Tensor
+) -> Exchange[ReducedNorms]:
+    """As `measure_by`, with other exchanges; the caller raises the error of a rejected list."""
+    assert isinstance(gradients, ShardedGradients)
+    if rule.per_unit:
+        return _exchange_of_units(gradients, rule, grad_scale)
+    return _exchange(gradients, rule.norm_type, rule.per_gradient, grad_scale)
+
+
+def _exchange(
+    gradients: ShardedGradients, norm_type: float, per_gradient: bool, grad_scale: float | Tensor
+) -> Exchange[ReducedNorms]:
+    """Measures shards, and reduces their norms: by one all-reduce in the usual case."""
+    if per_gradient:
+        refuse_tracer()
+    plan = gradients.plan
+    assert plan is not None
+    reduction = plan.reduction
+    if not per_gradient and (uncovered := reduction.sharding.domain.uncovered):
+        raise ValueError(uncovered)
+    agreement = None
+    if plan.verifying:
+        raise_everywhere(gradients)
+        agreement = Agreement(gradients, norm_type)
+    batches, own, sums = [], [], []
+    for group, shards in zip(plan.groups, reduction.shard_groups, strict=True):
+        tensors, addresses = gradients.of_group(group.indices)
+        batch = group.layout.bind(tensors, addresses)
+        batches.append(batch)
+        if shards.shard.sums_over:
+            sums += [
+                PartialSum(at, tensor, group.pairs, shards.shard)
+                for at, tensor in zip(shards.slots.positions, tensors, strict=True)
+            ]
+            continue
+        measured = norms_of(tensors, batch, norm_type, pairs=group.pairs, each=per_gradient)
+        own.append((measured, shards))
+    measure_own_sums = None
+    if reduction.sharding.copied or sums:
+        absent = gradients.absent
+        measure_own_sums = partial(
+            measure_sums, reduction.sharding, absent, sums, norm_type, per_gradient
+        )
+    reduced = yield from reduced_norm(
+        gradients,
+        partial(reduction.norm, own, norm_type, each=per_gradient, sums=measure_own_sums),
+    )
+    if agreement is not None:
+        agreement.check(reduced, each=per_gradient)
+    partials = []
+    for group, shards, batch in zip(plan.groups, reduction.shard_groups, batches, strict=True):
+        whole = reduced
+        if per_gradient:
+            whole = batch.partials_each(reduced[shards.slots.on(plan.device)], norm_type)
+        partials.append(whole.to(group.device))
+    return ReducedNorms(batches, partials, norm_type, per_gradient, grad_scale, gradients, reduced)
+
+
+def _exchange_of_units(
+    gradients: ShardedGradients, rule: Rule, grad_scale: float | Tensor
+) -> Exchange[ReducedNorms]:
+    try:
+        units = Units(gradients, rule)
+    except ERRORS as error:
+        gradients.reject_(error)
+        units = Units(gradients, rule)
+    partials, reduced = yield from whole_units(gradients, units)
+    own = norms.norms_of_units(units, partials, gradients, grad_scale)
+    return ReducedNorms(own.batches, own.partials, 2.0, True, grad_scale, gradients, reduced)
