@@ -85,8 +85,9 @@ class StepCounts:
                 self._counts[2].add_(_is_clipped(coefficients, device))
             return
         clipped: bool | Tensor
-        if all(type(coefficient) is float for coefficient in coefficients):
-            clipped = any(coefficient < 1 for coefficient in coefficients)
+        if {float}.issuperset(map(type, coefficients)):
+            # Below 1, and NaN is not; without entering Python code.
+            clipped = any(map((1.0).__gt__, coefficients))  # type: ignore[arg-type]  # all float
         elif len(coefficients) == 1 and isinstance(coefficients[0], Tensor):
             clipped = coefficients[0].to(device)
         else:
