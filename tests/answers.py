@@ -39,6 +39,8 @@ from tritonclip import ClippedOptimizer
 BACKENDS = ("triton",) if INTERPRETED else ("native", "torch")
 # Lists of one process, so that what is said once in a process is said in each block.
 BLOCK = 100
+# Lists with other answers that are named.
+SHOWN = 10
 
 
 def answer_of(index: int, seed: int, backend: str, *, shown: bool = False) -> str:
@@ -100,20 +102,24 @@ def is_near(old: list[str], new: list[str]) -> bool:
 
 
 def compare(before: str, after: str, digits: str, texts: bool) -> int:
-    """Prints lists with other answers, and how many there are; 1 where there is one."""
-    counts: Counter[str] = Counter()
+    """Prints the first lists with other answers, and counts all; 1 where there is one."""
+    lists: Counter[str] = Counter()
+    others: Counter[str] = Counter()
     for old, new in itertools.zip_longest(lines_of(before), lines_of(after)):
         if old is None or new is None:
             print("one file has more lists than the other")
             return 1
-        counts[f"{old['backend']} lists"] += 1
+        lists[old["backend"]] += 1
         if found := differing(old, new, digits, texts):
-            counts[f"{old['backend']} {old['kind']}: {', '.join(found)}"] += 1
-            if sum("differs" in key for key in counts) < 10:
-                counts[f"differs: --only {old['index']} ({old['backend']} {old['kind']})"] += 1
-    for key, count in sorted(counts.items()):
-        print(f"{count:8} {key}")
-    return int(any(not key.endswith(" lists") for key in counts))
+            what = f"{old['kind']} on {old['backend']}: {', '.join(found)}"
+            others[what] += 1
+            if others.total() <= SHOWN:
+                print(f"--only {old['index']} differs in {what}")
+    for what, count in sorted(others.items()):
+        print(f"{count:8} {what}")
+    counts = " and ".join(f"{n} on {backend}" for backend, n in lists.items())
+    print(f"{others.total()} differ, of {counts}")
+    return int(bool(others))
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Warnings that point to the user's line, and errors that name the attributes there are."""
+"""Warnings that point to the user's line, and errors for unknown names, which list known ones."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-# Code between a warning and the user: ours, and torch's decorators and hooks of optimizers.
+# Code between a warning and the user's line: ours and torch's.
 _BETWEEN = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 
 
 class ClippingWarning(UserWarning):
-    """Gradients are probably not clipped as the program intends, or more slowly than they could be.
+    """A sign that gradients are not clipped as intended, or more slowly than necessary.
 
-    Each is given once, or at most once for each line of the program, and names the remedy.
+    Each warning is given once, or once a line of the program, and names the remedy.
 
     Example:
         >>> import tritonclip
@@ -31,7 +31,7 @@ class ClippingWarning(UserWarning):
 
 
 def warn_user(message: str, category: type[Warning] = ClippingWarning) -> None:
-    """Warns at the line that called into the library, however deep the cause lies."""
+    """Warns at the line that called into the library."""
     level = 2
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
@@ -40,7 +40,7 @@ def warn_user(message: str, category: type[Warning] = ClippingWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-# The match of each name that torch, Paddle, TensorFlow, optax, timm and papers use.
+# Our name for each name in torch, Paddle, TensorFlow, optax, timm and papers.
 _MATCHES = {
     "AGC": "ClipByUnitNorm",
     "AdaGC": "ClipByOwnHistory",
@@ -75,21 +75,21 @@ _MATCHES = {
 
 
 class NamesAttributes:
-    """An object that lists its public attributes where another one is asked for."""
+    """Lists the public attributes of an object in the error for an unknown one."""
 
     # Hidden from type checkers, which would let every name pass.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
             message = f"{type(self).__name__!r} object has no attribute {name!r}"
-            # Of names that begin so, copy and pickle ask before there is anything to list.
+            # copy and pickle look up names that begin so, before any attribute is set.
             if not name.startswith("_"):
                 message += f"; expected one of {', '.join(_public(self))}"
             raise AttributeError(message, name=name, obj=self)
 
 
 def missing(module: ModuleType, name: str) -> AttributeError | ImportError:
-    """The error of a module's `__getattr__`, which names the match of a name from elsewhere."""
+    """The error of a module's `__getattr__`, with our name for a name of another library."""
     match = _MATCHES.get(name)
     if match is None:
         return AttributeError(
@@ -99,7 +99,7 @@ def missing(module: ModuleType, name: str) -> AttributeError | ImportError:
         f"module {module.__name__!r} has no attribute {name!r}, which is called "
         f"tritonclip.{match} here"
     )
-    # `from module import name` replaces every AttributeError by a text of its own.
+    # `from module import name` replaces an AttributeError by its own, an ImportError it keeps.
     frame = sys._getframe(2)
     if opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM":
         return ImportError(text, name=module.__name__)
@@ -107,6 +107,6 @@ def missing(module: ModuleType, name: str) -> AttributeError | ImportError:
 
 
 def _public(owner: object) -> list[str]:
-    """The attributes to read, and the methods; without those that change the object."""
+    """The public attributes and methods, without those that change the object in place."""
     names = [name for name in dir(owner) if not (name.startswith("_") or name.endswith("_"))]
     return [f"{name}()" if callable(getattr(type(owner), name, None)) else name for name in names]

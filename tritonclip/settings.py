@@ -1,7 +1,8 @@
 """Settings of a process: environment variables, `use_backend` and `verify`.
 
-The only reader of the environment. Variables are looked up at every call, so that a change counts
-from the next call on; `os.environ` decodes and encodes, which would cost more than all else here.
+The only reader of the environment. Variables are read at every call, so that a change takes effect
+with the next call. They are read from the mapping behind `os.environ`: `os.environ` itself encodes
+a key and decodes a value at each look-up, which is slow beside all else here.
 """
 
 import inspect
@@ -18,14 +19,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 BACKENDS = ("auto", "triton", "native", "torch")
 
-# The mapping behind os.environ, and the form of its keys; os.environ where a Python has neither.
+# The mapping behind os.environ and the form of its keys; os.environ on a Python without them.
 _variables: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
 _key = getattr(os.environ, "encodekey", str) if _variables is not os.environ else str
 _BACKEND, _VERIFY = _key("TRITONCLIP_BACKEND"), _key("TRITONCLIP_VERIFY")
 
 _YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
-# Whose code runs after the call has returned.
+# Functions whose code runs after their call has returned.
 _RUN_LATER = (
     inspect.isgeneratorfunction,
     inspect.iscoroutinefunction,
@@ -37,11 +38,11 @@ _verifying: ContextVar[bool] = ContextVar("tritonclip_verify", default=False)
 
 
 class Settings(NamedTuple):
-    """All that a call is to do beside its arguments.
+    """The settings of a call.
 
     Attributes:
-        backend: the one asked for, of BACKENDS.
-        verifying: every result is to be checked.
+        backend: one of BACKENDS.
+        verifying: whether every result is checked.
     """
 
     backend: str
@@ -52,16 +53,16 @@ class Block:
     """A setting that holds in a `with` block, or in every call of a function that it decorates.
 
     Args:
-        variable: that has the value in the block.
-        value: of the variable.
-        call: that made this, for messages.
-        elsewhere: how to say it for a whole program.
+        variable: the variable to set in the block.
+        value: of the variable in the block.
+        call: the call that made this, for messages.
+        elsewhere: the environment variable for a whole program, for messages.
 
     Warns:
-        UserWarning: neither a block nor a function got it, when it is forgotten.
+        ClippingWarning: when it is deleted without use as a block or a decorator.
     """
 
-    # Of a copy that failed, which is forgotten too.
+    # The default is for an object whose __init__ did not run.
     _is_used = True
 
     def __init__(self, variable: ContextVar[Any], value: object, call: str, elsewhere: str) -> None:
@@ -87,7 +88,7 @@ class Block:
         if any(runs_later(function) for runs_later in _RUN_LATER):
             raise TypeError(
                 f"{self._call} cannot decorate a generator or a coroutine, whose code runs after "
-                f"the call: got {function!r}; expected: with tritonclip.{self._call}: ... within it"
+                f"the call: got {function!r}; write with tritonclip.{self._call}: ... inside of it"
             )
 
         @wraps(function)
@@ -100,16 +101,16 @@ class Block:
     def __del__(self) -> None:
         if not self._is_used:
             warnings.warn(
-                f"{self._call} holds in a block, and none was entered, so that nothing was set; "
-                f"expected: with tritonclip.{self._call}: ... For a whole program, set the "
-                f"environment variable {self._elsewhere}",
+                f"{self._call} was called without a block, so that nothing was set; write with "
+                f"tritonclip.{self._call}: ... For a whole program, set the environment variable "
+                f"{self._elsewhere}",
                 ClippingWarning,
                 stacklevel=2,
             )
 
 
 def use_backend(name: str) -> Block:
-    """Chooses the backend of every call in the block, before TRITONCLIP_BACKEND.
+    """Chooses the backend of every call in a block; it overrides TRITONCLIP_BACKEND.
 
     Args:
         name: "triton", "native" (loops in C on a CPU), "torch" (PyTorch's operators), or "auto":
@@ -117,7 +118,7 @@ def use_backend(name: str) -> Block:
             the C extension was built, else torch.
 
     Returns:
-        A context manager, which also decorates functions. It warns where no block is entered.
+        A context manager, also a decorator of functions. It warns if it is used as neither.
 
     Raises:
         ValueError: another name.
@@ -134,12 +135,12 @@ def use_backend(name: str) -> Block:
 
 
 def verify() -> Block:
-    """Checks every call in the block against a plain float64 reference.
+    """Checks every call in a block against a plain float64 reference.
 
     Slow, and it waits for the device.
 
     Returns:
-        A context manager, which also decorates functions. It warns where no block is entered.
+        A context manager, also a decorator of functions. It warns if it is used as neither.
 
     Raises:
         VerificationError: inside the block, by the call whose result differs: names the first

@@ -1,10 +1,9 @@
 """Errors for calls that do not fit a signature: each shows the call to write.
 
-Arguments are known by the names that other libraries give them, and that this one gives them
-elsewhere. Python binds arguments before a function can look at them, and a function around another
-one costs every call. So a function takes the arguments that do not fit as `*_excess` and
-`**_unknown`, which its signature does not show, and raises their `misfit`: a right call makes one
-empty dict. Constructors, which dataclasses write, get a function around them.
+Remedies are found by the names that arguments have in other libraries, or in other functions of
+this one. A wrapper around a function would slow down every call. Instead a function takes the
+arguments that do not fit as `*_excess` and `**_unknown`, which its signature does not show, and
+raises their `misfit`; a right call costs one empty dict. Constructors of dataclasses are wrapped.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ def _for_norm(rule: str) -> dict[Sequence[str], str]:
     }
 
 
-# By the name of what is called, then by names of arguments: the call to write. Of `()`: the usual
-# one; of `*`: for one argument more than there are.
+# The call to write, by the name of the function and by the names of arguments. `()` is the usual
+# call, `*` the remedy for too many arguments by position.
 _REMEDIES: dict[str, dict[Sequence[str], str]] = {
     "clip_": {
         **_for_clip("clip_(parameters"),
@@ -168,10 +167,10 @@ ABSENT: Any = object()
 
 
 def reaches_misfit(function: F) -> F:
-    """Lets calls that do not fit its signature reach the function, which raises their `misfit`.
+    """Lets a function receive calls that do not fit its signature, to raise their `misfit`.
 
-    Required arguments after the first get the default `ABSENT`. The signature that `inspect` shows
-    has neither this default nor `*_excess` and `**_unknown`.
+    Required arguments after the first get the default `ABSENT`. `inspect` shows neither this
+    default nor `*_excess` and `**_unknown`.
     """
     signature = inspect.signature(function)
     shown = [
@@ -186,7 +185,7 @@ def reaches_misfit(function: F) -> F:
 
 
 def explains_misfits(kind: C) -> C:
-    """Raises the `misfit` of calls that do not fit the signature of a class."""
+    """Makes a class raise the `misfit` of calls that do not fit its signature."""
     construct = kind.__init__  # type: ignore[misc]  # of the class
     name = kind.__name__
 
@@ -220,7 +219,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 def _of_constructor(
     name: str, construct: Callable[..., None], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> TypeError | None:
-    """The error for a call; None where an argument came twice, of which Python's error tells."""
+    """The error for a call; None for a repeated argument, which Python's own error names."""
     parameters = dict(list(inspect.signature(construct).parameters.items())[1:])
     positional = [key for key, one in parameters.items() if one.kind in _POSITIONAL]
     unknown = {key: value for key, value in kwargs.items() if key not in parameters}

@@ -17,6 +17,7 @@ from tritonclip import settings
 from tritonclip.backends import choose
 from tritonclip.backends.native import NativeLayout
 from tritonclip.backends.operators import TorchLayout
+from tritonclip.backends.units import has_dense_units
 from tritonclip.engine.plan_cache import plans
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -378,4 +379,4 @@ def test_interpreter_leaves_cuda_tensors_alone(monkeypatch):
     ],
 )
 def test_kernels_get_units_that_are_dense(tensor, dense):
-    assert choose._has_dense_units(tensor) == dense
+    assert has_dense_units(tensor) == dense

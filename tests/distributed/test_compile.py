@@ -69,7 +69,7 @@ def test_compiled_call_that_one_process_refuses_raises_everywhere(call: str) -> 
         "state": lambda: tritonclip.clip_(plain, rule, state=state),
         "norm": lambda: tritonclip.get_total_norm([one.grad for one in plain]),
     }
-    message = {"clip": "share memory", "state": "belongs to another list", "norm": "freed"}[call]
+    message = {"clip": "share memory", "state": "belongs to another", "norm": "freed"}[call]
     grads = [one.grad for one in plain[:2]]
     check_raises(_compiled(calls[call]), ValueError, message, grads)
 

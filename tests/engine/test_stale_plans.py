@@ -60,7 +60,7 @@ def test_clip_refuses_parts_in_common_that_arise_in_a_known_list(device, rule, k
     before = whole.clone()
     params[2].grad = whole[12:16]
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"share a part .*"):
+        with pytest.raises(ValueError, match="overlap in memory"):
             tritonclip.clip_(params, RULES[rule])
         assert torch.equal(whole, before)
     params[2].grad = whole[14:18]

@@ -175,11 +175,11 @@ def test_labels_of_candidates_do_not_overlap(figure):
 
 
 @pytest.mark.parametrize("heights", [[], [0.5], [0.0] * 5, [1.0] * 5, [0.4, 0.41, 0.9, 0.95]])
-def test_places_of_labels_are_apart_and_on_the_axis(heights):
-    places = plot.spread(heights)
-    assert len(places) == len(heights)
-    assert all(-1e-9 <= place <= 1 + 1e-9 for place in places)
-    assert all(b - a >= plot.GAP - 1e-9 for a, b in itertools.pairwise(places))
+def test_labels_keep_their_distance_and_stay_on_the_axis(heights):
+    labels = plot.label_heights(heights)
+    assert len(labels) == len(heights)
+    assert all(-1e-9 <= label <= 1 + 1e-9 for label in labels)
+    assert all(b - a >= plot.GAP - 1e-9 for a, b in itertools.pairwise(labels))
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

@@ -1,4 +1,4 @@
-"""A limit from norms: the tail is clipped, and a run that needs none is told so."""
+"""A limit from norms: it clips the tail, and a run that needs no limit gets none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from norm_series import norms_of
 from workers import python
 
 import tritonclip
-from tritonclip.monitor.suggestion import LEAST_SHARE, LEAST_STEPS, MOST_SHARE
+
+# As the docstring says.
+LEAST_SHARE, MOST_SHARE, LEAST_STEPS = 0.01, 0.10, 20
 
 
 def share_over(norms: Any, limit: float) -> float:
@@ -40,7 +42,7 @@ def test_suggestion_keeps_to_one_to_ten_percent(spikes):
     share = share_over(norms, suggestion.max_norm)
     assert share == pytest.approx(LEAST_SHARE if spikes < 0.01 else MOST_SHARE, rel=0.5)
     assert LEAST_SHARE <= share <= MOST_SHARE
-    part = "hang on single steps" if spikes < 0.01 else "part of the learning rate"
+    part = "depend on single steps" if spikes < 0.01 else "part of the learning rate"
     assert part in suggestion.reason
 
 
@@ -102,7 +104,7 @@ def test_suggestion_is_sound(n, spread, spikes, height, drift, seed):
         assert candidate.share == share_over(norms, candidate.max_norm)
 
 
-def test_candidates_tell_what_they_do_to_the_largest_spikes():
+def test_candidates_have_coefficients_for_the_largest_spikes():
     norms = norms_of(spikes=0.03)
     norms[[100, 700, 300]] = [100.0, 80.0, 50.0]
     suggestion = tritonclip.suggest_max_norm(norms)
@@ -126,7 +128,7 @@ def test_limits_are_short_numbers():
         assert float(f"{candidate.max_norm:.2e}") == candidate.max_norm
 
 
-def test_a_short_run_is_told():
+def test_a_short_run_is_remarked_on():
     assert "record some hundred" in tritonclip.suggest_max_norm(norms_of(50)).reason
     assert "record some hundred" not in tritonclip.suggest_max_norm(norms_of(200)).reason
 

@@ -10,7 +10,7 @@ import tritonclip
 
 @pytest.mark.parametrize("drift", [0.05, 20.0], ids=["falling", "rising"])
 @pytest.mark.parametrize("spikes", [0.0, 0.03], ids=["calm", "spikes"])
-def test_drift_is_told(drift, spikes):
+def test_drift_is_found(drift, spikes):
     suggestion = tritonclip.suggest_max_norm(norms_of(spikes=spikes, drift=drift), warmup=0)
     assert "The norm drifts" in suggestion.reason
     a, b, c = suggestion.medians

@@ -12,19 +12,19 @@ from norm_series import norms_of
 import tritonclip
 
 
-def test_step_numbers_that_come_again_are_told(tmp_path):
+def test_step_numbers_that_repeat_are_remarked_on(tmp_path):
     path = tmp_path / "run.csv"
     rows = [*enumerate(norms_of(300), 1), *enumerate(norms_of(300, seed=1), 2)]
     path.write_text("step,norm\n" + "".join(f"{step},{norm}\n" for step, norm in rows))
     suggestion = tritonclip.suggest_max_norm(path, warmup=0)
     assert (suggestion.steps, suggestion.run) == (301, 1)
-    assert "only the later rows count; left out were 299 earlier ones" in suggestion.reason
+    assert "only the later rows count: 299 earlier ones were left out" in suggestion.reason
 
 
-def test_too_few_steps_after_others_that_were_replaced_are_told(tmp_path):
+def test_too_few_steps_name_the_replaced_ones(tmp_path):
     path = tmp_path / "run.csv"
     path.write_text("step,norm\n" + "".join(f"{step},1\n" for step in [*range(300), 1, 2]))
-    with pytest.raises(ValueError, match=r"got 3 in 3 steps; .*left out were 299 earlier ones"):
+    with pytest.raises(ValueError, match=r"got 3 in 3 steps; .*299 earlier ones were left out"):
         tritonclip.suggest_max_norm(path)
 
 
@@ -35,7 +35,7 @@ def test_norms_that_are_zero_or_not_finite_are_counted_and_left_out():
     suggestion = tritonclip.suggest_max_norm(broken, warmup=0)
     assert (suggestion.nonfinite, suggestion.zeros, suggestion.steps) == (3, 2, 1000)
     assert suggestion.max_norm == plain.max_norm
-    assert "Norms that are NaN or inf: 3" in suggestion.reason
+    assert "3 norms are NaN or inf" in suggestion.reason
 
 
 @pytest.mark.parametrize(

@@ -25,25 +25,27 @@ def test_norms_that_are_all_equal_are_not_said_to_be_clipped(norm):
     suggestion = tritonclip.suggest_max_norm([norm] * 300)
     assert (suggestion.verdict, suggestion.max_norm) == ("constant", None)
     assert suggestion.candidates == ()
-    assert suggestion.reason.startswith(f"All 300 norms equal {norm:g}, which tells no limit.")
+    assert suggestion.reason.startswith(
+        f"All 300 norms equal {norm:g}, so that no limit can be suggested."
+    )
 
 
 @pytest.mark.parametrize("height", [1.0, 0.5], ids=["all", "most"])
-def test_norms_at_the_limit_in_use_are_told_as_measured_after_clipping(tmp_path, height):
+def test_norms_at_the_limit_in_use_are_said_to_be_measured_after_clipping(tmp_path, height):
     path = tmp_path / "run.csv"
     with tritonclip.record(path) as recorder:
         for step in range(100):
             recorder.add_(1.0 - 1e-6 if step % 4 else height, limit=1.0)
     reason = tritonclip.suggest_max_norm(path).reason
-    assert "that of the limit in use, 1: record the norm that clip_ returns" in reason
+    assert "equals the limit in use, 1: record the norm that clip_ returns" in reason
 
 
 @pytest.mark.parametrize(
     ("limit", "said"),
     [
         (3.5, "The limit in use, 3.5, clips 3.0%, and may stay."),
-        (0.9, "and is a part of the learning rate: with another limit, tune both together."),
-        (100.0, "The limit in use, 100, clips 0.0%: less than the tail."),
+        (0.9, "and acts as a part of the learning rate: tune both if you change it."),
+        (100.0, "The limit in use, 100, clips 0.0%, less than the tail."),
     ],
     ids=["right", "low", "high"],
 )
@@ -64,7 +66,7 @@ def test_a_limit_in_use_is_not_to_stay_where_the_norm_drifts(tmp_path):
             recorder.add_(float(norm), limit=1.0)
     suggestion = tritonclip.suggest_max_norm(path)
     assert suggestion.verdict == "drift"
-    assert "and is fixed, too." in suggestion.reason
+    assert "but does not follow the norm." in suggestion.reason
 
 
 def test_limits_that_changed_are_no_candidates(tmp_path):

@@ -1,4 +1,4 @@
-"""A file with several runs: one speaks, the last with enough steps, and the text says which."""
+"""A file with several runs: the suggestion is for the last with enough steps, and says so."""
 
 from __future__ import annotations
 
@@ -37,41 +37,41 @@ def record_runs(tmp_path):
     return record_runs
 
 
-def test_a_run_recorded_twice_is_suggested_the_same_as_once(record_runs):
+def test_a_repeated_run_has_the_same_suggestion(record_runs):
     once = tritonclip.suggest_max_norm(with_warmup())
     twice = tritonclip.suggest_max_norm(record_runs(with_warmup(), with_warmup()))
-    said = " Run 2 of 2 speaks, which begins at step 301. Runs that agree: 1."
+    said = " This is run 2 of 2, from step 301 on. Runs that agree: 1."
     spikes = tuple(replace(spike, step=spike.step + 300) for spike in once.spikes)
     assert once.max_norm == 4.9
     assert twice == replace(once, reason=once.reason + said, spikes=spikes, run=2)
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_run_that_is_asked_speaks(record_runs, number):
+def test_a_run_can_be_chosen(record_runs, number):
     runs = {1: with_warmup(), 2: with_warmup(200, scale=5.0)}
     path = record_runs(*runs.values())
     alone = tritonclip.suggest_max_norm(runs[number])
     asked = tritonclip.suggest_max_norm(path, run=number)
     assert (asked.max_norm, asked.steps, asked.run) == (alone.max_norm, alone.steps, number)
-    assert f"Run {number} of 2 speaks" in asked.reason
+    assert f"This is run {number} of 2, " in asked.reason
 
 
-def test_runs_that_do_not_agree_are_told_with_their_limits(record_runs):
+def test_runs_that_do_not_agree_are_named_with_their_limits(record_runs):
     path = record_runs(with_warmup(), norms_of(200, spread=0.05), with_warmup(scale=5.0))
     reason = tritonclip.suggest_max_norm(path).reason
-    assert "Run 3 of 3 speaks, which begins at step 501. Runs that do not agree: " in reason
-    assert "1 (max_norm 4.9), 2 (nothing to clip); run=, or --run, chooses one." in reason
+    assert "This is run 3 of 3, from step 501 on. Runs that do not agree: " in reason
+    assert "1 (max_norm 4.9), 2 (nothing to clip); choose one by run= or --run." in reason
 
 
 @pytest.mark.parametrize(
-    ("sizes", "speaks"),
+    ("sizes", "chosen"),
     [((300, 19), 1), ((300, 50), 1), ((300, 100), 2), ((19, 30, 40), 3), ((30, 19), 1)],
     ids=["too short", "short", "enough", "all short", "the only one"],
 )
-def test_the_last_run_with_enough_steps_speaks(record_runs, sizes, speaks):
+def test_the_last_run_with_enough_steps_is_chosen(record_runs, sizes, chosen):
     path = record_runs(*(norms_of(n, spikes=0.1) for n in sizes))
     suggestion = tritonclip.suggest_max_norm(path)
-    assert suggestion.run == speaks
+    assert suggestion.run == chosen
     short = [str(n) for n, size in enumerate(sizes, 1) if size < 20]
     assert (f"Runs with too few steps: {', '.join(short)}." in suggestion.reason) is bool(short)
 
@@ -82,7 +82,7 @@ def test_runs_that_are_all_too_short_are_refused(record_runs):
         tritonclip.suggest_max_norm(path)
 
 
-def test_many_runs_are_told_in_few_words(record_runs):
+def test_of_many_runs_the_first_are_named(record_runs):
     reason = tritonclip.suggest_max_norm(record_runs(*[norms_of(30)] * 12)).reason
     assert "Runs that agree: 1, 2, 3, 4, 5, 6, 7, 8 and 3 more." in reason
 
@@ -118,7 +118,7 @@ def test_a_run_that_resumes_from_a_checkpoint_is_one_run(tmp_path):
             recorder.add_(float(norm))
     suggestion = tritonclip.suggest_max_norm(path, warmup=0)
     assert (suggestion.steps, suggestion.run) == (600, 1)
-    assert "speaks" not in suggestion.reason
+    assert "This is run" not in suggestion.reason
     assert len(read(path).runs) == 1
 
 
@@ -129,7 +129,7 @@ def test_step_numbers_that_start_again_begin_a_run(tmp_path, again):
     path.write_text("step,norm\n" + "".join(f"{step},{norm}\n" for step, norm in rows))
     suggestion = tritonclip.suggest_max_norm(path, warmup=0)
     assert (suggestion.run, suggestion.steps) == ((2, again) if again >= 100 else (1, 300))
-    assert f"Run {suggestion.run} of 2 speaks, which begins at step 1." in suggestion.reason
+    assert f"This is run {suggestion.run} of 2, from step 1 on." in suggestion.reason
 
 
 @pytest.mark.parametrize("number", [0, 3, -1, True, 1.0, "2"], ids=repr)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from norm_series import norms_of
 
 import tritonclip
-from tritonclip.monitor.suggestion import warmup_of
 
 
 @pytest.mark.parametrize("high", [5.0, 1 / 5], ids=["above", "below"])
@@ -22,13 +20,11 @@ def test_warmup_is_found_and_left_out(high):
 
 
 def test_no_warmup_where_the_run_begins_as_it_goes_on():
-    norms = torch.ones(500, dtype=torch.float64)
-    assert warmup_of(norms, norms > 0) == 0
+    assert tritonclip.suggest_max_norm([1.0] * 500).warmup == 0
 
 
 def test_warmup_is_at_most_a_fifth():
-    norms = torch.tensor(norms_of(drift=1e-4))
-    assert 150 <= warmup_of(norms, norms > 0) <= 200
+    assert 150 <= tritonclip.suggest_max_norm(norms_of(drift=1e-4)).warmup <= 200
 
 
 def test_warmup_that_is_given_counts():

@@ -323,6 +323,7 @@ def test_verify_agrees_with_clip_by_unit(device, policy, kind):
             tritonclip.clip_(parameters, rule, nonfinite=policy, grad_scale=4.0)
 
 
+@pytest.mark.usefixtures("operators")
 def test_verify_finds_a_wrong_unit(monkeypatch):
     from tritonclip.backends import units
 

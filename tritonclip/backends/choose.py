@@ -10,7 +10,7 @@ from tritonclip import settings
 from tritonclip.backends.interface import Layout, UnitLayout
 from tritonclip.backends.native import CODES, NativeLayout, fault, loops
 from tritonclip.backends.operators import TorchLayout
-from tritonclip.backends.units import TorchUnitLayout
+from tritonclip.backends.units import TorchUnitLayout, has_dense_units
 from tritonclip.messages import warn_user
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -59,11 +59,12 @@ def unit_layout_of(
         RuntimeError: triton was asked for by name and cannot serve the device.
     """
     device, kinds = grads[0].device, {weight.dtype for weight in weights}
-    if backend_name(device, grads[0].dtype.to_real(), flat=flat) == "triton":
+    name = backend_name(device, grads[0].dtype.to_real(), flat=flat)
+    if name == "triton":
         known = len(kinds) == 1 and next(iter(kinds)).to_real() in KERNEL_DTYPES
         # As many reals in a unit of the weights as in one of the gradients.
         known = known and weights[0].is_complex() == grads[0].is_complex()
-        if known and all(map(_has_dense_units, [*grads, *weights])):
+        if known and all(map(has_dense_units, [*grads, *weights])):
             backend = importlib.import_module("tritonclip.backends.triton_units")
             layout: UnitLayout = backend.TritonUnitLayout(grads, weights, dtype)
             return layout
@@ -72,19 +73,8 @@ def unit_layout_of(
             "complex where their gradients are: others take the slower torch backend; make "
             "parameters contiguous or channels_last where speed matters"
         )
-    return TorchUnitLayout(grads, dtype, on_host=host_decides(device))
-
-
-def _has_dense_units(tensor: Tensor) -> bool:
-    """Whether the slices along the first dimension lie end to end, each dense in any order."""
-    if tensor.is_contiguous():
-        return True
-    if tensor.dim() < 2:
-        return False
-    unit = tensor[0]
-    order = sorted(range(unit.dim()), key=unit.stride, reverse=True)
-    dense = unit.permute(order).is_contiguous()
-    return dense and (len(tensor) == 1 or tensor.stride(0) == unit.numel())
+    by_loops = name == "native"
+    return TorchUnitLayout(grads, dtype, on_host=host_decides(device), by_loops=by_loops)
 
 
 def host_decides(device: torch.device) -> bool:

@@ -109,6 +109,16 @@ GRAIN = 32768
 _CPU = torch.device("cpu")
 
 
+def is_observed() -> bool:
+    """Whether dual numbers, dispatch modes or a tracer have to see every operator."""
+    return forward_ad._current_level >= 0 or n_dispatch_modes() > 0 or is_pre_dispatch()
+
+
+def is_extreme(norm: float) -> bool:
+    """Whether squares of float64 may have overflowed or lost digits."""
+    return norm != 0 and not _LEAST <= norm < _LARGEST
+
+
 class NativeLayout:
     """Sizes of gradients that are dense in memory.
 
@@ -131,8 +141,7 @@ class NativeLayout:
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> Batch:
         """The gradients of a call; operators serve those that modes or transforms have to see."""
-        is_dual = forward_ad._current_level >= 0
-        if addresses is None or is_dual or n_dispatch_modes() or is_pre_dispatch():
+        if addresses is None or is_observed():
             return TorchBatch(as_contiguous(tensors), self.dtype, on_host=True)
         return NativeBatch(tensors, self, addresses)
 
@@ -170,7 +179,7 @@ class NativeBatch:
     def _measure_extremes_(self, norms: list[float], per_gradient: bool) -> None:
         """Measures anew where squares of float64 may have overflowed or lost digits."""
         for i, norm in enumerate(norms):
-            if norm and not _LEAST <= norm < _LARGEST:
+            if is_extreme(norm):
                 own = as_contiguous([self.tensors[i]] if per_gradient else self.tensors)
                 norms[i] = float(norm_of(own, 2.0, torch.float64, on_host=True))
 

@@ -27,13 +27,13 @@ from tritonclip.monitor.suggestion import Candidate, Suggestion
 ENDINGS = (".png", ".svg")
 NORM, MEDIAN = "#9ab4c8", "#1f3b57"
 CLIPPED, SKIPPED, NONFINITE = "#e69f00", "#0072b2", "#000000"
-# Above it, single marks do not show in a vector graphic, and only make it slow.
+# Points above which a line is drawn as pixels: a vector graphic would be slow.
 _MANY = 5_000
-# Parts of a run whose medians draw its trend.
-_PARTS = 100
-# Marks of a kind, above which they are drawn small.
+# Sections of a run whose medians draw its trend.
+_SECTIONS = 100
+# Marks of a kind above which they are drawn small.
 _CROWDED = 200
-# The width of a run's name, as a part of the axis.
+# The width of a run's name, as a fraction of the axis.
 _NAME = 0.07
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -52,12 +52,13 @@ def save(
 
     Args:
         path: ends in .png or .svg.
-        history: of one run, or of several, each of which is named at a line where it begins.
-        suggestion: for it; None for a figure without candidates. The histogram is of its run.
+        history: of one run, or of several; a line with its number marks where each begins.
+        suggestion: for this history; None for a figure without candidates. The histogram shows the
+            suggestion's run.
 
     Raises:
         FileNotFoundError: no such folder.
-        ValueError: another ending; a run without a finite norm over 0.
+        ValueError: another ending; no finite norm over 0.
     """
     path = Path(path)
     if path.suffix.lower() not in ENDINGS:
@@ -67,8 +68,7 @@ def save(
         )
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(
-            f"{path}: expected the folder of a figure, got {path.absolute().parent}, which is not "
-            "there; make it first"
+            f"{path}: expected an existing folder, got {path.absolute().parent}; make it first"
         )
     with mpl.rc_context(_STYLE):
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
@@ -76,7 +76,7 @@ def save(
 
 
 def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
-    """The figure; raises as `save`."""
+    """The figure of `save`, which raises the same errors."""
     shown = history.norms.isfinite() & (history.norms > 0)
     if not shown.any():
         raise ValueError(
@@ -118,7 +118,7 @@ def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
 
 
 def _counted_on(history: History) -> History:
-    """The same with steps that rise throughout, where runs have the same numbers."""
+    """The history with steps that rise throughout, also if runs have the same step numbers."""
     steps = history.steps.clone()
     for start in history.joins:
         if steps[start] <= steps[start - 1]:
@@ -127,7 +127,7 @@ def _counted_on(history: History) -> History:
 
 
 def _draw_norms(axes: Axes, history: History) -> None:
-    """Norms, the medians of parts of each run, and the limit."""
+    """Norms, medians of sections of each run, and the limit."""
     many = len(history) > _MANY
     for number, run in enumerate(history.runs):
         shown = run.norms.isfinite() & (run.norms > 0)
@@ -137,10 +137,10 @@ def _draw_norms(axes: Axes, history: History) -> None:
         axes.plot(
             steps, norms, color=NORM, lw=0.6, label=f"{again}norm", rasterized=many, zorder=1.2
         )
-        n_parts = min(_PARTS, len(steps) // 10)
-        if n_parts > 1:
-            centres = [float(part.double().mean()) for part in steps.tensor_split(n_parts)]
-            medians = [float(part.quantile(0.5)) for part in norms.tensor_split(n_parts)]
+        n_sections = min(_SECTIONS, len(steps) // 10)
+        if n_sections > 1:
+            centres = [float(section.double().mean()) for section in steps.tensor_split(n_sections)]
+            medians = [float(section.quantile(0.5)) for section in norms.tensor_split(n_sections)]
             axes.plot(centres, medians, color=MEDIAN, lw=1.3, label=f"{again}median", zorder=3.5)
     limited = history.limits.isfinite() & (history.limits > 0)
     if limited.any():
@@ -157,10 +157,10 @@ def _draw_norms(axes: Axes, history: History) -> None:
 
 
 def _draw_begins(axes: Axes, history: History) -> None:
-    """A line where each of several runs begins, and its name above the axis, where it has room."""
+    """A line at the begin of each run, with the run's name above the axis if there is room."""
     begins = history.steps[[0, *history.joins]].tolist()
     width = (int(history.steps[-1]) - begins[0]) * _NAME
-    # Where the names of each line above the axis end.
+    # The end of the last name in each of three lines above the axis.
     ends = [-math.inf] * 3
     for number, step in enumerate(begins, 1):
         axes.axvline(step, color=GREY, lw=0.8, zorder=1.1)
@@ -181,7 +181,7 @@ def _draw_begins(axes: Axes, history: History) -> None:
 
 
 def _draw_marks(axes: Axes, history: History) -> None:
-    """Clipped and skipped steps at their norms, those without one at the edges."""
+    """Clipped and skipped steps at their norms; NaN, inf and 0 at the edges."""
     positive = history.norms.isfinite() & (history.norms > 0)
     edges = axes.get_xaxis_transform()
     for chosen, label, color, marker, size in (
@@ -243,28 +243,28 @@ def _thousands(count: float) -> str:
 
 
 BAR, GREY, RECOMMENDED = "#b9c9d6", "0.45", "#d55e00"
-# Least distance of two labels, as a part of the axis' height.
+# Least distance of two labels, as a fraction of the axis' height.
 GAP = 0.075
 _BINS = 40
 
 
 def draw_histogram(axes: Axes, norms: Tensor, candidates: Sequence[Candidate]) -> None:
-    """Steps by norm, in bins of equal width on the log axis, and the candidates."""
+    """The histogram of norms, in bins of equal width on the log axis, and the candidates."""
     low, high = float(norms.min()), float(norms.max())
     width = math.log(high / low * 1.04) / _BINS
     bins = [low / 1.02 * math.exp(i * width) for i in range(_BINS + 1)]
     axes.hist(norms, bins=bins, orientation="horizontal", color=BAR)
-    # Spikes are few among many steps.
+    # Shows the few spikes beside many steps.
     axes.set_xscale("symlog", linthresh=1)
     axes.set_xlim(0, None)
     heights = [
         float(axes.transLimits.transform((0, math.log10(c.max_norm)))[1]) for c in candidates
     ]
-    for candidate, place in zip(candidates, spread(heights), strict=True):
-        _draw_candidate(axes, candidate, place)
+    for candidate, height in zip(candidates, label_heights(heights), strict=True):
+        _draw_candidate(axes, candidate, height)
 
 
-def _draw_candidate(axes: Axes, candidate: Candidate, place: float) -> None:
+def _draw_candidate(axes: Axes, candidate: Candidate, height: float) -> None:
     """A line at the limit, and a label beside the axis."""
     chosen = candidate.origin == "recommended"
     color = RECOMMENDED if chosen else "black" if candidate.origin == "in use" else GREY
@@ -274,7 +274,7 @@ def _draw_candidate(axes: Axes, candidate: Candidate, place: float) -> None:
         f"{candidate.max_norm:g} clips {_percent(candidate.share)}{note}",
         xy=(1, candidate.max_norm),
         xycoords=axes.get_yaxis_transform(),
-        xytext=(1.09, place),
+        xytext=(1.09, height),
         textcoords="axes fraction",
         va="center",
         fontsize=8,
@@ -292,26 +292,16 @@ def _draw_candidate(axes: Axes, candidate: Candidate, place: float) -> None:
     )
 
 
-def spread(heights: Sequence[float]) -> list[float]:
-    """Places near ascending heights, in parts of the axis, where labels do not overlap."""
-    # Labels that would overlap stand side by side around the mean of their heights.
-    blocks: list[list[float]] = []
+def label_heights(heights: Sequence[float]) -> list[float]:
+    """Label heights near ascending heights, in fractions of the axis, that do not overlap."""
+    labels: list[float] = []
     for height in heights:
-        blocks.append([height])
-        while len(blocks) > 1 and _top(blocks[-2]) + GAP > _bottom(blocks[-1]):
-            last = blocks.pop()
-            blocks[-1] += last
-    return [_bottom(block) + i * GAP for block in blocks for i in range(len(block))]
-
-
-def _bottom(block: Sequence[float]) -> float:
-    """The lowest label of a block, which is as high as the axis allows."""
-    extent = (len(block) - 1) * GAP
-    return min(max(sum(block) / len(block) - extent / 2, 0.0), 1.0 - extent)
-
-
-def _top(block: Sequence[float]) -> float:
-    return _bottom(block) + (len(block) - 1) * GAP
+        labels.append(max(height, labels[-1] + GAP if labels else 0.0))
+    top = 1.0
+    for i in reversed(range(len(labels))):
+        labels[i] = min(labels[i], top)
+        top = labels[i] - GAP
+    return labels
 
 
 def _percent(share: float) -> str:

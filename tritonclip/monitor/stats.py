@@ -1,4 +1,4 @@
-"""Norms, coefficients and counts of a training run, kept on the device."""
+"""`ClipStats`: norms, coefficients and counts of a training run, kept on the device."""
 
 from typing import Any, NamedTuple
 
@@ -13,9 +13,9 @@ class Clipped(NamedTuple):
     """The outcome of one rule at one step.
 
     Attributes:
-        norm: before clipping, 0-d; the largest one for a rule that is per gradient.
-        coefficient: a number or 0-d; the least one for a rule that is per gradient.
-        limit: the largest norm after clipping, a number or 0-d; NaN where there is not one.
+        norm: before clipping, 0-d; the largest norm for a rule that is per gradient.
+        coefficient: a number or 0-d; the least coefficient for a rule that is per gradient.
+        limit: the largest norm after clipping, a number or 0-d; NaN if there is no single limit.
     """
 
     norm: Tensor
@@ -23,7 +23,7 @@ class Clipped(NamedTuple):
     limit: float | Tensor
 
 
-# By parameter group, under None for the wrapper's own rule; None for a rule that measures nothing.
+# By parameter group, None for the wrapper's rule; the value is None for a rule without a norm.
 Outcomes = dict[int | None, Clipped | None]
 _LAST = ("last_norm", "last_coefficient", "last_limit", "consecutive_skips")
 
@@ -34,17 +34,17 @@ class ClipStats(NamesAttributes):
     All are tensors on the device of the optimizer's first parameter.
 
     Attributes:
-        last_norm: the norm *before* clipping at the last step, under the wrapper's own rule; 0-d,
-            floating-point. The largest of all gradients for rules that are per gradient. NaN for
-            ClipByValue, which measures none, and before the first step.
-        last_coefficient: the factor of the gradients at the last step, under the same rule; 0-d.
-            The least one for rules that are per gradient, and of all units for ClipByUnitNorm; 1
-            where nothing was clipped.
-        last_limit: the largest norm that the same rule allowed at the last step; 0-d. NaN where
-            each gradient had a limit of its own, for ClipByValue, and before the first step.
-        group_norms: `last_norm` of the parameter groups that have a rule of their own, by the
-            number of the group.
-        group_coefficients: `last_coefficient` of these.
+        last_norm: the norm *before* clipping at the last step under the wrapper's rule; 0-d,
+            floating-point. For a rule that is per gradient, the largest norm. NaN for ClipByValue,
+            which measures no norm, and before the first step.
+        last_coefficient: the factor of the gradients at the last step under the same rule; 0-d. The
+            least one for a rule with a coefficient for each gradient or unit. 1 if nothing was
+            clipped.
+        last_limit: the largest norm that the same rule allowed at the last step; 0-d. NaN if
+            gradients had different limits, for ClipByValue, and before the first step.
+        group_norms: `last_norm` of each parameter group that has its own rule, by the number of the
+            group.
+        group_coefficients: `last_coefficient` of these groups.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,7 +62,7 @@ class ClipStats(NamesAttributes):
 
     @property
     def measured_steps(self) -> Tensor:
-        """Steps at which any rule measured a norm: not with ClipByValue alone; 0-d int64."""
+        """Steps at which any rule measured a norm, which ClipByValue does not; 0-d int64."""
         return self._counts.read()[1].clone()
 
     @property
@@ -72,18 +72,18 @@ class ClipStats(NamesAttributes):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """Steps that nonfinite="skip" or skip_above left out; 0-d int64. A GradScaler's do not."""
+        """Steps skipped by nonfinite="skip" or skip_above, not by a GradScaler; 0-d int64."""
         return self._counts.read()[3].clone()
 
     @property
     def consecutive_skips(self) -> Tensor:
-        """Steps that were skipped since the last one that was not; 0-d int64."""
+        """Steps skipped in a row until now; 0-d int64."""
         return self._counts.consecutive_skips
 
     @property
     def last_coefficient(self) -> Tensor:
         """See the class; 0-d, of the dtype of `last_norm`."""
-        # A copy: the steps that are not counted yet need it as it was.
+        # A copy: steps that are not yet counted need the original.
         return as_tensor(self._coefficient, self.last_norm).clone()
 
     @property
@@ -92,12 +92,12 @@ class ClipStats(NamesAttributes):
         return as_tensor(self._limit, self.last_norm)
 
     def summary(self) -> dict[str, float | int]:
-        """Everything as plain numbers, for a logger; the one call that waits for the device.
+        """All statistics as plain numbers, for a logger; the one call that waits for the device.
 
         Returns:
-            norm, coefficient, limit, steps, clipped_steps, skipped_steps, clipped_share (of the
-            steps that measured a norm; NaN without any); for every group that has a rule of its own
-            also group<i>_norm and group<i>_coefficient.
+            norm, coefficient, limit, steps, clipped_steps, skipped_steps, and clipped_share, the
+            clipped fraction of the steps that measured a norm (NaN without any). For each group
+            with its own rule also group<i>_norm and group<i>_coefficient.
 
         Raises:
             RuntimeError: parameters on the device meta.
@@ -109,9 +109,9 @@ class ClipStats(NamesAttributes):
         counts = self._counts.read().double()
         if counts.is_meta:
             raise RuntimeError(
-                "the optimizer's parameters are on the device meta, which keeps no values, and so "
-                "are its statistics; expected parameters with values: make the optimizer after "
-                "model.to_empty(), which replaces the parameters"
+                "the statistics have no values, since the optimizer's parameters are on the device "
+                "meta; expected parameters with values: make the optimizer after model.to_empty(), "
+                "which replaces the parameters"
             )
         floats = {
             "norm": self.last_norm,
@@ -133,18 +133,19 @@ class ClipStats(NamesAttributes):
     def record_(
         self, outcomes: Outcomes, overflow: Tensor | None = None, skip: Tensor | None = None
     ) -> None:
-        """Keeps the outcomes of a step and counts it; flags are 0-d bool, None where impossible.
+        """Keeps the outcomes of a step and counts it.
 
-        A step that overflowed leaves everything as it was, one that was skipped all but its count.
+        A step that overflowed changes nothing; a skipped step changes only its count. The flags are
+        0-d bool; None if the step cannot overflow or be skipped.
         """
         device = self.last_norm.device
         overflow = None if overflow is None else overflow.to(device)
         skip = None if skip is None else skip.to(device)
         left_out = overflow if skip is None else skip if overflow is None else overflow | skip
-        # Groups that no longer have a rule of their own drop out.
+        # Groups that no longer have their own rule drop out.
         last = {} if left_out is None else {owner: self._last(owner) for owner in outcomes}
         self.group_norms, self.group_coefficients = {}, {}
-        # Without groups that have the wrapper's rule, its norm is not known.
+        # If every group has its own rule, the wrapper's norm is unknown.
         for owner, outcome in {None: None, **outcomes}.items():
             norm, coefficient, limit = outcome or (self._nan(), torch.nan, torch.nan)
             norm = norm.to(device)
@@ -164,13 +165,13 @@ class ClipStats(NamesAttributes):
 
     @torch.compiler.disable
     def record_skip_(self) -> None:
-        """Counts a step that was left out."""
+        """Counts a skipped step."""
         self._counts.add_skipped()
 
     def move_(self, device: torch.device) -> None:
-        """Moves everything, where the model was moved after its optimizer was made."""
+        """Moves all tensors, if the model was moved after its optimizer was made."""
         if self._counts.device.type == "meta":
-            # Without values that could be moved.
+            # There are no values to move.
             vars(self).update(vars(ClipStats(device)))
             return
         self._counts.move_(device)
@@ -193,12 +194,12 @@ class ClipStats(NamesAttributes):
         return f"<ClipStats on {self._counts.device}; summary() reads it>"
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of all but the norms and coefficients of single groups."""
+        """Copies of all tensors but those of single groups."""
         counts = dict(zip(COUNTS, self._counts.read().clone(), strict=True))
         return counts | {name: getattr(self, name).clone() for name in _LAST}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the result of `state_dict`; missing entries start anew."""
+        """Loads the result of `state_dict`; missing entries are reset."""
         self.group_norms.clear()
         self.group_coefficients.clear()
         self._counts.load(state)
@@ -212,7 +213,7 @@ class ClipStats(NamesAttributes):
 
 
 def as_tensor(number: float | Tensor, like: Tensor) -> Tensor:
-    """A number or a 0-d tensor as 0-d tensor, of the dtype and device of another one."""
+    """A number or a 0-d tensor as a 0-d tensor with the dtype and device of `like`."""
     if isinstance(number, Tensor):
         return number.to(like)
     return torch.full((), number, dtype=like.dtype, device=like.device)

@@ -8,21 +8,21 @@ from torch import Tensor
 
 from tritonclip.modes import is_pre_dispatch, n_dispatch_modes, outside_inference
 
-# In this order in one tensor, so that they move together.
+# In this order in one tensor, which moves in one copy.
 COUNTS = ("steps", "measured_steps", "clipped_steps", "skipped_steps")
-# Steps that are kept until they are counted together: a coefficient on a GPU has a block of 512
-# bytes, and would take two launches by itself.
+# Steps that are kept until one launch counts them all. A coefficient on a GPU keeps a block of 512
+# bytes meanwhile; to count it alone would take two launches.
 KEPT = 64
 
 
 class StepCounts:
     """Steps that were taken, measured, clipped and skipped.
 
-    Steps are kept, with the coefficients that only the device knows, and counted KEPT at a time, or
-    when the counts are read. Any thread may read: each step is one entry, which one of them takes.
+    Steps are kept with their coefficients on the device, and counted KEPT at a time or when the
+    counts are read. Any thread may read: each step is one entry of a queue.
 
     Attributes:
-        consecutive_skips: steps that were skipped since the last one that was not; 0-d int64.
+        consecutive_skips: steps skipped in a row until now; 0-d int64.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,27 +32,25 @@ class StepCounts:
         self.consecutive_skips = zeros((), dtype=torch.int64, device=device)
         # Spares a step without skips an operation.
         self._may_have_skipped = False
-        # Of steps that were taken: whether it measured a norm, and whether it was clipped, or 0-d
-        # a number on the device that is then below 1.
+        # For each step taken: whether it measured a norm; whether it was clipped, or a 0-d
+        # coefficient on the device that is below 1 if it was.
         self._kept: deque[tuple[bool, bool | Tensor]] = deque()
 
     @property
     def device(self) -> torch.device:
-        """Of all counts."""
+        """The device of all counts."""
         return self._counts.device
 
     def read(self) -> Tensor:
-        """All counts in the order of COUNTS, int64[4], once the steps that were kept are counted.
-
-        Later steps may change it.
+        """All counts in the order of COUNTS, int64[4]; later steps change the tensor.
 
         Raises:
-            RuntimeError: a CUDA graph is captured, whose replays would count them again.
+            RuntimeError: a CUDA graph is captured, whose replays would count steps again.
         """
         if _is_captured(self._counts):
             raise RuntimeError(
-                "statistics cannot be read while a CUDA graph is captured, whose replays would "
-                "count the same steps again; expected to read them after the capture"
+                "statistics cannot be read while a CUDA graph is captured, because its replays "
+                "would count the same steps again; read them after the capture"
             )
         self._count_kept()
         return self._counts
@@ -67,9 +65,9 @@ class StepCounts:
 
         Args:
             coefficients: of the rules that measured a norm: numbers, or 0-d on any device.
-            overflow: whether the step was left out and counts nowhere, 0-d bool on the device; None
+            overflow: whether the step overflowed, and does not count; 0-d bool on the device, None
                 for no.
-            skip: whether it was left out and counts as skipped, likewise.
+            skip: whether the step was skipped, and counts as such; likewise.
         """
         if overflow is not None or skip is not None:
             self._add_uncertain(coefficients, overflow, skip)
@@ -81,14 +79,15 @@ class StepCounts:
         # As `_is_captured`, without a call.
         captured = self._counts.is_cuda and torch.cuda.is_current_stream_capturing()
         if captured or n_dispatch_modes() or is_pre_dispatch():
-            # The host runs once, replays of what is recorded often.
+            # Replays repeat the device's work, not the host's.
             self._counts[: 1 + bool(coefficients)].add_(1)
             if coefficients:
                 self._counts[2].add_(_is_clipped(coefficients, device))
             return
         clipped: bool | Tensor
-        if all(type(coefficient) is float for coefficient in coefficients):
-            clipped = any(coefficient < 1 for coefficient in coefficients)
+        if {float}.issuperset(map(type, coefficients)):
+            # Below 1, and NaN is not; without entering Python code.
+            clipped = any(map((1.0).__gt__, coefficients))  # type: ignore[arg-type]  # all float
         elif len(coefficients) == 1 and isinstance(coefficients[0], Tensor):
             clipped = coefficients[0].to(device)
         else:
@@ -98,7 +97,7 @@ class StepCounts:
             self._count_kept()
 
     def add_skipped(self) -> None:
-        """Counts a step that was skipped."""
+        """Counts a skipped step."""
         self._counts[3].add_(1)
         self.consecutive_skips.add_(1)
         self._may_have_skipped = True
@@ -109,7 +108,7 @@ class StepCounts:
         self.consecutive_skips = self.consecutive_skips.to(device)
 
     def load(self, counts: Mapping[str, Tensor | int]) -> None:
-        """Takes counts by name; those that are missing begin again."""
+        """Loads counts by name; missing ones become 0."""
         own = self.read()
         for i, name in enumerate(COUNTS):
             own[i].fill_(counts.get(name, 0))
@@ -117,7 +116,7 @@ class StepCounts:
         self._may_have_skipped = True
 
     def _count_kept(self) -> None:
-        """Counts the steps that are kept; an error or an interrupt leaves them kept."""
+        """Counts the kept steps; an error or an interrupt leaves them kept."""
         steps: list[tuple[bool, bool | Tensor]] = []
         try:
             while self._kept:
@@ -135,7 +134,7 @@ class StepCounts:
         self._counts.add_(more)
 
     def _sums(self, steps: Sequence[tuple[bool, bool | Tensor]]) -> Tensor:
-        """All counts of some steps, int64[4]."""
+        """The counts of these steps, int64[4]."""
         coefficients = [clipped for _, clipped in steps if isinstance(clipped, Tensor)]
         known = [
             len(steps),
@@ -155,7 +154,7 @@ class StepCounts:
         overflow: Tensor | None,
         skip: Tensor | None,
     ) -> None:
-        """As `add`, of a step that only the device knows to be taken."""
+        """As `add`, for a step of which only the device knows whether it was taken."""
         no = torch.zeros((), dtype=torch.bool, device=self.device)
         overflow = no if overflow is None else overflow
         skip = no if skip is None else skip & ~overflow
@@ -169,7 +168,7 @@ class StepCounts:
 
 
 def _is_captured(counts: Tensor) -> bool:
-    """Whether a CUDA graph is captured on the device of the counts."""
+    """Whether a CUDA graph is being captured on the device of the counts."""
     return counts.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

@@ -1,8 +1,8 @@
 """`suggest_max_norm`: a limit from the norms of a run, and the reason for it.
 
-Warm-up, drift and tail are found by medians and quartiles of the logarithms of norms: norms are
-positive and their spread is relative, so that logarithms are about as symmetric as norms get.
-Spikes move neither medians nor quartiles.
+Warm-up, drift and tail are found by medians and quartiles of the logarithms of norms. Norms are
+positive and spread relative to their size, so that their logarithms are nearly symmetric. Spikes
+move neither medians nor quartiles.
 """
 
 from __future__ import annotations
@@ -20,28 +20,82 @@ from tritonclip.messages import NamesAttributes
 from tritonclip.monitor.history import History, read
 from tritonclip.monitor.recorder import Recorder
 
-# A tail of 5% is one step of these.
-LEAST_STEPS = 20
+Verdict = Literal["clip", "nothing to clip", "drift", "clipped before", "constant"]
+
+# A tail of 5% is one step of 20, and a tail of 1% is one step of 100.
+_LEAST_STEPS, _ENOUGH = 20, 100
+# The share of the steps that a limit may clip. With more, it acts as a part of the learning rate;
+# with fewer, a limit from some hundred steps depends on one or two of them.
+_LEAST_SHARE, _MOST_SHARE = 0.01, 0.10
+# torch adds it to the norm that it divides by.
+_EPS = 1e-6
+_N_SPIKES = 3
+# A step three times as long is one at the next learning rate of a usual grid (1e-4, 3e-4, 1e-3).
+_ORDINARY = 3.0
+# Norms are real numbers: three that are equal, and the largest, are no chance.
+_CUT_SHARE, _CUT_STEPS = 0.01, 3
+# The warm-up ends within this fraction of a run; a later change is drift.
+_MOST_WARMUP = 0.2
+# Blocks of a warm-up; a median of fewer than 5 norms is too often that of a spike.
+_BLOCKS, _LEAST_BLOCK = 20, 5
+# In a shorter run, a fifth holds two blocks: too few to find an end.
+_LEAST_STEPS_OF_WARMUP = 50
+# If the medians of thirds differ by less, one limit serves them all.
+_LEAST_DRIFT = 1.5
+# Sections of a run, whose medians follow its drift. A section of fewer steps could be all spike.
+_SECTIONS, _LEAST_SECTION = 12, 20
+# The 95% quantile of a normal distribution is this many interquartile ranges above its median.
+_TAIL = 1.645 / 1.349
+
+
+@dataclass(frozen=True)
+class Spike:
+    """One of the largest norms of a run, after the warm-up.
+
+    Attributes:
+        step: its number.
+        norm: before clipping.
+    """
+
+    step: int
+    norm: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A limit to choose from.
+
+    Attributes:
+        max_norm: the limit.
+        origin: why it is a candidate.
+        share: of the steps after the warm-up, those that it would clip.
+        coefficients: the factors by which it would scale the largest spikes, in their order.
+    """
+
+    max_norm: float
+    origin: str
+    share: float
+    coefficients: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Suggestion(NamesAttributes):
-    """A limit for a run, the candidates beside it, and the reason.
+    """A limit for a run, other candidates, and the reason.
 
     Attributes:
-        max_norm: the recommended limit; None where none is needed, or none can be told.
-        reason: for it, in sentences.
-        verdict: "clip"; "nothing to clip"; "drift", where a limit that follows the norm fits better
-            than the recommended one; "clipped before", where norms are cut off at one value;
-            "constant", where all are equal.
-        candidates: from the lowest limit to the highest; none for the last two verdicts.
-        spikes: the largest norms, from the largest on.
+        max_norm: the recommended limit; None if none is needed, or none can be found.
+        reason: the reason in sentences.
+        verdict: "clip"; "nothing to clip"; "drift": a limit that follows the norm fits better than
+            the recommended one; "clipped before": norms are cut off at one value; "constant": all
+            norms are equal.
+        candidates: in ascending order; empty for the last two verdicts.
+        spikes: the largest norms in descending order.
         medians: of the three thirds of the run after the warm-up.
-        warmup: steps at the start that were left out.
-        steps: finite, nonzero norms after the warm-up, on which everything rests.
-        nonfinite: norms that are NaN or inf, left out.
-        zeros: norms that are 0, left out.
-        run: the number of the run that all of this is of; 1 where the history has one.
+        warmup: number of steps at the start that were left out.
+        steps: number of norms that the suggestion is based on: finite, not 0, after the warm-up.
+        nonfinite: number of norms left out because they are NaN or inf.
+        zeros: number of norms left out because they are 0.
+        run: number of the run that the suggestion is for; 1 if the history has one run.
     """
 
     max_norm: float | None
@@ -65,34 +119,36 @@ def suggest_max_norm(
 ) -> Suggestion:
     """Suggests a limit from norms *before* clipping.
 
-    The limit clips the tail: the steps beyond Tukey's fence (1.5 interquartile ranges over the
-    upper quartile of the log norm, relative to the median of its part of the run; the lower half of
-    the norms gives the range), but at least 1% and at most 10% of the steps after the warm-up.
+    The limit clips the tail: the steps beyond Tukey's fence, but at least 1% and at most 10% of the
+    steps after the warm-up. The fence lies 1.5 interquartile ranges above the upper quartile of the
+    log norm, relative to the median of its section of the run; the interquartile range is twice
+    that of the lower half, which spikes do not widen.
 
     Args:
         history: the file of a recorder; the recorder, which then writes its rows; or norms in
-            order: a 1-d tensor, or numbers. The run may have been clipped: its norms are those
-            before it.
-        warmup: steps to leave out at the start of each run. None: found as the blocks of the first
-            fifth up to the last whose median is not among the middle 90% of the second fifth.
-        run: the number of a run, from 1 on, where the file has several: a recorder went on in it
-            without a checkpoint, or its step numbers start again. None: the last run with 100 steps
-            after the warm-up or, where none has so many, with 20; `reason` says which, and whether
-            the others agree.
+            order, as a 1-d tensor or numbers. The run may have been clipped, if the norms are those
+            before clipping.
+        warmup: number of steps to leave out at the start of each run. None: found from blocks of
+            the first fifth of a run. The warm-up ends with the last block whose median is outside
+            of the middle 90% of the second fifth.
+        run: number of the run, from 1 on, if the file has several: a recorder appended to it
+            without a checkpoint, or its step numbers start again. None: the last run with at least
+            100 steps after the warm-up, or else with at least 20; `reason` names it, and says
+            whether the others agree.
 
     Returns:
-        The suggestion. `max_norm` is None where no norm is over three times the median of its part
-        of the run, where something else clipped the gradients before they were measured, and where
-        all norms are equal.
+        The suggestion. `max_norm` is None if no norm is over three times the median of its section
+        of the run, if something else clipped the gradients before they were measured, or if all
+        norms are equal.
 
     Raises:
         FileNotFoundError: no such file.
         TypeError: a history of another kind.
-        ValueError: a file that is no history; negative norms; fewer than 20 finite ones after the
-            warm-up; a run that is not there.
+        ValueError: not a history file; a negative norm; fewer than 20 finite norms after the
+            warm-up; no such run.
 
     Notes:
-        Everything is computed on the host; norms on a device are waited for.
+        Everything is computed on the host; reading norms from a device waits for it.
 
     Example:
         >>> norms = 1 + 0.2 * torch.sin(0.7 * torch.arange(1000))
@@ -111,81 +167,15 @@ def suggest_max_norm(
     norms = {n: one.norms[_usable(one, warmup)[0]] for n, one in runs.items()}
     if run is None:
         # The last with enough steps.
-        run = max((len(x) >= ENOUGH, len(x) >= LEAST_STEPS, n) for n, x in norms.items())[-1]
+        run = max((len(x) >= _ENOUGH, len(x) >= _LEAST_STEPS, n) for n, x in norms.items())[-1]
     recorded.run(run)
     suggestion = _suggest(run, runs, warmup)
     others: dict[int, str | None] = {}
     for n in (n for n in runs if n != run):
         others[n] = None
-        if len(norms[n]) >= LEAST_STEPS:
+        if len(norms[n]) >= _LEAST_STEPS:
             others[n] = _other(suggestion, _suggest(n, runs, warmup), norms[n])
-    return replace(suggestion, reason=suggestion.reason + of_runs(run, recorded.runs, others))
-
-
-def _other(suggestion: Suggestion, other: Suggestion, norms: Tensor) -> str:
-    """The suggestion for another run in words; "" where this one fits it: clips its tail, too."""
-    limit, its_limit = suggestion.max_norm, other.max_norm
-    if suggestion.verdict == other.verdict and (
-        limit is None or limit == its_limit or LEAST_SHARE <= share_over(norms, limit) <= MOST_SHARE
-    ):
-        return ""
-    return other.verdict if its_limit is None else f"max_norm {its_limit:g}"
-
-
-def _usable(run: History, warmup: int | None) -> tuple[Tensor, int]:
-    """The steps of a run that count, as truth values, and how many its warm-up has."""
-    usable = run.norms.isfinite() & (run.norms > 0)
-    left_out = warmup_of(run.norms, usable) if warmup is None else _checked_warmup(warmup)
-    usable[:left_out] = False
-    return usable, left_out
-
-
-def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Suggestion:
-    """The suggestion for one of several runs by itself."""
-    run = runs[number]
-    usable, left_out = _usable(run, warmup)
-    n_finite, n_positive = int(run.norms.isfinite().sum()), int((run.norms > 0).sum())
-    norms, steps = run.norms[usable], run.steps[usable]
-    if len(norms) < LEAST_STEPS:
-        remedy = "record some hundred steps"
-        if len(run) >= LEAST_STEPS > n_finite:
-            remedy = "the others are NaN or inf: nonfinite='error' names their gradients"
-        elif 0 < len(run) <= left_out:
-            remedy = "the warm-up leaves none of the run: make it shorter"
-        elif len(run) >= LEAST_STEPS > n_positive:
-            remedy = "the others are 0: measure after backward() and before zero_grad()"
-        of_run = f" of run {number}, of {len(runs)}" if len(runs) > 1 else ""
-        remarks = of_replaced(run)
-        raise ValueError(
-            f"expected at least {LEAST_STEPS} finite norms over 0 after a warm-up of {left_out} "
-            f"steps, got {len(norms)} in {len(run)} steps{of_run}; {remedy}"
-            f"{remarks and '.' + remarks}"
-        )
-    trend = trend_of(norms)
-    spikes = spikes_of(norms, steps)
-    limit = limit_at(norms, min(max(trend.outside, LEAST_SHARE), MOST_SHARE))
-    verdict, reason = judge(norms, trend, limit)
-    in_use = _limit_in_use(run)
-    recommended = limit if verdict in ("clip", "drift") else None
-    n_nonfinite = len(run) - n_finite
-    return Suggestion(
-        recommended,
-        reason
-        + of_limit_in_use(norms, verdict, in_use)
-        + remarks_on(len(norms), n_nonfinite)
-        + of_replaced(run),
-        verdict,
-        ()
-        if verdict in ("clipped before", "constant")
-        else candidates_of(norms, spikes, recommended, in_use),
-        spikes,
-        trend.medians,
-        left_out,
-        len(norms),
-        n_nonfinite,
-        int((run.norms == 0).sum()),
-        number,
-    )
+    return replace(suggestion, reason=suggestion.reason + _on_runs(run, runs, others))
 
 
 def _as_history(history: object) -> History:
@@ -194,9 +184,8 @@ def _as_history(history: object) -> History:
     if isinstance(history, str | os.PathLike):
         return read(history)
     if isinstance(history, Recorder):
-        if history.is_closed:
-            return read(history.path)
-        history.flush()
+        if not history.is_closed:
+            history.flush()
         return read(history.path)
     expected = "history must be a path, a Recorder, or norms before clipping in order"
     if isinstance(history, Tensor):
@@ -219,43 +208,91 @@ def _as_history(history: object) -> History:
     return History(steps, norms, unknown, unknown, unknown)
 
 
-def _checked_warmup(warmup: object) -> int:
-    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
+def _usable(run: History, warmup: int | None) -> tuple[Tensor, int]:
+    """Which steps of a run count, as truth values, and the number of steps of its warm-up."""
+    usable = run.norms.isfinite() & (run.norms > 0)
+    if warmup is None:
+        warmup = _warmup_of(run.norms, usable)
+    elif isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
         raise ValueError(f"warmup must be a number of steps, 0 or more, got {warmup!r}")
-    return warmup
+    usable[:warmup] = False
+    return usable, warmup
 
 
-def _limit_in_use(run: History) -> float | None:
-    """The limit of the run, where it had one and the same."""
+def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Suggestion:
+    """The suggestion for one of several runs, without regard to the others."""
+    run = runs[number]
+    usable, warmup = _usable(run, warmup)
+    n_finite, n_positive = int(run.norms.isfinite().sum()), int((run.norms > 0).sum())
+    norms, steps = run.norms[usable], run.steps[usable]
+    if len(norms) < _LEAST_STEPS:
+        remedy = "record some hundred steps"
+        if len(run) >= _LEAST_STEPS > n_finite:
+            remedy = "the others are NaN or inf: nonfinite='error' names their gradients"
+        elif 0 < len(run) <= warmup:
+            remedy = "the warm-up leaves none of the run: make it shorter"
+        elif len(run) >= _LEAST_STEPS > n_positive:
+            remedy = "the others are 0: measure after backward() and before zero_grad()"
+        of_run = f" of run {number}, of {len(runs)}" if len(runs) > 1 else ""
+        remarks = _on_replaced(run)
+        raise ValueError(
+            f"expected at least {_LEAST_STEPS} finite norms over 0 after a warm-up of {warmup} "
+            f"steps, got {len(norms)} in {len(run)} steps{of_run}; {remedy}"
+            f"{remarks and '.' + remarks}"
+        )
+    trend = _trend_of(norms)
+    largest = norms.topk(_N_SPIKES)
+    spikes = tuple(map(Spike, steps[largest.indices].tolist(), largest.values.tolist()))
+    limit = _limit_at(norms, min(max(trend.outside, _LEAST_SHARE), _MOST_SHARE))
+    verdict, reason = _judge(norms, trend, limit)
     limits = run.limits[run.limits.isfinite()].unique().tolist()
-    return limits[0] if len(limits) == 1 else None
+    in_use = limits[0] if len(limits) == 1 else None
+    recommended = limit if verdict in ("clip", "drift") else None
+    has_candidates = verdict not in ("clipped before", "constant")
+    n_nonfinite = len(run) - n_finite
+    reason += _on_limit_in_use(norms, verdict, in_use)
+    if len(norms) < _ENOUGH:
+        reason += f" These are only {len(norms)} steps: record some hundred."
+    if n_nonfinite:
+        reason += (
+            f" {n_nonfinite} norms are NaN or inf, which no limit mends: nonfinite='error' names "
+            "their gradients."
+        )
+    return Suggestion(
+        max_norm=recommended,
+        reason=reason + _on_replaced(run),
+        verdict=verdict,
+        candidates=_candidates(norms, spikes, recommended, in_use) if has_candidates else (),
+        spikes=spikes,
+        medians=trend.medians,
+        warmup=warmup,
+        steps=len(norms),
+        nonfinite=n_nonfinite,
+        zeros=int((run.norms == 0).sum()),
+        run=number,
+    )
 
 
-# The warm-up ends within this part of a run; a later change is drift.
-_MOST_WARMUP = 0.2
-# Blocks of a warm-up; a median of fewer than 5 norms is that of a spike too often.
-_BLOCKS, _LEAST_BLOCK = 20, 5
-# Below it, a fifth of the run holds two blocks: too few to see an end.
-_LEAST_STEPS = 50
-# Thirds whose medians differ by less share a limit: it stands as well with either.
-_LEAST_DRIFT = 1.5
-# Parts of a run, whose medians follow it as it drifts. A part of fewer steps, or one of very many
-# parts, could be all spike.
-_PARTS, _LEAST_PART = 12, 20
-# The 95% quantile of a normal distribution lies so many interquartile ranges over its median.
-_TAIL = 1.645 / 1.349
+def _other(suggestion: Suggestion, other: Suggestion, norms: Tensor) -> str:
+    """The suggestion for another run in words; "" if this one fits it, by clipping its tail too."""
+    limit, its_limit = suggestion.max_norm, other.max_norm
+    if suggestion.verdict == other.verdict and (
+        limit is None or limit == its_limit or _LEAST_SHARE <= _share(norms, limit) <= _MOST_SHARE
+    ):
+        return ""
+    return other.verdict if its_limit is None else f"max_norm {its_limit:g}"
 
 
-class Trend(NamedTuple):
-    """How norms change over a run, and how they spread around the median of their part of it.
+class _Trend(NamedTuple):
+    """How norms change over a run, and how they spread around the median of their section.
 
     Attributes:
         medians: of the thirds of the run, in order.
-        spread: interquartile range of the logarithms of norms over their part's median: twice that
-            from the lower quartile to the median, which many spikes do not widen.
+        spread: interquartile range of the logarithms of norms over their section's median: twice
+            that from the lower quartile to the median, which many spikes do not widen.
         outside: share of these beyond Tukey's fence, 1.5 interquartile ranges over the upper
             quartile: 0.35% of normal logarithms.
-        largest: the largest norm over its part's median.
+        largest: the largest norm over its section's median.
     """
 
     medians: tuple[float, float, float]
@@ -273,23 +310,20 @@ class Trend(NamedTuple):
         return distance >= max(math.log(_LEAST_DRIFT), _TAIL * self.spread)
 
 
-def trend_of(norms: Tensor) -> Trend:
+def _trend_of(norms: Tensor) -> _Trend:
     """The trend of at least 3 finite, positive norms; 1-d float64."""
     logs = norms.log()
     a, b, c = (float(third.quantile(0.5).exp()) for third in logs.tensor_split(3))
-    parts = logs.tensor_split(min(_PARTS, max(1, len(logs) // _LEAST_PART)))
-    relative = torch.cat([part - part.quantile(0.5) for part in parts])
+    sections = logs.tensor_split(min(_SECTIONS, max(1, len(logs) // _LEAST_SECTION)))
+    relative = torch.cat([section - section.quantile(0.5) for section in sections])
     low, middle = relative.quantile(relative.new_tensor([0.25, 0.5])).tolist()
     spread = 2 * (middle - low)
     outside = relative > middle + (0.5 + 1.5) * spread
-    return Trend((a, b, c), spread, float(outside.double().mean()), float(relative.max().exp()))
+    return _Trend((a, b, c), spread, float(outside.double().mean()), float(relative.max().exp()))
 
 
-def warmup_of(norms: Tensor, usable: Tensor) -> int:
-    """Steps at the start whose norms are not yet, or no longer, those of the run.
-
-    The blocks within the first fifth, up to the last whose median is outside of the middle 90% of
-    the second fifth.
+def _warmup_of(norms: Tensor, usable: Tensor) -> int:
+    """The number of steps at the start whose norms are unlike those of the run.
 
     Args:
         norms: in order; 1-d float64.
@@ -298,7 +332,7 @@ def warmup_of(norms: Tensor, usable: Tensor) -> int:
     n = len(norms)
     end = int(n * _MOST_WARMUP)
     reference = norms[end : 2 * end][usable[end : 2 * end]]
-    if n < _LEAST_STEPS or not len(reference):
+    if n < _LEAST_STEPS_OF_WARMUP or not len(reference):
         return 0
     low, high = reference.quantile(reference.new_tensor([0.05, 0.95])).tolist()
     size = max(_LEAST_BLOCK, end // _BLOCKS)
@@ -310,127 +344,70 @@ def warmup_of(norms: Tensor, usable: Tensor) -> int:
     return warmup
 
 
-# Of the steps after the warm-up. More, and the limit becomes a part of the learning rate; fewer,
-# and a limit from some hundred steps hangs on one or two of them.
-LEAST_SHARE, MOST_SHARE = 0.01, 0.10
-# torch adds it to the norm that it divides by.
-EPS = 1e-6
-_N_SPIKES = 3
-
-
-@dataclass(frozen=True)
-class Spike:
-    """One of the largest norms of a run, after the warm-up.
-
-    Attributes:
-        step: its number.
-        norm: before clipping.
-    """
-
-    step: int
-    norm: float
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A limit that might be chosen.
-
-    Attributes:
-        max_norm: the limit.
-        origin: why it is among the candidates.
-        share: of the steps after the warm-up, those that it would clip.
-        coefficients: the factors by which it would scale the largest spikes, in their order.
-    """
-
-    max_norm: float
-    origin: str
-    share: float
-    coefficients: tuple[float, ...]
-
-
-def spikes_of(norms: Tensor, steps: Tensor) -> tuple[Spike, ...]:
-    """The largest norms, from the largest on."""
-    largest = norms.topk(_N_SPIKES)
-    return tuple(
-        Spike(step, norm)
-        for step, norm in zip(steps[largest.indices].tolist(), largest.values.tolist(), strict=True)
-    )
-
-
-def share_over(norms: Tensor, limit: float) -> float:
+def _share(norms: Tensor, limit: float) -> float:
     """The share of the steps that a limit would clip."""
     return float((norms > limit).double().mean())
 
 
-def limit_at(norms: Tensor, share: float) -> float:
-    """A limit that clips a share of the steps, in as few digits as keep the share."""
+def _limit_at(norms: Tensor, share: float) -> float:
+    """A limit that clips this share of the steps, rounded if the share stays nearly the same."""
     exact = float(norms.quantile(1 - share))
     tolerance = max(share / 2, 1 / len(norms))
     for digits in (2, 3):
-        nearest = f"{exact:.{digits - 1}e}"
-        last = float(f"1e{nearest.partition('e')[2]}") / 10 ** (digits - 1)
-        for change in (0.0, last, -last):
-            limit = float(f"{float(nearest) + change:.{digits - 1}e}")
-            clipped = share_over(norms, limit)
-            if LEAST_SHARE <= clipped <= MOST_SHARE and abs(clipped - share) <= tolerance:
+        nearest = float(f"{exact:.{digits}g}")
+        unit = 10.0 ** (math.floor(math.log10(nearest)) - digits + 1)
+        for change in (0.0, unit, -unit):
+            limit = float(f"{nearest + change:.{digits}g}")
+            clipped = _share(norms, limit)
+            if _LEAST_SHARE <= clipped <= _MOST_SHARE and abs(clipped - share) <= tolerance:
                 return limit
     return exact
 
 
-def candidates_of(
-    norms: Tensor,
-    spikes: Sequence[Spike],
-    recommended: float | None,
-    in_use: float | None,
+def _candidates(
+    norms: Tensor, spikes: Sequence[Spike], recommended: float | None, in_use: float | None
 ) -> tuple[Candidate, ...]:
-    """Limits in ascending order, each once, under the first of its origins."""
+    """Limits in ascending order, each under the first of its origins."""
     limits: dict[float, str] = {}
     if recommended is not None:
         limits[recommended] = "recommended"
     if in_use is not None:
         limits.setdefault(in_use, "in use")
-    # A share of less than one step is none.
-    for share in (s for s in (LEAST_SHARE, 0.02, 0.05, MOST_SHARE) if s * len(norms) >= 1):
-        limits.setdefault(limit_at(norms, share), f"about {share:.0%}")
+    for share in (_LEAST_SHARE, 0.02, 0.05, _MOST_SHARE):
+        # Of at least one step.
+        if share * len(norms) >= 1:
+            limits.setdefault(_limit_at(norms, share), f"about {share:.0%}")
     limits.setdefault(1.0, "usual for transformers")
     return tuple(
         Candidate(
             limit,
             origin,
-            share_over(norms, limit),
-            tuple(min(1.0, limit / (spike.norm + EPS)) for spike in spikes),
+            _share(norms, limit),
+            tuple(min(1.0, limit / (spike.norm + _EPS)) for spike in spikes),
         )
         for limit, origin in sorted(limits.items())
     )
 
 
-Verdict = Literal["clip", "nothing to clip", "drift", "clipped before", "constant"]
-
-# A step three times as long is one at the next learning rate of a usual grid (1e-4, 3e-4, 1e-3).
-_ORDINARY = 3.0
-# Norms are real numbers: three that are equal, and the largest, are no chance.
-_CUT_SHARE, _CUT_STEPS = 0.01, 3
-# From so many steps on, a tail of 1% is a step.
-ENOUGH = 100
-
-
-def judge(norms: Tensor, trend: Trend, limit: float) -> tuple[Verdict, str]:
+def _judge(norms: Tensor, trend: _Trend, limit: float) -> tuple[Verdict, str]:
     """Whether to clip at a limit, and why."""
-    largest = float(norms.max())
+    n, largest = len(norms), float(norms.max())
     n_cut = int((norms >= _least_equal(largest)).sum())
-    if n_cut == len(norms):
+    if n_cut == n:
         return "constant", (
-            f"All {n_cut} norms equal {largest:.4g}, which tells no limit. Where something clips "
-            "or normalizes before the norm is measured, turn that off; where the loop adds the "
-            "same number at every step, pass the norm that clip_ returns. Then record again."
+            f"All {n} norms equal {largest:.4g}, so that no limit can be suggested. If something "
+            "clips or normalizes gradients before the norm is measured, turn that off. If the loop "
+            "adds the same number at every step, pass the norm that clip_ returns. Then record "
+            "again."
         )
-    if n_cut >= max(_CUT_STEPS, _CUT_SHARE * len(norms)):
+    if n_cut >= max(_CUT_STEPS, _CUT_SHARE * n):
         return "clipped before", (
-            f"{n_cut} of {len(norms)} norms equal the largest, {largest:.4g}: most likely "
-            "something clips before the norm is measured. Turn that off and record again."
+            f"{n_cut} of {n} norms equal the largest, {largest:.4g}: most likely something clips "
+            "before the norm is measured. Turn that off and record again."
         )
     medians = _listed(f"{median:.3g}" for median in trend.medians)
     drift = f"The norm drifts: the medians of the thirds of the run are {medians}."
+    reach = f"norms reach {_short(trend.largest)} times the median around them"
     if trend.largest < _ORDINARY:
         guard = (
             f"{drift} To guard against accidents, take a limit that follows it, such as "
@@ -440,114 +417,89 @@ def judge(norms: Tensor, trend: Trend, limit: float) -> tuple[Verdict, str]:
             "guard against accidents."
         )
         return "nothing to clip", (
-            f"No step needs clipping: norms reach {_short(trend.largest)} times the median around "
-            f"them, and a step of less than {_ORDINARY:g} times is an ordinary one. {guard}"
+            f"No step needs clipping: {reach}, and less than {_ORDINARY:g} times is ordinary. "
+            f"{guard}"
         )
     if trend.drifts:
         times = _listed(_short(limit / median) for median in trend.medians)
-        shares = _listed(f"{share_over(third, limit):.1%}" for third in norms.tensor_split(3))
+        shares = _listed(f"{_share(third, limit):.1%}" for third in norms.tensor_split(3))
         return "drift", (
             f"{drift} Take a limit that follows the norm, such as ClipByQuantile. If the limit has "
-            f"to be fixed, take {limit:g}, which is {times} times these medians, and clips "
-            f"{shares} of the steps."
+            f"to be fixed, take {limit:g}: it is {times} times these medians, and clips {shares} "
+            "of the steps in these thirds."
         )
-    return "clip", _why_clip(norms, trend, limit)
-
-
-def _why_clip(norms: Tensor, trend: Trend, limit: float) -> str:
-    clipped = share_over(norms, limit)
     why = (
-        f"A limit of {limit:g} clips {clipped:.1%} of {len(norms)} steps. Norms reach "
-        f"{_short(trend.largest)} times the median around them, and {trend.outside:.1%} of the "
-        "steps stand out from the others"
+        f"A limit of {limit:g} clips {_share(norms, limit):.1%} of {n} steps: {reach}, and "
+        f"{trend.outside:.1%} of the steps stand out from the others."
     )
-    if trend.outside > MOST_SHARE:
-        return why + (
-            f": more than {MOST_SHARE:.0%}, and to clip them all would make the limit a part of "
-            "the learning rate."
-        )
-    if trend.outside < LEAST_SHARE:
-        return f"{why}; a limit over fewer than {LEAST_SHARE:.0%} would hang on single steps."
-    return why + "."
+    if trend.outside > _MOST_SHARE:
+        why += f" A limit that clips over {_MOST_SHARE:.0%} acts as a part of the learning rate."
+    if trend.outside < _LEAST_SHARE:
+        why += f" A limit that clips under {_LEAST_SHARE:.0%} would depend on single steps."
+    return "clip", why
 
 
-def of_limit_in_use(norms: Tensor, verdict: Verdict, in_use: float | None) -> str:
-    """A sentence on the limit that the run had; "" without one."""
+def _on_limit_in_use(norms: Tensor, verdict: Verdict, in_use: float | None) -> str:
+    """A sentence on the limit of the run; "" without one."""
     if in_use is None:
         return ""
     largest = float(norms.max())
     if verdict in ("clipped before", "constant") and _least_equal(in_use) <= largest <= in_use:
         return (
-            f" The largest norm is that of the limit in use, {in_use:g}: record the norm that "
-            "clip_ returns, not one that is measured after it."
+            f" The largest norm equals the limit in use, {in_use:g}: record the norm that clip_ "
+            "returns, not a norm measured after clipping."
         )
     if verdict not in ("clip", "drift"):
         return ""
-    share = share_over(norms, in_use)
+    share = _share(norms, in_use)
     use = f" The limit in use, {in_use:g}, clips {share:.1%}"
-    if share > MOST_SHARE:
-        return f"{use}, and is a part of the learning rate: with another limit, tune both together."
-    if share < LEAST_SHARE:
-        return f"{use}: less than the tail."
-    return f"{use}, and may stay." if verdict == "clip" else f"{use}, and is fixed, too."
+    if share > _MOST_SHARE:
+        return f"{use}, and acts as a part of the learning rate: tune both if you change it."
+    if share < _LEAST_SHARE:
+        return f"{use}, less than the tail."
+    return f"{use}, and may stay." if verdict == "clip" else f"{use}, but does not follow the norm."
 
 
-def remarks_on(n_steps: int, n_nonfinite: int) -> str:
-    """Sentences on too few steps, and on norms that are NaN or inf; "" without either."""
-    remarks = ""
-    if n_steps < ENOUGH:
-        remarks += f" These are {n_steps} steps only: record some hundred."
-    if n_nonfinite:
-        remarks += (
-            f" Norms that are NaN or inf: {n_nonfinite}. No limit mends them: nonfinite='error' "
-            "names their gradients."
-        )
-    return remarks
-
-
-def of_replaced(run: History) -> str:
-    """Sentences on rows that others took the place of; "" without any."""
+def _on_replaced(run: History) -> str:
+    """Sentences on rows that later ones replaced; "" without any."""
     if not run.replaced:
         return ""
     return (
-        " Step numbers come again, and only the later rows count; left out were "
-        f"{run.replaced} earlier ones. Where these are two runs, record each in a file of its own."
+        f" Step numbers repeat, and only the later rows count: {run.replaced} earlier ones were "
+        "left out. If these are two runs, record each in its own file."
     )
 
 
-def of_runs(number: int, runs: Sequence[History], others: Mapping[int, str | None]) -> str:
-    """Sentences on the run that a suggestion is of; "" where there is one only.
+def _on_runs(number: int, runs: Mapping[int, History], others: Mapping[int, str | None]) -> str:
+    """Sentences on the run of a suggestion and on the other runs; "" if there is one run.
 
     Args:
         number: of the run, from 1 on.
         runs: all.
-        others: by their numbers "" for a run that the suggestion fits, else what is suggested for
-            it; None for one with too few steps.
+        others: by number of a run, the suggestion for it; "" if it agrees, None for too few steps.
     """
     if len(runs) == 1:
         return ""
-    remarks = (
-        f" Run {number} of {len(runs)} speaks, which begins at step {runs[number - 1].steps[0]}."
-    )
-    agree = [str(n) for n, said in others.items() if said == ""]
-    differ = [f"{n} ({said})" for n, said in others.items() if said]
-    short = [str(n) for n, said in others.items() if said is None]
+    remarks = f" This is run {number} of {len(runs)}, from step {runs[number].steps[0]} on."
+    agree = [str(n) for n, other in others.items() if other == ""]
+    differ = [f"{n} ({other})" for n, other in others.items() if other]
+    short = [str(n) for n, other in others.items() if other is None]
     if agree:
         remarks += f" Runs that agree: {_few(agree)}."
     if differ:
-        remarks += f" Runs that do not agree: {_few(differ)}; run=, or --run, chooses one."
+        remarks += f" Runs that do not agree: {_few(differ)}; choose one by run= or --run."
     if short:
         remarks += f" Runs with too few steps: {_few(short)}."
     return remarks
 
 
 def _least_equal(limit: float) -> float:
-    """The least norm that a limit leaves: eps below it, and rounded."""
-    return limit - 1e-5 * limit - min(EPS, 1e-3 * limit)
+    """The least norm after clipping to a limit, which eps and rounding lower."""
+    return limit - 1e-5 * limit - min(_EPS, 1e-3 * limit)
 
 
 def _short(number: float, digits: int = 2) -> str:
-    """A number in few digits, and without an exponent where it needs none."""
+    """A number in few digits, without an exponent if it needs none."""
     return f"{float(f'{number:.{digits}g}'):g}"
 
 

@@ -1,9 +1,9 @@
 """Clip groups: the gradients of an optimizer that share a rule, under one norm.
 
 A `Partition` divides the gradients of a step into them: the parameter groups without a rule are
-one, each of the others is one. `measure` then finds all norms of the step, before the first
-gradient is written: over processes by one exchange, which costs one SUM, and a MAX if a rule or a
-policy needs one, however many clip groups there are.
+one, each of the others is one. `measure_requests` then finds all norms of the step, before the
+first gradient is written: over processes by one exchange, which costs one SUM, and a MAX if a rule
+or a policy needs one, however many clip groups there are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from tritonclip.engine.checks import (
 )
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms, measure_by
-from tritonclip.engine.norms import measure as measure_list
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.flat.view_watch import zero_gradient_
@@ -131,15 +130,15 @@ class Partition:
     Args:
         optimizer: whose parameter groups may carry rules.
         rule: for those that carry none.
-        holders: the processes that the gradients are spread over; None for DTensors' own.
+        processes: the processes that the gradients are spread over; None for DTensors' own.
 
     Attributes:
         rule: replaceable.
         flat: the buffers of the gradients; None for none.
     """
 
-    def __init__(self, optimizer: Optimizer, rule: Rule, holders: Processes | None) -> None:
-        self.rule, self.holders = rule, holders
+    def __init__(self, optimizer: Optimizer, rule: Rule, processes: Processes | None) -> None:
+        self.rule, self.processes = rule, processes
         self.flat: FlatGradients | None = None
         self._optimizer, self._plans = optimizer, PlanCache()
         # As they were read last.
@@ -155,7 +154,7 @@ class Partition:
 
     def use_flat(self, flat: FlatGradients | None) -> None:
         """Replaces `flat`; raises as `not_in_buffers` does."""
-        self._not_in_buffers = not_in_buffers(flat, self.groups, self.holders)
+        self._not_in_buffers = not_in_buffers(flat, self.groups, self.processes)
         self._known_params = [] if flat is None else [list(g["params"]) for g in self.groups]
         self.flat = flat
 
@@ -177,7 +176,7 @@ class Partition:
     def is_without_grads(self) -> bool:
         """Whether no gradient is there, and no other process waits for the norm of its own."""
         parameters = [p for group in self.groups for p in group["params"]]
-        spread = self.holders is not None or bool(meshes_of(parameters))
+        spread = self.processes is not None or bool(meshes_of(parameters))
         return not spread and all(p.grad is None for p in parameters)
 
     def zero_flat_(self, *, set_to_none: bool) -> None:
@@ -215,7 +214,7 @@ class Partition:
             try:
                 self.use_flat(self.flat)
             except (TypeError, ValueError, RuntimeError) as error:
-                if self.holders is None:
+                if self.processes is None:
                     raise
                 return error
         return None
@@ -237,9 +236,9 @@ class Partition:
         own_rules = self._own_rules
         if self.flat is not None and not own_rules:
             return self._divide_flat(self.flat, covers_all=covers_all)
-        groups, holders = self._optimizer.param_groups, self.holders
+        groups, processes = self._optimizer.param_groups, self.processes
         if covers_all or own_rules:
-            holders = _with_meshes(holders, groups)
+            processes = _with_meshes(processes, groups)
         common: list[int] = []
         unclipped: list[tuple[int, int]] = []
         clip_groups = []
@@ -247,11 +246,11 @@ class Partition:
             if index not in own_rules:
                 common.append(index)
             elif (own := own_rules[index]) is not None:
-                clip_groups.append(ClipGroup(self._collect([index], holders), own, index))
+                clip_groups.append(ClipGroup(self._collect([index], processes), own, index))
             else:
                 unclipped += [(index, i) for i in range(len(group["params"]))]
         if common:
-            clip_groups.insert(0, ClipGroup(self._collect(common, holders), self.rule))
+            clip_groups.insert(0, ClipGroup(self._collect(common, processes), self.rule))
         if covers_all:
             unclipped += [
                 (index, i)
@@ -260,7 +259,7 @@ class Partition:
                 for i, p in enumerate(group["params"])
                 if not getattr(p, "need_clip", True)
             ]
-            clip_groups += self._unclipped(unclipped, holders)
+            clip_groups += self._unclipped(unclipped, processes)
         return clip_groups
 
     def _divide_flat(self, flat: FlatGradients, *, covers_all: bool) -> list[ClipGroup]:
@@ -268,16 +267,16 @@ class Partition:
 
         A parameter that `flat` lacks is refused where it has a gradient to clip.
         """
-        error, holders, rule = self._missed_gradient(), self.holders, self.rule
-        if error is not None and holders is None:
+        error, processes, rule = self._missed_gradient(), self.processes, self.rule
+        if error is not None and processes is None:
             raise error
         gradients = flat.gradients(
-            per_gradient=rule.per_gradient, processes=holders, weights=rule.per_unit
+            per_gradient=rule.per_gradient, processes=processes, weights=rule.per_unit
         )
         if error is not None:
             gradients.reject_(error)
         group = ClipGroup(gradients, rule, flat=flat)
-        return [group, *self._unclipped(self._not_in_buffers, holders)] if covers_all else [group]
+        return [group, *self._unclipped(self._not_in_buffers, processes)] if covers_all else [group]
 
     def _missed_gradient(self) -> RuntimeError | None:
         """The error for a gradient to clip that buffers lack."""
@@ -291,7 +290,7 @@ class Partition:
                 )
         return None
 
-    def _collect(self, indices: Sequence[int], holders: Processes | None) -> Gradients:
+    def _collect(self, indices: Sequence[int], processes: Processes | None) -> Gradients:
         """The gradients of whole parameter groups, less those that need no clipping."""
         groups = self._optimizer.param_groups
         if len(indices) == 1:
@@ -308,21 +307,21 @@ class Partition:
             return label_of_member(groups, index, position)
 
         device = None if parameters else first_device(groups)
-        return collect(parameters, label_of, holders, self._plans, device)
+        return collect(parameters, label_of, processes, self._plans, device)
 
     def _unclipped(
-        self, members: Sequence[tuple[int, int]], holders: Processes | None
+        self, members: Sequence[tuple[int, int]], processes: Processes | None
     ) -> list[ClipGroup]:
         """The gradients that no rule holds for, as one clip group, if a process may have any."""
         groups = self.groups
         parameters = [groups[n]["params"][i] for n, i in members]
-        if not parameters and (holders is None or holders.group is None):
+        if not parameters and (processes is None or processes.group is None):
             # Else other processes, which have other parameters, may have some of these.
             return []
         gradients = collect_all(
             parameters,
             lambda i: label_of_member(groups, *members[i]),
-            holders,
+            processes,
             self._plans,
             parameters[0].device if parameters else first_device(groups),
         )
@@ -331,10 +330,10 @@ class Partition:
         return [ClipGroup(gradients, _UNLIMITED, unclipped=True)]
 
 
-def _with_meshes(holders: Processes | None, groups: Groups) -> Processes | None:
+def _with_meshes(processes: Processes | None, groups: Groups) -> Processes | None:
     """The processes of lists that are clipped in one step, which all take or none takes."""
     meshes = meshes_of(p for group in groups for p in group["params"])
-    return (holders or Processes())._replace(meshes=meshes) if meshes else holders
+    return (processes or Processes())._replace(meshes=meshes) if meshes else processes
 
 
 class NormRequest(NamedTuple):
@@ -376,41 +375,19 @@ def requests(
         rule, is_measured = group.rule, by_value or not group.rule.clamps
         if is_measured:
             found.append(NormRequest(group, rule, "norms"))
-            if check_finite and _hides_nonfinite(rule):
+            if check_finite and hides_nonfinite(rule):
                 found.append(NormRequest(group, _UNLIMITED, "largest"))
         if two_norm and not group.unclipped and not (is_measured and rule.norm_type == 2.0):
             found.append(NormRequest(group, _TWO_NORM, "two_norm"))
     return found + [NormRequest(group, group.rule, "norms") for group in recorded]
 
 
-def measures_alone(
-    group: ClipGroup, grad_scale: float | Tensor, *, by_value: bool, check_finite: bool
-) -> bool:
-    """Measures the only clip group of a step; False where it needs other norms, or checks before.
-
-    Args:
-        group: of which the norms of its rule are measured.
-        grad_scale: the loss scale that gradients carry.
-        by_value: also for a rule that clamps.
-        check_finite: whether every gradient is finite will be read.
-    """
-    plan, rule = group.gradients.plan, group.rule
-    if plan is None or not plan.ordinary or rule.per_unit or not rule.fixed:
-        return False
-    if check_finite and _hides_nonfinite(rule):
-        return False
-    if by_value or not rule.clamps:
-        scale = 1.0 if rule.clamps else grad_scale
-        group.norms = measure_list(group.gradients, rule.norm_type, rule.per_gradient, scale)
-    return True
-
-
-def _hides_nonfinite(rule: Rule) -> bool:
+def hides_nonfinite(rule: Rule) -> bool:
     """Whether the norms of a rule do not show NaN and inf."""
     return rule.norm_type in (0.0, -math.inf)
 
 
-def measure(requests: Sequence[NormRequest], grad_scale: float | Tensor) -> None:
+def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor) -> None:
     """Measures norms; of refused gradients those that other processes wait for.
 
     Raises:
@@ -436,7 +413,7 @@ def global_norm_of(groups: Sequence[ClipGroup], grad_scale: float | Tensor) -> T
     clipped = [one for one in groups if not one.unclipped and one.gradients.plan is not None]
     norms_of = [_two_norm_of(group) for group in clipped]
     missing = [one for one, norms in zip(clipped, norms_of, strict=True) if norms is None]
-    measure([NormRequest(group, _TWO_NORM, "two_norm") for group in missing], grad_scale)
+    measure_requests([NormRequest(group, _TWO_NORM, "two_norm") for group in missing], grad_scale)
     found = []
     for group in clipped:
         norms = _two_norm_of(group)
@@ -555,7 +532,7 @@ def refuse_nonfinite(groups: Sequence[ClipGroup], remedy: str) -> NoReturn:
 
 
 def refuse_other_steps(
-    requests: Sequence[NormRequest], param_groups: Groups, holders: Processes | None
+    requests: Sequence[NormRequest], param_groups: Groups, processes: Processes | None
 ) -> None:
     """Refuses, under `verify()`, a step in which processes would send different norms.
 
@@ -564,15 +541,15 @@ def refuse_other_steps(
     Args:
         requests: all norms of the step.
         param_groups: of the optimizer.
-        holders: the processes that the gradients are spread over.
+        processes: the processes that the gradients are spread over.
 
     Raises:
         ValueError: a process with other rules or policies than the first one's.
     """
     meshes = meshes_of(p for group in param_groups for p in group["params"])
-    if not meshes and holders is None:
+    if not meshes and processes is None:
         return
-    domain = domain_of(meshes, None if holders is None else holders.group)
+    domain = domain_of(meshes, None if processes is None else processes.group)
     forms = everyones([one.describe() for one in requests if one.group.is_spread], domain)
     first, *others = forms
     for rank in others:

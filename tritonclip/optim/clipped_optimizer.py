@@ -64,76 +64,82 @@ _POLICIES = ("propagate", "error", "zero", "skip")
 
 @explains_misfits
 class ClippedOptimizer(OptimizerProxy):
-    """Wraps an optimizer so that every `step` clips first, and counts how often it did.
+    """Wraps an optimizer so that every `step` clips the gradients first, and counts clipped steps.
 
-    It is a `torch.optim.Optimizer` that shares parameter groups, state and defaults with the one it
-    wraps: schedulers, `GradScaler`, checkpoints and trainers take it in its place. Use the wrapper
-    only, and no other clipping beside it.
+    The wrapper is a `torch.optim.Optimizer` with the parameter groups, state and defaults of the
+    optimizer that it wraps. Pass it to schedulers, GradScaler, checkpoints and trainers in place of
+    that one. Do not clip by other means as well.
 
-    A parameter group may carry a rule of its own under the key `clip`: groups without the key share
-    the wrapper's rule, under one norm; a group with a rule has a norm of its own; None leaves the
-    group alone. A parameter with `need_clip = False` is left out.
+    A parameter group may carry a rule under the key `clip`. Groups without the key share the
+    wrapper's rule, under one norm. A group with a rule has a separate norm. With None a group is
+    not clipped. A parameter with `need_clip = False` is left out.
 
-    With a closure, gradients are clipped after each of its evaluations; the statistics have the
-    norm of the first and the least coefficient of all. Under a `GradScaler`, they are unscaled
-    before they are clipped, whether `unscale_` was called or not; see :class:`GradScaler` for the
-    variant that reads them only once.
+    With a closure, gradients are clipped after each evaluation. The statistics have the norm of the
+    first evaluation, and the smallest coefficient of all.
 
-    Public methods and attributes that only the wrapped optimizer has, such as `train` and `eval` of
-    schedule-free optimizers, are reached through the wrapper. Methods that would update parameters
-    past the clipping, such as `first_step` and `second_step` of SAM, raise AttributeError. An
-    attribute that is set stays on the wrapper: those of the wrapped optimizer are set on
-    `optimizer.optimizer`.
+    Under a GradScaler, gradients are unscaled before they are clipped, with or without a call of
+    `unscale_`. The library's :class:`GradScaler` reads them once, torch's reads them twice.
+
+    Public methods and attributes of the wrapped optimizer, such as `train` and `eval` of
+    schedule-free optimizers, are those of the wrapper too. Methods that update parameters without
+    `step`, such as `first_step` and `second_step` of SAM, raise AttributeError. An attribute that
+    is set on the wrapper is not set on the wrapped optimizer, which is `optimizer.optimizer`.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
         clip: a rule, such as :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or
-            :class:`ClipByValue`; a number means ClipByGlobalNorm(number). The state of
-            adaptive rules is part of checkpoints.
+            :class:`ClipByValue`. A number means ClipByGlobalNorm(number). Checkpoints contain the
+            state of adaptive rules.
         nonfinite: the policy for a step whose gradients or norms are NaN or inf.
-            "propagate", "zero": as for :func:`clip_`, for those that share a rule.
-            "error": RuntimeError that names the parameters; nothing is changed; waits for the
-            device at every step.
-            "skip": parameters, optimizer state and step counts stay as they are. An inner optimizer
-            that takes `found_inf` (Adam, AdamW, SGD and Adagrad with `fused=True`) decides on the
-            device; with any other every step waits for the device.
-            "error" and "skip" look at all gradients, also at those that are not clipped. A step
-            that a GradScaler skips because of an overflow is neither an error nor counted.
-        skip_above: steps whose gradients have a larger norm are left out as those of "skip" are:
-            the largest norm that is not skipped, or :class:`Outlier` for one that follows the
-            norms. Compared is the 2-norm before clipping of all gradients that are clipped; inf is
-            above, NaN is not. Of a closure the first evaluation is looked at. None skips none.
-        max_consecutive_skips: skipped steps in a row at which `step` raises RuntimeError; None for
-            no error, and a warning at 100. Where no step waits for a GPU, it raises eight steps
-            later, in every process at the same one. May be replaced.
-        recorder: of :func:`record`: takes norm, coefficient, limit and skips of every step, and the
-            norms of groups that have a rule; may be replaced. Copies of the wrapper have none.
-        flat: the :class:`FlatGradients` of the optimizer's parameters; may be replaced. Steps then
-            do not look at every parameter (unless a group has a rule of its own), and `zero_grad`
-            sets gradients to 0, never to None.
-        process_group: the processes that hold the gradients between them, where DTensors do not say
-            so; see :func:`clip_`.
-        copies: how many of them hold the same piece of a parameter's gradient; see :func:`clip_`.
+            "propagate", "zero": as for :func:`clip_`, for all gradients that share a rule.
+            "error": RuntimeError that names the parameters. Nothing is changed. Every step waits
+            for the device.
+            "skip": parameters, optimizer state and step counts stay as they are. A wrapped
+            optimizer that takes `found_inf` (Adam, AdamW, SGD and Adagrad with `fused=True`)
+            decides on the device. With any other, every step waits for the device.
+            "error" and "skip" check all gradients, including those that are not clipped. A step
+            that a GradScaler skips because of an overflow raises no error and is not counted.
+        skip_above: skips a step, as "skip" does, if the norm of its gradients is larger: a number,
+            or :class:`Outlier` for a limit that follows the norms of earlier steps. The norm is the
+            2-norm before clipping of all gradients that are clipped; inf is larger, NaN is not. Of
+            a closure, the first evaluation counts. None skips no step.
+        max_consecutive_skips: the number of skipped steps in a row at which `step` raises
+            RuntimeError. None raises none, and warns at 100. If steps do not wait for a GPU, the
+            error comes eight steps later, in the same step on every process. Replaceable.
+        recorder: of :func:`record`. It takes norm, coefficient and limit of every step, whether the
+            step was skipped, and the norms of groups that have a rule. Replaceable. Copies of the
+            wrapper have no recorder.
+        flat: the :class:`FlatGradients` of the optimizer's parameters. Replaceable. Steps then do
+            not read every parameter, unless a group has a rule, and `zero_grad` sets gradients to
+            0, never to None.
+        process_group: the processes whose gradients have one norm, where DTensors do not say so;
+            see :func:`clip_`.
+        copies: the number of processes that hold the same shard of a parameter; see :func:`clip_`.
 
     Attributes:
         optimizer: the wrapped optimizer.
         stats: norms, coefficients and counts; see :class:`ClipStats`.
 
     Raises:
-        TypeError: an argument that is no optimizer, or no rule.
-        ValueError: an optimizer that is wrapped already; an unknown policy; a `flat` of other
-            parameters; `max_consecutive_skips` where no step is skipped.
+        TypeError: an argument that is not an optimizer, or not a rule.
+        ValueError: an optimizer that already has a wrapper; an unknown policy; a `flat` of other
+            parameters; `max_consecutive_skips` although no step is skipped.
 
     Notes:
-        Rules are not part of a checkpoint: the program states them, as it does the class of the
-        optimizer. `state_dict` adds the statistics, and the norms that rules remember, to the
-        wrapped optimizer's; either one loads the checkpoint of the other.
-        `torch.distributed.checkpoint` carries them in the parameter groups, under the key
-        `tritonclip`.
+        Checkpoints do not contain rules: like the class of the optimizer, they are part of the
+        program. `state_dict` is that of the wrapped optimizer, with the statistics and the norms
+        that rules remember. The wrapper and the bare optimizer load each other's checkpoints.
+        `torch.distributed.checkpoint` finds the wrapper's part in the parameter groups, under the
+        key `tritonclip`.
 
-        With a closure, "skip" and "error" evaluate it before the wrapped optimizer does, and refuse
-        one that changes anything before it evaluates. LBFGS then keeps a copy of parameters and
-        state during a step, for an evaluation within the step that is not finite.
+        With a closure, "skip" and "error" evaluate it before the wrapped optimizer does. They
+        refuse an optimizer that changes parameters or gradients before its first evaluation. LBFGS
+        evaluates several times in a step: a copy of parameters and state is kept, and restored if a
+        later evaluation is not finite.
+
+        A step that raises before it updates parameters, for example by Ctrl-C, can be repeated: the
+        next step does not divide or clip the same gradients again. If some of them were written and
+        others not, it raises RuntimeError, and new gradients are needed.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
@@ -169,8 +175,8 @@ class ClippedOptimizer(OptimizerProxy):
     ) -> None:
         check_optimizer(optimizer)
         super().__init__(optimizer)
-        holders = check_processes(process_group, copies)
-        self._partition = Partition(optimizer, rule_of_all(clip), holders)
+        processes = check_processes(process_group, copies)
+        self._partition = Partition(optimizer, rule_of_all(clip), processes)
         self.nonfinite = nonfinite
         states, watch = RuleStates(as_skip_bound(skip_above)), SkipWatch(max_consecutive_skips)
         watch.refuse_without_skips(nonfinite, skip_above)
@@ -302,7 +308,7 @@ class ClippedOptimizer(OptimizerProxy):
             amp.measured = None
             amp.clear_step()
             if self._unfinished is not None:
-                self._unfinished.judge(self._partition.present())
+                self._unfinished.settle(self._partition.present())
         return takes_scaling(self.optimizer) if amp.on_device is None else amp.on_device
 
     @torch.compiler.disable(recursive=False)
@@ -369,7 +375,6 @@ class ClippedOptimizer(OptimizerProxy):
         self._unfinished = None
         if isinstance(self.found_inf, Tensor):
             raise RuntimeError(CLOSURE_UNDER_SCALER)
-        self._move_stats()
         if self._nonfinite in ("propagate", "zero") and self.skip_above is None:
             return step_evaluating(self.optimizer, closure, self._measure, self._log), True
         loss = evaluate(closure, self.optimizer, self._measure)
@@ -412,7 +417,6 @@ class ClippedOptimizer(OptimizerProxy):
 
     def _begin(self) -> Step | None:
         """Measures and judges a step; None of one that the host leaves out, which is counted."""
-        self._move_stats()
         amp = self._amp
         step, amp.measured = amp.measured, None
         grad_scale = amp.user_scale if amp.scale is ABSENT else amp.scale
@@ -426,9 +430,10 @@ class ClippedOptimizer(OptimizerProxy):
                 step = self._measure(grad_scale)
             if self._nonfinite == "skip":
                 step.skip = step.nonfinite()
-            outlier = step.outlier = self._log.judge(step)
-            if outlier is not None:
-                step.skip = either(step.skip, outlier.flag)
+            states = self._log.states
+            if states.skip_above is not None:
+                step.outlier = states.judge(step.global_norm())
+                step.skip = either(step.skip, step.outlier.flag)
             self._unfinished = None
             if misuse.remembered:
                 warn_if_clipped(step.written_to(), scaled=grad_scale is not None)
@@ -473,11 +478,14 @@ class ClippedOptimizer(OptimizerProxy):
         """
         partition, recorder, policy = self._partition, self._log.recorder, self._nonfinite
         groups = self.optimizer.param_groups
+        device = first_device(groups)
+        if device != self._log.stats.last_norm.device:
+            self.stats.move_(device)
         refusal = refusal or partition.refresh()
         record = None
         if recorder is not None:
-            tells = partition.holders is not None
-            record = StepRecord(recorder, groups, partition.flat, grad_scale, tells=tells)
+            awaited = partition.processes is not None
+            record = StepRecord(recorder, groups, partition.flat, grad_scale, awaited=awaited)
             refusal = refusal or record.refusal
         # Under a GradScaler, a step that is not finite is an overflow.
         raises_if_nonfinite = None if check_finite else self._raises_if_nonfinite
@@ -491,7 +499,7 @@ class ClippedOptimizer(OptimizerProxy):
             zero_nonfinite=policy == "zero",
             record=record,
         )
-        step.measure(refusal, partition.holders, raises_if_nonfinite=raises_if_nonfinite)
+        step.measure(refusal, partition.processes, raises_if_nonfinite=raises_if_nonfinite)
         return step
 
     def _raises_if_nonfinite(self) -> bool:
@@ -535,11 +543,6 @@ class ClippedOptimizer(OptimizerProxy):
         n_parameters = sum(len(group["params"]) for group in self.optimizer.param_groups)
         if self._in_vain == IN_VAIN and n_parameters:
             warn_of_nothing(n_parameters)
-
-    def _move_stats(self) -> None:
-        device = first_device(self.optimizer.param_groups)
-        if device != self._log.stats.last_norm.device:
-            self._log.stats.move_(device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, which may carry a rule under the key `clip`."""
@@ -585,7 +588,7 @@ class ClippedOptimizer(OptimizerProxy):
             "stats": self.stats,
             "flat": self.flat,
             "unclipped": unclipped(self.optimizer.param_groups),
-            "holders": self._partition.holders,
+            "holders": self._partition.processes,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

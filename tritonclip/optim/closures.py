@@ -90,7 +90,8 @@ def step_checking(
         The result of its step, `first` of one that was left out; and whether it was taken.
     """
     step = measure()
-    step.outlier = log.judge(step)
+    if log.states.skip_above is not None:
+        step.outlier = log.states.judge(step.global_norm())
     is_nonfinite = nonfinite == "skip" and bool(step.nonfinite())
     if is_nonfinite or (step.outlier is not None and bool(step.outlier.flag)):
         log.add_skipped(step)

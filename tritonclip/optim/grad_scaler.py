@@ -1,4 +1,4 @@
-"""A GradScaler that leaves looking at the gradients to the clipping, which reads them anyway."""
+"""A GradScaler that finds overflows by the norms that a ClippedOptimizer measures anyway."""
 
 from functools import reduce
 from typing import Any
@@ -17,14 +17,18 @@ from tritonclip.signatures import ABSENT, explains_misfits
 class GradScaler(torch.amp.GradScaler):
     """A `torch.amp.GradScaler` that reads the gradients of a :class:`ClippedOptimizer` once.
 
-    torch's own works with the wrapper too, but reads and writes all gradients to unscale and to
-    check them before the wrapper measures them. This one lets the wrapper measure them while they
-    are still scaled: the norm tells whether a step overflows, and where they have to be written,
-    one pass unscales and clips. A norm that does not fit its dtype counts as an overflow, too. As
-    by torch's, `step` of the wrapper is not called at an overflow, nor at a step that the wrapper
-    skips, unless the wrapped optimizer decides on the device, where no host can know. With any
-    other optimizer, and after `unscale_`, it does as torch's does. Same arguments, same
-    checkpoints. It refuses an optimizer that is wrapped.
+    torch's GradScaler works with the wrapper too. It reads and writes all gradients, to unscale
+    them and to find an overflow, before the wrapper measures them. This one lets the wrapper
+    measure the scaled gradients: their norm shows an overflow, and if they have to be written, one
+    pass unscales and clips them. A norm that does not fit its dtype is an overflow, too.
+
+    As with torch's, the wrapper's `step` is not called at an overflow. It is not called either at a
+    step that the wrapper skips. The exception is a wrapped optimizer that decides on the device:
+    the host then cannot know, and calls `step`.
+
+    With any other optimizer, and after `unscale_`, it behaves as torch's does. It takes the same
+    arguments, and loads and saves the same checkpoints. Pass the wrapper: an optimizer that has a
+    wrapper raises ValueError.
 
     Example:
         >>> scaler = GradScaler("cpu")

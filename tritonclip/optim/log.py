@@ -13,7 +13,7 @@ from tritonclip.messages import warn_user
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim.param_groups import Groups
-from tritonclip.optim.states import Judgement, RuleStates
+from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step import Step
 from tritonclip.rules import Rule
 from tritonclip.rules.arguments import as_count
@@ -38,13 +38,6 @@ class StepLog:
     def __init__(self, stats: ClipStats, states: RuleStates, watch: SkipWatch) -> None:
         self.stats, self.states, self.watch = stats, states, watch
         self.recorder: Recorder | None = None
-
-    def judge(self, step: Step) -> Judgement | None:
-        """Whether a measured step is an outlier, if outliers are skipped."""
-        if self.states.skip_above is None:
-            return None
-        judgement: Judgement = self.states.judge(step.global_norm())
-        return judgement
 
     def add(self, step: Step) -> None:
         """Adds a step that was clipped; its flags may say on the device that it was left out."""

@@ -132,14 +132,14 @@ def unclipped(groups: Groups) -> list[tuple[int, int]]:
 
 
 def not_in_buffers(
-    flat: FlatGradients | None, groups: Groups, holders: Processes | None = None
+    flat: FlatGradients | None, groups: Groups, processes: Processes | None = None
 ) -> list[tuple[int, int]]:
     """The parameters of an optimizer whose gradients are not in its buffers: (group, position).
 
     Raises:
         TypeError: an argument that is no FlatGradients.
         ValueError: an optimizer that lacks a parameter of the buffers, or has another one to clip;
-            `copies` of holders.
+            `copies` of processes.
         RuntimeError: buffers of a parameter that is gone.
     """
     if flat is None:
@@ -149,7 +149,7 @@ def not_in_buffers(
             f"flat must be a FlatGradients or None, got {type(flat).__name__}; write "
             "FlatGradients(model.parameters())"
         )
-    refuse_copies(holders)
+    refuse_copies(processes)
     held = set(map(id, flat.parameters))
     members = {(n, i): p for n, g in enumerate(groups) for i, p in enumerate(g["params"])}
     foreign = held - set(map(id, members.values()))

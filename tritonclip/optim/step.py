@@ -18,6 +18,7 @@ from torch import Tensor
 from tritonclip import settings
 from tritonclip.distributed.gradients import error_of
 from tritonclip.distributed.process_groups import Processes
+from tritonclip.engine.norms import measure
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
@@ -28,8 +29,8 @@ from tritonclip.optim.clip_groups import (
     NONFINITE_REMEDY,
     ClipGroup,
     global_norm_of,
-    measure,
-    measures_alone,
+    hides_nonfinite,
+    measure_requests,
     nonfinite_of,
     refuse,
     refuse_nonfinite,
@@ -54,7 +55,7 @@ class StepRecord:
         groups: parameter groups of the optimizer.
         flat: the gradients of all groups, if they are in buffers.
         grad_scale: the loss scale that gradients still carry; None for none.
-        tells: other processes have to get the error for gradients that are refused.
+        awaited: other processes have to get the error for gradients that are refused.
 
     Attributes:
         refusal: the error of gradients without norms by name, if other processes have to get it.
@@ -69,7 +70,7 @@ class StepRecord:
         flat: FlatGradients | None,
         grad_scale: Tensor | float | None,
         *,
-        tells: bool,
+        awaited: bool,
     ) -> None:
         self.refusal: Exception | None = None
         self.clip_groups: list[ClipGroup] = []
@@ -88,7 +89,7 @@ class StepRecord:
         try:
             self._named = NamedNorms(parameters)
         except (TypeError, ValueError, RuntimeError) as error:
-            if not tells:
+            if not awaited:
                 raise
             self.refusal = error
             return
@@ -216,7 +217,7 @@ class Step:
     def measure(
         self,
         refusal: Exception | None,
-        holders: Processes | None,
+        processes: Processes | None,
         *,
         raises_if_nonfinite: Callable[[], bool] | None,
     ) -> None:
@@ -224,7 +225,7 @@ class Step:
 
         Args:
             refusal: the error for gradients that cannot be clipped, if that is known already.
-            holders: the processes that the gradients are spread over.
+            processes: the processes that the gradients are spread over.
             raises_if_nonfinite: whether `raise_if_nonfinite` comes next where a norm is NaN.
 
         Raises:
@@ -232,9 +233,15 @@ class Step:
         """
         groups, record, check_finite = self._clip_groups, self.record, self._check_finite
         by_value = check_finite or self._zero
-        if record is None and refusal is None and len(groups) == 1:
-            scale = self._grad_scale
-            if measures_alone(groups[0], scale, by_value=by_value, check_finite=check_finite):
+        if len(groups) == 1 and record is None and refusal is None:
+            gradients, rule = groups[0].gradients, groups[0].rule
+            is_plain = gradients.plan is not None and gradients.plan.ordinary
+            hidden = check_finite and hides_nonfinite(rule)
+            if is_plain and not rule.per_unit and rule.fixed and not hidden:
+                # The usual step: nothing can refuse it, and no other norm is needed yet.
+                if by_value or not rule.clamps:
+                    scale = 1.0 if rule.clamps else self._grad_scale
+                    groups[0].norms = measure(gradients, rule.norm_type, rule.per_gradient, scale)
                 return
         recorded = [] if record is None else record.clip_groups
         refusal = refused(partial(self._check, refusal), [*groups, *recorded])
@@ -248,8 +255,8 @@ class Step:
             two_norm=self._states.skip_above is not None or not (record is None or has_shared),
         )
         if settings.current().verifying:
-            refuse_other_steps(needed, self._param_groups, holders)
-        measure(needed, self._grad_scale)
+            refuse_other_steps(needed, self._param_groups, processes)
+        measure_requests(needed, self._grad_scale)
         refusals = (error_of(group.gradients) for group in (*groups, *recorded))
         refusal = refusal or next(filter(None, refusals), None)
         if refusal is not None:
@@ -353,14 +360,14 @@ class Step:
         self._left = [(grad, version_of(grad)) for grad in self.written_to()]
         return True
 
-    def judge(self, present: Iterable[Tensor]) -> None:
+    def settle(self, present: Iterable[Tensor]) -> None:
         """Decides now whether the next step goes on: before a GradScaler writes to gradients."""
         self._verdict = None
         self._verdict = self.goes_on(present)
 
     def refuse_unscaling(self, present: Iterable[Tensor]) -> None:
         """RuntimeError where a GradScaler would divide the gradients that the failed step left."""
-        self.judge(present)
+        self.settle(present)
         if self._verdict:
             raise RuntimeError(
                 "the step before ended after it divided or clipped these gradients, and unscale_ "
