@@ -159,7 +159,7 @@ def test_use_backend_decorates_a_function():
     ids=["use_backend", "verify"],
 )
 def test_a_setting_that_no_block_enters_is_said(call, text):
-    with pytest.warns(UserWarning, match=f"no.* was entered.*with tritonclip.{text}") as caught:
+    with pytest.warns(UserWarning, match=f"without a block.*with tritonclip.{text}") as caught:
         call()
     assert caught[0].filename == __file__
     assert settings.current().backend == "auto"
