@@ -128,7 +128,7 @@ def launches_of(dtype: torch.dtype) -> dict[str, Launch]:
     backend = importlib.import_module("tritonclip.backends.triton")
     one = patch.object(kernel_module("launch"), "multiprocessors", lambda device: 1)
     with replaced_launch(record), one:
-        table = kernel_module("chunk_table").lay_out(torch.device("cpu"), dtype, [ELEMENTS], [16])
+        table = kernel_module("tables").lay_out(torch.device("cpu"), dtype, [ELEMENTS], [16])
         batch = backend.TritonBatch([], table, torch.promote_types(dtype, torch.float32))
         clip = Clip(norm_type=2.0, eps=1e-6, limit=1.0, grad_scale=1.0)
         batch.scale_(batch.norm(2.0, per_gradient=False), clip)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from tritonclip.kernels import launch
-from tritonclip.kernels.chunk_access import (
+from tritonclip.kernels.access import (
     OCCUPANCY_2X128,
     OCCUPANCY_3X80,
     Occupancy,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.runtime import driver
 
-from tritonclip.kernels.chunk_access import WARPS, Occupancy
+from tritonclip.kernels.access import WARPS, Occupancy
 
 TL_DTYPES = {
     torch.float16: tl.float16,

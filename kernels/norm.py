@@ -17,8 +17,8 @@ from functools import cache
 import triton
 import triton.language as tl
 
-from tritonclip.kernels import chunk_access, launch
-from tritonclip.kernels.chunk_access import (
+from tritonclip.kernels import access, launch
+from tritonclip.kernels.access import (
     aligned_pointer,
     any_pointer,
     find_chunk,
@@ -327,8 +327,4 @@ def norm_kernel(
 @cache
 def block_of(itemsize: int, norm_type: float) -> int:
     """Elements loaded at a time: a maximum of float32 spills with as many as a sum."""
-    return (
-        2048
-        if itemsize == 4 and abs(norm_type) == float("inf")
-        else chunk_access.block_of(itemsize)
-    )
+    return 2048 if itemsize == 4 and abs(norm_type) == float("inf") else access.block_of(itemsize)

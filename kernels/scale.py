@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tritonclip.kernels import launch
-from tritonclip.kernels.chunk_access import (
+from tritonclip.kernels.access import (
     aligned_pointer,
     any_pointer,
     find_chunk,

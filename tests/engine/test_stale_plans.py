@@ -143,7 +143,7 @@ def test_threads_clip_their_own_gradients(backend, rule):
 def test_threads_get_tables_of_their_own_gradients(device, monkeypatch, lists):
     """All lists have equal sizes, or there are so many that each table is soon forgotten."""
     pytest.importorskip("triton", reason="tritonclip.kernels needs triton")
-    ChunkTables = importlib.import_module("tritonclip.kernels.chunk_table").ChunkTables
+    ChunkTables = importlib.import_module("tritonclip.kernels.tables").ChunkTables
     launch = importlib.import_module("tritonclip.kernels.launch")
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 1)
     sizes_of = [(3, 0, CHUNK + 1 + index) for index in range(lists)]

@@ -85,7 +85,7 @@ def _clamp(table: Any, p: float, variant: str) -> None:
 def _units(table: Any) -> Any:
     """Many long rows of gradients and weights of one dtype."""
     units = importlib.import_module("tritonclip.backends.triton_units")
-    row = torch.empty(64, _module("chunk_access").CHUNK, dtype=table.dtype)
+    row = torch.empty(64, _module("access").CHUNK, dtype=table.dtype)
     layout = units.TritonUnitLayout([row], [row], torch.promote_types(table.dtype, torch.float32))
     return layout.bind([row], [row])
 
@@ -206,8 +206,8 @@ def _record(case: Case, hip: bool) -> _Launch:
         patch.setattr(torch.version, "hip", "6.4" if hip else None)
         patch.setattr(launch, "multiprocessors", lambda device: 1)
         patch.setattr(launch, "launch", record)
-        n = 16 * _module("chunk_access").CHUNK
-        table = _module("chunk_table").lay_out(torch.device("cpu"), case.dtype, [n], [16])
+        n = 16 * _module("access").CHUNK
+        table = _module("tables").lay_out(torch.device("cpu"), case.dtype, [n], [16])
         VERBS[case.verb].launch(table, case.p, case.variant)
     return launches[0]
 

@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from tritonclip.backends.interface import Clip  # noqa: E402
 from tritonclip.backends.triton import TritonBatch  # noqa: E402
 from tritonclip.kernels import launch  # noqa: E402
-from tritonclip.kernels.chunk_table import lay_out  # noqa: E402
+from tritonclip.kernels.tables import lay_out  # noqa: E402
 
 pytestmark = [
     pytest.mark.codegen,

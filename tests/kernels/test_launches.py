@@ -151,7 +151,7 @@ def test_tables_have_the_dtypes_that_kernels_read(device, launches):
 
 
 def test_grid_is_one_wave_at_most(device, launches):
-    wave = kernels("launch").wave(device, kernels("chunk_access").OCCUPANCY_2X128)
+    wave = kernels("launch").wave(device, kernels("access").OCCUPANCY_2X128)
     for n_chunks in (1, wave, wave + 1):
         launches.clear()
         grads = [torch.ones(1, device=device) for _ in range(n_chunks)]
@@ -197,7 +197,7 @@ LENGTHS = st.one_of(
 def test_chunk_table_covers_every_element_once(device, one_multiprocessor, sizes):
     """No such gradients exist here: sizes and addresses are all that the layout is made from."""
     addresses = [16 * (index + 1) for index in range(len(sizes))]
-    table = kernels("chunk_table").lay_out(torch.device("cpu"), torch.float32, sizes, addresses)
+    table = kernels("tables").lay_out(torch.device("cpu"), torch.float32, sizes, addresses)
     pointers, lengths, first_chunks, owners = table.arguments
 
     chunk = torch.arange(table.n_chunks)
@@ -228,16 +228,14 @@ def one_multiprocessor(monkeypatch):
 @pytest.fixture
 def tables(device, one_multiprocessor):
     """The tables of two gradients, none made yet."""
-    return kernels("chunk_table").ChunkTables(device, torch.float32, SIZES)
+    return kernels("tables").ChunkTables(device, torch.float32, SIZES)
 
 
 @pytest.fixture
 def stream(monkeypatch):
     """The current stream of the device, for a test to change."""
     current = [0]
-    monkeypatch.setattr(
-        kernels("chunk_table"), "_current_stream", lambda device: (current[0], False)
-    )
+    monkeypatch.setattr(kernels("tables"), "_current_stream", lambda device: (current[0], False))
     return current
 
 
@@ -276,7 +274,7 @@ def test_tables_of_a_stream_are_not_found_on_another(tables, stream):
 
 
 def test_tables_of_the_oldest_streams_are_forgotten(tables, stream):
-    kept = kernels("chunk_table").STREAMS
+    kept = kernels("tables").STREAMS
     first = tables.table(ADDRESSES)
     for stream[0] in range(1, kept + 1):
         tables.table(ADDRESSES)
@@ -288,7 +286,7 @@ def test_tables_of_the_oldest_streams_are_forgotten(tables, stream):
 def test_capture_finds_the_tables_of_one_eager_call(tables, monkeypatch):
     """Else a CUDA graph captured after one call would upload its tables at every replay."""
     table = tables.table(ADDRESSES)
-    monkeypatch.setattr(kernels("chunk_table"), "_current_stream", lambda device: (0, True))
+    monkeypatch.setattr(kernels("tables"), "_current_stream", lambda device: (0, True))
     assert tables.table(ADDRESSES) is table
 
 
@@ -310,7 +308,7 @@ def test_capture_is_asked_of_the_device_of_the_gradients(own, current, monkeypat
         "device": switched,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    module = kernels("chunk_table")
+    module = kernels("tables")
     monkeypatch.setattr(module, "current_stream", lambda device: 10 + device.index)
     stream = module._current_stream(torch.device("cuda", own))
     assert stream == (10 + own, own == 1)
@@ -319,7 +317,7 @@ def test_capture_is_asked_of_the_device_of_the_gradients(own, current, monkeypat
 
 def test_tables_made_in_a_capture_are_found_by_no_eager_call(tables, monkeypatch):
     """They hold nothing before the graph is replayed, and its replays read them for ever."""
-    module = kernels("chunk_table")
+    module = kernels("tables")
     pinned = module.PinnedMemory()
     monkeypatch.setattr(module, "pinned_memory", pinned)
     tables.table(ADDRESSES)
@@ -331,7 +329,7 @@ def test_tables_made_in_a_capture_are_found_by_no_eager_call(tables, monkeypatch
 
 
 def test_pinned_memory_is_not_allocated_in_a_capture(monkeypatch):
-    module = kernels("chunk_table")
+    module = kernels("tables")
     made = []
 
     def allocate(n_bytes):
@@ -354,7 +352,7 @@ def test_pinned_memory_is_not_allocated_in_a_capture(monkeypatch):
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 64, 65, 128, 129])
 def test_pinned_memory_holds_what_is_uploaded(n_bytes, monkeypatch):
-    module = kernels("chunk_table")
+    module = kernels("tables")
     monkeypatch.setattr(module, "_pinned", torch.empty)
     pinned = module.PinnedMemory()
     assert n_bytes <= len(pinned.block(n_bytes, capturing=False)) <= max(64, 2 * n_bytes)
@@ -362,7 +360,7 @@ def test_pinned_memory_holds_what_is_uploaded(n_bytes, monkeypatch):
 
 
 def test_eager_call_replaces_the_pinned_memory_of_captures(monkeypatch, one_multiprocessor):
-    module = kernels("chunk_table")
+    module = kernels("tables")
     monkeypatch.setattr(module, "_pinned", torch.empty)
     monkeypatch.setattr(module, "pinned_memory", pinned := module.PinnedMemory())
     pinned.block(100, capturing=False)

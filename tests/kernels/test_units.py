@@ -103,7 +103,7 @@ def one_multiprocessor(monkeypatch):
 
 def _table(counts: list[int], lengths: list[int]) -> Any:
     cpu = torch.device("cpu")
-    tables = kernels("unit_table").UnitTables(cpu, torch.float32, torch.float32, counts, lengths)
+    tables = kernels("tables").UnitTables(cpu, torch.float32, torch.float32, counts, lengths)
     return tables.table(list(range(16, 16 + 32 * len(counts), 16)))
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tritonclip.backends.interface import Clip
 from tritonclip.kernels import clamp, launch, norm, scale
-from tritonclip.kernels.chunk_access import CHUNK, OCCUPANCY_2X128, OCCUPANCY_3X80, TAIL, block_of
-from tritonclip.kernels.chunk_table import ChunkTable, ChunkTables
+from tritonclip.kernels.access import CHUNK, OCCUPANCY_2X128, OCCUPANCY_3X80, TAIL, block_of
+from tritonclip.kernels.tables import ChunkTable, ChunkTables
 
 _FLOATS, _INTEGERS = Struct("<3d"), Struct("<3q")
 _NO_POINTERS = None, None, None

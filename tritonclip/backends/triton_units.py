@@ -10,10 +10,9 @@ from torch import Tensor
 
 from tritonclip.backends.interface import Clip, count_units
 from tritonclip.backends.triton import pack_scalars
-from tritonclip.kernels import launch, unit_norm, unit_scale
-from tritonclip.kernels.chunk_access import CHUNK, OCCUPANCY_2X128, TAIL
-from tritonclip.kernels.unit_access import COLUMNS, SHORT, row_block_of
-from tritonclip.kernels.unit_table import UnitTable, UnitTables, count_chunks
+from tritonclip.kernels import launch, units
+from tritonclip.kernels.access import CHUNK, COLUMNS, OCCUPANCY_2X128, SHORT, TAIL, row_block_of
+from tritonclip.kernels.tables import UnitTable, UnitTables, count_chunks
 
 
 class TritonUnitLayout:
@@ -54,7 +53,6 @@ class TritonUnitLayout:
         addresses = list(map(Tensor.data_ptr, grads))
         addresses += [0 if weight is None else weight.data_ptr() for weight in weights]
         table = self._tables.table(addresses)
-        assert isinstance(table, UnitTable)
         return TritonUnits(grads, weights, table, self)
 
 
@@ -94,14 +92,14 @@ class TritonUnits:
             ]
         for own, out, dtype, n_sides in sides:
             launch.launch(
-                unit_norm.unit_norms_kernel,
+                units.unit_norms_kernel,
                 table.device,
                 table.programs[OCCUPANCY_2X128],
                 OCCUPANCY_2X128,
                 (own, forms, pieces, out, table.n_tensors, table.n_pieces, n_sides, table.n_norms),
                 DTYPE=launch.TL_DTYPES[dtype],
                 SHORT=SHORT,
-                ROWS=unit_norm.ROWS,
+                ROWS=units.ROWS_MEASURED,
                 COLUMNS=COLUMNS,
                 CHUNK=CHUNK,
                 BLOCK=row_block_of(dtype.itemsize),
@@ -148,7 +146,7 @@ class TritonUnits:
             clip.limit, clip.eps, clip.grad_scale, table.device
         )
         launch.launch(
-            unit_scale.scale_units_kernel,
+            units.scale_units_kernel,
             table.device,
             table.programs[OCCUPANCY_2X128],
             OCCUPANCY_2X128,
@@ -169,7 +167,7 @@ class TritonUnits:
             DTYPE=launch.TL_DTYPES[table.dtype],
             WRITE=write,
             SHORT=SHORT,
-            ROWS=unit_scale.ROWS,
+            ROWS=units.ROWS_SCALED,
             COLUMNS=COLUMNS,
             CHUNK=CHUNK,
             BLOCK=row_block_of(table.dtype.itemsize),

@@ -1,25 +1,29 @@
 """Virtual flattening: many gradients seen as one buffer, through tables on the device.
 
-One table holds pointers, one chunks. The chunk table depends on sizes alone: it is built without a
-loop over chunks, once. The pointers are compared on every call and uploaded only where one moved;
-no table is ever changed after its upload, so kernels that still run keep reading their
-own.
+One table holds pointers, another chunks, or, for clipping by unit, pieces: runs of whole rows, or
+parts of a row that is longer than a chunk. Chunks and pieces depend on shapes alone: they are laid
+out once, without a loop over them. The pointers are compared on every call and uploaded only where
+one moved; no table is ever changed after its upload, so kernels that still run keep reading theirs.
 """
 
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from tritonclip.kernels.chunk_access import CHUNK, OCCUPANCY_2X128, OCCUPANCY_3X80, Occupancy
+from tritonclip.kernels.access import CHUNK, OCCUPANCY_2X128, OCCUPANCY_3X80, Occupancy
 from tritonclip.kernels.launch import current_stream, wave
 
 # Streams whose tables are kept: a table made on one stream is not yet there for another.
 STREAMS = 8
 # Most spare pinned blocks kept of a size, one for each eager upload.
 SPARES = 16
+
+# Rows in a piece at most: those of a few elements are measured 64 at a time.
+MOST_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +48,48 @@ class ChunkTable:
     programs: dict[Occupancy, int]
 
 
-class ChunkTables:
-    """The tables of gradients of one form: laid out once a stream, pointers as of the last call.
+@dataclass(frozen=True, slots=True)
+class UnitTable:
+    """Gradients and weights of one device, as kernels see them.
 
-    Args:
-        device: of the gradients.
+    Attributes:
+        device: of gradients, weights and tables.
         dtype: of the gradients.
-        sizes: elements of each.
+        weight_dtype: of the weights.
+        n_tensors: gradients.
+        n_pieces: pieces; one of no elements for a gradient without any.
+        n_norms: partial norms: one a row, or one a chunk of a row.
+        n_units: rows.
+        arguments: addresses, int64[2, n_tensors], of gradients, then of weights, 0 for one without
+            a limit; forms, int64[n_tensors, 4]: rows, their length, and the places of the first
+            partial norm and of the first unit; pieces, int64[n_pieces, 4]: tensor, first row,
+            number of rows, and chunk within the row.
+        programs: that walk the pieces, one wave at most, by occupancy.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> None:
-        self._device, self._dtype, self._sizes = device, dtype, sizes
-        # By stream, the addresses of a call and its table, replaced together: threads may meet.
-        self._known: dict[int, tuple[list[int], ChunkTable]] = {}
+    device: torch.device
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    n_tensors: int
+    n_pieces: int
+    n_norms: int
+    n_units: int
+    arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    programs: dict[Occupancy, int]
 
-    def table(self, addresses: list[int]) -> ChunkTable:
+
+_Table = TypeVar("_Table", bound=Any)
+
+
+class Tables(Generic[_Table]):
+    """The tables of gradients of one form: laid out once a stream, pointers as of the last call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # By stream, the addresses of a call and its table, replaced together: threads may meet.
+        self._known: dict[int, tuple[list[int], _Table]] = {}
+
+    def table(self, addresses: list[int]) -> _Table:
         """The table for these addresses, on the current stream.
 
         Args:
@@ -80,7 +111,8 @@ class ChunkTables:
             table = replace(known[1], arguments=(pointers, *known[1].arguments[1:]))
         if capturing:
             # A graph reads its tables at every replay, and those that it uploads hold nothing
-            # before: no other call may find them. Nobody knows when the graph is dropped.
+            # before: no other call may find them. A graph's lifetime is unknown, so its tables
+            # live as long as the process.
             pinned_memory.captured.append((known, table))
             return table
         if known is None or known[1] is not table:
@@ -89,8 +121,79 @@ class ChunkTables:
                 self._known.pop(next(iter(self._known)), None)
         return table
 
+    def _lay_out(self, addresses: list[int], capturing: bool) -> _Table:
+        """Makes all tables."""
+        raise NotImplementedError
+
+
+class ChunkTables(Tables[ChunkTable]):
+    """The chunk tables of gradients of one form.
+
+    Args:
+        device: of the gradients.
+        dtype: of the gradients.
+        sizes: elements of each.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> None:
+        super().__init__(device)
+        self._dtype, self._sizes = dtype, sizes
+
     def _lay_out(self, addresses: list[int], capturing: bool) -> ChunkTable:
         return lay_out(self._device, self._dtype, self._sizes, addresses, capturing)
+
+
+class UnitTables(Tables[UnitTable]):
+    """The tables of units of gradients of one form.
+
+    Args:
+        device: of the gradients.
+        dtype: of the gradients.
+        weight_dtype: of the weights.
+        counts: rows of each gradient, at least one.
+        lengths: elements of its rows.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        weight_dtype: torch.dtype,
+        counts: Sequence[int],
+        lengths: Sequence[int],
+    ) -> None:
+        super().__init__(device)
+        self._dtype, self._weight_dtype = dtype, weight_dtype
+        self._counts, self._lengths = counts, lengths
+
+    def _lay_out(self, addresses: list[int], capturing: bool) -> UnitTable:
+        """Makes all tables, in one upload."""
+        n = len(self._counts)
+        counts, lengths = on_cpu(self._counts), on_cpu(self._lengths)
+        chunks = ((lengths + CHUNK - 1) // CHUNK).clamp_min(1)
+        most = (CHUNK // lengths.clamp_min(1)).clamp(1, MOST_ROWS)
+        runs = (counts + most - 1) // most
+        n_own, n_norms = runs * chunks, counts * chunks
+        forms = torch.stack([counts, lengths, _starts(n_norms), _starts(counts)], 1)
+        tensor = torch.repeat_interleave(torch.arange(n, device="cpu"), n_own)
+        at = torch.arange(len(tensor), device="cpu") - _starts(n_own)[tensor]
+        row = at // chunks[tensor] * most[tensor]
+        n_rows = torch.minimum(counts[tensor] - row, most[tensor])
+        pieces = torch.stack([tensor, row, n_rows, at % chunks[tensor]], 1)
+        packed = torch.cat([on_cpu(addresses), forms.flatten(), pieces.flatten()])
+        tables = upload(packed, self._device, capturing)
+        n_pieces = len(tensor)
+        return UnitTable(
+            device=self._device,
+            dtype=self._dtype,
+            weight_dtype=self._weight_dtype,
+            n_tensors=n,
+            n_pieces=n_pieces,
+            n_norms=sum(map(_count_norms, self._counts, self._lengths)),
+            n_units=sum(self._counts),
+            arguments=(tables[: 2 * n], tables[2 * n : 6 * n], tables[6 * n :]),
+            programs={OCCUPANCY_2X128: min(n_pieces, wave(self._device, OCCUPANCY_2X128))},
+        )
 
 
 class PinnedMemory:
@@ -204,3 +307,17 @@ def _current_stream(device: torch.device) -> tuple[int, bool]:
     # Which asks only the current stream of the current device.
     with torch.cuda.device(device):
         return stream, torch.cuda.is_current_stream_capturing()
+
+
+def _count_norms(count: int, length: int) -> int:
+    return count * count_chunks(length)
+
+
+def _starts(counts: torch.Tensor) -> torch.Tensor:
+    """The sum of the counts before each."""
+    return counts.cumsum(0) - counts
+
+
+def count_chunks(length: int) -> int:
+    """Chunks, and partial norms, of a row."""
+    return max(1, -(-length // CHUNK))
