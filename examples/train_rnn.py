@@ -3,14 +3,14 @@
 Gradient clipping was invented for this case. A plain tanh RNN reads handwritten digits pixel by
 pixel, 64 steps an image, so a gradient passes through the recurrent matrix 64 times on its way
 back. That matrix starts as an orthogonal one times 2, and the first gradients have norms above
-10,000. Without clipping, the first steps throw the weights so far off that the network hardly
-learns; with each rule of tritonclip it reads the digits. All runs share the start, the batches
-and every setting but the rule. A smaller learning rate is no way out: without clipping, the best
-of nine from 1e-6 to 2e-2 (it was 3e-4) brings 43% of the test digits.
+10,000. Without clipping, the first steps change the weights so much that the network hardly learns;
+with each rule of tritonclip it reads the digits. All runs have the same initial weights, batches
+and settings; only the rule differs. A smaller learning rate does not help: without clipping, the
+best of nine learning rates from 1e-6 to 2e-2 (it was 3e-4) reads 43% of the test digits.
 
-The limit of 1.0 clips 95% of the steps after the warm-up, where the README advises a tail of 5 to
-10%. Here the limit is a part of the learning rate: at 20, which clips 1% of the steps, this network
-learns poorly. train_transformer.py shows the usual case.
+The limit of 1.0 clips 95% of the steps after the warm-up; `suggest_max_norm` would choose one that
+clips 1 to 10%. Here the limit acts as a smaller learning rate: at 20, which clips 1% of the steps,
+this network learns poorly. train_transformer.py shows the usual case.
 
 Run it with ``make demo``, or after ``pip install ".[examples]"`` with
 ``python examples/train_rnn.py``.
@@ -47,7 +47,7 @@ RUNS: tuple[tuple[str, Rule | None, str], ...] = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that all runs share."""
+    """Settings of all runs."""
 
     steps: int = 2000
     recurrent_gain: float = 2.0
@@ -88,8 +88,8 @@ def load_sequences(device: torch.device) -> list[torch.Tensor]:
     digits = load_digits()
     images = torch.tensor(digits.data / 8 - 1, dtype=torch.float32).unsqueeze(-1)
     labels = torch.tensor(digits.target, dtype=torch.int64)
-    parts = train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=0)
-    return [part.to(device) for part in parts]
+    splits = train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=0)
+    return [split.to(device) for split in splits]
 
 
 def train(
@@ -131,7 +131,7 @@ def train(
 
 
 def gradient_norm(model: torch.nn.Module) -> torch.Tensor:
-    """Measure the global norm, for the table and the figure only, in every run alike."""
+    """Measure the global norm, for the table and the figure only, in the same way in every run."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return tritonclip.get_total_norm(gradients)
 

@@ -1,13 +1,14 @@
-"""Train a small transformer whose gradients spike, with six ways to deal with the spikes.
+"""Train a small transformer whose gradients spike, and clip or skip them in six ways.
 
 It learns to write the help pages of Python (`help("topics")`), character by character. Batches are
-so small, and the learning rate is so high, that one spike can undo the training before it. All ways
-share starts and batches: no clipping; a fixed limit; the limit that `suggest_max_norm` finds in the
-norms of the run before; a percentile of the last norms; their z-score; and no clipping, but
-outliers left out. The suggested limit clips 1 to 10% of the steps after the warm-up.
+so small, and the learning rate is so high, that one spike can undo the training before it. The six
+ways are: no clipping; a fixed limit; the limit that `suggest_max_norm` suggests for the run with
+the fixed limit; a percentile of the last norms; their z-score; and no clipping, with outliers
+skipped. All start from the same weights and use the same batches. The suggested limit clips 1 to
+10% of the steps after the warm-up.
 
-The text is that of the running Python, and every version has another one, so that the numbers vary.
-At ``--learning-rate 1.0`` the limits that follow the norms fail, too; docs/adaptive.md says why.
+The text differs between versions of Python, so that the results vary. At ``--learning-rate 1.0``
+the limits that follow the norms fail too; docs/adaptive.md says why.
 
 Run it with ``make demo``, or after ``pip install ".[examples]"`` with
 ``python examples/train_transformer.py``.
@@ -39,7 +40,7 @@ LENGTH, WIDTH, HEADS, BATCH, WARMUP = 64, 48, 4, 2, 100
 
 @dataclass(frozen=True)
 class Way:
-    """A way to deal with spikes; without a limit it takes the one that is suggested."""
+    """A way to clip or skip spikes; if `clip` is None, with the suggested limit."""
 
     name: str
     colour: str
@@ -60,7 +61,7 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that all runs share."""
+    """Settings of all runs."""
 
     steps: int = 800
     seeds: int = 3
@@ -89,9 +90,9 @@ class History:
     def spikes(self) -> list[bool]:
         """Whether the run survived each spike, but for the last 60 steps.
 
-        A spike is a norm of at least four times the median of the 50 before; less than 25 steps
-        after another, it is a part of that one. The run survives where the loss comes back: its
-        mean over 50 steps, from 10 steps later on, is at most 1.1 times that of the 50 before.
+        A spike is a norm of at least four times the median of the 50 norms before it. Spikes less
+        than 25 steps from each other count as one. The run survives a spike if the mean loss of 50
+        steps, from 10 steps after it on, is at most 1.1 times that of the 50 steps before it.
         """
         survived, last = [], -math.inf
         for step in range(50, len(self.norms) - 60):
@@ -105,12 +106,12 @@ class History:
 
 
 class Transformer(torch.nn.Module):
-    """Two layers between embeddings of characters and places, and scores of the next character."""
+    """Two layers on embeddings of characters and positions, with scores of the next character."""
 
     def __init__(self, n_characters: int) -> None:
         super().__init__()
         self.characters = torch.nn.Embedding(n_characters, WIDTH)
-        self.places = torch.nn.Embedding(LENGTH, WIDTH)
+        self.positions = torch.nn.Embedding(LENGTH, WIDTH)
         layer = torch.nn.TransformerEncoderLayer(
             WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
         )
@@ -121,7 +122,7 @@ class Transformer(torch.nn.Module):
 
     def forward(self, text: torch.Tensor):
         """Return the scores of each next character."""
-        x = self.characters(text) + self.places.weight
+        x = self.characters(text) + self.positions.weight
         return self.scores(self.layers(x, self.mask, is_causal=True))
 
 
@@ -138,7 +139,7 @@ def train(
     """Train one transformer and record its norms."""
     torch.manual_seed(seed)
     model = Transformer(int(text.max()) + 1).to(text.device)
-    # A fused optimizer skips a step without a wait for the device.
+    # A fused optimizer skips a step on the device: the host does not wait.
     optimizer = tritonclip.ClippedOptimizer(
         torch.optim.SGD(model.parameters(), settings.learning_rate, momentum=0.9, fused=True),
         math.inf if way.clip is None else way.clip,
