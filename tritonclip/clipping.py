@@ -100,36 +100,35 @@ def clip_(
 ) -> Tensor | None:
     r"""Clips the gradients of parameters in place and returns their norm *before* clipping.
 
-    Gradients within the limit are left bit for bit as they are. On a GPU nothing waits for the
-    device unless said so.
+    Gradients within the limit are left bit for bit as they are. The host does not wait for a GPU,
+    except with nonfinite="error".
 
     Args:
         parameters: an iterable of tensors, one tensor, a module, or (name, parameter) pairs as
-            `named_parameters()` yields them. Names, also a module's, stand in error messages. Read
-            once. Parameters without `.grad`, and those with `need_clip = False`, are left out; a
-            gradient that is met twice counts once. Any floating-point or complex dtype, any device,
-            strided or sparse COO; dtypes and devices may mix. :class:`FlatGradients` spares the
-            look at every parameter. DTensors are clipped by the norm of all their shards, by one
-            all-reduce, in which each process has to take part.
+            `named_parameters()` yields them, read once. Error messages show the names, also those
+            of a module. Parameters without `.grad`, and those with `need_clip = False`, are left
+            out; a gradient that occurs several times counts once. Any floating-point or complex
+            dtype, any device, strided or sparse COO; dtypes and devices may mix. With
+            :class:`FlatGradients` a call does not read each parameter. DTensors are clipped by the
+            norm of all their shards, by one all-reduce: every process must make the call.
         clip: a rule, such as :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or
             :class:`ClipByValue`; a number means ClipByGlobalNorm(number).
         nonfinite: the policy where a norm is NaN or inf (for ClipByValue: where any element is,
-            before the loss scale is divided out). The norm of order 0 hides NaN and inf among the
-            elements, that of order -inf hides inf.
-            "propagate": nothing special; as in torch, NaN spreads to all gradients that share the
-            norm, inf turns their finite ones into 0; ClipByValue brings inf to its bound and keeps
-            NaN.
-            "error": RuntimeError that names the gradients, none of which is changed; waits for the
-            device.
+            before the loss scale is divided out). A norm of order 0 does not show NaN and inf, one
+            of order -inf does not show inf.
+            "propagate": as in torch, a NaN norm makes its gradients NaN, and an inf norm makes
+            their finite elements 0; ClipByValue brings inf to its bound and keeps NaN.
+            "error": RuntimeError that names the gradients. No gradient is changed. The host waits
+            for the device.
             "zero": every gradient becomes 0; decided on the device.
-        grad_scale: the loss scale that the gradients still carry: a number from 2^-126 to 2^126 or
-            a one-element floating-point tensor. Gradients are divided by it in the same pass;
+        grad_scale: the loss scale of the gradients: a number from 2^-126 to 2^126 or a one-element
+            floating-point tensor. Gradients are divided by it in the same pass;
             limits and norms are of the divided gradients. A tensor on a GPU cannot be checked
             without a sync: if it is not positive, the result is undefined.
         state: the memory of a rule whose limit changes from call to call: a :class:`ClipState`, the
             same at every call. A call that raises leaves it as it was.
-        process_group: the processes that hold the gradients between them, where DTensors do not say
-            so: a ProcessGroup or a DeviceMesh. Every process then holds different plain tensors, as
+        process_group: the processes whose gradients have one norm, where DTensors do not say so: a
+            ProcessGroup or a DeviceMesh. Every process then holds different plain tensors, as
             pipeline stages do, except along the mesh of DTensors in the same call, where they count
             as replicas. DTensors of different meshes are different tensors. For ClipByGlobalNorm,
             and for the policies of ClipByValue.
@@ -157,10 +156,10 @@ def clip_(
             mode, outside of it; a backend that was asked for and cannot serve; under make_fx and
             FakeTensorMode a `state`, a limit that changes, and gradients of several processes.
 
-    A call that raises has changed nothing. One that is interrupted while it writes, as by Ctrl-C,
-    leaves some gradients, or parts of large ones, clipped and others not, and a `state` that
-    remembers the call or does not; later calls are right. Over several processes, gradients that
-    one rejects raise on all that share the norm; on an accelerator the norm is NaN on the others.
+    A call that raises has changed nothing. If Ctrl-C interrupts a call while it writes, some
+    gradients are clipped and others are not, and the `state` may or may not count the call. The
+    next call works as usual. If one of several processes rejects its gradients, all that share the
+    norm raise; on an accelerator the others get a norm of NaN instead.
 
     Example:
         >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)

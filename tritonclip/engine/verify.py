@@ -24,7 +24,7 @@ _REPORTED = 3
 
 
 class VerificationError(RuntimeError):
-    """A call computed something else than the plain reference did."""
+    """The result of a call differs from that of the float64 reference."""
 
 
 class Expectation:

@@ -51,8 +51,8 @@ class FlatGradients:
 
     Notes:
         Every call outside of torch.compile checks, in constant time, that no view was dropped, and
-        compares the addresses of the first, the last and 16 others, in turn. Noticed
-        at once: `zero_grad(set_to_none=True)`, an assignment to `.grad`,
+        compares the addresses of the first, the last and 16 others, different ones in each call.
+        Noticed at once: `zero_grad(set_to_none=True)`, an assignment to `.grad`,
         `backward(create_graph=True)`, and a parameter that another one replaced
         (`load_state_dict(assign=True)`). Noticed after some calls: a move of a submodule
         (`model.layer.to(...)`), `need_clip = False` set later, and a parameter that was left out

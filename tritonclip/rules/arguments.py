@@ -19,7 +19,7 @@ _LEAST_SCALE = 2.0**-126
 
 
 def as_number(name: str, value: object) -> float:
-    """The argument as a float; TypeError for booleans, text and all that is no number.
+    """The argument as a float; TypeError for booleans, text and all that is not a number.
 
     In a traced call a tensor stays a tensor, 0-d and float64: its value is checked when the graph
     runs.

@@ -67,7 +67,7 @@ class ClipByGlobalNorm(_ClipNorm):
 
     Raises:
         ValueError: a limit that is negative or NaN, a `norm_type` that is not the order of a norm.
-        TypeError: an argument that is no number.
+        TypeError: an argument that is not a number.
 
     Example:
         >>> ClipByGlobalNorm(1.0)
@@ -94,7 +94,7 @@ class ClipByNorm(_ClipNorm):
 
     Raises:
         ValueError: a limit that is negative or NaN, a `norm_type` that is not the order of a norm.
-        TypeError: an argument that is no number.
+        TypeError: an argument that is not a number.
 
     Example:
         >>> ClipByNorm(1.0, eps=0.0)
@@ -120,7 +120,7 @@ class ClipByRMS(Rule):
 
     Raises:
         ValueError: a limit that is negative or NaN.
-        TypeError: an argument that is no number.
+        TypeError: an argument that is not a number.
 
     Notes:
         :func:`clip_` returns the 2-norms of the gradients. For complex gradients the root mean
@@ -206,7 +206,7 @@ class ClipByValue(Rule):
 
     Raises:
         ValueError: `min > max`, a NaN, or a single bound that is negative.
-        TypeError: an argument that is no number.
+        TypeError: an argument that is not a number.
 
     Example:
         >>> ClipByValue(0.5)

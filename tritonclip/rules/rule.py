@@ -45,7 +45,7 @@ class Rule:
         per_gradient: each gradient has its own norm and coefficient.
         per_unit: each slice of a gradient along its first dimension has its own coefficient.
             `limit` is then the largest ratio of a slice's norm to the norm of its weights, and
-            `eps` the least norm that weights count with.
+            `eps` the smallest norm used for weights.
         clamps: elements are clamped to `bounds`; a norm is measured only where a policy for NaN and
             inf asks for one.
         bounds: the least and the largest value of an element, by dtype; only of a rule that

@@ -73,7 +73,7 @@ class Excluded:
 @explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByUnitNorm(Rule):
-    r"""Scales each unit of a gradient whose norm before clipping is large beside its weights' norm.
+    r"""Scales each unit of a gradient whose norm before clipping is large relative to its weights'.
 
     Adaptive gradient clipping. Each unit :math:`u` has its own coefficient:
 
@@ -88,7 +88,7 @@ class ClipByUnitNorm(Rule):
     Args:
         ratio: largest norm of a unit's gradient, as a multiple of the norm of its weights; 0 or
             more, inf clips nothing. Or a function of the step; see :class:`ClipState`.
-        eps: least norm that weights count with, so that weights that start at 0 can grow; 0 or
+        eps: smallest norm used for weights, so that weights that start at 0 can grow; 0 or
             more, finite.
         exclude: parameters without a limit: a module (for its present parameters), a parameter, or
             an iterable of these. The authors exclude the last linear layer. Gradients of excluded

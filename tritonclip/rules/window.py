@@ -85,12 +85,12 @@ class ClipByQuantile(AdaptiveRule):
 @explains_misfits
 @dataclass(frozen=True, slots=True)
 class Outlier(Adaptive):
-    r"""The steps that `ClippedOptimizer(skip_above=)` skips: norms far above the last ones' mean.
+    r"""The steps that `ClippedOptimizer(skip_above=)` skips: norms far above the last mean.
 
     .. math:: n_t > \text{mean} + \text{sigmas} \cdot \text{std}
 
     Mean and sample standard deviation are over the norms before clipping of the last `window`
-    steps. Skipped steps count, so that norms that stay at a new level are soon no outliers. Nothing
+    steps. Skipped steps count, so that norms that stay at a new level are soon accepted. Nothing
     is skipped before half of the window is filled.
 
     Args:
