@@ -281,6 +281,6 @@ def refuse_copies(processes: Processes | None) -> None:
     """Refuses numbers of copies, which buffers of many parameters cannot have."""
     if processes is not None and processes.copies is not None:
         raise ValueError(
-            "copies counts the holders of single parameters, and FlatGradients measures buffers of "
+            "copies counts processes for each parameter, and FlatGradients measures buffers of "
             "many; expected process_group alone, or the parameters in place of the FlatGradients"
         )

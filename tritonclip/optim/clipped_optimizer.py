@@ -588,7 +588,7 @@ class ClippedOptimizer(OptimizerProxy):
             "stats": self.stats,
             "flat": self.flat,
             "unclipped": unclipped(self.optimizer.param_groups),
-            "holders": self._partition.processes,
+            "processes": self._partition.processes,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -598,7 +598,7 @@ class ClippedOptimizer(OptimizerProxy):
         for number, position in state["unclipped"]:
             # Copies of parameters have no attributes.
             optimizer.param_groups[number]["params"][position].need_clip = False
-        group, copies, _ = state["holders"] or (None, None, ())
+        group, copies, _ = state["processes"] or (None, None, ())
         ClippedOptimizer.__init__(
             self,
             optimizer,
