@@ -33,8 +33,10 @@ def measured(gradients, rule, clipped, providers, effort=None):
 def pytest_bench(*arguments, before=""):
     """Runs pytest on the benchmarks, shortly and with little memory copied."""
     code = f"""
-import signal, sys
+import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# In a worker of pytest-xdist, which the run would take itself for, nothing is timed.
+os.environ.pop("PYTEST_XDIST_WORKER", None)
 import pytest
 from bench import timing
 timing.COPIED["cpu"] = 2**16
