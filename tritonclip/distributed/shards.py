@@ -331,7 +331,9 @@ def are_sharded(tensors: Iterable[Tensor | None]) -> bool:
     """Whether DTensors are among tensors."""
     # Where nobody imported it, nothing is a DTensor.
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(one, module.DTensor) for one in tensors)
+    return module is not None and any(
+        issubclass(kind, module.DTensor) for kind in set(map(type, tensors))
+    )
 
 
 def local_shards(
