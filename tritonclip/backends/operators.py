@@ -6,7 +6,7 @@ written; elsewhere every decision is left to the device.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from ctypes import c_float
+from ctypes import c_double, c_float
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ ROW = 64
 _TRUSTED = 2.0**-30
 # Dtypes that torch can multiply and clamp in place; float8 it cannot.
 ARITHMETIC = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SQUARED = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class TorchLayout:
@@ -70,8 +71,16 @@ class TorchBatch:
 
     def norm(self, norm_type: float, *, per_gradient: bool) -> Tensor:
         """Measures the gradients: one partial norm a gradient, or one."""
-        wide = wide_dtype(self.tensors[0].device)
-        lists = [[tensor] for tensor in self.tensors] if per_gradient else [self.tensors]
+        tensors, wide = self.tensors, wide_dtype(self.tensors[0].device)
+        by_one_call = per_gradient and self._on_host and norm_type == 2.0
+        if (
+            by_one_call
+            and tensors[0].dtype in _SQUARED
+            and max(map(Tensor.numel, tensors)) <= SMALL
+        ):
+            # Of narrower dtypes, no square overflows or vanishes in float64.
+            return torch.stack(torch._foreach_norm(tensors, 2.0, wide))
+        lists = [[tensor] for tensor in tensors] if per_gradient else [tensors]
         norms = torch.stack([norm_of(own, norm_type, wide, on_host=self._on_host) for own in lists])
         if per_gradient and norm_type == -math.inf:
             for i, tensor in enumerate(self.tensors):
@@ -101,6 +110,8 @@ class TorchBatch:
     def scale_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         """Multiplies all gradients by one coefficient."""
         norm = self.total(norms, clip.norm_type, clip.grad_scale)
+        if self._on_host and not isinstance(clip.grad_scale, Tensor) and clip.grad_scale == 1:
+            return norm, self._scale_on_host_(norm, clip)
         coefficient = coefficient_of(norm, clip.limit, clip.eps)
         factors = factors_of(coefficient, clip.grad_scale, self.tensors[0].dtype)
         erase = ~torch.isfinite(norm) if clip.erase else None
@@ -113,6 +124,21 @@ class TorchBatch:
         if factors[0] != 1:
             multiply_(self.tensors, without_ones(factors), None)
         return norm, float(coefficient)
+
+    def _scale_on_host_(self, norm: Tensor, clip: Clip) -> float:
+        """As `scale_`, by numbers: a third of the time of operators on one small gradient."""
+        number = norm.item()
+        if clip.erase and not math.isfinite(number):
+            zero_(self.tensors)
+            return 0.0
+        limit = clip.limit.item() if isinstance(clip.limit, Tensor) else clip.limit
+        coefficient = _number(number, limit, clip.eps, norm.dtype)
+        if coefficient != 1:
+            factor = torch.full((), coefficient, dtype=norm.dtype, device=norm.device)
+            multiply_(
+                self.tensors, without_ones(factors_of(factor, 1.0, self.tensors[0].dtype)), None
+            )
+        return coefficient
 
     def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         """Multiplies each gradient by the coefficient of its norm."""
@@ -137,7 +163,11 @@ class TorchBatch:
         tensors = self.tensors
         if isinstance(grad_scale, Tensor) or grad_scale != 1:
             unscale_and_clamp_(tensors, low, high, grad_scale)
-        elif self._on_host and tensors[0].dtype in ARITHMETIC:
+        elif (
+            self._on_host
+            and max(map(Tensor.numel, tensors)) > SMALL
+            and tensors[0].dtype in ARITHMETIC
+        ):
             # One pass, where foreach takes two.
             for tensor in tensors:
                 tensor.clamp_(low, high)
@@ -271,6 +301,17 @@ def coefficient_of(norm: Tensor, limit: float | Tensor, eps: float) -> Tensor:
     ratio = limit / bound
     keep = (ratio > 1) | (bound == 0) | ((limit == math.inf) & (norm == norm))
     return torch.where(keep, 1.0, ratio)
+
+
+def _number(norm: float, limit: float, eps: float, dtype: torch.dtype) -> float:
+    """`coefficient_of` in numbers, each rounded as a tensor of the dtype rounds it."""
+    rounded = c_double if dtype == torch.float64 else c_float
+    bound = rounded(norm + rounded(eps).value).value
+    limit = rounded(limit).value
+    if bound == 0 or (limit == math.inf and norm == norm):
+        return 1.0
+    ratio: float = rounded(limit / bound).value
+    return 1.0 if ratio > 1 else ratio
 
 
 def factors_of(coefficient: Tensor, grad_scale: float | Tensor, dtype: torch.dtype) -> list[Tensor]:
