@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm
-from tritonclip.backends.operators import PIECE, ROW, SMALL
+from tritonclip.backends.operators import LONG_PIECE, PIECE, ROW, SMALL
 
 pytestmark = pytest.mark.usefixtures("operators")
 
@@ -19,6 +19,7 @@ LISTS = {
     "rows and a rest": [SMALL + ROW + 1, 7, 0, SMALL, 20_000],
     "small ones of several pieces": [SMALL - 1] * (PIECE // SMALL + 2),
     "pieces and a rest": [2 * PIECE + 5, 3],
+    "long pieces and a rest": [LONG_PIECE + ROW + 5, 3],
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 # What all elements of a gradient are multiplied by: squares that float32 does not hold, or half.

@@ -295,10 +295,11 @@ def test_clip_follows_lists_that_change(device):
             assert_norm(norm, reference.total_norm(grads))
 
 
+@pytest.mark.parametrize("n", [40, 8193])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
-def test_clip_of_float8(device, dtype):
+def test_clip_of_float8(device, dtype, n):
     """No kernel reads it, so it goes to the torch backend, which may be said once."""
-    grad = normal(40, torch.float32, device).to(dtype)
+    grad = normal(n, torch.float32, device).to(dtype)
     before = grad.float().cpu()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -241,7 +241,7 @@ def _two_norms_by_rows(pieces: list[Tensor], dtype: torch.dtype) -> list[Tensor]
         rows = torch.linalg.vector_norm(x[:n].float().view(-1, ROW), dim=1)
         norm = torch.linalg.vector_norm(rows, dtype=dtype)
         if n < x.numel():
-            norm = norm.hypot(torch.linalg.vector_norm(x[n:], dtype=dtype))
+            norm = norm.hypot(_norm_of_piece(x[n:], 2.0, dtype))
         norms.append(norm)
     for i, norm in enumerate(norms):
         if not _TRUSTED <= norm.item() < math.inf:
