@@ -204,7 +204,7 @@ def norm_of(
         on_host: values can be read without a wait.
     """
     if on_host and norm_type == 2.0 and tensors[0].dtype != torch.float64:
-        norms = _two_norms_by_rows(list(_pieces(tensors, LONG_PIECE)), dtype)
+        norms = [_two_norm_by_rows(piece, dtype) for piece in _pieces(tensors, LONG_PIECE)]
     else:
         norms = [_norm_of_piece(piece, norm_type, dtype) for piece in _pieces(tensors, PIECE)]
     if not norms:
@@ -230,23 +230,18 @@ def _pieces(tensors: list[Tensor], size: int) -> Iterator[Tensor]:
         yield small[0] if len(small) == 1 else torch.cat(small)
 
 
-def _two_norms_by_rows(pieces: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The 2-norm of each piece, 0-d; of a long one from norms of rows in float32."""
-    norms = []
-    for x in pieces:
-        n = x.numel() // ROW * ROW
-        if n <= SMALL:
-            norms.append(_norm_of_piece(x, 2.0, dtype))
-            continue
+def _two_norm_by_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The 2-norm of a long piece, 0-d, from norms of rows in float32."""
+    n = x.numel() // ROW * ROW
+    if n > SMALL:
         rows = torch.linalg.vector_norm(x[:n].float().view(-1, ROW), dim=1)
-        norm = torch.linalg.vector_norm(rows, dtype=dtype)
+        norm: Tensor = torch.linalg.vector_norm(rows, dtype=dtype)
         if n < x.numel():
             norm = norm.hypot(_norm_of_piece(x[n:], 2.0, dtype))
-        norms.append(norm)
-    for i, norm in enumerate(norms):
-        if not _TRUSTED <= norm.item() < math.inf:
-            norms[i] = _norm_of_piece(pieces[i], 2.0, dtype)
-    return norms
+        if _TRUSTED <= norm.item() < math.inf:
+            return norm
+    norms = [_norm_of_piece(piece, 2.0, dtype) for piece in x.split(PIECE)]
+    return norms[0] if len(norms) == 1 else combine(torch.stack(norms), 2.0)
 
 
 def _norm_of_piece(x: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
