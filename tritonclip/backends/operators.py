@@ -18,7 +18,7 @@ from tritonclip.backends.interface import Clip, PartialNorms
 PIECE = 131072
 # The same for 2-norms by rows, whose temporaries are in float32. The 124M elements of GPT-2 took
 # 44, 27, 22 and 20 ms in pieces of 2^17, 2^19, 2^20 and 2^21 elements of float32, and 70, 47, 35
-# and 37 ms of bfloat16. (torch 2.13, EPYC, 2 threads.)
+# and 37 ms of bfloat16, beside another busy process. (torch 2.13, EPYC, 2 threads.)
 LONG_PIECE = 2**20
 # Elements of a tensor that is measured together with others: a copy costs less than its operators.
 SMALL = 4096
@@ -126,7 +126,7 @@ class TorchBatch:
         return norm, float(coefficient)
 
     def _scale_on_host_(self, norm: Tensor, clip: Clip) -> float:
-        """As `scale_`, by numbers: a third of the time of operators on one small gradient."""
+        """As `scale_`, by numbers: operators take longer than their work on small gradients."""
         number = norm.item()
         if clip.erase and not math.isfinite(number):
             zero_(self.tensors)
