@@ -97,9 +97,13 @@ class Session:
             self.measured[case] = {one.row.case["provider"]: one for one in found}
             if self.asked <= self.measured.keys():
                 self.origin.pop("plan", None)
-            if self.file:
-                results.write(self.file, self.origin, self.rows())
+            self.write()
         return self.measured[case]
+
+    def write(self) -> None:
+        """Writes the rows so far where a file was asked for."""
+        if self.file and self.measured:
+            results.write(self.file, self.origin, self.rows())
 
     def check(self, case: Case, providers: list[Provider], effort: Effort | None) -> list[Measured]:
         """Some providers of a case, timed where an effort is given."""
@@ -217,5 +221,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if session.left_out and session.measured:
         say(f"left out: {'; '.join(session.left_out)}")
     if session.file and session.measured:
+        # Once more: an interrupt between a measurement and its writing left it out.
+        session.write()
         state = session.origin.get("plan", "complete")
         say(f"{len(session.rows())} rows in {session.file}: {state}")
