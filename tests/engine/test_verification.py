@@ -243,6 +243,25 @@ def test_verify_finds_a_wrong_value_of_a_complex_gradient(verbs, device, monkeyp
         tritonclip.clip_(named([grad]), 0.5)
 
 
+@pytest.mark.parametrize("rule", [0.5, ClipByNorm(0.5)], ids=["global", "by-norm"])
+def test_verify_knows_that_zeros_of_a_sparse_gradient_stay(device, rule):
+    """Whatever they are multiplied by, as NaN here."""
+    values = torch.tensor([1.0, torch.nan], device=device)
+    grad = torch.sparse_coo_tensor(
+        torch.tensor([[0, 2]], device=device), values, (4,), check_invariants=False
+    )
+    with tritonclip.verify():
+        tritonclip.clip_(named([grad]), rule)
+    assert grad.to_dense().isnan().tolist() == [True, False, True, False]
+
+
+def test_verify_multiplies_both_parts_of_a_complex_gradient(device):
+    grad = torch.tensor([complex(torch.inf, 1.0), complex(3.0, 4.0)], device=device)
+    with tritonclip.verify():
+        tritonclip.clip_(named([grad]), 0.5)
+    assert torch.view_as_real(grad).isnan().tolist() == [[True, False], [False, False]]
+
+
 def test_verify_names_three_gradients_at_most(verbs, device, monkeypatch):
     grads = of_sizes(range(1, 9), torch.float32, device)
     break_scale(monkeypatch, verbs, lambda: [grad[0].mul_(1.001) for grad in grads])
