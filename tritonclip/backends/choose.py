@@ -84,25 +84,30 @@ def backend_name(device: torch.device, dtype: torch.dtype) -> str:
     """The backend of gradients of a kind: 'triton', 'native' or 'torch'; errors as `layout_of`."""
     requested = settings.current().backend
     name = _OF_DEVICE.get(device.type, "torch") if requested == "auto" else requested
-    if name == "torch" or dtype not in ARITHMETIC:
+    if name == "torch":
         return "torch"
     reason = next(filter(None, (why(device.type) for why in _REASONS[name])), None)
-    if reason is None and not is_observed():
-        return name
-    if reason is None and name == "triton":
-        _warn_once(
-            "tritonclip's kernels cannot read tensors inside torch.func, forward-mode derivatives "
-            "and dispatch modes: clipping takes the slower PyTorch operators; clip outside where "
-            "speed matters"
-        )
-    elif reason is not None and requested == name:
+    if reason is not None and requested == name:
         raise RuntimeError(f"the {name} backend was asked for, but {reason}")
-    elif reason is not None:
+    if reason is not None:
         _warn_once(
             f"tritonclip uses its slower torch backend on {device.type}: {reason}, or set "
             "TRITONCLIP_BACKEND=torch, where that is intended"
         )
-    return "torch"
+        return "torch"
+    unread = ""
+    if is_observed():
+        unread = (
+            "tensors inside torch.func, forward-mode derivatives and dispatch modes: clip outside"
+        )
+    elif dtype not in ARITHMETIC:
+        unread = f"tensors of {dtype}: convert them"
+    if unread and name == "triton":
+        _warn_once(
+            f"tritonclip's kernels cannot read {unread} where speed matters, as PyTorch's "
+            "operators are slower"
+        )
+    return "torch" if unread else name
 
 
 @cache

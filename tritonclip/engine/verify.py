@@ -157,7 +157,7 @@ class Expectation:
         info = torch.finfo(dtype)
         norm_tolerance = self._norm_tolerance
         # Rounding to the gradient's dtype may also carry past its largest value, and loses values
-        # below its least.
+        # below its least. Among those, half a unit comes from the norm and half from rounding.
         expected_here = expected.to(dtype).to(expected.dtype)
         rounding = info.eps / 2
         tolerance = (
