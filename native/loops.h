@@ -46,12 +46,12 @@ TARGET INLINE void NAME(add)(const OF(AT) *x, FORM(Lanes) *sums, int squares) {
 
 /* The sum of all lanes: those of two halves are added, then of this half, and so on. */
 TARGET INLINE double NAME(sum_of_lanes)(FORM(Lanes) *sums) {
-#define FOLD(by) \
-    _Pragma("GCC unroll 8") for (int i = 0; i < LANES / IN_SUM / by; i++) sums[i] += sums[i + LANES / IN_SUM / by]
-    FOLD(2);
-    FOLD(4);
-    FOLD(8);
-    FOLD(16);
+#define FOLD(half) _Pragma("GCC unroll 8") for (int i = 0; i < half; i++) sums[i] += sums[i + half]
+    enum { HALF = LANES / IN_SUM / 2 };
+    FOLD(HALF);
+    FOLD(HALF / 2);
+    FOLD(HALF / 4);
+    FOLD(HALF / 8);
 #undef FOLD
     FORM(Lanes) last = sums[0];
 #if REGISTER == 16
