@@ -1,7 +1,8 @@
 /* One verb on a list of gradients, in one thread or in several.
  *
- * Norms are measured a block at a time, and added up in the order of the blocks: neither the number of
- * threads nor their pace changes a bit. One parallel region a job, in PyTorch's threads.
+ * Norms are measured a row at a time, those of long rows a block at a time, and added up in the order of
+ * the blocks: neither the number of threads nor their pace changes a bit. One parallel region a job, in
+ * PyTorch's threads.
  */
 #ifndef TRITONCLIP_JOB_H
 #define TRITONCLIP_JOB_H
@@ -34,10 +35,15 @@ static Parallel parallel = NULL;
 
 typedef struct {
     char *elements;
-    int64_t size;
-    /* The index of its first block among those of the list. */
-    int64_t first_block;
-    /* Of MULTIPLY; gradients whose factor is 1 are not written. */
+    /* Rows, end to end, each with a norm and a factor of its own: one of all elements, or the units. */
+    int64_t rows, length, size;
+    /* The index of its first part among those of the list. */
+    int64_t first_part;
+    /* Where the 2-norm of each row goes, of rows of a block at most; NULL for parts. */
+    double *norms;
+    /* Of MULTIPLY, that of each row; rows whose factor is 1 are not written. */
+    const double *factors;
+    /* That of the only row. */
     double factor;
 } Gradient;
 
@@ -50,9 +56,9 @@ typedef struct {
     Verb verb;
     const Loops *loops;
     long threads;
-    int64_t n, n_blocks, n_elements;
+    int64_t n, n_parts, n_elements;
     Gradient *gradients;
-    /* Of verbs that measure: the part of every block. */
+    /* Of verbs that measure: the part of every block of rows that have no place for a norm. */
     double *parts;
     /* Of CLAMP. */
     double low, high;
@@ -68,21 +74,31 @@ typedef struct {
 
 static int64_t blocks_of(int64_t size) { return (size + BLOCK - 1) / BLOCK; }
 
-/* Makes a job of n gradients without addresses; `sizes` are int64 at any address. 0 without memory. */
-static int make_job(Job *job, Verb verb, const Loops *loops, long threads, int64_t n, const char *sizes) {
+/* Makes a job of n gradients without addresses. 0 without memory.
+ *
+ * lengths: of the rows of each gradient; rows: how many each has, NULL for one; int64 at any address.
+ */
+static int make_job(
+    Job *job, Verb verb, const Loops *loops, long threads, int64_t n, const char *lengths, const char *rows
+) {
     job->verb = verb, job->loops = loops, job->threads = threads, job->n = n;
-    job->n_blocks = job->n_elements = job->n_tasks = job->next_task = 0;
+    job->n_parts = job->n_elements = job->n_tasks = job->next_task = 0;
     job->gradients = job->few_gradients, job->parts = job->few_parts, job->places = NULL;
     if (n > FEW && !(job->gradients = malloc(sizeof(Gradient) * (size_t)n))) return 0;
     for (int64_t i = 0; i < n; i++) {
         Gradient *gradient = job->gradients + i;
-        memcpy(&gradient->size, sizes + i * (int64_t)sizeof(int64_t), sizeof(int64_t));
-        gradient->first_block = job->n_blocks;
-        job->n_blocks += blocks_of(gradient->size);
+        int64_t at = i * (int64_t)sizeof(int64_t);
+        gradient->rows = 1;
+        memcpy(&gradient->length, lengths + at, sizeof(int64_t));
+        if (rows) memcpy(&gradient->rows, rows + at, sizeof(int64_t));
+        gradient->size = gradient->rows * gradient->length;
+        gradient->first_part = job->n_parts;
+        gradient->norms = NULL, gradient->factors = &gradient->factor;
+        if (!rows || gradient->length > BLOCK) job->n_parts += gradient->rows * blocks_of(gradient->length);
         job->n_elements += gradient->size;
     }
-    if (verb >= MULTIPLY || job->n_blocks <= FEW) return 1;
-    if ((job->parts = malloc(sizeof(double) * (size_t)job->n_blocks))) return 1;
+    if (verb >= MULTIPLY || job->n_parts <= FEW) return 1;
+    if ((job->parts = malloc(sizeof(double) * (size_t)job->n_parts))) return 1;
     if (n > FEW) free(job->gradients);
     return 0;
 }
@@ -105,23 +121,40 @@ static double norm_of(const Job *job, int64_t from, int64_t to) {
     return job->verb == SUM_SQUARES ? sqrt(norm) : norm;
 }
 
-static void do_block(Job *job, const Gradient *gradient, int64_t start) {
-    int64_t n = gradient->size - start < BLOCK ? gradient->size - start : BLOCK;
-    char *x = gradient->elements + start * job->loops->itemsize;
-    if (job->verb < MULTIPLY)
-        job->parts[gradient->first_block + start / BLOCK] = job->loops->measure(x, n, job->verb);
-    else if (job->verb == CLAMP)
-        job->loops->clamp(x, n, job->low, job->high);
-    else if (gradient->factor != 1.0)
-        job->loops->multiply(x, n, gradient->factor);
+/* Elements of the block that starts in a gradient: whole rows, or a part of a long one. */
+static int64_t block_at(const Gradient *gradient, int64_t start) {
+    int64_t left = gradient->size - start, length = gradient->length;
+    if (left <= BLOCK) return left;
+    if (length <= BLOCK) return BLOCK / length * length;
+    left = length - start % length;
+    return left < BLOCK ? left : BLOCK;
 }
 
-/* All blocks from a place up to another. */
+static void do_block(Job *job, const Gradient *gradient, int64_t start, int64_t n) {
+    const Loops *loops = job->loops;
+    int64_t length = gradient->length, row = start ? start / length : 0, in_row = start - row * length;
+    char *x = gradient->elements + start * loops->itemsize;
+    double *part = job->parts + gradient->first_part + row * blocks_of(length) + in_row / BLOCK;
+    if (n < length) length = n;
+    for (; n; n -= length, x += length * loops->itemsize, row++)
+        if (job->verb < MULTIPLY && gradient->norms)
+            gradient->norms[row] = sqrt(loops->measure(x, length, job->verb));
+        else if (job->verb < MULTIPLY)
+            *part = loops->measure(x, length, job->verb);
+        else if (job->verb == CLAMP)
+            loops->clamp(x, length, job->low, job->high);
+        else if (gradient->factors[row] != 1.0)
+            loops->multiply(x, length, gradient->factors[row]);
+}
+
+/* All blocks from a place up to another, of gradients that have an address. */
 static void do_blocks(Job *job, Place from, Place to) {
     for (int64_t i = from.gradient; i <= to.gradient && i < job->n; i++) {
-        int64_t stop = i == to.gradient ? to.start : job->gradients[i].size;
-        for (int64_t start = i == from.gradient ? from.start : 0; start < stop; start += BLOCK)
-            do_block(job, job->gradients + i, start);
+        const Gradient *gradient = job->gradients + i;
+        int64_t stop = i == to.gradient ? to.start : gradient->size, n;
+        if (!gradient->elements) continue;
+        for (int64_t start = i == from.gradient ? from.start : 0; start < stop; start += n)
+            do_block(job, gradient, start, n = block_at(gradient, start));
     }
 }
 
@@ -144,12 +177,11 @@ static int cut(Job *job) {
     if (!job->places) return 0;
     int64_t in_task = least;
     for (int64_t i = 0; i < job->n; i++)
-        for (int64_t start = 0, left; (left = job->gradients[i].size - start) > 0; start += BLOCK) {
-            if (in_task >= least) {
-                job->places[job->n_tasks++] = (Place){i, start};
-                in_task = 0;
-            }
-            in_task += left < BLOCK ? left : BLOCK;
+        for (int64_t start = 0, n; start < job->gradients[i].size; start += n, in_task += n) {
+            n = block_at(job->gradients + i, start);
+            if (in_task < least) continue;
+            job->places[job->n_tasks++] = (Place){i, start};
+            in_task = 0;
         }
     job->places[job->n_tasks] = (Place){job->n, 0};
     return 1;

@@ -6,11 +6,12 @@
  * binary serves all versions, but for those of free-threaded Python.
  */
 #include <Python.h>
+#include <float.h>
 
 #include "job.h"
 
 /* Of the functions and their arguments, for `native.py`. */
-#define INTERFACE 4
+#define INTERFACE 5
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
 
@@ -25,20 +26,38 @@ static void run(Job *job) {
     PyEval_RestoreThread(state);
 }
 
+/* The int64 that bytes hold, n of them; NULL with an error of Python. */
+static const char *read_numbers(PyObject *bytes, Py_ssize_t n) {
+    const char *numbers = PyBytes_AsString(bytes);
+    if (!numbers || PyBytes_Size(bytes) == n * (Py_ssize_t)sizeof(int64_t)) return numbers;
+    PyErr_SetString(PyExc_ValueError, "expected as many sizes as addresses");
+    return NULL;
+}
+
+/* One of the int64 that bytes hold. */
+static int64_t number_of(PyObject *bytes, Py_ssize_t i) {
+    int64_t number;
+    memcpy(&number, PyBytes_AsString(bytes) + i * (Py_ssize_t)sizeof number, sizeof number);
+    return number;
+}
+
 /* Makes a job from the arguments that all verbs have; 0 with an error of Python.
  *
- * addresses: a list of ints; sizes: bytes of as many int64; dtype: its code; threads: at most.
+ * addresses: a list of ints; sizes: bytes of as many int64; dtype: its code; threads: at most. By unit,
+ * sizes are those of the units; rows: how many each gradient has, as sizes; else NULL.
  */
-static int read_job(Job *job, Verb verb, PyObject *const *arguments) {
+static int read_job(Job *job, Verb verb, PyObject *const *arguments, PyObject *rows) {
     Py_ssize_t n = PyList_Size(arguments[0]);
-    const char *sizes = PyBytes_AsString(arguments[1]);
+    const char *sizes = n < 0 ? NULL : read_numbers(arguments[1], n);
+    const char *counts = sizes && rows ? read_numbers(rows, n) : NULL;
+    if (!sizes || (rows && !counts)) return 0;
     long dtype = PyLong_AsLong(arguments[2]), threads = PyLong_AsLong(arguments[3]);
     if (PyErr_Occurred()) return 0;
-    if (PyBytes_Size(arguments[1]) != n * (Py_ssize_t)sizeof(int64_t) || dtype < 0 || dtype >= N_DTYPES) {
-        PyErr_SetString(PyExc_ValueError, "expected as many sizes as addresses, and a known dtype");
+    if (dtype < 0 || dtype >= N_DTYPES) {
+        PyErr_SetString(PyExc_ValueError, "expected a known dtype");
         return 0;
     }
-    if (!make_job(job, verb, loops_of + dtype, threads, n, sizes)) {
+    if (!make_job(job, verb, loops_of + dtype, threads, n, sizes, counts)) {
         PyErr_NoMemory();
         return 0;
     }
@@ -72,7 +91,7 @@ static int measure(Job *job, PyObject *const *arguments, Py_ssize_t n_arguments)
         return 0;
     }
     Verb verb = order == 2 ? SUM_SQUARES : order == 1 ? SUM_MAGNITUDES : order == 0 ? COUNT : LARGEST;
-    if (!read_job(job, verb, arguments)) return 0;
+    if (!read_job(job, verb, arguments, NULL)) return 0;
     run(job);
     return 1;
 }
@@ -81,7 +100,7 @@ static PyObject *norm(PyObject *module, PyObject *const *arguments, Py_ssize_t n
     (void)module;
     Job job;
     if (!measure(&job, arguments, n_arguments)) return NULL;
-    double norm = norm_of(&job, 0, job.n_blocks);
+    double norm = norm_of(&job, 0, job.n_parts);
     free_job(&job);
     return PyFloat_FromDouble(norm);
 }
@@ -92,7 +111,7 @@ static PyObject *norms(PyObject *module, PyObject *const *arguments, Py_ssize_t 
     if (!measure(&job, arguments, n_arguments)) return NULL;
     PyObject *result = PyList_New((Py_ssize_t)job.n);
     for (Py_ssize_t i = 0; result && i < job.n; i++) {
-        int64_t from = job.gradients[i].first_block;
+        int64_t from = job.gradients[i].first_part;
         PyObject *own = PyFloat_FromDouble(norm_of(&job, from, from + blocks_of(job.gradients[i].size)));
         if (!own || PyList_SetItem(result, i, own)) Py_CLEAR(result);
     }
@@ -142,7 +161,7 @@ static PyObject *coefficients(PyObject *module, PyObject *const *arguments, Py_s
 static PyObject *multiply(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     Job job;
-    if (!has_arguments(n_arguments, 5) || !read_job(&job, MULTIPLY, arguments)) return NULL;
+    if (!has_arguments(n_arguments, 5) || !read_job(&job, MULTIPLY, arguments, NULL)) return NULL;
     int is_valid = has_numbers(arguments[4], job.n);
     for (int64_t i = 0; is_valid && i < job.n; i++)
         job.gradients[i].factor = number_at(arguments[4], (Py_ssize_t)i);
@@ -152,9 +171,109 @@ static PyObject *multiply(PyObject *module, PyObject *const *arguments, Py_ssize
 static PyObject *clamp(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     Job job;
-    if (!has_arguments(n_arguments, 6) || !read_job(&job, CLAMP, arguments)) return NULL;
+    if (!has_arguments(n_arguments, 6) || !read_job(&job, CLAMP, arguments, NULL)) return NULL;
     job.low = PyFloat_AsDouble(arguments[4]);
     job.high = PyFloat_AsDouble(arguments[5]);
+    return finish(&job);
+}
+
+/* Adds an index to a list; 0 with an error of Python. */
+static int append_index(PyObject *list, int64_t index) {
+    PyObject *number = PyLong_FromLongLong(index);
+    int failed = !number || PyList_Append(list, number);
+    Py_XDECREF(number);
+    return !failed;
+}
+
+/* Whether squares of float64 may have overflowed or lost digits to underflow. */
+static int is_extreme(double norm) { return norm != 0 && !(norm >= 0x1p-450 && norm < 0x1p450); }
+
+static PyObject *unit_norms(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    Job job;
+    if (!has_arguments(n_arguments, 6)) return NULL;
+    if (!read_job(&job, SUM_SQUARES, arguments, arguments[4])) return NULL;
+    double *norms = PyLong_AsVoidPtr(arguments[5]), *own = norms;
+    PyObject *unknown = PyErr_Occurred() ? NULL : PyList_New(0);
+    for (int64_t i = 0; i < job.n; own += job.gradients[i++].rows)
+        if (job.gradients[i].length <= BLOCK) job.gradients[i].norms = own;
+    if (unknown) run(&job);
+    for (int64_t i = 0; unknown && i < job.n; i++) {
+        const Gradient *gradient = job.gradients + i;
+        int64_t part = gradient->first_part, n_parts = blocks_of(gradient->length);
+        int is_absent = !gradient->elements && gradient->size, is_unknown = is_absent;
+        for (int64_t row = 0; row < gradient->rows; row++, part += n_parts, norms++) {
+            if (is_absent || !n_parts)
+                *norms = is_absent ? INFINITY : 0;
+            else if (!gradient->norms)
+                *norms = norm_of(&job, part, part + n_parts);
+            is_unknown |= job.loops == loops_of + FLOAT64 && is_extreme(*norms);
+        }
+        if (is_unknown && !append_index(unknown, i)) Py_CLEAR(unknown);
+    }
+    free_job(&job);
+    return unknown;
+}
+
+/* The coefficient of a unit, min(1, ratio * max(weights, eps) / norm); 1 where the norm is 0, or limited
+ * by nothing; NaN stays. */
+static double unit_coefficient(double norm, double weights, double ratio, double eps) {
+    double limit = ratio * (weights < eps ? eps : weights);
+    if (weights == INFINITY || ratio == INFINITY) limit = INFINITY;
+    if (norm == 0 || norm <= limit) return 1;
+    return limit / norm;
+}
+
+/* A coefficient divided by the loss scale, both rounded, as elements are multiplied by it; negative where
+ * one factor would lose digits. */
+static double factor_of(double coefficient, double scale, int wide, int is_double) {
+    double factor = wide ? coefficient / scale : (double)((float)coefficient / (float)scale);
+    if (coefficient > 0 && factor < (is_double ? DBL_MIN : FLT_MIN)) return -1;
+    return is_double ? factor : (double)(float)factor;
+}
+
+static PyObject *unit_factors(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 7)) return NULL;
+    const double *norms = PyLong_AsVoidPtr(arguments[0]);
+    Py_ssize_t n = PyBytes_Size(arguments[1]) / (Py_ssize_t)sizeof(int64_t);
+    double eps = PyFloat_AsDouble(arguments[3]), scale = PyFloat_AsDouble(arguments[4]), least = 1;
+    int wide = PyObject_IsTrue(arguments[5]), is_double = PyLong_AsLong(arguments[6]) == FLOAT64, fits = 1;
+    if (PyErr_Occurred() || !has_numbers(arguments[2], n)) return NULL;
+    int64_t n_units = 0;
+    for (Py_ssize_t i = 0; i < n; i++) n_units += number_of(arguments[1], i);
+    PyObject *changed = PyList_New(0), *result = NULL;
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)sizeof(double) * n_units);
+    double *factors = bytes ? (double *)(void *)PyBytes_AsString(bytes) : NULL;
+    for (Py_ssize_t i = 0; changed && factors && i < n; i++) {
+        double ratio = number_at(arguments[2], i);
+        int is_changed = 0;
+        for (int64_t row = number_of(arguments[1], i); row; row--, norms++, factors++) {
+            double coefficient = unit_coefficient(*norms / scale, norms[n_units], ratio, eps);
+            if (!wide) coefficient = (float)coefficient;
+            if (coefficient < least || coefficient != coefficient) least = coefficient;
+            *factors = factor_of(coefficient, scale, wide, is_double);
+            is_changed |= *factors != 1, fits &= !(*factors < 0);
+        }
+        if (PyErr_Occurred() || (is_changed && !append_index(changed, i))) Py_CLEAR(changed);
+    }
+    if (changed && bytes)
+        result = fits ? Py_BuildValue("(OOd)", bytes, changed, least) : Py_NewRef(Py_None);
+    Py_XDECREF(changed);
+    Py_XDECREF(bytes);
+    return result;
+}
+
+static PyObject *multiply_units(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    Job job;
+    if (!has_arguments(n_arguments, 6) || !read_job(&job, MULTIPLY, arguments, arguments[4])) return NULL;
+    const double *factors = (const double *)(const void *)PyBytes_AsString(arguments[5]);
+    int64_t n_units = 0;
+    for (int64_t i = 0; factors && i < job.n; n_units += job.gradients[i++].rows)
+        job.gradients[i].factors = factors + n_units;
+    if (factors && PyBytes_Size(arguments[5]) != n_units * (Py_ssize_t)sizeof(double))
+        PyErr_SetString(PyExc_ValueError, "expected a factor for each unit");
     return finish(&job);
 }
 
@@ -214,6 +333,9 @@ static PyMethodDef methods[] = {
     {"norms", FAST(norms), NULL},
     {"coefficients", FAST(coefficients), NULL},
     {"multiply_", FAST(multiply), NULL},
+    {"unit_norms", FAST(unit_norms), NULL},
+    {"unit_factors", FAST(unit_factors), NULL},
+    {"multiply_units_", FAST(multiply_units), NULL},
     {"clamp_", FAST(clamp), NULL},
     {"are_apart", FAST(are_apart), NULL},
     {"set_portable", set_portable, METH_O, NULL},

@@ -38,6 +38,45 @@ def multiply_(
     Factors are rounded to float32, but for float64 gradients. Gradients whose factor is 1 are left.
     """
 
+def unit_norms(
+    addresses: list[int], sizes: bytes, dtype: int, threads: int, rows: bytes, norms: int, /
+) -> list[int]:
+    """Writes the 2-norm of each unit to memory, as float64, tensor after tensor.
+
+    `sizes` are elements of a unit, `rows` how many of them each tensor has; `norms` is an address.
+    An address of 0 leaves a tensor out, whose norms are inf.
+
+    Returns:
+        Indices of tensors that were left out, and of those of float64 of which squares may have
+        overflowed or lost digits.
+    """
+
+def unit_factors(
+    norms: int,
+    rows: bytes,
+    ratio: float | list[float],
+    eps: float,
+    scale: float,
+    wide: bool,
+    dtype: int,
+    /,
+) -> tuple[bytes, list[int], float] | None:
+    """The factors of gradients of a dtype: coefficient / scale of each unit.
+
+    A coefficient is min(1, ratio * max(weights, eps) / (gradient / scale)), from the float64[2, n]
+    of norms at an address, rounded to float32, or to float64 where `wide`. `ratio` is one number,
+    or one for each gradient.
+
+    Returns:
+        Factors, as bytes of float64; indices of gradients with a factor that is not 1; the least
+        coefficient, or NaN where one is. None where one factor would lose digits.
+    """
+
+def multiply_units_(
+    addresses: list[int], sizes: bytes, dtype: int, threads: int, rows: bytes, factors: bytes, /
+) -> None:
+    """Multiplies each unit by its factor; leaves units whose factor is 1, and addresses of 0."""
+
 def clamp_(
     addresses: list[int], sizes: bytes, dtype: int, threads: int, low: float, high: float, /
 ) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from tritonclip import settings
 from tritonclip.backends.interface import Layout, UnitLayout
 from tritonclip.backends.native import NativeLayout, fault, loops
+from tritonclip.backends.native_units import NativeUnitLayout
 from tritonclip.backends.operators import ARITHMETIC, TorchLayout
 from tritonclip.backends.units import TorchUnitLayout, has_dense_units
 from tritonclip.messages import warn_user
@@ -58,8 +59,8 @@ def unit_layout_of(grads: list[Tensor], weights: list[Tensor], dtype: torch.dtyp
     """
     device, kinds = grads[0].device, {weight.dtype for weight in weights}
     name = backend_name(device, grads[0].dtype.to_real())
+    known = len(kinds) == 1 and weights[0].dtype.to_real() in ARITHMETIC
     if name == "triton":
-        known = len(kinds) == 1 and next(iter(kinds)).to_real() in ARITHMETIC
         # As many reals in a unit of the weights as in one of the gradients.
         known = known and weights[0].is_complex() == grads[0].is_complex()
         if known and all(map(has_dense_units, [*grads, *weights])):
@@ -71,8 +72,9 @@ def unit_layout_of(grads: list[Tensor], weights: list[Tensor], dtype: torch.dtyp
             "complex where their gradients are: others take the slower torch backend; make "
             "parameters contiguous or channels_last where speed matters"
         )
-    by_loops = name == "native"
-    return TorchUnitLayout(grads, dtype, on_host=host_decides(device), by_loops=by_loops)
+    if name == "native" and known:
+        return NativeUnitLayout(grads, weights, dtype)
+    return TorchUnitLayout(grads, dtype, on_host=host_decides(device))
 
 
 def host_decides(device: torch.device) -> bool:

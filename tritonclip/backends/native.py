@@ -33,7 +33,7 @@ from tritonclip.backends.operators import (
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Of the functions and their arguments, as in `native/module.c`: a binary may be older.
-INTERFACE = 4
+INTERFACE = 5
 
 _MODULE = "tritonclip.backends._native"
 _REBUILD = (
@@ -111,6 +111,12 @@ def is_extreme(norm: float) -> bool:
     return norm != 0 and not _LEAST <= norm < _LARGEST
 
 
+def may_share(sizes: list[int]) -> bool:
+    """Whether threads may share tensors of these sizes; at least one."""
+    least: int = loops.SHARED * (1 if max(sizes) >= GRAIN else 2)
+    return sum(sizes) >= least
+
+
 class NativeLayout:
     """Sizes of gradients that are dense in memory.
 
@@ -128,7 +134,7 @@ class NativeLayout:
         self.tiny = torch.finfo(torch.float64 if self.is_double else torch.float32).tiny
         self.code = CODES[tensors[0].dtype]
         self.packed_sizes = array("q", sizes).tobytes()
-        self.is_shared = sum(sizes) >= loops.SHARED * (1 if max(sizes) >= GRAIN else 2)
+        self.is_shared = may_share(sizes)
         self.n_bytes = len(self.packed_sizes)
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> Batch:

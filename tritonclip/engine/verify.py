@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tritonclip.engine.gradients import Gradients, parameters_of
 from tritonclip.engine.norms import Norms
-from tritonclip.engine.units import weights_of
+from tritonclip.engine.units import weight_of
 from tritonclip.rules import Rule
 
 # Norms are right to 1e-6 (float64: 1e-12); the coefficient adds three roundings, the store one.
@@ -298,7 +298,7 @@ class UnitReference:
             norms, weights = [norm], [norm_of(whole, 2.0)]
         else:
             norms = [norm_of(row, 2.0) / scale for row in before]
-            weights = [norm_of(row, 2.0) for row in weights_of([parameter])[0]]
+            weights = [norm_of(row, 2.0) for row in weight_of(parameter)]
         limits = [w if math.isnan(w) else ratio * max(w, self._eps) for w in weights]
         by = [coefficient_of(n, limit, 0.0) for n, limit in zip(norms, limits, strict=True)]
         within = all(n * (1 + 1e-5) < limit for n, limit in zip(norms, limits, strict=True))
