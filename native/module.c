@@ -11,7 +11,7 @@
 #include "job.h"
 
 /* Of the functions and their arguments, for `native.py`. */
-#define INTERFACE 5
+#define INTERFACE 6
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
 
@@ -73,6 +73,8 @@ static int has_arguments(Py_ssize_t got, Py_ssize_t expected) {
     PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, got);
     return 0;
 }
+
+#include "moments.h"
 
 /* Runs a job unless there is an error, and frees it; returns None, or NULL with the error. */
 static PyObject *finish(Job *job) {
@@ -338,6 +340,8 @@ static PyMethodDef methods[] = {
     {"multiply_units_", FAST(multiply_units), NULL},
     {"clamp_", FAST(clamp), NULL},
     {"are_apart", FAST(are_apart), NULL},
+    {"advance_averages", FAST(advance_averages), NULL},
+    {"mean_and_deviation", FAST(mean_and_deviation), NULL},
     {"set_portable", set_portable, METH_O, NULL},
     {"share", share, METH_O, NULL},
     {NULL, NULL, 0, NULL},

@@ -102,8 +102,9 @@ class Expectation:
     def check_scale(self, rule: Rule, norm: Tensor) -> None:
         """Compares a finished `clip_grads_with_norm_` call."""
         given = norm.detach().abs()
-        limit = float(rule.limit(ReferenceNorms(given, [])))
-        multiplier = coefficient_of(float(given), limit, rule.eps)
+        limit = rule.limit(ReferenceNorms(given, []))
+        assert not isinstance(limit, list)
+        multiplier = coefficient_of(float(given), float(limit), rule.eps)
         mismatches: list[str] = []
         for index, before in enumerate(self._before):
             mismatches += self._compare(index, scaled(before, multiplier))
@@ -268,6 +269,11 @@ class ReferenceNorms(NamedTuple):
     def norm(self) -> Tensor:
         """The norm of all gradients, or of each."""
         return self.norms
+
+    def numbers(self) -> float | list[float]:
+        """`norm` in numbers."""
+        numbers: float | list[float] = self.norms.tolist()
+        return numbers
 
     def sizes(self) -> Tensor:
         """The number of elements of each gradient."""
