@@ -27,10 +27,8 @@ import torch
 from bench.results import Row
 from tritonclip.backends.interface import Clip
 
+# Assumed.
 LATENCY_NS = 650
-CAPTION = (
-    f"needed = bandwidth * {LATENCY_NS} ns (assumed) / multiprocessors; arithmetic, not measured"
-)
 # A load's bytes by the suffix of its opcode; 4 where it has none.
 WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 REGISTERS, THREADS = 65_536, 2048

@@ -217,7 +217,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         ours = ratio_rows(session.rows(function, device))
         place = f"{PLACES[function]}, {device}"
         terminalreporter.section(f"torch's best time / tritonclip's: {place}")
-        say(f"{summary(ours)}\n{results.text(ours, hidden=hidden)}")
+        say(f"{summary(ours)}\n{results.table(ours, hidden=hidden)}")
     if session.left_out and session.measured:
         say(f"left out: {'; '.join(session.left_out)}")
     if session.file and session.measured:
