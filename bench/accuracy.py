@@ -44,18 +44,10 @@ class WrongResultError(RuntimeError):
 
 
 class Gradients:
-    """Parameters of a workload with gradients, all equal on every run.
+    """Parameters of a workload, whose gradients are equal on every run.
 
-    Args:
-        workload: the shapes.
-        dtype: one of DTYPES; "mixed" is bfloat16 for matrices, float32 for vectors.
-        device: where parameters and gradients lie.
-
-    Attributes:
-        parameters: uninitialised, each with a `.grad`.
-        fresh: the values of the gradients, one tensor each; never written.
-        norms: their 2-norms in float64.
-        norm: the 2-norm of all of them in float64.
+    `fresh` has the values of the gradients, and is never written; `norms` are their 2-norms in
+    float64, `norm` is that of all of them.
     """
 
     def __init__(self, workload: Workload, dtype: str, device: torch.device) -> None:
@@ -128,36 +120,21 @@ class Gradients:
         return max(abs(m / t - 1) for m, t in zip(measured, self._norms(rule), strict=True))
 
     def check(
-        self,
-        grads: Sequence[Tensor],
-        rule: str,
-        limit: float | None,
-        tolerance: float,
-        eps: float = EPS,
+        self, grads: Sequence[Tensor], rule: str, limit: float, tolerance: float, eps: float = EPS
     ) -> None:
-        """Compares clipped gradients with float64.
+        """Raises WrongResultError where gradients differ from those that float64 clips.
 
-        Args:
-            grads: one a parameter, on any device.
-            rule: one of RULES.
-            limit: the limit of the rule; None where they must be as they were.
-            tolerance: largest error relative to the largest element of a gradient, on top of one
-                unit in the last place of their dtype.
-            eps: added to a norm before the limit is divided by it.
-
-        Raises:
-            WrongResultError: one differs.
+        The tolerance is relative to the largest element of a gradient, on top of one unit in the
+        last place of its dtype.
         """
-        bound = math.inf if limit is None or rule != "value" else limit
-        norm_limit = math.inf if limit is None or rule == "value" else limit
-        multipliers = self.multipliers(rule, norm_limit, eps)
+        bound, most = (limit, math.inf) if rule == "value" else (math.inf, limit)
+        multipliers = self.multipliers(rule, most, eps)
         for i, (grad, fresh) in enumerate(zip(grads, self.fresh, strict=True)):
             if grad.shape != fresh.shape or grad.dtype != fresh.dtype:
                 raise WrongResultError(f"gradient {i} became {grad.dtype} {tuple(grad.shape)}")
             error, largest = _difference(grad.detach(), fresh, multipliers[i], bound)
-            limits = torch.finfo(fresh.dtype)
-            most = (tolerance + limits.eps) * largest + limits.smallest_normal * 2**-9
-            if not error <= most:
+            info = torch.finfo(fresh.dtype)
+            if not error <= (tolerance + info.eps) * largest + info.smallest_normal * 2**-9:
                 raise WrongResultError(f"gradient {i} is off by {error:.3g}, of {largest:.3g}")
 
 

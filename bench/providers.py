@@ -1,19 +1,23 @@
-"""Providers that are compared: tritonclip, and the functions that users of PyTorch have instead.
+"""Providers that are compared: tritonclip, and the functions that users have instead.
 
 A provider is asked for an `Entry` for given gradients, rule and limit; nothing but its `call` is
 timed. Those of IN_PLACE change the gradients; those of OUT_OF_PLACE return new ones, where the
 baselines are idioms of users of PyTorch, as nothing of torch.nn.utils clips out of place.
-Providers from other frameworks, on arrays of theirs, are in `frameworks`.
+
+Other frameworks are compared where they are installed, each in its idiom, on its arrays, which are
+filled from torch's outside the clock. None of these hold torch's memory.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,25 +29,26 @@ from bench.accuracy import EPS, NORMS, OURS, Gradients
 from bench.workloads import CLIPS, DTYPES, RULES, TWO, Workload
 from tritonclip import functional
 
-# Compilers unroll a list: one of 10,000 takes them minutes.
-MOST_COMPILED = 1000
+# TensorFlow and JAX take most of a GPU's memory when they start, unless told before their import.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # Norms of others may be off by this much, torch's are by up to 1% on a CPU: see `norm_error`.
 LENIENT = 0.05
 # Lists of so many bytes and more stand beside torch.sum over as many.
 SUMMED = 2**23 + 1
+# jit unrolls a list: one of 10,000 takes it minutes.
+MOST_COMPILED = 1000
 BOTH = {"cpu": DTYPES, "cuda": DTYPES}
 
 
-@dataclass
 class Entry:
-    """One provider, ready to clip given gradients."""
+    """One provider, ready to clip given gradients: all that is timed is `call`.
 
-    gradients: Gradients
-    # All that is timed. In place it returns norms or None; out of place, new gradients and these.
-    call: Callable[[], Any]
-    graphable: bool = True  # A CUDA graph can capture it.
-    out_of_place: bool = False  # It never writes to its gradients.
-    on_torch_stream: bool = True  # It works on torch's current stream: events time it.
+    In place it returns norms or None; out of place, new gradients and these.
+    """
+
+    def __init__(self, gradients: Gradients, call: Callable[[], Any], *, out_of_place=False):
+        self.gradients, self.call, self.out_of_place = gradients, call, out_of_place
 
     def refill(self) -> None:
         """Gives the gradients their values from before any clipping, where a call writes them."""
@@ -71,8 +76,9 @@ class Provider(NamedTuple):
     passes: Mapping[str, int | None]
     baseline: bool = False  # One of torch's ways, the best of which the others are divided by.
     clips: bool = True  # Else it only measures.
-    compiles: bool = False  # Left out for lists of more than MOST_COMPILED tensors.
-    least_bytes: int = 0  # Left out for lists of fewer.
+    syncs: bool = False  # Reads a number back: no CUDA graph captures it.
+    most_tensors: int | None = None  # Left out for longer lists.
+    least_bytes: int = 0  # Left out for shorter lists.
     eps: float = EPS  # Added to a norm before a limit is divided by it.
     modules: Sequence[str] = ()  # All that it needs beside torch.
     dtypes: Mapping[str, Sequence[str]] = BOTH  # Compared in these, by type of device.
@@ -90,7 +96,7 @@ class Provider(NamedTuple):
         reasons = {
             f"{', '.join(missing)} not installed": missing,
             f"not compared in {dtype} on {device}": dtype not in self.dtypes.get(device, ()),
-            f"compiling a list of {n} takes minutes": self.compiles and n > MOST_COMPILED,
+            f"compiling a list of {n} takes minutes": n > (self.most_tensors or n),
             "compared with lists over 8 MiB only": workload.n_bytes(dtype) < self.least_bytes,
         }
         return next((f"{self.name}: {why}" for why, holds in reasons.items() if holds), None)
@@ -160,12 +166,6 @@ def _torch(foreach: bool | None, gradients: Gradients, rule: str, limit: float) 
     return _in_place(gradients, rule, clip)
 
 
-def _compiled(make: Make, gradients: Gradients, rule: str, limit: float) -> Entry:
-    """torch.compile makes CUDA graphs itself, with mode="reduce-overhead": not compared."""
-    call = torch.compile(make(gradients, rule, limit).call, fullgraph=True)
-    return Entry(gradients, call, graphable=False)
-
-
 def _drop_in(gradients: Gradients, rule: str, limit: float) -> Entry:
     """Our functions with the names and signatures of torch's."""
     clip = getattr(tritonclip, f"clip_grad_{rule}_")
@@ -223,28 +223,165 @@ def _loop(grads: list[Tensor], rule: str, limit: float) -> Any:
     return [grad * coefficient for grad in grads], norm
 
 
+# Clipped arrays, and norms or None, having waited for them.
+Clipped = tuple[list[Any], list[Any] | None]
+
+
+class ForeignEntry(Entry):
+    """An entry on arrays of another framework.
+
+    `fill` makes an array from a tensor, `view` a tensor from an array. With `keep` the next call
+    goes on with the clipped arrays, else with the first ones, which then are never written.
+    """
+
+    def __init__(self, gradients, fill, clip, *, keep, view=torch.utils.dlpack.from_dlpack):
+        super().__init__(gradients, self._clip, out_of_place=True)
+        self._fill, self._run, self._keep, self._view = fill, clip, keep, view
+        self._arrays = [fill(fresh) for fresh in gradients.fresh]
+
+    def _clip(self) -> Any:
+        output = self._run(self._arrays)
+        if self._keep:
+            self._arrays = output[0]
+        return output
+
+    def refill(self) -> None:
+        """Fills arrays anew where the last call wrote to them."""
+        if self._keep:
+            self._arrays = []
+            self._arrays = [self._fill(fresh) for fresh in self.gradients.fresh]
+
+    def result(self, output: Any) -> tuple[list[Tensor], list[float]]:
+        """Clipped arrays as tensors, and norms."""
+        return super().result(([self._view(array) for array in output[0]], output[1]))
+
+
+def _tensorflow(gradients: Gradients, rule: str, limit: float) -> Entry:
+    """Eager, like torch: the functions return new tensors."""
+    tf = import_module("tensorflow")
+    tf.config.set_soft_device_placement(True)
+    dlpack = tf.experimental.dlpack
+
+    def clip(arrays: list[Any]) -> Clipped:
+        if rule == "norm":
+            clipped, norm = tf.clip_by_global_norm(arrays, limit)
+            return clipped, [norm]
+        if rule == "value":
+            return [tf.clip_by_value(array, -limit, limit) for array in arrays], None
+        return [tf.clip_by_norm(array, limit) for array in arrays], None
+
+    return ForeignEntry(
+        gradients,
+        lambda tensor: tf.raw_ops.DeepCopy(x=dlpack.from_dlpack(tensor.__dlpack__())),
+        clip,
+        keep=False,
+        view=lambda array: torch.utils.dlpack.from_dlpack(dlpack.to_dlpack(array)),
+    )
+
+
+def _paddle(gradients: Gradients, rule: str, limit: float) -> Entry:
+    """The classes that `paddle.optimizer` calls with its `grad_clip`."""
+    paddle = import_module("paddle")
+    if gradients.device.type == "cpu":
+        paddle.set_device("cpu")
+    by = {"norm": "GlobalNorm", "value": "Value", "gradient": "Norm"}
+    run = getattr(paddle.nn, f"ClipGradBy{by[rule]}")(limit)
+    # All that is read of a parameter.
+    parameter = SimpleNamespace(need_clip=True, name="parameter", process_mesh=None)
+
+    def clip(arrays: list[Any]) -> Clipped:
+        clipped = run([(parameter, array) for array in arrays])
+        if gradients.device.type == "cuda":
+            paddle.device.synchronize()
+        return [array for _, array in clipped], None
+
+    fill = paddle.utils.dlpack.from_dlpack
+    return ForeignEntry(gradients, lambda tensor: fill(tensor).clone(), clip, keep=True)
+
+
+def _optax(donate: bool, gradients: Gradients, rule: str, limit: float) -> Entry:
+    """Under jit, with its arguments donated, as in a training step, or out of place."""
+    jax, optax = import_module("jax"), import_module("optax")
+    transform = {"norm": optax.clip_by_global_norm, "value": optax.clip}[rule](limit)
+
+    def update(arrays: list[Any]) -> Clipped:
+        clipped = transform.update(arrays, transform.init(arrays))[0]
+        return clipped, [optax.tree.norm(arrays)] if rule == "norm" else None
+
+    compiled = jax.jit(update, donate_argnums=0 if donate else ())
+    return ForeignEntry(
+        gradients,
+        lambda tensor: jax.numpy.array(jax.dlpack.from_dlpack(tensor), copy=True),
+        lambda arrays: jax.block_until_ready(compiled(arrays)),
+        keep=donate,
+    )
+
+
+def _apex(gradients: Gradients, rule: str, limit: float) -> Entry:
+    """The function of `apex.contrib`, with the signature of torch's; reads a number back."""
+    clip = import_module("apex.contrib.clip_grad").clip_grad_norm_
+    return Entry(gradients, partial(clip, gradients.parameters, limit))
+
+
+def _engine(gradients: Gradients, rule: str, limit: float) -> Entry:
+    """Kernels of Transformer Engine as Megatron-LM calls them, which reads the norm back."""
+    optimizers = import_module("transformer_engine.pytorch.optimizers")
+    flag = torch.zeros(1, dtype=torch.int, device=gradients.device)
+    grads, apply = gradients.grads, optimizers.multi_tensor_applier
+
+    def clip() -> list[float]:
+        norm = float(apply(optimizers.multi_tensor_l2norm, flag, [grads], False)[0])
+        coefficient = limit / (norm + 1e-6)
+        if coefficient < 1:
+            apply(optimizers.multi_tensor_scale, flag, [grads, grads], coefficient)
+        return [norm]
+
+    return Entry(gradients, clip)
+
+
 DEPENDS = dict.fromkeys(RULES)
 # Measured, then read and written; a clamp reads and writes once, two with one bound each do twice.
 ONCE = {"norm": 3, "value": 2, "gradient": 3}
 TWICE = {**ONCE, "value": 4}
 TORCH_TWICE, TORCH_ONCE = ({**one, "step": None, "largest": 3} for one in (TWICE, ONCE))
-_default = partial(_torch, None)
+# Of one dtype in a list.
+ONE, ON_GPU = DTYPES[:3], {"cuda": DTYPES[:4]}
+# Eager TensorFlow clamps in two operators.
+TENSORFLOW = Provider(
+    "tensorflow", _tensorflow, TWICE, eps=0.0, modules=("tensorflow",), dtypes={"cpu": ONE}
+)
+OPTAX, JAX = {"norm": 3, "value": 2}, ("jax", "optax")
 IN_PLACE = (
     Provider("tritonclip", _ours, DEPENDS),
     Provider("tritonclip flat", _flat, DEPENDS),
     Provider("tritonclip wrapper", _wrapper, {"step": None}),
     Provider("tritonclip drop-in", _drop_in, dict.fromkeys(TWO)),
     Provider("tritonclip norm only", partial(_norm_only, "tritonclip"), {"norm": 1}, clips=False),
-    Provider("tritonclip compiled", partial(_compiled, _ours), DEPENDS, compiles=True),
-    Provider("torch", _default, TORCH_TWICE, baseline=True),
+    Provider("torch", partial(_torch, None), TORCH_TWICE, baseline=True),
     Provider("torch foreach", partial(_torch, True), TORCH_TWICE, baseline=True),
     Provider("torch no foreach", partial(_torch, False), TORCH_ONCE, baseline=True),
-    Provider("torch compiled", partial(_compiled, _default), TORCH_ONCE, compiles=True),
     Provider("torch norm only", partial(_norm_only, "torch"), {"norm": 1}, clips=False),
     Provider("torch sum", _torch_sum, dict.fromkeys(CLIPS, 1), clips=False, least_bytes=SUMMED),
+    TENSORFLOW,
+    Provider("paddle", _paddle, ONCE, modules=("paddle",), dtypes=ON_GPU | {"cpu": ONE[:1]}),
+    Provider(
+        "optax", partial(_optax, True), OPTAX, most_tensors=MOST_COMPILED, eps=0.0, modules=JAX
+    ),
+    Provider("apex", _apex, {"norm": 3}, syncs=True, modules=("apex.contrib",), dtypes=ON_GPU),
+    Provider(
+        "transformer_engine",
+        _engine,
+        {"norm": None},
+        syncs=True,
+        modules=("transformer_engine.pytorch",),
+        dtypes={"cuda": ONE},
+    ),
 )
+NAMED = {provider.name: provider for provider in IN_PLACE}
 OUT_OF_PLACE = (
     Provider("tritonclip", _out_of_place(_functional), ONCE, eps=0.0),
     Provider("torch foreach", _out_of_place(_foreach), TWICE, baseline=True, eps=0.0),
     Provider("torch loop", _out_of_place(_loop), ONCE, baseline=True, eps=0.0),
+    TENSORFLOW,
+    NAMED["optax"]._replace(make=partial(_optax, False)),
 )

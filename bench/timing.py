@@ -132,15 +132,13 @@ def interleaved(
     most_samples: int = MOST_SAMPLES,
     most_calls: int = MOST_CALLS,
 ) -> list[Samples]:
-    """Samples of all calls, taken in turn.
+    """Samples of all calls, taken in turn while the garbage collector is off.
 
-    Samples are paired: each round goes through all calls in an order of its own, so that whatever
-    slows the machine down for a while slows all of them. At least `n_samples` of each call, and
-    more for some seconds, are taken while the garbage collector is off.
+    Samples are paired: each round goes through all calls in another order, so that whatever slows
+    the machine down for a while slows all of them. At least `n_samples` of each call are taken, and
+    more for some seconds.
     """
-    if not timed:
-        return []
-    shuffle, collects = random.Random(0), gc.isenabled()
+    shuffle = random.Random(0)
     gc.disable()
     try:
         rounds = [[sample(one, device)[1] for one in timed] for _ in range(4)]
@@ -158,8 +156,7 @@ def interleaved(
                 result[i].hosts.append(host)
                 result[i].walls.append(wall)
     finally:
-        if collects:
-            gc.enable()
+        gc.enable()
     return result
 
 
@@ -174,7 +171,7 @@ def flush_of(device: torch.device) -> Callable[[], Any]:
     return lambda: torch.max(buffer)
 
 
-def device_us(timed: Timed, flush: Callable[[], Any], host_us: float) -> float:
+def device_us(timed: Timed, device: torch.device, host_us: float) -> float:
     """The time on the GPU alone, on torch's current stream, of a call that the host queues so long.
 
     A wait on the GPU in front lets the host run ahead, so that the gaps between launches do not
@@ -186,7 +183,7 @@ def device_us(timed: Timed, flush: Callable[[], Any], host_us: float) -> float:
     times: list[float] = []
     for _ in range(DEVICE_SAMPLES):
         call = timed.prepared()
-        flush()
+        flush_of(device)()
         torch.cuda.synchronize()
         torch.cuda._sleep(head_start)
         start.record()
@@ -244,10 +241,7 @@ def extra_bytes(call: Callable[[], Any], device: torch.device) -> int:
 
 @cache
 def copy_gb_per_s(device: torch.device) -> float:
-    """Bytes read and written a second, in GB, while one large buffer is copied to another.
-
-    The best of ten, as the limit of the memory.
-    """
+    """Bytes read and written a second, in GB, while a large buffer is copied: the best of ten."""
     source = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
     times = [sample(Timed(lambda: target.copy_(source)), device)[1] for _ in range(11)]

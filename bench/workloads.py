@@ -17,6 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16", "mixed", "float64")
 CLIPS = ("norm", "value", "gradient")
 # step: by global norm, and then a step of SGD. largest: by the global norm of order inf.
 RULES = (*CLIPS, "step", "largest")
+STEPS = ("unclipped", "clipped")
 BY = {"norm": "global norm", "value": "value", "gradient": "each norm", "step": "norm, SGD step"}
 BY["largest"] = "largest magnitude"
 Shape = tuple[int, ...]
@@ -111,7 +112,7 @@ _LLAMA3_ATTENTION = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096))
 _LLAMA3_MATRICES = (*_LLAMA3_ATTENTION, (14336, 4096), (14336, 4096), (4096, 14336))
 
 
-def _llama3(layers: int, vocabulary: int) -> Shapes:
+def llama3(layers: int, vocabulary: int) -> Shapes:
     layer = (*_LLAMA3_MATRICES, (4096,), (4096,))
     return ((vocabulary, 4096), *(layer * layers), (4096,), (vocabulary, 4096))
 
@@ -165,7 +166,7 @@ _ALL = (
     Workload("vit_b16", "ViT-B/16", _vit_b16()),
     Workload("gpt2_124m", "GPT-2 124M", _gpt2()),
     Workload("twelve", "12 of 4 million", ((2000, 2000),) * 12),
-    Workload("llama3_8b", "Llama-3-8B, 1/32", _llama3(1, 128256 // 32), _LLAMA3_NOTE),
+    Workload("llama3_8b", "Llama-3-8B, 1/32", llama3(1, 128256 // 32), _LLAMA3_NOTE),
     Workload("moe", "DeepSeekMoE 16B, widths/8", moe(8), _MOE_NOTE),
     Workload("lora_r16", "LoRA r16 of Llama-3-8B", _lora_r16()),
     Workload("huge_and_small", "1 huge, 300 small", _huge_and_small()),
@@ -173,8 +174,6 @@ _ALL = (
     Workload("tiny_10000", "10,000 tiny", ((4,),) * 10000),
     # Sizes up to 300,001.
     Workload("odd", "200 odd, misaligned", _ODD, _ODD_NOTE, misaligned=True),
-    # Only where it is asked for by name: 16 GB a copy in bfloat16, and two to three are kept.
-    Workload("llama3_8b_full", "Llama-3-8B", _llama3(32, 128256)),
 )
 WORKLOADS = {workload.name: workload for workload in _ALL}
 
@@ -258,18 +257,16 @@ def named(part: str, value: str) -> str:
 
 
 def cases_of(
-    plan: Plan,
-    names: Sequence[str] = (),
-    dtypes: Sequence[str] = (),
-    rules: Sequence[str] = (),
-) -> list[tuple[str, str, str]]:
-    """Workload, dtype and rule of what is measured: what fits of a plan, or all of named lists."""
+    plan: Plan, names: Sequence[str] = (), dtypes: Sequence[str] = (), rules: Sequence[str] = ()
+) -> list[tuple[str, str, str, str]]:
+    """Workload, dtype, rule and step of each case: what fits of a plan, or all of named lists."""
     lines = [((name,), dtype, rules or CLIPS) for name in names for dtype in dtypes or DTYPES[:1]]
     return [
-        (name, dtype, rule)
+        (name, dtype, rule, step)
         for workloads, dtype, own in (lines if names else plan)
         if dtype in (dtypes or DTYPES)
         for name in workloads
         for rule in own
         if rule in (rules or RULES)
+        for step in STEPS
     ]
