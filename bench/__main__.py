@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import wraps
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def measuring(command: Callable[..., Iterable[Sequence[Row]]]) -> click.Command:
         rows: list[Row] = []
         origin = results.provenance(device) | {"plan": "not finished"}
         with suppress(KeyboardInterrupt):
-            for found in command(**options):
+            for found in track(command(**options), command.__name__, transient=True):
                 rows += found
                 results.write(out, origin, rows)
             del origin["plan"]
@@ -89,10 +90,9 @@ def need_triton() -> None:
 @click.option("--device", type=click.Choice(DEVICES), default=DEVICES[-1], show_default=True)
 def accuracy(shrink, device):
     """Measures norms that are hard to get right against float64."""
-    from bench.accuracy import N_HARD, hard_gradients, measure
+    from bench.accuracy import hard_gradients, measure
 
-    lists = hard_gradients(torch.device(device), shrink)
-    for one in track(lists, "norms", total=N_HARD, transient=True):
+    for one in hard_gradients(torch.device(device), shrink):
         yield list(measure(*one))
 
 
@@ -123,8 +123,8 @@ def codegen():
     from bench.codegen import CHIPS, DTYPES, rows_of
 
     need_triton()
-    for one in track([(c, d) for c in CHIPS for d in DTYPES], "compiling", transient=True):
-        yield rows_of(*one)
+    for chip, dtype in product(CHIPS, DTYPES):
+        yield rows_of(chip, dtype)
 
 
 @main.command()

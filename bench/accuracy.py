@@ -28,11 +28,8 @@ BLOCK = 2**18
 EPS = 1e-6
 # Largest relative error of our norms.
 OURS = 1e-6
-CALLS = 20
 # Elements of GPT-2 124M.
 MANY = 124_439_808
-# The lists that `hard_gradients` yields.
-N_HARD = 9
 NORMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "tritonclip": tritonclip.get_total_norm,
     "torch": torch.nn.utils.get_total_norm,
@@ -132,7 +129,14 @@ class Gradients:
         for i, (grad, fresh) in enumerate(zip(grads, self.fresh, strict=True)):
             if grad.shape != fresh.shape or grad.dtype != fresh.dtype:
                 raise WrongResultError(f"gradient {i} became {grad.dtype} {tuple(grad.shape)}")
-            error, largest = _difference(grad.detach(), fresh, multipliers[i], bound)
+            blocks = (tensor.detach().reshape(-1).split(BLOCK) for tensor in (grad, fresh))
+            found = []
+            for block, start in zip(*blocks, strict=True):
+                expected = (start.double() * multipliers[i]).clamp_(-bound, bound)
+                difference = expected - block.to(expected.device)
+                found.append(torch.stack([difference.abs().max(), expected.abs().max()]))
+            # NaN stays NaN.
+            error, largest = torch.stack(found).amax(0).tolist()
             info = torch.finfo(fresh.dtype)
             if not error <= (tolerance + info.eps) * largest + info.smallest_normal * 2**-9:
                 raise WrongResultError(f"gradient {i} is off by {error:.3g}, of {largest:.3g}")
@@ -153,20 +157,6 @@ def norm(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(math.fsum(float(block.double().square().sum()) for block in blocks))
 
 
-def _difference(
-    grad: Tensor, fresh: Tensor, multiplier: float, bound: float
-) -> tuple[float, float]:
-    """Largest error, and largest magnitude that was expected; NaN stays NaN."""
-    blocks = (tensor.reshape(-1).split(BLOCK) for tensor in (grad, fresh))
-    found = []
-    for block, start in zip(*blocks, strict=True):
-        expected = (start.double() * multiplier).clamp_(-bound, bound)
-        differences = expected - block.to(expected.device)
-        found.append(torch.stack([differences.abs().max(), expected.abs().max()]))
-    error, largest = torch.stack(found).amax(0).tolist()
-    return error, largest
-
-
 def hard_gradients(device: torch.device, shrink: int = 1) -> Iterator[tuple[str, list[Tensor]]]:
     """Gradients whose norm is hard to get right, and their names; long ones over `shrink`."""
     extremes = [(value, dtype) for value in ("1e20", "1e-25") for dtype in DTYPES[:2]]
@@ -184,7 +174,7 @@ def measure(name: str, gradients: list[Tensor]) -> Iterator[Row]:
     """Norms by both libraries, their errors, and how many different results twenty calls give."""
     truth = norm(gradients)
     for provider, total_norm in NORMS.items():
-        norms = [float(total_norm(gradients)) for _ in range(CALLS)]
+        norms = [float(total_norm(gradients)) for _ in range(20)]
         error, distinct = abs(norms[0] / truth - 1), len({one.hex() for one in norms})
         # JSON has no number for inf and nan: they are text.
         finite = [one if math.isfinite(one) else str(one) for one in (norms[0], error)]

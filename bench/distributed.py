@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,16 +41,7 @@ SHARE = 0.25
 MAX_NORM = 1e-3
 
 
-class Layout(NamedTuple):
-    """Gradients of one kind: makes the parameters of this process."""
-
-    make: Callable[[], list[Any]]
-    norm_type: float = 2.0
-    hangs: Sequence[str] = ()  # Providers that wait for ever.
-
-
-def _mesh(*shape: int) -> DeviceMesh:
-    return init_device_mesh("cpu", shape)
+_mesh = partial(init_device_mesh, "cpu")
 
 
 def _parameter(shape, mesh, placements=(), seed=0, dtype=torch.float32, size=1.0):
@@ -70,7 +61,7 @@ def _shards(mesh: DeviceMesh, *placements: Placement, **options: Any) -> list[An
 
 
 def _fsdp2(**options: Any) -> list[Any]:
-    return _shards(_mesh(4), Shard(0), **options)
+    return _shards(_mesh((4,)), Shard(0), **options)
 
 
 def _partial(mesh: DeviceMesh) -> Any:
@@ -83,30 +74,31 @@ def _partial(mesh: DeviceMesh) -> Any:
 
 def _two_meshes() -> list[Any]:
     """Matrices on both dimensions, norms on one: tensor parallelism with FSDP2."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = _mesh((2, 2), mesh_dim_names=("dp", "tp"))
     return [*_shards(mesh, Shard(0), Shard(1)), _parameter((32,), mesh["dp"], [Shard(0)], 8)]
 
 
 def _experts() -> Any:
     """Of a layer, on both dimensions of a mesh."""
-    return _parameter((4, 16, 8), _mesh(2, 2), [Shard(0), Shard(1)], 8)
+    return _parameter((4, 16, 8), _mesh((2, 2)), [Shard(0), Shard(1)], 8)
 
 
-LAYOUTS = {
-    "FSDP2": Layout(_fsdp2),
-    "HSDP 2x2": Layout(lambda: _shards(_mesh(2, 2), Replicate(), Shard(0))),
-    "TP 2 x FSDP2 2, norms on one mesh": Layout(_two_meshes),
-    "experts on (2, 2), dense on (4)": Layout(lambda: [*_fsdp2(), _experts()]),
-    "FSDP2 beside a plain tensor": Layout(lambda: [*_fsdp2(), _parameter((32,), None, seed=8)]),
-    "FSDP2 beside a Partial gradient": Layout(lambda: [*_fsdp2(), _partial(_mesh(4))]),
-    "FSDP2, elements of 1e30": Layout(lambda: _fsdp2(size=1e30)),
-    "FSDP2, elements of 1e-30": Layout(lambda: _fsdp2(size=1e-30)),
-    "FSDP2, bfloat16": Layout(lambda: _fsdp2(dtype=torch.bfloat16)),
-    "FSDP2, order inf": Layout(_fsdp2, math.inf),
-    "an empty shard, order inf": Layout(
-        lambda: [_parameter((9,), _mesh(4), [Shard(0)])], math.inf, ("torch", "accelerate")
-    ),
+# Each makes the parameters of this process.
+LAYOUTS: dict[str, Callable[[], list[Any]]] = {
+    "FSDP2": _fsdp2,
+    "HSDP 2x2": lambda: _shards(_mesh((2, 2)), Replicate(), Shard(0)),
+    "TP 2 x FSDP2 2, norms on one mesh": _two_meshes,
+    "experts on (2, 2), dense on (4)": lambda: [*_fsdp2(), _experts()],
+    "FSDP2 beside a plain tensor": lambda: [*_fsdp2(), _parameter((32,), None, seed=8)],
+    "FSDP2 beside a Partial gradient": lambda: [*_fsdp2(), _partial(_mesh((4,)))],
+    "FSDP2, elements of 1e30": lambda: _fsdp2(size=1e30),
+    "FSDP2, elements of 1e-30": lambda: _fsdp2(size=1e-30),
+    "FSDP2, bfloat16": lambda: _fsdp2(dtype=torch.bfloat16),
+    "FSDP2, order inf": _fsdp2,
+    "an empty shard, order inf": lambda: [_parameter((9,), _mesh((4,)), [Shard(0)])],
 }
+# Providers that wait for ever.
+HANGS = {("an empty shard, order inf", "torch"), ("an empty shard, order inf", "accelerate")}
 
 
 def _accelerate(parameters, max_norm, norm_type):
@@ -134,20 +126,20 @@ def _truth(grads: Sequence[Tensor], p: float) -> float:
 def layout_rows(names: Sequence[str], providers: Sequence[str]) -> Iterator[Row]:
     """Rows of layouts, in every process of a group; each has the same ones."""
     for name, provider in itertools.product(names, providers):
-        layout, values = LAYOUTS[name], dict[str, Any](outcome="hangs: not run")
-        if provider not in layout.hangs:
-            values = _figures(layout, provider)
+        values: dict[str, Any] = {"outcome": "hangs: not run"}
+        if (name, provider) not in HANGS:
+            values = _figures(name, provider)
         correct = values.get("norm_error", 1.0) <= OURS if provider == "tritonclip" else None
         yield Row("distributed", {"layout": name, "provider": provider}, values, correct)
 
 
-def _figures(layout: Layout, provider: str) -> dict[str, Any]:
+def _figures(name: str, provider: str) -> dict[str, Any]:
     """Of one call; the error only of a norm that every process has."""
-    parameters = layout.make()
-    truth = _truth([one.grad for one in parameters], layout.norm_type)
+    parameters, order = LAYOUTS[name](), math.inf if name.endswith("order inf") else 2.0
+    truth = _truth([one.grad for one in parameters], order)
     with CommDebugMode() as seen:
         try:
-            norm = float(PROVIDERS[provider](parameters, MAX_NORM * truth, layout.norm_type))
+            norm = float(PROVIDERS[provider](parameters, MAX_NORM * truth, order))
         except (RuntimeError, ValueError) as raised:
             dist.barrier()
             return {"outcome": f"raises {type(raised).__name__}"}
@@ -166,7 +158,7 @@ def host_rows(n_samples: int = 15) -> Iterator[Row]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N_OF_FAKE_GROUP)
-    mesh, shape = _mesh(N_OF_FAKE_GROUP), (N_OF_FAKE_GROUP * ELEMENTS,)
+    mesh, shape = _mesh((N_OF_FAKE_GROUP,)), (N_OF_FAKE_GROUP * ELEMENTS,)
     for n in SIZES:
         parameters = [_parameter(shape, mesh, [Shard(0)], seed) for seed in range(n)]
         call = partial(tritonclip.clip_, parameters, 1e9)

@@ -37,9 +37,7 @@ DEVICE_SAMPLES = 15
 COPIED = {"cpu": 2**28, "cuda": 2**30}
 # Calls on a CPU are put together to samples of about this long, so that the clock's cost vanishes.
 # Each by its own time: one call between long ones of others would find its code out of cache.
-SAMPLE_US = 1000.0
-MOST_CALLS = 50
-MOST_SAMPLES = 300
+SAMPLE_US, MOST_CALLS, MOST_SAMPLES = 1000.0, 50, 300
 # Spins until its parent ends, which Ctrl-C is meant for.
 SPIN = """import os, signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -104,11 +102,8 @@ def clock_us() -> float:
 
 
 def sample(timed: Timed, device: torch.device, n_calls: int = 1) -> tuple[float, float]:
-    """Host and wall time of a call, the mean of `n_calls`.
-
-    Calls that need no preparation run between two readings of the clock. Others have readings
-    around each, of which the clock's own time is subtracted.
-    """
+    """Host and wall time of a call, the mean of `n_calls`."""
+    # A call that is prepared has readings of the clock around it, whose own time is subtracted.
     n_readings, clock = (1, 0.0) if timed.prepare is None else (n_calls, clock_us())
     host = wall = 0
     for _ in range(n_readings):
@@ -132,11 +127,10 @@ def interleaved(
     most_samples: int = MOST_SAMPLES,
     most_calls: int = MOST_CALLS,
 ) -> list[Samples]:
-    """Samples of all calls, taken in turn while the garbage collector is off.
+    """At least `n_samples` of each call, and more for some seconds, without garbage collection.
 
-    Samples are paired: each round goes through all calls in another order, so that whatever slows
-    the machine down for a while slows all of them. At least `n_samples` of each call are taken, and
-    more for some seconds.
+    They are paired: each round goes through all calls in another order, so that whatever slows the
+    machine down for a while slows all of them.
     """
     shuffle = random.Random(0)
     gc.disable()
@@ -160,17 +154,6 @@ def interleaved(
     return result
 
 
-@cache
-def flush_of(device: torch.device) -> Callable[[], Any]:
-    """Reads three times the L2 cache of a GPU, so that it holds nothing else.
-
-    Reading leaves no lines behind whose writing-back the next kernel would pay for.
-    """
-    size = 3 * torch.cuda.get_device_properties(device).L2_cache_size
-    buffer = torch.zeros(size // 4, dtype=torch.int32, device=device)
-    return lambda: torch.max(buffer)
-
-
 def device_us(timed: Timed, device: torch.device, host_us: float) -> float:
     """The time on the GPU alone, on torch's current stream, of a call that the host queues so long.
 
@@ -179,11 +162,15 @@ def device_us(timed: Timed, device: torch.device, host_us: float) -> float:
     is bound by the host all the same, and its time says so.
     """
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # Read before each call, so that the L2 cache holds nothing else. Reading leaves no lines behind
+    # whose writing-back the next kernel would pay for.
+    size = 3 * torch.cuda.get_device_properties(device).L2_cache_size
+    flushing = torch.zeros(size // 4, dtype=torch.int32, device=device)
     head_start = int(HEAD_START * (host_us + 50.0) * CYCLES_PER_US)
     times: list[float] = []
     for _ in range(DEVICE_SAMPLES):
         call = timed.prepared()
-        flush_of(device)()
+        torch.max(flushing)
         torch.cuda.synchronize()
         torch.cuda._sleep(head_start)
         start.record()
@@ -221,10 +208,7 @@ def launches(call: Callable[[], Any], device: torch.device) -> int:
 
 
 def extra_bytes(call: Callable[[], Any], device: torch.device) -> int:
-    """The most bytes that a call held at one time, beside those held before.
-
-    On a CPU every allocation that torch's allocator reports is counted; on a GPU its own peak.
-    """
+    """The most bytes that a call held at one time, beside those held before."""
     if device.type == "cuda":
         synchronize(device)
         before = torch.cuda.memory_allocated(device)
