@@ -6,10 +6,6 @@
 provenance to bench/results/ or `--out` as they are measured, and prints a table. Ctrl-C ends it and
 keeps the rows so far. OMP_NUM_THREADS says how many threads torch has. `report` makes tables and
 figures of all rows.
-
-Imports point up this list: workloads and results; accuracy, which also checks results; timing;
-providers, which are compared; codegen; speed, host and distributed; report; conftest and
-test_benchmarks, which `pytest bench --benchmark-only` runs.
 """
 
 from __future__ import annotations
@@ -46,11 +42,7 @@ def main() -> None:
 
 
 def measuring(command: Callable[..., Iterable[Sequence[Row]]]) -> click.Command:
-    """A command of a generator of rows, which are written as they come, and printed.
-
-    An interrupt ends it. It exits with 1 where a result of tritonclip was wrong, with 130 where it
-    was interrupted. Its file has the name of the command, and that of a device where it has one.
-    """
+    """A command that writes rows as they come, and exits with 1 where one of ours is wrong."""
 
     @main.command()
     @click.option("--out", type=FILE, help="file of the rows")

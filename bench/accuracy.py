@@ -119,11 +119,9 @@ class Gradients:
     def check(
         self, grads: Sequence[Tensor], rule: str, limit: float, tolerance: float, eps: float = EPS
     ) -> None:
-        """Raises WrongResultError where gradients differ from those that float64 clips.
-
-        The tolerance is relative to the largest element of a gradient, on top of one unit in the
-        last place of its dtype.
-        """
+        """Raises WrongResultError where gradients differ from those that float64 clips."""
+        # The tolerance is relative to the largest element of a gradient, on top of one unit in the
+        # last place of its dtype.
         bound, most = (limit, math.inf) if rule == "value" else (math.inf, limit)
         multipliers = self.multipliers(rule, most, eps)
         for i, (grad, fresh) in enumerate(zip(grads, self.fresh, strict=True)):

@@ -34,6 +34,7 @@ WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 REGISTERS, THREADS = 65_536, 2048
 # More chunks than any grid has programs.
 ELEMENTS = 2**20
+# "each": every gradient has a norm.
 KERNELS = ("norm", "scale", "norm, each", "scale, each", "clamp")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -114,10 +115,7 @@ def absent_gpu(arch: int) -> Iterator[None]:
 
 
 def launches_of(dtype: torch.dtype) -> dict[str, Launch]:
-    """One launch of each kernel on a long list, as its verb asks for it, by the kernel's name.
-
-    Names end with "each" where every gradient has a norm. The GPU has one multiprocessor.
-    """
+    """A launch of each kernel on a long list, by its name, on a GPU of one multiprocessor."""
     launches = []
 
     def record(kernel, device, programs, occupancy, arguments, **constants):

@@ -98,13 +98,11 @@ def walls_of(
 
 @contextmanager
 def entered() -> Iterator[list[tuple[str, str]]]:
-    """Records file and name of each function of the library that is entered.
-
-    Comprehensions count as part of the function around them, as in Python 3.12.
-    """
+    """Records file and name of each function of the library that is entered."""
     import tritonclip.kernels
 
     folders = (*tritonclip.__path__, *tritonclip.kernels.__path__)
+    # Part of the function around them, as in Python 3.12.
     inlined = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
     found: list[tuple[str, str]] = []
 

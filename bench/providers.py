@@ -36,30 +36,19 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 LENIENT = 0.05
 # Lists of so many bytes and more stand beside torch.sum over as many.
 SUMMED = 2**23 + 1
-# jit unrolls a list: one of 10,000 takes it minutes.
-MOST_COMPILED = 1000
 BOTH = {"cpu": DTYPES, "cuda": DTYPES}
+# Not on torch's current stream, which events time; and those that read a number back, so that no
+# CUDA graph captures them.
+FOREIGN, SYNCING = ("tensorflow", "paddle", "optax"), ("apex", "transformer_engine")
 
 
-class Entry:
-    """One provider, ready to clip given gradients: all that is timed is `call`.
+class Entry(NamedTuple):
+    """One provider, ready to clip given gradients."""
 
-    In place it returns norms or None; out of place, new gradients and these.
-    """
-
-    def __init__(self, gradients: Gradients, call: Callable[[], Any], *, out_of_place=False):
-        self.gradients, self.call, self.out_of_place = gradients, call, out_of_place
-
-    def refill(self) -> None:
-        """Gives the gradients their values from before any clipping, where a call writes them."""
-        if not self.out_of_place:
-            self.gradients.refill()
-
-    def result(self, output: Any) -> tuple[list[Tensor], list[float]]:
-        """Gradients and norms after `call` returned `output`; no norms where it returned none."""
-        grads, norms = output if self.out_of_place else (self.gradients.grads, output)
-        norms = norms.detach().flatten() if isinstance(norms, Tensor) else norms or ()
-        return list(grads), [float(norm) for norm in norms]
+    gradients: Gradients
+    call: Callable[[], Any]  # All that is timed.
+    refill: Callable[[], Any]  # Gives the gradients that calls write their first values.
+    result: Callable[[Any], tuple[Sequence[Tensor], Any]]  # Gradients, and norms or None.
 
 
 # From gradients, a rule and a limit.
@@ -76,8 +65,7 @@ class Provider(NamedTuple):
     passes: Mapping[str, int | None]
     baseline: bool = False  # One of torch's ways, the best of which the others are divided by.
     clips: bool = True  # Else it only measures.
-    syncs: bool = False  # Reads a number back: no CUDA graph captures it.
-    most_tensors: int | None = None  # Left out for longer lists.
+    jits: bool = False  # Unrolls a list: left out where that takes it minutes.
     least_bytes: int = 0  # Left out for shorter lists.
     eps: float = EPS  # Added to a norm before a limit is divided by it.
     modules: Sequence[str] = ()  # All that it needs beside torch.
@@ -96,7 +84,7 @@ class Provider(NamedTuple):
         reasons = {
             f"{', '.join(missing)} not installed": missing,
             f"not compared in {dtype} on {device}": dtype not in self.dtypes.get(device, ()),
-            f"compiling a list of {n} takes minutes": n > (self.most_tensors or n),
+            f"compiling a list of {n} takes minutes": self.jits and n > 1000,
             "compared with lists over 8 MiB only": workload.n_bytes(dtype) < self.least_bytes,
         }
         return next((f"{self.name}: {why}" for why, holds in reasons.items() if holds), None)
@@ -109,18 +97,18 @@ def sgd_of(parameters: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3, foreach=True)
 
 
-def _in_place(gradients: Gradients, rule: str, clip: Callable[[], Any]) -> Entry:
-    """An entry that clips, and then takes a step where the rule says so."""
-    if rule != "step":
-        return Entry(gradients, clip)
-    sgd = sgd_of(gradients.parameters)
+def in_place(gradients: Gradients, clip: Callable[[], Any], rule: str = "norm") -> Entry:
+    """An entry that clips and returns norms or None, after a step where the rule says so."""
+    call = clip
+    if rule == "step":
+        sgd = sgd_of(gradients.parameters)
 
-    def step() -> Any:
-        norm = clip()
-        sgd.step()
-        return norm
+        def call() -> Any:
+            norm = clip()
+            sgd.step()
+            return norm
 
-    return Entry(gradients, step)
+    return Entry(gradients, call, gradients.refill, lambda norms: (gradients.grads, norms))
 
 
 BY_NORM: Any = tritonclip.ClipByGlobalNorm
@@ -130,7 +118,7 @@ OUR_RULES |= {"value": tritonclip.ClipByValue, "gradient": tritonclip.ClipByNorm
 
 def _ours(gradients: Gradients, rule: str, limit: float) -> Entry:
     parameters, clip = gradients.parameters, OUR_RULES[rule](limit)
-    return _in_place(gradients, rule, lambda: tritonclip.clip_(parameters, clip))
+    return in_place(gradients, lambda: tritonclip.clip_(parameters, clip), rule)
 
 
 def _flat(gradients: Gradients, rule: str, limit: float) -> Entry:
@@ -138,12 +126,12 @@ def _flat(gradients: Gradients, rule: str, limit: float) -> Entry:
     own.allocate()
     flat, clip = tritonclip.FlatGradients(own.parameters), OUR_RULES[rule](limit)
     own.refill()
-    return _in_place(own, rule, lambda: tritonclip.clip_(flat, clip))
+    return in_place(own, lambda: tritonclip.clip_(flat, clip), rule)
 
 
 def _wrapper(gradients: Gradients, rule: str, limit: float) -> Entry:
     wrapper = tritonclip.ClippedOptimizer(sgd_of(gradients.parameters), OUR_RULES[rule](limit))
-    return Entry(gradients, lambda: wrapper.step() or wrapper.stats.last_norm)
+    return in_place(gradients, lambda: wrapper.step() or wrapper.stats.last_norm)
 
 
 def _torch(foreach: bool | None, gradients: Gradients, rule: str, limit: float) -> Entry:
@@ -163,17 +151,17 @@ def _torch(foreach: bool | None, gradients: Gradients, rule: str, limit: float) 
         torch._foreach_mul_(grads, list((limit / (norms + EPS)).clamp_(max=1.0).unbind()))
         return norms
 
-    return _in_place(gradients, rule, clip)
+    return in_place(gradients, clip, rule)
 
 
 def _drop_in(gradients: Gradients, rule: str, limit: float) -> Entry:
     """Our functions with the names and signatures of torch's."""
     clip = getattr(tritonclip, f"clip_grad_{rule}_")
-    return Entry(gradients, partial(clip, gradients.parameters, limit))
+    return in_place(gradients, partial(clip, gradients.parameters, limit))
 
 
 def _norm_only(name: str, gradients: Gradients, *_: Any) -> Entry:
-    return Entry(gradients, partial(NORMS[name], gradients.grads))
+    return in_place(gradients, partial(NORMS[name], gradients.grads))
 
 
 def _torch_sum(gradients: Gradients, *_: Any) -> Entry:
@@ -183,14 +171,17 @@ def _torch_sum(gradients: Gradients, *_: Any) -> Entry:
     def call() -> None:
         torch.sum(bytes_as_float32)
 
-    return Entry(gradients, call)
+    return in_place(gradients, call)
 
 
 def _out_of_place(clip: Callable[[list[Tensor], str, float], Any]) -> Make:
     """From a function that returns new gradients, and norms or None."""
-    return lambda gradients, rule, limit: Entry(
-        gradients, partial(clip, gradients.grads, rule, limit), out_of_place=True
-    )
+
+    def make(gradients: Gradients, rule: str, limit: float) -> Entry:
+        call = partial(clip, gradients.grads, rule, limit)
+        return Entry(gradients, call, lambda: None, lambda output: output)
+
+    return make
 
 
 def _functional(grads: list[Tensor], rule: str, limit: float) -> Any:
@@ -223,37 +214,27 @@ def _loop(grads: list[Tensor], rule: str, limit: float) -> Any:
     return [grad * coefficient for grad in grads], norm
 
 
-# Clipped arrays, and norms or None, having waited for them.
-Clipped = tuple[list[Any], list[Any] | None]
-
-
-class ForeignEntry(Entry):
-    """An entry on arrays of another framework.
+def _foreign(gradients, fill, clip, *, keep, view=torch.utils.dlpack.from_dlpack) -> Entry:
+    """An entry on arrays of another framework: `clip` returns them, and norms or None, finished.
 
     `fill` makes an array from a tensor, `view` a tensor from an array. With `keep` the next call
     goes on with the clipped arrays, else with the first ones, which then are never written.
     """
+    arrays: list[Any] = []
 
-    def __init__(self, gradients, fill, clip, *, keep, view=torch.utils.dlpack.from_dlpack):
-        super().__init__(gradients, self._clip, out_of_place=True)
-        self._fill, self._run, self._keep, self._view = fill, clip, keep, view
-        self._arrays = [fill(fresh) for fresh in gradients.fresh]
+    def refill() -> None:
+        if keep or not arrays:
+            arrays.clear()
+            arrays.extend(map(fill, gradients.fresh))
 
-    def _clip(self) -> Any:
-        output = self._run(self._arrays)
-        if self._keep:
-            self._arrays = output[0]
+    def call() -> Any:
+        output = clip(arrays)
+        if keep:
+            arrays[:] = output[0]
         return output
 
-    def refill(self) -> None:
-        """Fills arrays anew where the last call wrote to them."""
-        if self._keep:
-            self._arrays = []
-            self._arrays = [self._fill(fresh) for fresh in self.gradients.fresh]
-
-    def result(self, output: Any) -> tuple[list[Tensor], list[float]]:
-        """Clipped arrays as tensors, and norms."""
-        return super().result(([self._view(array) for array in output[0]], output[1]))
+    refill()
+    return Entry(gradients, call, refill, lambda output: (list(map(view, output[0])), output[1]))
 
 
 def _tensorflow(gradients: Gradients, rule: str, limit: float) -> Entry:
@@ -262,7 +243,7 @@ def _tensorflow(gradients: Gradients, rule: str, limit: float) -> Entry:
     tf.config.set_soft_device_placement(True)
     dlpack = tf.experimental.dlpack
 
-    def clip(arrays: list[Any]) -> Clipped:
+    def clip(arrays: list[Any]) -> Any:
         if rule == "norm":
             clipped, norm = tf.clip_by_global_norm(arrays, limit)
             return clipped, [norm]
@@ -270,7 +251,7 @@ def _tensorflow(gradients: Gradients, rule: str, limit: float) -> Entry:
             return [tf.clip_by_value(array, -limit, limit) for array in arrays], None
         return [tf.clip_by_norm(array, limit) for array in arrays], None
 
-    return ForeignEntry(
+    return _foreign(
         gradients,
         lambda tensor: tf.raw_ops.DeepCopy(x=dlpack.from_dlpack(tensor.__dlpack__())),
         clip,
@@ -289,14 +270,14 @@ def _paddle(gradients: Gradients, rule: str, limit: float) -> Entry:
     # All that is read of a parameter.
     parameter = SimpleNamespace(need_clip=True, name="parameter", process_mesh=None)
 
-    def clip(arrays: list[Any]) -> Clipped:
+    def clip(arrays: list[Any]) -> Any:
         clipped = run([(parameter, array) for array in arrays])
         if gradients.device.type == "cuda":
             paddle.device.synchronize()
         return [array for _, array in clipped], None
 
     fill = paddle.utils.dlpack.from_dlpack
-    return ForeignEntry(gradients, lambda tensor: fill(tensor).clone(), clip, keep=True)
+    return _foreign(gradients, lambda tensor: fill(tensor).clone(), clip, keep=True)
 
 
 def _optax(donate: bool, gradients: Gradients, rule: str, limit: float) -> Entry:
@@ -304,12 +285,12 @@ def _optax(donate: bool, gradients: Gradients, rule: str, limit: float) -> Entry
     jax, optax = import_module("jax"), import_module("optax")
     transform = {"norm": optax.clip_by_global_norm, "value": optax.clip}[rule](limit)
 
-    def update(arrays: list[Any]) -> Clipped:
+    def update(arrays: list[Any]) -> Any:
         clipped = transform.update(arrays, transform.init(arrays))[0]
         return clipped, [optax.tree.norm(arrays)] if rule == "norm" else None
 
     compiled = jax.jit(update, donate_argnums=0 if donate else ())
-    return ForeignEntry(
+    return _foreign(
         gradients,
         lambda tensor: jax.numpy.array(jax.dlpack.from_dlpack(tensor), copy=True),
         lambda arrays: jax.block_until_ready(compiled(arrays)),
@@ -320,7 +301,7 @@ def _optax(donate: bool, gradients: Gradients, rule: str, limit: float) -> Entry
 def _apex(gradients: Gradients, rule: str, limit: float) -> Entry:
     """The function of `apex.contrib`, with the signature of torch's; reads a number back."""
     clip = import_module("apex.contrib.clip_grad").clip_grad_norm_
-    return Entry(gradients, partial(clip, gradients.parameters, limit))
+    return in_place(gradients, partial(clip, gradients.parameters, limit))
 
 
 def _engine(gradients: Gradients, rule: str, limit: float) -> Entry:
@@ -336,7 +317,7 @@ def _engine(gradients: Gradients, rule: str, limit: float) -> Entry:
             apply(optimizers.multi_tensor_scale, flag, [grads, grads], coefficient)
         return [norm]
 
-    return Entry(gradients, clip)
+    return in_place(gradients, clip)
 
 
 DEPENDS = dict.fromkeys(RULES)
@@ -344,13 +325,14 @@ DEPENDS = dict.fromkeys(RULES)
 ONCE = {"norm": 3, "value": 2, "gradient": 3}
 TWICE = {**ONCE, "value": 4}
 TORCH_TWICE, TORCH_ONCE = ({**one, "step": None, "largest": 3} for one in (TWICE, ONCE))
+BY_TWO, BY_LOOK = {"norm": 3, "value": 2}, {"norm": None}
 # Of one dtype in a list.
 ONE, ON_GPU = DTYPES[:3], {"cuda": DTYPES[:4]}
+ENGINE = ("transformer_engine.pytorch",)
 # Eager TensorFlow clamps in two operators.
 TENSORFLOW = Provider(
     "tensorflow", _tensorflow, TWICE, eps=0.0, modules=("tensorflow",), dtypes={"cpu": ONE}
 )
-OPTAX, JAX = {"norm": 3, "value": 2}, ("jax", "optax")
 IN_PLACE = (
     Provider("tritonclip", _ours, DEPENDS),
     Provider("tritonclip flat", _flat, DEPENDS),
@@ -364,18 +346,9 @@ IN_PLACE = (
     Provider("torch sum", _torch_sum, dict.fromkeys(CLIPS, 1), clips=False, least_bytes=SUMMED),
     TENSORFLOW,
     Provider("paddle", _paddle, ONCE, modules=("paddle",), dtypes=ON_GPU | {"cpu": ONE[:1]}),
-    Provider(
-        "optax", partial(_optax, True), OPTAX, most_tensors=MOST_COMPILED, eps=0.0, modules=JAX
-    ),
-    Provider("apex", _apex, {"norm": 3}, syncs=True, modules=("apex.contrib",), dtypes=ON_GPU),
-    Provider(
-        "transformer_engine",
-        _engine,
-        {"norm": None},
-        syncs=True,
-        modules=("transformer_engine.pytorch",),
-        dtypes={"cuda": ONE},
-    ),
+    Provider("optax", partial(_optax, True), BY_TWO, eps=0.0, modules=("jax", "optax"), jits=True),
+    Provider("apex", _apex, {"norm": 3}, modules=("apex.contrib",), dtypes=ON_GPU),
+    Provider("transformer_engine", _engine, BY_LOOK, modules=ENGINE, dtypes={"cuda": ONE}),
 )
 NAMED = {provider.name: provider for provider in IN_PLACE}
 OUT_OF_PLACE = (

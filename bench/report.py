@@ -83,10 +83,7 @@ def time_cell(row: Row, beside: str = "ratio", form: str = "{:.2f}x") -> str:
 
 
 def pivot(rows: Sequence[Row], line: Sequence[str], column: str, cell: Text) -> str:
-    """A table in Markdown, with a line for each case of `line`, and columns by a format of cases.
-
-    A cell shows the last of its rows.
-    """
+    """A table in Markdown: cases by parts in a line, and a column; a cell has its last row."""
     columns = list(dict.fromkeys(column.format_map(row.case) for row in rows))
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:

@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from bench import timing
 from bench.accuracy import Gradients, WrongResultError
-from bench.providers import IN_PLACE, OUT_OF_PLACE, Entry, ForeignEntry, Provider
+from bench.providers import FOREIGN, IN_PLACE, OUT_OF_PLACE, SYNCING, Entry, Provider
 from bench.results import Row
 from bench.timing import Samples, Timed, paired, spread
 from tritonclip.backends import choose
@@ -47,11 +49,9 @@ class Measured:
 
 
 def providers_of(asked: Sequence[str], plan: str, rule: str) -> list[Provider]:
-    """The providers that clip in place and were asked for; else all that fit the plan.
-
-    In training ours and torch's: others work on arrays that no backward pass makes.
-    """
+    """The providers that clip in place and were asked for; else all that fit the plan."""
     names = {"tritonclip", *asked}
+    # Others work on arrays that no backward pass makes.
     if plan == "training" and not asked:
         names |= {"tritonclip wrapper", *BASELINES}
     elif not asked:
@@ -103,16 +103,14 @@ def measure(
 def checked(
     provider: Provider, gradients: Gradients, rule: str, clipped: bool
 ) -> tuple[Entry, float | None]:
-    """Gets a provider ready, calls it once, and compares with float64; returns the norm's error.
-
-    Raises WrongResultError where norm or gradients are off.
-    """
+    """A provider that was called once and is right, and its norm's error; else WrongResultError."""
     limit = gradients.limit(rule, clipped)
     gradients.refill()
     entry = provider.make(gradients, rule, limit)
-    output = entry.call()
-    grads, norms = entry.result(output)
-    norm_error = gradients.norm_error(rule, norms) if norms else None
+    grads, norms = entry.result(entry.call())
+    if isinstance(norms, Tensor):
+        norms = norms.detach().flatten()
+    norm_error = None if norms is None else gradients.norm_error(rule, list(map(float, norms)))
     if norm_error is not None and not norm_error <= provider.tolerance:
         raise WrongResultError(f"the norm is off by {norm_error:.2g}")
     most = limit if provider.clips else math.inf
@@ -161,7 +159,7 @@ def _beside(measured: Measured, samples: Samples) -> dict[str, float]:
     entry, timed, values = measured.entry, measured.timed, measured.row.values
     device, found = entry.gradients.device, dict[str, float]()
     time = values["wall_us"] if device.type == "cpu" else None
-    if not isinstance(entry, ForeignEntry):
+    if measured.provider.name not in FOREIGN:
         # A profiler takes 0.1 s to start: torch's default stands for its variants.
         if not measured.provider.name.endswith("foreach"):
             entry.refill()
@@ -171,7 +169,7 @@ def _beside(measured: Measured, samples: Samples) -> dict[str, float]:
             found["launches"] = timing.launches(entry.call, device)
             host = found["host_us"] = statistics.median(samples.hosts)
             time = found["device_us"] = timing.device_us(timed, device, host)
-            if not measured.provider.syncs:
+            if measured.provider.name not in SYNCING:
                 replay = Timed(timing.captured(timed).replay, timed.prepare)
                 found["graph_us"] = timing.device_us(replay, device, host)
     if time is not None and "bytes_moved" in values:

@@ -55,28 +55,20 @@ def _conv(outputs: int, inputs: int, kernel: int) -> Shapes:
     return ((outputs, inputs, kernel, kernel), (outputs,), (outputs,))
 
 
-def _resnet20() -> Iterator[Shape]:
-    """ResNet-20 for CIFAR-10: He et al. 2015 (arXiv:1512.03385), projections where it widens."""
-    yield from _conv(16, 3, 3)
-    channels = 16
-    for width in (16,) * 3 + (32,) * 3 + (64,) * 3:
-        yield from _conv(width, channels, 3) + _conv(width, width, 3)
-        if width != channels:
-            yield from _conv(width, channels, 1)
-        channels = width
-    yield from _dense(64, 10)
-
-
-def _resnet50() -> Iterator[Shape]:
-    """ResNet-50: He et al. 2015 (arXiv:1512.03385), as torchvision's `resnet50` has it."""
-    yield from _conv(64, 3, 7)
-    channels = 64
-    for width in (64,) * 3 + (128,) * 4 + (256,) * 6 + (512,) * 3:
-        yield from _conv(width, channels, 1) + _conv(width, width, 3) + _conv(4 * width, width, 1)
-        if 4 * width != channels:
-            yield from _conv(4 * width, channels, 1)
-        channels = 4 * width
-    yield from _dense(2048, 1000)
+def _resnet(stem: Shapes, widths: Sequence[int], expansion: int, classes: int) -> Iterator[Shape]:
+    """He et al. 2015 (arXiv:1512.03385): bottlenecks where they expand, projections."""
+    yield from stem
+    channels = stem[0][0]
+    for width in widths:
+        if expansion == 1:
+            yield from _conv(width, channels, 3) + _conv(width, width, 3)
+        else:
+            yield from _conv(width, channels, 1) + _conv(width, width, 3)
+            yield from _conv(expansion * width, width, 1)
+        if expansion * width != channels:
+            yield from _conv(expansion * width, channels, 1)
+        channels = expansion * width
+    yield from _dense(channels, classes)
 
 
 def llama3(layers: int, vocabulary: int) -> Shapes:
@@ -86,11 +78,8 @@ def llama3(layers: int, vocabulary: int) -> Shapes:
 
 
 def moe(shrink: int) -> Shapes:
-    """DeepSeekMoE 16B: Dai et al. 2024 (arXiv:2401.06066) and its published model config.
-
-    64 routed and 2 shared experts in 27 of 28 layers. Every width and the vocabulary are divided by
-    `shrink`; the number of tensors is the model's.
-    """
+    """DeepSeekMoE 16B: Dai et al. 2024 (arXiv:2401.06066) and its config, widths over `shrink`."""
+    # 64 routed and 2 shared experts in 27 of 28 layers.
     width, expert, dense, vocabulary = (n // shrink for n in (2048, 1408, 10944, 102400))
 
     def feed_forward(inner: int) -> list[Shape]:
@@ -105,7 +94,10 @@ def moe(shrink: int) -> Shapes:
 
 # LeCun et al. 1998, fully connected between its feature maps as is usual today.
 _LENET5 = ((6, 1, 5, 5), (6,), (16, 6, 5, 5), (16,), *_dense(400, 120, 84, 10))
-_RESNET20 = tuple(_resnet20())
+# For CIFAR-10; and as torchvision's `resnet50`.
+_RESNET20 = tuple(_resnet(_conv(16, 3, 3), [16] * 3 + [32] * 3 + [64] * 3, 1, 10))
+_WIDTHS = [64] * 3 + [128] * 4 + [256] * 6 + [512] * 3
+_RESNET50 = tuple(_resnet(_conv(64, 3, 7), _WIDTHS, 4, 1000))
 # Dosovitskiy et al. 2020 (arXiv:2010.11929), as torchvision's `vit_b_16`, at 224.
 _VIT_STEM, _VIT_NORM = ((1, 1, 768), (768, 3, 16, 16), (768,), (1, 197, 768)), ((768,), (768,))
 _VIT_ATTENTION = (*_VIT_NORM, (2304, 768), (2304,), *_dense(768, 768))
@@ -135,7 +127,7 @@ _ALL = (
     Workload("lenet5", "LeNet-5", _LENET5),
     Workload("resnet20", "ResNet-20", _RESNET20),
     Workload("resnet20_last", "ResNet-20, channels_last", _RESNET20, channels_last=True),
-    Workload("resnet50", "ResNet-50", tuple(_resnet50())),
+    Workload("resnet50", "ResNet-50", _RESNET50),
     Workload("vit_b16", "ViT-B/16", _VIT_B16),
     Workload("gpt2_124m", "GPT-2 124M", _GPT2),
     Workload("twelve", "12 of 4 million", ((2000, 2000),) * 12),

@@ -7,7 +7,7 @@ import torch
 from bench_cases import CPU, SMALL
 
 from bench.accuracy import Gradients
-from bench.providers import IN_PLACE, MOST_COMPILED, NAMED, OUT_OF_PLACE
+from bench.providers import IN_PLACE, NAMED, OUT_OF_PLACE
 from bench.speed import checked
 from bench.workloads import DTYPES, Workload
 
@@ -45,8 +45,7 @@ def test_functional_provider_clips_right_and_leaves_its_gradients(provider, rule
 
 def test_long_lists_are_not_compiled():
     long = Workload("long", "long", ((1,),) * 1001), "float32", "cpu"
-    compiled = NAMED["torch"]._replace(most_tensors=MOST_COMPILED)
-    assert "minutes" in str(compiled.why_absent(*long))
+    assert "minutes" in str(NAMED["torch"]._replace(jits=True).why_absent(*long))
     assert NAMED["torch"].why_absent(*long) is None
 
 
