@@ -51,7 +51,7 @@ class Gradients:
         self.workload, self.dtype, self.device = workload, dtype, device
         self.fresh = list(_normal(workload, dtype, device))
         self.norms = [norm([f]) for f in self.fresh]
-        self.norm = math.hypot(*self.norms)
+        self.norm, self.n_bytes = math.hypot(*self.norms), workload.n_bytes(dtype)
         self._largest = max(float(f.abs().max()) for f in self.fresh)
         self.allocate()
 
@@ -69,11 +69,6 @@ class Gradients:
     def grads(self) -> list[Tensor]:
         """The gradients that the parameters have now."""
         return [p.grad for p in self.parameters if p.grad is not None]
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all gradients."""
-        return sum(f.nbytes for f in self.fresh)
 
     def refill(self) -> None:
         """Gives every parameter its first gradient again, in the memory that it has."""

@@ -21,12 +21,14 @@ from bench import results, timing
 from bench.accuracy import Gradients
 from bench.providers import IN_PLACE, OUT_OF_PLACE, Provider
 from bench.report import ratio_rows, summary
-from bench.results import COLUMNS, Row
+from bench.results import Row
 from bench.speed import Effort, Measured, measure, providers_of
 from bench.workloads import DTYPES, FUNCTIONAL, PLANS, RULES, WORKLOADS, cases_of
 
 PLACES = {"test_clip": "in place", "test_functional": "out of place"}
 SHOWN = ("wall_us", "ratio", "baseline")
+# Those of the last case, which many tests share: large ones fill the memory.
+gradients_of = lru_cache(1)(Gradients)
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
@@ -39,12 +41,6 @@ class Case(NamedTuple):
     dtype: str
     rule: str
     step: str
-
-
-@lru_cache(1)
-def gradients_of(device: str, workload: str, dtype: str) -> Gradients:
-    """Those of the last case, which many tests share: large ones fill the memory."""
-    return Gradients(WORKLOADS[workload], dtype, torch.device(device))
 
 
 class Session:
@@ -83,20 +79,20 @@ class Session:
                 self.cases[Case(function, device, *case)] = present
                 yield from ((Case(function, device, *case), one.name) for one in present)
 
-    def measure(self, case: Case, provider: str) -> Measured:
+    def measure(self, case: Case, provider: str, timed: bool) -> Measured:
         """A provider, timed with all of its case and written when one is first asked for."""
+        gradients = gradients_of(WORKLOADS[case.workload], case.dtype, torch.device(case.device))
+        given = gradients, case.rule, case.step == "clipped"
+        if not timed:
+            (found,) = measure(*given, [o for o in self.cases[case] if o.name == provider], None)
+            return found
         if case not in self.measured:
-            found = self.check(case, self.cases[case], self.effort)
-            self.measured[case] = {one.provider.name: one for one in found}
+            every = measure(*given, self.cases[case], self.effort)
+            self.measured[case] = {one.provider.name: one for one in every}
             if self.asked <= self.measured.keys():
                 self.origin.pop("plan", None)
             self.write()
         return self.measured[case][provider]
-
-    def check(self, case: Case, providers: list[Provider], effort: Effort | None) -> list[Measured]:
-        """Some providers of a case, timed where an effort is given."""
-        gradients = gradients_of(case.device, case.workload, case.dtype)
-        return measure(gradients, case.rule, case.step == "clipped", providers, effort)
 
     def rows(self, *kind: str) -> list[Row]:
         """The rows so far; those of a test function on a device where these are given."""
@@ -181,10 +177,7 @@ def measured(
     session = request.config.stash[SESSION]
     case = Case(request.function.__name__, device, workload, dtype, rule, step)
     benchmark.group = f"{workload} {dtype} {rule} {step}, {PLACES[case.function]}, {device}"
-    if benchmark.enabled:
-        return session.measure(case, provider)
-    (found,) = session.check(case, [o for o in session.cases[case] if o.name == provider], None)
-    return found
+    return session.measure(case, provider, benchmark.enabled)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -198,12 +191,11 @@ def pytest_benchmark_generate_machine_info(config: pytest.Config) -> dict[str, A
 @pytest.hookimpl(tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     session, say = config.stash[SESSION], terminalreporter.write_line
-    hidden = [name for name in COLUMNS if name not in SHOWN]
     for function, device in dict.fromkeys(case[:2] for case in session.measured):
         ours = ratio_rows(session.rows(function, device))
         place = f"{PLACES[function]}, {device}"
         terminalreporter.section(f"torch's best time / tritonclip's: {place}")
-        say(f"{summary(ours)}\n{results.table(ours, hidden=hidden)}")
+        say(f"{summary(ours)}\n{results.table(ours, shown=SHOWN)}")
     if session.left_out and session.measured:
         say(f"left out: {'; '.join(session.left_out)}")
     if session.option.rows and session.measured:

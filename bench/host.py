@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
 from multiprocessing import get_context
@@ -82,10 +82,10 @@ def measure(part: str, repetitions: int, longest: int) -> list[Row]:
     """Rows of a part, measured in this process, whose environment is set for it."""
     if part == "launches":
         return list(launches(repetitions))
-    no_launch = codegen.replaced_launch(lambda *_, **__: None)
-    with no_launch if part == "triton" else nullcontext():
-        known = [] if part == "triton" else steps(repetitions)
-        return [*calls(part, repetitions), *known, *growth(part, repetitions, longest)]
+    if part == "cpu":
+        return [*calls(part, repetitions), *steps(repetitions), *growth(part, repetitions, longest)]
+    with codegen.replaced_launch(lambda *_, **__: None):
+        return [*calls(part, repetitions), *growth(part, repetitions, longest)]
 
 
 def walls_of(

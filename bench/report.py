@@ -46,7 +46,6 @@ LOSS = "#d55e00"
 COLOURS = {"float32": "#0072b2", "bfloat16": "#e69f00", "float16": "#56b4e9", "mixed": "#cc79a7"}
 COLOURS |= {"float64": "#009e73", "slower": LOSS}
 MARKERS = dict(zip(COLOURS, "os^Dvo", strict=True))
-Text = Callable[[Row], str]
 SVG: Any = {"svg.hashsalt": "tritonclip", "svg.fonttype": "none", "font.size": 9}
 
 
@@ -82,7 +81,7 @@ def time_cell(row: Row, beside: str = "ratio", form: str = "{:.2f}x") -> str:
     return f"{row.get('wall_us') / 1e3:.3g} ms{more}"
 
 
-def pivot(rows: Sequence[Row], line: Sequence[str], column: str, cell: Text) -> str:
+def pivot(rows: Sequence[Row], line: Sequence[str], column: str, cell: Callable[[Row], str]) -> str:
     """A table in Markdown: cases by parts in a line, and a column; a cell has its last row."""
     columns = list(dict.fromkeys(column.format_map(row.case) for row in rows))
     lines: dict[tuple[str, ...], dict[str, str]] = {}

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -137,11 +137,13 @@ def cell(row: Row, name: str) -> str:
     return text
 
 
-def table(rows: Sequence[Row], *, hidden: Sequence[str] = (), border: box.Box = box.SIMPLE) -> str:
-    """All figures that any row has, lines as wide as they need; repeats no case from above."""
+def table(
+    rows: Sequence[Row], *, shown: Collection[str] = COLUMNS, border: box.Box = box.SIMPLE
+) -> str:
+    """Figures that any row has, lines as wide as they need; repeats no case from above."""
     result = Table(box=border)
     cases = [name for name in COLUMNS if any(name in row.case for row in rows)]
-    figures = [n for n in COLUMNS if n not in hidden and any(n in row.values for row in rows)]
+    figures = [n for n in COLUMNS if n in shown and any(n in row.values for row in rows)]
     for heading, form, _ in (COLUMNS[name] for name in (*cases, *figures)):
         result.add_column(heading, justify="right" if form else "left", no_wrap=True)
     before = [""] * len(cases)
