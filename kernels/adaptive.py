@@ -5,7 +5,8 @@ see the same norm. State and limit are float64. In operators the same takes some
 
 A quantile is found by counting: no sort, no other memory, and any window. The bits of positive
 numbers are ordered as they are, so that each round halves the interval of bits that holds the k-th
-smallest norm, and then moves an end to a norm of the window: some 10 rounds, 63 at most.
+smallest norm, and then moves an end to a norm of the window: some 12 rounds for 1000 norms that are
+drawn at random, 63 at most.
 
 The state after may be the state before, written in place: a barrier lies between all loads of
 numbers that other threads store and the first store.

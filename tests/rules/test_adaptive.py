@@ -217,6 +217,23 @@ def test_a_rule_of_tensors_serves_every_backend(device, rule):
     assert limits == pytest.approx([0.5, 4.0, 4.0], rel=RELATIVE)
 
 
+@dataclasses.dataclass(frozen=True)
+class TenthOfQuantile(ClipByQuantile):
+    """A user's variant of a rule, which is written in tensors only."""
+
+    def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        limit, after = ClipByQuantile.advance(self, state, norm)
+        return limit / 10, after
+
+
+def test_a_subclass_that_writes_advance_anew_is_asked_on_every_backend(device):
+    rule, state = TenthOfQuantile(0.5, 8), ClipState()
+    for _ in range(2):
+        (weight,) = parameters([of_norm(1.0).to(device)])
+        tritonclip.clip_(weight, rule, state=state)
+        assert float(grad_of(weight).norm()) == pytest.approx(0.1, rel=RELATIVE)
+
+
 class Functions(TorchFunctionMode):
     """Lists the functions of torch that are called; attributes are no functions."""
 

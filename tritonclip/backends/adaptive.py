@@ -44,7 +44,13 @@ def advance(
 ) -> tuple[Tensor, Tensor]:
     """The limit for measured norms, and all values after them; see `rules.rule.Measured`."""
     form = rule.in_kernel()
-    if form is None or choose.backend_name(values.device, torch.float64) != "triton":
+    each = form is not None and form[0] == "own_history"
+    # Operators raise for the values of another rule.
+    if (
+        form is None
+        or values.dim() != 1 + each
+        or choose.backend_name(values.device, torch.float64) != "triton"
+    ):
         norm = measured.norm().to(values.dtype)
         if rows is None:
             return rule.advance(values, norm)
@@ -54,6 +60,6 @@ def advance(
     if not in_place:
         after = torch.empty_like(values) if rows is None else values.clone()
     triton, (kind, numbers) = importlib.import_module("tritonclip.backends.triton"), form
-    if values.dim() == 2:
+    if each:
         return triton.advance_each(numbers, values, after, rows, measured.parts().norms), after
     return triton.advance(kind, numbers, values, after, *measured.parts()), after

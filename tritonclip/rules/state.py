@@ -141,7 +141,9 @@ class ClipState:
         values = state["values"]
         # Never an inference tensor, which no later call could write to.
         copied = outside_inference(torch.clone)
-        self._values = None if values is None else copied(values.detach())
+        if values is not None:
+            values = copied(values.detach(), memory_format=torch.contiguous_format)
+        self._values = values
         self._numbers = self._known_rule = None
         self._kind, self._steps, self._index = state["kind"], state["steps"], None
         self._n_parameters, self._list, self._ids = state["parameters"], [], ()
