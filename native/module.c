@@ -7,10 +7,12 @@
  */
 #include <Python.h>
 
+#include <float.h>
+
 #include "job.h"
 
 /* Of the functions and their arguments, for `native.py`. */
-#define INTERFACE 4
+#define INTERFACE 6
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
 
@@ -149,6 +151,36 @@ static PyObject *multiply(PyObject *module, PyObject *const *arguments, Py_ssize
     return finish(&job);
 }
 
+/* Measures a list and multiplies it by the coefficient of its norm; see `_native.pyi`. */
+static PyObject *clip(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 11)) return NULL;
+    double order = PyFloat_AsDouble(arguments[4]), limit = PyFloat_AsDouble(arguments[5]);
+    double eps = PyFloat_AsDouble(arguments[6]), scale = PyFloat_AsDouble(arguments[7]);
+    int wide = PyObject_IsTrue(arguments[8]);
+    Job job;
+    if (PyErr_Occurred() || !measure(&job, arguments, 5)) return NULL;
+    double norm = norm_of(&job, 0, job.n_blocks);
+    free_job(&job);
+    /* `native.is_extreme`. */
+    if (wide && order == 2 && norm != 0 && !(norm >= 0x1p-450 && norm < 0x1p450)) return Py_NewRef(Py_None);
+    if (order != 0) norm /= scale;
+    if (!wide) norm = (float)norm, scale = (float)scale;
+    double coefficient = coefficient_of(norm, limit, eps, wide), factor = coefficient / scale;
+    if (!wide) factor = (float)factor;
+    if (factor < (wide ? DBL_MIN : FLT_MIN) && coefficient > 0) return Py_NewRef(Py_None);
+    if (factor != 1) {
+        PyObject *done = PyObject_CallFunctionObjArgs(arguments[9], arguments[10], NULL);
+        if (!done) return NULL;
+        Py_DECREF(done);
+        if (!read_job(&job, MULTIPLY, arguments)) return NULL;
+        for (int64_t i = 0; i < job.n; i++) job.gradients[i].factor = factor;
+        run(&job);
+        free_job(&job);
+    }
+    return PyFloat_FromDouble(norm);
+}
+
 static PyObject *clamp(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     Job job;
@@ -214,6 +246,7 @@ static PyMethodDef methods[] = {
     {"norms", FAST(norms), NULL},
     {"coefficients", FAST(coefficients), NULL},
     {"multiply_", FAST(multiply), NULL},
+    {"clip_", FAST(clip), NULL},
     {"clamp_", FAST(clamp), NULL},
     {"are_apart", FAST(are_apart), NULL},
     {"set_portable", set_portable, METH_O, NULL},

@@ -85,6 +85,16 @@ class Batch(Protocol):
             Norm before clipping, 0-d, and coefficient, on the gradients' device.
         """
 
+    def clip_(self, clip: Clip) -> Tensor:
+        """Measures and multiplies gradients that are alone under a norm.
+
+        Args:
+            clip: gives the coefficient; its limit is a number, and it erases nothing.
+
+        Returns:
+            Norm before clipping, 0-d.
+        """
+
     def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         """Multiplies each gradient by the coefficient of its norm.
 

@@ -33,7 +33,7 @@ from tritonclip.backends.operators import (
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Of the functions and their arguments, as in `native/module.c`: a binary may be older.
-INTERFACE = 4
+INTERFACE = 6
 
 _MODULE = "tritonclip.backends._native"
 _REBUILD = (
@@ -221,6 +221,17 @@ class NativeBatch:
             increment_version(self.tensors)
             loops.multiply_(*self._list, factor)
         return norm, coefficient
+
+    def clip_(self, clip: Clip) -> Tensor:
+        """Measures all gradients and multiplies them by one coefficient."""
+        norm = None
+        if clip.norm_type in ORDERS:
+            numbers = clip.norm_type, float(clip.limit), clip.eps, float(clip.grad_scale)
+            written = increment_version, self.tensors
+            norm = loops.clip_(*self._list, *numbers, self.layout.is_double, *written)
+        if norm is None:
+            return self.scale_(self.norm(clip.norm_type, per_gradient=False), clip)[0]
+        return torch.scalar_tensor(norm, dtype=self.dtype, device=_CPU)
 
     def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         """Multiplies each gradient by the coefficient of its norm, but not where it is 1."""

@@ -139,6 +139,10 @@ class TorchBatch:
             )
         return coefficient
 
+    def clip_(self, clip: Clip) -> Tensor:
+        """Measures all gradients and multiplies them by one coefficient."""
+        return self.scale_(self.norm(clip.norm_type, per_gradient=False), clip)[0]
+
     def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         """Multiplies each gradient by the coefficient of its norm."""
         norm = self.total_each(norms, clip.norm_type, clip.grad_scale)

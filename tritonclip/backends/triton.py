@@ -101,6 +101,10 @@ class TritonBatch:
         """Multiplies all gradients by one coefficient."""
         return self._scale_(norms, clip, write=True)
 
+    def clip_(self, clip: Clip) -> Tensor:
+        """Measures all gradients and multiplies them by one coefficient."""
+        return self.scale_(self.norm(clip.norm_type, per_gradient=False), clip)[0]
+
     def scale_each_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
         """Multiplies each gradient by the coefficient of its norm."""
         return self._scale_each_(norms, clip, write=True)
