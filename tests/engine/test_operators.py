@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import copies, grad_of, normal, parameters
+from cases import copies, each_rule, grad_of, normal, parameters
+from serving import forget_plans
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx import Interpreter
@@ -134,3 +135,17 @@ def test_operator_adds_no_layers_of_python(device, call):
     finally:
         sys.setprofile(None)
     assert not [path for path in entered if "_library" in path or "_dynamo" in path]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("rule", each_rule(1.0, 0.3))
+def test_operators_and_eager_calls_share_a_plan(device, rule, built):
+    forget_plans()
+    params = make(device)
+    tritonclip.clip_(params, rule)
+    operator, (_, *others) = operator_of(lambda params: tritonclip.clip_(params, rule), device)
+    del built[:]
+    for _ in range(2):
+        operator(list(map(grad_of, params)), *others)
+        tritonclip.clip_(params, rule)
+    assert not built

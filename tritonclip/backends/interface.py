@@ -85,11 +85,16 @@ class Batch(Protocol):
             Norm before clipping, 0-d, and coefficient, on the gradients' device.
         """
 
-    def clip_(self, clip: Clip) -> Tensor:
+    def clip_(
+        self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
+    ) -> Tensor:
         """Measures and multiplies gradients that are alone under a norm.
 
         Args:
-            clip: gives the coefficient; its limit is a number, and it erases nothing.
+            norm_type: of the norm; this and the others as in `Clip`.
+            eps: added to it.
+            limit: a number.
+            grad_scale: the loss scale.
 
         Returns:
             Norm before clipping, 0-d.

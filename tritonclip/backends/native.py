@@ -222,15 +222,17 @@ class NativeBatch:
             loops.multiply_(*self._list, factor)
         return norm, coefficient
 
-    def clip_(self, clip: Clip) -> Tensor:
+    def clip_(
+        self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
+    ) -> Tensor:
         """Measures all gradients and multiplies them by one coefficient."""
         norm = None
-        if clip.norm_type in ORDERS:
-            numbers = clip.norm_type, float(clip.limit), clip.eps, float(clip.grad_scale)
-            written = increment_version, self.tensors
-            norm = loops.clip_(*self._list, *numbers, self.layout.is_double, *written)
+        if norm_type in ORDERS:
+            numbers = norm_type, limit, eps, float(grad_scale), self.layout.is_double
+            norm = loops.clip_(*self._list, *numbers, increment_version, self.tensors)
         if norm is None:
-            return self.scale_(self.norm(clip.norm_type, per_gradient=False), clip)[0]
+            norms = self.norm(norm_type, per_gradient=False)
+            return self.scale_(norms, Clip(norm_type, eps, limit, grad_scale))[0]
         return torch.scalar_tensor(norm, dtype=self.dtype, device=_CPU)
 
     def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:

@@ -139,9 +139,12 @@ class TorchBatch:
             )
         return coefficient
 
-    def clip_(self, clip: Clip) -> Tensor:
+    def clip_(
+        self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
+    ) -> Tensor:
         """Measures all gradients and multiplies them by one coefficient."""
-        return self.scale_(self.norm(clip.norm_type, per_gradient=False), clip)[0]
+        norms = self.norm(norm_type, per_gradient=False)
+        return self.scale_(norms, Clip(norm_type, eps, limit, grad_scale))[0]
 
     def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         """Multiplies each gradient by the coefficient of its norm."""

@@ -101,9 +101,12 @@ class TritonBatch:
         """Multiplies all gradients by one coefficient."""
         return self._scale_(norms, clip, write=True)
 
-    def clip_(self, clip: Clip) -> Tensor:
+    def clip_(
+        self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
+    ) -> Tensor:
         """Measures all gradients and multiplies them by one coefficient."""
-        return self.scale_(self.norm(clip.norm_type, per_gradient=False), clip)[0]
+        norms = self.norm(norm_type, per_gradient=False)
+        return self.scale_(norms, Clip(norm_type, eps, limit, grad_scale))[0]
 
     def scale_each_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
         """Multiplies each gradient by the coefficient of its norm."""
