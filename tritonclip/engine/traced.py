@@ -105,12 +105,14 @@ def _clip(
     if rule.per_gradient:
         refuse_repeated(gradients, len(grads))
     norm = execute.clip_(gradients, rule, call.nonfinite, scale)
-    return grads[0].new_empty(0, dtype=_result_dtype(grads)) if norm is None else norm
+    return grads[0].new_empty(0) if norm is None else norm
 
 
 def _simulate_clip(grads: Sequence[Tensor], text: str, *_: object) -> Tensor:
     kind = _read_call(text).kind
-    shape = (0,) if kind.clamps else (len(grads),) if kind.per_gradient else ()
+    if kind.clamps:
+        return grads[0].new_empty(0)
+    shape = (len(grads),) if kind.per_gradient else ()
     return grads[0].new_empty(shape, dtype=_result_dtype(grads))
 
 
