@@ -35,7 +35,7 @@ from tritonclip.backends.operators import (
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Of the functions and their arguments, as in `native/module.c`: a binary may be older.
-INTERFACE = 6
+INTERFACE = 7
 
 _MODULE = "tritonclip.backends._native"
 _REBUILD = (
@@ -227,6 +227,19 @@ class NativeBatch:
             increment_version(self.tensors)
             loops.multiply_(*self._list, factor)
         return norm, coefficient
+
+    def clip_(
+        self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
+    ) -> Tensor:
+        """Measures all gradients and multiplies them by one coefficient."""
+        norm = None
+        if norm_type in ORDERS:
+            numbers = norm_type, limit, eps, float(grad_scale), self.layout.is_double
+            norm = loops.clip_(*self._list, *numbers, increment_version, self.tensors)
+        if norm is None:
+            norms = self.norm(norm_type, per_gradient=False)
+            return self.scale_(norms, Clip(norm_type, eps, limit, grad_scale))[0]
+        return torch.scalar_tensor(norm, dtype=self.dtype, device=_CPU)
 
     def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         """Multiplies each gradient by the coefficient of its norm, but not where it is 1."""
