@@ -72,7 +72,7 @@ class Session:
                 workload, dtype, rule, _ = case
                 fitting = [one for one in OUT_OF_PLACE if rule in one.passes]
                 if in_place:
-                    fitting = providers_of(option.provider, option.plan, rule)
+                    fitting = providers_of(option.provider, option.plan, workload, dtype, rule)
                 absent = [one.why_absent(WORKLOADS[workload], dtype, device) for one in fitting]
                 self.left_out |= dict.fromkeys(why for why in absent if why)
                 present = [one for one, why in zip(fitting, absent, strict=True) if why is None]

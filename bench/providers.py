@@ -37,9 +37,10 @@ LENIENT = 0.05
 # Lists of so many bytes and more stand beside torch.sum over as many.
 SUMMED = 2**23 + 1
 BOTH = {"cpu": DTYPES, "cuda": DTYPES}
-# Not on torch's current stream, which events time; and those that read a number back, so that no
-# CUDA graph captures them.
-FOREIGN, SYNCING = ("tensorflow", "paddle", "optax"), ("apex", "transformer_engine")
+# Not on torch's current stream, which events time.
+FOREIGN = ("tensorflow", "paddle", "optax")
+# torch.compile makes CUDA graphs itself, with mode="reduce-overhead"; others read a number back.
+UNCAPTURED = ("tritonclip compiled", "torch compiled", "apex", "transformer_engine")
 
 
 class Entry(NamedTuple):
@@ -152,6 +153,11 @@ def _torch(foreach: bool | None, gradients: Gradients, rule: str, limit: float) 
         return norms
 
     return in_place(gradients, clip, rule)
+
+
+def _compiled(make: Make, gradients: Gradients, rule: str, limit: float) -> Entry:
+    entry = make(gradients, rule, limit)
+    return entry._replace(call=torch.compile(entry.call, fullgraph=True))
 
 
 def _drop_in(gradients: Gradients, rule: str, limit: float) -> Entry:
@@ -320,6 +326,7 @@ def _engine(gradients: Gradients, rule: str, limit: float) -> Entry:
     return in_place(gradients, clip)
 
 
+_default = partial(_torch, None)
 DEPENDS = dict.fromkeys(RULES)
 # Measured, then read and written; a clamp reads and writes once, two with one bound each do twice.
 ONCE = {"norm": 3, "value": 2, "gradient": 3}
@@ -339,9 +346,11 @@ IN_PLACE = (
     Provider("tritonclip wrapper", _wrapper, {"step": None}),
     Provider("tritonclip drop-in", _drop_in, dict.fromkeys(TWO)),
     Provider("tritonclip norm only", partial(_norm_only, "tritonclip"), {"norm": 1}, clips=False),
-    Provider("torch", partial(_torch, None), TORCH_TWICE, baseline=True),
+    Provider("tritonclip compiled", partial(_compiled, _ours), DEPENDS, jits=True),
+    Provider("torch", _default, TORCH_TWICE, baseline=True),
     Provider("torch foreach", partial(_torch, True), TORCH_TWICE, baseline=True),
     Provider("torch no foreach", partial(_torch, False), TORCH_ONCE, baseline=True),
+    Provider("torch compiled", partial(_compiled, _default), TORCH_ONCE, jits=True),
     Provider("torch norm only", partial(_norm_only, "torch"), {"norm": 1}, clips=False),
     Provider("torch sum", _torch_sum, dict.fromkeys(CLIPS, 1), clips=False, least_bytes=SUMMED),
     TENSORFLOW,

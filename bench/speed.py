@@ -13,16 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from bench import timing
 from bench.accuracy import Gradients, WrongResultError
-from bench.providers import FOREIGN, IN_PLACE, OUT_OF_PLACE, SYNCING, Entry, Provider
+from bench.providers import FOREIGN, IN_PLACE, OUT_OF_PLACE, UNCAPTURED, Entry, Provider
 from bench.results import Row
 from bench.timing import Samples, Timed, paired, spread
 from tritonclip.backends import choose
 
 BASELINES = [one.name for one in (*IN_PLACE, *OUT_OF_PLACE) if one.baseline]
+# Where torch.compile is compared unless asked for, by norm: it takes 10 to 40 seconds a provider on
+# the longest.
+COMPILED = ("small_1", "mlp8", "resnet50", "gpt2_124m")
+COMPILERS = ("tritonclip compiled", "torch compiled")
 # Left out of a quick run.
 NOT_QUICK = ("tritonclip flat", "tritonclip drop-in", "tritonclip norm only", "torch norm only")
 
@@ -48,14 +53,19 @@ class Measured:
     walls: Sequence[float] = ()  # Microseconds a call in each round; none where it was not timed.
 
 
-def providers_of(asked: Sequence[str], plan: str, rule: str) -> list[Provider]:
+def providers_of(
+    asked: Sequence[str], plan: str, workload: str, dtype: str, rule: str
+) -> list[Provider]:
     """The providers that clip in place and were asked for; else all that fit the plan."""
     names = {"tritonclip", *asked}
     # Others work on arrays that no backward pass makes.
     if plan == "training" and not asked:
         names |= {"tritonclip wrapper", *BASELINES}
     elif not asked:
-        names |= {one.name for one in IN_PLACE if plan != "quick" or one.name not in NOT_QUICK}
+        by_norm = (dtype, rule) == ("float32", "norm")
+        compiled = by_norm and workload in COMPILED and plan != "quick"
+        left_out = (*(NOT_QUICK if plan == "quick" else ()), *(() if compiled else COMPILERS))
+        names |= {one.name for one in IN_PLACE if one.name not in left_out}
     return [one for one in IN_PLACE if one.name in names and rule in one.passes]
 
 
@@ -67,6 +77,8 @@ def measure(
     effort: Effort | None,
 ) -> list[Measured]:
     """All providers of a case, timed only where their results are right, and an effort is given."""
+    # Else the same function on another list would count as compiled again, and be slower to find.
+    torch._dynamo.reset()
     case: dict[str, Any] = {"workload": gradients.workload.name, "dtype": gradients.dtype}
     case |= {"rule": rule, "step": "clipped" if clipped else "unclipped"}
     is_training = effort is not None and effort.training
@@ -89,7 +101,8 @@ def measure(
     ready = [found for found in result if not found.fault]
     if effort and ready:
         calls = [found.timed for found in ready]
-        samples = timing.interleaved(calls, gradients.device, effort.samples, effort.seconds)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            samples = timing.interleaved(calls, gradients.device, effort.samples, effort.seconds)
         walls = {found.provider.name: own.walls for found, own in zip(ready, samples, strict=True)}
         for found, own in zip(ready, samples, strict=True):
             found.walls, values = own.walls, found.row.values
@@ -169,7 +182,7 @@ def _beside(measured: Measured, samples: Samples) -> dict[str, float]:
             found["launches"] = timing.launches(entry.call, device)
             host = found["host_us"] = statistics.median(samples.hosts)
             time = found["device_us"] = timing.device_us(timed, device, host)
-            if measured.provider.name not in SYNCING:
+            if measured.provider.name not in UNCAPTURED:
                 replay = Timed(timing.captured(timed).replay, timed.prepare)
                 found["graph_us"] = timing.device_us(replay, device, host)
     if time is not None and "bytes_moved" in values:

@@ -11,7 +11,7 @@
 #include "job.h"
 
 /* Of the functions and their arguments, for `native.py`. */
-#define INTERFACE 6
+#define INTERFACE 7
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
 
@@ -170,6 +170,38 @@ static PyObject *multiply(PyObject *module, PyObject *const *arguments, Py_ssize
     return finish(&job);
 }
 
+/* Whether squares of float64 may have overflowed or lost digits to underflow. */
+static int is_extreme(double norm) { return norm != 0 && !(norm >= 0x1p-450 && norm < 0x1p450); }
+
+/* Measures a list and multiplies it by the coefficient of its norm; see `_native.pyi`. */
+static PyObject *clip(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 11)) return NULL;
+    double order = PyFloat_AsDouble(arguments[4]), limit = PyFloat_AsDouble(arguments[5]);
+    double eps = PyFloat_AsDouble(arguments[6]), scale = PyFloat_AsDouble(arguments[7]);
+    int wide = PyObject_IsTrue(arguments[8]);
+    Job job;
+    if (PyErr_Occurred() || !measure(&job, arguments, 5)) return NULL;
+    double norm = norm_of(&job, 0, job.n_parts);
+    free_job(&job);
+    if (wide && order == 2 && is_extreme(norm)) return Py_NewRef(Py_None);
+    if (order != 0) norm /= scale;
+    if (!wide) norm = (float)norm, scale = (float)scale;
+    double coefficient = coefficient_of(norm, limit, eps, wide), factor = coefficient / scale;
+    if (!wide) factor = (float)factor;
+    if (factor < (wide ? DBL_MIN : FLT_MIN) && coefficient > 0) return Py_NewRef(Py_None);
+    if (factor != 1) {
+        PyObject *done = PyObject_CallFunctionObjArgs(arguments[9], arguments[10], NULL);
+        if (!done) return NULL;
+        Py_DECREF(done);
+        if (!read_job(&job, MULTIPLY, arguments, NULL)) return NULL;
+        for (int64_t i = 0; i < job.n; i++) job.gradients[i].factor = factor;
+        run(&job);
+        free_job(&job);
+    }
+    return PyFloat_FromDouble(norm);
+}
+
 static PyObject *clamp(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     Job job;
@@ -186,9 +218,6 @@ static int append_index(PyObject *list, int64_t index) {
     Py_XDECREF(number);
     return !failed;
 }
-
-/* Whether squares of float64 may have overflowed or lost digits to underflow. */
-static int is_extreme(double norm) { return norm != 0 && !(norm >= 0x1p-450 && norm < 0x1p450); }
 
 static PyObject *unit_norms(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
@@ -338,6 +367,7 @@ static PyMethodDef methods[] = {
     {"unit_norms", FAST(unit_norms), NULL},
     {"unit_factors", FAST(unit_factors), NULL},
     {"multiply_units_", FAST(multiply_units), NULL},
+    {"clip_", FAST(clip), NULL},
     {"clamp_", FAST(clamp), NULL},
     {"are_apart", FAST(are_apart), NULL},
     {"advance_averages", FAST(advance_averages), NULL},

@@ -5,6 +5,11 @@ elements as bytes of int64. `dtype` is a code of `native.CODES`. At most `thread
 share a list of SHARED elements or more. Memory that is not there ends the process.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
 SHARED: int
 INTERFACE: int
 
@@ -76,6 +81,29 @@ def multiply_units_(
     addresses: list[int], sizes: bytes, dtype: int, threads: int, rows: bytes, factors: bytes, /
 ) -> None:
     """Multiplies each unit by its factor; leaves units whose factor is 1, and addresses of 0."""
+
+def clip_(
+    addresses: list[int],
+    sizes: bytes,
+    dtype: int,
+    threads: int,
+    order: float,
+    limit: float,
+    eps: float,
+    scale: float,
+    wide: bool,
+    before: Callable[[T], object],
+    written: T,
+    /,
+) -> float | None:
+    """Multiplies all gradients by min(1, limit / (norm + eps)) / scale.
+
+    The norm is divided by `scale`, but for order 0. `before(written)` is called before a write.
+
+    Returns:
+        The norm, or None, with nothing written, where squares of float64 may have overflowed or
+        lost digits, or where one factor would lose digits.
+    """
 
 def clamp_(
     addresses: list[int], sizes: bytes, dtype: int, threads: int, low: float, high: float, /

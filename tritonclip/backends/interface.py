@@ -87,6 +87,21 @@ class Batch(Protocol):
             Norm before clipping, 0-d, and coefficient, on the gradients' device.
         """
 
+    def clip_(
+        self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
+    ) -> Tensor:
+        """Measures and multiplies gradients that are alone under a norm.
+
+        Args:
+            norm_type: of the norm; this and the others as in `Clip`.
+            eps: added to it.
+            limit: a number.
+            grad_scale: the loss scale.
+
+        Returns:
+            Norm before clipping, 0-d.
+        """
+
     def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         """Multiplies each gradient by the coefficient of its norm.
 

@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import math
 import os
+import sys
 from array import array
 from contextlib import suppress
 from ctypes import c_double, c_float
@@ -35,13 +36,18 @@ from tritonclip.backends.operators import (
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Of the functions and their arguments, as in `native/module.c`: a binary may be older.
-INTERFACE = 6
+INTERFACE = 7
 
 _MODULE = "tritonclip.backends._native"
-_REBUILD = (
-    "install a C compiler (gcc or clang) and Python's headers, and then, in a checkout of "
-    "tritonclip, run pip install --force-reinstall --no-cache-dir --no-deps ."
-)
+
+
+def _remedy() -> str:
+    if sys.platform == "win32":
+        return "MSVC cannot build its loops, which need GCC or Clang: run Python in WSL"
+    return (
+        "install a C compiler (gcc or clang) and Python's headers, and then, in a checkout of "
+        "tritonclip, run pip install --force-reinstall --no-cache-dir --no-deps ."
+    )
 
 
 def load() -> tuple[Any, str]:
@@ -54,13 +60,13 @@ def load() -> tuple[Any, str]:
                 "extension was not built: run Python in another folder, or, with gcc or clang and "
                 "Python's headers, install them in place by pip install -e ."
             )
-        return None, f"tritonclip was installed without its C extension: {_REBUILD}"
+        return None, f"tritonclip was installed without its C extension: {_remedy()}"
     try:
         module = importlib.import_module(_MODULE)
     except ImportError as error:
-        return None, f"its C extension cannot be loaded ({error}): {_REBUILD}"
+        return None, f"its C extension cannot be loaded ({error}): {_remedy()}"
     if getattr(module, "INTERFACE", None) != INTERFACE:
-        return None, f"its C extension was built from another version: {_REBUILD}"
+        return None, f"its C extension was built from another version: {_remedy()}"
     return module, ""
 
 
@@ -227,6 +233,19 @@ class NativeBatch:
             increment_version(self.tensors)
             loops.multiply_(*self._list, factor)
         return norm, coefficient
+
+    def clip_(
+        self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
+    ) -> Tensor:
+        """Measures all gradients and multiplies them by one coefficient."""
+        norm = None
+        if norm_type in ORDERS:
+            numbers = norm_type, limit, eps, float(grad_scale), self.layout.is_double
+            norm = loops.clip_(*self._list, *numbers, increment_version, self.tensors)
+        if norm is None:
+            norms = self.norm(norm_type, per_gradient=False)
+            return self.scale_(norms, Clip(norm_type, eps, limit, grad_scale))[0]
+        return torch.scalar_tensor(norm, dtype=self.dtype, device=_CPU)
 
     def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         """Multiplies each gradient by the coefficient of its norm, but not where it is 1."""

@@ -112,8 +112,7 @@ def _clip_only_group_(
         norms = batch.norm(rule.norm_type, per_gradient=True)
         norm, _ = batch.scale_each_(norms, Clip(rule.norm_type, rule.eps, limit, grad_scale))
     else:
-        norms = batch.norm(rule.norm_type, per_gradient=False)
-        norm, _ = batch.scale_(norms, Clip(rule.norm_type, rule.eps, limit, grad_scale))
+        norm = batch.clip_(rule.norm_type, rule.eps, limit, grad_scale)
     if not batch.counts_versions:
         torch.autograd.graph.increment_version(gradients.versions or gradients.readable)
     return norm
