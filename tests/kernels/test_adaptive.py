@@ -15,7 +15,7 @@ from typing import Any
 import histories
 import pytest
 import torch
-from cases import CHUNK, INTERPRETED, assert_bits, copies, grad_of, no_sync, normal, parameters
+from cases import CHUNK, INTERPRETED, assert_bits, grad_of, no_sync, normal, parameters
 from graphs import captured
 from histories import ADAPTIVE, of_norm
 from interrupts import InterruptAtBytecode
@@ -184,7 +184,7 @@ def test_the_norm_that_is_the_limit_clips_nothing(backend):
     for step in range(6):
         sizes = (7, 3 * CHUNK + 5, 300)
         before = [normal(n, torch.float32, backend.device, seed=step + n) for n in sizes]
-        grads = copies(before)
+        grads = [grad.clone() for grad in before]
         tritonclip.clip_(parameters(grads), rule, state=state)
         assert_bits(grads, before)
 
@@ -197,7 +197,7 @@ def test_a_resumed_device_has_the_same_bits(backend, rule):
         resumed = ClipState()
         resumed.load_state_dict(state.state_dict())
         grads = [of_norm(norm).to(backend.device), of_norm(1.0, 3).to(backend.device)]
-        again = copies(grads)
+        again = [grad.clone() for grad in grads]
         tritonclip.clip_(parameters(grads), rule, state=state)
         tritonclip.clip_(parameters(again), rule, state=resumed)
         assert_bits(again, grads)
@@ -360,7 +360,7 @@ def test_clip_interrupted_leaves_a_state_of_before_or_after(backend, rule):
     weights = parameters(grads)
 
     def call(state: ClipState, interrupt: Callable[[], Any]) -> Tensor:
-        weights[0].grad, weights[1].grad = copies(grads)
+        weights[0].grad, weights[1].grad = (grad.clone() for grad in grads)
         try:
             with interrupt():
                 tritonclip.clip_(weights, rule, state=state)
