@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -141,7 +140,6 @@ def zero_grad(world: World, *, set_to_none: bool) -> None:
         if kinds[0] != kinds[1]:
             world.renew(i, (4, 5), torch.float32)
     torch.optim.SGD(world.params).zero_grad(set_to_none)
-    gc.collect()
     sum(
         (param.abs().sum() + param.sum().abs()).to(torch.float64) for param in world.params
     ).backward()  # type: ignore[union-attr]
