@@ -43,15 +43,21 @@ typedef enum { SUM_SQUARES, SUM_MAGNITUDES, LARGEST, COUNT, MULTIPLY, CLAMP } Ve
 #endif
 
 enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64, N_DTYPES };
+/* Added to the code of a dtype: for complex numbers, which are pairs of it. */
+enum { PAIRS = N_DTYPES };
 
 typedef struct {
     int64_t itemsize;
+    /* The largest number of the dtype. */
+    double largest;
     double (*measure)(const void *, int64_t, Verb);
-    void (*multiply)(void *, int64_t, double);
+    void (*multiply)(const void *, void *, int64_t, double);
     void (*clamp)(void *, int64_t, double, double);
+    void (*clamp_to)(const void *, void *, int64_t, double, double);
 } Loops;
 
-#define LOOPS(D, ISA) {sizeof(ELEMENT_##D), measure_##D##_##ISA, multiply_##D##_##ISA, clamp_##D##_##ISA}
+#define LOOPS(D, ISA) \
+    {sizeof(ELEMENT_##D), LARGEST_##D, measure_##D##_##ISA, multiply_##D##_##ISA, clamp_##D##_##ISA, clamp_to_##D##_##ISA}
 #define TABLE(ISA) {LOOPS(float16, ISA), LOOPS(bfloat16, ISA), LOOPS(float32, ISA), LOOPS(float64, ISA)}
 
 static const Loops plain_loops[N_DTYPES] = TABLE(plain);

@@ -38,8 +38,8 @@ typedef uint32_t Bits32At __attribute__((aligned(1), may_alias));
 typedef uint64_t Bits64At __attribute__((aligned(1), may_alias));
 
 /* For `loops.h`: elements in memory, and as they are compared with bounds; integers as wide, for masks;
- * vectors in which elements are multiplied; elements as bits, where zeros are looked for; the bits of
- * infinity of a half type, else 0. */
+ * vectors in which elements are multiplied; elements as bits, where zeros are looked for; the largest
+ * number; the bits of infinity of a half type, else 0. */
 #define AT_float16 HalfAt
 #define AT_bfloat16 HalfAt
 #define AT_float32 FloatAt
@@ -60,6 +60,10 @@ typedef uint64_t Bits64At __attribute__((aligned(1), may_alias));
 #define BITS_AT_bfloat16 HalfAt
 #define BITS_AT_float32 Bits32At
 #define BITS_AT_float64 Bits64At
+#define LARGEST_float16 65504.0
+#define LARGEST_bfloat16 0x1.fep127
+#define LARGEST_float32 0x1.fffffep127
+#define LARGEST_float64 0x1.fffffffffffffp1023
 #define INFINITE_float16 0x7c00
 #define INFINITE_bfloat16 0x7f80
 #define INFINITE_float32 0

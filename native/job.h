@@ -24,6 +24,10 @@
  * 16.1, and in 2.9, 4.9 and 9.1. (AMD EPYC with AVX-512, caches warm.) On an older one 2^17 are
  * measured in 16 and 15, and multiplied in 13 and 14. */
 #define SHARED 131072
+/* Elements of a gradient from which PyTorch's operators take threads (at::internal::GRAIN_SIZE). Where
+ * other processes keep the cores busy, a thread may have to wait for milliseconds: lists of less than
+ * twice SHARED elements in smaller gradients, for which PyTorch never waits, are left to one thread. */
+#define GRAIN 32768
 /* Gradients, and blocks, of a list that needs no memory from the allocator. */
 #define FEW 64
 
@@ -33,11 +37,15 @@ typedef void (*Parallel)(void (*function)(void *), void *argument, unsigned thre
 static Parallel parallel = NULL;
 
 typedef struct {
-    char *elements;
+    /* Of the dtype; with PAIRS. */
+    long code;
+    const char *elements;
+    /* Where verbs that write do so: the elements themselves, or as many others. */
+    char *target;
     int64_t size;
     /* The index of its first block among those of the list. */
     int64_t first_block;
-    /* Of MULTIPLY; gradients whose factor is 1 are not written. */
+    /* Of MULTIPLY; gradients whose factor is 1 are not written, or copied. */
     double factor;
 } Gradient;
 
@@ -48,7 +56,6 @@ typedef struct {
 
 typedef struct {
     Verb verb;
-    const Loops *loops;
     long threads;
     int64_t n, n_blocks, n_elements;
     Gradient *gradients;
@@ -68,23 +75,30 @@ typedef struct {
 
 static int64_t blocks_of(int64_t size) { return (size + BLOCK - 1) / BLOCK; }
 
-/* Makes a job of n gradients without addresses; `sizes` are int64 at any address. 0 without memory. */
-static int make_job(Job *job, Verb verb, const Loops *loops, long threads, int64_t n, const char *sizes) {
-    job->verb = verb, job->loops = loops, job->threads = threads, job->n = n;
-    job->n_blocks = job->n_elements = job->n_tasks = job->next_task = 0;
+/* Makes a job with room for n gradients; 0 without memory. */
+static int make_job(Job *job, Verb verb, long threads, int64_t n) {
+    job->verb = verb, job->threads = threads;
+    job->n = job->n_blocks = job->n_elements = job->n_tasks = job->next_task = 0;
     job->gradients = job->few_gradients, job->parts = job->few_parts, job->places = NULL;
-    if (n > FEW && !(job->gradients = malloc(sizeof(Gradient) * (size_t)n))) return 0;
-    for (int64_t i = 0; i < n; i++) {
-        Gradient *gradient = job->gradients + i;
-        memcpy(&gradient->size, sizes + i * (int64_t)sizeof(int64_t), sizeof(int64_t));
-        gradient->first_block = job->n_blocks;
-        job->n_blocks += blocks_of(gradient->size);
-        job->n_elements += gradient->size;
-    }
-    if (verb >= MULTIPLY || job->n_blocks <= FEW) return 1;
-    if ((job->parts = malloc(sizeof(double) * (size_t)job->n_blocks))) return 1;
-    if (n > FEW) free(job->gradients);
-    return 0;
+    return n <= FEW || (job->gradients = malloc(sizeof(Gradient) * (size_t)n));
+}
+
+/* Adds a gradient, of which there is room for, to a job; it is written in place. */
+static Gradient *add_gradient(Job *job, long code, char *elements, int64_t size) {
+    Gradient *gradient = job->gradients + job->n++;
+    gradient->code = code;
+    gradient->elements = gradient->target = elements;
+    gradient->size = size;
+    gradient->first_block = job->n_blocks;
+    job->n_blocks += blocks_of(size);
+    job->n_elements += size;
+    return gradient;
+}
+
+/* Makes room for the parts of a norm, once all gradients were added; 0 without memory. */
+static int make_parts(Job *job) {
+    if (job->verb >= MULTIPLY || job->n_blocks <= FEW) return 1;
+    return (job->parts = malloc(sizeof(double) * (size_t)job->n_blocks)) != NULL;
 }
 
 static void free_job(Job *job) {
@@ -105,15 +119,27 @@ static double norm_of(const Job *job, int64_t from, int64_t to) {
     return job->verb == SUM_SQUARES ? sqrt(norm) : norm;
 }
 
+/* A bound, if it is finite, in the range of a dtype. */
+static double in_range(double bound, const Loops *loops) {
+    if (isinf(bound)) return bound;
+    return fmin(fmax(bound, -loops->largest), loops->largest);
+}
+
 static void do_block(Job *job, const Gradient *gradient, int64_t start) {
     int64_t n = gradient->size - start < BLOCK ? gradient->size - start : BLOCK;
-    char *x = gradient->elements + start * job->loops->itemsize;
+    const Loops *loops = loops_of + gradient->code % PAIRS;
+    const char *x = gradient->elements + start * loops->itemsize;
+    char *y = gradient->target + start * loops->itemsize;
     if (job->verb < MULTIPLY)
-        job->parts[gradient->first_block + start / BLOCK] = job->loops->measure(x, n, job->verb);
+        job->parts[gradient->first_block + start / BLOCK] = loops->measure(x, n, job->verb);
+    else if (job->verb == CLAMP && x == y)
+        loops->clamp(y, n, job->low, job->high);
     else if (job->verb == CLAMP)
-        job->loops->clamp(x, n, job->low, job->high);
+        loops->clamp_to(x, y, n, in_range(job->low, loops), in_range(job->high, loops));
     else if (gradient->factor != 1.0)
-        job->loops->multiply(x, n, gradient->factor);
+        loops->multiply(x, y, n, gradient->factor);
+    else if (x != y)
+        memcpy(y, x, (size_t)(n * loops->itemsize));
 }
 
 /* All blocks from a place up to another. */
@@ -157,8 +183,9 @@ static int cut(Job *job) {
 
 static void run_job(Job *job) {
     long threads = job->threads;
-    if (threads > 1 && parallel && job->n_elements >= SHARED && cut(job)) {
+    if (threads > 1 && parallel && job->n_elements >= SHARED && (job->places || cut(job))) {
         if (threads > job->n_tasks) threads = (long)job->n_tasks;
+        job->next_task = 0;
         job->float_mode = float_mode();
         parallel(do_tasks, job, (unsigned)threads, 0);
     } else

@@ -134,17 +134,18 @@ TARGET static double NAME(measure)(const void *elements, int64_t n, Verb verb) {
     return NAME(extreme)(elements, n, verb == COUNT);
 }
 
-/* Multiplies by a number, rounded to the dtype of the arithmetic. The last elements go through a
- * buffer. */
-TARGET static void NAME(multiply)(void *elements, int64_t n, double number) {
-    OF(AT) *x = elements, last[WIDE] = {0};
+/* Multiplies by a number, rounded to the dtype of the arithmetic, into memory that is the same or none
+ * of it. The last elements go through a buffer. */
+TARGET static void NAME(multiply)(const void *elements, void *target, int64_t n, double number) {
+    const OF(AT) *x = elements;
+    OF(AT) *y = target, last[WIDE] = {0};
     OF(WIDENED) factor = (__typeof__(factor[0]))number - (OF(WIDENED)){0}, wide;
     int64_t i = 0;
     for (; i + WIDE <= n; i += WIDE) {
         fetch_ahead(x + i);
         NAME(load)(x + i, &wide);
         wide *= factor;
-        NAME(store)(&wide, x + i);
+        NAME(store)(&wide, y + i);
     }
     if (i == n) return;
     size_t rest = sizeof *x * (size_t)(n - i);
@@ -152,7 +153,7 @@ TARGET static void NAME(multiply)(void *elements, int64_t n, double number) {
     NAME(load)(last, &wide);
     wide *= factor;
     NAME(store)(&wide, last);
-    memcpy(x + i, last, rest);
+    memcpy(y + i, last, rest);
 }
 
 /* Bounds, and their keys: half types are compared by keys, integers in the order of the numbers with
@@ -170,7 +171,7 @@ TARGET INLINE void NAME(make_bounds)(double from, double to, NAME(Bounds) *bound
     NAME(fill)(&bounds->low, low), NAME(fill)(&bounds->high, high);
 #if OF(INFINITE)
     /* -0 and 0 are equal, and have two keys. */
-    OF(ELEMENT) least = from ? low : (OF(ELEMENT))0x8000, greatest = to ? high : 0;
+    OF(ELEMENT) least = low & 0x7fff ? low : (OF(ELEMENT))0x8000, greatest = high & 0x7fff ? high : 0;
     NAME(fill)(&bounds->low_key, (OF(ELEMENT))KEY(least));
     NAME(fill)(&bounds->high_key, (OF(ELEMENT))KEY(greatest));
 #endif
@@ -211,16 +212,24 @@ TARGET INLINE int NAME(is_any)(const NAME(Mask) *mask) {
     return any != 0;
 }
 
-/* Brings whole vectors from x up to `stop` within bounds. */
-TARGET static void NAME(clamp_vectors)(char *x, const char *stop, const NAME(Bounds) *bounds) {
-    for (; x < stop; x += REGISTER) {
+/* Writes whole vectors from x up to `stop` to y, brought within bounds. */
+TARGET static void NAME(clamp_vectors)(const char *x, const char *stop, char *y, const NAME(Bounds) *bounds) {
+    for (; x < stop; x += REGISTER, y += REGISTER) {
         NAME(Vector) numbers;
         NAME(Mask) changed;
         fetch_ahead(x);
         memcpy(&numbers, x, REGISTER);
         NAME(clamp_vector)(&numbers, bounds, &changed);
-        memcpy(x, &numbers, REGISTER);
+        memcpy(y, &numbers, REGISTER);
     }
+}
+
+/* The last elements, fewer than fill a vector. The first of them fills it up: where bounds exclude 0,
+ * zeros would be outside. */
+TARGET INLINE void NAME(take_last)(const char *last, const char *end, char *rest) {
+    enum { ITEM = sizeof(OF(ELEMENT)) };
+    for (char *to_fill = rest; to_fill < rest + REGISTER; to_fill += ITEM) memcpy(to_fill, last, ITEM);
+    memcpy(rest, last, (size_t)(end - last));
 }
 
 /* Brings elements within bounds, which are numbers of the dtype; NaN stays. Groups with all elements
@@ -249,23 +258,34 @@ TARGET static void NAME(clamp)(void *elements, int64_t n, double from, double to
             to_clamp[n_outside] = start + i * GROUP;
             n_outside += NAME(is_any)(outside + i);
         }
-        for (int i = 0; i < n_outside; i++) NAME(clamp_vectors)(to_clamp[i], to_clamp[i] + GROUP, &bounds);
+        for (int i = 0; i < n_outside; i++) NAME(clamp_vectors)(to_clamp[i], to_clamp[i] + GROUP, to_clamp[i], &bounds);
         if (2 * n_outside > n_groups) break;
     }
     NAME(Mask) left = {0};
     if (last - x < GROUP) NAME(find_outside)(x, last, &bounds, &left);
-    if (last - x >= GROUP || NAME(is_any)(&left)) NAME(clamp_vectors)(x, last, &bounds);
+    if (last - x >= GROUP || NAME(is_any)(&left)) NAME(clamp_vectors)(x, last, x, &bounds);
     if (last == end) return;
-    /* The first of the last elements fills up the vector: where bounds exclude 0, zeros would be
-     * outside. */
     char rest[REGISTER];
-    for (char *to_fill = rest; to_fill < rest + REGISTER; to_fill += ITEM) memcpy(to_fill, last, ITEM);
-    memcpy(rest, last, (size_t)(end - last));
+    NAME(take_last)(last, end, rest);
     left = (NAME(Mask)){0};
     NAME(find_outside)(rest, rest + REGISTER, &bounds, &left);
     if (!NAME(is_any)(&left)) return;
-    NAME(clamp_vectors)(rest, rest + REGISTER, &bounds);
+    NAME(clamp_vectors)(rest, rest + REGISTER, rest, &bounds);
     memcpy(last, rest, (size_t)(end - last));
+}
+
+/* As `clamp`, into other memory. */
+TARGET static void NAME(clamp_to)(const void *elements, void *target, int64_t n, double from, double to) {
+    enum { ITEM = sizeof(OF(ELEMENT)) };
+    NAME(Bounds) bounds;
+    NAME(make_bounds)(from, to, &bounds);
+    const char *x = elements, *end = x + n * ITEM, *last = x + n * ITEM / REGISTER * REGISTER;
+    char *y = target, rest[REGISTER];
+    NAME(clamp_vectors)(x, last, y, &bounds);
+    if (last == end) return;
+    NAME(take_last)(last, end, rest);
+    NAME(clamp_vectors)(rest, rest + REGISTER, rest, &bounds);
+    memcpy(y + (last - x), rest, (size_t)(end - last));
 }
 
 #undef NAME

@@ -7,12 +7,18 @@
  */
 #include <Python.h>
 
-#include "job.h"
+#include <limits.h>
+
+#include "tensors.h"
 
 /* Of the functions and their arguments, for `native.py`. */
-#define INTERFACE 4
+#define INTERFACE 5
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
+/* A norm of float64 of order 2 is known where it is 0, or lies from the first up to the second: a smaller one
+ * may have lost squares to underflow, a larger one overflowed. Those of other dtypes fit float64. */
+#define LEAST_NORM 0x1p-450
+#define LARGEST_NORM 0x1p450
 
 /* Runs a job; while it is long, other threads of Python go on. */
 static void run(Job *job) {
@@ -38,12 +44,13 @@ static int read_job(Job *job, Verb verb, PyObject *const *arguments) {
         PyErr_SetString(PyExc_ValueError, "expected as many sizes as addresses, and a known dtype");
         return 0;
     }
-    if (!make_job(job, verb, loops_of + dtype, threads, n, sizes)) {
-        PyErr_NoMemory();
-        return 0;
+    int has_room = make_job(job, verb, threads, n);
+    for (Py_ssize_t i = 0; has_room && i < n; i++) {
+        int64_t size;
+        memcpy(&size, sizes + i * (Py_ssize_t)sizeof size, sizeof size);
+        add_gradient(job, dtype, PyLong_AsVoidPtr(PyList_GetItem(arguments[0], i)), size);
     }
-    for (Py_ssize_t i = 0; i < n; i++)
-        job->gradients[i].elements = PyLong_AsVoidPtr(PyList_GetItem(arguments[0], i));
+    if (!has_room || !make_parts(job)) PyErr_NoMemory();
     if (!PyErr_Occurred()) return 1;
     free_job(job);
     return 0;
@@ -63,16 +70,22 @@ static PyObject *finish(Job *job) {
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
-/* Measures a list by the order of a norm, the fifth argument; 0 with an error of Python. */
-static int measure(Job *job, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    if (!has_arguments(n_arguments, 5)) return 0;
-    double order = PyFloat_AsDouble(arguments[4]);
+/* The verb that measures a norm of an order; 0 with an error of Python. */
+static int read_order(PyObject *number, Verb *verb) {
+    double order = PyFloat_AsDouble(number);
     if (order != 0 && order != 1 && order != 2 && order != INFINITY) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "expected a norm of order 0, 1, 2 or inf");
         return 0;
     }
-    Verb verb = order == 2 ? SUM_SQUARES : order == 1 ? SUM_MAGNITUDES : order == 0 ? COUNT : LARGEST;
-    if (!read_job(job, verb, arguments)) return 0;
+    *verb = order == 2 ? SUM_SQUARES : order == 1 ? SUM_MAGNITUDES : order == 0 ? COUNT : LARGEST;
+    return 1;
+}
+
+/* Measures a list by the order of a norm, the fifth argument; 0 with an error of Python. */
+static int measure(Job *job, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    if (!has_arguments(n_arguments, 5)) return 0;
+    Verb verb;
+    if (!read_order(arguments[4], &verb) || !read_job(job, verb, arguments)) return 0;
     run(job);
     return 1;
 }
@@ -139,13 +152,19 @@ static PyObject *coefficients(PyObject *module, PyObject *const *arguments, Py_s
     return result ? Py_BuildValue("(Nd)", result, least) : NULL;
 }
 
+/* Gives each gradient its factor; 0 with an error of Python. */
+static int read_factors(Job *job, PyObject *numbers) {
+    int is_valid = has_numbers(numbers, (Py_ssize_t)job->n);
+    for (int64_t i = 0; is_valid && i < job->n; i++)
+        job->gradients[i].factor = number_at(numbers, (Py_ssize_t)i);
+    return is_valid && !PyErr_Occurred();
+}
+
 static PyObject *multiply(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     Job job;
     if (!has_arguments(n_arguments, 5) || !read_job(&job, MULTIPLY, arguments)) return NULL;
-    int is_valid = has_numbers(arguments[4], job.n);
-    for (int64_t i = 0; is_valid && i < job.n; i++)
-        job.gradients[i].factor = number_at(arguments[4], (Py_ssize_t)i);
+    read_factors(&job, arguments[4]);
     return finish(&job);
 }
 
@@ -156,6 +175,186 @@ static PyObject *clamp(PyObject *module, PyObject *const *arguments, Py_ssize_t 
     job.low = PyFloat_AsDouble(arguments[4]);
     job.high = PyFloat_AsDouble(arguments[5]);
     return finish(&job);
+}
+
+/* Ends a function of leaves: what it made, whose reference is taken; None where operators have to serve the
+ * leaves; NULL with an error of Python. */
+static PyObject *finish_leaves(Job *job, Leaves *leaves, int is_done, PyObject *made) {
+    free_job(job);
+    free_leaves(leaves);
+    return is_done ? made : Py_NewRef(Py_None);
+}
+
+/* A bound as a number, `none` where there is none; NaN for one that only operators take. */
+static double as_bound(PyObject *bound, double none) {
+    if (bound == Py_None) return none;
+    if (PyFloat_CheckExact(bound)) return PyFloat_AsDouble(bound);
+    long long whole = PyLong_CheckExact(bound) ? PyLong_AsLongLong(bound) : LLONG_MAX;
+    if (PyErr_Occurred()) PyErr_Clear();
+    /* Others may be rounded on the way. */
+    return whole >= -(1LL << 53) && whole <= 1LL << 53 ? (double)whole : NAN;
+}
+
+static PyObject *clamped(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 4)) return NULL;
+    double low = as_bound(arguments[2], -INFINITY), high = as_bound(arguments[3], INFINITY);
+    /* Two that are None, cross or are NaN are an error of the caller. */
+    if (!(low <= high) || (arguments[2] == Py_None && arguments[3] == Py_None)) return Py_NewRef(Py_None);
+    Job job;
+    Leaves leaves;
+    int is_read = read_leaves(&job, &leaves, CLAMP, arguments[0], arguments[1]);
+    if (is_read == 1) {
+        job.low = low, job.high = high;
+        run(&job);
+    }
+    return finish_leaves(&job, &leaves, is_read, is_read == 1 ? made_of(&leaves) : NULL);
+}
+
+/* A pair of two objects, whose references it takes; NULL where one is. */
+static PyObject *pair_of(PyObject *first, PyObject *second) {
+    PyObject *pair = first && second ? PyTuple_Pack(2, first, second) : NULL;
+    Py_XDECREF(first);
+    Py_XDECREF(second);
+    return pair;
+}
+
+/* Whether a norm that was measured is right: squares of float64 may have overflowed or lost digits. */
+static int is_known(const Job *job, const Leaves *leaves, double norm) {
+    int may_overflow = job->verb == SUM_SQUARES && leaves->are_wide;
+    return !may_overflow || !norm || (norm >= LEAST_NORM && norm < LARGEST_NORM);
+}
+
+/* The limit of the norm of a tensor, for one that is divided by a power of its number of elements. */
+static double limit_of(double limit, int64_t n, double power) {
+    if (!n || !power) return limit;
+    return limit * (power == 1 ? (double)n : sqrt((double)n));
+}
+
+/* A limit, a number of 0 or more; NaN for others. */
+static double as_limit(PyObject *limit) {
+    double number = as_bound(limit, NAN);
+    /* -0.0 would flip signs. */
+    return number >= 0 ? number + 0.0 : NAN;
+}
+
+/* A float, which is dropped; errors as those of PyFloat_AsDouble. */
+static double as_double(PyObject *number) {
+    double result = number ? PyFloat_AsDouble(number) : -1;
+    Py_XDECREF(number);
+    return result;
+}
+
+/* The norm of all tensors of a job that ran: of those of each dtype first, as groups of a list are measured.
+ * 0 where it is not known, or with an error of Python. */
+static int norm_of_all(const Job *job, const Leaves *leaves, double *norm) {
+    if (!leaves->are_mixed) {
+        *norm = norm_of(job, 0, job->n_blocks);
+        return is_known(job, leaves, *norm);
+    }
+    double sums[2 * N_DTYPES] = {0}, total = 0;
+    int order[2 * N_DTYPES], n = 0;
+    for (int64_t i = 0; i < job->n; i++) {
+        const Gradient *gradient = job->gradients + i;
+        int at = 0;
+        while (at < n && order[at] != gradient->code) at++;
+        if (at == n) order[n++] = (int)gradient->code;
+        for (int64_t j = 0; j < blocks_of(gradient->size); j++) sums[at] += job->parts[gradient->first_block + j];
+    }
+    PyObject *norms = PyTuple_New(n);
+    int is_right = norms != NULL;
+    for (int i = 0; is_right && i < n; i++) {
+        total += sums[i] = sqrt(sums[i]);
+        is_right = is_known(job, leaves, sums[i]) && !PyTuple_SetItem(norms, i, PyFloat_FromDouble(sums[i]));
+    }
+    /* NaN, before inf, which hypot prefers. */
+    *norm = !is_right || isnan(total) ? total : as_double(PyObject_CallObject(torch.hypot, norms));
+    Py_XDECREF(norms);
+    return is_right && !PyErr_Occurred();
+}
+
+static PyObject *clipped(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 4)) return NULL;
+    int is_given = arguments[3] != Py_None;
+    double limit = as_limit(arguments[2]), norm = is_given ? as_limit(arguments[3]) : 0;
+    if (isnan(limit) || isnan(norm)) return Py_NewRef(Py_None);
+    Job job;
+    Leaves leaves;
+    PyObject *result = NULL;
+    int is_done = read_leaves(&job, &leaves, is_given ? MULTIPLY : SUM_SQUARES, arguments[0], arguments[1]);
+    if (is_done == 1 && !is_given) {
+        run(&job);
+        is_done = norm_of_all(&job, &leaves, &norm);
+        if (PyErr_Occurred()) is_done = -1;
+    }
+    if (is_done == 1) {
+        double factor = coefficient_of(norm, limit, 0, leaves.are_wide);
+        for (int64_t i = 0; i < job.n; i++) job.gradients[i].factor = factor;
+        job.verb = MULTIPLY;
+        run(&job);
+        result = pair_of(made_of(&leaves), number_of(norm, leaves.are_wide, arguments[1]));
+    }
+    return finish_leaves(&job, &leaves, is_done, result);
+}
+
+static PyObject *clipped_each(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    Verb verb;
+    if (!has_arguments(n_arguments, 5) || !read_order(arguments[3], &verb)) return NULL;
+    double limit = as_limit(arguments[2]), power = PyFloat_AsDouble(arguments[4]);
+    if (PyErr_Occurred()) return NULL;
+    if (isnan(limit)) return Py_NewRef(Py_None);
+    Job job;
+    Leaves leaves;
+    PyObject *result = NULL;
+    int is_done = read_leaves(&job, &leaves, verb, arguments[0], arguments[1]);
+    if (is_done == 1) run(&job);
+    for (int64_t i = 0; is_done == 1 && i < job.n; i++) {
+        Gradient *gradient = job.gradients + i;
+        double norm = norm_of(&job, gradient->first_block, gradient->first_block + blocks_of(gradient->size));
+        is_done = is_known(&job, &leaves, norm) && !(power && leaves.have_pairs);
+        double own_limit = limit_of(limit, gradient->size, power);
+        gradient->factor = coefficient_of(norm, own_limit, 0, leaves.are_wide);
+    }
+    if (is_done == 1) {
+        job.verb = MULTIPLY;
+        run(&job);
+        result = made_of(&leaves);
+    }
+    return finish_leaves(&job, &leaves, is_done, result);
+}
+
+static PyObject *scaled(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 3)) return NULL;
+    Job job;
+    Leaves leaves;
+    PyObject *result = NULL;
+    int is_done = read_leaves(&job, &leaves, MULTIPLY, arguments[0], arguments[1]);
+    if (is_done == 1 && !read_factors(&job, arguments[2])) is_done = -1;
+    if (is_done == 1) {
+        run(&job);
+        result = made_of(&leaves);
+    }
+    return finish_leaves(&job, &leaves, is_done, result);
+}
+
+static PyObject *measured(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 2)) return NULL;
+    Job job;
+    Leaves leaves;
+    PyObject *result = NULL;
+    int is_done = read_leaves(&job, &leaves, SUM_SQUARES, arguments[0], Py_None);
+    if (is_done == 1) {
+        double norm;
+        run(&job);
+        is_done = norm_of_all(&job, &leaves, &norm);
+        if (PyErr_Occurred()) is_done = -1;
+        if (is_done == 1) result = number_of(norm, leaves.are_wide, arguments[1]);
+    }
+    return finish_leaves(&job, &leaves, is_done, result);
 }
 
 typedef struct {
@@ -199,6 +398,22 @@ static PyObject *set_portable(PyObject *module, PyObject *flag) {
     return Py_NewRef(Py_None);
 }
 
+static PyObject *know(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    PyObject **const known[] = {
+        &torch.tensor, &torch.parameter, &torch.codes, &torch.number, &torch.wide_number,
+        &torch.is_recording, &torch.n_threads, &torch.hypot,
+    };
+    enum { N_KNOWN = sizeof known / sizeof *known };
+    if (!has_arguments(n_arguments, N_KNOWN + 1)) return NULL;
+    const DLPackExchange *exchange = NULL;
+    PyObject *capsule = arguments[N_KNOWN];
+    if (capsule != Py_None && !(exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api"))) return NULL;
+    torch.view = exchange && exchange->major == 1 ? exchange->view : NULL;
+    for (int i = 0; i < N_KNOWN; i++) *known[i] = Py_NewRef(arguments[i]);
+    return Py_NewRef(Py_None);
+}
+
 static PyObject *share(PyObject *module, PyObject *address) {
     (void)module;
     void *function = PyLong_AsVoidPtr(address);
@@ -215,8 +430,14 @@ static PyMethodDef methods[] = {
     {"coefficients", FAST(coefficients), NULL},
     {"multiply_", FAST(multiply), NULL},
     {"clamp_", FAST(clamp), NULL},
+    {"clamped", FAST(clamped), NULL},
+    {"clipped", FAST(clipped), NULL},
+    {"scaled", FAST(scaled), NULL},
+    {"clipped_each", FAST(clipped_each), NULL},
+    {"measured", FAST(measured), NULL},
     {"are_apart", FAST(are_apart), NULL},
     {"set_portable", set_portable, METH_O, NULL},
+    {"know", FAST(know), NULL},
     {"share", share, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -225,11 +446,22 @@ static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_native", "Loops over CPU gradients.", -1, methods, NULL, NULL, NULL, NULL,
 };
 
+/* 0 with an error of Python. */
+static int add_number(PyObject *module, const char *name, double value) {
+    PyObject *number = PyFloat_FromDouble(value);
+    int is_added = number && !PyModule_AddObjectRef(module, name, number);
+    Py_XDECREF(number);
+    return is_added;
+}
+
 PyMODINIT_FUNC PyInit__native(void) {
     loops_of = fastest_loops();
     PyObject *module = PyModule_Create(&definition);
-    if (module && (PyModule_AddIntConstant(module, "SHARED", SHARED) ||
-                   PyModule_AddIntConstant(module, "INTERFACE", INTERFACE)))
+    if (module && (!make_names() || PyModule_AddIntConstant(module, "SHARED", SHARED) ||
+                   PyModule_AddIntConstant(module, "GRAIN", GRAIN) ||
+                   PyModule_AddIntConstant(module, "PAIRS", PAIRS) ||
+                   PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) ||
+                   !add_number(module, "LEAST_NORM", LEAST_NORM) || !add_number(module, "LARGEST_NORM", LARGEST_NORM)))
         Py_CLEAR(module);
     return module;
 }

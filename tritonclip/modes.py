@@ -15,6 +15,7 @@ WHOLE = (Tensor, Parameter, FakeTensor, FunctionalTensor)
 # How many modes see every operator: calls of a few microseconds ask no more where none does. No
 # public part of PyTorch: where it is missing, no mode is known.
 n_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+n_function_modes = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 _get_mode = getattr(torch._C, "_get_dispatch_mode", lambda kind: None)
 _kinds: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
 # Of make_fx, of FakeTensorMode, and of the functional graphs that torch.export and others make.

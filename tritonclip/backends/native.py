@@ -31,12 +31,12 @@ from tritonclip.backends.operators import (
     unscale_and_clamp_,
     zero_,
 )
-from tritonclip.modes import is_pre_dispatch, n_dispatch_modes
+from tritonclip.modes import is_pre_dispatch, n_dispatch_modes, n_function_modes
 
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Of the functions and their arguments, as in `native/module.c`: a binary may be older.
-INTERFACE = 4
+INTERFACE = 5
 
 _MODULE = "tritonclip.backends._native"
 _REBUILD = (
@@ -98,25 +98,22 @@ def describe() -> str:
 
 # Orders of a norm that has loops.
 ORDERS = (2.0, 1.0, math.inf, 0.0)
-# A norm of float64 of order 2 is known where it is 0, or lies from the first up to the second: a
-# smaller one may have lost squares to underflow, a larger one overflowed. Those of other dtypes fit
-# float64.
-_LEAST, _LARGEST = 2.0**-450, 2.0**450
-# Elements of a gradient from which PyTorch's operators take threads (at::internal::GRAIN_SIZE).
-# Where other processes keep the cores busy, a thread may have to wait for milliseconds: short lists
-# of smaller gradients, for which PyTorch never waits, are left to one thread.
-GRAIN = 32768
 _CPU = torch.device("cpu")
 
 
 def is_observed() -> bool:
     """Whether dual numbers, dispatch modes or a tracer have to see every operator."""
-    return forward_ad._current_level >= 0 or n_dispatch_modes() > 0 or is_pre_dispatch()
+    # A tracer that counts as no dispatch mode comes with function modes.
+    return (
+        forward_ad._current_level >= 0
+        or n_dispatch_modes() > 0
+        or (n_function_modes() > 0 and is_pre_dispatch())
+    )
 
 
 def is_extreme(norm: float) -> bool:
     """Whether squares of float64 may have overflowed or lost digits."""
-    return norm != 0 and not _LEAST <= norm < _LARGEST
+    return norm != 0 and not loops.LEAST_NORM <= norm < loops.LARGEST_NORM
 
 
 class NativeLayout:
@@ -136,7 +133,7 @@ class NativeLayout:
         self.tiny = torch.finfo(torch.float64 if self.is_double else torch.float32).tiny
         self.code = CODES[tensors[0].dtype]
         self.packed_sizes = array("q", sizes).tobytes()
-        self.is_shared = sum(sizes) >= loops.SHARED * (1 if max(sizes) >= GRAIN else 2)
+        self.is_shared = sum(sizes) >= loops.SHARED * (1 if max(sizes) >= loops.GRAIN else 2)
         self.n_bytes = len(self.packed_sizes)
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> Batch:

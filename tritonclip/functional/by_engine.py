@@ -1,16 +1,14 @@
 """Out-of-place clipping by the engine, where tensors have memory to read.
 
-Three parts: norms; products of tensors and coefficients; and short lists on a CPU, which are copied
-and clipped in place, because an operator of PyTorch that multiplies into new memory takes 1.7 us a
-small tensor, and a copy 0.8. Derivatives are registered formulas. Tensors inside torch.func,
-forward-mode derivatives and compiled graphs take the formulas in PyTorch operators.
+Two parts: norms, and products of tensors and coefficients. Derivatives are registered formulas.
+Tensors inside torch.func, forward-mode derivatives and compiled graphs take the formulas in PyTorch
+operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import c_double, c_float
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -23,9 +21,9 @@ from tritonclip.backends.operators import ARITHMETIC, PIECE, wide_dtype
 from tritonclip.engine import execute
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OverlapError
-from tritonclip.functional import formulas
+from tritonclip.functional import by_loops, formulas
 from tritonclip.functional.formulas import coefficient_of
-from tritonclip.modes import is_traced, n_dispatch_modes
+from tritonclip.modes import is_traced
 from tritonclip.rules import Rule
 from tritonclip.rules.arguments import as_limit
 
@@ -139,53 +137,6 @@ def _list_of(tensors: Sequence[Tensor]) -> Gradients:
     return Gradients(list(tensors), device, "tensors[{}]".format)
 
 
-# Most elements of a list that is copied first. Clipped by global norm, 64 float32 tensors with
-# 2^18, 2^19 and 2^20 elements in all take 134, 175 and 240 us so, and as products 221, 260 and
-# 306; 8 take 59, 87 and 136, and 77, 98 and 137. More leave the cache. (torch 2.13, EPYC, 2
-# threads.)
-SHORT = 2**19
-
-_get_is_cpu = attrgetter("is_cpu")
-# Missing in old versions of PyTorch.
-_clone_in_one_call = getattr(torch, "_foreach_clone", None)
-
-
-def clip_copies(
-    tensors: list[Tensor], rule_of: Callable[..., Rule], *numbers: float
-) -> tuple[list[Tensor], Tensor] | None:
-    """Clips copies of a short list; None for a long one, off the CPU, and with derivatives.
-
-    Args:
-        tensors: strided and floating-point or complex.
-        rule_of: makes the rule, by norm and without eps, from its numbers.
-        *numbers: of the rule, which are remembered with it: -0.0 stands for 0.0.
-
-    Returns:
-        New tensors, and the norm before clipping, or one for each, as `clip_` returns them.
-    """
-    if not is_readable(tensors) or needs_grad(tensors):
-        return None
-    is_short = bool(tensors) and sum(map(Tensor.numel, tensors)) <= SHORT
-    if not is_short or False in map(_get_is_cpu, tensors):
-        return None
-    # Modes may see copies and writes in place otherwise than products. No copy may read memory that
-    # was freed, whose address is 0.
-    if n_dispatch_modes() or 0 in map(Tensor.data_ptr, tensors):
-        return None
-    if _clone_in_one_call is None:
-        copies = list(map(torch.clone, tensors))
-    else:
-        copies = list(_clone_in_one_call(tensors))
-    norm = execute.clip_(_list_of(copies), _rule(rule_of, *numbers))
-    assert norm is not None
-    return copies, norm
-
-
-@lru_cache
-def _rule(rule_of: Callable[..., Rule], *numbers: float) -> Rule:
-    return rule_of(*numbers)
-
-
 # The factor of one tensor: a number if the host knows it.
 Coefficient = float | Tensor
 
@@ -198,10 +149,14 @@ def scaled(tensors: Sequence[Tensor], coefficients: Sequence[Coefficient]) -> li
         coefficients: one for each tensor, or one for all: numbers, or tensors in a wide dtype, 0-d
             or of as many dimensions as the tensor.
     """
+    numbers = [c for c in coefficients if not isinstance(c, Tensor)]
+    if len(numbers) == len(coefficients):
+        products = by_loops.scaled(list(tensors), numbers[0] if len(numbers) == 1 else numbers)
+        if products is not None:
+            return products  # type: ignore[no-any-return]
     if any(dtype.is_complex for dtype in {x.dtype for x in tensors}):
         return _scaled_pairs(tensors, coefficients)
     if is_readable(tensors) and not needs_grad(tensors):
-        numbers = [c for c in coefficients if not isinstance(c, Tensor)]
         if len(numbers) == len(coefficients):
             return _multiples(tensors, numbers)
         (one, *others) = coefficients

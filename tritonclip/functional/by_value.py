@@ -8,6 +8,7 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
+from tritonclip.functional import by_loops
 from tritonclip.functional.by_engine import broadcasts, filled, is_readable, needs_grad
 from tritonclip.functional.trees import Tree
 from tritonclip.rules.arguments import as_number
@@ -52,8 +53,8 @@ def clip_by_value(
             bounds of sparse tensors that exclude 0 or are tensors; a fraction for integers.
 
     Derivatives of first and second order exist everywhere, in the bounds too: on a bound the mean
-    of both sides, one half, as of `torch.minimum`. On GPUs as on CPUs this is one operator of
-    PyTorch, which reads and writes once.
+    of both sides, one half, as of `torch.minimum`. On a GPU this is one operator of PyTorch, which
+    reads and writes once.
 
     Example:
         >>> clip_by_value(torch.tensor([-2.0, 0.5, 2.0]), -1.0, 1.0)
@@ -66,23 +67,31 @@ def clip_by_value(
     """
     if _unknown:
         raise misfit(clip_by_value, (), _unknown)
-    min, max = _named(bounds, min, max)
+    min, max = bounds if len(bounds) == 2 and min is max is None else _named(bounds, min, max)
+    # A tree would take a fifth of the time of one small tensor.
+    made = by_loops.clamped(x, min, max)
+    if made is not None:
+        return made  # type: ignore[no-any-return]
     if min is None and max is None:
         raise ValueError("expected a bound, got None for both: pass min, max, or both")
     low, high = _bound("min", min, none=-math.inf), _bound("max", max, none=math.inf)
     tree = Tree(x, "x", ordered=True)
+    made = by_loops.clamped(tree.leaves, min, max)
+    if made is not None:
+        return tree.rebuild(made)  # type: ignore[no-any-return]
+    values = tree.check()
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         if tree.is_sparse:
             raise ValueError(
                 "bounds of sparse tensors, whose implicit zeros stay, must be numbers; expected "
                 "numbers, or tensors made dense with to_dense()"
             )
-        clamped = [_clamped(value, low, high) for value in tree.values]
+        clamped = [_clamped(value, low, high) for value in values]
     else:
         _check_numbers(low, high, sparse=tree.is_sparse)
-        differentiable = not is_readable(tree.values) or needs_grad(tree.values)
+        differentiable = not is_readable(values) or needs_grad(values)
         clamp = _clamped_each if differentiable else _clamped_by_numbers
-        clamped = clamp(tree.values, low, high)
+        clamped = clamp(values, low, high)
     result: T = tree.rebuild(clamped)
     return result
 

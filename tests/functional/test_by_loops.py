@@ -1,0 +1,358 @@
+"""Plain tensors, which the loops in C read and clip in one call, against the other ways."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from cases import FLOATS, assert_bits, normal
+from native_lists import BLOCK, LENGTHS, amid_canaries, assert_canaries
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tritonclip
+from tritonclip import functional
+from tritonclip.backends.native import loops
+from tritonclip.functional import by_loops
+
+if loops is None:
+    pytest.skip("tritonclip was installed without its C extension", allow_module_level=True)
+
+SHAPES = ((40,), (), (0,), (3, 70), (1,))
+FUNCTIONS: dict[str, Any] = {
+    "global": lambda x, limit: functional.clip_by_global_norm(x, limit)[0],
+    "known": lambda x, limit: functional.clip_by_global_norm(x, limit, 3.0)[0],
+    "norm": functional.clip_by_norm,
+    "norm-0": lambda x, limit: functional.clip_by_norm(x, limit, norm_type=0),
+    "norm-1": lambda x, limit: functional.clip_by_norm(x, limit, norm_type=1.0),
+    "norm-inf": lambda x, limit: functional.clip_by_norm(x, limit, norm_type=math.inf),
+    "average": functional.clip_by_average_norm,
+    "rms": functional.clip_by_rms,
+    "value": lambda x, limit: functional.clip_by_value(x, -limit, limit),
+}
+REAL = [name for name in FUNCTIONS if name != "value"]
+functions = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+
+
+@pytest.fixture(params=["dlpack", "attributes"])
+def reading(request):
+    """Tensors are read by DLPack where PyTorch has its functions for C, and by attributes else."""
+    if request.param == "attributes":
+        by_loops.introduce(None)
+    elif not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this PyTorch has no functions of DLPack for C")
+    yield
+    by_loops.introduce()
+
+
+def make(dtype):
+    return [normal(shape, dtype, seed=seed) for seed, shape in enumerate(SHAPES)]
+
+
+def mixed(_):
+    """Several dtypes, of which float16 comes last and first again."""
+    dtypes = (torch.float16, torch.float32, torch.bfloat16, torch.float32, torch.float16)
+    return [x.to(dtype) for x, dtype in zip(make(torch.float32), dtypes, strict=True)]
+
+
+def mixed_wide(_):
+    return [*mixed(_), normal((5,), torch.float64)]
+
+
+def repeated(dtype):
+    """One tensor twice, and one of shared elements, which operators serve."""
+    tensors = make(dtype)
+    return [*tensors, tensors[0], tensors[4].expand(3)]
+
+
+def transposed(dtype):
+    """One is dense in another order of its dimensions."""
+    return [*make(dtype), normal((6, 5), dtype, seed=8).t()]
+
+
+@pytest.fixture
+def by_others(monkeypatch):
+    """Runs a function without the loops of a whole call."""
+
+    def run(function, *arguments):
+        with monkeypatch.context() as patched:
+            patched.setattr(by_loops, "serve", lambda: False)
+            return function(*arguments)
+
+    return run
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """The results of loops, in the order of calls; None for those that they left to others."""
+    results = []
+
+    def counted(function):
+        def call(*arguments):
+            results.append(function(*arguments))
+            return results[-1]
+
+        return call
+
+    for name in ("clamped", "clipped", "clipped_each"):
+        monkeypatch.setattr(loops, name, counted(getattr(loops, name)))
+    return results
+
+
+@pytest.mark.usefixtures("reading")
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("limit", [0.5, 1e6, 0.0, -0.0, math.inf, 2])
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64], ids=str)
+@pytest.mark.parametrize("some", [make, repeated, transposed, mixed, mixed_wide])
+def test_results_have_the_bits_of_the_other_ways(name, limit, dtype, some, by_others):
+    if dtype.is_complex and name == "value":
+        pytest.skip("complex numbers have no order")
+    tensors = some(dtype)
+    before = [x.clone() for x in tensors]
+    assert_bits(FUNCTIONS[name](tensors, limit), by_others(FUNCTIONS[name], tensors, limit))
+    assert_bits(tensors, before)
+
+
+@functions
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.0, 1e30, 1e-30, 1e200, 1e-200], ids=str)
+def test_results_have_the_bits_of_the_other_ways_at_extremes(function, value, dtype, by_others):
+    tensors = [*make(dtype), torch.full((3,), value, dtype=torch.float64).to(dtype)]
+    assert_bits(function(tensors, 0.5), by_others(function, tensors, 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("value", [0.5, math.nan, math.inf, 1e200, 1e-200], ids=str)
+@pytest.mark.parametrize("some", [make, mixed, mixed_wide])
+def test_norms_are_those_of_the_other_ways(some, value, dtype, by_others):
+    tensors = [*some(dtype), torch.full((3,), value, dtype=torch.float64).to(dtype)]
+    for measure in (
+        functional.global_norm,
+        lambda x: functional.clip_by_global_norm(x, 1.0)[1],
+        lambda x: functional.clip_by_global_norm(x, 1.0, 3.0)[1],
+    ):
+        assert_bits([measure(tensors)], [by_others(measure, tensors)])
+
+
+BOUNDS = (-math.inf, -1e300, -70000.0, -1, -0.3, -0.0, 0, 0.3, 1e-50, 2**53 + 1, 1e39, math.inf)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("low", [None, *BOUNDS])
+def test_bounds_have_the_bits_of_the_other_ways(low, dtype, by_others):
+    x = torch.cat([normal(70), torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0])]).to(dtype)
+    for high in (None, *BOUNDS):
+        if (low, high) == (None, None) or (None not in (low, high) and low > high):
+            continue
+        clamp = partial(functional.clip_by_value, min=low, max=high)
+        assert_bits([clamp(x)], [by_others(clamp, x)])
+
+
+@pytest.mark.parametrize(
+    "bounds", [(None, None), (1.0, -1.0), (math.nan, 1.0), (-1.0, math.nan), ("1", 2), (True, 2)]
+)
+def test_bounds_that_are_none_still_raise(bounds):
+    with pytest.raises((TypeError, ValueError)):
+        functional.clip_by_value(normal(3), *bounds)
+
+
+@pytest.mark.parametrize("limit", [-1.0, math.nan, "1", True, -1])
+def test_limits_that_are_none_still_raise(limit):
+    for name in REAL:
+        with pytest.raises((TypeError, ValueError)):
+            FUNCTIONS[name](normal(3), limit)
+
+
+@functions
+def test_structures_and_none_are_kept(function, count):
+    x = [normal(9, seed=i) for i in range(4)]
+    expected = function(x, 0.5)
+    trees: tuple[tuple[Any, Any], ...] = (
+        ([x[0], None, *x[1:]], lambda y: [y[0], *y[2:]]),
+        (tuple(x), list),
+        (dict(enumerate(x)), lambda y: list(y.values())),
+        ({"a": x[:2], "b": (x[2], [x[3], None])}, lambda y: [*y["a"], y["b"][0], y["b"][1][0]]),
+    )
+    for tree, leaves in trees:
+        made = function(tree, 0.5)
+        assert type(made) is type(tree)
+        assert_bits(leaves(made), expected)
+        assert count[-1] is not None
+    alone = function(x[0], 0.5)
+    assert_bits([alone], function([x[0]], 0.5))
+
+
+def gaps():
+    return normal((6, 5))[:, ::2]
+
+
+OTHERS = {
+    "gaps": gaps,
+    "expanded": lambda: normal((1, 5)).expand(3, 5),
+    "negated": lambda: torch._neg_view(normal(5)),
+    "conjugate": lambda: normal(5, torch.complex64).conj(),
+    "sparse": lambda: normal((4, 3)).relu().to_sparse(),
+    "float8": lambda: normal(5).to(torch.float8_e4m3fn),
+    "recorded": lambda: normal(5).requires_grad_(),
+}
+
+
+@pytest.mark.usefixtures("reading")
+@pytest.mark.filterwarnings("ignore:.*quantize")
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_others_are_left_to_operators(name, kind, count, by_others):
+    if kind == "conjugate" and name == "value":
+        pytest.skip("complex numbers have no order")
+    tensors = [normal(3), OTHERS[kind](), normal(7, seed=1)]
+    ours, theirs = FUNCTIONS[name](tensors, 0.5), by_others(FUNCTIONS[name], tensors, 0.5)
+    assert count[0] is None
+    for x, y in zip(ours, theirs, strict=True):
+        dense = [one.detach().to_dense() for one in (x, y)]
+        assert_bits(*[[one.float() if kind == "float8" else one] for one in dense])
+
+
+@functions
+def test_tensors_that_require_gradients_are_plain_where_none_is_recorded(function, count):
+    x = [normal(9).requires_grad_(), torch.nn.Parameter(normal(4))]
+    with torch.no_grad():
+        made = function(x, 0.5)
+    assert count[-1] is not None
+    assert not any(y.requires_grad for y in made)
+    assert_bits(made, function([y.detach() for y in x], 0.5))
+
+
+@pytest.mark.parametrize("name", [name for name in REAL if name != "known"])
+def test_memory_that_was_freed_is_refused(name):
+    freed = torch.ones(1000)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"tensors\[1\] has 1000 elements and no memory"):
+        FUNCTIONS[name]([torch.ones(3), freed], 1.0)
+
+
+@functions
+def test_modes_see_operators(function, by_others):
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    for run in (lambda f, *a: f(*a), by_others):
+        names: list[str] = []
+        with Names():
+            run(function, make(torch.float32), 0.5)
+        seen.append(names)
+    assert seen[0] == seen[1]
+    assert seen[0]
+
+
+@functions
+def test_tracers_that_count_as_no_mode_see_operators(function):
+    trace = torch.fx.experimental.proxy_tensor.make_fx(
+        lambda x: function([x], 0.5)[0], pre_dispatch=True
+    )
+    graph = trace(normal(9))
+    other = normal(9, seed=1) * 4
+    torch.testing.assert_close(graph(other), function([other], 0.5)[0])
+
+
+@functions
+def test_backends_that_were_chosen_serve(function, count):
+    x = make(torch.float32)
+    expected = function(x, 0.5)
+    assert len(count) == 1
+    with tritonclip.use_backend("native"):
+        assert_bits(function(x, 0.5), expected)
+    assert len(count) == 2
+    with tritonclip.use_backend("torch"):
+        torch.testing.assert_close(function(x, 0.5), expected)
+    with tritonclip.verify():
+        assert_bits(function(x, 0.5), expected)
+    assert len(count) == 2
+
+
+def test_variables_choose_a_backend(monkeypatch, count):
+    for name, value, n in (("BACKEND", "torch", 0), ("BACKEND", "native", 1), ("VERIFY", "1", 1)):
+        with monkeypatch.context() as patched:
+            patched.setenv(f"TRITONCLIP_{name}", value)
+            functional.clip_by_value(normal(3), -1.0, 1.0)
+        assert len(count) == n
+
+
+@functions
+def test_results_share_no_memory(function):
+    for some in (make, repeated, transposed, mixed):
+        for limit in (0.5, 1e6):
+            tensors = some(torch.float32)
+            known = {x.data_ptr() for x in tensors if x.numel()}
+            own = [x.data_ptr() for x in function(tensors, limit) if x.numel()]
+            assert known.isdisjoint(own)
+            assert len(set(own)) == len(own)
+
+
+@functions
+def test_strides_are_those_of_operators(function, by_others):
+    x = [normal((2, 3, 4, 5)).to(memory_format=torch.channels_last), normal((6, 5)).t()]
+    for ours, theirs in zip(function(x, 0.5), by_others(function, x, 0.5), strict=True):
+        assert ours.stride() == theirs.stride()
+
+
+@functions
+def test_many_tensors_and_threads_change_no_bit(function, set_threads, by_others):
+    tensors = [normal(n, seed=n) for n in (*range(70), 3 * loops.SHARED + 5, BLOCK, 0)]
+    expected = by_others(function, tensors, 0.5)
+    for threads in (1, 2):
+        set_threads(threads)
+        assert_bits(function(tensors, 0.5), expected)
+
+
+@pytest.mark.plain_empty
+@functions
+def test_lists_may_change_meanwhile(function, monkeypatch):
+    """While tensors are made, as other threads may, or code that runs when an object is dropped."""
+    tensors, create = [normal(2000, seed=i) for i in range(5)], torch.empty_like
+    alive, expected = weakref.ref(tensors[4]), function(tensors, 0.5)
+
+    def empty_like(x):
+        tensors.clear()
+        gc.collect()
+        assert alive() is not None
+        return create(x)
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    assert_bits(function(tensors, 0.5), expected)
+
+
+@pytest.mark.plain_empty
+@functions
+def test_interrupts_end_a_call(function, monkeypatch):
+    def empty_like(x):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    with pytest.raises(KeyboardInterrupt):
+        function([normal(3)], 0.5)
+
+
+@pytest.mark.plain_empty
+@pytest.mark.usefixtures("both_forms")
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", ["value", "norm"])
+def test_every_length_and_alignment_is_written_and_no_more(
+    name, length, offset, dtype, monkeypatch, by_others
+):
+    x = normal(length + offset, dtype)[offset:]
+    expected = by_others(FUNCTIONS[name], [x], 0.5)
+    own, memory = amid_canaries(torch.full_like(x, math.nan), offset)
+    monkeypatch.setattr(torch, "empty_like", lambda _: own)
+    assert_bits(FUNCTIONS[name]([x], 0.5), expected)
+    assert_canaries(memory, own)

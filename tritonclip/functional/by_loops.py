@@ -1,0 +1,101 @@
+"""Out-of-place clipping by the loops in C, of plain tensors that need no derivative.
+
+One call reads all leaves, makes new tensors and writes to them. It leaves other lists to the other
+ways: tensors off the CPU, of other dtypes, with gaps between elements, or in derivatives.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
+
+from tritonclip import settings
+from tritonclip.backends.native import CODES, ORDERS, is_observed, loops
+
+# Of complex tensors, pairs of reals are read.
+_PAIRS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+def introduce(exchange: object = getattr(Tensor, "__dlpack_c_exchange_api__", None)) -> None:
+    """Tells the loops of PyTorch.
+
+    Args:
+        exchange: DLPack's functions for C, by which a tensor takes 0.1 us to read; None to read its
+            attributes, which takes 0.3 us.
+    """
+    loops.know(
+        Tensor,
+        Parameter,
+        CODES | {dtype: CODES[real] + loops.PAIRS for dtype, real in _PAIRS.items()},
+        torch.zeros((), dtype=torch.float32, device="cpu"),
+        torch.zeros((), dtype=torch.float64, device="cpu"),
+        torch.is_grad_enabled,
+        torch.get_num_threads,
+        math.hypot,
+        exchange,
+    )
+
+
+if loops is not None:
+    introduce()
+
+
+def serve() -> bool:
+    """Whether the loops may serve a call: they are chosen, and nothing has to see each operator."""
+    if is_dynamo_compiling() or is_observed() or loops is None:
+        return False
+    if settings.are_default():
+        return True
+    backend, verifying = settings.current()
+    return backend in ("auto", "native") and not verifying
+
+
+def clamped(leaves: Any, low: object, high: object) -> Any:
+    """New tensors within bounds; None where loops cannot serve the leaves, or the bounds are none.
+
+    Args:
+        leaves: a tensor, or a list of tensors and None; others are none that they serve.
+        low: least value; a number, or None for no bound.
+        high: largest value, alike.
+    """
+    return loops.clamped(leaves, torch.empty_like, low, high) if serve() else None
+
+
+def clipped(leaves: Any, limit: object, norm: object = None) -> tuple[Any, Tensor] | None:
+    """New tensors, scaled to a limit of the norm of all, and that norm; None as for `clamped`.
+
+    Args:
+        leaves: as for `clamped`.
+        limit: a number.
+        norm: a number where it is known.
+    """
+    return loops.clipped(leaves, torch.empty_like, limit, norm) if serve() else None
+
+
+def clipped_each(leaves: Any, limit: object, norm_type: object = 2.0, power: float = 0.0) -> Any:
+    """New tensors, each scaled to a limit of its own norm; None as for `clamped`.
+
+    Args:
+        leaves: as for `clamped`.
+        limit: of norms that are divided by the number of elements to a power.
+        norm_type: p of the p-norm.
+        power: 0, 0.5 or 1.
+    """
+    if type(norm_type) not in (float, int) or norm_type not in ORDERS or not serve():
+        return None
+    return loops.clipped_each(leaves, torch.empty_like, limit, norm_type, power)
+
+
+def norm_of(leaves: Any) -> Tensor | None:
+    """The norm of all tensors; None as for `clamped`."""
+    return loops.measured(leaves, torch.empty_like) if serve() else None
+
+
+def scaled(leaves: Any, factors: float | list[float]) -> Any:
+    """New tensors, all times one factor, or each times its own; None as for `clamped`."""
+    return loops.scaled(leaves, torch.empty_like, factors) if serve() else None
