@@ -67,7 +67,12 @@ def described(gradients: Gradients) -> list[tuple[object, ...]]:
     result: list[tuple[object, ...]] = []
     for group in gradients.plan.groups:
         tensors, addresses = gradients.of_group(group.indices)
-        read = [(t.data_ptr(), t.shape, t.stride(), t.is_neg(), t.dtype) for t in tensors]
+        indices = range(len(tensors)) if group.indices is None else group.indices
+        # Each call makes its own copies of staged gradients.
+        read = [
+            (0 if i in gradients.copies else t.data_ptr(), t.shape, t.stride(), t.is_neg(), t.dtype)
+            for i, t in zip(indices, tensors, strict=True)
+        ]
         assert addresses is None or addresses == [t.data_ptr() for t in tensors]
-        result.append((read, group.device, group.dtype, group.flat, group.pairs))
+        result.append((read, group.device, group.dtype, group.pairs))
     return result

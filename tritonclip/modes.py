@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 # The classes of a whole gradient, traced or simulated ones too.
@@ -20,9 +21,19 @@ _get_mode = getattr(torch._C, "_get_dispatch_mode", lambda kind: None)
 _kinds: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
 # Of make_fx, of FakeTensorMode, and of the functional graphs that torch.export and others make.
 _TRACERS = [getattr(_kinds, name, None) for name in ("PROXY", "FAKE", "FUNCTIONAL")]
+# Of torch.func.
+_has_transform = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 # make_fx(pre_dispatch=True) counts as no mode.
 _is_included = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", lambda key: False)
 is_pre_dispatch = partial(_is_included, torch._C.DispatchKey.PreDispatch)
+
+
+def is_observed() -> bool:
+    """Whether dual numbers, transforms, modes or a tracer have to see every operator."""
+    if forward_ad._current_level >= 0 or n_dispatch_modes():
+        return True
+    # A tracer that counts as no dispatch mode comes with function modes, which are cheap to count.
+    return _has_transform() or bool(n_function_modes() and is_pre_dispatch())
 
 
 def is_traced() -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import INTERPRETED, bits, each_rule, normal, parameters
+from torch.utils._python_dispatch import TorchDispatchMode
 from workers import python
 
 import tritonclip
@@ -53,22 +54,13 @@ ON_CUDA: Any = OnCuda()
 def test_auto_is_native_on_cpu_tensors():
     assert settings.current().backend == "auto"
     assert choose.backend_name(CPU, torch.float32) == "native"
-    assert type(choose.layout_of([normal(3)], flat=True)) is NativeLayout
+    assert type(choose.layout_of([normal(3)])) is NativeLayout
 
 
-@pytest.mark.parametrize("name", ["auto", "native"])
-@pytest.mark.parametrize(
-    ("dtype", "form"),
-    [
-        (torch.float8_e5m2, {}),
-        (torch.float32, {"flat": False}),
-        (torch.float32, {"negated": True}),
-    ],
-    ids=["float8", "gaps", "negated"],
-)
-def test_operators_serve_what_has_no_loops(name, dtype, form):
+@pytest.mark.parametrize("name", ["auto", "native", "triton"])
+def test_operators_serve_dtypes_without_arithmetic(name):
     with tritonclip.use_backend(name):
-        assert choose.backend_name(CPU, dtype, **form) == "torch"
+        assert choose.backend_name(CPU, torch.float8_e5m2) == "torch"
 
 
 def test_an_installation_without_the_extension_is_said_once(monkeypatch):
@@ -286,36 +278,31 @@ def test_triton_that_is_not_installed_is_said_once(monkeypatch):
     """auto falls back to torch, at a price that is named with the remedy."""
     monkeypatch.setattr(choose, "triton_fault", lambda: NOT_INSTALLED)
     with pytest.warns(UserWarning, match=r"slower torch backend on cuda: .*pip install triton"):
-        assert type(choose.layout_of([ON_CUDA], flat=True)) is TorchLayout
+        assert type(choose.layout_of([ON_CUDA])) is TorchLayout
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert type(choose.layout_of([ON_CUDA], flat=True)) is TorchLayout
+        assert type(choose.layout_of([ON_CUDA])) is TorchLayout
     assert not said
 
 
-@pytest.mark.parametrize(
-    ("dtype", "form", "word"),
-    [
-        pytest.param(torch.float8_e5m2, {}, "float8_e5m2", id="float8"),
-        pytest.param(torch.float32, {"flat": False}, r"grad\.contiguous\(\)", id="gaps"),
-        pytest.param(torch.float32, {"negated": True}, r"grad\.resolve_neg\(\)", id="negated"),
-    ],
-)
-def test_what_kernels_do_not_read_is_said_once(monkeypatch, dtype, form, word):
+def test_kernels_that_modes_cannot_see_are_not_used_and_said_once(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(choose, "triton_fault", lambda: None)
-    with pytest.warns(UserWarning, match=word):
-        assert choose.backend_name(CUDA, dtype, **form) == "torch"
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        assert choose.backend_name(CUDA, dtype, **form) == "torch"
-    assert not said
+    with TorchDispatchMode():
+        with pytest.warns(UserWarning, match="cannot read tensors inside torch.func"):
+            assert choose.backend_name(CUDA, torch.float32) == "torch"
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert choose.backend_name(CUDA, torch.float32) == "torch"
+            assert choose.backend_name(CPU, torch.float32) == "torch"
+        assert not said
+    assert choose.backend_name(CUDA, torch.float32) == "triton"
 
 
 def test_torch_that_is_asked_for_says_nothing(monkeypatch):
     monkeypatch.setattr(choose, "triton_fault", lambda: NOT_INSTALLED)
     with tritonclip.use_backend("torch"):
-        assert choose.backend_name(CUDA, torch.float8_e5m2, flat=False) == "torch"
+        assert choose.backend_name(CUDA, torch.float32) == "torch"
 
 
 def test_import_error_in_the_kernels_is_not_swallowed(monkeypatch):
@@ -325,7 +312,7 @@ def test_import_error_in_the_kernels_is_not_swallowed(monkeypatch):
     monkeypatch.delitem(sys.modules, "tritonclip.backends.triton", raising=False)
     monkeypatch.setitem(sys.modules, "tritonclip.kernels", None)
     with pytest.raises(ImportError, match=r"tritonclip\.kernels"):
-        choose.layout_of([ON_CUDA], flat=True)
+        choose.layout_of([ON_CUDA])
 
 
 def test_import_leaves_triton_alone():
@@ -352,7 +339,7 @@ def test_every_public_name_is_there_and_listed():
 
 def test_interpreter_serves_cpu_tensors(backend):
     """What the second pass of this suite rests on."""
-    chosen = choose.layout_of([normal(3, device=backend.device)], flat=True)
+    chosen = choose.layout_of([normal(3, device=backend.device)])
     assert type(chosen).__module__ == f"tritonclip.backends.{backend.module}"
     assert not INTERPRETED or backend.name == "triton"
 

@@ -20,9 +20,6 @@ from cases import (
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByValue
 
-# Kernels read runs of memory; a view with gaps goes to the torch backend, which is said once.
-pytestmark = pytest.mark.filterwarnings("ignore:tritonclip's kernels read:UserWarning")
-
 # From a flat buffer to a view of it that is not a plain run of memory from its start.
 VIEWS = {
     "transposed": lambda flat: flat[:4160].view(65, 64).t(),
@@ -64,11 +61,11 @@ def test_clip_writes_a_view_and_nothing_beside_it(device, view, rule, dtype):
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("view", ["transposed", "permuted", "channels_last"])
+@pytest.mark.parametrize("view", ["transposed", "permuted", "channels_last", "gaps-in-rows"])
 @pytest.mark.parametrize("scale", [None, 8.0])
 @pytest.mark.parametrize("rule", [*RULES, *OTHER_ORDERS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_clip_of_a_known_list_of_dense_views(device, view, scale, rule, dtype):
+def test_clip_of_a_known_list_of_views(device, view, scale, rule, dtype):
     """The first call makes a plan; the second finds gradients of other values by addresses."""
     grads = [VIEWS[view](normal(LENGTH, dtype, device)), normal((9, 40), dtype, device).t()]
     known = [parameter(grad) for grad in grads]
@@ -82,6 +79,32 @@ def test_clip_of_a_known_list_of_dense_views(device, view, scale, rule, dtype):
         norms = [reference.norm(grad, rule.norm_type) / (scale or 1.0) for grad in before]
         total = reference.total_norm(before, rule.norm_type) / (scale or 1.0)
         assert_norm(measured, norms if measured.dim() else total)
+
+
+STAGED = {
+    "gaps": lambda n: normal(2 * n)[::2],
+    "float8": lambda n: normal(n).to(torch.float8_e4m3fn),
+    "negated": lambda n: torch._neg_view(normal(n)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", STAGED)
+def test_a_gradient_read_from_a_copy_is_written_where_it_is_clipped(device, kind, rule):
+    grads = [normal(9, device=device), STAGED[kind](40).to(device)]
+    before = copies(grads)
+    measured = tritonclip.clip_([parameter(grad) for grad in grads], rule)
+    assert_bits(grads, reference.clipped(before, rule, measured))
+
+
+@pytest.mark.parametrize("rule", each_rule(100.0, 100.0))
+@pytest.mark.parametrize("kind", STAGED)
+def test_a_gradient_read_from_a_copy_is_left_alone_within_limits(kind, rule):
+    grad = STAGED[kind](40)
+    before = copies([grad])
+    tritonclip.clip_([parameter(grad)], rule)
+    assert_bits([grad], before)
+    assert rule.clamps or grad._version == before[0]._version == 0
 
 
 @pytest.mark.parametrize("value", [1e200, 1e-200, torch.nan])

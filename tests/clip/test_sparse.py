@@ -56,6 +56,23 @@ def test_sparse_gradient_is_scaled_as_the_dense_one(device, coalesced, dtype, ru
     assert_bits([dense_of(one)], [reference.scaled(before, by)])
 
 
+@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.5), ClipByNorm(0.5)], ids=repr)
+@pytest.mark.parametrize("kind", ["gaps", "float8"])
+def test_sparse_gradient_whose_values_are_read_from_a_copy(kind, rule):
+    values = torch.tensor([[3.0, 0.5, 1.0], [-2.0, 4.0, 8.0]])
+    values = values[:, ::2] if kind == "gaps" else values.to(torch.float8_e4m3fn)
+    one = parameter(
+        torch.sparse_coo_tensor(
+            torch.tensor([[1, 4]]), values, (6, values.shape[1]), is_coalesced=True
+        )
+    )
+    before = values.clone()
+    norm = tritonclip.clip_([one], rule)
+    assert_norm(norm.reshape(()), reference.norm(before))
+    by = reference.coefficient(norm.reshape(()), 0.5)
+    assert_bits([grad_of(one)._values()], [reference.scaled(before, by)])
+
+
 @BOTH
 @pytest.mark.parametrize(("low", "high"), [(-1.0, 0.75), (0.0, 1.0), (-torch.inf, 0.0)])
 def test_sparse_gradient_is_clamped_as_the_dense_one(device, coalesced, low, high):

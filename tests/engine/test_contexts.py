@@ -20,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
+# In some contexts operators serve in place of kernels, which is said once.
+pytestmark = pytest.mark.filterwarnings("ignore:tritonclip's kernels cannot read:UserWarning")
+
 TURNS = 1 if INTERPRETED else 2
 GLOBAL = ClipByGlobalNorm(0.5)
 RULES = [

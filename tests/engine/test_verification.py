@@ -21,8 +21,6 @@ from cases import (
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, VerificationError
-from tritonclip.backends.native import NativeBatch
-from tritonclip.backends.operators import TorchBatch
 
 RULES = each_rule(0.5, 0.1)
 SIZES = (0, 1, 7, 300, CHUNK + 1)
@@ -230,8 +228,6 @@ def test_verify_finds_a_wrong_value_of_a_sparse_gradient(verbs, device, monkeypa
     grad = torch.sparse_coo_tensor(
         at, [1.0, 2.0, 3.0], (3, 4), device=device, check_invariants=False
     ).coalesce()
-    # Of sparse gradients no address is kept, and operators serve them in place of the loops.
-    verbs = TorchBatch if verbs is NativeBatch else verbs
     break_scale(monkeypatch, verbs, lambda: grad._values()[2].mul_(1.001))
     with tritonclip.verify(), pytest.raises(VerificationError, match=r"w0\[2, 3\]: got"):
         tritonclip.clip_(named([grad]), 0.5)
@@ -245,6 +241,25 @@ def test_verify_finds_a_wrong_value_of_a_complex_gradient(verbs, device, monkeyp
         pytest.raises(VerificationError, match=r"w0\[2, 1\]: got \(.*j\), exp"),
     ):
         tritonclip.clip_(named([grad]), 0.5)
+
+
+@pytest.mark.parametrize("rule", [0.5, ClipByNorm(0.5)], ids=["global", "by-norm"])
+def test_verify_knows_that_zeros_of_a_sparse_gradient_stay(device, rule):
+    """Whatever they are multiplied by, as NaN here."""
+    values = torch.tensor([1.0, torch.nan], device=device)
+    grad = torch.sparse_coo_tensor(
+        torch.tensor([[0, 2]], device=device), values, (4,), check_invariants=False
+    )
+    with tritonclip.verify():
+        tritonclip.clip_(named([grad]), rule)
+    assert grad.to_dense().isnan().tolist() == [True, False, True, False]
+
+
+def test_verify_multiplies_both_parts_of_a_complex_gradient(device):
+    grad = torch.tensor([complex(torch.inf, 1.0), complex(3.0, 4.0)], device=device)
+    with tritonclip.verify():
+        tritonclip.clip_(named([grad]), 0.5)
+    assert torch.view_as_real(grad).isnan().tolist() == [[True, False], [False, False]]
 
 
 def test_verify_names_three_gradients_at_most(verbs, device, monkeypatch):

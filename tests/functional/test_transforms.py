@@ -208,7 +208,7 @@ def test_transforms_survive_squares_that_overflow_or_vanish(value):
 
 
 def test_transforms_say_once_that_kernels_would_serve(monkeypatch):
-    monkeypatch.setattr(choose, "_why_not_triton", lambda device: None)
+    monkeypatch.setitem(choose._REASONS, "triton", ())
     choose._warn_once.cache_clear()
     mapped = torch.vmap(lambda x: functional.clip_by_norm(x, 1.0))
     with tritonclip.use_backend("triton"):
@@ -219,6 +219,6 @@ def test_transforms_say_once_that_kernels_would_serve(monkeypatch):
 
 
 def test_backend_that_cannot_serve_raises(monkeypatch):
-    monkeypatch.setattr(choose, "_why_not_triton", lambda device: "it is away: bring it back")
+    monkeypatch.setattr(choose, "triton_fault", lambda: "it is away: bring it back")
     with tritonclip.use_backend("triton"), pytest.raises(RuntimeError, match="it is away"):
         functional.clip_by_global_norm([normal(3)], 1.0)

@@ -61,6 +61,24 @@ def test_skipped_steps_are_rows(tmp_path, make):
 
 @pytest.mark.parametrize("make", PLAIN_AND_FUSED)
 @pytest.mark.parametrize("scaler", SCALERS)
+def test_overflows_of_a_scaler_are_skipped_rows(tmp_path, scaler, make):
+    with tritonclip.record(tmp_path / "run.csv") as recorder:
+        params, optimizer = wrapped(make, recorder=recorder)
+        scale = scaler("cpu", init_scale=64.0)
+        for bad in (None, math.inf, None):
+            give_grads(params, bad=bad)
+            for param in params:
+                grad_of(param).mul_(scale.scale(torch.ones(())))
+            scale.step(optimizer)
+            scale.update()
+    # torch's scaler does not call a step that it leaves out, unless the optimizer looks itself.
+    is_called = scaler is tritonclip.GradScaler or optimizer._step_supports_amp_scaling
+    expected = [0, 1, 0] if is_called else [0, 0]
+    assert numbers(rows_of(tmp_path / "run.csv"), "skipped") == expected
+
+
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+@pytest.mark.parametrize("scaler", SCALERS)
 def test_norms_of_a_scaler_are_unscaled(tmp_path, scaler, make):
     with tritonclip.record(tmp_path / "run.csv", each=True) as recorder:
         params, optimizer = wrapped(make, recorder=recorder)

@@ -318,3 +318,12 @@ def test_signature_of_a_schedule_is_read_once(monkeypatch):
 def test_rule_by_value_refuses_what_is_no_number_beside_a_schedule():
     with pytest.raises(TypeError, match="min must be a number, got 'a'"):
         ClipByValue("a", lambda step: 1.0)  # type: ignore[arg-type]  # on purpose
+
+
+@pytest.mark.parametrize(
+    ("quantile", "remedy"),
+    [(99.5, "; write 0.995 for 99.5%"), (0.0, ""), (1.0, ""), (100.0, ""), (-0.5, "")],
+)
+def test_error_for_a_quantile_in_per_cent_says_how_to_write_it(quantile, remedy):
+    with pytest.raises(ValueError, match=f"must lie between 0 and 1, got {quantile}{remedy}$"):
+        ClipByQuantile(quantile)

@@ -1,6 +1,7 @@
 """Which backend serves which gradients, and why."""
 
 import importlib
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -8,28 +9,28 @@ from torch import Tensor
 
 from tritonclip import settings
 from tritonclip.backends.interface import Layout, UnitLayout
-from tritonclip.backends.native import CODES, NativeLayout, fault, loops
-from tritonclip.backends.operators import TorchLayout
+from tritonclip.backends.native import NativeLayout, fault, loops
+from tritonclip.backends.operators import ARITHMETIC, TorchLayout
 from tritonclip.backends.units import TorchUnitLayout, has_dense_units
 from tritonclip.messages import warn_user
+from tritonclip.modes import is_observed
 
-KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# The backend that "auto" takes, if nothing keeps it from it.
+_OF_DEVICE = {"cpu": "native", "cuda": "triton"}
 
 
-def layout_of(tensors: list[Tensor], *, flat: bool, negated: bool = False) -> Layout:
+def layout_of(tensors: list[Tensor]) -> Layout:
     """The layout of some gradients, of the backend that serves them.
 
     Args:
-        tensors: real, of one device and dtype; at least one.
-        flat: each is dense in memory, and contiguous where its layout is not `by_address`.
-        negated: some are lazily negated, and the sign of an element matters. Where it does not,
-            kernels may read them too.
+        tensors: real, of one device and dtype, dense in memory, and contiguous where the layout is
+            not `by_address`; at least one.
 
     Raises:
         RuntimeError: a backend was asked for by name and cannot serve the device.
     """
-    device, dtype = tensors[0].device, tensors[0].dtype
-    name = backend_name(device, dtype, flat=flat, negated=negated)
+    device = tensors[0].device
+    name = backend_name(device, tensors[0].dtype)
     if name == "native":
         return NativeLayout(tensors)
     if name == "torch":
@@ -44,24 +45,21 @@ def torch_layout(device: torch.device) -> Layout:
     return TorchLayout(on_host=host_decides(device))
 
 
-def unit_layout_of(
-    grads: list[Tensor], weights: list[Tensor], dtype: torch.dtype, *, flat: bool
-) -> UnitLayout:
+def unit_layout_of(grads: list[Tensor], weights: list[Tensor], dtype: torch.dtype) -> UnitLayout:
     """The layout of some gradients for a rule by unit, of the backend that serves them.
 
     Args:
         grads: of one device and dtype, as users see them; at least one.
         weights: theirs.
         dtype: of results.
-        flat: each gradient is dense in memory.
 
     Raises:
         RuntimeError: triton was asked for by name and cannot serve the device.
     """
     device, kinds = grads[0].device, {weight.dtype for weight in weights}
-    name = backend_name(device, grads[0].dtype.to_real(), flat=flat)
+    name = backend_name(device, grads[0].dtype.to_real())
     if name == "triton":
-        known = len(kinds) == 1 and next(iter(kinds)).to_real() in KERNEL_DTYPES
+        known = len(kinds) == 1 and next(iter(kinds)).to_real() in ARITHMETIC
         # As many reals in a unit of the weights as in one of the gradients.
         known = known and weights[0].is_complex() == grads[0].is_complex()
         if known and all(map(has_dense_units, [*grads, *weights])):
@@ -82,66 +80,29 @@ def host_decides(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def backend_name(
-    device: torch.device, dtype: torch.dtype, *, flat: bool = True, negated: bool = False
-) -> str:
+def backend_name(device: torch.device, dtype: torch.dtype) -> str:
     """The backend of gradients of a kind: 'triton', 'native' or 'torch'; errors as `layout_of`."""
     requested = settings.current().backend
-    if requested == "torch":
+    name = _OF_DEVICE.get(device.type, "torch") if requested == "auto" else requested
+    if name == "torch" or dtype not in ARITHMETIC:
         return "torch"
-    if requested == "native" or (requested == "auto" and device.type == "cpu"):
-        return _name_on_cpu(device, dtype, requested, flat=flat, negated=negated)
-    if requested == "auto" and device.type != "cuda":
-        return "torch"
-    reason = _why_not_triton(device.type)
-    if reason is not None:
-        if requested == "triton":
-            raise RuntimeError(f"the triton backend was asked for, but {reason}")
-        _warn_once(f"tritonclip uses its slower torch backend on {device.type}: {reason}")
-        return "torch"
-    if dtype not in KERNEL_DTYPES:
+    reason = next(filter(None, (why(device.type) for why in _REASONS[name])), None)
+    if reason is None and not is_observed():
+        return name
+    if reason is None and name == "triton":
         _warn_once(
-            f"tritonclip's kernels do not read {dtype}: these gradients take the slower torch "
-            "backend"
+            "tritonclip's kernels cannot read tensors inside torch.func, forward-mode derivatives "
+            "and dispatch modes: clipping takes the slower PyTorch operators; clip outside where "
+            "speed matters"
         )
-        return "torch"
-    if not flat or negated:
+    elif reason is not None and requested == name:
+        raise RuntimeError(f"the {name} backend was asked for, but {reason}")
+    elif reason is not None:
         _warn_once(
-            "tritonclip's kernels read gradients that are dense in memory: those with gaps or "
-            "lazily negated take the slower torch backend; replace them by grad.contiguous() or "
-            "grad.resolve_neg() where speed matters"
+            f"tritonclip uses its slower torch backend on {device.type}: {reason}, or set "
+            "TRITONCLIP_BACKEND=torch, where that is intended"
         )
-        return "torch"
-    return "triton"
-
-
-def _name_on_cpu(
-    device: torch.device, dtype: torch.dtype, requested: str, *, flat: bool, negated: bool
-) -> str:
-    """'native' or 'torch': the backend of gradients of a kind on a CPU."""
-    reason = None
-    if device.type != "cpu":
-        reason = f"it runs on CPU tensors, not on {device.type}: use backend 'auto'"
-    elif loops is None:
-        reason = fault
-    if reason is None:
-        return "native" if dtype in CODES and flat and not negated else "torch"
-    if requested == "native":
-        raise RuntimeError(f"the native backend was asked for, but {reason}")
-    _warn_once(
-        f"tritonclip uses its slower torch backend on {device.type}: {reason}, or set "
-        "TRITONCLIP_BACKEND=torch, where that is intended"
-    )
     return "torch"
-
-
-def warn_without_kernels(device: torch.device, dtype: torch.dtype, where: str) -> None:
-    """Says once that kernels cannot serve a place, for tensors that they serve elsewhere."""
-    if backend_name(device, dtype) == "triton":
-        _warn_once(
-            f"tritonclip's kernels cannot read tensors {where}: clipping takes the slower PyTorch "
-            "operators; clip outside where speed matters"
-        )
 
 
 @cache
@@ -162,23 +123,27 @@ def triton_fault() -> str | None:
     return None
 
 
-def _why_not_triton(device: str) -> str | None:
-    """The reason why triton cannot serve a device, with a remedy; None where it can."""
-    fault = triton_fault()
-    if fault is not None:
-        return fault
-    if settings.interpreting():
-        return (
-            None
-            if device == "cpu"
-            else f"TRITON_INTERPRET=1 runs kernels on CPU tensors, not on {device}: unset it"
-        )
-    if device != "cuda":
-        return (
-            f"triton does not run on {device} tensors: use backend 'auto', or set "
+# What keeps a backend from a device, with a remedy; nothing where that does not hold.
+_REASONS: dict[str, Sequence[Callable[[str], str | bool | None]]] = {
+    "native": (
+        lambda on: on != "cpu" and f"it runs on CPU tensors, not on {on}: use backend 'auto'",
+        lambda on: loops is None and fault,
+    ),
+    "triton": (
+        lambda on: triton_fault(),
+        lambda on: (
+            settings.interpreting()
+            and on != "cpu"
+            and f"TRITON_INTERPRET=1 runs kernels on CPU tensors, not on {on}: unset it"
+        ),
+        lambda on: (
+            not settings.interpreting()
+            and on != "cuda"
+            and f"triton does not run on {on} tensors: use backend 'auto', or set "
             "TRITON_INTERPRET=1 to interpret kernels"
-        )
-    return None
+        ),
+    ),
+}
 
 
 @cache

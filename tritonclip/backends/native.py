@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from tritonclip.backends.interface import Batch, Clip, PartialNorms
@@ -29,9 +28,7 @@ from tritonclip.backends.operators import (
     as_tensor,
     norm_of,
     unscale_and_clamp_,
-    zero_,
 )
-from tritonclip.modes import is_pre_dispatch, n_dispatch_modes, n_function_modes
 
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
@@ -101,16 +98,6 @@ ORDERS = (2.0, 1.0, math.inf, 0.0)
 _CPU = torch.device("cpu")
 
 
-def is_observed() -> bool:
-    """Whether dual numbers, dispatch modes or a tracer have to see every operator."""
-    # A tracer that counts as no dispatch mode comes with function modes.
-    return (
-        forward_ad._current_level >= 0
-        or n_dispatch_modes() > 0
-        or (n_function_modes() > 0 and is_pre_dispatch())
-    )
-
-
 def is_extreme(norm: float) -> bool:
     """Whether squares of float64 may have overflowed or lost digits."""
     return norm != 0 and not loops.LEAST_NORM <= norm < loops.LARGEST_NORM
@@ -137,10 +124,8 @@ class NativeLayout:
         self.n_bytes = len(self.packed_sizes)
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> Batch:
-        """The gradients of a call; operators serve those that modes or transforms have to see."""
-        if addresses is None or is_observed():
-            return TorchBatch(as_contiguous(tensors), self.dtype, on_host=True)
-        return NativeBatch(tensors, self, addresses)
+        """The gradients of a call."""
+        return NativeBatch(tensors, self, addresses or list(map(Tensor.data_ptr, tensors)))
 
 
 class NativeBatch:
@@ -215,7 +200,7 @@ class NativeBatch:
         measured = rounded(total / scale if clip.norm_type else total).value
         norm = torch.scalar_tensor(measured, dtype=self.dtype, device=_CPU)
         if clip.erase and not math.isfinite(measured):
-            zero_(self.tensors)
+            torch._foreach_zero_(self.tensors)
             return norm, 0.0
         _, coefficient = loops.coefficients([measured], float(clip.limit), clip.eps, wide)
         factor = coefficient
@@ -236,7 +221,7 @@ class NativeBatch:
         own = [norm / scale for norm in numbers] if scale != 1 and clip.norm_type else numbers
         norm = self._as_results(own)
         if isinstance(clip.erase, Tensor) and bool(clip.erase):
-            zero_(self.tensors)
+            torch._foreach_zero_(self.tensors)
             return norm, 0.0
         limit: Any = clip.limit
         if isinstance(limit, Tensor):

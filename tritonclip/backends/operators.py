@@ -5,9 +5,8 @@ written; elsewhere every decision is left to the device.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import c_double, c_float
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ ROW = 64
 # overflowed. From there on the sum of squares is 2^-60 or more, of which 2^31 elements that lose
 # 2^-126 each are 2^-35.
 _TRUSTED = 2.0**-30
-# Dtypes that torch can multiply and clamp in place; float8 it cannot.
+# Dtypes that PyTorch, loops and kernels have arithmetic for; float8 has none.
 ARITHMETIC = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SQUARED = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -119,7 +118,7 @@ class TorchBatch:
             multiply_(self.tensors, factors, erase)
             return norm, coefficient if erase is None else torch.where(erase, 0.0, coefficient)
         if erase is not None and bool(erase):
-            zero_(self.tensors)
+            torch._foreach_zero_(self.tensors)
             return norm, 0.0
         if factors[0] != 1:
             multiply_(self.tensors, without_ones(factors), None)
@@ -129,7 +128,7 @@ class TorchBatch:
         """As `scale_`, by numbers: operators take longer than their work on small gradients."""
         number = norm.item()
         if clip.erase and not math.isfinite(number):
-            zero_(self.tensors)
+            torch._foreach_zero_(self.tensors)
             return 0.0
         limit = clip.limit.item() if isinstance(clip.limit, Tensor) else clip.limit
         coefficient = _number(number, limit, clip.eps, norm.dtype)
@@ -150,7 +149,7 @@ class TorchBatch:
             multiply_each_(self.tensors, factors, erase)
             return norm, coefficient if erase is None else torch.where(erase, 0.0, coefficient)
         if erase is not None and bool(erase):
-            zero_(self.tensors)
+            torch._foreach_zero_(self.tensors)
             return norm, 0.0
         changed = (factors[0] != 1).nonzero().flatten()
         if changed.numel():
@@ -163,18 +162,13 @@ class TorchBatch:
         tensors = self.tensors
         if isinstance(grad_scale, Tensor) or grad_scale != 1:
             unscale_and_clamp_(tensors, low, high, grad_scale)
-        elif (
-            self._on_host
-            and max(map(Tensor.numel, tensors)) > SMALL
-            and tensors[0].dtype in ARITHMETIC
-        ):
+        elif self._on_host and max(map(Tensor.numel, tensors)) > SMALL:
             # One pass, where foreach takes two.
             for tensor in tensors:
                 tensor.clamp_(low, high)
-        elif in_one_call(torch._foreach_clamp_min_, tensors, low):
-            torch._foreach_clamp_max_(tensors, high)
         else:
-            unscale_and_clamp_(tensors, low, high, 1.0)
+            torch._foreach_clamp_min_(tensors, low)
+            torch._foreach_clamp_max_(tensors, high)
 
 
 # Norms.
@@ -348,29 +342,27 @@ def as_scalar(number: float | Tensor, like: Tensor) -> Tensor:
 
 def multiply_(tensors: list[Tensor], factors: list[Tensor], erase: Tensor | None) -> None:
     """Multiplies in place by each 0-d factor in turn, or writes zeros; half types in float32."""
-    first, *others = factors
     on_cpu = tensors[0].device.type == "cpu"
     # On a CPU, an interrupt between two factors would leave gradients multiplied by one of them.
     # Elsewhere, foreach rounds a factor to the tensors' dtype first.
-    in_place = not others if on_cpu else tensors[0].dtype == first.dtype
-    if in_place and in_one_call(torch._foreach_mul_, tensors, first):
-        for factor in others:
+    if len(factors) == 1 if on_cpu else tensors[0].dtype == factors[0].dtype:
+        for factor in factors:
             torch._foreach_mul_(tensors, factor)
         if erase is not None:
             for tensor in tensors:
                 tensor.masked_fill_(erase, 0.0)
         return
     for piece in _writable_pieces(tensors):
-        wide = piece.to(first.dtype, copy=True)
+        wide = piece.to(factors[0].dtype, copy=True)
         for factor in factors:
             wide.mul_(factor)
-        store_(piece, wide if erase is None else wide.masked_fill_(erase, 0.0))
+        piece.copy_(wide if erase is None else wide.masked_fill_(erase, 0.0))
 
 
 def multiply_each_(tensors: list[Tensor], factors: list[Tensor], erase: Tensor | None) -> None:
     """Multiplies each tensor in place by its element of every 1-d factor, or writes zeros."""
-    in_place = len(factors) == 1 and erase is None and tensors[0].device.type == "cpu"
-    if in_place and in_one_call(torch._foreach_mul_, tensors, factors[0].unbind()):
+    if len(factors) == 1 and erase is None and tensors[0].device.type == "cpu":
+        torch._foreach_mul_(tensors, factors[0].unbind())
         return
     for tensor, *own in zip(tensors, *(factor.unbind() for factor in factors), strict=True):
         multiply_([tensor], own, erase)
@@ -384,36 +376,7 @@ def unscale_and_clamp_(
     one = torch.ones((), dtype=wide, device=tensors[0].device)
     factor = one / as_scalar(grad_scale, one)
     for piece in _writable_pieces(tensors):
-        store_(piece, piece.to(wide, copy=True).mul_(factor).clamp_(low, high))
-
-
-def zero_(tensors: list[Tensor]) -> None:
-    """Writes zeros."""
-    if not in_one_call(torch._foreach_zero_, tensors):
-        for tensor in tensors:
-            tensor.zero_()
-
-
-def store_(piece: Tensor, values: Tensor) -> None:
-    """Writes values, rounded to the dtype of the tensor that they go to."""
-    # From float32 to a lazily negated float16 tensor on a CPU, copy_ forgets the sign (torch 2.13).
-    piece.copy_(values.to(piece.dtype) if piece.is_neg() else values)
-
-
-def in_one_call(foreach: Callable[..., None], tensors: list[Tensor], *operands: Any) -> bool:
-    """Runs one of torch's foreach functions; False, and nothing written, if it takes no such list.
-
-    They take neither float8 nor lazily negated tensors.
-    """
-    if tensors[0].dtype not in ARITHMETIC:
-        return False
-    try:
-        foreach(tensors, *operands)
-    except RuntimeError:
-        if any(map(Tensor.is_neg, tensors)):
-            return False
-        raise
-    return True
+        piece.copy_(piece.to(wide, copy=True).mul_(factor).clamp_(low, high))
 
 
 # Tensors in pieces.

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from tritonclip.backends.interface import Clip, count_units
-from tritonclip.backends.native import CODES, is_extreme, is_observed, loops
+from tritonclip.backends.native import CODES, is_extreme, loops
 from tritonclip.backends.operators import (
-    ARITHMETIC,
     PIECE,
     as_scalar,
     coefficient_of,
@@ -23,11 +22,9 @@ from tritonclip.backends.operators import (
     factors_of,
     multiply_,
     norm_of,
-    store_,
     unscaled,
     wide_dtype,
     without_ones,
-    zero_,
 )
 
 
@@ -55,8 +52,7 @@ class TorchUnitLayout:
 
     def bind(self, grads: list[Tensor], weights: list[Tensor | None]) -> "TorchUnits":
         """The gradients of a call, and their weights."""
-        by_loops = self.by_loops and not is_observed()
-        return (NativeUnits if by_loops else TorchUnits)(grads, weights, self)
+        return (NativeUnits if self.by_loops else TorchUnits)(grads, weights, self)
 
 
 class TorchUnits:
@@ -127,7 +123,7 @@ class TorchUnits:
         norm = self.total_each(norms, 2.0, clip.grad_scale)
         erase = clip.erase if isinstance(clip.erase, Tensor) else None
         if self.layout.on_host and erase is not None and bool(erase):
-            zero_(self.grads)
+            torch._foreach_zero_(self.grads)
             return norm, 0.0
         coefficient = self._coefficients(norms, clip)
         factors = factors_of(coefficient, clip.grad_scale, self._real_dtype)
@@ -273,7 +269,7 @@ def _multiply_units_(grad: Tensor, factors: list[Tensor], erase: Tensor | None) 
     columns = [factor.view(-1, *(1,) * (rows.dim() - 1)) for factor in factors]
     # As in multiply_, no interrupt comes between two factors on a CPU.
     in_place = len(factors) == 1 or grad.device.type != "cpu"
-    if in_place and rows.dtype == factors[0].dtype and rows.dtype in ARITHMETIC:
+    if in_place and rows.dtype == factors[0].dtype:
         for column in columns:
             rows.mul_(column)
         if erase is not None:
@@ -290,4 +286,4 @@ def _multiply_units_(grad: Tensor, factors: list[Tensor], erase: Tensor | None) 
         values = piece.to(factors[0].dtype, copy=True)
         for column in own:
             values.mul_(column)
-        store_(piece, values if erase is None else values.masked_fill_(erase, 0.0))
+        piece.copy_(values if erase is None else values.masked_fill_(erase, 0.0))

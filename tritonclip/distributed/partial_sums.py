@@ -117,7 +117,7 @@ def norms_of(
     if pairs and norm_type != 2.0:
         tensors, batch = [moduli_of(tensor) for tensor in tensors], None
     if batch is None:
-        batch = layout_of(tensors, flat=True).bind(tensors, None)
+        batch = layout_of(tensors).bind(tensors, None)
     measured = batch.norm(norm_type, per_gradient=each)
     if not each:
         return as_tensor(measured)

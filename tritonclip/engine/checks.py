@@ -112,7 +112,9 @@ def refuse_shared(lists: Sequence[Gradients]) -> None:
                 known[address] = gradients, index
     planned = [(g, g.plan.spans) for g in lists if g.plan is not None]
     starts = [a for g, _ in planned for a in g.addresses or map(Tensor.data_ptr, g.readable)]
-    if are_apart(starts, list(chain(*(spans for _, spans in planned)))):
+    # Copies lie elsewhere.
+    staged = any(g.copies for g, _ in planned)
+    if not staged and are_apart(starts, list(chain(*(spans for _, spans in planned)))):
         return
     every = [(g, at, memory_of(grad)) for g, _ in planned for at, grad in enumerate(g.tensors)]
     there = [(g, at, region) for g, at, region in every if region is not None]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from sys import modules
-from types import GeneratorType
+from types import GeneratorType, MappingProxyType
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from tritonclip.engine.arguments import (
 )
 from tritonclip.engine.plan import NewPlan, Plan, make_plan, unique_indices
 from tritonclip.engine.plan_cache import PlanCache, plans
-from tritonclip.modes import n_dispatch_modes, refuse_tracer
+from tritonclip.engine.staging import copy_of, write_back_
+from tritonclip.modes import is_observed, refuse_tracer
 
 
 class Gradients:
@@ -41,10 +42,10 @@ class Gradients:
     Attributes:
         tensors: as users see them, each once.
         plan: all that is known of the list; None for an empty one.
+        copies: dense copies that stand for some of the tensors, by their index.
         readable: tensors that verbs read and write, one for each of the plan's.
         addresses: theirs where they are known.
         distinct: indices of `tensors` among the gradients of the sources; None for all.
-        coalesced: sparse gradients that had to be coalesced into a new tensor, and that tensor.
         versions: tensors of which all readable ones are views; None where they are no views.
         parameters: one for each gradient that was collected, where these are no `sources`.
         sharding: how the list lies over processes, see `tritonclip.distributed`; None for one.
@@ -59,7 +60,7 @@ class Gradients:
     plan: Plan | None = None
     addresses: list[int] | None = None
     distinct: list[int] | None = None
-    coalesced: Sequence[tuple[Tensor, Tensor]] = ()
+    copies: Mapping[int, Tensor] = MappingProxyType({})
     versions: Sequence[Tensor] | None = None
     parameters: Sequence[Tensor] | None = None
     sharding: Any = None
@@ -82,8 +83,8 @@ class Gradients:
             return
         setting = settings.current()
         # A mode may hand out other tensors than asked for, which no plan may keep.
-        modes = n_dispatch_modes()
-        if modes:
+        observed = is_observed()
+        if observed:
             refuse_tracer()
         addresses: list[int] | None
         try:
@@ -91,7 +92,7 @@ class Gradients:
         except (RuntimeError, NotImplementedError, ValueError):
             # Sparse gradients, among others, have no memory that an address could tell.
             addresses = None
-        known = addresses is not None and not modes
+        known = addresses is not None and not observed
         if "torch.distributed.fsdp" in modules and may_be_fsdp_shards(sources or ()):
             # A plan of whole gradients says nothing of shards.
             known = False
@@ -106,17 +107,22 @@ class Gradients:
                 addresses = None if addresses is None else [addresses[i] for i in once]
                 plan = cache.find(tensors, addresses, setting) if known else None  # type: ignore[arg-type]
         if plan is not None:
-            self.plan, self.addresses = plan, addresses
-            self.readable = plan.readable(tensors) if plan.views else tensors
+            self.plan, self.addresses, self.readable = plan, addresses, tensors
+            if plan.staged:
+                self.copies = {i: copy_of(tensors[i]) for i in plan.staged}
+                self.readable = [self.copies.get(i, grad) for i, grad in enumerate(tensors)]
+                self.addresses = None
+            if plan.views:
+                self.readable = plan.readable(self.readable)
         else:
             new = self._make_plan(tensors, addresses, verifying=setting.verifying)
-            self.plan, self.readable, self.coalesced = new.plan, new.readable, new.coalesced
+            self.plan, self.readable, self.copies = new.plan, new.readable, new.copies
             if new.distinct is not None:
                 once = self.distinct
                 self.distinct = new.distinct if once is None else [once[i] for i in new.distinct]
                 self.tensors = [tensors[i] for i in new.distinct]
                 addresses = None if addresses is None else [addresses[i] for i in new.distinct]
-            self.addresses = None if new.plan.sparse else addresses
+            self.addresses = None if new.plan.sparse or new.plan.staged else addresses
             if known and new.lasting:
                 assert addresses is not None
                 cache.keep(new.plan, tensors, addresses, setting, self.sharding)
@@ -191,9 +197,11 @@ class Gradients:
         torch.autograd.graph.increment_version(written)
 
     def finish_writing(self, *, wrote: bool = True) -> None:
-        """Carries values that were written over to sparse gradients."""
-        for sparse, coalesced in self.coalesced:
-            sparse.copy_(coalesced)
+        """Writes copies back, and counts versions of sparse gradients."""
+        if not wrote:
+            return
+        for index, dense in self.copies.items():
+            write_back_(self.tensors[index], dense)
         if self.plan is not None and self.plan.sparse:
             torch.autograd.graph.increment_version([self.tensors[i] for i in self.plan.sparse])
 

@@ -69,6 +69,12 @@ def memory_of(grad: Tensor) -> Region | None:
         return None
 
 
+def flat_size(grad: Tensor) -> int | None:
+    """Elements of a gradient dense in any order of its dimensions, as channels_last is; or None."""
+    order = sorted(range(grad.dim()), key=grad.stride, reverse=True)
+    return grad.numel() if grad.permute(order).is_contiguous() else None
+
+
 def are_apart(addresses: list[int], spans: list[int]) -> bool:
     """Whether no two tensors share a byte; those without bytes may lie anywhere.
 

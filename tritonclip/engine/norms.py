@@ -156,7 +156,7 @@ def _measure_groups(
             layout.dtype = plan.dtype
             batch = layout.bind(tensors, addresses)
             own = [moduli_of(tensor) for tensor in tensors]
-            measuring = torch_layout(group.device) if per_gradient else layout_of(own, flat=True)
+            measuring = torch_layout(group.device) if per_gradient else layout_of(own)
             moduli = measuring.bind(own, None)
         batches.append(batch)
         measured = moduli.norm(norm_type, per_gradient=per_gradient)

@@ -20,17 +20,19 @@ from tritonclip.engine.memory import (
     OverlapError,
     Region,
     find_overlap,
+    flat_size,
     has_overlap,
     is_freed,
     memory_of,
     overlap_error,
 )
+from tritonclip.engine.staging import copy_of, needs_copy
 from tritonclip.modes import without_grad
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How a gradient is read by verbs, where not as it is.
+    """How a dense gradient is read by verbs, where not in its shape.
 
     Attributes:
         index: of the gradient in the list.
@@ -52,27 +54,22 @@ class View:
 
 @dataclass(slots=True)
 class Group:
-    """Gradients that one launch serves: of one device, dtype and density.
+    """Gradients that one launch serves: of one device and dtype.
 
     Attributes:
         indices: in the list; None for all of it.
         device: of the gradients.
         dtype: of the gradients; real, also where they are complex.
-        flat: each is dense in memory.
         pairs: they are complex.
-        layout: for norms and scaling.
-        clamping: for clamping, where the sign of an element counts: another layout where the first
-            reads lazily negated gradients without their sign.
+        layout: of the backend that serves them.
         units: for a rule by unit, made where one is first met.
     """
 
     indices: Sequence[int] | None
     device: torch.device
     dtype: torch.dtype
-    flat: bool
     pairs: bool
     layout: Layout
-    clamping: Layout
     units: UnitLayout | None = None
 
 
@@ -82,7 +79,8 @@ class Plan:
 
     Attributes:
         groups: of all gradients; none where only other processes have any.
-        views: gradients that verbs do not read as they are.
+        staged: indices of gradients that are read from a copy.
+        views: gradients that verbs do not read in their shape.
         device: of results: the first gradient's.
         dtype: of results: float64 where any gradient is, else float32.
         sparse: indices of sparse gradients, of which the values are clipped.
@@ -90,8 +88,8 @@ class Plan:
         empty: no gradient has an element.
         inference: gradients made in inference mode are among them.
         requires_grad: gradients that autograd can differentiate are among them.
-        ordinary: whole, dense and real gradients made outside of inference mode: every rule takes
-            them.
+        ordinary: whole, dense and real gradients made outside of inference mode, none of them
+            staged: every rule takes them.
         verifying: the calls that it serves are to be checked.
         only_group: the one group of an ordinary list that has elements; None for other lists, and
             where calls are checked.
@@ -105,6 +103,7 @@ class Plan:
     """
 
     groups: tuple[Group, ...]
+    staged: tuple[int, ...]
     views: tuple[View, ...]
     device: torch.device
     dtype: torch.dtype
@@ -137,9 +136,9 @@ class Plan:
 # where it has four, 488 where it is then read as a view (glibc's mallinfo2, torch 2.13).
 GRADIENT_BYTES = 512
 
-# The gradients of a group share their device, their dtype, whether they are flat, whether they are
-# complex, and their shard.
-_Kind = tuple[torch.device, torch.dtype, bool, bool, Hashable]
+# The gradients of a group share their device, their dtype, whether they are complex, and their
+# shard.
+_Kind = tuple[torch.device, torch.dtype, bool, Hashable]
 
 
 class NewPlan(NamedTuple):
@@ -148,15 +147,15 @@ class NewPlan(NamedTuple):
     Attributes:
         plan: may serve other lists where `lasting`.
         distinct: indices of gradients that are not the very memory of an earlier one; None for all.
+        copies: dense copies of distinct gradients that are staged, by their index.
         readable: the tensors of distinct gradients that verbs read and write.
-        coalesced: sparse gradients that were coalesced into a new tensor, and that tensor.
         lasting: no gradient was dropped, none is sparse, and all have addresses.
     """
 
     plan: Plan
     distinct: list[int] | None
+    copies: dict[int, Tensor]
     readable: list[Tensor]
-    coalesced: list[tuple[Tensor, Tensor]]
     lasting: bool
 
 
@@ -201,72 +200,70 @@ def make_plan(
     grads, regions = [grads[i] for i in kept], [regions[i] for i in kept]
     views: list[View] = []
     sparse: list[int] = []
-    coalesced: list[tuple[Tensor, Tensor]] = []
+    copies: dict[int, Tensor] = {}
     members: dict[_Kind, list[int]] = {}
     readable: list[Tensor] = []
     for index, grad in enumerate(grads):
-        values = grad
-        if grad.layout == torch.sparse_coo:
+        if needs_copy(grad):
+            _refuse_overlap(grad, partial(label_of, kept[index]))
+            copies[index] = copy_of(grad)
+        values = copies.get(index, grad)
+        if values.layout == torch.sparse_coo:
             sparse.append(index)
-            if not grad.is_coalesced():
-                values = grad.coalesce()
-                coalesced.append((grad, values))
             values = values._values()
-        view, flat = _view(index, values)
-        tensor = values if view is None else view.of(values)
-        if not flat:
-            _refuse_overlap(tensor, partial(label_of, kept[index]))
+        view = _view(index, values)
         if view is not None:
             views.append(view)
-        readable.append(tensor)
+            values = view.of(values)
+        readable.append(values)
         shard = None if shards is None else shards[kept[index]]
-        key = (tensor.device, tensor.dtype, flat, grad.is_complex(), shard)
+        key = (grad.device, grad.dtype.to_real(), grad.is_complex(), shard)
         members.setdefault(key, []).append(index)
     _refuse_overlaps([(kept[i], r) for i, r in enumerate(regions) if r is not None], label_of)
     n = len(readable)
     groups = []
-    for (device, dtype, flat, pairs, _), indices in members.items():
+    for (device, dtype, pairs, _), indices in members.items():
         tensors = readable if len(indices) == n else [readable[i] for i in indices]
-        layout = layout_of(tensors, flat=flat)
-        negated = any(map(Tensor.is_neg, tensors))
-        clamping = layout_of(tensors, flat=flat, negated=True) if negated else layout
+        layout = layout_of(tensors)
         every = None if len(indices) == n else indices
-        groups.append(Group(every, device, dtype, flat, pairs, layout, clamping))
-        if views and layout.by_address and not (negated or pairs or sparse or shards):
-            # Addresses are enough here. Complex pairs need views, as negated gradients do to be
-            # clamped; shards are sent to other processes as contiguous tensors.
+        groups.append(Group(every, device, dtype, pairs, layout))
+        if views and layout.by_address and not (pairs or sparse or shards):
+            # Addresses are enough here. Complex pairs need views; shards are sent to other
+            # processes as contiguous tensors.
             own = set(indices)
             views = [view for view in views if view.index not in own]
             for index in indices:
-                readable[index] = grads[index]
+                readable[index] = copies.get(index, grads[index])
     plan = Plan(
         groups=tuple(groups),
+        staged=tuple(copies),
         views=tuple(views),
         device=grads[0].device,
         dtype=_result_dtype([group.dtype for group in groups], wide=wide),
         sparse=tuple(sparse),
         pairs=any(group.pairs for group in groups),
         empty=not any(map(Tensor.numel, readable)),
-        inference=any(map(Tensor.is_inference, readable)),
-        requires_grad=any(grad.requires_grad for grad in readable),
+        inference=any(map(Tensor.is_inference, grads)),
+        requires_grad=any(grad.requires_grad for grad in grads),
         verifying=verifying,
         # No array: these numbers are added to addresses in every step of a training loop.
         spans=[0 if r is None else r.end - r.start for r in regions],
         n_bytes=GRADIENT_BYTES * n + sum(group.layout.n_bytes for group in groups),
     )
-    plan.ordinary = whole and not (sparse or plan.pairs or plan.inference)
+    plan.ordinary = whole and not (copies or sparse or plan.pairs or plan.inference)
     if plan.ordinary and len(groups) == 1 and not (plan.empty or verifying):
         plan.only_group = groups[0]
     for group in groups:
-        group.layout.dtype = group.clamping.dtype = plan.dtype
+        group.layout.dtype = plan.dtype
     lasting = distinct is None and addresses is not None and not sparse
-    return NewPlan(plan, distinct, readable, coalesced, lasting)
+    return NewPlan(plan, distinct, copies, readable, lasting)
 
 
 def empty_plan(device: torch.device, *, verifying: bool, wide: bool) -> Plan:
     """The plan of a process without gradients, where others have some."""
     return Plan(
         groups=(),
+        staged=(),
         views=(),
         device=device,
         dtype=_result_dtype((), wide=wide),
@@ -292,19 +289,12 @@ def _result_dtype(dtypes: Sequence[torch.dtype], *, wide: bool) -> torch.dtype:
     return torch.float64 if wide or torch.float64 in dtypes else torch.float32
 
 
-def _view(index: int, grad: Tensor) -> tuple[View | None, bool]:
-    """How verbs read a strided gradient, None for as it is; and whether that is flat."""
+def _view(index: int, grad: Tensor) -> View | None:
+    """How verbs read a dense gradient; None for as it is."""
     real = View(index, grad.is_complex(), None)
     grad = real.of(grad)
     size = None if grad.is_contiguous() else flat_size(grad)
-    flat = size is not None or grad.is_contiguous()
-    return (View(index, real.pairs, size) if real.pairs or size is not None else None), flat
-
-
-def flat_size(grad: Tensor) -> int | None:
-    """Elements of a gradient dense in any order of its dimensions, as channels_last is; or None."""
-    order = sorted(range(grad.dim()), key=grad.stride, reverse=True)
-    return grad.numel() if grad.permute(order).is_contiguous() else None
+    return View(index, real.pairs, size) if real.pairs or size is not None else None
 
 
 def _refuse_kind(grad: Tensor, label: Callable[[], str]) -> None:
@@ -334,6 +324,11 @@ def _refuse_kind(grad: Tensor, label: Callable[[], str]) -> None:
 
 def _refuse_overlap(grad: Tensor, label: Callable[[], str]) -> None:
     """Refuses a gradient whose elements share memory."""
+    if grad.layout == torch.sparse_coo:
+        # Coalescing makes new values.
+        if not grad.is_coalesced():
+            return
+        grad = grad._values()
     if has_overlap(grad):
         raise OverlapError(
             f"elements of the gradient of {label()} share memory (shape {tuple(grad.shape)}, "

@@ -49,13 +49,14 @@ class Units:
         """The gradients and weights of a group, in the hands of its backend."""
         group = self._plan.groups[number]
         indices = range(len(self._weights)) if group.indices is None else group.indices
-        grads = [self._gradients.tensors[i] for i in indices]
+        copies, tensors = self._gradients.copies, self._gradients.tensors
+        grads = [copies.get(i, tensors[i]) for i in indices]
         weights = [self._weights[i] for i in indices]
         layout = group.units
         if layout is None or not layout.serves(weights):
             if layout is None:
                 self._plan.n_bytes += UNIT_BYTES * len(grads)
-            layout = unit_layout_of(grads, weights, self._plan.dtype, flat=group.flat)
+            layout = unit_layout_of(grads, weights, self._plan.dtype)
             group.units = layout
         limiting = [None if exempt[i] else self._weights[i] for i in indices]
         return layout.bind(grads, limiting)

@@ -80,10 +80,10 @@ class Expectation:
                 expected = (before.double() / scale).clamp(*rule.bounds[before.dtype])
             elif units is not None:
                 by, within = units.coefficients(index, before, norm, max_norm, scale)
-                expected = widened(before) * (by / scale)
+                expected = scaled(before, by / scale)
                 exact = exact and within
             else:
-                expected = widened(before) * (coefficient_of(norm, max_norm, rule.eps) / scale)
+                expected = scaled(before, coefficient_of(norm, max_norm, rule.eps) / scale)
                 # Near the limit, the norm's own error decides whether anything is written.
                 exact = exact and norm * (1 + 1e-5) + rule.eps < max_norm
             mismatches += self._compare(index, expected, exact=exact or erase)
@@ -106,7 +106,7 @@ class Expectation:
         multiplier = coefficient_of(float(given), limit, rule.eps)
         mismatches: list[str] = []
         for index, before in enumerate(self._before):
-            mismatches += self._compare(index, widened(before) * multiplier)
+            mismatches += self._compare(index, scaled(before, multiplier))
         _raise(mismatches)
 
     def _limits(self, rule: Rule, norms: list[float], measured: Norms | None) -> list[float]:
@@ -149,7 +149,10 @@ class Expectation:
 
     def _compare(self, index: int, expected: Tensor, *, exact: bool = False) -> list[str]:
         """A line for a gradient that differs from the expected one, in any bit if exact."""
-        ours = widened(dense(self._gradients.tensors[index]))
+        grad = self._gradients.tensors[index]
+        ours = widened(dense(grad))
+        if grad.layout == torch.sparse_coo:
+            expected = torch.where(has_entry(grad), expected, 0.0)
         dtype = self._before[index].dtype
         info = torch.finfo(dtype)
         norm_tolerance = self._norm_tolerance
@@ -158,7 +161,7 @@ class Expectation:
         expected_here = expected.to(dtype).to(expected.dtype)
         rounding = info.eps / 2
         tolerance = (
-            expected.abs() * (2 * norm_tolerance + rounding) + info.smallest_normal * rounding
+            expected.abs() * (2 * norm_tolerance + rounding) + info.smallest_normal * info.eps
         )
         if exact:
             tolerance = torch.zeros_like(tolerance)
@@ -193,6 +196,20 @@ def dense(grad: Tensor) -> Tensor:
 def widened(x: Tensor) -> Tensor:
     """A tensor in float64, or complex128."""
     return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def scaled(x: Tensor, by: float | Tensor) -> Tensor:
+    """A tensor times real numbers, in float64 or complex128."""
+    wide = widened(x)
+    # A complex product would carry inf and NaN from one part into the other.
+    return torch.complex(wide.real * by, wide.imag * by) if x.is_complex() else wide * by
+
+
+def has_entry(grad: Tensor) -> Tensor:
+    """Where a sparse gradient has a value; elsewhere it is 0, whatever it is multiplied by."""
+    found = torch.zeros(grad.shape, dtype=torch.bool, device=grad.device)
+    found[tuple(grad._indices())] = True
+    return found
 
 
 def norm_of(x: Tensor, norm_type: float) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.engine.arguments import PLAIN, needs_clip
-from tritonclip.engine.plan import flat_size
+from tritonclip.engine.memory import flat_size
 from tritonclip.modes import outside_inference
 
 # Bytes that one vector access reads: torch's fused optimizers and our kernels want gradients to

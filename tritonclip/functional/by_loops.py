@@ -15,7 +15,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from tritonclip import settings
-from tritonclip.backends.native import CODES, ORDERS, is_observed, loops
+from tritonclip.backends.native import CODES, ORDERS, loops
+from tritonclip.modes import is_observed
 
 # Of complex tensors, pairs of reals are read.
 _PAIRS = {torch.complex64: torch.float32, torch.complex128: torch.float64}

@@ -10,8 +10,7 @@ from typing import Any
 from weakref import WeakSet
 
 from tritonclip.engine.arguments import check_marks
-from tritonclip.integrations.extra import needs
-from tritonclip.integrations.metrics import metrics_of
+from tritonclip.integrations.trainers import metrics_of, needs
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite
 from tritonclip.optim.misuse import wrapper_of
 from tritonclip.rules import Rule, as_rule

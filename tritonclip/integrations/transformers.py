@@ -6,8 +6,7 @@ import dataclasses
 from typing import Any
 
 from tritonclip.engine.arguments import check_marks
-from tritonclip.integrations.extra import needs
-from tritonclip.integrations.metrics import metrics_of, wrapper_in
+from tritonclip.integrations.trainers import metrics_of, needs, wrapper_in
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite
 from tritonclip.rules import Rule, as_rule
 

@@ -1,4 +1,4 @@
-"""The metrics of a clipped optimizer that trainers log."""
+"""What callbacks of all trainers need: metrics to log, and the error where a trainer is missing."""
 
 import math
 from typing import Any
@@ -31,3 +31,13 @@ def wrapper_in(optimizer: Any) -> ClippedOptimizer | None:
             return optimizer
         optimizer = getattr(optimizer, "optimizer", None)
     return None
+
+
+def needs(package: str, error: ImportError) -> ImportError:
+    """The error in place of another, which is its cause."""
+    return type(error)(
+        f"tritonclip.integrations needs {package}, which could not be imported: {error}; expected "
+        'the extra: pip install "tritonclip[integrations]"',
+        name=error.name,
+        path=error.path,
+    )

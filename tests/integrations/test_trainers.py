@@ -6,7 +6,7 @@ import torch
 from cases import normal, parameter
 
 from tritonclip import ClipByValue, ClippedOptimizer
-from tritonclip.integrations.metrics import metrics_of, wrapper_in
+from tritonclip.integrations.trainers import metrics_of, wrapper_in
 
 
 def made(clip=1.0, **group):

@@ -1,0 +1,47 @@
+"""Gradients that no backend reads as they are: it reads a dense copy, which is written back.
+
+These are sparse gradients that are not coalesced, float8, which has no arithmetic, gradients with
+gaps between their elements, and lazily negated ones. A copy lives as long as the call.
+"""
+
+import torch
+from torch import Tensor
+
+from tritonclip.engine.memory import flat_size
+from tritonclip.modes import without_grad
+
+
+def needs_copy(grad: Tensor) -> bool:
+    """Whether a gradient is read from a copy."""
+    if grad.layout == torch.sparse_coo:
+        return not grad.is_coalesced() or needs_copy(grad._values())
+    if grad.dtype.itemsize == 1 or grad.is_neg():
+        return True
+    return not grad.is_contiguous() and flat_size(grad) is None
+
+
+@without_grad
+def copy_of(grad: Tensor) -> Tensor:
+    """A dense copy of a gradient, of its layout: sparse gradients are coalesced."""
+    if grad.layout == torch.sparse_coo:
+        grad = grad.coalesce()
+        if not needs_copy(grad):
+            return grad
+        indices, values, shape = grad._indices(), copy_of(grad._values()), grad.shape
+        return torch.sparse_coo_tensor(
+            indices, values, shape, is_coalesced=True, check_invariants=False
+        )
+    dtype = torch.float32 if grad.dtype.itemsize == 1 else grad.dtype
+    dense = grad.resolve_neg()
+    return dense.to(dtype, memory_format=torch.contiguous_format, copy=dense is grad)
+
+
+def write_back_(grad: Tensor, copy: Tensor) -> None:
+    """Writes a copy back, rounded to the gradient's dtype."""
+    if grad.layout != torch.sparse_coo:
+        # To a lazily negated tensor of another dtype, copy_ forgets the sign (torch 2.13, CPU).
+        grad.copy_(copy.to(grad.dtype))
+    elif grad.is_coalesced():
+        write_back_(grad._values(), copy._values())
+    else:
+        grad.copy_(copy)
