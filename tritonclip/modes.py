@@ -30,10 +30,14 @@ is_pre_dispatch = partial(_is_included, torch._C.DispatchKey.PreDispatch)
 
 def is_observed() -> bool:
     """Whether dual numbers, transforms, modes or a tracer have to see every operator."""
-    if forward_ad._current_level >= 0 or n_dispatch_modes():
-        return True
-    # A tracer that counts as no dispatch mode comes with function modes, which are cheap to count.
-    return _has_transform() or bool(n_function_modes() and is_pre_dispatch())
+    is_seen: bool = (
+        forward_ad._current_level >= 0
+        or n_dispatch_modes() > 0
+        or _has_transform()
+        # A tracer that counts as no dispatch mode comes with function modes, cheaper to count.
+        or (n_function_modes() > 0 and is_pre_dispatch())
+    )
+    return is_seen
 
 
 def is_traced() -> bool:

@@ -69,16 +69,27 @@ def clip_by_value(
         raise misfit(clip_by_value, (), _unknown)
     min, max = bounds if len(bounds) == 2 and min is max is None else _named(bounds, min, max)
     # A tree would take a fifth of the time of one small tensor.
-    made = by_loops.clamped(x, min, max)
-    if made is not None:
-        return made  # type: ignore[no-any-return]
+    clamped: T | None = by_loops.clamped(x, min, max)
+    return _clip(x, min, max) if clamped is None else clamped
+
+
+def _clip(x: T, min: Bound, max: Bound) -> T:
+    """Clips a tree that is neither a plain tensor nor a list of them."""
     if min is None and max is None:
         raise ValueError("expected a bound, got None for both: pass min, max, or both")
     low, high = _bound("min", min, none=-math.inf), _bound("max", max, none=math.inf)
     tree = Tree(x, "x", ordered=True)
-    made = by_loops.clamped(tree.leaves, min, max)
-    if made is not None:
-        return tree.rebuild(made)  # type: ignore[no-any-return]
+    clamped = by_loops.clamped(tree.leaves, min, max)
+    if clamped is None:
+        clamped = _clamped_leaves(tree, low, high)
+    result: T = tree.rebuild(clamped)
+    return result
+
+
+def _clamped_leaves(
+    tree: Tree, low: float | Tensor | None, high: float | Tensor | None
+) -> list[Tensor]:
+    """The tensors of a tree within bounds, by operators."""
     values = tree.check()
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         if tree.is_sparse:
@@ -86,22 +97,17 @@ def clip_by_value(
                 "bounds of sparse tensors, whose implicit zeros stay, must be numbers; expected "
                 "numbers, or tensors made dense with to_dense()"
             )
-        clamped = [_clamped(value, low, high) for value in values]
-    else:
-        _check_numbers(low, high, sparse=tree.is_sparse)
-        differentiable = not is_readable(values) or needs_grad(values)
-        clamp = _clamped_each if differentiable else _clamped_by_numbers
-        clamped = clamp(values, low, high)
-    result: T = tree.rebuild(clamped)
-    return result
+        return [_clamped(value, low, high) for value in values]
+    _check_numbers(low, high, sparse=tree.is_sparse)
+    if not is_readable(values) or needs_grad(values):
+        return [_clamped(value, low, high) for value in values]
+    return _clamped_by_numbers(values, low, high)
 
 
 def _named(bounds: tuple[Bound, ...], min: Bound, max: Bound) -> tuple[Bound, Bound]:
-    """The bounds that were passed by position or by name."""
+    """Bounds that were not both passed by position."""
     if not bounds:
         return min, max
-    if len(bounds) == 2 and min is None and max is None:
-        return bounds[0], bounds[1]
     if len(bounds) == 1 and min is None and max is not None:
         return bounds[0], max
     got = f"{len(bounds)} by position" + ("" if min is None and max is None else " and others")
@@ -125,14 +131,10 @@ def _check_numbers(low: float | None, high: float | None, *, sparse: bool) -> No
         )
 
 
-def _clamped_each(values: list[Tensor], low: float | None, high: float | None) -> list[Tensor]:
-    return [_clamped(value, low, high) for value in values]
-
-
 def _clamped_by_numbers(
     values: list[Tensor], low: float | None, high: float | None
 ) -> list[Tensor]:
-    """As `_clamped_each`, in one pass without derivatives."""
+    """In one pass, without derivatives."""
     dtypes = {x.dtype for x in values}
     if len(dtypes) != 1:
         return [y for x in values for y in _clamped_by_numbers([x], low, high)]
