@@ -29,6 +29,7 @@
 typedef float Floats __attribute__((vector_size(4 * WIDE)));
 typedef int32_t FloatsBits __attribute__((vector_size(4 * WIDE)));
 typedef double Doubles __attribute__((vector_size(8 * WIDE)));
+typedef int64_t DoublesBits __attribute__((vector_size(8 * WIDE)));
 
 /* Elements in memory, which a view may begin at any byte of. */
 typedef uint16_t HalfAt __attribute__((aligned(1), may_alias));
@@ -38,8 +39,8 @@ typedef uint32_t Bits32At __attribute__((aligned(1), may_alias));
 typedef uint64_t Bits64At __attribute__((aligned(1), may_alias));
 
 /* For `loops.h`: elements in memory, and as they are compared with bounds; integers as wide, for masks;
- * vectors in which elements are multiplied; elements as bits, where zeros are looked for; the largest
- * number; the bits of infinity of a half type, else 0. */
+ * vectors in which elements are multiplied, and of their bits; elements as bits, where zeros are looked for;
+ * the largest number; the bits of infinity of a half type, else 0. */
 #define AT_float16 HalfAt
 #define AT_bfloat16 HalfAt
 #define AT_float32 FloatAt
@@ -56,6 +57,10 @@ typedef uint64_t Bits64At __attribute__((aligned(1), may_alias));
 #define WIDENED_bfloat16 Floats
 #define WIDENED_float32 Floats
 #define WIDENED_float64 Doubles
+#define WIDENED_BITS_float16 FloatsBits
+#define WIDENED_BITS_bfloat16 FloatsBits
+#define WIDENED_BITS_float32 FloatsBits
+#define WIDENED_BITS_float64 DoublesBits
 #define BITS_AT_float16 HalfAt
 #define BITS_AT_bfloat16 HalfAt
 #define BITS_AT_float32 Bits32At

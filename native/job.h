@@ -47,6 +47,9 @@ typedef struct {
     int64_t first_block;
     /* Of MULTIPLY; gradients whose factor is 1 are not written, or copied. */
     double factor;
+    /* Of DOT and COMBINE: as many elements of another tensor; of COMBINE, their factor. */
+    const char *others;
+    double other_factor;
 } Gradient;
 
 /* An element: which gradient, and where in it. */
@@ -88,7 +91,7 @@ static Gradient *add_gradient(Job *job, long code, char *elements, int64_t size)
     Gradient *gradient = job->gradients + job->n++;
     gradient->code = code;
     gradient->elements = gradient->target = elements;
-    gradient->size = size;
+    gradient->size = size, gradient->others = elements;
     gradient->first_block = job->n_blocks;
     job->n_blocks += blocks_of(size);
     job->n_elements += size;
@@ -130,7 +133,15 @@ static void do_block(Job *job, const Gradient *gradient, int64_t start) {
     const Loops *loops = loops_of + gradient->code % PAIRS;
     const char *x = gradient->elements + start * loops->itemsize;
     char *y = gradient->target + start * loops->itemsize;
-    if (job->verb < MULTIPLY)
+    const char *others = gradient->others + start * loops->itemsize;
+    if (job->verb == DOT)
+        job->parts[gradient->first_block + start / BLOCK] = loops->dot(x, others, n);
+    else if (job->verb == COUNT_AT_BOUNDS)
+        job->parts[gradient->first_block + start / BLOCK] =
+            loops->count_at_bounds(x, n, in_range(job->low, loops), in_range(job->high, loops));
+    else if (job->verb == COMBINE)
+        loops->combine(x, others, y, n, gradient->factor, gradient->other_factor);
+    else if (job->verb < MULTIPLY)
         job->parts[gradient->first_block + start / BLOCK] = loops->measure(x, n, job->verb);
     else if (job->verb == CLAMP && x == y)
         loops->clamp(y, n, job->low, job->high);

@@ -99,16 +99,22 @@ static PyObject *norm(PyObject *module, PyObject *const *arguments, Py_ssize_t n
     return PyFloat_FromDouble(norm);
 }
 
+/* The parts of each gradient of a job that ran, put together, as a list. */
+static PyObject *parts_of_each(const Job *job) {
+    PyObject *result = PyList_New((Py_ssize_t)job->n);
+    for (Py_ssize_t i = 0; result && i < job->n; i++) {
+        int64_t from = job->gradients[i].first_block;
+        PyObject *own = PyFloat_FromDouble(norm_of(job, from, from + blocks_of(job->gradients[i].size)));
+        if (!own || PyList_SetItem(result, i, own)) Py_CLEAR(result);
+    }
+    return result;
+}
+
 static PyObject *norms(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     Job job;
     if (!measure(&job, arguments, n_arguments)) return NULL;
-    PyObject *result = PyList_New((Py_ssize_t)job.n);
-    for (Py_ssize_t i = 0; result && i < job.n; i++) {
-        int64_t from = job.gradients[i].first_block;
-        PyObject *own = PyFloat_FromDouble(norm_of(&job, from, from + blocks_of(job.gradients[i].size)));
-        if (!own || PyList_SetItem(result, i, own)) Py_CLEAR(result);
-    }
+    PyObject *result = parts_of_each(&job);
     free_job(&job);
     return result;
 }
@@ -211,6 +217,23 @@ static PyObject *clamped(PyObject *module, PyObject *const *arguments, Py_ssize_
     return finish_leaves(&job, &leaves, is_read, is_read == 1 ? made_of(&leaves) : NULL);
 }
 
+static PyObject *has_at_bounds(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 3)) return NULL;
+    double low = as_bound(arguments[1], -INFINITY), high = as_bound(arguments[2], INFINITY);
+    if (!(low <= high)) return Py_NewRef(Py_None);
+    Job job;
+    Leaves leaves;
+    int is_read = read_leaves(&job, &leaves, COUNT_AT_BOUNDS, arguments[0], Py_None);
+    PyObject *result = NULL;
+    if (is_read == 1) {
+        job.low = low, job.high = high;
+        run(&job);
+        result = PyBool_FromLong(norm_of(&job, 0, job.n_blocks) > 0);
+    }
+    return finish_leaves(&job, &leaves, is_read, result);
+}
+
 /* A pair of two objects, whose references it takes; NULL where one is. */
 static PyObject *pair_of(PyObject *first, PyObject *second) {
     PyObject *pair = first && second ? PyTuple_Pack(2, first, second) : NULL;
@@ -302,26 +325,33 @@ static PyObject *clipped_each(PyObject *module, PyObject *const *arguments, Py_s
     (void)module;
     Verb verb;
     if (!has_arguments(n_arguments, 5) || !read_order(arguments[3], &verb)) return NULL;
-    double limit = as_limit(arguments[2]), power = PyFloat_AsDouble(arguments[4]);
+    int has_list = PyList_CheckExact(arguments[2]);
+    double limit = has_list ? 0 : as_limit(arguments[2]), power = PyFloat_AsDouble(arguments[4]);
     if (PyErr_Occurred()) return NULL;
     if (isnan(limit)) return Py_NewRef(Py_None);
     Job job;
     Leaves leaves;
-    PyObject *result = NULL;
+    PyObject *norms = NULL, *result = NULL;
     int is_done = read_leaves(&job, &leaves, verb, arguments[0], arguments[1]);
-    if (is_done == 1) run(&job);
-    for (int64_t i = 0; is_done == 1 && i < job.n; i++) {
-        Gradient *gradient = job.gradients + i;
-        double norm = norm_of(&job, gradient->first_block, gradient->first_block + blocks_of(gradient->size));
-        is_done = is_known(&job, &leaves, norm) && !(power && leaves.have_pairs);
-        double own_limit = limit_of(limit, gradient->size, power);
-        gradient->factor = coefficient_of(norm, own_limit, 0, leaves.are_wide);
+    if (is_done == 1 && has_list && !has_numbers(arguments[2], (Py_ssize_t)job.n)) is_done = -1;
+    if (is_done == 1) {
+        run(&job);
+        norms = parts_of_each(&job);
     }
+    for (int64_t i = 0; norms && is_done == 1 && i < job.n; i++) {
+        Gradient *gradient = job.gradients + i;
+        double norm = number_at(norms, (Py_ssize_t)i);
+        double own = has_list ? number_at(arguments[2], (Py_ssize_t)i) : limit_of(limit, gradient->size, power);
+        gradient->factor = coefficient_of(norm, own, 0, leaves.are_wide);
+        is_done = is_known(&job, &leaves, norm) && !(power && leaves.have_pairs);
+    }
+    if (PyErr_Occurred()) is_done = -1;
     if (is_done == 1) {
         job.verb = MULTIPLY;
         run(&job);
-        result = made_of(&leaves);
+        result = pair_of(made_of(&leaves), Py_NewRef(norms));
     }
+    Py_XDECREF(norms);
     return finish_leaves(&job, &leaves, is_done, result);
 }
 
@@ -354,6 +384,58 @@ static PyObject *measured(PyObject *module, PyObject *const *arguments, Py_ssize
         if (PyErr_Occurred()) is_done = -1;
         if (is_done == 1) result = number_of(norm, leaves.are_wide, arguments[1]);
     }
+    return finish_leaves(&job, &leaves, is_done, result);
+}
+
+static PyObject *measured_each(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    Verb verb;
+    if (!has_arguments(n_arguments, 2) || !read_order(arguments[1], &verb)) return NULL;
+    Job job;
+    Leaves leaves;
+    PyObject *result = NULL;
+    int is_done = read_leaves(&job, &leaves, verb, arguments[0], Py_None);
+    if (is_done == 1) {
+        run(&job);
+        result = parts_of_each(&job);
+        for (int64_t i = 0; result && i < job.n; i++)
+            is_done &= is_known(&job, &leaves, PyFloat_AsDouble(PyList_GetItem(result, (Py_ssize_t)i)));
+        if (!is_done) Py_CLEAR(result);
+    }
+    return finish_leaves(&job, &leaves, is_done, result);
+}
+
+static PyObject *dots(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 2)) return NULL;
+    Job job;
+    Leaves leaves, others;
+    PyObject *result = NULL;
+    int is_done = read_pairs(&job, &leaves, &others, DOT, arguments, Py_None);
+    if (is_done == 1) {
+        run(&job);
+        result = parts_of_each(&job);
+    }
+    free_leaves(&others);
+    return finish_leaves(&job, &leaves, is_done, result);
+}
+
+static PyObject *combined(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 5)) return NULL;
+    Job job;
+    Leaves leaves, others;
+    PyObject *result = NULL;
+    int is_done = read_pairs(&job, &leaves, &others, COMBINE, arguments, arguments[2]);
+    if (is_done == 1 && !(read_factors(&job, arguments[3]) && has_numbers(arguments[4], (Py_ssize_t)job.n))) is_done = -1;
+    for (int64_t i = 0; is_done == 1 && i < job.n; i++)
+        job.gradients[i].other_factor = number_at(arguments[4], (Py_ssize_t)i);
+    if (PyErr_Occurred()) is_done = -1;
+    if (is_done == 1) {
+        run(&job);
+        result = made_of(&leaves);
+    }
+    free_leaves(&others);
     return finish_leaves(&job, &leaves, is_done, result);
 }
 
@@ -431,10 +513,14 @@ static PyMethodDef methods[] = {
     {"multiply_", FAST(multiply), NULL},
     {"clamp_", FAST(clamp), NULL},
     {"clamped", FAST(clamped), NULL},
+    {"has_at_bounds", FAST(has_at_bounds), NULL},
     {"clipped", FAST(clipped), NULL},
     {"scaled", FAST(scaled), NULL},
     {"clipped_each", FAST(clipped_each), NULL},
     {"measured", FAST(measured), NULL},
+    {"measured_each", FAST(measured_each), NULL},
+    {"dots", FAST(dots), NULL},
+    {"combined", FAST(combined), NULL},
     {"are_apart", FAST(are_apart), NULL},
     {"set_portable", set_portable, METH_O, NULL},
     {"know", FAST(know), NULL},

@@ -191,6 +191,11 @@ static PyObject *made_of(const Leaves *leaves) {
     return list;
 }
 
+static int is_plain(PyObject *x) {
+    PyObject *class = (PyObject *)Py_TYPE(x);
+    return class == torch.tensor || class == torch.parameter;
+}
+
 /* Whether autograd would record operations on a tensor; -1 with an error of Python. */
 static int is_recorded(PyObject *x) {
     int requires_grad = has(x, REQUIRES_GRAD);
@@ -201,13 +206,14 @@ static int is_recorded(PyObject *x) {
  * where the tensor is not plain, or with an error of Python. */
 static int add_tensor(Job *job, Leaves *leaves, PyObject *x, PyObject *create, PyObject **made) {
     Elements elements, own;
-    PyObject *class = (PyObject *)Py_TYPE(x);
-    if ((class != torch.tensor && class != torch.parameter) || !read_elements(x, &elements)) return 0;
+    if (!is_plain(x) || !read_elements(x, &elements)) return 0;
     /* Memory that was freed has no address. */
-    if ((elements.size && !elements.address) || is_recorded(x) || is_true(call(x, IS_NEG))) return 0;
+    if ((elements.size && !elements.address) || is_true(call(x, IS_NEG))) return 0;
+    /* What is counted needs no derivative. */
+    if (job->verb != COUNT_AT_BOUNDS && is_recorded(x)) return 0;
     int are_pairs = elements.code >= PAIRS;
-    /* Pairs have the products and the sums of squares of what they stand for, and nothing else. */
-    if (are_pairs && ((job->verb != MULTIPLY && job->verb != SUM_SQUARES) || is_true(call(x, IS_CONJ)))) return 0;
+    int is_of_pairs = job->verb == SUM_SQUARES || job->verb == DOT || job->verb == MULTIPLY || job->verb == COMBINE;
+    if (are_pairs && (!is_of_pairs || is_true(call(x, IS_CONJ)))) return 0;
     Gradient *gradient = add_gradient(job, elements.code, elements.address, elements.size << are_pairs);
     leaves->are_mixed |= job->gradients->code != elements.code;
     leaves->are_wide |= elements.code % PAIRS == FLOAT64;
@@ -219,6 +225,14 @@ static int add_tensor(Job *job, Leaves *leaves, PyObject *x, PyObject *create, P
     gradient->target = own.address;
     /* It has the strides of one that is dense in memory, in any order of its dimensions, and of no other. */
     return elements.is_contiguous || share_strides(x, &elements.dl, *made, &own.dl) == 1;
+}
+
+/* Whether a tensor that was not read is left to operators; else an interrupt came. Those without memory, such
+ * as sparse ones, raise where they are read. */
+static int is_refused(void) {
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return 0;
+    PyErr_Clear();
+    return 1;
 }
 
 /* Makes a job of leaves: 1; 0 where operators have to serve them; -1 with an error of Python. */
@@ -233,10 +247,7 @@ static int read_leaves(Job *job, Leaves *leaves, Verb verb, PyObject *argument, 
         if (x == Py_None) {
             leaves->made[i] = Py_NewRef(x);
         } else if (!add_tensor(job, leaves, x, create, leaves->made + i)) {
-            /* Tensors without memory, such as sparse ones, raise where they are read. */
-            if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) return -1;
-            PyErr_Clear();
-            return 0;
+            return is_refused() ? 0 : -1;
         } else if (job->gradients[job->n - 1].size > largest) {
             largest = job->gradients[job->n - 1].size;
         }
@@ -248,6 +259,30 @@ static int read_leaves(Job *job, Leaves *leaves, Verb verb, PyObject *argument, 
         job->threads = (long)threads;
     }
     return make_parts(job) ? 1 : (PyErr_NoMemory(), -1);
+}
+
+/* Takes the other tensor of a gradient, whose elements lie in the same order; 0 where that is none, or with an
+ * error of Python. */
+static int add_other(Gradient *gradient, PyObject *x, PyObject *other) {
+    Elements elements, own;
+    if (!is_plain(other) || !read_elements(x, &elements) || !read_elements(other, &own)) return 0;
+    if (own.code != elements.code || own.size != elements.size || (own.size && !own.address)) return 0;
+    if (is_true(call(other, IS_NEG)) || (own.code >= PAIRS && is_true(call(other, IS_CONJ)))) return 0;
+    gradient->others = own.address;
+    if (own.is_contiguous && elements.is_contiguous) return 1;
+    return share_strides(x, &elements.dl, other, &own.dl) == 1;
+}
+
+/* Reads a list of tensors, and as many others beside them; as `read_leaves`. */
+static int read_pairs(Job *job, Leaves *leaves, Leaves *others, Verb verb, PyObject *const *arguments, PyObject *create) {
+    others->n = 0, others->all = others->few;
+    int is_read = read_leaves(job, leaves, verb, arguments[0], create);
+    if (is_read < 1) return is_read;
+    if (!take_leaves(others, arguments[1])) return -1;
+    if (others->n != job->n || leaves->n != job->n) return 0;
+    for (int64_t i = 0; i < job->n; i++)
+        if (!add_other(job->gradients + i, leaves->all[i], others->all[i])) return is_refused() ? 0 : -1;
+    return 1;
 }
 
 #endif

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.operators import wide_dtype
-from tritonclip.functional import by_loops, formulas
+from tritonclip.functional import by_loops, derivatives, formulas
 from tritonclip.functional.by_engine import (
     as_limit_or_tensor,
     coefficients_of,
@@ -109,6 +109,9 @@ def clip_by_global_norm(
         return tree.rebuild(made[0]), made[1]
     values, limit = tree.check(), as_limit_or_tensor("max_norm", max_norm)
     dtype = formulas.result_dtype(values)
+    if use_norm is None and derivatives.are_recorded(values, [limit]):
+        clipped, norm = derivatives.clip(values, [limit], "max_norm", each=False)
+        return tree.rebuild(clipped), norm.to(dtype)
     norm = _norm_of(values) if use_norm is None else _given(use_norm, values, dtype)
     clipped = values
     if values:

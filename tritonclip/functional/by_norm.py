@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.operators import wide_dtype
-from tritonclip.functional import by_loops, formulas
+from tritonclip.functional import by_loops, derivatives, formulas
 from tritonclip.functional.by_engine import (
     as_limit_or_tensor,
     coefficient_over,
@@ -83,7 +83,7 @@ def clip_by_norm(
     tree = Tree(x, "x")
     made = by_loops.clipped_each(tree.leaves, max_norm, norm_type) if dim is None else None
     if made is not None:
-        return tree.rebuild(made)  # type: ignore[no-any-return]
+        return tree.rebuild(made[0])  # type: ignore[no-any-return]
     values = tree.check()
     order, limit = as_norm_type(norm_type), as_limit_or_tensor("max_norm", max_norm)
     if dim is None:
@@ -134,7 +134,7 @@ def clip_by_average_norm(
     tree = Tree(x, "x")
     made = by_loops.clipped_each(tree.leaves, max_norm, power=1.0)
     if made is not None:
-        return tree.rebuild(made)  # type: ignore[no-any-return]
+        return tree.rebuild(made[0])  # type: ignore[no-any-return]
     values, limit = tree.check(), as_limit_or_tensor("max_norm", max_norm)
     limits = [_times(limit, tensor.numel()) for tensor in tree.tensors]
     result: T = tree.rebuild(_clip_each(values, limits, "max_norm"))
@@ -171,7 +171,7 @@ def clip_by_rms(x: T, max_rms: float | Tensor, *_excess: NoReturn, **_unknown: N
     tree = Tree(x, "x")
     made = by_loops.clipped_each(tree.leaves, max_rms, power=0.5)
     if made is not None:
-        return tree.rebuild(made)  # type: ignore[no-any-return]
+        return tree.rebuild(made[0])  # type: ignore[no-any-return]
     values, limit = tree.check(), as_limit_or_tensor("max_rms", max_rms)
     limits = [_times(limit, math.sqrt(tensor.numel())) for tensor in tree.tensors]
     result: T = tree.rebuild(_clip_each(values, limits, "max_rms"))
@@ -195,6 +195,8 @@ def _clip_each(
     """Each tensor by its own norm: the limits are one for all, or one for each."""
     if not values:
         return []
+    if norm_type == 2 and derivatives.are_recorded(values, limits):
+        return derivatives.clip(values, limits, name, each=True)[0]
     norms = norms_of_each(values, norm_type)
     dtype = formulas.result_dtype(values)
     coefficients = coefficients_of(norms, limits, dtype, name)

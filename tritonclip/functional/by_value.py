@@ -99,9 +99,12 @@ def _clamped_leaves(
             )
         return [_clamped(value, low, high) for value in values]
     _check_numbers(low, high, sparse=tree.is_sparse)
-    if not is_readable(values) or needs_grad(values):
-        return [_clamped(value, low, high) for value in values]
-    return _clamped_by_numbers(values, low, high)
+    # The derivative of torch.clamp is another one for elements on a bound alone, and for NaN.
+    if is_readable(values) and not (
+        needs_grad(values) and by_loops.have_at_bounds(values, low, high)
+    ):
+        return _clamped_by_numbers(values, low, high)
+    return [_clamped(value, low, high) for value in values]
 
 
 def _named(bounds: tuple[Bound, ...], min: Bound, max: Bound) -> tuple[Bound, Bound]:
@@ -134,7 +137,7 @@ def _check_numbers(low: float | None, high: float | None, *, sparse: bool) -> No
 def _clamped_by_numbers(
     values: list[Tensor], low: float | None, high: float | None
 ) -> list[Tensor]:
-    """In one pass, without derivatives."""
+    """In one pass, by operators whose derivative on a bound is 1."""
     dtypes = {x.dtype for x in values}
     if len(dtypes) != 1:
         return [y for x in values for y in _clamped_by_numbers([x], low, high)]
