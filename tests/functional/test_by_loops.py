@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FLOATS, assert_bits, normal
+from cases import FLOATS, assert_bits, normal, parameters
 from native_lists import BLOCK, LENGTHS, amid_canaries, assert_canaries
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
-from tritonclip import functional
+from tritonclip import ClipByGlobalNorm, ClipByNorm, functional
 from tritonclip.backends.native import loops
 from tritonclip.functional import by_loops
 
@@ -137,6 +137,29 @@ def test_norms_are_those_of_the_other_ways(some, value, dtype, by_others):
         lambda x: functional.clip_by_global_norm(x, 1.0, 3.0)[1],
     ):
         assert_bits([measure(tensors)], [by_others(measure, tensors)])
+
+
+@pytest.mark.parametrize("wide", [[], [torch.float64]], ids=["narrow", "wide"])
+def test_tiny_coefficients_have_the_bits_of_clip(wide):
+    """Beside float64 they are of float64; float32 would hold few of their digits."""
+    dtypes = (torch.float32, torch.bfloat16, *wide)
+    tensors = [normal(9, seed=i).to(dtype) for i, dtype in enumerate(dtypes)]
+    for clip, rule in (
+        (lambda x: functional.clip_by_global_norm(x, 1e-40)[0], ClipByGlobalNorm),
+        (lambda x: functional.clip_by_norm(x, 1e-40), ClipByNorm),
+    ):
+        ours, theirs = clip(tensors), [x.clone() for x in tensors]
+        tritonclip.clip_(parameters(theirs), rule(1e-40, eps=0.0))
+        for x, y in zip(ours, theirs, strict=True):
+            # clip_ rounds such a product twice.
+            torch.testing.assert_close(
+                x, y, rtol=0, atol=2.0**-149 if x.dtype != torch.float64 else 0
+            )
+
+
+def test_a_given_norm_of_zero_and_a_limit_of_zero_give_zero():
+    (clipped,), _ = functional.clip_by_global_norm([normal(3)], 0.0, 0.0)
+    assert clipped.tolist() == [0.0, 0.0, 0.0]
 
 
 BOUNDS = (-math.inf, -1e300, -70000.0, -1, -0.3, -0.0, 0, 0.3, 1e-50, 2**53 + 1, 1e39, math.inf)
