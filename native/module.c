@@ -334,6 +334,7 @@ static PyObject *clipped(PyObject *module, PyObject *const *arguments, Py_ssize_
         job.verb = MULTIPLY;
         run(&job);
         result = pair_of(made_of(&leaves), number_of(norm, leaves.are_wide, arguments[1]));
+        if (!result) is_done = is_refused() ? 0 : -1;
     }
     return finish_leaves(&job, &leaves, is_done, result);
 }
@@ -401,6 +402,7 @@ static PyObject *measured(PyObject *module, PyObject *const *arguments, Py_ssize
         is_done = norm_of_all(&job, &leaves, &norm);
         if (PyErr_Occurred()) is_done = -1;
         if (is_done == 1) result = number_of(norm, leaves.are_wide, arguments[1]);
+        if (is_done == 1 && !result) is_done = is_refused() ? 0 : -1;
     }
     return finish_leaves(&job, &leaves, is_done, result);
 }

@@ -1,7 +1,7 @@
 /* Plain tensors of a CPU as the gradients of a job, and new ones beside them.
  *
- * They are read by DLPack's functions for C, which PyTorch has from version 2.11 on, or else by the
- * attributes that Python code would read: nothing of PyTorch is linked.
+ * They are read by DLPack's functions for C, or, where PyTorch has none, by the attributes that Python code
+ * would read: nothing of PyTorch is linked.
  */
 #ifndef TRITONCLIP_TENSORS_H
 #define TRITONCLIP_TENSORS_H
@@ -133,11 +133,12 @@ static int read_elements(PyObject *x, Elements *elements) {
     return torch.view ? view_elements(x, elements) : ask_for_elements(x, elements);
 }
 
-/* A norm as a tensor that `create` makes; NULL with an error of Python. */
+/* A norm as a tensor that `create` makes; NULL where it makes another, or with an error of Python. */
 static PyObject *number_of(double norm, int is_wide, PyObject *create) {
     Elements elements;
     PyObject *made = PyObject_CallFunctionObjArgs(create, is_wide ? torch.wide_number : torch.number, NULL);
-    if (!made || !read_elements(made, &elements)) {
+    int is_made = made && read_elements(made, &elements) && elements.address && elements.size == 1;
+    if (!is_made || elements.code != (is_wide ? FLOAT64 : FLOAT32)) {
         Py_XDECREF(made);
         return NULL;
     }

@@ -353,6 +353,31 @@ def test_lists_may_change_meanwhile(function, monkeypatch):
 
 
 @pytest.mark.plain_empty
+@pytest.mark.usefixtures("reading")
+@pytest.mark.parametrize("name", ["value", "norm", "global"])
+@pytest.mark.parametrize("of_all", [True, False])
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: x.to("meta"),
+        lambda x: x.new_empty((*x.shape, 2)),
+        lambda x: x.double(),
+        lambda x: x.to_sparse() if x.dim() else x.to("meta"),
+    ],
+    ids=["device", "size", "dtype", "sparse"],
+)
+def test_modes_may_make_other_tensors(name, of_all, other, monkeypatch, count):
+    """Such ones are not written to."""
+    x, create = [normal(9)], torch.empty_like
+    expected = FUNCTIONS[name](x, 0.5)
+    monkeypatch.setattr(
+        torch, "empty_like", lambda x: other(x) if of_all or not x.dim() else create(x)
+    )
+    assert_bits(FUNCTIONS[name](x, 0.5), expected)
+    assert (count[-1] is None) == (of_all or name == "global")
+
+
+@pytest.mark.plain_empty
 @functions
 def test_interrupts_end_a_call(function, monkeypatch):
     def empty_like(x):
