@@ -13,9 +13,11 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import count
 from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -28,7 +30,7 @@ from bench.accuracy import Gradients
 from bench.providers import sgd_of
 from bench.results import Row
 from bench.timing import Timed, interleaved, paired, spread
-from bench.workloads import WORKLOADS
+from bench.workloads import WORKLOADS, Workload
 
 CAPTION = "FIGURE / GOAL over: a goal that is missed"
 # The environment of each part.
@@ -47,6 +49,23 @@ SHARES = {"triton": 0.3, "cpu": 1.0}
 # Microseconds a tensor, where reading .grad and data_ptr takes 0.17.
 GROWTH = 0.5 / 0.17
 ELEMENTS = 16
+# A multilayer perceptron, whose steps take little longer than the host needs for them.
+MLP = Workload("mlp_9k", "MLP, 9 thousand", ((64, 64), (64,), (64, 64), (64,), (10, 64), (10,)))
+# What a step may have beside a fixed limit: a rule, and options of the wrapper. Of the recorder,
+# whether it takes the norm of each parameter.
+FEATURES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ClipByQuantile": (tritonclip.ClipByQuantile(), {}),
+    "ClipByZScore": (tritonclip.ClipByZScore(), {}),
+    "ClipByOwnHistory": (tritonclip.ClipByOwnHistory(), {}),
+    "skip_above=Outlier()": (1e9, {"skip_above": tritonclip.Outlier()}),
+    "skip_above=1e9": (1e9, {"skip_above": 1e9}),
+    'nonfinite="skip"': (1e9, {"nonfinite": "skip"}),
+    "recorder": (1e9, {"recorder": False}),
+    "recorder, each=True": (1e9, {"recorder": True}),
+}
+# Goals, in microseconds over the step with a fixed limit; none where gradients are read once more.
+OVER = {name: 15.0 for name in FEATURES if name != "recorder, each=True"}
+OVER |= {'nonfinite="skip"': 10.0, "recorder": 10.0}
 # Sets of gradients that are kept alive, so that the next one gets other memory.
 KEPT = 3
 # Spent on one list.
@@ -72,7 +91,8 @@ def measure(part: str, repetitions: int, longest: int) -> list[Row]:
         return list(launches(repetitions))
     no_launch = codegen.replaced_launch(lambda *_, **__: None)
     with no_launch if part == "triton" else nullcontext():
-        return [*calls(part, repetitions), *growth(part, repetitions, longest)]
+        known = [] if part == "triton" else steps(repetitions)
+        return [*calls(part, repetitions), *known, *growth(part, repetitions, longest)]
 
 
 @contextmanager
@@ -142,6 +162,45 @@ def calls(path: str, repetitions: int) -> Iterator[Row]:
         if name == "clip_(list, 1.0)":
             values["share_goal"] = SHARES[path]
         yield Row("host", {"path": path, "call": name}, values)
+
+
+def steps(repetitions: int) -> Iterator[Row]:
+    """Steps of a wrapped SGD, beside one whose limit is fixed, and torch's loop; none clips."""
+    made: dict[str, Callable[[], Any]] = {}
+    with TemporaryDirectory() as folder, ExitStack() as recorders:
+        for name, (clip, options) in {"a fixed limit": (1e9, {}), **FEATURES}.items():
+            parameters = Gradients(MLP, "float32", CPU).parameters
+            if "recorder" in options:
+                path, each = Path(folder, f"{name}.csv"), options["recorder"]
+                recorder = recorders.enter_context(tritonclip.record(path, each=each))
+                options = {"recorder": recorder}
+            made[name] = tritonclip.ClippedOptimizer(sgd_of(parameters), clip, **options).step
+        parameters = Gradients(MLP, "float32", CPU).parameters
+        sgd = sgd_of(parameters)
+
+        def by_torch() -> None:
+            torch.nn.utils.clip_grad_norm_(parameters, 1e9)
+            sgd.step()
+
+        made["torch: clip_grad_norm_, step"] = by_torch
+        counts = {}
+        for name, step in made.items():
+            # Beyond every warm-up and half of every window.
+            for _ in range(150):
+                step()
+            with entered() as functions:
+                step()
+            counts[name] = len(functions)
+        found = interleaved(list(map(Timed, made.values())), CPU, repetitions, 2 * SECONDS)
+    fixed = found[0].walls
+    for name, samples in zip(made, found, strict=True):
+        values: dict[str, Any] = {"functions": counts[name], **spread("total_us", samples.walls)}
+        if name in FEATURES:
+            pairs = zip(samples.walls, fixed, strict=True)
+            values["over_us"] = statistics.median(own - other for own, other in pairs)
+            if name in OVER:
+                values["over_us_goal"] = OVER[name]
+        yield Row("host", {"path": "cpu", "feature": name}, values)
 
 
 def lists(n: int, kind: str) -> Iterator[list[Tensor]]:

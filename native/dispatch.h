@@ -14,13 +14,13 @@ typedef enum { SUM_SQUARES, SUM_MAGNITUDES, LARGEST, COUNT, DOT, COUNT_AT_BOUNDS
 #define ISA plain
 #define TARGET
 #define REGISTER 16
-#define DTYPE float16
-#include "loops.h"
-#define DTYPE bfloat16
-#include "loops.h"
 #define DTYPE float32
 #include "loops.h"
 #define DTYPE float64
+#include "loops.h"
+#define DTYPE float16
+#include "loops.h"
+#define DTYPE bfloat16
 #include "loops.h"
 #undef ISA
 #undef TARGET
@@ -30,13 +30,13 @@ typedef enum { SUM_SQUARES, SUM_MAGNITUDES, LARGEST, COUNT, DOT, COUNT_AT_BOUNDS
 #define ISA avx2
 #define TARGET AVX2
 #define REGISTER 32
-#define DTYPE float16
-#include "loops.h"
-#define DTYPE bfloat16
-#include "loops.h"
 #define DTYPE float32
 #include "loops.h"
 #define DTYPE float64
+#include "loops.h"
+#define DTYPE float16
+#include "loops.h"
+#define DTYPE bfloat16
 #include "loops.h"
 #undef ISA
 #undef TARGET

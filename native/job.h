@@ -1,7 +1,8 @@
 /* One verb on a list of gradients, in one thread or in several.
  *
- * Norms are measured a block at a time, and added up in the order of the blocks: neither the number of
- * threads nor their pace changes a bit. One parallel region a job, in PyTorch's threads.
+ * Norms are measured a row at a time, those of long rows a block at a time, and added up in the order of
+ * the blocks: neither the number of threads nor their pace changes a bit. One parallel region a job, in
+ * PyTorch's threads.
  */
 #ifndef TRITONCLIP_JOB_H
 #define TRITONCLIP_JOB_H
@@ -42,10 +43,15 @@ typedef struct {
     const char *elements;
     /* Where verbs that write do so: the elements themselves, or as many others. */
     char *target;
-    int64_t size;
-    /* The index of its first block among those of the list. */
-    int64_t first_block;
-    /* Of MULTIPLY; gradients whose factor is 1 are not written, or copied. */
+    /* Rows, end to end, each with a norm and a factor of its own: one of all elements, or the units. */
+    int64_t rows, length, size;
+    /* The index of its first part among those of the list. */
+    int64_t first_part;
+    /* Where the 2-norm of each row goes, of rows of a block at most; NULL for parts. */
+    double *norms;
+    /* Of MULTIPLY, that of each row; rows whose factor is 1 are copied, unless they are the target. */
+    const double *factors;
+    /* That of the only row. */
     double factor;
     /* Of DOT and COMBINE: as many elements of another tensor; of COMBINE, their factor. */
     const char *others;
@@ -60,9 +66,9 @@ typedef struct {
 typedef struct {
     Verb verb;
     long threads;
-    int64_t n, n_blocks, n_elements;
+    int64_t n, n_parts, n_elements;
     Gradient *gradients;
-    /* Of verbs that measure: the part of every block. */
+    /* Of verbs that measure: the part of every block of rows that have no place for a norm. */
     double *parts;
     /* Of CLAMP. */
     double low, high;
@@ -81,27 +87,29 @@ static int64_t blocks_of(int64_t size) { return (size + BLOCK - 1) / BLOCK; }
 /* Makes a job with room for n gradients; 0 without memory. */
 static int make_job(Job *job, Verb verb, long threads, int64_t n) {
     job->verb = verb, job->threads = threads;
-    job->n = job->n_blocks = job->n_elements = job->n_tasks = job->next_task = 0;
+    job->n = job->n_parts = job->n_elements = job->n_tasks = job->next_task = 0;
     job->gradients = job->few_gradients, job->parts = job->few_parts, job->places = NULL;
     return n <= FEW || (job->gradients = malloc(sizeof(Gradient) * (size_t)n));
 }
 
-/* Adds a gradient, of which there is room for, to a job; it is written in place. */
-static Gradient *add_gradient(Job *job, long code, char *elements, int64_t size) {
+/* Adds a gradient, of which there is room for, to a job; it is written in place. Several rows of a block at
+ * most have no parts. */
+static Gradient *add_gradient(Job *job, long code, char *elements, int64_t rows, int64_t length) {
     Gradient *gradient = job->gradients + job->n++;
     gradient->code = code;
-    gradient->elements = gradient->target = elements;
-    gradient->size = size, gradient->others = elements;
-    gradient->first_block = job->n_blocks;
-    job->n_blocks += blocks_of(size);
-    job->n_elements += size;
+    gradient->elements = gradient->others = gradient->target = elements;
+    gradient->rows = rows, gradient->length = length, gradient->size = rows * length;
+    gradient->first_part = job->n_parts;
+    gradient->norms = NULL, gradient->factors = &gradient->factor;
+    if (rows == 1 || length > BLOCK) job->n_parts += rows * blocks_of(length);
+    job->n_elements += gradient->size;
     return gradient;
 }
 
 /* Makes room for the parts of a norm, once all gradients were added; 0 without memory. */
 static int make_parts(Job *job) {
-    if (job->verb >= MULTIPLY || job->n_blocks <= FEW) return 1;
-    return (job->parts = malloc(sizeof(double) * (size_t)job->n_blocks)) != NULL;
+    if (job->verb >= MULTIPLY || job->n_parts <= FEW) return 1;
+    return (job->parts = malloc(sizeof(double) * (size_t)job->n_parts)) != NULL;
 }
 
 static void free_job(Job *job) {
@@ -128,37 +136,57 @@ static double in_range(double bound, const Loops *loops) {
     return fmin(fmax(bound, -loops->largest), loops->largest);
 }
 
-static void do_block(Job *job, const Gradient *gradient, int64_t start) {
-    int64_t n = gradient->size - start < BLOCK ? gradient->size - start : BLOCK;
-    const Loops *loops = loops_of + gradient->code % PAIRS;
-    const char *x = gradient->elements + start * loops->itemsize;
-    char *y = gradient->target + start * loops->itemsize;
-    const char *others = gradient->others + start * loops->itemsize;
-    if (job->verb == DOT)
-        job->parts[gradient->first_block + start / BLOCK] = loops->dot(x, others, n);
-    else if (job->verb == COUNT_AT_BOUNDS)
-        job->parts[gradient->first_block + start / BLOCK] =
-            loops->count_at_bounds(x, n, in_range(job->low, loops), in_range(job->high, loops));
-    else if (job->verb == COMBINE)
-        loops->combine(x, others, y, n, gradient->factor, gradient->other_factor);
-    else if (job->verb < MULTIPLY)
-        job->parts[gradient->first_block + start / BLOCK] = loops->measure(x, n, job->verb);
-    else if (job->verb == CLAMP && x == y)
-        loops->clamp(y, n, job->low, job->high);
-    else if (job->verb == CLAMP)
-        loops->clamp_to(x, y, n, in_range(job->low, loops), in_range(job->high, loops));
-    else if (gradient->factor != 1.0)
-        loops->multiply(x, y, n, gradient->factor);
-    else if (x != y)
-        memcpy(y, x, (size_t)(n * loops->itemsize));
+/* Elements of the block that starts in a gradient: whole rows, or a part of a long one. */
+static int64_t block_at(const Gradient *gradient, int64_t start) {
+    int64_t left = gradient->size - start, length = gradient->length;
+    if (left <= BLOCK) return left;
+    if (length <= BLOCK) return BLOCK / length * length;
+    left = length - start % length;
+    return left < BLOCK ? left : BLOCK;
 }
 
-/* All blocks from a place up to another. */
+/* The part of a norm, or of another number, that elements of one row and block have. */
+static double measure_part(const Job *job, const Loops *loops, const char *x, const char *others, int64_t n) {
+    if (job->verb == DOT) return loops->dot(x, others, n);
+    if (job->verb == COUNT_AT_BOUNDS)
+        return loops->count_at_bounds(x, n, in_range(job->low, loops), in_range(job->high, loops));
+    return loops->measure(x, n, job->verb);
+}
+
+static void do_block(Job *job, const Gradient *gradient, int64_t start, int64_t n) {
+    const Loops *loops = loops_of + gradient->code % PAIRS;
+    int64_t length = gradient->length, row = start ? start / length : 0, in_row = start - row * length;
+    int64_t at = start * loops->itemsize;
+    double *part = job->parts + gradient->first_part + row * blocks_of(length) + in_row / BLOCK;
+    if (n < length) length = n;
+    for (; n; n -= length, at += length * loops->itemsize, row++) {
+        const char *x = gradient->elements + at, *others = gradient->others + at;
+        char *y = gradient->target + at;
+        if (job->verb < MULTIPLY && gradient->norms)
+            gradient->norms[row] = sqrt(measure_part(job, loops, x, others, length));
+        else if (job->verb < MULTIPLY)
+            *part = measure_part(job, loops, x, others, length);
+        else if (job->verb == CLAMP && x == y)
+            loops->clamp(y, length, job->low, job->high);
+        else if (job->verb == CLAMP)
+            loops->clamp_to(x, y, length, in_range(job->low, loops), in_range(job->high, loops));
+        else if (job->verb == COMBINE)
+            loops->combine(x, others, y, length, gradient->factor, gradient->other_factor);
+        else if (gradient->factors[row] != 1.0)
+            loops->multiply(x, y, length, gradient->factors[row]);
+        else if (x != y)
+            memcpy(y, x, (size_t)(length * loops->itemsize));
+    }
+}
+
+/* All blocks from a place up to another, of gradients that have an address. */
 static void do_blocks(Job *job, Place from, Place to) {
     for (int64_t i = from.gradient; i <= to.gradient && i < job->n; i++) {
-        int64_t stop = i == to.gradient ? to.start : job->gradients[i].size;
-        for (int64_t start = i == from.gradient ? from.start : 0; start < stop; start += BLOCK)
-            do_block(job, job->gradients + i, start);
+        const Gradient *gradient = job->gradients + i;
+        int64_t stop = i == to.gradient ? to.start : gradient->size, n;
+        if (!gradient->elements) continue;
+        for (int64_t start = i == from.gradient ? from.start : 0; start < stop; start += n)
+            do_block(job, gradient, start, n = block_at(gradient, start));
     }
 }
 
@@ -181,12 +209,11 @@ static int cut(Job *job) {
     if (!job->places) return 0;
     int64_t in_task = least;
     for (int64_t i = 0; i < job->n; i++)
-        for (int64_t start = 0, left; (left = job->gradients[i].size - start) > 0; start += BLOCK) {
-            if (in_task >= least) {
-                job->places[job->n_tasks++] = (Place){i, start};
-                in_task = 0;
-            }
-            in_task += left < BLOCK ? left : BLOCK;
+        for (int64_t start = 0, n; start < job->gradients[i].size; start += n, in_task += n) {
+            n = block_at(job->gradients + i, start);
+            if (in_task < least) continue;
+            job->places[job->n_tasks++] = (Place){i, start};
+            in_task = 0;
         }
     job->places[job->n_tasks] = (Place){job->n, 0};
     return 1;

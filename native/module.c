@@ -6,20 +6,20 @@
  * binary serves all versions, but for those of free-threaded Python.
  */
 #include <Python.h>
-
 #include <float.h>
-#include <limits.h>
 
 #include "tensors.h"
 
 /* Of the functions and their arguments, for `native.py`. */
-#define INTERFACE 5
+#define INTERFACE 8
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
-/* A norm of float64 of order 2 is known where it is 0, or lies from the first up to the second: a smaller one
- * may have lost squares to underflow, a larger one overflowed. Those of other dtypes fit float64. */
+/* A norm of float64 of order 2 is known where it is 0, or lies from the first up to the second. */
 #define LEAST_NORM 0x1p-450
 #define LARGEST_NORM 0x1p450
+
+/* Whether squares of float64 may have overflowed or lost digits to underflow; those of other dtypes fit. */
+static int is_extreme(double norm) { return norm != 0 && !(norm >= LEAST_NORM && norm < LARGEST_NORM); }
 
 /* Runs a job; while it is long, other threads of Python go on. */
 static void run(Job *job) {
@@ -32,24 +32,41 @@ static void run(Job *job) {
     PyEval_RestoreThread(state);
 }
 
+/* The int64 that bytes hold, n of them; NULL with an error of Python. */
+static const char *read_numbers(PyObject *bytes, Py_ssize_t n) {
+    const char *numbers = PyBytes_AsString(bytes);
+    if (!numbers || PyBytes_Size(bytes) == n * (Py_ssize_t)sizeof(int64_t)) return numbers;
+    PyErr_SetString(PyExc_ValueError, "expected as many sizes as addresses");
+    return NULL;
+}
+
+/* One of the int64 that bytes hold. */
+static int64_t number_of(PyObject *bytes, Py_ssize_t i) {
+    int64_t number;
+    memcpy(&number, PyBytes_AsString(bytes) + i * (Py_ssize_t)sizeof number, sizeof number);
+    return number;
+}
+
 /* Makes a job from the arguments that all verbs have; 0 with an error of Python.
  *
- * addresses: a list of ints; sizes: bytes of as many int64; dtype: its code; threads: at most.
+ * addresses: a list of ints; sizes: bytes of as many int64; dtype: its code; threads: at most. By unit,
+ * sizes are those of the units; rows: how many each gradient has, as sizes; else NULL.
  */
-static int read_job(Job *job, Verb verb, PyObject *const *arguments) {
+static int read_job(Job *job, Verb verb, PyObject *const *arguments, PyObject *rows) {
     Py_ssize_t n = PyList_Size(arguments[0]);
-    const char *sizes = PyBytes_AsString(arguments[1]);
+    const char *sizes = n < 0 ? NULL : read_numbers(arguments[1], n);
+    const char *counts = sizes && rows ? read_numbers(rows, n) : NULL;
+    if (!sizes || (rows && !counts)) return 0;
     long dtype = PyLong_AsLong(arguments[2]), threads = PyLong_AsLong(arguments[3]);
     if (PyErr_Occurred()) return 0;
-    if (PyBytes_Size(arguments[1]) != n * (Py_ssize_t)sizeof(int64_t) || dtype < 0 || dtype >= N_DTYPES) {
-        PyErr_SetString(PyExc_ValueError, "expected as many sizes as addresses, and a known dtype");
+    if (dtype < 0 || dtype >= N_DTYPES) {
+        PyErr_SetString(PyExc_ValueError, "expected a known dtype");
         return 0;
     }
     int has_room = make_job(job, verb, threads, n);
     for (Py_ssize_t i = 0; has_room && i < n; i++) {
-        int64_t size;
-        memcpy(&size, sizes + i * (Py_ssize_t)sizeof size, sizeof size);
-        add_gradient(job, dtype, PyLong_AsVoidPtr(PyList_GetItem(arguments[0], i)), size);
+        int64_t n_rows = rows ? number_of(rows, i) : 1;
+        add_gradient(job, dtype, PyLong_AsVoidPtr(PyList_GetItem(arguments[0], i)), n_rows, number_of(arguments[1], i));
     }
     if (!has_room || !make_parts(job)) PyErr_NoMemory();
     if (!PyErr_Occurred()) return 1;
@@ -62,6 +79,8 @@ static int has_arguments(Py_ssize_t got, Py_ssize_t expected) {
     PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, got);
     return 0;
 }
+
+#include "moments.h"
 
 /* Runs a job unless there is an error, and frees it; returns None, or NULL with the error. */
 static PyObject *finish(Job *job) {
@@ -86,7 +105,7 @@ static int read_order(PyObject *number, Verb *verb) {
 static int measure(Job *job, PyObject *const *arguments, Py_ssize_t n_arguments) {
     if (!has_arguments(n_arguments, 5)) return 0;
     Verb verb;
-    if (!read_order(arguments[4], &verb) || !read_job(job, verb, arguments)) return 0;
+    if (!read_order(arguments[4], &verb) || !read_job(job, verb, arguments, NULL)) return 0;
     run(job);
     return 1;
 }
@@ -95,7 +114,7 @@ static PyObject *norm(PyObject *module, PyObject *const *arguments, Py_ssize_t n
     (void)module;
     Job job;
     if (!measure(&job, arguments, n_arguments)) return NULL;
-    double norm = norm_of(&job, 0, job.n_blocks);
+    double norm = norm_of(&job, 0, job.n_parts);
     free_job(&job);
     return PyFloat_FromDouble(norm);
 }
@@ -104,7 +123,7 @@ static PyObject *norm(PyObject *module, PyObject *const *arguments, Py_ssize_t n
 static PyObject *parts_of_each(const Job *job) {
     PyObject *result = PyList_New((Py_ssize_t)job->n);
     for (Py_ssize_t i = 0; result && i < job->n; i++) {
-        int64_t from = job->gradients[i].first_block;
+        int64_t from = job->gradients[i].first_part;
         PyObject *own = PyFloat_FromDouble(norm_of(job, from, from + blocks_of(job->gradients[i].size)));
         if (!own || PyList_SetItem(result, i, own)) Py_CLEAR(result);
     }
@@ -170,294 +189,147 @@ static int read_factors(Job *job, PyObject *numbers) {
 static PyObject *multiply(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     Job job;
-    if (!has_arguments(n_arguments, 5) || !read_job(&job, MULTIPLY, arguments)) return NULL;
+    if (!has_arguments(n_arguments, 5) || !read_job(&job, MULTIPLY, arguments, NULL)) return NULL;
     read_factors(&job, arguments[4]);
     return finish(&job);
+}
+
+/* Measures a list and multiplies it by the coefficient of its norm; see `_native.pyi`. */
+static PyObject *clip(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 11)) return NULL;
+    double order = PyFloat_AsDouble(arguments[4]), limit = PyFloat_AsDouble(arguments[5]);
+    double eps = PyFloat_AsDouble(arguments[6]), scale = PyFloat_AsDouble(arguments[7]);
+    int wide = PyObject_IsTrue(arguments[8]);
+    Job job;
+    if (PyErr_Occurred() || !measure(&job, arguments, 5)) return NULL;
+    double norm = norm_of(&job, 0, job.n_parts);
+    free_job(&job);
+    if (wide && order == 2 && is_extreme(norm)) return Py_NewRef(Py_None);
+    if (order != 0) norm /= scale;
+    if (!wide) norm = (float)norm, scale = (float)scale;
+    double coefficient = coefficient_of(norm, limit, eps, wide), factor = coefficient / scale;
+    if (!wide) factor = (float)factor;
+    if (factor < (wide ? DBL_MIN : FLT_MIN) && coefficient > 0) return Py_NewRef(Py_None);
+    if (factor != 1) {
+        PyObject *done = PyObject_CallFunctionObjArgs(arguments[9], arguments[10], NULL);
+        if (!done) return NULL;
+        Py_DECREF(done);
+        if (!read_job(&job, MULTIPLY, arguments, NULL)) return NULL;
+        for (int64_t i = 0; i < job.n; i++) job.gradients[i].factor = factor;
+        run(&job);
+        free_job(&job);
+    }
+    return PyFloat_FromDouble(norm);
 }
 
 static PyObject *clamp(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     Job job;
-    if (!has_arguments(n_arguments, 6) || !read_job(&job, CLAMP, arguments)) return NULL;
+    if (!has_arguments(n_arguments, 6) || !read_job(&job, CLAMP, arguments, NULL)) return NULL;
     job.low = PyFloat_AsDouble(arguments[4]);
     job.high = PyFloat_AsDouble(arguments[5]);
     return finish(&job);
 }
 
-/* Ends a function of leaves: what it made, whose reference is taken; None where operators have to serve the
- * leaves; NULL with an error of Python. */
-static PyObject *finish_leaves(Job *job, Leaves *leaves, int is_done, PyObject *made) {
-    free_job(job);
-    free_leaves(leaves);
-    return is_done ? made : Py_NewRef(Py_None);
-}
-
-/* A bound as a number, `none` where there is none; NaN for one that only operators take. */
-static double as_bound(PyObject *bound, double none) {
-    if (bound == Py_None) return none;
-    if (PyFloat_CheckExact(bound)) return PyFloat_AsDouble(bound);
-    long long whole = PyLong_CheckExact(bound) ? PyLong_AsLongLong(bound) : LLONG_MAX;
-    if (PyErr_Occurred()) PyErr_Clear();
-    /* Others may be rounded on the way. */
-    return whole >= -(1LL << 53) && whole <= 1LL << 53 ? (double)whole : NAN;
-}
-
-static PyObject *clamped(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
-    if (!has_arguments(n_arguments, 4)) return NULL;
-    double low = as_bound(arguments[2], -INFINITY), high = as_bound(arguments[3], INFINITY);
-    /* Two that are None, cross or are NaN are an error of the caller. */
-    if (!(low <= high) || (arguments[2] == Py_None && arguments[3] == Py_None)) return Py_NewRef(Py_None);
-    Job job;
-    Leaves leaves;
-    int is_read = read_leaves(&job, &leaves, CLAMP, arguments[0], arguments[1]);
-    if (is_read == 1) {
-        job.low = low, job.high = high;
-        run(&job);
-    }
-    return finish_leaves(&job, &leaves, is_read, is_read == 1 ? made_of(&leaves) : NULL);
-}
-
-static PyObject *has_at_bounds(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
-    if (!has_arguments(n_arguments, 3)) return NULL;
-    double low = as_bound(arguments[1], -INFINITY), high = as_bound(arguments[2], INFINITY);
-    if (!(low <= high)) return Py_NewRef(Py_None);
-    Job job;
-    Leaves leaves;
-    int is_read = read_leaves(&job, &leaves, COUNT_AT_BOUNDS, arguments[0], Py_None);
-    PyObject *result = NULL;
-    if (is_read == 1) {
-        job.low = low, job.high = high;
-        run(&job);
-        result = PyBool_FromLong(norm_of(&job, 0, job.n_blocks) > 0);
-    }
-    return finish_leaves(&job, &leaves, is_read, result);
-}
-
-/* A pair of two objects, whose references it takes; NULL where one is. */
-static PyObject *pair_of(PyObject *first, PyObject *second) {
-    PyObject *pair = first && second ? PyTuple_Pack(2, first, second) : NULL;
-    Py_XDECREF(first);
-    Py_XDECREF(second);
-    return pair;
-}
-
-/* Whether a norm that was measured is right: squares of float64 may have overflowed or lost digits. */
-static int is_known(const Job *job, const Leaves *leaves, double norm) {
-    int may_overflow = job->verb == SUM_SQUARES && leaves->are_wide;
-    return !may_overflow || !norm || (norm >= LEAST_NORM && norm < LARGEST_NORM);
-}
-
-/* The limit of the norm of a tensor, for one that is divided by a power of its number of elements. */
-static double limit_of(double limit, int64_t n, double power) {
-    if (!n || !power) return limit;
-    return limit * (power == 1 ? (double)n : sqrt((double)n));
-}
-
-/* Whether products have all their digits: those of narrow elements and a factor that float32 does not hold,
- * because it is of float64 and below the normal numbers, have not. */
-static int keep_digits(const Job *job) {
-    for (int64_t i = 0; i < job->n; i++) {
-        double factor = job->gradients[i].factor;
-        int is_lost = fabs(factor) < FLT_MIN && (double)(float)factor != factor;
-        if (is_lost && job->gradients[i].code % PAIRS != FLOAT64) return 0;
-    }
-    return 1;
-}
-
-/* A limit, a number of 0 or more; NaN for others. */
-static double as_limit(PyObject *limit) {
-    double number = as_bound(limit, NAN);
-    /* -0.0 would flip signs. */
-    return number >= 0 ? number + 0.0 : NAN;
-}
-
-/* A float, which is dropped; errors as those of PyFloat_AsDouble. */
-static double as_double(PyObject *number) {
-    double result = number ? PyFloat_AsDouble(number) : -1;
+/* Adds an index to a list; 0 with an error of Python. */
+static int append_index(PyObject *list, int64_t index) {
+    PyObject *number = PyLong_FromLongLong(index);
+    int failed = !number || PyList_Append(list, number);
     Py_XDECREF(number);
+    return !failed;
+}
+
+static PyObject *unit_norms(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    Job job;
+    if (!has_arguments(n_arguments, 6)) return NULL;
+    if (!read_job(&job, SUM_SQUARES, arguments, arguments[4])) return NULL;
+    double *norms = PyLong_AsVoidPtr(arguments[5]), *own = norms;
+    PyObject *unknown = PyErr_Occurred() ? NULL : PyList_New(0);
+    for (int64_t i = 0; i < job.n; own += job.gradients[i++].rows)
+        if (job.gradients[i].length <= BLOCK) job.gradients[i].norms = own;
+    if (unknown) run(&job);
+    for (int64_t i = 0; unknown && i < job.n; i++) {
+        const Gradient *gradient = job.gradients + i;
+        int64_t part = gradient->first_part, n_parts = blocks_of(gradient->length);
+        int is_absent = !gradient->elements && gradient->size, is_unknown = is_absent;
+        for (int64_t row = 0; row < gradient->rows; row++, part += n_parts, norms++) {
+            if (is_absent || !n_parts)
+                *norms = is_absent ? INFINITY : 0;
+            else if (!gradient->norms)
+                *norms = norm_of(&job, part, part + n_parts);
+            is_unknown |= gradient->code == FLOAT64 && is_extreme(*norms);
+        }
+        if (is_unknown && !append_index(unknown, i)) Py_CLEAR(unknown);
+    }
+    free_job(&job);
+    return unknown;
+}
+
+/* The coefficient of a unit, min(1, ratio * max(weights, eps) / norm); 1 where the norm is 0, or limited
+ * by nothing; NaN stays. */
+static double unit_coefficient(double norm, double weights, double ratio, double eps) {
+    double limit = ratio * (weights < eps ? eps : weights);
+    if (weights == INFINITY || ratio == INFINITY) limit = INFINITY;
+    if (norm == 0 || norm <= limit) return 1;
+    return limit / norm;
+}
+
+/* A coefficient divided by the loss scale, both rounded, as elements are multiplied by it; negative where
+ * one factor would lose digits. */
+static double factor_of(double coefficient, double scale, int wide, int is_double) {
+    double factor = wide ? coefficient / scale : (double)((float)coefficient / (float)scale);
+    if (coefficient > 0 && factor < (is_double ? DBL_MIN : FLT_MIN)) return -1;
+    return is_double ? factor : (double)(float)factor;
+}
+
+static PyObject *unit_factors(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 7)) return NULL;
+    const double *norms = PyLong_AsVoidPtr(arguments[0]);
+    Py_ssize_t n = PyBytes_Size(arguments[1]) / (Py_ssize_t)sizeof(int64_t);
+    double eps = PyFloat_AsDouble(arguments[3]), scale = PyFloat_AsDouble(arguments[4]), least = 1;
+    int wide = PyObject_IsTrue(arguments[5]), is_double = PyLong_AsLong(arguments[6]) == FLOAT64, fits = 1;
+    if (PyErr_Occurred() || !has_numbers(arguments[2], n)) return NULL;
+    int64_t n_units = 0;
+    for (Py_ssize_t i = 0; i < n; i++) n_units += number_of(arguments[1], i);
+    PyObject *changed = PyList_New(0), *result = NULL;
+    PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)sizeof(double) * n_units);
+    double *factors = bytes ? (double *)(void *)PyBytes_AsString(bytes) : NULL;
+    for (Py_ssize_t i = 0; changed && factors && i < n; i++) {
+        double ratio = number_at(arguments[2], i);
+        int is_changed = 0;
+        for (int64_t row = number_of(arguments[1], i); row; row--, norms++, factors++) {
+            double coefficient = unit_coefficient(*norms / scale, norms[n_units], ratio, eps);
+            if (!wide) coefficient = (float)coefficient;
+            if (coefficient < least || coefficient != coefficient) least = coefficient;
+            *factors = factor_of(coefficient, scale, wide, is_double);
+            is_changed |= *factors != 1, fits &= !(*factors < 0);
+        }
+        if (PyErr_Occurred() || (is_changed && !append_index(changed, i))) Py_CLEAR(changed);
+    }
+    if (changed && bytes)
+        result = fits ? Py_BuildValue("(OOd)", bytes, changed, least) : Py_NewRef(Py_None);
+    Py_XDECREF(changed);
+    Py_XDECREF(bytes);
     return result;
 }
 
-/* The norm of all tensors of a job that ran: of those of each dtype first, as groups of a list are measured.
- * 0 where it is not known, or with an error of Python. */
-static int norm_of_all(const Job *job, const Leaves *leaves, double *norm) {
-    if (!leaves->are_mixed) {
-        *norm = norm_of(job, 0, job->n_blocks);
-        return is_known(job, leaves, *norm);
-    }
-    double sums[2 * N_DTYPES] = {0}, total = 0;
-    int order[2 * N_DTYPES], n = 0;
-    for (int64_t i = 0; i < job->n; i++) {
-        const Gradient *gradient = job->gradients + i;
-        int at = 0;
-        while (at < n && order[at] != gradient->code) at++;
-        if (at == n) order[n++] = (int)gradient->code;
-        for (int64_t j = 0; j < blocks_of(gradient->size); j++) sums[at] += job->parts[gradient->first_block + j];
-    }
-    PyObject *norms = PyTuple_New(n);
-    int is_right = norms != NULL;
-    for (int i = 0; is_right && i < n; i++) {
-        total += sums[i] = sqrt(sums[i]);
-        is_right = is_known(job, leaves, sums[i]) && !PyTuple_SetItem(norms, i, PyFloat_FromDouble(sums[i]));
-    }
-    /* NaN, before inf, which hypot prefers. */
-    *norm = !is_right || isnan(total) ? total : as_double(PyObject_CallObject(torch.hypot, norms));
-    Py_XDECREF(norms);
-    return is_right && !PyErr_Occurred();
+static PyObject *multiply_units(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    Job job;
+    if (!has_arguments(n_arguments, 6) || !read_job(&job, MULTIPLY, arguments, arguments[4])) return NULL;
+    const double *factors = (const double *)(const void *)PyBytes_AsString(arguments[5]);
+    int64_t n_units = 0;
+    for (int64_t i = 0; factors && i < job.n; n_units += job.gradients[i++].rows)
+        job.gradients[i].factors = factors + n_units;
+    if (factors && PyBytes_Size(arguments[5]) != n_units * (Py_ssize_t)sizeof(double))
+        PyErr_SetString(PyExc_ValueError, "expected a factor for each unit");
+    return finish(&job);
 }
 
-static PyObject *clipped(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
-    if (!has_arguments(n_arguments, 4)) return NULL;
-    int is_given = arguments[3] != Py_None;
-    double limit = as_limit(arguments[2]), norm = is_given ? as_limit(arguments[3]) : 0;
-    if (isnan(limit) || isnan(norm)) return Py_NewRef(Py_None);
-    Job job;
-    Leaves leaves;
-    PyObject *result = NULL;
-    int is_done = read_leaves(&job, &leaves, is_given ? MULTIPLY : SUM_SQUARES, arguments[0], arguments[1]);
-    if (is_done == 1 && !is_given) {
-        run(&job);
-        is_done = norm_of_all(&job, &leaves, &norm);
-        if (PyErr_Occurred()) is_done = -1;
-    }
-    if (is_done == 1) {
-        double factor = coefficient_of(norm, limit, 0, leaves.are_wide);
-        /* A norm of 0 that is given may be that of elements that are not: 0/0 counts as 0. */
-        if (is_given && factor == 1 && !norm && !limit) factor = 0;
-        for (int64_t i = 0; i < job.n; i++) job.gradients[i].factor = factor;
-        is_done = keep_digits(&job);
-    }
-    if (is_done == 1) {
-        job.verb = MULTIPLY;
-        run(&job);
-        result = pair_of(made_of(&leaves), number_of(norm, leaves.are_wide, arguments[1]));
-        if (!result) is_done = is_refused() ? 0 : -1;
-    }
-    return finish_leaves(&job, &leaves, is_done, result);
-}
-
-static PyObject *clipped_each(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
-    Verb verb;
-    if (!has_arguments(n_arguments, 5) || !read_order(arguments[3], &verb)) return NULL;
-    int has_list = PyList_CheckExact(arguments[2]);
-    double limit = has_list ? 0 : as_limit(arguments[2]), power = PyFloat_AsDouble(arguments[4]);
-    if (PyErr_Occurred()) return NULL;
-    if (isnan(limit)) return Py_NewRef(Py_None);
-    Job job;
-    Leaves leaves;
-    PyObject *norms = NULL, *result = NULL;
-    int is_done = read_leaves(&job, &leaves, verb, arguments[0], arguments[1]);
-    if (is_done == 1 && has_list && !has_numbers(arguments[2], (Py_ssize_t)job.n)) is_done = -1;
-    if (is_done == 1) {
-        run(&job);
-        norms = parts_of_each(&job);
-    }
-    for (int64_t i = 0; norms && is_done == 1 && i < job.n; i++) {
-        Gradient *gradient = job.gradients + i;
-        double norm = number_at(norms, (Py_ssize_t)i);
-        double own = has_list ? number_at(arguments[2], (Py_ssize_t)i) : limit_of(limit, gradient->size, power);
-        gradient->factor = coefficient_of(norm, own, 0, leaves.are_wide);
-        is_done = is_known(&job, &leaves, norm) && !(power && leaves.have_pairs);
-    }
-    if (is_done == 1) is_done = keep_digits(&job);
-    if (PyErr_Occurred()) is_done = -1;
-    if (is_done == 1) {
-        job.verb = MULTIPLY;
-        run(&job);
-        result = pair_of(made_of(&leaves), Py_NewRef(norms));
-    }
-    Py_XDECREF(norms);
-    return finish_leaves(&job, &leaves, is_done, result);
-}
-
-static PyObject *scaled(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
-    if (!has_arguments(n_arguments, 3)) return NULL;
-    Job job;
-    Leaves leaves;
-    PyObject *result = NULL;
-    int is_done = read_leaves(&job, &leaves, MULTIPLY, arguments[0], arguments[1]);
-    if (is_done == 1) is_done = read_factors(&job, arguments[2]) ? keep_digits(&job) : -1;
-    if (is_done == 1) {
-        run(&job);
-        result = made_of(&leaves);
-    }
-    return finish_leaves(&job, &leaves, is_done, result);
-}
-
-static PyObject *measured(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
-    if (!has_arguments(n_arguments, 2)) return NULL;
-    Job job;
-    Leaves leaves;
-    PyObject *result = NULL;
-    int is_done = read_leaves(&job, &leaves, SUM_SQUARES, arguments[0], Py_None);
-    if (is_done == 1) {
-        double norm;
-        run(&job);
-        is_done = norm_of_all(&job, &leaves, &norm);
-        if (PyErr_Occurred()) is_done = -1;
-        if (is_done == 1) result = number_of(norm, leaves.are_wide, arguments[1]);
-        if (is_done == 1 && !result) is_done = is_refused() ? 0 : -1;
-    }
-    return finish_leaves(&job, &leaves, is_done, result);
-}
-
-static PyObject *measured_each(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
-    Verb verb;
-    if (!has_arguments(n_arguments, 2) || !read_order(arguments[1], &verb)) return NULL;
-    Job job;
-    Leaves leaves;
-    PyObject *result = NULL;
-    int is_done = read_leaves(&job, &leaves, verb, arguments[0], Py_None);
-    if (is_done == 1) {
-        run(&job);
-        result = parts_of_each(&job);
-        for (int64_t i = 0; result && i < job.n; i++)
-            is_done &= is_known(&job, &leaves, PyFloat_AsDouble(PyList_GetItem(result, (Py_ssize_t)i)));
-        if (!is_done) Py_CLEAR(result);
-    }
-    return finish_leaves(&job, &leaves, is_done, result);
-}
-
-static PyObject *dots(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
-    if (!has_arguments(n_arguments, 2)) return NULL;
-    Job job;
-    Leaves leaves, others;
-    PyObject *result = NULL;
-    int is_done = read_pairs(&job, &leaves, &others, DOT, arguments, Py_None);
-    if (is_done == 1) {
-        run(&job);
-        result = parts_of_each(&job);
-    }
-    free_leaves(&others);
-    return finish_leaves(&job, &leaves, is_done, result);
-}
-
-static PyObject *combined(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
-    if (!has_arguments(n_arguments, 5)) return NULL;
-    Job job;
-    Leaves leaves, others;
-    PyObject *result = NULL;
-    int is_done = read_pairs(&job, &leaves, &others, COMBINE, arguments, arguments[2]);
-    if (is_done == 1 && !(read_factors(&job, arguments[3]) && has_numbers(arguments[4], (Py_ssize_t)job.n))) is_done = -1;
-    for (int64_t i = 0; is_done == 1 && i < job.n; i++)
-        job.gradients[i].other_factor = number_at(arguments[4], (Py_ssize_t)i);
-    if (PyErr_Occurred()) is_done = -1;
-    if (is_done == 1) {
-        run(&job);
-        result = made_of(&leaves);
-    }
-    free_leaves(&others);
-    return finish_leaves(&job, &leaves, is_done, result);
-}
+#include "functional.h"
 
 typedef struct {
     uint64_t start, end;
@@ -531,6 +403,10 @@ static PyMethodDef methods[] = {
     {"norms", FAST(norms), NULL},
     {"coefficients", FAST(coefficients), NULL},
     {"multiply_", FAST(multiply), NULL},
+    {"unit_norms", FAST(unit_norms), NULL},
+    {"unit_factors", FAST(unit_factors), NULL},
+    {"multiply_units_", FAST(multiply_units), NULL},
+    {"clip_", FAST(clip), NULL},
     {"clamp_", FAST(clamp), NULL},
     {"clamped", FAST(clamped), NULL},
     {"has_at_bounds", FAST(has_at_bounds), NULL},
@@ -542,6 +418,8 @@ static PyMethodDef methods[] = {
     {"dots", FAST(dots), NULL},
     {"combined", FAST(combined), NULL},
     {"are_apart", FAST(are_apart), NULL},
+    {"advance_averages", FAST(advance_averages), NULL},
+    {"mean_and_deviation", FAST(mean_and_deviation), NULL},
     {"set_portable", set_portable, METH_O, NULL},
     {"know", FAST(know), NULL},
     {"share", share, METH_O, NULL},

@@ -134,7 +134,7 @@ static int read_elements(PyObject *x, Elements *elements) {
 }
 
 /* A norm as a tensor that `create` makes; NULL where it makes another, or with an error of Python. */
-static PyObject *number_of(double norm, int is_wide, PyObject *create) {
+static PyObject *tensor_of(double norm, int is_wide, PyObject *create) {
     Elements elements;
     PyObject *made = PyObject_CallFunctionObjArgs(create, is_wide ? torch.wide_number : torch.number, NULL);
     int is_made = made && read_elements(made, &elements) && elements.address && elements.size == 1;
@@ -215,7 +215,7 @@ static int add_tensor(Job *job, Leaves *leaves, PyObject *x, PyObject *create, P
     int are_pairs = elements.code >= PAIRS;
     int is_of_pairs = job->verb == SUM_SQUARES || job->verb == DOT || job->verb == MULTIPLY || job->verb == COMBINE;
     if (are_pairs && (!is_of_pairs || is_true(call(x, IS_CONJ)))) return 0;
-    Gradient *gradient = add_gradient(job, elements.code, elements.address, elements.size << are_pairs);
+    Gradient *gradient = add_gradient(job, elements.code, elements.address, 1, elements.size << are_pairs);
     leaves->are_mixed |= job->gradients->code != elements.code;
     leaves->are_wide |= elements.code % PAIRS == FLOAT64;
     leaves->have_pairs |= are_pairs;

@@ -22,6 +22,8 @@ class InterruptAtBytecode:
         self._codes = [at for at in traced if not isinstance(at, str)]
 
     def __enter__(self) -> InterruptAtBytecode:
+        # Python 3.12 traces bytecodes only where a frame asked for them before settrace.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._enter)
         return self
 

@@ -39,11 +39,18 @@ STARTUP = 120.0
 PRELOADED = ["pytest", "torch.distributed.tensor.debug", "torch.distributed.fsdp", "tritonclip"]
 
 
-def in_processes(*numbers: int, seconds: float = SECONDS) -> Callable[[Any], Any]:
-    """Makes a test run in every process of a group of each of these sizes."""
+def in_processes(
+    *numbers: int, seconds: float = SECONDS, on_gpu: bool = False
+) -> Callable[[Any], Any]:
+    """Makes a test run in every process of a group of each of these sizes.
+
+    Where its backend is one of a GPU, only if it asks for that: gloo distributes tensors of a CPU.
+    """
 
     def wrap(body: Callable[..., None]) -> Any:
         def test(worlds: Worlds, world: int, **values: Any) -> None:
+            if not on_gpu and "backend" in values and values["backend"].device.type == "cuda":
+                pytest.skip("its tensors lie on a CPU")
             worlds.run(world, body, values, seconds)
 
         signature = inspect.signature(body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -30,29 +31,47 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class Inner:
+    """A function from parameters to an optimizer.
+
+    Attributes:
+        on_device: the device decides, as on an accelerator, whether a step is taken; see
+            `tests/optim/conftest.py`.
+    """
+
+    kind: Callable[..., Optimizer]
+    options: dict[str, Any]
+    on_device: bool = False
+
+    def __call__(self, params: Any) -> Optimizer:
+        return self.kind(params, **self.options)
+
+
 def _inner(kind: Callable[..., Optimizer], options: dict[str, Any], name: str, mode: str) -> Any:
-    def make(params: Any) -> Optimizer:
-        return kind(params, **options, **MODES[mode])
+    if mode == "deferred":
+        return pytest.param(Inner(kind, {**options, "fused": True}, True), id=f"{name}-{mode}")
+    return pytest.param(Inner(kind, {**options, **MODES[mode]}), id=f"{name}-{mode}")
 
-    return pytest.param(make, id=f"{name}-{mode}")
 
-
-# Functions from parameters to an optimizer: in every mode that it has.
+# In every mode that an optimizer has; two of them also as on an accelerator.
 INNERS = [
     _inner(kind, {"lr": 0.1, **options}, name, mode)
     for name, kind, options, modes in (
         ("SGD", SGD, {}, MODES),
-        ("momentum", SGD, {"momentum": 0.9}, MODES),
+        ("momentum", SGD, {"momentum": 0.9}, (*MODES, "deferred")),
         ("Adam", Adam, {}, MODES),
         ("amsgrad", AdamW, {"amsgrad": True}, MODES),
-        ("AdamW", AdamW, {}, MODES),
+        ("AdamW", AdamW, {}, (*MODES, "deferred")),
         ("Adagrad", Adagrad, {}, MODES),
         ("RMSprop", RMSprop, {"momentum": 0.9}, ("plain", "foreach")),
         ("NAdam", NAdam, {}, ("plain", "foreach")),
     )
     for mode in modes
 ]
-PLAIN_AND_FUSED = [inner for inner in INNERS if inner.id in ("AdamW-plain", "AdamW-fused")]
+PLAIN_AND_FUSED = [
+    inner for inner in INNERS if inner.id in ("AdamW-plain", "AdamW-fused", "AdamW-deferred")
+]
 RULES = [
     pytest.param(ClipByGlobalNorm(1.0), id="global"),
     pytest.param(ClipByNorm(0.5), id="by-norm"),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from tritonclip.backends.native import combine_numbers
 from tritonclip.backends.operators import wide_dtype
 from tritonclip.clipping import Parameters
 from tritonclip.distributed.execute import is_reduced, measure_by
@@ -20,6 +23,8 @@ from tritonclip.messages import warn_user
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import ClipByNorm
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
+
+N = TypeVar("N", float, Tensor)
 
 
 @torch.compiler.disable
@@ -68,7 +73,8 @@ def norms_by_name(
             "follow from those of their gradients"
         )
     scale = as_grad_scale(grad_scale)
-    return NamedNorms(parameters, group_of).measure(p, scale)
+    named = NamedNorms(parameters, group_of)
+    return named.by_name(named.measure(p, scale), p)
 
 
 class NamedNorms:
@@ -108,20 +114,28 @@ class NamedNorms:
             self.gradients.reject_(error)
         self.names = list(self._members)
 
-    def measure(self, p: float, grad_scale: float | Tensor | None) -> dict[str, Tensor]:
-        """The p-norms by name; raises an error of this process, or of others."""
+    def measure(self, p: float, grad_scale: float | Tensor | None) -> Tensor:
+        """The p-norm of each gradient, 1-d; raises an error of this process, or of others."""
         gradients, scale = self.gradients, 1.0 if grad_scale is None else grad_scale
         if gradients.plan is None and (text := gradients.warning()):
             warn_user(text)
-        return self.by_name(_measured(gradients, p, scale), p)
+        return _measured(gradients, p, scale)
 
     def by_name(self, norms: Tensor, p: float) -> dict[str, Tensor]:
         """The p-norms by name, from those of each gradient."""
+        return self._by_name(norms, lambda own: _combined(own, p, norms))
+
+    def numbers_by_name(self, norms: list[float], p: float) -> dict[str, float]:
+        """As `by_name`, where the host decides."""
+        return self._by_name(norms, lambda own: combine_numbers(own, p) if own else 0.0)
+
+    def _by_name(self, norms: Iterable[N], combined: Callable[[list[N]], N]) -> dict[str, N]:
         norm_of = dict(zip(map(id, self._measured), norms, strict=True))
-        return {
-            name: _combined([norm_of[at] for at in members if at in norm_of], p, norms)
-            for name, members in self._members.items()
-        }
+        by_name = {}
+        for name, members in self._members.items():
+            own = [norm_of[at] for at in members if at in norm_of]
+            by_name[name] = own[0] if len(own) == 1 else combined(own)
+        return by_name
 
 
 def _is_wanted(parameter: Tensor) -> bool:
@@ -140,12 +154,18 @@ def _group(name: str, group_of: Callable[[str], str] | None) -> str:
     return group
 
 
+@lru_cache
+def _of_order(p: float) -> ClipByNorm:
+    """The rule of norms that are only measured."""
+    return ClipByNorm(math.inf, p)
+
+
 def _measured(gradients: Gradients, p: float, grad_scale: float | Tensor) -> Tensor:
     """The norm of each gradient, 1-d."""
     if gradients.plan is None:
         return torch.zeros(0, dtype=torch.float32, device=gradients.device)
     expected = verify.Expectation(gradients) if gradients.plan.verifying else None
-    norms = measure_by(gradients, ClipByNorm(math.inf, p), grad_scale).total()
+    norms = measure_by(gradients, _of_order(p), grad_scale).total()
     if expected is not None and not is_reduced(gradients):
         expected.check_norms(p, grad_scale, norms)
     return norms

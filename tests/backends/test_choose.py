@@ -57,10 +57,30 @@ def test_auto_is_native_on_cpu_tensors():
     assert type(choose.layout_of([normal(3)])) is NativeLayout
 
 
-@pytest.mark.parametrize("name", ["auto", "native", "triton"])
+@pytest.mark.parametrize("name", ["auto", "native"])
 def test_operators_serve_dtypes_without_arithmetic(name):
     with tritonclip.use_backend(name):
         assert choose.backend_name(CPU, torch.float8_e5m2) == "torch"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e5m2])
+def test_a_device_that_is_not_served_is_an_error_in_every_dtype(dtype):
+    with (
+        tritonclip.use_backend("native"),
+        pytest.raises(RuntimeError, match="not on cuda: use backend"),
+    ):
+        choose.backend_name(CUDA, dtype)
+
+
+def test_dtypes_that_kernels_cannot_read_are_said_once(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(choose, "triton_fault", lambda: None)
+    with pytest.warns(UserWarning, match=r"kernels cannot read tensors of torch\.float8_e5m2"):
+        assert choose.backend_name(CUDA, torch.float8_e5m2) == "torch"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert choose.backend_name(CUDA, torch.float8_e5m2) == "torch"
+    assert not said
 
 
 def test_an_installation_without_the_extension_is_said_once(monkeypatch):
@@ -82,14 +102,6 @@ def test_native_that_was_not_built_is_refused(monkeypatch):
         pytest.raises(RuntimeError, match=r"native backend was asked for.*install a C compiler"),
     ):
         choose.backend_name(CPU, torch.float32)
-
-
-def test_native_refuses_other_devices():
-    with (
-        tritonclip.use_backend("native"),
-        pytest.raises(RuntimeError, match=r"runs on CPU tensors, not on cuda: use backend 'auto'"),
-    ):
-        choose.backend_name(CUDA, torch.float32)
 
 
 def test_auto_is_triton_on_cuda_tensors(monkeypatch):

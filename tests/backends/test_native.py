@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from ctypes import c_float
 
 import pytest
 import torch
@@ -95,6 +96,53 @@ def test_factors_of_one_write_nothing():
     expected = [grads[0] * 0.5, grads[1].clone(), grads[2] * 2]
     loops.multiply_(*listed(grads), [0.5, 1.0, 2.0])
     assert_bits(grads, expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("order", [2.0, *ORDERS])
+@pytest.mark.parametrize(("limit", "scale"), [(1.0, 1.0), (1e9, 1.0), (1e9, 0.3), (0.5, 3.0)])
+def test_clip_measures_and_multiplies(dtype, order, limit, scale):
+    grads = [normal(n, dtype=dtype, seed=n) for n in (9, 0, 300)]
+    expected = [grad.clone() for grad in grads]
+    before: list[object] = []
+    wide = dtype == torch.float64
+    rounded = float if wide else lambda x: c_float(x).value
+    norm = rounded(norm_of(expected, order=order) / (scale if order else 1.0))
+    _, coefficient = loops.coefficients([norm], limit, 1e-6, wide)
+    factor = rounded(coefficient / rounded(scale))
+    loops.multiply_(*listed(expected), factor)
+    found = loops.clip_(*listed(grads), order, limit, 1e-6, scale, wide, before.append, "written")
+    assert found == norm
+    assert_bits(grads, expected)
+    assert before == ["written"] * (factor != 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "limit", "dtype"),
+    [
+        pytest.param(1e200, 1.0, torch.float64, id="squares overflow"),
+        pytest.param(1e-200, 1.0, torch.float64, id="squares vanish"),
+        pytest.param(1e20, 1e-20, torch.float32, id="factor loses digits"),
+    ],
+)
+def test_clip_leaves_numbers_that_need_care(value, limit, dtype):
+    grad = torch.full((5,), value, dtype=dtype)
+    before: list[object] = []
+    wide = dtype == torch.float64
+    assert loops.clip_(*listed([grad]), 2.0, limit, 0.0, 1.0, wide, before.append, 0) is None
+    assert grad.tolist() == [grad.new_tensor(value)] * 5
+    assert not before
+
+
+def test_clip_that_is_interrupted_before_its_write_writes_nothing():
+    grad = torch.full((5,), 3.0)
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loops.clip_(*listed([grad]), 2.0, 1.0, 0.0, 1.0, False, interrupt, None)
+    assert grad.tolist() == [3.0] * 5
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from workers import python
 
 import tritonclip
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue
 from tritonclip.backends import native, operators
 from tritonclip.backends.native import NativeLayout
 
@@ -63,7 +63,9 @@ class Seen(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.1), ClipByNorm(0.1), ClipByValue(0.1)])
+@pytest.mark.parametrize(
+    "rule", [ClipByGlobalNorm(0.1), ClipByNorm(0.1), ClipByValue(0.1), ClipByUnitNorm(0.1)]
+)
 def test_modes_see_every_write(rule):
     params = parameters([normal(9), normal(4)])
     with tritonclip.use_backend("native"):

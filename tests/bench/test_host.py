@@ -33,6 +33,12 @@ def test_host_has_a_goal_for_each_kind_of_call(path):
     assert len(calls) == 5
     assert all(row.get("functions") > 0 and row.get("functions_goal") for row in calls)
     assert [row.get("share_goal") for row in calls] == [host.SHARES[path], *[None] * 4]
+    features = {
+        row.get("feature"): row.get("over_us_goal") for row in rows if "feature" in row.case
+    }
+    assert set(host.FEATURES) <= set(features) or path == "triton"
+    goals = {name: goal for name, goal in features.items() if goal}
+    assert goals == (host.OVER if path == "cpu" else {})
     lists = {(row.get("list"), row.get("tensors")) for row in rows if "list" in row.case}
     assert lists == {(kind, n) for kind in host.LISTS for n in (10, 20)}
     growing = [row.get("list") for row in rows if row.get("us_per_tensor_goal")]

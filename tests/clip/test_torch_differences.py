@@ -71,10 +71,11 @@ def test_infinity_norm_ignores_empty_gradients(device):
 
 
 def test_parameter_listed_twice_counts_once(device):
-    """torch counts it twice, and scales it twice."""
+    """torch counts it twice, and on a CPU scales it twice."""
     ours, theirs = pair([3.0, 4.0], device)
     assert utils.clip_grad_norm_([theirs, theirs], 1.0).item() > 7.0
-    assert reference.norm(theirs.grad) < 0.2
+    # 0.14; 0.71 on a GPU, which scales both at once.
+    assert reference.norm(theirs.grad) < 0.8
     assert tritonclip.clip_grad_norm_([ours, ours], 1.0).item() == 5.0
     assert reference.norm(ours.grad) == pytest.approx(1.0, rel=1e-6)
 
@@ -133,10 +134,11 @@ def test_none_among_tensors_has_no_norm(device):
 
 
 def test_gradients_that_share_a_part_are_refused(device):
-    """torch scales the part twice."""
+    """torch counts the part twice, and on a CPU scales it twice."""
     theirs, ours = (torch.full((5,), 2.0, device=device) for _ in range(2))
     utils.clip_grad_norm_(parameters([theirs[:3], theirs[2:]]), 1.0)
-    assert theirs[2] < theirs[0] / 2
+    # 0.82; 0.91 on a GPU, which scales both at once.
+    assert reference.norm(theirs) < 0.95
     with pytest.raises(ValueError, match="overlap in memory"):
         tritonclip.clip_grad_norm_(parameters([ours[:3], ours[2:]]), 1.0)
     assert ours.tolist() == [2.0] * 5

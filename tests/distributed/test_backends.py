@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import reference
 import torch
+from cases import parameters
 from processes import in_processes
-from spread import check_clip, mesh_of, parameter, values, with_partial
+from spread import check_clip, grads_of, mesh_of, parameter, values, with_partial
 from torch import distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -59,9 +60,10 @@ def test_clip_complex_on_backends(backend: Any, p: float) -> None:
     check_clip(pieces, ClipByNorm(0.5, p), collectives=2)
 
 
-@in_processes(2)
+@in_processes(2, on_gpu=True)
 def test_clip_group_on_backends(backend: Any) -> None:
-    pieces = [parameter((20_000,), None, seed=dist.get_rank())]
+    (grad,) = grads_of([parameter((20_000,), None, seed=dist.get_rank())])
+    pieces = parameters([grad.to(backend.device)])
     expected = reference.total_norm([values((20_000,), rank) for rank in range(2)])
     check_clip(pieces, expected=expected, process_group=dist.group.WORLD)
     empty = [] if dist.get_rank() else pieces

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy
 import pytest
 import torch
 from cases import assert_bits, copies, grad_of, normal, parameters
 from graphs import COMPILING, compiled
+from torch._inductor.utils import run_and_get_code
 from torch.testing._internal.two_tensor import TwoTensor
 
 import tritonclip
@@ -222,3 +225,44 @@ def test_compiled_clip_stays_one_graph_beside_a_parameter_of_another_class():
     frozen = torch.nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)), requires_grad=False)
     (one,) = parameters([torch.tensor([3.0, 4.0])])
     assert compiled(lambda given: tritonclip.clip_(given, 1.0))([frozen, one]).item() == 5.0
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("rule", RULES[1:])
+def test_compiled_clip_writes_gradients_without_copies(device, rule):
+    """The code that inductor generates calls the operator on the gradients, and nothing else."""
+    step = torch.compile(lambda given: tritonclip.clip_(given, rule), fullgraph=True)
+    _, (code,) = run_and_get_code(step, make(device))
+    run = code.split("def call(")[1].partition("return")[0]
+    assert "torch.ops.tritonclip.clip_" in run
+    assert not re.search(r"copy|clone|empty_strided|fused|\.run\(", run)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("graph", ["aot_eager", "inductor"])
+def test_compiled_clip_is_seen_by_autograd(device, graph):
+    one = parameters([torch.tensor([3.0, 4.0], device=device)])[0]
+    weight = torch.ones(2, device=device, requires_grad=True)
+    product = (weight * grad_of(one)).sum()
+    torch.compile(lambda: tritonclip.clip_(one, 1.0), fullgraph=True, backend=graph)()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("graph", ["aot_eager", "inductor"])
+# torch says so of the gradient itself while it traces.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_clip_of_gradients_with_a_derivative_equals_eager(device, graph):
+    def clip(weight):
+        return tritonclip.clip_(weight, 1.0)
+
+    def results(step):
+        weight = torch.tensor([3.0, 4.0], device=device, requires_grad=True)
+        (weight.grad,) = torch.autograd.grad(weight.pow(3).sum(), weight, create_graph=True)
+        norm = step(weight)
+        assert not norm.requires_grad
+        grad = grad_of(weight)
+        return [norm, grad.detach(), *torch.autograd.grad(grad.sum(), weight)]
+
+    assert_bits(results(torch.compile(clip, fullgraph=True, backend=graph)), results(clip))

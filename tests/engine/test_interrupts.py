@@ -142,7 +142,7 @@ def test_clip_interrupted_between_two_factors_leaves_before_or_after(
         for grad, old, new in zip(ours.grads, before, after, strict=True):
             assert_between(grad, old, new)
     forget_plans()
-    assert n > 100
+    assert n > 50
 
 
 def test_clip_interrupted_anywhere_leaves_a_state_of_before_or_after():

@@ -17,6 +17,7 @@ from loss_scale import (
     scaled_step,
     spoiled,
 )
+from serving import decided_on_device
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from training import (
@@ -215,6 +216,7 @@ def test_scaler_and_wrapper_read_one_flag_of_the_device(monkeypatch, options, re
         return bool(flag.item())
 
     monkeypatch.setattr(Tensor, "__bool__", read)
-    scaler.step(optimizer)
+    with decided_on_device():
+        scaler.step(optimizer)
     monkeypatch.undo()
     assert len(seen) == reads

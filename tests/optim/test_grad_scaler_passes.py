@@ -15,6 +15,8 @@ from tritonclip import ClippedOptimizer
 from tritonclip.backends.operators import TorchLayout
 
 pytestmark = pytest.mark.usefixtures("operators")
+# On a device nobody knows whether a kernel that was asked to write did.
+DECIDED_ON_HOST = PLAIN_AND_FUSED[:2]
 
 
 class Calls:
@@ -85,7 +87,7 @@ def test_scaler_reads_and_writes_gradients_once(monkeypatch, make, rule):
     assert (calls.measured, calls.asked, calls.torchs) == (1, 1, 0)
 
 
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+@pytest.mark.parametrize("make", DECIDED_ON_HOST)
 @pytest.mark.parametrize(
     ("scale", "size", "written"),
     [(SCALE, 1.0, 1), (SCALE, 1e-3, 1), (1.0, 1.0, 1), (1.0, 1e-3, 0)],
@@ -109,7 +111,7 @@ def test_scaler_overflow_writes_no_gradient(monkeypatch):
     assert (calls.measured, calls.asked, calls.torchs) == (1, 0, 0)
 
 
-@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+@pytest.mark.parametrize("make", DECIDED_ON_HOST)
 def test_scaler_reads_once_after_unscale(monkeypatch, make):
     """torch's pass happened in unscale_; the step measures once more, and does not unscale."""
     params, optimizer = wrapped(make)

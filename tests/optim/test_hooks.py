@@ -12,6 +12,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from training import Inner
 
 from tritonclip import ClipByGlobalNorm, ClippedOptimizer
 
@@ -100,12 +101,18 @@ def _large(weight: Any) -> None:
 
 @pytest.mark.parametrize("spoil", [_nan, _large])
 @pytest.mark.parametrize("closure", [False, True], ids=["no closure", "closure"])
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_step_post_hooks_run_for_steps_that_the_host_takes(spoil, closure, fused):
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(Inner(SGD, {"lr": 1.0}), id="plain"),
+        pytest.param(Inner(SGD, {"lr": 1.0, "fused": True}), id="fused"),
+        pytest.param(Inner(SGD, {"lr": 1.0, "fused": True}, on_device=True), id="deferred"),
+    ],
+)
+def test_step_post_hooks_run_for_steps_that_the_host_takes(spoil, closure, make):
     """Where the device decides, no host can know: hooks run, as under torch's GradScaler."""
     weight = torch.nn.Parameter(torch.zeros(2))
-    inner = SGD([weight], lr=1.0, fused=fused)
-    wrapper = ClippedOptimizer(inner, 1.0, nonfinite="skip", skip_above=100.0)
+    wrapper = ClippedOptimizer(make([weight]), 1.0, nonfinite="skip", skip_above=100.0)
     log: list[Any] = []
     wrapper.register_step_post_hook(lambda *_: log.append(int(wrapper.stats.skipped_steps)))
     for change in (lambda _: None, spoil, lambda _: None):
@@ -119,7 +126,7 @@ def test_step_post_hooks_run_for_steps_that_the_host_takes(spoil, closure, fused
             evaluate()
         wrapper.step(*([evaluate] if closure else []))
     assert int(wrapper.stats.skipped_steps) == 1
-    assert log == ([0, 1, 1] if fused else [0, 1])
+    assert log == ([0, 1, 1] if make.on_device else [0, 1])
 
 
 def test_step_post_hooks_do_not_run_where_a_later_evaluation_undoes_the_step():

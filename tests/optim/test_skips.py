@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cases import NoHostRead, assert_bits, copies, grad_of
+from serving import decided_on_device
 from torch import Tensor
 from training import INNERS, PLAIN_AND_FUSED, SCALERS, give_grads, sgd, state_of, wrapped
 
@@ -133,6 +135,27 @@ def test_a_norm_that_equals_the_bound_is_not_skipped():
     weight.grad = torch.tensor([3.0, 4.0])
     optimizer.step()
     assert int(optimizer.stats.skipped_steps) == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "above", "skipped"),
+    [
+        # 0.1 in float32 is more than 0.1, and equals the bound in its dtype.
+        (torch.float32, 0.1, 0),
+        (torch.float32, 0.1 - 1e-8, 1),
+        (torch.float64, 0.1, 0),
+        (torch.float64, 0.1 - 1e-12, 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("deferred", [False, True], ids=["host", "deferred"])
+def test_a_bound_is_compared_in_the_dtype_of_the_norm(dtype, above, skipped, deferred):
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
+    optimizer = ClippedOptimizer(sgd([weight]), 1.0, skip_above=above)
+    weight.grad = torch.tensor([0.1], dtype=dtype)
+    with decided_on_device() if deferred else nullcontext():
+        optimizer.step()
+    assert int(optimizer.stats.skipped_steps) == skipped
 
 
 def test_unclipped_gradients_do_not_count():
@@ -357,10 +380,11 @@ def test_skips_that_arrive_late_are_forgotten_with_a_checkpoint():
     params, optimizer = wrapped(PLAIN_AND_FUSED[1].values[0], nonfinite="skip")
     optimizer._log.watch = Late(2)
     saved = optimizer.state_dict()
-    give_grads(params, bad=math.nan)
-    optimizer.step()
-    optimizer.step()
-    optimizer.load_state_dict(saved)
-    give_grads(params)
-    optimizer.step()
+    with decided_on_device():
+        give_grads(params, bad=math.nan)
+        optimizer.step()
+        optimizer.step()
+        optimizer.load_state_dict(saved)
+        give_grads(params)
+        optimizer.step()
     assert int(optimizer.stats.consecutive_skips) == 0

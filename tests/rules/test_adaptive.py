@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from array import array
+from collections import Counter
+from typing import Any, ClassVar
 
 import histories
 import pytest
@@ -12,6 +14,7 @@ import torch
 from cases import INTERPRETED, NoHostRead, grad_of, no_sync, normal, parameters
 from histories import ADAPTIVE, of_norm
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import tritonclip
 from tritonclip import (
@@ -25,6 +28,8 @@ from tritonclip import (
     ClipState,
     Outlier,
 )
+from tritonclip.rules import moments
+from tritonclip.rules.rule import AdaptiveRule
 
 # 15 digits of float64, and sums of some hundred norms.
 RELATIVE = 1e-12
@@ -75,16 +80,170 @@ def test_clip_by_own_history_follows_the_reference_over_400_steps(bad):
     assert seen > 100
 
 
-def test_outlier_follows_the_reference_over_400_steps():
+def of_tensors(rule: Any, state: array[float], norms: list[float]) -> tuple[Any, array[float]]:
+    """Limits and state by `advance`, as on a device."""
+    shape = (len(norms), -1) if getattr(rule, "per_gradient", False) else (-1,)
+    norm = torch.tensor(norms if len(shape) == 2 else norms[0], dtype=torch.float64)
+    values = torch.tensor(state, dtype=torch.float64).view(shape)
+    limit, after = rule.advance(values, norm)
+    return limit.tolist(), array("d", after.flatten().tolist())
+
+
+def of_numbers(rule: Any, state: array[float], norms: list[float]) -> tuple[Any, array[float]]:
+    """The same by `advance_on_host`, from a state that was saved and loaded."""
+    norm = norms if getattr(rule, "per_gradient", False) else norms[0]
+    limit, after = rule.advance_on_host(rule.on_host(state), norm)
+    return limit, after[: len(state)]
+
+
+WAYS = [pytest.param(of_tensors, id="tensors"), pytest.param(of_numbers, id="numbers")]
+
+
+@pytest.fixture(params=[True, False], ids=["extension", "python"])
+def has_extension(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether sums over norms are those in C."""
+    has: bool = request.param
+    if has and not moments.has_extension:
+        pytest.skip("the C extension was not built")
+    monkeypatch.setattr(moments, "has_extension", has)
+    return has
+
+
+@pytest.mark.usefixtures("has_extension")
+@pytest.mark.parametrize("advance", WAYS)
+def test_outlier_follows_the_reference_over_400_steps(advance):
     rule, reference = Outlier(3.0, 32), histories.outlier(3.0, 32)
-    state = torch.tensor(rule.start(), dtype=torch.float64)
+    state = array("d", rule.start())
     found, expected = [], []
     for norm in histories.norms():
-        limit, state = rule.advance(state, torch.tensor(norm, dtype=torch.float64))
-        found.append(float(limit))
+        limit, state = advance(rule, state, [norm])
+        found.append(limit)
         expected.append(reference(norm))
     assert found == pytest.approx(expected, rel=RELATIVE)
     assert sum(math.isfinite(limit) for limit in found) > 300
+
+
+# By how many units of the last digit numbers and tensors may differ: operators add up a window in
+# another order, interpolate with one rounding less, and find the norm of norms by other sums.
+TWO_WAYS: list[Any] = [
+    pytest.param(ClipByZScore(), 0, id="zscore"),
+    pytest.param(ClipByZScore(2.0, 0.9, 10, 1.0), 0, id="zscore-bounded"),
+    pytest.param(ClipByQuantile(0.9, 50), 1, id="quantile"),
+    pytest.param(ClipByQuantile(0.5, 7, 0.8), 1, id="median"),
+    pytest.param(ClipByQuantile(0.3, 1), 0, id="window-1"),
+    pytest.param(Outlier(3.0, 32), 16, id="outlier"),
+    pytest.param(ClipByOwnHistory(warmup=30), 4, id="own-history"),
+    pytest.param(ClipByOwnHistory(1.2, 0.9, 5, math.inf), 4, id="own-history-unbounded"),
+]
+
+
+@pytest.mark.usefixtures("has_extension")
+@pytest.mark.parametrize(("rule", "units"), TWO_WAYS)
+def test_numbers_on_the_host_advance_as_tensors(rule, units):
+    """From the state before, over 400 norms with NaN, inf and zeros."""
+    n = 3 if getattr(rule, "per_gradient", False) else 1
+    state = array("d", rule.start()) * n
+    tolerance: dict[str, Any] = {"rtol": units * 2.0**-52, "atol": 0.0, "equal_nan": True}
+    series = [histories.norms(seed=seed) for seed in range(n)]
+    for norms in zip(*series, strict=True):
+        (limits, ours), (expected, theirs) = (
+            way(rule, state, list(norms)) for way in (of_numbers, of_tensors)
+        )
+        torch.testing.assert_close(limits, expected, **tolerance)
+        torch.testing.assert_close(ours.tolist(), theirs.tolist(), **tolerance)
+        state = ours
+
+
+@pytest.mark.parametrize("n", [1, 150, 151, 1000])
+def test_own_history_of_many_gradients_advances_as_tensors(has_extension, n):
+    rule, state = ClipByOwnHistory(warmup=2), array("d", ClipByOwnHistory().start()) * n
+    tolerance: dict[str, Any] = {"rtol": 2.0**-44, "atol": 0.0, "equal_nan": True}
+    for step in range(8):
+        norms = [float(1 + (i * 7 + step * 11) % 13) for i in range(n)]
+        norms[0] = (1.0, 0.0, math.inf, math.nan)[step % 4]
+        (limits, ours), (expected, theirs) = (
+            way(rule, state, norms) for way in (of_numbers, of_tensors)
+        )
+        torch.testing.assert_close(limits, expected, **tolerance)
+        torch.testing.assert_close(ours.tolist(), theirs.tolist(), **tolerance)
+        state = ours
+
+
+@pytest.mark.usefixtures("has_extension")
+@pytest.mark.parametrize("rule", [*ADAPTIVE, pytest.param(Outlier(3.0, 8), id="outlier")])
+def test_advance_on_host_leaves_the_state_before_and_derives_as_a_resumed_one(rule):
+    n = 2 if getattr(rule, "per_gradient", False) else 1
+    state = rule.on_host(array("d", rule.start()) * n)
+    for size in (1.0, 2.0, 50.0, math.nan, 0.0, *[1.0] * 40):
+        before = state[:]
+        _, after = rule.advance_on_host(state, [size] * n if n == 2 else size)
+        assert repr(state) == repr(before)
+        resumed = rule.on_host(after[: n * len(rule.start())])
+        assert repr(after) == repr(resumed)
+        state = after
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfOfLargest(AdaptiveRule):
+    """A rule in a file of its own, which is written in tensors only."""
+
+    max_norm: float = math.inf
+    norm_type: float = 2.0
+    eps: float = 0.0
+    per_gradient: ClassVar[bool] = False
+
+    def start(self) -> tuple[float]:
+        return (0.0,)
+
+    def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        largest = torch.maximum(state[..., 0], norm)
+        return largest / 2, largest[..., None]
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfOfLargestEach(HalfOfLargest):
+    per_gradient: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize("rule", [HalfOfLargest(), HalfOfLargestEach()], ids=["all", "each"])
+def test_a_rule_of_tensors_serves_every_backend(device, rule):
+    state, limits = ClipState(), []
+    for size in (1.0, 8.0, 5.0):
+        (weight,) = parameters([of_norm(size).to(device)])
+        tritonclip.clip_(weight, rule, state=state)
+        limits.append(float(grad_of(weight).norm()))
+    assert limits == pytest.approx([0.5, 4.0, 4.0], rel=RELATIVE)
+
+
+class Functions(TorchFunctionMode):
+    """Lists the functions of torch that are called; attributes are no functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if (name := function.__name__) != "__get__":
+            self.called.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rule", ADAPTIVE)
+def test_an_adaptive_limit_calls_no_more_of_torch_on_a_cpu_than_a_fixed_one(rule):
+    with tritonclip.use_backend("native"):
+        called = []
+        fixed = ClipByNorm(1e9) if rule.per_gradient else ClipByGlobalNorm(1e9)
+        for each in (fixed, rule):
+            state, weights = ClipState(), parameters([of_norm(1.0), of_norm(2.0)])
+            for _ in range(15):
+                with Functions() as functions:
+                    tritonclip.clip_(weights, each, state=state)
+            called.append(functions.called)
+    # Measured norms are read once more, and limits of gradients are handed over in a tensor.
+    allowed = (
+        {"frombuffer": 2, "tolist": 2, "detach": 1, "contiguous": 1} if rule.per_gradient else {}
+    )
+    assert not Counter(called[1]) - Counter(called[0]) - Counter(allowed)
 
 
 @pytest.mark.parametrize("rule", ADAPTIVE)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
 from cases import grad_of, parameters
 from histories import ADAPTIVE, of_norm, run
+from serving import decided_on_device
 from torch import Tensor
 
 import tritonclip
@@ -252,3 +254,70 @@ def test_a_state_may_be_loaded_in_inference_mode():
         other.load_state_dict(state.state_dict())
     run(ClipByZScore(), other, range(2))
     assert other.steps == 4
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["host-first", "device-first"])
+@pytest.mark.parametrize("rule", ADAPTIVE)
+def test_a_state_moves_between_host_and_device(rule, first):
+    """As where a model is moved; the device is one by pretence."""
+    state, other = ClipState(), ClipState()
+    expected = run(rule, state, range(60))
+    found = []
+    for part, deferred in ((range(20), not first), (range(20, 40), first), (range(40, 60), False)):
+        with decided_on_device() if deferred else nullcontext():
+            found += run(rule, other, part)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0.0, equal_nan=True)
+    assert other.steps == 60
+
+
+@pytest.mark.parametrize("rule", ADAPTIVE)
+def test_a_state_has_one_form_wherever_it_was_remembered(rule):
+    """So that checkpoints of earlier versions load, and those of a GPU on a CPU."""
+    saved = []
+    for deferral in (nullcontext(), decided_on_device()):
+        state = ClipState()
+        with deferral:
+            run(rule, state, range(30))
+        saved.append(state.state_dict())
+    values = [one.pop("values") for one in saved]
+    torch.testing.assert_close(*values, rtol=1e-12, atol=0.0, equal_nan=True)
+    assert saved[0] == saved[1]
+
+
+def test_a_pickle_of_an_earlier_version_goes_on():
+    """Whose values are a tensor, and which has no numbers."""
+    rule, state, old = ClipByQuantile(0.5, 9), ClipState(), ClipState()
+    run(rule, state, range(12))
+    attributes = state.__getstate__() | {"_values": state.state_dict()["values"]}
+    for name in ("_numbers", "_shape", "_known_rule"):
+        del attributes[name]
+    vars(old).clear()
+    vars(old).update(attributes)
+    for ours, theirs in zip(
+        run(rule, old, range(12, 24)), run(rule, state, range(12, 24)), strict=True
+    ):
+        assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+
+
+@pytest.mark.parametrize("rule", ADAPTIVE)
+def test_copies_of_a_state_go_their_own_ways(rule):
+    state = ClipState()
+    run(rule, state, range(12))
+    before = state.state_dict()["values"]
+    run(rule, copy.copy(state), range(12, 30))
+    assert torch.equal(state.state_dict()["values"].nan_to_num(-1), before.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("rule", ADAPTIVE)
+def test_a_state_begun_in_inference_mode_goes_on(rule):
+    state = ClipState()
+    with torch.inference_mode():
+        run(rule, state, range(12))
+        saved = state.state_dict()
+    run(rule, state, range(12, 20))
+    loaded = ClipState()
+    loaded.load_state_dict(saved)
+    with decided_on_device():
+        run(rule, loaded, range(12, 20))
+    assert loaded.steps == state.steps == 20

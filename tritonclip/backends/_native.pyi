@@ -13,9 +13,11 @@ be rounded on its way.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
+
+T = TypeVar("T")
 
 SHARED: int
 GRAIN: int
@@ -52,6 +54,68 @@ def multiply_(
     """Multiplies all gradients by one factor, or each by its own.
 
     Factors are rounded to float32, but for float64 gradients. Gradients whose factor is 1 are left.
+    """
+
+def unit_norms(
+    addresses: list[int], sizes: bytes, dtype: int, threads: int, rows: bytes, norms: int, /
+) -> list[int]:
+    """Writes the 2-norm of each unit to memory, as float64, tensor after tensor.
+
+    `sizes` are elements of a unit, `rows` how many of them each tensor has; `norms` is an address.
+    An address of 0 leaves a tensor out, whose norms are inf.
+
+    Returns:
+        Indices of tensors that were left out, and of those of float64 of which squares may have
+        overflowed or lost digits.
+    """
+
+def unit_factors(
+    norms: int,
+    rows: bytes,
+    ratio: float | list[float],
+    eps: float,
+    scale: float,
+    wide: bool,
+    dtype: int,
+    /,
+) -> tuple[bytes, list[int], float] | None:
+    """The factors of gradients of a dtype: coefficient / scale of each unit.
+
+    A coefficient is min(1, ratio * max(weights, eps) / (gradient / scale)), from the float64[2, n]
+    of norms at an address, rounded to float32, or to float64 where `wide`. `ratio` is one number,
+    or one for each gradient.
+
+    Returns:
+        Factors, as bytes of float64; indices of gradients with a factor that is not 1; the least
+        coefficient, or NaN where one is. None where one factor would lose digits.
+    """
+
+def multiply_units_(
+    addresses: list[int], sizes: bytes, dtype: int, threads: int, rows: bytes, factors: bytes, /
+) -> None:
+    """Multiplies each unit by its factor; leaves units whose factor is 1, and addresses of 0."""
+
+def clip_(
+    addresses: list[int],
+    sizes: bytes,
+    dtype: int,
+    threads: int,
+    order: float,
+    limit: float,
+    eps: float,
+    scale: float,
+    wide: bool,
+    before: Callable[[T], object],
+    written: T,
+    /,
+) -> float | None:
+    """Multiplies all gradients by min(1, limit / (norm + eps)) / scale.
+
+    The norm is divided by `scale`, but for order 0. `before(written)` is called before a write.
+
+    Returns:
+        The norm, or None, with nothing written, where squares of float64 may have overflowed or
+        lost digits, or where one factor would lose digits.
     """
 
 def clamp_(
@@ -133,6 +197,25 @@ def combined(
 
 def are_apart(addresses: list[int], spans: list[int], /) -> bool:
     """Whether no two of these runs of bytes share one."""
+
+def advance_averages(
+    rows: int,
+    norms: list[float],
+    share: float,
+    ratio: float,
+    decay: float,
+    warmup: float,
+    max_norm: float,
+    /,
+) -> list[float]:
+    """The limits of `ClipByOwnHistory`, for the norm of each gradient.
+
+    `rows` is the address of float64[n, 2], the average and the number of norms of each gradient,
+    which advance. `share` is max_norm over the norm of all, for gradients in their warm-up.
+    """
+
+def mean_and_deviation(numbers: int, n: int, /) -> tuple[float, float]:
+    """Mean and sample deviation of n numbers of float64 at an address; n is 2 or more."""
 
 def share(function: int, /) -> None:
     """Takes the address of GOMP_parallel, which runs a function in several threads."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from tritonclip import settings
 from tritonclip.backends.interface import Layout, UnitLayout
 from tritonclip.backends.native import NativeLayout, fault, loops
+from tritonclip.backends.native_units import NativeUnitLayout
 from tritonclip.backends.operators import ARITHMETIC, TorchLayout
 from tritonclip.backends.units import TorchUnitLayout, has_dense_units
 from tritonclip.messages import warn_user
@@ -58,8 +59,8 @@ def unit_layout_of(grads: list[Tensor], weights: list[Tensor], dtype: torch.dtyp
     """
     device, kinds = grads[0].device, {weight.dtype for weight in weights}
     name = backend_name(device, grads[0].dtype.to_real())
+    known = len(kinds) == 1 and weights[0].dtype.to_real() in ARITHMETIC
     if name == "triton":
-        known = len(kinds) == 1 and next(iter(kinds)).to_real() in ARITHMETIC
         # As many reals in a unit of the weights as in one of the gradients.
         known = known and weights[0].is_complex() == grads[0].is_complex()
         if known and all(map(has_dense_units, [*grads, *weights])):
@@ -71,8 +72,9 @@ def unit_layout_of(grads: list[Tensor], weights: list[Tensor], dtype: torch.dtyp
             "complex where their gradients are: others take the slower torch backend; make "
             "parameters contiguous or channels_last where speed matters"
         )
-    by_loops = name == "native"
-    return TorchUnitLayout(grads, dtype, on_host=host_decides(device), by_loops=by_loops)
+    if name == "native" and known:
+        return NativeUnitLayout(grads, weights, dtype)
+    return TorchUnitLayout(grads, dtype, on_host=host_decides(device))
 
 
 def host_decides(device: torch.device) -> bool:
@@ -84,25 +86,30 @@ def backend_name(device: torch.device, dtype: torch.dtype) -> str:
     """The backend of gradients of a kind: 'triton', 'native' or 'torch'; errors as `layout_of`."""
     requested = settings.current().backend
     name = _OF_DEVICE.get(device.type, "torch") if requested == "auto" else requested
-    if name == "torch" or dtype not in ARITHMETIC:
+    if name == "torch":
         return "torch"
     reason = next(filter(None, (why(device.type) for why in _REASONS[name])), None)
-    if reason is None and not is_observed():
-        return name
-    if reason is None and name == "triton":
-        _warn_once(
-            "tritonclip's kernels cannot read tensors inside torch.func, forward-mode derivatives "
-            "and dispatch modes: clipping takes the slower PyTorch operators; clip outside where "
-            "speed matters"
-        )
-    elif reason is not None and requested == name:
+    if reason is not None and requested == name:
         raise RuntimeError(f"the {name} backend was asked for, but {reason}")
-    elif reason is not None:
+    if reason is not None:
         _warn_once(
             f"tritonclip uses its slower torch backend on {device.type}: {reason}, or set "
             "TRITONCLIP_BACKEND=torch, where that is intended"
         )
-    return "torch"
+        return "torch"
+    unread = ""
+    if is_observed():
+        unread = (
+            "tensors inside torch.func, forward-mode derivatives and dispatch modes: clip outside"
+        )
+    elif dtype not in ARITHMETIC:
+        unread = f"tensors of {dtype}: convert them"
+    if unread and name == "triton":
+        _warn_once(
+            f"tritonclip's kernels cannot read {unread} where speed matters, as PyTorch's "
+            "operators are slower"
+        )
+    return "torch" if unread else name
 
 
 @cache

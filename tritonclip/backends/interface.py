@@ -14,6 +14,9 @@ from torch import Tensor
 # Partial norms: a tensor on the gradients' device, or a list of floats from a backend that measures
 # on the host. Every backend of a CPU takes both, others tensors.
 PartialNorms: TypeAlias = Any
+# A number, a one-element tensor, or 1-d with one for each gradient; a list of floats to a backend
+# whose partial norms are one.
+Limit: TypeAlias = Any
 
 
 class Clip(NamedTuple):
@@ -22,8 +25,7 @@ class Clip(NamedTuple):
     Attributes:
         norm_type: p of the p-norm.
         eps: added to a norm; by unit, the least norm of a unit's weights.
-        limit: the largest norm: a number, a one-element tensor, or 1-d with one for each gradient.
-            By unit, the largest norm of a unit in norms of its weights.
+        limit: the largest norm; by unit, the largest norm of a unit in norms of its weights.
         grad_scale: the loss scale that gradients and partial norms still carry: a number, or a
             one-element tensor.
         erase: whether to write zeros. For one norm: True for where it is not finite. For a norm of
@@ -32,7 +34,7 @@ class Clip(NamedTuple):
 
     norm_type: float
     eps: float
-    limit: float | Tensor
+    limit: Limit
     grad_scale: float | Tensor
     erase: bool | Tensor | None = None
 
@@ -83,6 +85,21 @@ class Batch(Protocol):
 
         Returns:
             Norm before clipping, 0-d, and coefficient, on the gradients' device.
+        """
+
+    def clip_(
+        self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
+    ) -> Tensor:
+        """Measures and multiplies gradients that are alone under a norm.
+
+        Args:
+            norm_type: of the norm; this and the others as in `Clip`.
+            eps: added to it.
+            limit: a number.
+            grad_scale: the loss scale.
+
+        Returns:
+            Norm before clipping, 0-d.
         """
 
     def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:

@@ -5,6 +5,8 @@ orders, products and clamps take one call each, whatever the number of gradients
 threads of the OpenMP library that PyTorch has loaded, so that no second pool competes with them.
 """
 
+from __future__ import annotations
+
 import ctypes
 import importlib
 import math
@@ -33,7 +35,7 @@ from tritonclip.backends.operators import (
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Of the functions and their arguments, as in `native/module.c`: a binary may be older.
-INTERFACE = 5
+INTERFACE = 8
 
 _MODULE = "tritonclip.backends._native"
 _REBUILD = (
@@ -103,6 +105,12 @@ def is_extreme(norm: float) -> bool:
     return norm != 0 and not loops.LEAST_NORM <= norm < loops.LARGEST_NORM
 
 
+def may_share(sizes: list[int]) -> bool:
+    """Whether threads may share tensors of these sizes; at least one."""
+    least: int = loops.SHARED * (1 if max(sizes) >= loops.GRAIN else 2)
+    return sum(sizes) >= least
+
+
 class NativeLayout:
     """Sizes of gradients that are dense in memory.
 
@@ -120,7 +128,7 @@ class NativeLayout:
         self.tiny = torch.finfo(torch.float64 if self.is_double else torch.float32).tiny
         self.code = CODES[tensors[0].dtype]
         self.packed_sizes = array("q", sizes).tobytes()
-        self.is_shared = sum(sizes) >= loops.SHARED * (1 if max(sizes) >= loops.GRAIN else 2)
+        self.is_shared = may_share(sizes)
         self.n_bytes = len(self.packed_sizes)
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> Batch:
@@ -167,15 +175,14 @@ class NativeBatch:
 
     def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms, 0-d."""
-        norm = combine_numbers(_as_numbers(norms), norm_type)
-        return self._as_results([norm / float(grad_scale) if norm_type else norm])[0]
+        total = combine_numbers(_as_numbers(norms), norm_type)
+        return self._as_tensor(results_of([total], norm_type, grad_scale, self.dtype))[0]
 
     def total_each(
         self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor
     ) -> Tensor:
         """The norm of each gradient, 1-d."""
-        numbers, scale = _as_numbers(norms), float(grad_scale)
-        return self._as_results([norm / scale for norm in numbers] if norm_type else numbers)
+        return self._as_tensor(results_of(_as_numbers(norms), norm_type, grad_scale, self.dtype))
 
     def norms_each(self, norms: PartialNorms, norm_type: float) -> Tensor:
         """The norm of each gradient: there is one partial norm for each."""
@@ -185,10 +192,9 @@ class NativeBatch:
         """The same norms."""
         return norms
 
-    def _as_results(self, numbers: list[float]) -> Tensor:
-        """Numbers as a tensor, 1-d; torch.tensor would take three times as long."""
-        code = "d" if self.dtype == torch.float64 else "f"
-        return torch.frombuffer(array(code, numbers), dtype=self.dtype)
+    def _as_tensor(self, results: array[float]) -> Tensor:
+        """Norms as a tensor, 1-d; torch.tensor would take three times as long."""
+        return torch.frombuffer(results, dtype=self.dtype)
 
     def scale_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         """Multiplies all gradients by one coefficient, but not where it is 1."""
@@ -214,12 +220,25 @@ class NativeBatch:
             loops.multiply_(*self._list, factor)
         return norm, coefficient
 
+    def clip_(
+        self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
+    ) -> Tensor:
+        """Measures all gradients and multiplies them by one coefficient."""
+        norm = None
+        if norm_type in ORDERS:
+            numbers = norm_type, limit, eps, float(grad_scale), self.layout.is_double
+            norm = loops.clip_(*self._list, *numbers, increment_version, self.tensors)
+        if norm is None:
+            norms = self.norm(norm_type, per_gradient=False)
+            return self.scale_(norms, Clip(norm_type, eps, limit, grad_scale))[0]
+        return torch.scalar_tensor(norm, dtype=self.dtype, device=_CPU)
+
     def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         """Multiplies each gradient by the coefficient of its norm, but not where it is 1."""
         numbers = norms if isinstance(norms, list) else norms.tolist()
         scale, wide = float(clip.grad_scale), self.dtype == torch.float64
         own = [norm / scale for norm in numbers] if scale != 1 and clip.norm_type else numbers
-        norm = self._as_results(own)
+        norm = self._as_tensor(results_of(own, clip.norm_type, 1.0, self.dtype))
         if isinstance(clip.erase, Tensor) and bool(clip.erase):
             torch._foreach_zero_(self.tensors)
             return norm, 0.0
@@ -261,6 +280,15 @@ def _as_numbers(norms: PartialNorms) -> list[float]:
     """Partial norms as floats."""
     numbers: list[float] = norms if isinstance(norms, list) else norms.tolist()
     return numbers
+
+
+def results_of(
+    norms: list[float], norm_type: float, grad_scale: float | Tensor, dtype: torch.dtype
+) -> array[float]:
+    """Norms as results of a dtype have them: without the loss scale, and rounded."""
+    scale = float(grad_scale)
+    own = [norm / scale for norm in norms] if scale != 1 and norm_type else norms
+    return array("d" if dtype == torch.float64 else "f", own)
 
 
 def combine_numbers(norms: list[float], p: float) -> float:

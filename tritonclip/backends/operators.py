@@ -139,6 +139,13 @@ class TorchBatch:
             )
         return coefficient
 
+    def clip_(
+        self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
+    ) -> Tensor:
+        """Measures all gradients and multiplies them by one coefficient."""
+        norms = self.norm(norm_type, per_gradient=False)
+        return self.scale_(norms, Clip(norm_type, eps, limit, grad_scale))[0]
+
     def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         """Multiplies each gradient by the coefficient of its norm."""
         norm = self.total_each(norms, clip.norm_type, clip.grad_scale)

@@ -101,6 +101,13 @@ class TritonBatch:
         """Multiplies all gradients by one coefficient."""
         return self._scale_(norms, clip, write=True)
 
+    def clip_(
+        self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
+    ) -> Tensor:
+        """Measures all gradients and multiplies them by one coefficient."""
+        norms = self.norm(norm_type, per_gradient=False)
+        return self.scale_(norms, Clip(norm_type, eps, limit, grad_scale))[0]
+
     def scale_each_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
         """Multiplies each gradient by the coefficient of its norm."""
         return self._scale_each_(norms, clip, write=True)

@@ -1,19 +1,16 @@
-"""Clipping by unit without kernels: in PyTorch's operators, and in the C loops on a CPU.
+"""Clipping by unit in PyTorch's operators, on any device.
 
 A unit is a slice along the first dimension, a row. There is one partial norm for each row of a
 gradient, and one for that of its weights.
 """
 
-from array import array
 from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from tritonclip.backends.interface import Clip, count_units
-from tritonclip.backends.native import CODES, is_extreme, loops
 from tritonclip.backends.operators import (
     PIECE,
     as_scalar,
@@ -35,15 +32,13 @@ class TorchUnitLayout:
         grads: of one device and dtype; at least one.
         dtype: of results.
         on_host: the device's values can be read without waiting for it.
-        by_loops: the C loops serve the gradients.
     """
 
-    def __init__(
-        self, grads: list[Tensor], dtype: torch.dtype, *, on_host: bool, by_loops: bool
-    ) -> None:
-        self.dtype, self.on_host, self.by_loops = dtype, on_host, by_loops
+    def __init__(self, grads: list[Tensor], dtype: torch.dtype, *, on_host: bool) -> None:
+        self.dtype, self.on_host = dtype, on_host
         self.counts = list(map(count_units, grads))
         self.ends = list(accumulate(self.counts))
+        self.n_units = self.ends[-1]
         self.whole = [grad.dim() < 2 for grad in grads]
 
     def serves(self, weights: list[Tensor]) -> bool:
@@ -52,7 +47,7 @@ class TorchUnitLayout:
 
     def bind(self, grads: list[Tensor], weights: list[Tensor | None]) -> "TorchUnits":
         """The gradients of a call, and their weights."""
-        return (NativeUnits if self.by_loops else TorchUnits)(grads, weights, self)
+        return TorchUnits(grads, weights, self)
 
 
 class TorchUnits:
@@ -72,18 +67,15 @@ class TorchUnits:
 
     def measure(self) -> Tensor:
         """Measures gradients and weights, by unit."""
-        own = self._norms(self.grads)
-        limiting = iter(self._norms([weight for weight in self.weights if weight is not None]))
+        on_host = self.layout.on_host
+        own = [unit_norms(grad, on_host=on_host) for grad in self.grads]
         limits = [
-            torch.full_like(norms, torch.inf) if weight is None else next(limiting)
+            torch.full_like(norms, torch.inf)
+            if weight is None
+            else unit_norms(weight, on_host=on_host)
             for norms, weight in zip(own, self.weights, strict=True)
         ]
         return torch.cat([*own, *limits]).view(2, -1)
-
-    def _norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The norm of each unit, 1-d, of some tensors."""
-        on_host = self.layout.on_host
-        return [unit_norms(tensor, on_host=on_host) for tensor in tensors]
 
     def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm of each gradient, 1-d."""
@@ -158,30 +150,6 @@ class TorchUnits:
             _multiply_units_(self.grads[i], [own[i] for own in by_gradient], erase)
 
 
-class NativeUnits(TorchUnits):
-    """Verbs whose rows the C loops measure and multiply, as they do lists of gradients.
-
-    Operators serve rows with gaps, other dtypes, extreme norms, and products of two factors.
-    """
-
-    def _norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The norm of each unit, 1-d, of some tensors."""
-        return [_norms_by_loops(tensor) for tensor in tensors]
-
-    def _multiply_(
-        self, chosen: Sequence[int], factors: list[Tensor], erase: Tensor | None
-    ) -> None:
-        """Multiplies the units of some gradients by their factors; none whose factor is 1."""
-        by_gradient = factors[0].split(self.layout.counts)
-        for i in chosen:
-            rows = _rows_of(self.grads[i]) if len(factors) == 1 else None
-            if rows is None:
-                super()._multiply_([i], factors, erase)
-            else:
-                increment_version(self.grads[i])
-                loops.multiply_(*rows, by_gradient[i].tolist())
-
-
 def has_dense_units(tensor: Tensor) -> bool:
     """Whether the slices along the first dimension lie end to end, each dense in any order."""
     if tensor.is_contiguous():
@@ -192,31 +160,6 @@ def has_dense_units(tensor: Tensor) -> bool:
     order = sorted(range(unit.dim()), key=unit.stride, reverse=True)
     dense = unit.permute(order).is_contiguous()
     return dense and (len(tensor) == 1 or tensor.stride(0) == unit.numel())
-
-
-def _rows_of(tensor: Tensor) -> tuple[list[int], bytes, int, int] | None:
-    """The rows of a tensor as the loops take a list; None where they have no loops for it."""
-    code = CODES.get(tensor.dtype.to_real())
-    if code is None or not tensor.numel() or not has_dense_units(tensor):
-        return None
-    n = count_units(tensor)
-    length = tensor.numel() // n
-    start, step = tensor.data_ptr(), length * tensor.itemsize
-    reals = 2 * length if tensor.is_complex() else length
-    threads = torch.get_num_threads() if tensor.numel() >= 2 * loops.SHARED else 1
-    addresses = list(range(start, start + n * step, step))
-    return addresses, (array("q", [reals]) * n).tobytes(), code, threads
-
-
-def _norms_by_loops(tensor: Tensor) -> Tensor:
-    """The 2-norm of each unit, float64, 1-d; by modulus if complex."""
-    rows = _rows_of(tensor)
-    if rows is None:
-        return unit_norms(tensor, on_host=True)
-    norms = loops.norms(*rows, 2.0)
-    if rows[2] == CODES[torch.float64] and any(map(is_extreme, norms)):
-        return unit_norms(tensor, on_host=True)
-    return torch.frombuffer(array("d", norms), dtype=torch.float64)
 
 
 def unit_norms(tensor: Tensor, *, on_host: bool) -> Tensor:

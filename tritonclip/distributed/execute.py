@@ -40,7 +40,7 @@ from tritonclip.engine.checks import REMEDY, TORCH_REMEDY, raise_if_nonfinite
 from tritonclip.engine.gradients import Gradients, parameters_of
 from tritonclip.engine.norms import Norms
 from tritonclip.engine.norms import measure_by as measure_whole_by
-from tritonclip.engine.units import Units, weights_of
+from tritonclip.engine.units import Units, weight_of
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import ClipByNorm, Rule
 
@@ -362,7 +362,7 @@ def _absent_weights(
     for at, parameter in zip(sharding.absent, gradients.absent, strict=True):
         if parameter.dim() < 2 and parameter.requires_grad:
             shards = ShardGroup(shard_of(parameter, at, sharding), Slots([n + at]), narrow=False)
-            measured.append((_norm_of(weights_of([parameter])[0], device), shards))
+            measured.append((_norm_of(weight_of(parameter).detach(), device), shards))
     return measured
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonclip.backends.interface import Clip
+from tritonclip.backends.interface import Clip, Limit
 from tritonclip.backends.operators import coefficient_of, wide_dtype
 from tritonclip.engine import misuse, verify
 from tritonclip.engine.checks import (
@@ -27,6 +27,7 @@ from tritonclip.engine.checks import (
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms, measure, measure_by
 from tritonclip.engine.plan import Group
+from tritonclip.engine.units import Units
 from tritonclip.modes import is_pre_dispatch, refuse_tracer, without_grad
 from tritonclip.rules import ClipByGlobalNorm, Rule
 
@@ -94,19 +95,24 @@ def _clip_only_group_(
 
     Small lists take up to a quarter less time than by `measure` and `write_`, which serve all.
     """
-    batch = group.layout.bind(gradients.readable, gradients.addresses)
+    batch: Any
+    if rule.per_unit:
+        (batch,) = Units(gradients, rule).batches
+    else:
+        batch = group.layout.bind(gradients.readable, gradients.addresses)
     norm: Tensor | None = None
     if rule.clamps:
         low, high = rule.bounds[group.dtype]
         batch.clamp_(low, high, grad_scale)
+    elif rule.per_unit:
+        norm, _ = batch.scale_each_(batch.measure(), Clip(2.0, rule.eps, limit, grad_scale))
     elif rule.per_gradient:
         if is_pre_dispatch():
             refuse_tracer()
         norms = batch.norm(rule.norm_type, per_gradient=True)
         norm, _ = batch.scale_each_(norms, Clip(rule.norm_type, rule.eps, limit, grad_scale))
     else:
-        norms = batch.norm(rule.norm_type, per_gradient=False)
-        norm, _ = batch.scale_(norms, Clip(rule.norm_type, rule.eps, limit, grad_scale))
+        norm = batch.clip_(rule.norm_type, rule.eps, limit, grad_scale)
     if not batch.counts_versions:
         torch.autograd.graph.increment_version(gradients.versions or gradients.readable)
     return norm
@@ -186,16 +192,16 @@ def _scale_groups_(
             finite = norms.is_finite()
             erase = [~finite.to(group.device) for group in plan.groups]
         for i, batch in enumerate(norms.batches):
-            own = _limit_of_group(limit, plan.groups[i].indices)
-            results.append(
-                batch.scale_each_(norms.partials[i], clip._replace(limit=own, erase=erase[i]))
-            )
+            own, indices = clip, plan.groups[i].indices
+            if indices is not None or zero_nonfinite:
+                own = clip._replace(limit=_limit_of_group(limit, indices), erase=erase[i])
+            results.append(batch.scale_each_(norms.partials[i], own))
         norm = norms.in_order([result[0] for result in results])
     for i, batch in enumerate(norms.batches):
         if not batch.counts_versions:
             gradients.count_versions(plan.groups[i].indices)
     norm = norm if norm.device == plan.device else norm.to(plan.device)
-    is_one = not isinstance(limit, Tensor) or limit.dim() == 0
+    is_one = isinstance(limit, float) or not _is_each(limit)
     return Outcome(norm, results, limit if is_one and not rule.per_unit else math.nan)
 
 
@@ -276,8 +282,13 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
         expected.check_scale(rule, norm)
 
 
-def _checked_limit(limit: float | Tensor, norms: Norms) -> float | Tensor:
-    """A rule's limit: a number, or a 0-d or contiguous 1-d tensor, one for each gradient here."""
+def _checked_limit(limit: float | list[float] | Tensor, norms: Norms) -> Limit:
+    """A rule's limit: a number or 0-d; or one for each gradient here, in a list or contiguous."""
+    if isinstance(limit, list):
+        taken = {list}.issuperset(map(type, norms.partials))
+        if taken and norms.per_gradient and len(limit) == norms.n_norms > 1:
+            return limit
+        limit = torch.tensor(limit, dtype=torch.float64, device="cpu")
     if not isinstance(limit, Tensor):
         return limit
     if limit.numel() == 1:
@@ -290,9 +301,16 @@ def _checked_limit(limit: float | Tensor, norms: Norms) -> float | Tensor:
     return norms.own(limit.detach()).contiguous()
 
 
-def _limit_of_group(max_norm: float | Tensor, indices: Sequence[int] | None) -> float | Tensor:
+def _is_each(limit: Limit) -> bool:
+    """Whether each gradient has its own limit."""
+    return isinstance(limit, list) or (isinstance(limit, Tensor) and limit.dim() > 0)
+
+
+def _limit_of_group(limit: Limit, indices: Sequence[int] | None) -> Limit:
     """The limits of a group, where there is one for each gradient."""
-    if not isinstance(max_norm, Tensor) or max_norm.dim() == 0 or indices is None:
-        return max_norm
-    slices = max_norm.split(1)
+    if indices is None or not _is_each(limit):
+        return limit
+    if isinstance(limit, list):
+        return [limit[i] for i in indices]
+    slices = limit.split(1)
     return torch.cat([slices[i] for i in indices])

@@ -93,7 +93,7 @@ class Gradients:
             # Sparse gradients, among others, have no memory that an address could tell.
             addresses = None
         known = addresses is not None and not observed
-        if "torch.distributed.fsdp" in modules and may_be_fsdp_shards(sources or ()):
+        if sources and "torch.distributed.fsdp" in modules and may_be_fsdp_shards(sources):
             # A plan of whole gradients says nothing of shards.
             known = False
         plan = None

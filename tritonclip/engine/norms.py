@@ -10,13 +10,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from tritonclip.backends import choose
 from tritonclip.backends.choose import layout_of, torch_layout
 from tritonclip.backends.interface import Batch, PartialNorms
+from tritonclip.backends.native import combine_numbers, results_of
 from tritonclip.backends.operators import as_tensor, wide_dtype
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.units import Units
-from tritonclip.modes import outside_inference, refuse_tracer, without_grad
+from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import Rule
+from tritonclip.rules.state import upload
 
 
 @dataclass(slots=True)
@@ -45,6 +48,21 @@ class Norms:
     def norm(self) -> Tensor:
         """The norm before clipping, or one for each gradient, of other processes too."""
         return self.total()
+
+    def numbers(self) -> float | list[float] | None:
+        """`norm` in numbers, where the host decides; None where it would wait for the device."""
+        plan = self.gradients.plan
+        assert plan is not None
+        if not choose.host_decides(plan.device):
+            return None
+        own = self.partials[0] if len(self.partials) == 1 else None
+        if not isinstance(own, list):
+            numbers: float | list[float] = self.norm().tolist()
+            return numbers
+        if self.per_gradient:
+            return results_of(own, self.norm_type, self.grad_scale, plan.dtype).tolist()
+        total = own if len(own) == 1 else [combine_numbers(own, self.norm_type)]
+        return results_of(total, self.norm_type, self.grad_scale, plan.dtype)[0]
 
     def total(self) -> Tensor:
         """The norm, divided by the loss scale: 0-d, or 1-d with that of each gradient here."""
@@ -92,8 +110,7 @@ class Norms:
         assert plan is not None
         if plan.sizes is None:
             sizes = [tensor.numel() for tensor in self.whole()]
-            uploaded = outside_inference(torch.tensor)
-            plan.sizes = uploaded(sizes, dtype=wide_dtype(plan.device), device=plan.device)
+            plan.sizes = upload(sizes, wide_dtype(plan.device), plan.device)
         return plan.sizes
 
     def whole(self) -> Sequence[Tensor]:

@@ -87,8 +87,9 @@ class PlanCache:
         # At a nested tensor the guards end the process.
         if any(map(_get_is_nested, grads)):
             return None
-        # The guards compare dispatch keys too. Inside a custom operator every tensor has the key of
-        # inference tensors, so the first one stands for the list.
+        # The guards compare dispatch keys too. Inside an operator of torch.library.custom_op, as
+        # users write them, every tensor has the key of inference tensors, so the first one stands
+        # for the list.
         inference, last = grads[0].is_inference(), self._last
         kind = len(grads), setting, inference, sharding
         if last is not None and last[1] == kind and last[0].guards.check(*grads):

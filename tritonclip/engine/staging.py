@@ -24,13 +24,11 @@ def needs_copy(grad: Tensor) -> bool:
 def copy_of(grad: Tensor) -> Tensor:
     """A dense copy of a gradient, of its layout: sparse gradients are coalesced."""
     if grad.layout == torch.sparse_coo:
-        grad = grad.coalesce()
-        if not needs_copy(grad):
-            return grad
-        indices, values, shape = grad._indices(), copy_of(grad._values()), grad.shape
-        return torch.sparse_coo_tensor(
-            indices, values, shape, is_coalesced=True, check_invariants=False
-        )
+        values = grad._values()
+        if needs_copy(values):
+            # First, as PyTorch does not coalesce float8.
+            grad = _with_values(grad, copy_of(values))
+        return grad.coalesce()
     dtype = torch.float32 if grad.dtype.itemsize == 1 else grad.dtype
     dense = grad.resolve_neg()
     return dense.to(dtype, memory_format=torch.contiguous_format, copy=dense is grad)
@@ -44,4 +42,15 @@ def write_back_(grad: Tensor, copy: Tensor) -> None:
     elif grad.is_coalesced():
         write_back_(grad._values(), copy._values())
     else:
-        grad.copy_(copy)
+        grad.copy_(_with_values(copy, copy._values().to(grad.dtype)))
+
+
+def _with_values(grad: Tensor, values: Tensor) -> Tensor:
+    """A sparse gradient of other values."""
+    return torch.sparse_coo_tensor(
+        grad._indices(),
+        values,
+        grad.shape,
+        is_coalesced=grad.is_coalesced(),
+        check_invariants=False,
+    )

@@ -9,7 +9,8 @@ that change break the graph of torch.compile, see `graph_break.py`, and are refu
 """
 
 from collections.abc import Callable, Sequence, Sized
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch.nn import Module
 
 from tritonclip import rules
 from tritonclip.engine import execute
-from tritonclip.engine.arguments import check_marks, needs_clip
+from tritonclip.engine.arguments import LabelOf, check_marks, needs_clip
 from tritonclip.engine.checks import refuse_negative, refuse_other_model, refuse_repeated
 from tritonclip.engine.gradients import Gradients
 from tritonclip.modes import WHOLE
@@ -25,120 +26,182 @@ from tritonclip.rules import ClipByGlobalNorm, Rule
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
 
 
+class _Call(NamedTuple):
+    """What is constant about a call in a graph.
+
+    Attributes:
+        kind: the class of the rule.
+        numbers: the arguments of its constructor; none where they are an input of the graph.
+        rule: made of them, or None.
+        nonfinite: the policy.
+        grad_scale: the loss scale, unless it is an input.
+        exempt: for a rule by unit, whether it leaves out each of the weights.
+        label_of: names the i-th gradient in messages.
+    """
+
+    kind: type[Rule]
+    numbers: Sequence[float]
+    rule: Rule | None
+    nonfinite: str
+    grad_scale: float
+    exempt: Sequence[bool]
+    label_of: LabelOf
+
+
+def _write_call(
+    rule: Rule,
+    numbers: Sequence[float],
+    names: str,
+    nonfinite: str = "propagate",
+    grad_scale: float = 1.0,
+    exempt: Sequence[bool] = (),
+) -> str:
+    """The constants as one text: each argument of an operator takes time. In traceable code."""
+    own = " ".join([str(number) for number in numbers])
+    free = "".join(["1" if one else "0" for one in exempt])
+    return "\n".join([type(rule).__name__, own, nonfinite, str(grad_scale), free, names])
+
+
+@lru_cache(maxsize=64)
+def _read_call(text: str) -> _Call:
+    name, own, nonfinite, grad_scale, free, names = text.split("\n", 5)
+    kind: type[Rule] = getattr(rules, name)
+    numbers = [float(number) for number in own.split()]
+    rule = kind(*numbers) if numbers else None
+    exempt = [digit == "1" for digit in free]
+    return _Call(kind, numbers, rule, nonfinite, float(grad_scale), exempt, _label_of(names))
+
+
+def _label_of(names: str) -> LabelOf:
+    return names.split("\n").__getitem__ if names else "gradients[{}]".format
+
+
+def _rule_of(call: _Call, numbers: Tensor | None, weights: Sequence[Tensor] = ()) -> Rule:
+    """The rule, with numbers and weights that are inputs of the graph."""
+    if call.rule is not None and not weights:
+        return call.rule
+    own = call.numbers if numbers is None else numbers.tolist()
+    free = [weight for weight, one in zip(weights, call.exempt, strict=True) if one]
+    return call.kind(*own, **({"exclude": free} if weights else {}))
+
+
+def _clip(
+    grads: list[Tensor],
+    text: str,
+    weights: Sequence[Tensor] = (),
+    grad_scale: Tensor | None = None,
+    numbers: Tensor | None = None,
+) -> Tensor:
+    """Clips by a fixed rule; returns the norm, empty for a rule that clamps.
+
+    A rule by unit has the weights of all gradients.
+    """
+    call = _read_call(text)
+    rule = _rule_of(call, numbers, weights)
+    scale = call.grad_scale if grad_scale is None else as_grad_scale(grad_scale)
+    gradients = Gradients(grads, grads[0].device, call.label_of)
+    if weights:
+        gradients = gradients.with_parameters(weights)
+    if rule.per_gradient:
+        refuse_repeated(gradients, len(grads))
+    norm = execute.clip_(gradients, rule, call.nonfinite, scale)
+    return grads[0].new_empty(0) if norm is None else norm
+
+
+def _simulate_clip(grads: Sequence[Tensor], text: str, *_: object) -> Tensor:
+    kind = _read_call(text).kind
+    if kind.clamps:
+        return grads[0].new_empty(0)
+    shape = (len(grads),) if kind.per_gradient else ()
+    return grads[0].new_empty(shape, dtype=_result_dtype(grads))
+
+
+def _norm(
+    tensors: list[Tensor], norm_type: float, raises: bool = False, order: Tensor | None = None
+) -> Tensor:
+    """The norm of all tensors; an order that changes is in a tensor."""
+    if order is not None:
+        norm_type = as_norm_type(order.item())
+    gradients = Gradients(tensors, tensors[0].device, "tensors[{}]".format)
+    return execute.total_norm(gradients, norm_type, raises)
+
+
+def _simulate_norm(tensors: Sequence[Tensor], *_: object) -> Tensor:
+    return tensors[0].new_empty((), dtype=_result_dtype(tensors))
+
+
+def _scale(
+    grads: list[Tensor], text: str, total_norm: Tensor, numbers: Tensor | None = None
+) -> None:
+    """Scales by a norm that was measured before."""
+    refuse_negative("total_norm", total_norm)
+    call = _read_call(text)
+    gradients = Gradients(grads, grads[0].device, call.label_of)
+    execute.scale_(gradients, _rule_of(call, numbers), total_norm)
+
+
+def _simulate_scale(*_: object) -> None:
+    return None
+
+
 def _result_dtype(grads: Sequence[Tensor]) -> torch.dtype:
     wide = any(g.dtype in (torch.float64, torch.complex128) for g in grads)
     return torch.float64 if wide else torch.float32
 
 
-@torch.library.custom_op("tritonclip::clip_", mutates_args={"grads"})
-def clip_op(
-    grads: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    exempt: Sequence[bool],
-    kind: str,
-    numbers: Sequence[float],
-    changing: Tensor | None,
-    nonfinite: str,
-    grad_scale: float,
-    grad_scale_tensor: Tensor | None,
-    names: str,
-) -> Tensor:
-    """Clips by a fixed rule; returns the norm, empty for a rule that clamps.
+_LIBRARY = torch.library.Library("tritonclip", "FRAGMENT")
 
-    A rule by unit has the weights of all gradients, and says which of them are exempt.
+
+def _operator(
+    name: str, schema: str, run: Callable[..., Any], simulate: Callable[..., Any], *tags: torch.Tag
+) -> Any:
+    """Registers an operator.
+
+    `torch.library.custom_op` would wrap it in layers of Python that take longer than a small list.
+    Two of them are not needed: no operator has a derivative, and each counts versions where it
+    writes.
     """
-    options = {}
-    if weights:
-        options = {"exclude": [w for w, free in zip(weights, exempt, strict=True) if free]}
-    rule = getattr(rules, kind)(*_read(numbers, changing), **options)
-    scale = as_grad_scale(grad_scale if grad_scale_tensor is None else grad_scale_tensor)
-    gradients = _gradients(grads, names)
-    if weights:
-        gradients = gradients.with_parameters(list(weights))
-    if rule.per_gradient:
-        refuse_repeated(gradients, len(grads))
-    norm = execute.clip_(gradients, rule, nonfinite, scale)
-    return grads[0].new_empty(0, dtype=_result_dtype(grads)) if norm is None else norm.clone()
+    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    for key in ("Autograd", "ADInplaceOrView"):
+        _LIBRARY.impl(name, torch.library.fallthrough_kernel, key)
+    torch.library.register_fake(f"tritonclip::{name}", simulate, lib=_LIBRARY)
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.tritonclip, packet), overload or "default")
 
 
-@clip_op.register_fake
-def _(
-    grads: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    exempt: Sequence[bool],
-    kind: str,
-    numbers: Sequence[float],
-    changing: Tensor | None,
-    nonfinite: str,
-    grad_scale: float,
-    grad_scale_tensor: Tensor | None,
-    names: str,
-) -> Tensor:
-    rule: type[Rule] = getattr(rules, kind)
-    shape = (0,) if rule.clamps else (len(grads),) if rule.per_gradient else ()
-    return grads[0].new_empty(shape, dtype=_result_dtype(grads))
-
-
-@torch.library.custom_op("tritonclip::total_norm", mutates_args=())
-def norm_op(
-    tensors: Sequence[Tensor],
-    numbers: Sequence[float],
-    changing: Tensor | None,
-    error_if_nonfinite: bool,
-) -> Tensor:
-    """The norm of all tensors; the only number is its order."""
-    gradients = _gradients(tensors, "", "tensors")
-    norm_type = as_norm_type(*_read(numbers, changing))
-    return execute.total_norm(gradients, norm_type, error_if_nonfinite).clone()
-
-
-@norm_op.register_fake
-def _(
-    tensors: Sequence[Tensor],
-    numbers: Sequence[float],
-    changing: Tensor | None,
-    error_if_nonfinite: bool,
-) -> Tensor:
-    return tensors[0].new_empty((), dtype=_result_dtype(tensors))
-
-
-@torch.library.custom_op("tritonclip::scale_to_norm_", mutates_args={"grads"})
-def scale_op(
-    grads: Sequence[Tensor],
-    numbers: Sequence[float],
-    changing: Tensor | None,
-    total_norm: Tensor,
-    names: str,
-) -> None:
-    """Scales by a norm that was measured before."""
-    refuse_negative("total_norm", total_norm)
-    rule = rules.ClipByGlobalNorm(*_read(numbers, changing))
-    execute.scale_(_gradients(grads, names), rule, total_norm)
-
-
-@scale_op.register_fake
-def _(
-    grads: Sequence[Tensor],
-    numbers: Sequence[float],
-    changing: Tensor | None,
-    total_norm: Tensor,
-    names: str,
-) -> None:
-    return None
-
-
-def _read(numbers: Sequence[float], changing: Tensor | None) -> Sequence[float]:
-    """The numbers of a rule, which are all constants of the graph, or all in a tensor."""
-    if changing is None:
-        return numbers
-    read: list[float] = changing.tolist()
-    return read
-
-
-def _gradients(grads: Sequence[Tensor], names: str, noun: str = "gradients") -> Gradients:
-    """The gradient list inside an operator."""
-    label_of = names.split("\n").__getitem__ if names else f"{noun}[{{}}]".format
-    return Gradients(list(grads), grads[0].device, label_of)
+# A graph calls the overload with the fewest arguments. No CUDA graph captures those by which the
+# host reads a value.
+_READS = torch.Tag.cudagraph_unsafe
+_INPUTS = "(Tensor(a!)[] grads, str call, Tensor[] weights, Tensor? grad_scale"
+_clip_op = _operator("clip_", "(Tensor(a!)[] grads, str call) -> Tensor", _clip, _simulate_clip)
+_clip_inputs = _operator("clip_.inputs", f"{_INPUTS}) -> Tensor", _clip, _simulate_clip)
+_clip_reads = _operator(
+    "clip_.reads", f"{_INPUTS}, Tensor? numbers) -> Tensor", _clip, _simulate_clip, _READS
+)
+_norm_op = _operator(
+    "total_norm", "(Tensor[] tensors, float norm_type) -> Tensor", _norm, _simulate_norm
+)
+_norm_reads = _operator(
+    "total_norm.reads",
+    "(Tensor[] tensors, float norm_type, bool raises, Tensor? order) -> Tensor",
+    _norm,
+    _simulate_norm,
+    _READS,
+)
+_scale_op = _operator(
+    "scale_to_norm_",
+    "(Tensor(a!)[] grads, str call, Tensor total_norm) -> ()",
+    _scale,
+    _simulate_scale,
+)
+_scale_reads = _operator(
+    "scale_to_norm_.reads",
+    "(Tensor(a!)[] grads, str call, Tensor total_norm, Tensor? numbers) -> ()",
+    _scale,
+    _simulate_scale,
+    _READS,
+)
 
 
 def _items(parameters: object) -> list[tuple[str, Tensor]]:
@@ -199,6 +262,10 @@ def _as_inputs(numbers: Sequence[float | Tensor]) -> tuple[list[float], Tensor |
     return [], torch.stack([as_tensor(n).cpu() for n in numbers])
 
 
+def _is_on_host(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.device.type == "cpu"
+
+
 def as_tensor(number: float | Tensor) -> Tensor:
     """A number as a 0-d float64 tensor: one that changes becomes an input of the graph.
 
@@ -222,8 +289,9 @@ def clip_(
     items = _items(parameters)
     grads, names, owners = _collect(items)
     has_more = state is not None or process_group is not None or copies is not None
-    # Processes that have gradients of a DTensor wait for one that has none.
-    spread = any(hasattr(parameter, "_spec") for _, parameter in items)
+    # Processes that have gradients of a DTensor wait for one that has none. No guard looks for the
+    # attribute of plain parameters, whose class is guarded anyway.
+    spread = any(type(p) not in WHOLE and hasattr(p, "_spec") for _, p in items)
     if has_more or not rule.fixed or spread or _is_spread(grads):
         # Nothing was refused before: the call itself raises in all processes.
         return _break_graph(  # type: ignore[no-any-return]
@@ -246,16 +314,22 @@ def clip_(
     if not grads:
         shape = 0 if rule.per_gradient else ()
         return None if rule.clamps else torch.zeros(shape, dtype=torch.float32)
-    kind = type(rule).__name__
     numbers, changing = _as_inputs(rule.numbers)
     constant, factor = ([], scale) if isinstance(scale, Tensor) else _as_inputs([scale])
-    number = constant[0] if constant else 1.0
     weights, exempt = [], []
     if rule.per_unit:
-        weights, exempt = [owner.detach() for owner in owners], rule.exempt(owners)
-    norm: Tensor = clip_op(
-        grads, weights, exempt, kind, numbers, changing, nonfinite, number, factor, names
-    )
+        weights, exempt = owners, rule.exempt(owners)
+    number = constant[0] if constant else 1.0
+    call = _write_call(rule, numbers, names, nonfinite, number, exempt)
+    norm: Tensor
+    # As in eager mode, gradients that have a derivative keep it.
+    with torch.no_grad():
+        if nonfinite == "error" or changing is not None or _is_on_host(factor):
+            norm = _clip_reads(grads, call, weights, factor, changing)
+        elif weights or factor is not None:
+            norm = _clip_inputs(grads, call, weights, factor)
+        else:
+            norm = _clip_op(grads, call)
     return None if rule.clamps else norm
 
 
@@ -282,7 +356,11 @@ def total_norm(
     if not items:
         return torch.zeros((), dtype=torch.float32)
     order, changing = _as_inputs([norm_type])
-    norm: Tensor = norm_op([item.detach() for item in items], order, changing, error_if_nonfinite)
+    norm: Tensor
+    if error_if_nonfinite or changing is not None:
+        norm = _norm_reads(items, order[0] if order else 2.0, error_if_nonfinite, changing)
+    else:
+        norm = _norm_op(items, order[0])
     return norm
 
 
@@ -298,4 +376,9 @@ def scale_to_norm_(
         if isinstance(parameters, Module):
             check_marks(parameters)
         numbers, changing = _as_inputs(rule.numbers)
-        scale_op(grads, numbers, changing, norm, names)
+        call = _write_call(rule, numbers, names)
+        with torch.no_grad():
+            if changing is not None or _is_on_host(norm):
+                _scale_reads(grads, call, norm, changing)
+            else:
+                _scale_op(grads, call, norm)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tritonclip.backends.choose import unit_layout_of
 from tritonclip.backends.interface import UnitBatch
+from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.gradients import Gradients, parameters_of
 from tritonclip.engine.memory import OFFSETS, is_freed
 from tritonclip.engine.plan import Plan
@@ -39,7 +40,7 @@ class Units:
         self._gradients, self._plan = gradients, plan
         parameters = parameters_of(gradients) if gradients.tensors else []
         _refuse_sparse(gradients, plan)
-        self._weights = weights_of(parameters)
+        self._weights = list(map(weight_of, parameters))
         _refuse_weights(gradients, self._weights)
         # A rejected list may be so because its rule cannot be asked.
         exempt = rule.exempt(parameters) if parameters else []
@@ -66,10 +67,9 @@ class Units:
         return [batch.measure() for batch in self.batches]
 
 
-def weights_of(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The local tensors of parameters, detached."""
-    local = [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
-    return [weight.detach() for weight in local]
+def weight_of(parameter: Tensor) -> Tensor:
+    """A parameter, or the local tensor of a DTensor."""
+    return parameter if type(parameter) in PLAIN else getattr(parameter, "_local_tensor", parameter)
 
 
 def _refuse_sparse(gradients: Gradients, plan: Plan) -> None:
@@ -84,7 +84,7 @@ def _refuse_sparse(gradients: Gradients, plan: Plan) -> None:
 def _refuse_weights(gradients: Gradients, weights: Sequence[Tensor]) -> None:
     """Refuses weights that are no plain tensors, have another shape, or no memory."""
     for index, (grad, weight) in enumerate(zip(gradients.tensors, weights, strict=True)):
-        if hasattr(weight, "__tensor_flatten__"):
+        if type(weight) not in PLAIN and hasattr(weight, "__tensor_flatten__"):
             raise TypeError(
                 f"the parameter {gradients.label(index)} is a {type(weight).__name__}, a tensor "
                 "subclass that tritonclip cannot read; expected a plain tensor or a DTensor: set "

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tritonclip.engine.gradients import Gradients, parameters_of
 from tritonclip.engine.norms import Norms
-from tritonclip.engine.units import weights_of
+from tritonclip.engine.units import weight_of
 from tritonclip.rules import Rule
 
 # Norms are right to 1e-6 (float64: 1e-12); the coefficient adds three roundings, the store one.
@@ -102,8 +102,9 @@ class Expectation:
     def check_scale(self, rule: Rule, norm: Tensor) -> None:
         """Compares a finished `clip_grads_with_norm_` call."""
         given = norm.detach().abs()
-        limit = float(rule.limit(ReferenceNorms(given, [])))
-        multiplier = coefficient_of(float(given), limit, rule.eps)
+        limit = rule.limit(ReferenceNorms(given, []))
+        assert not isinstance(limit, list)
+        multiplier = coefficient_of(float(given), float(limit), rule.eps)
         mismatches: list[str] = []
         for index, before in enumerate(self._before):
             mismatches += self._compare(index, scaled(before, multiplier))
@@ -157,7 +158,7 @@ class Expectation:
         info = torch.finfo(dtype)
         norm_tolerance = self._norm_tolerance
         # Rounding to the gradient's dtype may also carry past its largest value, and loses values
-        # below its least.
+        # below its least. Among those, half a unit comes from the norm and half from rounding.
         expected_here = expected.to(dtype).to(expected.dtype)
         rounding = info.eps / 2
         tolerance = (
@@ -269,6 +270,11 @@ class ReferenceNorms(NamedTuple):
         """The norm of all gradients, or of each."""
         return self.norms
 
+    def numbers(self) -> float | list[float]:
+        """`norm` in numbers."""
+        numbers: float | list[float] = self.norms.tolist()
+        return numbers
+
     def sizes(self) -> Tensor:
         """The number of elements of each gradient."""
         return torch.tensor(self.n_elements, dtype=torch.float64, device="cpu")
@@ -298,7 +304,7 @@ class UnitReference:
             norms, weights = [norm], [norm_of(whole, 2.0)]
         else:
             norms = [norm_of(row, 2.0) / scale for row in before]
-            weights = [norm_of(row, 2.0) for row in weights_of([parameter])[0]]
+            weights = [norm_of(row, 2.0) for row in weight_of(parameter)]
         limits = [w if math.isnan(w) else ratio * max(w, self._eps) for w in weights]
         by = [coefficient_of(n, limit, 0.0) for n, limit in zip(norms, limits, strict=True)]
         within = all(n * (1 + 1e-5) < limit for n, limit in zip(norms, limits, strict=True))

@@ -38,6 +38,7 @@ def is_readable(tensors: Sequence[Tensor]) -> bool:
     if not transformed and forward_ad._current_level < 0:
         return True
     for device, dtype in {(x.device, x.dtype) for x in tensors}:
+        # For its warning, or its error.
         choose.backend_name(device, dtype)
     return False
 

@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
@@ -146,11 +146,12 @@ class Recorder:
         _open[self.path] = self
         # Also at the end of the program.
         self._close = weakref.finalize(self, self._rows.flush)
+        self._is_closed = False
 
     @property
     def is_closed(self) -> bool:
         """Whether the recording has ended."""
-        return not self._close.alive
+        return self._is_closed
 
     @property
     def writes(self) -> bool:
@@ -164,10 +165,29 @@ class Recorder:
         """The names of `norms`, fixed by the first step; None before."""
         return self._names
 
-    def prepare(self, names: Iterable[str]) -> None:
+    def prepare(self, names: tuple[str, ...]) -> None:
         """Checks that a step with norms of these names can be added; raises as `add_` does."""
         self._check_open()
-        self._check_names(tuple(names))
+        if names != self._names:
+            self._check_names(names)
+
+    def append_(self, row: list[Value]) -> None:
+        """Adds a step that was prepared.
+
+        Args:
+            row: checked values: norm, coefficient, limit, whether it was skipped, and the norms of
+                the names.
+
+        Raises:
+            RuntimeError, OSError: as for `add_`.
+        """
+        self._check_open()
+        # Known since the names are.
+        if self._write:
+            self._rows.add_(self.steps + 1, row)
+        self.steps += 1
+        if self.steps % self.every == 0:
+            self._rows.flush(wait=False)
 
     @torch.compiler.disable
     def add_(
@@ -217,12 +237,9 @@ class Recorder:
                 for name, value in named.items()
             ),
         ]
-        self._check_names(tuple(named))
-        if self.writes:
-            self._rows.add_(self.steps + 1, row)
-        self.steps += 1
-        if self.steps % self.every == 0:
-            self._rows.flush(wait=False)
+        if (names := tuple(named)) != self._names:
+            self._check_names(names)
+        self.append_(row)
 
     def flush(self) -> None:
         """Writes all rows; waits for the device.
@@ -239,6 +256,7 @@ class Recorder:
         if not self.is_closed:
             self.flush()
             self._close.detach()
+            self._is_closed = True
 
     def __enter__(self) -> Recorder:
         self._check_open()
@@ -273,8 +291,6 @@ class Recorder:
         self._rows.file.resumes = True
 
     def _check_names(self, names: tuple[str, ...]) -> None:
-        if names == self._names:
-            return
         if self._names is not None:
             changed = sorted(set(names) ^ set(self._names)) or ["another order"]
             raise ValueError(
@@ -292,7 +308,7 @@ class Recorder:
         self._names = names
 
     def _check_open(self) -> None:
-        if self.is_closed:
+        if self._is_closed:
             raise RuntimeError(
                 f"the recorder of {self.path} is closed; expected an open one: make a new one by "
                 "record(path, append=True), which appends to the file"
@@ -327,6 +343,9 @@ def _checked_value(
     name: str, value: object, *, least: float = -math.inf, of_truth: bool = False
 ) -> Value:
     """A number, a one-element tensor, or None, checked; the value of a tensor is not read."""
+    if type(value) is float and not of_truth and not value < least:
+        # As below, without asking whether a float is a number.
+        return value
     if isinstance(value, Tensor):
         if hasattr(value, "full_tensor"):
             raise TypeError(

@@ -14,6 +14,7 @@ from tritonclip.modes import outside_inference, without_grad
 Value = float | Tensor | None
 Row = list[float | None]
 
+_NUMBERS = frozenset({float, int, bool, type(None)})
 # Values of a block, 1 MiB in float64. A full block is sent before its rows are due.
 _BLOCK = 2**17
 
@@ -50,15 +51,19 @@ class RowBuffer:
         self._stream: Any = None
         self._copies: deque[_Copy] = deque()
 
-    @without_grad
     def add_(self, row: Sequence[Value]) -> None:
         """Adds a row: numbers, one-element tensors of any device, or None for unknown values."""
+        if _NUMBERS.issuperset(map(type, row)):
+            self._rows.append([*row])  # type: ignore[list-item]  # no tensor
+            self._columns.append(())
+            return
         tensors = {i: value for i, value in enumerate(row) if isinstance(value, Tensor)}
         if tensors:
             self._write_(list(tensors.values()))
         self._rows.append([None if i in tensors else value for i, value in enumerate(row)])  # type: ignore[misc]
         self._columns.append(tuple(tensors))
 
+    @without_grad
     def _write_(self, values: list[Tensor]) -> None:
         """Puts values into the block, on its device."""
         device = _device_of(values)

@@ -1,5 +1,6 @@
 """`ClipStats`: norms, coefficients and counts of a training run, kept on the device."""
 
+from ctypes import c_float
 from typing import Any, NamedTuple
 
 import torch
@@ -83,8 +84,9 @@ class ClipStats(NamesAttributes):
     @property
     def last_coefficient(self) -> Tensor:
         """See the class; 0-d, of the dtype of `last_norm`."""
+        last = as_tensor(self._coefficient, self.last_norm)
         # A copy: steps that are not yet counted need the original.
-        return as_tensor(self._coefficient, self.last_norm).clone()
+        return last.clone() if last is self._coefficient else last
 
     @property
     def last_limit(self) -> Tensor:
@@ -106,30 +108,33 @@ class ClipStats(NamesAttributes):
             >>> ClipStats(torch.device("cpu")).summary()["steps"]
             0
         """
-        counts = self._counts.read().double()
+        counts = self._counts.read()
         if counts.is_meta:
             raise RuntimeError(
                 "the statistics have no values, since the optimizer's parameters are on the device "
                 "meta; expected parameters with values: make the optimizer after model.to_empty(), "
                 "which replaces the parameters"
             )
-        floats = {
-            "norm": self.last_norm,
-            "coefficient": self.last_coefficient,
-            "limit": self.last_limit,
-        }
+        by_group: dict[str, Tensor] = {}
         for i, norm in self.group_norms.items():
-            floats[f"group{i}_norm"] = norm
-            floats[f"group{i}_coefficient"] = self.group_coefficients[i]
-        # One transfer for all.
-        row = torch.cat([counts, torch.stack([f.to(counts) for f in floats.values()])]).tolist()
+            by_group[f"group{i}_norm"] = norm
+            by_group[f"group{i}_coefficient"] = self.group_coefficients[i]
+        last = self.last_norm
+        if counts.device.type == "cpu":
+            own = (float(last), *(as_number(n, last) for n in (self._coefficient, self._limit)))
+            row = [*counts.tolist(), *own, *map(float, by_group.values())]
+        else:
+            floats = [last, self.last_coefficient, self.last_limit, *by_group.values()]
+            # One transfer for all.
+            counts = counts.double()
+            row = torch.cat([counts, torch.stack([f.to(counts) for f in floats])]).tolist()
         numbers = {name: int(n) for name, n in zip(COUNTS, row, strict=False)}
         n_measured = numbers.pop("measured_steps")
         share = numbers["clipped_steps"] / n_measured if n_measured else torch.nan
-        measured = dict(zip(floats, row[len(COUNTS) :], strict=True))
+        names = ("norm", "coefficient", "limit", *by_group)
+        measured = dict(zip(names, row[len(COUNTS) :], strict=True))
         return {**measured, **numbers, "clipped_share": share}
 
-    @torch.compiler.disable
     def record_(
         self, outcomes: Outcomes, overflow: Tensor | None = None, skip: Tensor | None = None
     ) -> None:
@@ -163,7 +168,6 @@ class ClipStats(NamesAttributes):
         measured = [outcome.coefficient for outcome in outcomes.values() if outcome is not None]
         self._counts.add(measured, overflow, skip)
 
-    @torch.compiler.disable
     def record_skip_(self) -> None:
         """Counts a skipped step."""
         self._counts.add_skipped()
@@ -216,4 +220,11 @@ def as_tensor(number: float | Tensor, like: Tensor) -> Tensor:
     """A number or a 0-d tensor as a 0-d tensor with the dtype and device of `like`."""
     if isinstance(number, Tensor):
         return number.to(like)
-    return torch.full((), number, dtype=like.dtype, device=like.device)
+    return torch.scalar_tensor(number, dtype=like.dtype, device=like.device)
+
+
+def as_number(number: float | Tensor, like: Tensor) -> float:
+    """As `as_tensor`, on the host."""
+    if isinstance(number, Tensor):
+        return float(number.to(like.dtype))
+    return number if like.dtype == torch.float64 else c_float(number).value

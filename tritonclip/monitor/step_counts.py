@@ -1,5 +1,6 @@
 """Counts of an optimizer's steps, on its device; a plain step costs no operator there."""
 
+from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -135,13 +136,15 @@ class StepCounts:
 
     def _sums(self, steps: Sequence[tuple[bool, bool | Tensor]]) -> Tensor:
         """The counts of these steps, int64[4]."""
-        coefficients = [clipped for _, clipped in steps if isinstance(clipped, Tensor)]
-        known = [
-            len(steps),
-            sum(measured for measured, _ in steps),
-            sum(clipped is True for _, clipped in steps),
-            0,
-        ]
+        known, coefficients = [len(steps), 0, 0, 0], []
+        for measured, clipped in steps:
+            known[1] += measured
+            if isinstance(clipped, Tensor):
+                coefficients.append(clipped)
+            else:
+                known[2] += clipped
+        if not coefficients and self.device.type == "cpu":
+            return torch.frombuffer(array("q", known), dtype=torch.int64)
         # An upload would wait for the device.
         sums = [torch.full((), n, dtype=torch.int64, device=self.device) for n in known]
         if coefficients:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tritonclip.backends import choose
+from tritonclip.backends.native import combine_numbers
 from tritonclip.distributed.execute import check as check_gradients
 from tritonclip.distributed.execute import exchange, is_awaited
 from tritonclip.distributed.gradients import ERRORS, collect, collect_all, error_of
@@ -25,6 +27,7 @@ from tritonclip.distributed.process_groups import Processes, domain_of, everyone
 from tritonclip.distributed.reduction import run_exchanges
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine import execute
+from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.checks import (
     raise_if_any_nonfinite,
     raise_if_nonfinite,
@@ -95,12 +98,9 @@ class ClipGroup:
         """Whether a rule holds for them that measures norms."""
         return not (self.unclipped or self.rule.clamps)
 
-    def norm(self) -> Tensor:
-        """The norm of all before clipping, 0-d."""
-        if self.norms is None:
-            return torch.zeros((), device=self.gradients.device)
-        norm = self.norms.norm()
-        return _norm_of(norm) if norm.dim() else norm
+    def norm(self) -> float | Tensor:
+        """The norm of all before clipping; 0-d where the host does not decide."""
+        return 0.0 if self.norms is None else _norm_of_all(self.norms)
 
     def clip_(self, grad_scale: float | Tensor, *, zero_nonfinite: bool) -> Clipped | None:
         """Clips by the rule, once; returns the outcome, None of a rule that clamps."""
@@ -252,13 +252,15 @@ class Partition:
         if common:
             clip_groups.insert(0, ClipGroup(self._collect(common, processes), self.rule))
         if covers_all:
-            unclipped += [
-                (index, i)
-                for index, group in enumerate(groups)
-                if own_rules.get(index, self.rule) is not None
-                for i, p in enumerate(group["params"])
-                if not getattr(p, "need_clip", True)
-            ]
+            n_clipped = sum([len(one.gradients.tensors) for one in clip_groups])
+            if n_clipped < sum([len(group["params"]) for group in groups]):
+                unclipped += [
+                    (index, i)
+                    for index, group in enumerate(groups)
+                    if own_rules.get(index, self.rule) is not None
+                    for i, p in enumerate(group["params"])
+                    if not getattr(p, "need_clip", True)
+                ]
             clip_groups += self._unclipped(unclipped, processes)
         return clip_groups
 
@@ -313,11 +315,11 @@ class Partition:
         self, members: Sequence[tuple[int, int]], processes: Processes | None
     ) -> list[ClipGroup]:
         """The gradients that no rule holds for, as one clip group, if a process may have any."""
-        groups = self.groups
-        parameters = [groups[n]["params"][i] for n, i in members]
-        if not parameters and (processes is None or processes.group is None):
+        if not members and (processes is None or processes.group is None):
             # Else other processes, which have other parameters, may have some of these.
             return []
+        groups = self.groups
+        parameters = [groups[n]["params"][i] for n, i in members]
         gradients = collect_all(
             parameters,
             lambda i: label_of_member(groups, *members[i]),
@@ -332,7 +334,8 @@ class Partition:
 
 def _with_meshes(processes: Processes | None, groups: Groups) -> Processes | None:
     """The processes of lists that are clipped in one step, which all take or none takes."""
-    meshes = meshes_of(p for group in groups for p in group["params"])
+    others = [p for group in groups for p in group["params"] if type(p) not in PLAIN]
+    meshes = meshes_of(others) if others else ()
     return (processes or Processes())._replace(meshes=meshes) if meshes else processes
 
 
@@ -408,24 +411,39 @@ def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor
             setattr(group, field, norms)
 
 
-def global_norm_of(groups: Sequence[ClipGroup], grad_scale: float | Tensor) -> Tensor:
-    """The 2-norm before clipping of all gradients that a rule holds for; 0-d."""
+def global_norm_of(
+    groups: Sequence[ClipGroup], grad_scale: float | Tensor
+) -> tuple[float | Tensor, torch.dtype]:
+    """The 2-norm before clipping of all gradients that a rule holds for, and its dtype.
+
+    Where the host does not decide, 0-d on the device of the first gradient.
+    """
     clipped = [one for one in groups if not one.unclipped and one.gradients.plan is not None]
-    norms_of = [_two_norm_of(group) for group in clipped]
-    missing = [one for one, norms in zip(clipped, norms_of, strict=True) if norms is None]
-    measure_requests([NormRequest(group, _TWO_NORM, "two_norm") for group in missing], grad_scale)
-    found = []
-    for group in clipped:
-        norms = _two_norm_of(group)
-        assert norms is not None
-        norm = norms.norm()
-        found.append(_norm_of(norm) if norms.per_gradient else norm)
-    if len(found) == 1:
-        return found[0]
-    device = _device_of(groups)
-    if not found:
-        return torch.zeros((), device=device)
-    return _norm_of(torch.stack([norm.to(device).double() for norm in found]))
+    missing = [one for one in clipped if _two_norm_of(one) is None]
+    if missing:
+        requests = [NormRequest(group, _TWO_NORM, "two_norm") for group in missing]
+        measure_requests(requests, grad_scale)
+    measured = [norms for one in clipped if (norms := _two_norm_of(one)) is not None]
+    if len(measured) == 1:
+        plan = measured[0].gradients.plan
+        assert plan is not None
+        return _norm_of_all(measured[0]), torch.float64 if measured[0].per_gradient else plan.dtype
+    found, device = list(map(_norm_of_all, measured)), _device_of(groups)
+    numbers = [norm for norm in found if isinstance(norm, float)]
+    if len(numbers) == len(found) and choose.host_decides(device):
+        return combine_numbers(numbers, 2.0) if numbers else 0.0, torch.float64
+    wide = [torch.as_tensor(norm, dtype=torch.float64, device=device) for norm in found]
+    return _norm_of(torch.stack(wide)) if wide else torch.zeros((), device=device), torch.float64
+
+
+def _norm_of_all(norms: Norms) -> float | Tensor:
+    """The norm of all gradients of a list; 0-d where the host does not decide."""
+    numbers = norms.numbers()
+    if isinstance(numbers, list):
+        return combine_numbers(numbers, 2.0) if numbers else 0.0
+    if numbers is not None:
+        return numbers
+    return _norm_of(norms.norm()) if norms.per_gradient else norms.norm()
 
 
 def _two_norm_of(group: ClipGroup) -> Norms | None:
@@ -434,16 +452,23 @@ def _two_norm_of(group: ClipGroup) -> Norms | None:
     return norms if norms is not None and norms.norm_type == 2.0 else group.two_norm
 
 
-def nonfinite_of(groups: Sequence[ClipGroup]) -> Tensor:
-    """Whether any gradient is NaN or inf, or any norm does not fit its dtype; 0-d bool."""
+def nonfinite_of(groups: Sequence[ClipGroup]) -> Tensor | bool:
+    """Whether any gradient is NaN or inf, or any norm does not fit its dtype.
+
+    Where the host does not decide, 0-d bool on the device of the first norm.
+    """
     flags = []
     for group in groups:
-        if group.norms is not None:
-            flags.append(~group.norms.is_finite())
-            if group.largest is not None:
-                flags.append(~torch.isfinite(group.largest.total()))
+        for norms in (group.norms, group.largest):
+            if norms is None:
+                continue
+            numbers = norms.numbers()
+            if numbers is None:
+                flags.append(~norms.is_finite())
+            elif not all(map(math.isfinite, numbers if isinstance(numbers, list) else (numbers,))):
+                return True
     if not flags:
-        return torch.zeros((), dtype=torch.bool, device=_device_of(groups))
+        return False
     device = flags[0].device
     return flags[0] if len(flags) == 1 else torch.stack([f.to(device) for f in flags]).any()
 

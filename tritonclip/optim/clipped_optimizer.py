@@ -96,7 +96,7 @@ class ClippedOptimizer(OptimizerProxy):
             for the device.
             "skip": parameters, optimizer state and step counts stay as they are. A wrapped
             optimizer that takes `found_inf` (Adam, AdamW, SGD and Adagrad with `fused=True`)
-            decides on the device. With any other, every step waits for the device.
+            decides on an accelerator. With any other, every step waits for the accelerator.
             "error" and "skip" check all gradients, including those that are not clipped. A step
             that a GradScaler skips because of an overflow raises no error and is not counted.
         skip_above: skips a step, as "skip" does, if the norm of its gradients is larger: a number,
@@ -356,7 +356,7 @@ class ClippedOptimizer(OptimizerProxy):
             return None, False
         stop = step.stop
         if step.outcomes is None:
-            if self._nonfinite == "error" and (stop is None or not bool(stop)):
+            if self._nonfinite == "error" and not stop:
                 step.raise_if_nonfinite()
             self._unfinished = step
             step.clip_()
@@ -376,15 +376,16 @@ class ClippedOptimizer(OptimizerProxy):
         if isinstance(self.found_inf, Tensor):
             raise RuntimeError(CLOSURE_UNDER_SCALER)
         if self._nonfinite in ("propagate", "zero") and self.skip_above is None:
-            return step_evaluating(self.optimizer, closure, self._measure, self._log), True
-        loss = evaluate(closure, self.optimizer, self._measure)
+            measure = self._measure_evaluation
+            return step_evaluating(self.optimizer, closure, measure, self._log), True
+        loss = evaluate(closure, self.optimizer, self._measure_evaluation)
         if loss is None or takes_found_inf(self.optimizer):
             # Nothing to hand on, or an optimizer that evaluates first and only once.
             _, taken = self._step()
             return loss, taken
         # Evaluated before the wrapped optimizer does it, while nothing has changed yet.
         return step_checking(
-            self.optimizer, closure, loss, self._measure, self._nonfinite, self._log
+            self.optimizer, closure, loss, self._measure_evaluation, self._nonfinite, self._log
         )
 
     def _step_under_scaler(
@@ -415,37 +416,43 @@ class ClippedOptimizer(OptimizerProxy):
             amp.begun = None
             amp.clear()
 
+    @torch.compiler.disable
+    @without_grad
     def _begin(self) -> Step | None:
         """Measures and judges a step; None of one that the host leaves out, which is counted."""
         amp = self._amp
         step, amp.measured = amp.measured, None
         grad_scale = amp.user_scale if amp.scale is ABSENT else amp.scale
         grad_scale = None if grad_scale is ABSENT else grad_scale
-        unfinished = self._unfinished
+        unfinished, skips = self._unfinished, False
         if unfinished is not None and unfinished.goes_on(self._partition.present()):
             unfinished.remember_in(self._log.states)
             step = unfinished
         else:
             if step is None or grad_scale is None:
                 step = self._measure(grad_scale)
-            if self._nonfinite == "skip":
-                step.skip = step.nonfinite()
-            states = self._log.states
-            if states.skip_above is not None:
-                step.outlier = states.judge(step.global_norm())
-                step.skip = either(step.skip, step.outlier.flag)
+            flags = [step.nonfinite()] if self._nonfinite == "skip" else []
+            if self._log.states.skip_above is not None:
+                step.outlier = step.judge()
+                flags.append(step.outlier.flag)
+            for flag in flags:
+                if isinstance(flag, Tensor):
+                    step.skip = either(step.skip, flag)
+                else:
+                    skips = skips or flag
             self._unfinished = None
             if misuse.remembered:
                 warn_if_clipped(step.written_to(), scaled=grad_scale is not None)
 
         found_inf = amp.found_inf
         step.overflow = found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else None
-        if step.overflow is None and step.skip is None:
-            step.stop = None
-            return step
+        # An overflow is the GradScaler's.
+        if skips and not step.overflow:
+            self._log.add_left_out(step)
+            return None
         step.stop = either(step.overflow, step.skip)
-        if not self._decides_on_device():
-            if bool(step.stop):
+        if step.stop is not None and not self._decides_on_device():
+            if step.stop:
                 self._log.add_left_out(step)
                 return None
             step.stop = step.overflow = step.skip = None
@@ -459,6 +466,10 @@ class ClippedOptimizer(OptimizerProxy):
 
     @torch.compiler.disable
     @without_grad
+    def _measure_evaluation(self, *, refusal: Exception | None = None) -> Step:
+        """Measures the gradients of an evaluation of a closure; see `_measure`."""
+        return self._measure(refusal=refusal)
+
     def _measure(
         self,
         grad_scale: Tensor | float | None = None,
@@ -508,6 +519,8 @@ class ClippedOptimizer(OptimizerProxy):
         overflows = isinstance(found_inf, Tensor) and bool(found_inf > 0)
         return self._nonfinite == "error" and not overflows
 
+    @torch.compiler.disable
+    @without_grad
     def _measure_scaled(self, scale: Tensor) -> Tensor:
         """Measures the step to come; says whether it overflows: float32, 0-d, 0 or 1.
 
@@ -517,8 +530,10 @@ class ClippedOptimizer(OptimizerProxy):
         user_scale = self._amp.user_scale
         grad_scale = scale * (1 if user_scale is ABSENT else user_scale)
         self._amp.measured = self._measure(grad_scale, check_finite=True)
-        found_inf: Tensor = self._amp.measured.nonfinite()
-        return found_inf.to(torch.float32)
+        nonfinite = self._amp.measured.nonfinite()
+        if isinstance(nonfinite, Tensor):
+            return nonfinite.to(torch.float32)
+        return torch.full((), nonfinite, dtype=torch.float32, device=scale.device)
 
     def _end_failed(self, error: BaseException) -> None:
         """Ends a step that raises: keeps it for the next one, if it may have written anything."""

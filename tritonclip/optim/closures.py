@@ -90,10 +90,7 @@ def step_checking(
         The result of its step, `first` of one that was left out; and whether it was taken.
     """
     step = measure()
-    if log.states.skip_above is not None:
-        step.outlier = log.states.judge(step.global_norm())
-    is_nonfinite = nonfinite == "skip" and bool(step.nonfinite())
-    if is_nonfinite or (step.outlier is not None and bool(step.outlier.flag)):
+    if _leaves_out(step, nonfinite, judges=log.states.skip_above is not None):
         log.add_skipped(step)
         return first, False
     if nonfinite == "error":
@@ -105,6 +102,16 @@ def step_checking(
         step.outcomes = outcomes
         log.add(step)
     return result, outcomes is not None
+
+
+@torch.compiler.disable
+@without_grad
+def _leaves_out(step: Step, nonfinite: str, *, judges: bool) -> bool:
+    """Whether a step is left out by the policy, or, where it `judges`, as an outlier."""
+    if judges:
+        step.outlier = step.judge()
+    is_nonfinite = nonfinite == "skip" and bool(step.nonfinite())
+    return is_nonfinite or (step.outlier is not None and bool(step.outlier.flag))
 
 
 def _step_on(
@@ -137,7 +144,7 @@ def _step_on(
             return losses.pop()
         loss = evaluate(closure, inner, measure)
         later = measure()
-        if nonfinite == "skip" and bool(later.nonfinite()):
+        if _leaves_out(later, nonfinite, judges=False):
             raise _NonfiniteEvaluationError
         if nonfinite == "error":
             later.raise_if_nonfinite(remedy)

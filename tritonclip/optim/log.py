@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.messages import warn_user
+from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim.param_groups import Groups
@@ -39,6 +40,8 @@ class StepLog:
         self.stats, self.states, self.watch = stats, states, watch
         self.recorder: Recorder | None = None
 
+    @torch.compiler.disable
+    @without_grad
     def add(self, step: Step) -> None:
         """Adds a step that was clipped; its flags may say on the device that it was left out."""
         assert step.outcomes is not None
@@ -63,6 +66,8 @@ class StepLog:
         step.commit(left_out=True)
         self._record(step, skipped=True)
 
+    @torch.compiler.disable
+    @without_grad
     def add_skipped(self, step: Step) -> None:
         """Adds a step that was left out, and remembers the norm of an outlier."""
         self.states.steps += 1
@@ -152,7 +157,6 @@ class SkipWatch:
         """Drops numbers of steps before a checkpoint was loaded."""
         self._arriving.clear()
 
-    @torch.compiler.disable
     def look(self, in_a_row: Tensor, *, waited: bool) -> None:
         """Raises or warns where too many steps were skipped in a row.
 

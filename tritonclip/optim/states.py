@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from ctypes import c_float
 from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
@@ -13,6 +14,7 @@ from torch import Tensor
 from tritonclip.optim.param_groups import Groups, key_of
 from tritonclip.rules import BoundRule, ClipState, Numbering, Outlier, Rule
 from tritonclip.rules.arguments import as_limit
+from tritonclip.rules.state import Values
 
 _OUTLIERS = "outliers"
 
@@ -20,11 +22,16 @@ _OUTLIERS = "outliers"
 class _Norm(NamedTuple):
     """A measured norm, as a state asks for it."""
 
-    value: Tensor
+    value: float | Tensor
 
     def norm(self) -> Tensor:
-        """The norm."""
+        """The norm on its device."""
+        assert isinstance(self.value, Tensor)
         return self.value
+
+    def numbers(self) -> float | None:
+        """The norm, where the host decides."""
+        return None if isinstance(self.value, Tensor) else self.value
 
     def sizes(self) -> Tensor:
         """Not asked for."""
@@ -73,6 +80,8 @@ class RuleStates:
         # By id: a parameter, and the row of its history in every state.
         self._rows: dict[int, tuple[ref[Tensor], int]] = {}
         self._n_rows = 0
+        # Whether the rows of all groups' parameters are all rows in order.
+        self._in_order = False
 
     @property
     def has_rules(self) -> bool:
@@ -141,16 +150,26 @@ class RuleStates:
                     row, self._n_rows = self._n_rows, self._n_rows + 1
                 numbered[id(parameter)] = ref(parameter), row
         self._rows = numbered
+        found = [numbered[id(p)][1] for group in groups for p in group["params"]]
+        self._in_order = found == list(range(self._n_rows))
 
     def _row_of(self, parameter: Tensor) -> int | None:
         """The row of a parameter that was met and is alive."""
         found = self._rows.get(id(parameter))
         return found[1] if found is not None and found[0]() is parameter else None
 
-    def rows(self, parameters: Iterable[Tensor]) -> tuple[Sequence[int], int]:
-        """The rows of parameters that were met, and the number of all rows."""
-        rows = self._rows
-        return [rows[id(parameter)][1] for parameter in parameters], self._n_rows
+    def rows(
+        self, parameters: Sequence[Tensor], *, grouped: bool = True
+    ) -> tuple[Sequence[int] | None, int]:
+        """The rows of parameters, None for all in order; and the number of all rows.
+
+        Args:
+            parameters: that were met.
+            grouped: they stand in the order of their groups.
+        """
+        if grouped and self._in_order and len(parameters) == self._n_rows:
+            return None, self._n_rows
+        return [self._rows[id(parameter)][1] for parameter in parameters], self._n_rows
 
     def bind(self, group_index: int | None, rule: Rule, numbering: Numbering) -> BoundRule:
         """The rule, bound to its state for the next step.
@@ -164,7 +183,7 @@ class RuleStates:
         state = self._states.get(owner)
         if state is None or not state.remembers(rule):
             state = self._states[owner] = ClipState()
-        return state.follow(rule, step=self.steps, numbering=numbering)
+        return BoundRule(rule.at(self.steps), state, numbering)
 
     def take_over(
         self, group_index: int | None, bound_rule: BoundRule, numbering: Numbering
@@ -179,25 +198,36 @@ class RuleStates:
         state = self._states.setdefault(key_of(group_index), ClipState())
         return bound_rule.onto(state, numbering) if state.remembers(bound_rule.rule) else bound_rule
 
-    @torch.compiler.disable
-    def judge(self, norm: Tensor) -> Judgement:
-        """Whether a norm is an outlier, by those before; 0-d bool, waits for nothing."""
+    def judge(self, norm: float | Tensor, dtype: torch.dtype = torch.float64) -> Judgement:
+        """Whether a norm is an outlier, by those before; waits for nothing.
+
+        Args:
+            norm: a number where the host decides; else 0-d.
+            dtype: of a number, before it was one.
+        """
         above = self.skip_above
         assert above is not None
         if not isinstance(above, Outlier):
+            if isinstance(norm, float) and dtype == torch.float32:
+                # As a tensor of this dtype is compared with a number.
+                above = c_float(above).value
             return Judgement(norm, norm > above, None, None)
         state = self._states.setdefault(_OUTLIERS, ClipState())
         if not state.remembers(above):
             state = self._states[_OUTLIERS] = ClipState()
         limit, values = state.advance(above, _Norm(norm))
-        return Judgement(norm, norm > limit.to(norm.device), state, values)
+        assert not isinstance(limit, list)
+        if isinstance(norm, Tensor) and isinstance(limit, Tensor):
+            limit = limit.to(norm.device)
+        return Judgement(norm, norm > limit, state, values)
 
     def state_dict(self, groups: Groups) -> dict[str, Any]:
         """Copies of all states, for groups and parameters in the order in which they stand now."""
         rows: Sequence[int] = ()
         if self.has_rules:
             self.meet(groups)
-            rows, _ = self.rows(p for group in groups for p in group["params"])
+            found, n = self.rows([p for group in groups for p in group["params"]])
+            rows = range(n) if found is None else found
         return {owner: state.state_dict(rows) for owner, state in self._states.items()}
 
     def copy(self, groups: Groups) -> RuleStates:
@@ -249,19 +279,18 @@ class Judgement(NamedTuple):
     """Whether a step is an outlier, and the state of the test after it.
 
     Attributes:
-        norm: of the step.
-        flag: 0-d bool, on the device.
+        norm: of the step: a number where the host decides; else 0-d.
+        flag: likewise; 0-d bool.
         state: of the test; None where it has none.
         values: of the state after this step.
     """
 
-    norm: Tensor
-    flag: Tensor
+    norm: float | Tensor
+    flag: bool | Tensor
     state: ClipState | None
-    values: Tensor | None
+    values: Values | None
 
-    @torch.compiler.disable
-    def commit(self, overflow: Tensor | None) -> None:
+    def commit(self, overflow: Tensor | bool | None) -> None:
         """Remembers the norm, of a step that was skipped too, but not of one that overflowed."""
         if self.state is not None:
             self.state.commit(self.values, overflow)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
+from tritonclip.backends import choose
 from tritonclip.distributed.gradients import error_of
 from tritonclip.distributed.process_groups import Processes
 from tritonclip.engine.norms import measure
@@ -40,7 +41,7 @@ from tritonclip.optim.clip_groups import (
 )
 from tritonclip.optim.param_groups import Groups, key_of, label_of_member
 from tritonclip.optim.states import Judgement, RuleStates
-from tritonclip.rules import ClipByNorm, Numbering
+from tritonclip.rules import ClipByNorm, Numbering, Rule
 from tritonclip.rules.rule import Adaptive
 
 # Measures each gradient, and limits none.
@@ -76,7 +77,9 @@ class StepRecord:
         self.clip_groups: list[ClipGroup] = []
         self._recorder, self._grad_scale = recorder, grad_scale
         self._named: NamedNorms | None = None
-        self._norms: dict[str, Tensor | None] = {}
+        # The norm of all, and those by name, in this order.
+        self._norms: list[float | Tensor | None] = []
+        self._order: tuple[str, ...] = ()
         if not recorder.each:
             return
         parameters: Any = flat
@@ -97,30 +100,41 @@ class StepRecord:
         if recorded.is_spread:
             self.clip_groups.append(recorded)
 
-    def check(self, indices: Iterable[int | None]) -> None:
-        """Refuses a recorder that cannot take the step, whose rules belong to these groups."""
-        names = [] if self._named is None else self._named.names
-        own = [key_of(index) for index in indices if index is not None]
-        self._recorder.prepare(self._in_order([*own, *names]))
+    def check(self, clip_groups: Sequence[ClipGroup]) -> None:
+        """Refuses a recorder that cannot take the step, of these clip groups."""
+        names = []
+        for group in clip_groups:
+            if group.index is not None and group.has_norm:
+                names.append(key_of(group.index))
+        if self._named is not None:
+            names += self._named.names
+        known = self._recorder.names or ()
+        # Those of the recorder first: of parameters frozen since nothing is known.
+        self._order = tuple(dict.fromkeys([*known, *names])) if names else known
+        self._recorder.prepare(self._order)
 
     def measure(self, clip_groups: Sequence[ClipGroup], grad_scale: float | Tensor) -> None:
         """Takes the norms of a step that is measured, and not written yet."""
-        norms = {one.index: one.norm() for one in clip_groups if one.has_norm}
-        # By value, and where every group has a rule, no rule of the wrapper measures a norm.
-        has_shared = None in norms
-        self._norm = norms.pop(None) if has_shared else global_norm_of(clip_groups, grad_scale)
-        own: dict[str, Tensor | None] = {key_of(index): norm for index, norm in norms.items()}
-        if self._named is not None:
-            measured = self.clip_groups[0].norms if self.clip_groups else None
-            if measured is None:
-                own |= self._named.measure(2.0, self._grad_scale)
+        norm: float | Tensor | None = None
+        own: dict[str, float | Tensor] = {}
+        for group in clip_groups:
+            if not group.has_norm:
+                continue
+            if group.index is None:
+                norm = group.norm()
             else:
-                own |= self._named.by_name(measured.total(), 2.0)
-        self._norms = {name: own.get(name) for name in self._in_order(own)}
-
-    def _in_order(self, names: Iterable[str]) -> list[str]:
-        """Names, those of the recorder first: of parameters frozen since nothing is known."""
-        return list(dict.fromkeys([*(self._recorder.names or ()), *names]))
+                own[key_of(group.index)] = group.norm()
+        if norm is None:
+            # By value, and where every group has a rule, no rule of the wrapper measures a norm.
+            norm, _ = global_norm_of(clip_groups, grad_scale)
+        if (named := self._named) is not None:
+            measured = self.clip_groups[0].norms if self.clip_groups else None
+            each = named.measure(2.0, self._grad_scale) if measured is None else measured.total()
+            if choose.host_decides(each.device):
+                own |= named.numbers_by_name(each.tolist(), 2.0)
+            else:
+                own |= named.by_name(each, 2.0)
+        self._norms = [norm, *map(own.get, self._order)]
 
     def add_to(
         self, recorder: Recorder, outcomes: Outcomes | None, skipped: Tensor | bool | None
@@ -133,13 +147,13 @@ class StepRecord:
             skipped: whether the step was left out; None for no.
         """
         own = None if outcomes is None else outcomes.get(None)
+        coefficient, limit = (None, None) if own is None else (own.coefficient, own.limit)
+        norm, *norms = self._norms
+        if recorder is not self._recorder:
+            recorder.prepare(self._order)
         try:
-            recorder.add_(
-                self._norm,
-                coefficient=None if own is None else own.coefficient,
-                limit=None if own is None else own.limit,
-                skipped=False if skipped is None else skipped,
-                norms=self._norms,
+            recorder.append_(
+                [norm, coefficient, limit, False if skipped is None else skipped, *norms]
             )
         except OSError as error:
             # The step is taken: training goes on.
@@ -233,16 +247,17 @@ class Step:
         """
         groups, record, check_finite = self._clip_groups, self.record, self._check_finite
         by_value = check_finite or self._zero
-        if len(groups) == 1 and record is None and refusal is None:
-            gradients, rule = groups[0].gradients, groups[0].rule
-            is_plain = gradients.plan is not None and gradients.plan.ordinary
-            hidden = check_finite and hides_nonfinite(rule)
-            if is_plain and not rule.per_unit and rule.fixed and not hidden:
-                # The usual step: nothing can refuse it, and no other norm is needed yet.
-                if by_value or not rule.clamps:
-                    scale = 1.0 if rule.clamps else self._grad_scale
-                    groups[0].norms = measure(gradients, rule.norm_type, rule.per_gradient, scale)
-                return
+        if len(groups) == 1 and refusal is None and self._is_usual(groups[0]):
+            (group,) = groups
+            rule = self._bound(group)
+            if record is not None:
+                record.check(groups)
+            if by_value or not rule.clamps:
+                scale = 1.0 if rule.clamps else self._grad_scale
+                group.norms = measure(group.gradients, rule.norm_type, rule.per_gradient, scale)
+            if record is not None:
+                record.measure(groups, self._grad_scale)
+            return
         recorded = [] if record is None else record.clip_groups
         refusal = refused(partial(self._check, refusal), [*groups, *recorded])
         # A recorder gets the norm of the wrapper's rule, else that of all clipped gradients.
@@ -267,6 +282,16 @@ class Step:
         if record is not None:
             record.measure(groups, self._grad_scale)
 
+    def _is_usual(self, group: ClipGroup) -> bool:
+        """Whether nothing refuses the only clip group, and no other norm of it is needed yet."""
+        plan, rule = group.gradients.plan, group.rule
+        return (
+            plan is not None
+            and plan.ordinary
+            and not rule.per_unit
+            and not (self._check_finite and hides_nonfinite(rule))
+        )
+
     def _check(self, refusal: Exception | None) -> None:
         """Refuses a step that cannot be clipped or recorded; binds changing rules to states."""
         groups = self._clip_groups
@@ -274,15 +299,20 @@ class Step:
             raise refusal
         refuse(groups, self._param_groups)
         for group in groups:
-            if not group.rule.fixed:
-                self.follows = True
-                each = group.rule.per_gradient and isinstance(group.rule, Adaptive)
-                self._states.meet(self._param_groups, each=each)
-                rows = self._rows_of(group)
-                group.bound_rule = self._states.bind(group.index, group.rule, rows)
-                group.rule = group.bound_rule
+            self._bound(group)
         if self.record is not None:
-            self.record.check([group.index for group in groups if group.has_norm])
+            self.record.check(groups)
+
+    def _bound(self, group: ClipGroup) -> Rule:
+        """The rule of a clip group; one whose limit changes is bound to its state."""
+        if not group.rule.fixed:
+            self.follows = True
+            each = group.rule.per_gradient and isinstance(group.rule, Adaptive)
+            self._states.meet(self._param_groups, each=each)
+            rows = self._rows_of(group)
+            group.bound_rule = self._states.bind(group.index, group.rule, rows)
+            group.rule = group.bound_rule
+        return group.rule
 
     def _rows_of(self, group: ClipGroup) -> Numbering:
         """Looks up the rows of a clip group's parameters in the present states."""
@@ -290,26 +320,20 @@ class Step:
         states, flat, own = self._states, group.flat, group.gradients.sources
         if own is None:
             assert flat is not None
-            return lambda: states.rows(flat.parameters)
+            return lambda: states.rows(flat.parameters, grouped=False)
         return lambda: states.rows(own)
 
-    @torch.compiler.disable
-    @without_grad
-    def nonfinite(self) -> Tensor:
-        """Whether any gradient is NaN or inf, or any norm does not fit its dtype; 0-d bool.
+    def nonfinite(self) -> Tensor | bool:
+        """Whether any gradient is NaN or inf, or any norm does not fit its dtype.
 
-        It is on the device of the first gradient and does not wait for it.
+        Where the host does not decide, 0-d bool on the device of the first gradient, for which
+        nothing waits.
         """
         return nonfinite_of(self._clip_groups)
 
-    @torch.compiler.disable
-    @without_grad
-    def global_norm(self) -> Tensor:
-        """The 2-norm before clipping of all gradients that a rule holds for; 0-d.
-
-        It is on the device of the first gradient and does not wait for it.
-        """
-        return global_norm_of(self._clip_groups, self._grad_scale)
+    def judge(self) -> Judgement:
+        """Whether the step is an outlier; waits for nothing."""
+        return self._states.judge(*global_norm_of(self._clip_groups, self._grad_scale))
 
     @torch.compiler.disable
     @without_grad
@@ -337,8 +361,6 @@ class Step:
         self.outcomes = outcomes
         return outcomes
 
-    @torch.compiler.disable
-    @without_grad
     def commit(self, left_out: Tensor | bool | None) -> None:
         """Makes the rules whose limit changes remember this step; see `BoundRule.commit`."""
         for group in self._clip_groups:
@@ -407,7 +429,8 @@ class Step:
                     group.bound_rule = states.take_over(group.index, group.bound_rule, rows)
         if self.outlier is not None and states.skip_above is not None:
             # The step goes on as it was judged.
-            self.outlier = states.judge(self.outlier.norm)._replace(flag=self.outlier.flag)
+            again = states.judge(self.outlier.norm)
+            self.outlier = again._replace(flag=self.outlier.flag)
 
 
 def version_of(tensor: Tensor) -> int:

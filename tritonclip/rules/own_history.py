@@ -1,6 +1,9 @@
 """A limit of each gradient from its own earlier norms."""
 
+from __future__ import annotations
+
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from tritonclip.rules import moments
 from tritonclip.rules.arguments import (
     Schedule,
     as_count,
@@ -18,6 +22,10 @@ from tritonclip.rules.arguments import (
 )
 from tritonclip.rules.rule import AdaptiveRule, counts
 from tritonclip.signatures import explains_misfits
+
+# Gradients up to which, without the extension, Python takes no longer than operators: it took 0.5
+# to 0.8 us for each, they 115 us for 150. (torch 2.13, EPYC, one thread.)
+_FEW = 150
 
 
 @explains_misfits
@@ -95,3 +103,19 @@ class ClipByOwnHistory(AdaptiveRule):
         moving = torch.where(warm, moving, torch.minimum(average, clipped))
         after = torch.stack([moving, n + 1], dim=-1)
         return limit, torch.where((counts(norm) & counts(clipped))[..., None], after, state)
+
+    def advance_on_host(
+        self, state: array[float], norm: float | list[float]
+    ) -> tuple[float | list[float], array[float]]:
+        """As `advance`."""
+        assert isinstance(norm, list)
+        assert isinstance(self.max_norm, float)
+        if len(norm) > _FEW and not moments.has_extension:
+            return AdaptiveRule.advance_on_host(self, state, norm)
+        total = sum(norm)
+        if not math.isnan(total):
+            # Which hypot may lose.
+            total = math.hypot(*norm)
+        share = self.max_norm / total if total else math.nan
+        numbers = self.ratio, self.decay, self.warmup, self.max_norm
+        return moments.averages_after(state, norm, share, *numbers)

@@ -4,6 +4,9 @@ The engine asks a rule for its numbers, and never for its class. A new rule is a
 this one and one line in `__init__`.
 """
 
+from __future__ import annotations
+
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar, Protocol
@@ -23,6 +26,9 @@ class Measured(Protocol):
         0-d; 1-d, one norm a gradient, for a rule that is `per_gradient`. Gradients that only other
         processes have are among them.
         """
+
+    def numbers(self) -> float | list[float] | None:
+        """`norm` in numbers, where the host decides; None where it would wait for the device."""
 
     def sizes(self) -> Tensor:
         """The number of elements of each gradient; float64, 1-d."""
@@ -66,14 +72,15 @@ class Rule:
     clamps: ClassVar[bool] = False
     bounds: Mapping[torch.dtype, tuple[float, float]]
 
-    def limit(self, measured: Measured) -> float | Tensor:
+    def limit(self, measured: Measured) -> float | list[float] | Tensor:
         """The largest norm after clipping.
 
         Args:
             measured: the norm before clipping; all norms for a rule that is `per_gradient`.
 
         Returns:
-            A number, or a tensor on any device: 0-d, or 1-d with a limit for each norm.
+            A number, or a list with one for each norm; or a tensor on any device: 0-d, or 1-d with
+            a limit for each norm.
         """
         raise NotImplementedError
 
@@ -87,9 +94,12 @@ class Rule:
         """Whether every call has the same limit, so that the rule needs no state."""
         return not any(callable(getattr(self, name)) for name in self.schedules)
 
-    def at(self, step: int) -> "Rule":
+    def at(self, step: int) -> Rule:
         """The rule of a step: functions of the step are replaced by their values."""
-        if self.fixed:
+        for name in self.schedules:
+            if callable(getattr(self, name)):
+                break
+        else:
             return self
         fields = {name: getattr(self, name) for name in self.__match_args__}
         for name in self.schedules:
@@ -126,7 +136,8 @@ class Adaptive:
 
     Its state is one tensor, float64 where the device has it, so that it moves, is saved and changes
     in one piece. `advance` is a pure function of tensors: it never waits for the device, and a step
-    that is skipped leaves no trace.
+    that is skipped leaves no trace. Where the host decides, `advance_on_host` takes its place, a
+    pure function of numbers: operators on so few numbers take longer than their work.
     """
 
     __slots__ = ()
@@ -148,6 +159,24 @@ class Adaptive:
             The limit, shaped as `norm`, inf where there is none; the new state, shaped as `state`.
         """
         raise NotImplementedError
+
+    def on_host(self, state: array[float]) -> array[float]:
+        """The state that `advance_on_host` takes: these numbers, and then any derived from them."""
+        return state
+
+    def advance_on_host(
+        self, state: array[float], norm: float | list[float]
+    ) -> tuple[float | list[float], array[float]]:
+        """As `advance`, in numbers of float64 on the host; by `advance` unless a rule has its own.
+
+        Args:
+            state: row after row of numbers, then those that `on_host` adds; it must not change.
+            norm: before clipping; a list for a rule that is per gradient.
+        """
+        norms = torch.tensor(norm, dtype=torch.float64, device="cpu")
+        values = torch.frombuffer(state, dtype=torch.float64).view(*norms.shape, -1)
+        limit, after = self.advance(values, norms)
+        return limit.tolist(), array("d", after.flatten().tolist())
 
 
 class AdaptiveRule(Adaptive, Rule):

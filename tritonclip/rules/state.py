@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import ref
 
 import torch
@@ -11,6 +13,9 @@ from torch import Tensor
 
 from tritonclip.modes import outside_inference
 from tritonclip.rules.rule import Adaptive, Measured, Rule, kind_of
+
+# The state of a rule: a tensor on its device; where the host decides, its numbers.
+Values: TypeAlias = "Tensor | array[float]"
 
 
 class ClipState:
@@ -26,8 +31,8 @@ class ClipState:
     the first one, while that is alive; for a rule that remembers the norm of each gradient, by all
     parameters in their order. A copied or loaded state accepts any list of that length.
 
-    Norms are remembered in a tensor on the gradients' device; no call waits for it. In a captured
-    CUDA graph each replay updates the norms, but the step stays that of the capture.
+    Norms are remembered where they are measured, on the gradients' device; no call waits for it. In
+    a captured CUDA graph each replay updates the norms, but the step stays that of the capture.
 
     Example:
         >>> from tritonclip import ClipByQuantile, clip_
@@ -41,8 +46,15 @@ class ClipState:
         tensor([0., 1.])
     """
 
+    # Pickles of earlier versions have none of these.
+    _numbers: array[float] | None = None
+    _shape: tuple[int, ...] = ()
+    _known_rule: Any = None
+
     def __init__(self) -> None:
         self._steps, self._kind = 0, ""
+        # On a device the values are a tensor. Where the host decides, numbers take its place, and
+        # begin with the values, of this shape. No step changes numbers: copies may share them.
         self._values: Tensor | None = None
         # Of the list, for a rule with one row of values.
         self._n_parameters: int | None = None
@@ -58,16 +70,8 @@ class ClipState:
         """The number of calls so far."""
         return self._steps
 
-    def follow(
-        self, rule: Rule, *, step: int | None = None, numbering: Numbering | None = None
-    ) -> BoundRule:
+    def follow(self, rule: Rule) -> BoundRule:
         """The rule of the next call.
-
-        Args:
-            rule: any rule.
-            step: the number of earlier calls, where another object counts them.
-            numbering: the rows of the list's parameters and the number of all rows, which may have
-                grown; None where each parameter has its own row, in order.
 
         Raises:
             ValueError: the state remembers norms for a rule of another kind.
@@ -77,7 +81,7 @@ class ClipState:
                 f"this state remembers norms for {self._kind}, got the rule {kind_of(rule)}; "
                 "expected the rule of its first call: make a new ClipState() for another rule"
             )
-        return BoundRule(rule.at(self._steps if step is None else step), self, numbering)
+        return BoundRule(rule.at(self._steps), self)
 
     def state_dict(self, rows: Sequence[int] | None = None) -> dict[str, Any]:
         """A copy of the state: `kind`, `steps`, `parameters`, and `values`, a tensor or None.
@@ -86,11 +90,26 @@ class ClipState:
             rows: the rows to copy, in order, of a rule that remembers the norm of each gradient;
                 None for all.
         """
-        values = self._values
+        values = self._as_tensor()
         if values is not None and rows is not None and values.dim() == 2:
             values = self._at(values, rows)
         known = {"kind": self._kind, "steps": self._steps, "parameters": self._n_parameters}
         return {**known, "values": None if values is None else values.clone()}
+
+    @outside_inference
+    def _as_tensor(self) -> Tensor | None:
+        """The values; where the host decides, a copy."""
+        if self._numbers is None:
+            return self._values
+        values = self._numbers[: math.prod(self._shape)]
+        return torch.frombuffer(values, dtype=torch.float64).view(self._shape)
+
+    @property
+    def _form(self) -> tuple[int, ...]:
+        """The shape of the values; () for none."""
+        if self._numbers is not None:
+            return self._shape
+        return () if self._values is None else tuple(self._values.shape)
 
     def _at(self, values: Tensor, rows: Sequence[int]) -> Tensor | None:
         """The values of these rows; new rows have those of the start. None without a start."""
@@ -123,6 +142,7 @@ class ClipState:
         # Never an inference tensor, which no later call could write to.
         copied = outside_inference(torch.clone)
         self._values = None if values is None else copied(values.detach())
+        self._numbers = self._known_rule = None
         self._kind, self._steps, self._index = state["kind"], state["steps"], None
         self._n_parameters, self._list, self._ids = state["parameters"], [], ()
 
@@ -131,33 +151,49 @@ class ClipState:
 
         Rules of a kind have the same class and the same window.
         """
+        if rule is self._known_rule:
+            return True
         kind = kind_of(rule)
         if not kind or not self._kind:
             return True
-        return kind == self._kind and (
-            self._values is None or self._values.shape[-1] == len(rule.start())
-        )
+        form = self._form
+        if kind != self._kind or (form and form[-1] != len(rule.start())):
+            return False
+        self._known_rule = rule
+        return True
 
     def advance(
         self, rule: Any, measured: Measured, numbering: Numbering | None = None
+    ) -> tuple[float | list[float] | Tensor, Values]:
+        """The limit for the measured norms, and the values after them, for `commit`."""
+        rows, n, grows = None, None, numbering is not None
+        if getattr(rule, "per_gradient", False):
+            rows, n = _rows_of(measured, numbering)
+        elif not grows:
+            self._n_parameters = measured.positions()[1]
+        norm = measured.numbers()
+        if norm is not None:
+            numbers = self._numbers
+            if numbers is None or (n is not None and n != self._shape[0]):
+                numbers = self._numbers_for(rule, n, grows=grows)
+            if rows is None:
+                result: tuple[Any, Values] = rule.advance_on_host(numbers, norm)
+                return result
+            width = self._shape[1]
+            limit, after = rule.advance_on_host(_picked(numbers, rows, width), norm)
+            return limit, _placed(after, numbers, rows, width)
+        return self._advance_on_device(rule, measured.norm(), rows, n, grows=grows)
+
+    def _advance_on_device(
+        self, rule: Any, norm: Tensor, rows: Sequence[int] | None, n: int | None, *, grows: bool
     ) -> tuple[Tensor, Tensor]:
-        """The limit for the measured norms, and the values after them."""
-        norm = measured.norm()
+        """As `advance`, in tensors."""
         # Some devices have no float64.
         norm = norm.to(torch.float32 if norm.device.type == "mps" else torch.float64)
-        if not getattr(rule, "per_gradient", False):
-            if numbering is None:
-                self._n_parameters = measured.positions()[1]
-            limit, values = rule.advance(self._values_for(rule, norm, None), norm)
-            return limit, values
-        positions, n = measured.positions()
-        if numbering is not None:
-            rows, n_rows = numbering()
-            positions, n = [rows[i] for i in (range(n) if positions is None else positions)], n_rows
-        values = self._values_for(rule, norm, n, may_grow=numbering is not None)
-        index = None if positions is None else self._index_of(positions, norm.device)
-        limit, rows = rule.advance(values if index is None else values[index], norm)
-        return limit, rows if index is None else values.index_copy(0, index, rows)
+        values = self._values_for(rule, norm, n, grows=grows)
+        index = None if rows is None else self._index_of(rows, norm.device)
+        limit, after = rule.advance(values if index is None else values[index], norm)
+        return limit, after if index is None else values.index_copy(0, index, after)
 
     def check_list(self, parameters: Sequence[Tensor], n: int | None) -> None:
         """Checks that a list is the one that the state knows.
@@ -175,8 +211,8 @@ class ClipState:
                 known = weak()
                 if known is not None and known is not parameter:
                     raise _other_parameter(position, known, parameter)
-        values = self._values
-        n_known = self._n_parameters if values is None or values.dim() == 1 else len(values)
+        form = self._form
+        n_known = form[0] if len(form) == 2 else self._n_parameters
         if n is not None and n_known not in (None, n):
             raise _other_list(n_known, n)
 
@@ -188,42 +224,75 @@ class ClipState:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to copies of the parameters.
-        return {**self.__dict__, "_list": [], "_ids": ()}
+        return {**self.__dict__, "_list": [], "_ids": (), "_known_rule": None}
 
-    def _values_for(
-        self, rule: Any, norm: Tensor, n: int | None, *, may_grow: bool = False
-    ) -> Tensor:
+    def _values_for(self, rule: Any, norm: Tensor, n: int | None, *, grows: bool) -> Tensor:
         """The values: one row, or one for each of n parameters; made at the first call."""
-        values = self._values
+        values = self._as_tensor()
         if values is not None and (values.device, values.dtype) != (norm.device, norm.dtype):
-            values = self._values = outside_inference(values.to)(norm.device, norm.dtype)
-        if n is not None:
+            values = outside_inference(values.to)(norm.device, norm.dtype)
+        self._values, self._numbers = values, None
+        n_new = self._count_new(rule, n, grows=grows)
+        if values is None or n_new:
+            values = self._values = _grown(values, rule, norm, None if n is None else n_new)
+        return values
+
+    def _numbers_for(self, rule: Any, n: int | None, *, grows: bool) -> array[float]:
+        """As `_values_for`, where the host decides."""
+        numbers, values = self._numbers, self._values
+        if numbers is None and values is not None:
+            numbers = rule.on_host(array("d", values.flatten().tolist()))
+            self._shape, self._numbers = tuple(values.shape), numbers
+            self._values = None
+        n_new = self._count_new(rule, n, grows=grows)
+        if numbers is None or n_new:
+            row = array("d", rule.start())
+            if n is None:
+                numbers, self._shape = rule.on_host(row), (len(row),)
+            else:
+                numbers, self._shape = (numbers or array("d")) + row * n_new, (n, len(row))
+            self._numbers = numbers
+        return numbers
+
+    def _count_new(self, rule: Any, n: int | None, *, grows: bool) -> int:
+        """The parameters, of n, that have no row yet; keeps the kind of the rule.
+
+        Raises:
+            ValueError: another number of parameters than that of the rows, unless it may grow.
+        """
+        form = self._form
+        if n is None:
+            n_new = 0
+        else:
             self.begin_as(rule)
-        n_known = 0 if values is None or n is None else len(values)
-        if values is not None and (n is None or n == n_known):
-            return values
-        if values is not None and not (may_grow and n is not None and n > n_known):
-            raise _other_list(n_known, n)
-        self._kind = kind_of(rule)
-        self._values = _grown(values, rule, norm, None if n is None else n - n_known)
-        return self._values
+            n_known = form[0] if form else 0
+            n_new = n - n_known
+            if form and (n_new < 0 or (n_new and not grows)):
+                raise _other_list(n_known, n)
+        if not form or n_new:
+            self._kind = kind_of(rule)
+        return n_new
 
     def _index_of(self, positions: Sequence[int], device: torch.device) -> Tensor:
         """Positions on the device; uploaded where they differ from those of the last call."""
         key = (device, *positions)
         if self._index is None or self._index[0] != key:
-            self._index = key, torch.tensor(positions, dtype=torch.int64, device=device)
+            self._index = key, upload(positions, torch.int64, device)
         return self._index[1]
 
-    def commit(self, values: Tensor | None, left_out: Tensor | None) -> None:
-        """Ends a step: counts it, and keeps its values unless it was skipped."""
+    def commit(self, values: Values | None, left_out: Tensor | bool | None) -> None:
+        """Ends a step: counts it, and keeps its values unless it was left out."""
         self._steps += 1
-        if values is None or self._values is None:
+        if values is None or left_out is True:
             return
-        if left_out is not None:
-            values = torch.where(left_out.to(values.device), self._values, values)
-        # In place, for CUDA graphs.
-        self._values.copy_(values)
+        if not isinstance(values, Tensor):
+            if self._numbers is not None and not left_out:
+                self._numbers = values
+        elif self._values is not None:
+            if isinstance(left_out, Tensor):
+                values = torch.where(left_out.to(values.device), self._values, values)
+            # In place, for CUDA graphs.
+            self._values.copy_(values)
 
     def __repr__(self) -> str:
         return f"<ClipState of {self._kind or 'no norms'} after {self._steps} calls>"
@@ -275,28 +344,65 @@ def follow(rule: Rule, state: object) -> BoundRule:
 
 
 @outside_inference
+def upload(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers as a tensor on a device, without a wait for what the device does."""
+    return torch.tensor(numbers, dtype=dtype, device="cpu").to(device, non_blocking=True)
+
+
+@outside_inference
 def _grown(values: Tensor | None, rule: Any, norm: Tensor, n: int | None) -> Tensor:
     """The values with n more rows; one row alone for n None. Later calls can write to them."""
-    # One upload.
-    row = torch.tensor(rule.start(), dtype=norm.dtype, device=norm.device)
+    row = upload(rule.start(), norm.dtype, norm.device)
     if n is not None:
         row = row.repeat(n, 1)
     return row if values is None else torch.cat([values, row])
 
 
-# Returns the row of each parameter of a list, and the number of all rows.
-Numbering = Callable[[], tuple[Sequence[int], int]]
+# Returns the row of each parameter of a list, None for all rows in order; and their number.
+Numbering = Callable[[], tuple[Sequence[int] | None, int]]
+
+
+def _rows_of(measured: Measured, numbering: Numbering | None) -> tuple[Sequence[int] | None, int]:
+    """The row of each measured gradient, None for all in order; and the number of all rows."""
+    positions, n = measured.positions()
+    if numbering is None:
+        return positions, n
+    rows, n = numbering()
+    if rows is None or positions is None:
+        return rows if positions is None else positions, n
+    return [rows[i] for i in positions], n
+
+
+def _picked(numbers: array[float], rows: Sequence[int], width: int) -> array[float]:
+    """The numbers of these rows."""
+    picked = array("d", bytes(8 * width * len(rows)))
+    for i in range(width):
+        column = numbers[i::width]
+        picked[i::width] = array("d", [column[row] for row in rows])
+    return picked
+
+
+def _placed(
+    picked: array[float], numbers: array[float], rows: Sequence[int], width: int
+) -> array[float]:
+    """The numbers with those of these rows replaced."""
+    placed = numbers[:]
+    for i in range(width):
+        for row, number in zip(rows, picked[i::width], strict=True):
+            placed[row * width + i] = number
+    return placed
 
 
 class BoundRule(Rule):
     """A rule bound to its state for one call: its limit is computed once, and then remembered."""
 
+    _limit: float | list[float] | Tensor | None = None
+    _list: Sequence[Tensor] = ()
+    _measured: Measured | None = None
+    _values: Values | None = None
+
     def __init__(self, rule: Any, state: ClipState, numbering: Numbering | None = None) -> None:
         self.rule, self._state, self._numbering = rule, state, numbering
-        self._limit: float | Tensor | None = None
-        self._list: Sequence[Tensor] = ()
-        self._measured: Measured | None = None
-        self._values: Tensor | None = None
         if isinstance(rule, Rule):
             self.norm_type, self.eps = rule.norm_type, rule.eps
             self.per_gradient = rule.per_gradient  # type: ignore[misc]  # of this rule
@@ -305,7 +411,7 @@ class BoundRule(Rule):
             if self.clamps:
                 self.bounds = rule.bounds
 
-    def limit(self, measured: Measured) -> float | Tensor:
+    def limit(self, measured: Measured) -> float | list[float] | Tensor:
         """The limit of the call; the same, however often it is asked for."""
         if self._limit is None:
             if isinstance(self.rule, Adaptive):
@@ -374,7 +480,4 @@ class BoundRule(Rule):
         """
         if self._list:
             self._state.begin_with(self._list)
-        if isinstance(left_out, bool):
-            self._state.commit(None if left_out else self._values, None)
-        else:
-            self._state.commit(self._values, left_out)
+        self._state.commit(self._values, left_out)

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -128,6 +129,7 @@ class ClipByUnitNorm(Rule):
     eps: float = 1e-3
     exclude: Module | Tensor | Iterable[Module | Tensor] | Excluded | None = None
 
+    known_limit = property(attrgetter("ratio"))
     schedules: ClassVar[tuple[str, ...]] = ("ratio",)
     per_gradient: ClassVar[bool] = True
     per_unit: ClassVar[bool] = True

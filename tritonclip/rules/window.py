@@ -1,6 +1,10 @@
 """Limits from a window of the last norms: a quantile, or a distance from their mean."""
 
+from __future__ import annotations
+
 import math
+from array import array
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,6 +20,7 @@ from tritonclip.rules.arguments import (
     as_norm_type,
     as_positive,
 )
+from tritonclip.rules.moments import moments_of
 from tritonclip.rules.rule import Adaptive, AdaptiveRule, bounded, counts
 from tritonclip.signatures import explains_misfits
 
@@ -81,6 +86,33 @@ class ClipByQuantile(AdaptiveRule):
         limit = torch.where(quantile.isnan(), math.inf, quantile)
         return bounded(limit, self.max_norm), state
 
+    def on_host(self, state: array[float]) -> array[float]:
+        """The window, and then its norms in ascending order."""
+        return state + array("d", sorted(norm for norm in state[:-1] if not math.isnan(norm)))
+
+    def advance_on_host(
+        self, state: array[float], norm: float | list[float]
+    ) -> tuple[float, array[float]]:
+        """As `advance`; the order of the window is kept, where `advance` sorts anew."""
+        assert isinstance(norm, float)
+        assert isinstance(self.max_norm, float)
+        first = self.window + 1
+        if 0 < norm < math.inf:
+            before, state = state, _entered_on_host(state, norm, self.window)
+            if before[self.window] >= self.window:
+                oldest = before[int(before[self.window]) % self.window]
+                del state[bisect_left(state, oldest, first)]
+            insort(state, norm, first)
+        limit, last = math.inf, len(state) - 1
+        if last >= first:
+            # As torch.quantile interpolates.
+            rank = self.quantile * (last - first)
+            below, weight = first + int(rank), rank - int(rank)
+            low, high = state[below], state[min(below + 1, last)]
+            rise = high - low
+            limit = low + weight * rise if weight < 0.5 else high - rise * (1 - weight)
+        return min(limit, self.max_norm), state
+
 
 @explains_misfits
 @dataclass(frozen=True, slots=True)
@@ -130,6 +162,19 @@ class Outlier(Adaptive):
         limit = mean + self.sigmas * deviation
         return torch.where(n >= self.window // 2, limit, math.inf), _entered(state, norm)
 
+    def advance_on_host(
+        self, state: array[float], norm: float | list[float]
+    ) -> tuple[float, array[float]]:
+        """As `advance`."""
+        assert isinstance(norm, float)
+        n, limit = min(int(state[-1]), self.window), math.inf
+        if n >= self.window // 2:
+            mean, deviation = moments_of(state, n)
+            limit = mean + self.sigmas * max(deviation, _LEAST_DEVIATION * mean)
+        if 0 < norm < math.inf:
+            state = _entered_on_host(state, norm, self.window)
+        return limit, state
+
 
 def _entered(state: Tensor, norm: Tensor) -> Tensor:
     """The state after one more norm, which takes the slot of the oldest."""
@@ -137,3 +182,11 @@ def _entered(state: Tensor, norm: Tensor) -> Tensor:
     slot = torch.remainder(n, len(history)).long().reshape(1)
     entered = torch.cat([history.index_copy(0, slot, norm.reshape(1)), (n + 1).reshape(1)])
     return torch.where(counts(norm), entered, state)
+
+
+def _entered_on_host(state: array[float], norm: float, window: int) -> array[float]:
+    """A copy of the state with one more norm, one that counts."""
+    entered, n = state[:], state[window]
+    entered[int(n) % window] = norm
+    entered[window] = n + 1
+    return entered

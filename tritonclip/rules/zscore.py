@@ -1,6 +1,9 @@
 """A limit from the moving mean and deviation of the norms."""
 
+from __future__ import annotations
+
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -102,3 +105,27 @@ class ClipByZScore(AdaptiveRule):
         plain = torch.stack([plain_mean, plain_variance, n + 1])
         after = torch.where(counts(norm), torch.where(warm, moving, plain), state)
         return bounded(limit, self.max_norm), after
+
+    def advance_on_host(
+        self, state: array[float], norm: float | list[float]
+    ) -> tuple[float, array[float]]:
+        """As `advance`, bit for bit."""
+        assert isinstance(norm, float)
+        assert isinstance(self.max_norm, float)
+        mean, variance, n = state
+        warm, deviation = n >= self.warmup, math.sqrt(variance)
+        z, limit = (norm - mean) / (deviation + _LEAST_DEVIATION), math.inf
+        if warm and z > self.threshold:
+            limit = mean + self.threshold * deviation * (self.threshold / z)
+        if 0 < norm < math.inf:
+            value = min(norm, limit)
+            moved = value - mean
+            if warm:
+                mean = self.decay * mean + (1 - self.decay) * value
+                moved = value - mean
+                variance = self.decay * variance + (1 - self.decay) * (moved * moved)
+            else:
+                mean += moved / (n + 1)
+                variance = (variance * n + moved * (value - mean)) / (n + 1)
+            state = array("d", (mean, variance, n + 1))
+        return min(limit, self.max_norm), state

@@ -1,0 +1,281 @@
+"""Clipping by unit in the C loops: their arguments, in both forms, and calls on whole lists."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import FLOATS, assert_bits, copies, grad_of, normal
+from native_lists import BLOCK, amid_canaries, assert_canaries, listed, norms_of
+from torch import Tensor
+from units import assert_clipped, make, truths
+
+import tritonclip
+from tritonclip import ClipByUnitNorm
+from tritonclip.backends import native_units, units
+from tritonclip.backends.native import CODES, loops
+
+if loops is None:
+    pytest.skip("tritonclip was installed without its C extension", allow_module_level=True)
+
+# Rows and their length: none, without elements, of parts of vectors, of many blocks, and one.
+FORMS = [(0, 5), (3, 0), (5, 1), (40, 7), (9, 8), (17, 33), (3, 300), (2, BLOCK), (3, BLOCK + 5)]
+FORMS += [(1, 3 * BLOCK + 5), (BLOCK + 3, 1), (2 * BLOCK, 3)]
+BY_FORM = pytest.mark.parametrize(("rows", "length"), FORMS, ids=str)
+
+
+def arguments(tensors: list[Tensor], threads: int = 1) -> tuple[Any, ...]:
+    """Tensors of two dimensions, as the loops take their rows."""
+    at, _, code, _ = listed(tensors)
+    lengths = array("q", [tensor.shape[1] for tensor in tensors]).tobytes()
+    return at, lengths, code, threads, array("q", map(len, tensors)).tobytes()
+
+
+def unit_norms(tensors: list[Tensor], threads: int = 1) -> tuple[Tensor, list[int]]:
+    """The norms of all rows, and the tensors whose norms are not known."""
+    norms = torch.full((sum(map(len, tensors)),), math.nan, dtype=torch.float64)
+    return norms, loops.unit_norms(*arguments(tensors, threads), norms.data_ptr())
+
+
+def packed(factors: Tensor) -> bytes:
+    return array("d", factors.tolist()).tobytes()
+
+
+@pytest.mark.usefixtures("both_forms")
+@BY_FORM
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_norms_of_units_are_those_of_their_rows(dtype, rows, length):
+    tensors = [normal((4, 9), dtype), normal((rows, length), dtype), normal((2, 3), dtype)]
+    norms, unknown = unit_norms(tensors)
+    assert norms.tolist() == norms_of([row for tensor in tensors for row in tensor])
+    assert not unknown
+    assert torch.equal(unit_norms(tensors, 3)[0], norms)
+
+
+def test_norms_of_tensors_without_an_address_are_inf():
+    tensors = [normal((4, 9)), normal((3, 5)), torch.empty(2, 0)]
+    at, *form = arguments(tensors)
+    norms = torch.zeros(9, dtype=torch.float64)
+    assert loops.unit_norms([at[0], 0, 0], *form, norms.data_ptr()) == [1]
+    assert norms[:4].tolist() == norms_of(list(tensors[0]))
+    assert norms[4:].tolist() == [math.inf] * 3 + [0.0] * 2
+
+
+@pytest.mark.parametrize("value", [1e-200, 1e200, math.inf, math.nan, 5e-324])
+def test_tensors_with_extreme_units_of_float64_are_named(value):
+    tensors = [normal((3, 5), torch.float64) for _ in range(3)]
+    tensors[1][2] = value
+    tensors[2][0] = 0.0
+    assert unit_norms(tensors)[1] == [1]
+    assert not unit_norms([tensor.float() for tensor in tensors])[1]
+
+
+@pytest.mark.usefixtures("both_forms")
+@BY_FORM
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_products_of_units_are_those_of_their_rows(dtype, rows, length):
+    factors = torch.rand(rows + 4, dtype=torch.float64)
+    factors[rows // 2] = 1.0
+    x = normal((rows, length), dtype)
+    expected, others = x.clone(), normal((4, 9), dtype)
+    own, memory = amid_canaries(x.view(-1), 3)
+    for one, factor in zip(expected, factors[:rows].tolist(), strict=True):
+        loops.multiply_(*listed([one]), factor)
+    for threads in (1, 3):
+        own.copy_(x.view(-1))
+        loops.multiply_units_(
+            *arguments([own.view(rows, length), others], threads), packed(factors)
+        )
+        assert_bits([own], [expected.view(-1)])
+    assert_canaries(memory, own)
+
+
+def test_products_leave_tensors_without_an_address():
+    tensors = [normal((2, 3)), normal((2, 3), seed=1)]
+    at, *form = arguments(tensors)
+    loops.multiply_units_([0, at[1]], *form, packed(torch.arange(4.0)))
+    assert_bits(tensors, [normal((2, 3)), normal((2, 3), seed=1) * torch.tensor([[2.0], [3.0]])])
+
+
+SPREAD = [0.0, 1e-300, 1e-42, 1e-8, 0.3, 1.0, 1 + 2**-30, 7.0, 1e30, 1e300, math.inf, math.nan]
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("eps", [0.0, 1e-3])
+@pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0, math.inf])
+@pytest.mark.parametrize("wide", [False, True], ids=["float32", "float64"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_factors_of_units_are_those_of_operators(dtype, wide, ratio, eps, scale):
+    norms = torch.cartesian_prod(*[torch.tensor(SPREAD, dtype=torch.float64)] * 2).t().contiguous()
+    own, weights = norms[0] / scale, norms[1]
+    limit = ratio * torch.where(weights < eps, eps, weights)
+    limit[(weights == math.inf) | (ratio == math.inf)] = math.inf
+    by = torch.where((own == 0) | (own <= limit), 1.0, limit / own)
+    by = by.to(torch.float64 if wide else torch.float32)
+    expected = (by / torch.tensor(scale, dtype=by.dtype)).to(dtype)
+    lost = (expected < torch.finfo(dtype).tiny) & (by > 0)
+    n = len(own)
+    call = array("q", [n]).tobytes(), ratio, eps, scale, wide, CODES[dtype]
+    if lost.any():
+        assert loops.unit_factors(norms.data_ptr(), *call) is None
+        norms, expected, by = norms[:, ~lost].contiguous(), expected[~lost], by[~lost]
+        n = len(by)
+        call = array("q", [n]).tobytes(), *call[1:]
+    found = loops.unit_factors(norms.data_ptr(), *call)
+    assert found is not None
+    factors, changed, least = found
+    np.testing.assert_array_equal(np.frombuffer(factors), expected.double().numpy())
+    assert changed == ([] if bool((expected == 1).all()) else [0])
+    np.testing.assert_array_equal(least, by.min().item())
+
+
+def test_each_gradient_may_have_its_own_ratio():
+    norms = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.5, 2.0, 0.5, 0.5]], dtype=torch.float64)
+    counts, code = array("q", [2, 0, 1, 1]).tobytes(), CODES[torch.float32]
+    found = loops.unit_factors(norms.data_ptr(), counts, [0.5, 9.0, 2.0, 1.0], 0, 1, False, code)
+    assert found is not None
+    assert np.frombuffer(found[0]).tolist() == [0.25, 1.0, 1.0, 0.5]
+    assert found[1:] == ([0, 3], 0.25)
+
+
+def test_wrong_arguments_raise():
+    x = normal((2, 3))
+    at, lengths, code, threads, rows = arguments([x])
+    norms = torch.empty(2, 2, dtype=torch.float64).data_ptr()
+    with pytest.raises(ValueError, match="as many sizes as addresses"):
+        loops.unit_norms(at, lengths, code, threads, rows * 2, norms)
+    with pytest.raises(TypeError):
+        loops.unit_norms(at, lengths, code, threads, rows, "norms")
+    with pytest.raises(ValueError, match="a factor for each unit"):
+        loops.multiply_units_(at, lengths, code, threads, rows, bytes(8))
+    with pytest.raises(TypeError):
+        loops.multiply_units_(at, lengths, code, threads, rows, [1.0, 2.0])
+    with pytest.raises(ValueError, match="expected 1 numbers, got 2"):
+        loops.unit_factors(norms, rows, [1.0, 2.0], 0.0, 1.0, False, code)
+    with pytest.raises(TypeError):
+        loops.unit_factors(norms, rows, ["1"], 0.0, 1.0, False, code)
+    assert_bits([x], [normal((2, 3))])
+
+
+class Counted:
+    """The loops, and the names of those that were called."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.append(name)
+        return getattr(loops, name)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    counter = Counted()
+    monkeypatch.setattr(native_units, "loops", counter)
+    with tritonclip.use_backend("native"):
+        yield counter
+
+
+@pytest.fixture
+def by_operators(monkeypatch):
+    """Shapes of the tensors that operators measure."""
+    shapes: list[tuple[int, ...]] = []
+
+    def measure(tensor: Tensor, **options: Any) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return units.unit_norms(tensor, **options)
+
+    monkeypatch.setattr(native_units, "unit_norms", measure)
+    with tritonclip.use_backend("native"):
+        yield shapes
+
+
+@pytest.mark.parametrize("policy", ["propagate", "zero"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_one_call_measures_a_list_and_one_writes_it(dtype, policy, counted):
+    """Where cores are busy, each region of several threads may wait for them."""
+    parameters, rule = make(dtype=dtype), ClipByUnitNorm()
+    expected = truths(parameters, rule)
+    tritonclip.clip_(parameters, rule, nonfinite=policy)
+    assert [name for name in counted.names if "unit" in name] == [
+        "unit_norms",
+        "unit_factors",
+        "multiply_units_",
+    ]
+    for parameter, truth in zip(parameters, expected, strict=True):
+        assert_clipped(grad_of(parameter), truth)
+    del counted.names[:]
+    tritonclip.clip_(parameters, ClipByUnitNorm(1e9), nonfinite=policy)
+    assert "multiply_units_" not in counted.names
+
+
+@pytest.mark.parametrize("policy", ["propagate", "zero"])
+def test_versions_count_once_where_a_unit_is_written(policy):
+    parameters = make([(5, 8), (3, 700), (70,), (6, 3, 3, 3)])
+    grads = [grad_of(one) for one in parameters]
+    grads[1].mul_(1e-9)
+    # One row of those that are written.
+    grads[3][:5] *= 1e-9
+    before, weights = [g._version for g in grads], [one._version for one in parameters]
+    with tritonclip.use_backend("native"):
+        tritonclip.clip_(parameters, ClipByUnitNorm(), nonfinite=policy)
+    assert [g._version - old for g, old in zip(grads, before, strict=True)] == [1, 0, 1, 1]
+    assert [one._version for one in parameters] == weights
+
+
+def test_only_units_with_gaps_take_operators(by_operators):
+    parameters, rule = make([(5, 8), (7, 3), (6,), (4, 9)]), ClipByUnitNorm()
+    parameters[1].data = parameters[1].data.t().contiguous().t()
+    parameters[3].data = parameters[3].data.t().contiguous().t()
+    parameters[3].grad = grad_of(parameters[3]).t().contiguous().t()
+    expected, before = truths(parameters, rule), [grad_of(p)._version for p in parameters]
+    tritonclip.clip_(parameters, rule)
+    assert by_operators == [(4, 9), (7, 3), (4, 9)]
+    for parameter, truth in zip(parameters, expected, strict=True):
+        assert_clipped(grad_of(parameter), truth)
+    assert [grad_of(p)._version for p in parameters] == [old + 1 for old in before]
+
+
+def test_only_tensors_with_extreme_units_take_operators(by_operators):
+    parameters, rule = make([(5, 8), (7, 3), (6,)], torch.float64), ClipByUnitNorm()
+    grad_of(parameters[1]).mul_(1e200)
+    parameters[2].data *= 1e-200
+    expected = truths(parameters, rule)
+    norms = tritonclip.clip_(parameters, rule)
+    assert by_operators == [(7, 3), (6,)]
+    assert bool(norms.isfinite().all())
+    for parameter, truth in zip(parameters, expected, strict=True):
+        assert_clipped(grad_of(parameter), truth)
+
+
+def test_excluded_weights_are_not_measured(by_operators):
+    parameters = make([(5, 8), (7, 3)])
+    before = copies([grad_of(parameters[1])])
+    # Operators would measure weights with gaps.
+    parameters[1].data = parameters[1].data.t().contiguous().t()
+    tritonclip.clip_(parameters, ClipByUnitNorm(exclude=parameters[1]))
+    assert not by_operators
+    assert_bits([grad_of(parameters[1])], before)
+
+
+@pytest.mark.parametrize("length", [BLOCK + 5, 5])
+def test_units_of_many_blocks_and_threads(length):
+    n = 4 * loops.SHARED // length
+    made = [make([(n, length), (n * length,)]) for _ in range(2)]
+    rule, found = ClipByUnitNorm(), []
+    expected = truths(made[0], rule)
+    with tritonclip.use_backend("native"):
+        for threads, parameters in zip((1, 2), made, strict=True):
+            torch.set_num_threads(threads)
+            try:
+                found.append(tritonclip.clip_(parameters, rule))
+            finally:
+                torch.set_num_threads(1)
+    assert torch.equal(*found)
+    assert_bits([grad_of(p) for p in made[0]], copies(map(grad_of, made[1])))
+    for parameter, truth in zip(made[0], expected, strict=True):
+        assert_clipped(grad_of(parameter), truth)

@@ -1,0 +1,164 @@
+"""Clipping by unit in the C loops, on a CPU: one call measures a list, and one writes it."""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from tritonclip.backends.interface import Clip
+from tritonclip.backends.native import CODES, is_extreme, loops, may_share
+from tritonclip.backends.units import (
+    TorchUnitLayout,
+    TorchUnits,
+    has_dense_units,
+    unit_norms,
+)
+
+_DOUBLE = CODES[torch.float64]
+
+
+class _Form(NamedTuple):
+    """Units as the loops take those of a list of tensors.
+
+    Attributes:
+        lengths: packed, the reals in a unit of each tensor.
+        code: of the dtype.
+        rows: packed, the units of each tensor.
+    """
+
+    lengths: bytes
+    code: int
+    rows: bytes
+
+
+class NativeUnitLayout(TorchUnitLayout):
+    """The units of each gradient and of its weights, as the loops take them.
+
+    Args:
+        grads: of one dtype that has loops, on a CPU; at least one.
+        weights: theirs, of one dtype that has loops.
+        dtype: of results.
+    """
+
+    def __init__(self, grads: list[Tensor], weights: list[Tensor], dtype: torch.dtype) -> None:
+        super().__init__(grads, dtype, on_host=True)
+        self.weight_dtype = weights[0].dtype
+        self.is_alike = self.weight_dtype == grads[0].dtype
+        self.is_shared = may_share(2 * [grad.numel() for grad in grads])
+        self.grads, self.weights = self._form_of(grads), self._form_of(weights)
+        self.both = _Form(self.grads.lengths * 2, self.grads.code, self.grads.rows * 2)
+        self.is_dense = all(map(has_dense_units, grads))
+        # Where the partial norms of each gradient begin, in bytes.
+        self.starts = [8 * (end - n) for end, n in zip(self.ends, self.counts, strict=True)]
+
+    def _form_of(self, tensors: list[Tensor]) -> _Form:
+        reals = 2 if tensors[0].is_complex() else 1
+        counted = zip(tensors, self.counts, strict=True)
+        lengths = array("q", [reals * tensor.numel() // n for tensor, n in counted])
+        code = CODES[tensors[0].dtype.to_real()]
+        return _Form(lengths.tobytes(), code, array("q", self.counts).tobytes())
+
+    def serves(self, weights: list[Tensor]) -> bool:
+        """Whether weights have the dtype that it was made for."""
+        dtype = self.weight_dtype
+        return all(weight.dtype == dtype for weight in weights)
+
+    def bind(self, grads: list[Tensor], weights: list[Tensor | None]) -> "NativeUnits":
+        """The gradients of a call, and their weights."""
+        return NativeUnits(grads, weights, self)
+
+
+class NativeUnits(TorchUnits):
+    """Verbs by addresses: one call measures all units, one multiplies them.
+
+    Operators serve units with gaps, extreme norms, and products of two factors. Versions count
+    before a write.
+    """
+
+    layout: NativeUnitLayout
+
+    def __init__(
+        self, grads: list[Tensor], weights: list[Tensor | None], layout: NativeUnitLayout
+    ) -> None:
+        super().__init__(grads, weights, layout)
+        self._at = list(map(Tensor.data_ptr if layout.is_dense else _address_of, grads))
+        self._threads = torch.get_num_threads() if layout.is_shared else 1
+
+    def measure(self) -> Tensor:
+        """Measures gradients and weights, by unit."""
+        layout, at = self.layout, list(map(_address_of, self.weights))
+        norms = torch.empty(2, layout.n_units, dtype=torch.float64, device="cpu")
+        if layout.is_alike:
+            self._measure([*self.grads, *self.weights], self._at + at, layout.both, norms)
+        else:
+            self._measure(self.grads, self._at, layout.grads, norms[:1])
+            self._measure(self.weights, at, layout.weights, norms[1:])
+        return norms
+
+    def _measure(
+        self, tensors: Sequence[Tensor | None], at: list[int], form: _Form, norms: Tensor
+    ) -> None:
+        """Writes the norm of each unit of some tensors; inf for None."""
+        lengths, code, rows = form
+        for i in loops.unit_norms(at, lengths, code, self._threads, rows, norms.data_ptr()):
+            tensor = tensors[i]
+            if tensor is not None:
+                own = norms.view(-1).split(self.layout.counts * len(norms))[i]
+                own.copy_(unit_norms(tensor, on_host=True))
+
+    def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
+        """The norm of each gradient, 1-d."""
+        totals, scale = self._totals(norms), float(grad_scale)
+        if totals is None:
+            return super().total_each(norms, norm_type, grad_scale)
+        code = "d" if self.dtype == torch.float64 else "f"
+        return torch.frombuffer(array(code, [one / scale for one in totals]), dtype=self.dtype)
+
+    def _of_all_units(self, norms: Tensor) -> Tensor:
+        """The norm of each tensor from those of its units."""
+        totals = self._totals(norms)
+        if totals is None:
+            return super()._of_all_units(norms)
+        return torch.frombuffer(array("d", totals), dtype=torch.float64)
+
+    def _totals(self, norms: Tensor) -> list[float] | None:
+        """As `_of_all_units`, or None where squares may leave the range."""
+        layout, first = self.layout, norms.data_ptr()
+        at = [first + start for start in layout.starts]
+        totals: list[float] = loops.norms(at, layout.grads.rows, _DOUBLE, 1, 2.0)
+        is_double = _DOUBLE in (layout.grads.code, layout.weights.code)
+        return None if is_double and any(map(is_extreme, totals)) else totals
+
+    def scale_each_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, float | Tensor]:
+        """Multiplies each unit by its coefficient."""
+        norm = self.total_each(norms, 2.0, clip.grad_scale)
+        if isinstance(clip.erase, Tensor) and bool(clip.erase):
+            torch._foreach_zero_(self.grads)
+            return norm, 0.0
+        limit: Any = clip.limit
+        if isinstance(limit, Tensor):
+            limit = limit.item() if limit.numel() == 1 else limit.tolist()
+        lengths, code, rows = self.layout.grads
+        scale, wide = float(clip.grad_scale), self.dtype == torch.float64
+        found = loops.unit_factors(norms.data_ptr(), rows, limit, clip.eps, scale, wide, code)
+        if found is None:
+            return super().scale_each_(norms, clip)
+        factors, changed, least = found
+        if changed:
+            increment_version([self.grads[i] for i in changed if self._at[i]])
+            loops.multiply_units_(self._at, lengths, code, self._threads, rows, factors)
+            if not self.layout.is_dense:
+                with_gaps = [i for i in changed if not self._at[i]]
+                numbers = torch.frombuffer(bytearray(factors), dtype=torch.float64)
+                self._multiply_(with_gaps, [numbers if code == _DOUBLE else numbers.float()], None)
+        return norm, least
+
+
+def _address_of(tensor: Tensor | None) -> int:
+    """The address of a tensor, or 0 where its units have gaps."""
+    if tensor is None:
+        return 0
+    return tensor.data_ptr() if tensor.is_contiguous() or has_dense_units(tensor) else 0

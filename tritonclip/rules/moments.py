@@ -1,0 +1,57 @@
+"""Moving averages and moments of norms on the host: in C, or without the extension in Python."""
+
+from __future__ import annotations
+
+import math
+from array import array
+
+try:
+    # A binary of an earlier version has neither.
+    from tritonclip.backends._native import advance_averages, mean_and_deviation
+
+    has_extension = True
+except ImportError:
+    has_extension = False
+
+
+def averages_after(
+    rows: array[float],
+    norms: list[float],
+    share: float,
+    ratio: float,
+    decay: float,
+    warmup: float,
+    max_norm: float,
+) -> tuple[list[float], array[float]]:
+    """The limits of :class:`ClipByOwnHistory`, and the rows after these norms.
+
+    `share` is max_norm over the norm of all, for gradients in their warm-up. A row is the moving
+    average of a gradient, and the number of norms in it.
+    """
+    after = rows[:]
+    if has_extension:
+        address, _ = after.buffer_info()
+        return advance_averages(address, norms, share, ratio, decay, warmup, max_norm), after
+    limits = []
+    for i, (norm, average, n) in enumerate(zip(norms, rows[::2], rows[1::2], strict=True)):
+        if n >= warmup:
+            limit = min(ratio * average, max_norm)
+            moved = decay * average + (1 - decay) * min(norm, limit)
+        else:
+            # For a norm of inf, any finite limit gives the coefficient 0.
+            limit = max_norm if norm == math.inf else norm * share
+            moved = min(average, norm, limit)
+        limits.append(limit)
+        if 0 < norm < math.inf and limit > 0:
+            after[2 * i], after[2 * i + 1] = moved, n + 1
+    return limits, after
+
+
+def moments_of(numbers: array[float], n: int) -> tuple[float, float]:
+    """Mean and sample deviation of the first n numbers, 2 or more."""
+    if has_extension:
+        address, _ = numbers.buffer_info()
+        return mean_and_deviation(address, n)
+    first = tuple(numbers[:n])
+    mean = sum(first) / n
+    return mean, math.dist(first, (mean,) * n) / math.sqrt(n - 1)
