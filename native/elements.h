@@ -1,7 +1,7 @@
 /* Elements of gradients, and vectors of them.
  *
  * Half types are widened to float32, in whose vectors they are multiplied and added up. `plain`
- * functions serve every processor, `avx2` those that have AVX2, FMA and F16C.
+ * functions serve every processor, and become NEON on ARM; `avx2` serve those with AVX2, FMA and F16C.
  */
 #ifndef TRITONCLIP_ELEMENTS_H
 #define TRITONCLIP_ELEMENTS_H
@@ -10,8 +10,8 @@
 #include <stdint.h>
 #include <string.h>
 
-#ifndef __GNUC__
-#error "needs vector types, as GCC and Clang have"
+#if !defined(__clang__) && (!defined(__GNUC__) || __GNUC__ < 9)
+#error "needs vectors and their conversions, as GCC 9 and Clang have"
 #endif
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -19,6 +19,9 @@
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
 #else
 #define HAS_AVX2 0
+#endif
+#ifdef __aarch64__
+#include <arm_neon.h>
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
@@ -30,6 +33,7 @@ typedef float Floats __attribute__((vector_size(4 * WIDE)));
 typedef int32_t FloatsBits __attribute__((vector_size(4 * WIDE)));
 typedef double Doubles __attribute__((vector_size(4 * WIDE)));
 typedef int64_t DoublesBits __attribute__((vector_size(4 * WIDE)));
+typedef uint16_t Halves __attribute__((vector_size(2 * WIDE)));
 
 /* Elements in memory, which a view may begin at any byte of. */
 typedef uint16_t HalfAt __attribute__((aligned(1), may_alias));
@@ -159,15 +163,34 @@ INLINE void fetch_ahead(const void *x) { __builtin_prefetch((const void *)((uint
 /* Loads and stores of WIDE elements. */
 
 INLINE void load_bfloat16_plain(const HalfAt *x, Floats *wide) {
-    Floats numbers = {0};
-    for (int j = 0; j < WIDE; j++) numbers[j] = widen_bfloat16(x[j]);
-    *wide = numbers;
+    Halves bits;
+    memcpy(&bits, x, sizeof bits);
+    *wide = (Floats)(__builtin_convertvector(bits, FloatsBits) << 16);
 }
 
 INLINE void store_bfloat16_plain(const Floats *wide, HalfAt *x) {
-    for (int j = 0; j < WIDE; j++) x[j] = narrow_bfloat16((*wide)[j]);
+    FloatsBits bits = (FloatsBits)*wide, rounded = bits + 0x7fff + (bits >> 16 & 1);
+    /* A comparison of vectors wider than a register is made element by element. */
+    FloatsBits is_nan = (0x7f800000 - (bits & 0x7fffffff)) >> 31, quiet = bits | 0x7fc00000;
+    Halves upper = __builtin_convertvector(((is_nan & quiet) | (~is_nan & rounded)) >> 16, Halves);
+    memcpy(x, &upper, sizeof upper);
 }
 
+#ifdef __aarch64__
+INLINE void load_float16_plain(const HalfAt *x, Floats *wide) {
+    float16x8_t halves;
+    memcpy(&halves, x, sizeof halves);
+    float32x4_t both[] = {vcvt_f32_f16(vget_low_f16(halves)), vcvt_high_f32_f16(halves)};
+    memcpy(wide, both, sizeof both);
+}
+
+INLINE void store_float16_plain(const Floats *wide, HalfAt *x) {
+    float32x4_t both[2];
+    memcpy(both, wide, sizeof both);
+    float16x8_t halves = vcvt_high_f16_f32(vcvt_f16_f32(both[0]), both[1]);
+    memcpy(x, &halves, sizeof halves);
+}
+#else
 INLINE void load_float16_plain(const HalfAt *x, Floats *wide) {
     Floats numbers = {0};
     for (int j = 0; j < WIDE; j++) numbers[j] = widen_float16(x[j]);
@@ -177,6 +200,7 @@ INLINE void load_float16_plain(const HalfAt *x, Floats *wide) {
 INLINE void store_float16_plain(const Floats *wide, HalfAt *x) {
     for (int j = 0; j < WIDE; j++) x[j] = narrow_float16((*wide)[j]);
 }
+#endif
 
 INLINE void load_float32_plain(const FloatAt *x, Floats *wide) { memcpy(wide, x, sizeof *wide); }
 INLINE void store_float32_plain(const Floats *wide, FloatAt *x) { memcpy(x, wide, sizeof *wide); }
@@ -190,7 +214,13 @@ typedef double Lanes_plain __attribute__((vector_size(16)));
 typedef int64_t LanesBits_plain __attribute__((vector_size(16)));
 
 INLINE void lanes_float32_plain(const FloatAt *x, Lanes_plain *lanes) {
+#ifdef __aarch64__
+    float32x2_t both;
+    memcpy(&both, x, sizeof both);
+    *lanes = (Lanes_plain)vcvt_f64_f32(both);
+#else
     *lanes = (Lanes_plain){(double)x[0], (double)x[1]};
+#endif
 }
 
 INLINE void lanes_float64_plain(const DoubleAt *x, Lanes_plain *lanes) { memcpy(lanes, x, sizeof *lanes); }

@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import math
 import os
+import sys
 from array import array
 from contextlib import suppress
 from ctypes import c_double, c_float
@@ -38,10 +39,15 @@ CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3
 INTERFACE = 8
 
 _MODULE = "tritonclip.backends._native"
-_REBUILD = (
-    "install a C compiler (gcc or clang) and Python's headers, and then, in a checkout of "
-    "tritonclip, run pip install --force-reinstall --no-cache-dir --no-deps ."
-)
+
+
+def _remedy() -> str:
+    if sys.platform == "win32":
+        return "MSVC cannot build its loops, which need GCC or Clang: run Python in WSL"
+    return (
+        "install a C compiler (gcc or clang) and Python's headers, and then, in a checkout of "
+        "tritonclip, run pip install --force-reinstall --no-cache-dir --no-deps ."
+    )
 
 
 def load() -> tuple[Any, str]:
@@ -54,13 +60,13 @@ def load() -> tuple[Any, str]:
                 "extension was not built: run Python in another folder, or, with gcc or clang and "
                 "Python's headers, install them in place by pip install -e ."
             )
-        return None, f"tritonclip was installed without its C extension: {_REBUILD}"
+        return None, f"tritonclip was installed without its C extension: {_remedy()}"
     try:
         module = importlib.import_module(_MODULE)
     except ImportError as error:
-        return None, f"its C extension cannot be loaded ({error}): {_REBUILD}"
+        return None, f"its C extension cannot be loaded ({error}): {_remedy()}"
     if getattr(module, "INTERFACE", None) != INTERFACE:
-        return None, f"its C extension was built from another version: {_REBUILD}"
+        return None, f"its C extension was built from another version: {_remedy()}"
     return module, ""
 
 
