@@ -384,7 +384,7 @@ static PyObject *know(PyObject *module, PyObject *const *arguments, Py_ssize_t n
     PyObject *capsule = arguments[N_KNOWN];
     if (capsule != Py_None && !(exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api"))) return NULL;
     torch.view = exchange && exchange->major == 1 ? exchange->view : NULL;
-    for (int i = 0; i < N_KNOWN; i++) *known[i] = Py_NewRef(arguments[i]);
+    for (int i = 0; i < N_KNOWN; i++) Py_XDECREF(*known[i]), *known[i] = Py_NewRef(arguments[i]);
     return Py_NewRef(Py_None);
 }
 

@@ -224,8 +224,9 @@ static int add_tensor(Job *job, Leaves *leaves, PyObject *x, PyObject *create, P
     /* A mode may have made another one. */
     if (own.code != elements.code || own.size != elements.size || (own.size && !own.address)) return 0;
     gradient->target = own.address;
+    if (elements.is_contiguous) return own.is_contiguous;
     /* It has the strides of one that is dense in memory, in any order of its dimensions, and of no other. */
-    return elements.is_contiguous || share_strides(x, &elements.dl, *made, &own.dl) == 1;
+    return share_strides(x, &elements.dl, *made, &own.dl) == 1;
 }
 
 /* Whether a tensor that was not read is left to operators; else an interrupt came. Those without memory, such

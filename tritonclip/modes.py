@@ -26,6 +26,8 @@ _has_transform = getattr(torch._C, "_are_functorch_transforms_active", lambda: F
 # make_fx(pre_dispatch=True) counts as no mode.
 _is_included = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", lambda key: False)
 is_pre_dispatch = partial(_is_included, torch._C.DispatchKey.PreDispatch)
+# torch.jit.trace counts as no mode either.
+is_jit_traced = getattr(torch._C, "_is_tracing", lambda: False)
 
 
 def is_observed() -> bool:
@@ -34,6 +36,7 @@ def is_observed() -> bool:
         forward_ad._current_level >= 0
         or n_dispatch_modes() > 0
         or _has_transform()
+        or is_jit_traced()
         # A tracer that counts as no dispatch mode comes with function modes, cheaper to count.
         or (n_function_modes() > 0 and is_pre_dispatch())
     )

@@ -285,6 +285,14 @@ def test_tracers_that_count_as_no_mode_see_operators(function):
     torch.testing.assert_close(graph(other), function([other], 0.5)[0])
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*Converting a tensor")
+@functions
+def test_jit_traces_see_operators(function):
+    graph = torch.jit.trace(lambda x: function([x], 0.5)[0], normal(9))
+    other = normal(9, seed=1) * 4
+    torch.testing.assert_close(graph(other), function([other], 0.5)[0])
+
+
 @functions
 def test_backends_that_were_chosen_serve(function, count):
     x = make(torch.float32)
@@ -362,9 +370,10 @@ def test_lists_may_change_meanwhile(function, monkeypatch):
         lambda x: x.to("meta"),
         lambda x: x.new_empty((*x.shape, 2)),
         lambda x: x.double(),
+        lambda x: x.new_empty(1).expand(x.shape) if x.dim() else x.to("meta"),
         lambda x: x.to_sparse() if x.dim() else x.to("meta"),
     ],
-    ids=["device", "size", "dtype", "sparse"],
+    ids=["device", "size", "dtype", "expanded", "sparse"],
 )
 def test_modes_may_make_other_tensors(name, of_all, other, monkeypatch, count):
     """Such ones are not written to."""

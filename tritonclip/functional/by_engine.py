@@ -23,7 +23,7 @@ from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OverlapError
 from tritonclip.functional import by_loops, formulas
 from tritonclip.functional.formulas import coefficient_of
-from tritonclip.modes import is_traced
+from tritonclip.modes import is_jit_traced, is_traced
 from tritonclip.rules import Rule
 from tritonclip.rules.arguments import as_limit
 
@@ -32,7 +32,7 @@ _get_requires_grad = attrgetter("requires_grad")
 
 def is_readable(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors have memory to read now; says once where kernels would have served them."""
-    if is_traced():
+    if is_traced() or is_jit_traced():
         return False
     transformed = torch._C._are_functorch_transforms_active()
     if not transformed and forward_ad._current_level < 0:
