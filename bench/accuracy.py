@@ -28,11 +28,8 @@ BLOCK = 2**18
 EPS = 1e-6
 # Largest relative error of our norms.
 OURS = 1e-6
-CALLS = 20
 # Elements of GPT-2 124M.
 MANY = 124_439_808
-# The lists that `hard_gradients` yields.
-N_HARD = 9
 NORMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "tritonclip": tritonclip.get_total_norm,
     "torch": torch.nn.utils.get_total_norm,
@@ -44,25 +41,17 @@ class WrongResultError(RuntimeError):
 
 
 class Gradients:
-    """Parameters of a workload with gradients, all equal on every run.
+    """Parameters of a workload, whose gradients are equal on every run.
 
-    Args:
-        workload: the shapes.
-        dtype: one of DTYPES; "mixed" is bfloat16 for matrices, float32 for vectors.
-        device: where parameters and gradients lie.
-
-    Attributes:
-        parameters: uninitialised, each with a `.grad`.
-        fresh: the values of the gradients, one tensor each; never written.
-        norms: their 2-norms in float64.
-        norm: the 2-norm of all of them in float64.
+    `fresh` has the values of the gradients, and is never written; `norms` are their 2-norms in
+    float64, `norm` is that of all of them.
     """
 
     def __init__(self, workload: Workload, dtype: str, device: torch.device) -> None:
         self.workload, self.dtype, self.device = workload, dtype, device
         self.fresh = list(_normal(workload, dtype, device))
         self.norms = [norm([f]) for f in self.fresh]
-        self.norm = math.hypot(*self.norms)
+        self.norm, self.n_bytes = math.hypot(*self.norms), workload.n_bytes(dtype)
         self._largest = max(float(f.abs().max()) for f in self.fresh)
         self.allocate()
 
@@ -80,11 +69,6 @@ class Gradients:
     def grads(self) -> list[Tensor]:
         """The gradients that the parameters have now."""
         return [p.grad for p in self.parameters if p.grad is not None]
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of all gradients."""
-        return sum(f.nbytes for f in self.fresh)
 
     def refill(self) -> None:
         """Gives every parameter its first gradient again, in the memory that it has."""
@@ -128,36 +112,26 @@ class Gradients:
         return max(abs(m / t - 1) for m, t in zip(measured, self._norms(rule), strict=True))
 
     def check(
-        self,
-        grads: Sequence[Tensor],
-        rule: str,
-        limit: float | None,
-        tolerance: float,
-        eps: float = EPS,
+        self, grads: Sequence[Tensor], rule: str, limit: float, tolerance: float, eps: float = EPS
     ) -> None:
-        """Compares clipped gradients with float64.
-
-        Args:
-            grads: one a parameter, on any device.
-            rule: one of RULES.
-            limit: the limit of the rule; None where they must be as they were.
-            tolerance: largest error relative to the largest element of a gradient, on top of one
-                unit in the last place of their dtype.
-            eps: added to a norm before the limit is divided by it.
-
-        Raises:
-            WrongResultError: one differs.
-        """
-        bound = math.inf if limit is None or rule != "value" else limit
-        norm_limit = math.inf if limit is None or rule == "value" else limit
-        multipliers = self.multipliers(rule, norm_limit, eps)
+        """Raises WrongResultError where gradients differ from those that float64 clips."""
+        # The tolerance is relative to the largest element of a gradient, on top of one unit in the
+        # last place of its dtype.
+        bound, most = (limit, math.inf) if rule == "value" else (math.inf, limit)
+        multipliers = self.multipliers(rule, most, eps)
         for i, (grad, fresh) in enumerate(zip(grads, self.fresh, strict=True)):
             if grad.shape != fresh.shape or grad.dtype != fresh.dtype:
                 raise WrongResultError(f"gradient {i} became {grad.dtype} {tuple(grad.shape)}")
-            error, largest = _difference(grad.detach(), fresh, multipliers[i], bound)
-            limits = torch.finfo(fresh.dtype)
-            most = (tolerance + limits.eps) * largest + limits.smallest_normal * 2**-9
-            if not error <= most:
+            blocks = (tensor.detach().reshape(-1).split(BLOCK) for tensor in (grad, fresh))
+            found = []
+            for block, start in zip(*blocks, strict=True):
+                expected = (start.double() * multipliers[i]).clamp_(-bound, bound)
+                difference = expected - block.to(expected.device)
+                found.append(torch.stack([difference.abs().max(), expected.abs().max()]))
+            # NaN stays NaN.
+            error, largest = torch.stack(found).amax(0).tolist()
+            info = torch.finfo(fresh.dtype)
+            if not error <= (tolerance + info.eps) * largest + info.smallest_normal * 2**-9:
                 raise WrongResultError(f"gradient {i} is off by {error:.3g}, of {largest:.3g}")
 
 
@@ -174,20 +148,6 @@ def norm(tensors: Sequence[Tensor]) -> float:
     """The 2-norm in float64."""
     blocks = (block for tensor in tensors for block in tensor.reshape(-1).split(BLOCK))
     return math.sqrt(math.fsum(float(block.double().square().sum()) for block in blocks))
-
-
-def _difference(
-    grad: Tensor, fresh: Tensor, multiplier: float, bound: float
-) -> tuple[float, float]:
-    """Largest error, and largest magnitude that was expected; NaN stays NaN."""
-    blocks = (tensor.reshape(-1).split(BLOCK) for tensor in (grad, fresh))
-    found = []
-    for block, start in zip(*blocks, strict=True):
-        expected = (start.double() * multiplier).clamp_(-bound, bound)
-        differences = expected - block.to(expected.device)
-        found.append(torch.stack([differences.abs().max(), expected.abs().max()]))
-    error, largest = torch.stack(found).amax(0).tolist()
-    return error, largest
 
 
 def hard_gradients(device: torch.device, shrink: int = 1) -> Iterator[tuple[str, list[Tensor]]]:
@@ -207,7 +167,7 @@ def measure(name: str, gradients: list[Tensor]) -> Iterator[Row]:
     """Norms by both libraries, their errors, and how many different results twenty calls give."""
     truth = norm(gradients)
     for provider, total_norm in NORMS.items():
-        norms = [float(total_norm(gradients)) for _ in range(CALLS)]
+        norms = [float(total_norm(gradients)) for _ in range(20)]
         error, distinct = abs(norms[0] / truth - 1), len({one.hex() for one in norms})
         # JSON has no number for inf and nan: they are text.
         finite = [one if math.isfinite(one) else str(one) for one in (norms[0], error)]

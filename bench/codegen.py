@@ -27,15 +27,14 @@ import torch
 from bench.results import Row
 from tritonclip.backends.interface import Clip
 
+# Assumed.
 LATENCY_NS = 650
-CAPTION = (
-    f"needed = bandwidth * {LATENCY_NS} ns (assumed) / multiprocessors; arithmetic, not measured"
-)
 # A load's bytes by the suffix of its opcode; 4 where it has none.
 WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 REGISTERS, THREADS = 65_536, 2048
 # More chunks than any grid has programs.
 ELEMENTS = 2**20
+# "each": every gradient has a norm.
 KERNELS = ("norm", "scale", "norm, each", "scale, each", "clamp")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -116,10 +115,7 @@ def absent_gpu(arch: int) -> Iterator[None]:
 
 
 def launches_of(dtype: torch.dtype) -> dict[str, Launch]:
-    """One launch of each kernel on a long list, as its verb asks for it, by the kernel's name.
-
-    Names end with "each" where every gradient has a norm. The GPU has one multiprocessor.
-    """
+    """A launch of each kernel on a long list, by its name, on a GPU of one multiprocessor."""
     launches = []
 
     def record(kernel, device, programs, occupancy, arguments, **constants):
@@ -141,19 +137,31 @@ def rows_of(chip: Chip, dtype: torch.dtype) -> list[Row]:
     """All kernels, compiled for one chip and dtype; refuses kernels that are interpreted."""
     if kernel_module("launch").INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set: interpreted kernels have no machine code")
-    case = {"chip": chip.name, "kernel": "", "loop": "", "dtype": str(dtype)[len("torch.") :]}
+    name = str(dtype).removeprefix("torch.")
     with absent_gpu(chip.arch):
         return [
-            Row("codegen", {**case, "kernel": kernel, "loop": loop}, values)
+            Row(
+                "codegen",
+                {"chip": chip.name, "kernel": kernel, "loop": loop, "dtype": name},
+                values,
+            )
             for kernel, launch in launches_of(dtype).items()
-            for loop, values in figures_of(chip, launch).items()
+            for loop, values in figures_of(chip, launch)
         ]
 
 
-def figures_of(chip: Chip, launch: Launch) -> dict[str, dict[str, Any]]:
+def figures_of(chip: Chip, launch: Launch) -> Iterator[tuple[str, dict[str, Any]]]:
     """Reads one binary, and does the arithmetic for each of its loops: "read" or "write"."""
+    import triton
+
+    # Machine code and use of resources, from the cuobjdump that comes with Triton.
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     compiled = launch.compiled()
-    code, threads = _dump(compiled.asm["cubin"]), compiled.metadata.num_warps * 32
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        command = [str(tool), "--dump-sass", "--dump-resource-usage", file.name]
+        code = check_output(command, text=True)
+    threads = compiled.metadata.num_warps * 32
     used = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", code)}
     by_registers = REGISTERS // (threads * -(-used["REG"] // 8) * 8)
     by_memory = chip.shared_kib * 1024 // max(used["SHARED"] + compiled.metadata.shared, 1)
@@ -161,35 +169,24 @@ def figures_of(chip: Chip, launch: Launch) -> dict[str, dict[str, Any]]:
     width = widest(code, "LDG")
     needed = round(chip.tb_per_s * 1e3 * LATENCY_NS / chip.multiprocessors)
     by_loop = loads_by_loop(code, width)
-    figures: dict[str, dict[str, Any]] = {}
     for loop in sorted(loop for loop, masked in by_loop if not masked):
         in_flight = programs * threads * by_loop[loop, False] * width
-        figures[loop] = {
-            "load_bits": 8 * width,
-            "registers": used["REG"],
-            "spilled_bytes": used["STACK"] + used["LOCAL"],
-            "loads": by_loop[loop, False],
-            "masked_loads": by_loop.get((loop, True), 0),
-            "programs": programs,
-            "threads": threads,
-            "bytes_in_flight": in_flight,
-            "bytes_needed": needed,
-            "enough": in_flight / needed,
-            **({"store_bits": 8 * widest(code, "STG")} if loop == "write" else {}),
-        }
-    return figures
-
-
-def _dump(cubin: bytes) -> str:
-    """Machine code and use of resources, from the cuobjdump that comes with Triton."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), "--dump-sass", "--dump-resource-usage", file.name]
-        return check_output(command, text=True)
+        yield (
+            loop,
+            {
+                "load_bits": 8 * width,
+                "registers": used["REG"],
+                "spilled_bytes": used["STACK"] + used["LOCAL"],
+                "loads": by_loop[loop, False],
+                "masked_loads": by_loop.get((loop, True), 0),
+                "programs": programs,
+                "threads": threads,
+                "bytes_in_flight": in_flight,
+                "bytes_needed": needed,
+                "enough": in_flight / needed,
+                **({"store_bits": 8 * widest(code, "STG")} if loop == "write" else {}),
+            },
+        )
 
 
 def widest(sass: str, access: str) -> int:
@@ -199,21 +196,17 @@ def widest(sass: str, access: str) -> int:
     return max(map(max, widths), default=0)
 
 
-def blocks(sass: str) -> list[list[str]]:
-    """Instructions between places that are jumped to or from, in the order of the program."""
-    targets = set(re.findall(r"\b(?:BRA|BSSY)\S* [^;]*?0x([0-9a-f]+)", sass))
-    place, result = 0, defaultdict(list)
-    for address, instruction in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass):
-        place += address.lstrip("0") in targets
-        result[place].append(instruction)
-        place += re.search(r"\bBRA\b", instruction) is not None
-    return list(result.values())
-
-
 def loads_by_loop(sass: str, width: int) -> dict[tuple[str, bool], int]:
     """Most loads of `width` bytes before the first is needed, by ("read" or "write", masked)."""
+    # Instructions between places that are jumped to or from, in the order of the program.
+    targets = set(re.findall(r"\b(?:BRA|BSSY)\S* [^;]*?0x([0-9a-f]+)", sass))
+    place, blocks = 0, defaultdict(list)
+    for address, instruction in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass):
+        place += address.lstrip("0") in targets
+        blocks[place].append(instruction)
+        place += re.search(r"\bBRA\b", instruction) is not None
     result: dict[tuple[str, bool], int] = {}
-    for block in blocks(sass):
+    for block in blocks.values():
         most, masked = 0, True
         # The registers of loads, which are waited for in the order in which they were issued.
         pending: list[set[int]] = []

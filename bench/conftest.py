@@ -19,15 +19,16 @@ import torch
 
 from bench import results, timing
 from bench.accuracy import Gradients
-from bench.providers import Provider
+from bench.providers import IN_PLACE, OUT_OF_PLACE, Provider
 from bench.report import ratio_rows, summary
-from bench.results import COLUMNS, Row
-from bench.speed import IN_PLACE, OUT_OF_PLACE, Effort, Measured, measure, providers_of
+from bench.results import Row
+from bench.speed import Effort, Measured, measure, providers_of
 from bench.workloads import DTYPES, FUNCTIONAL, PLANS, RULES, WORKLOADS, cases_of
 
-STEPS = ("unclipped", "clipped")
 PLACES = {"test_clip": "in place", "test_functional": "out of place"}
 SHOWN = ("wall_us", "ratio", "baseline")
+# Those of the last case, which many tests share: large ones fill the memory.
+gradients_of = lru_cache(1)(Gradients)
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
@@ -42,78 +43,66 @@ class Case(NamedTuple):
     step: str
 
 
-@lru_cache(1)
-def gradients_of(device: str, workload: str, dtype: str) -> Gradients:
-    """Those of the last case, which many tests share: large ones fill the memory."""
-    return Gradients(WORKLOADS[workload], dtype, torch.device(device))
-
-
 class Session:
     """The cases that were asked for, and the rows of those that were measured."""
 
     def __init__(self, config: pytest.Config) -> None:
-        option = config.getoption
-        self.plan, self.file = option("plan"), option("rows")
-        self.devices = option("device") or DEVICES
+        self.option = option = config.option
+        self.devices = option.device or DEVICES
+        self.cases: dict[Case, list[Provider]] = {}
         self.asked: set[Case] = set()
-        self.measured: dict[Case, dict[Any, Measured]] = {}
+        self.measured: dict[Case, dict[str, Measured]] = {}
         self.left_out: dict[str, None] = {}
-        self._chosen = option("workload"), option("dtype"), option("rule")
-        self._providers = option("provider")
-        is_quick = self.plan == "quick"
+        is_quick, is_busy = option.plan == "quick", option.plan == "busy"
         self.effort = Effort(
-            max(2, option("benchmark_min_rounds"), 0 if is_quick else 9),
-            min(float(option("benchmark_max_time")), 0.2 if is_quick else 0.6),
-            (os.cpu_count() or 1) if self.plan == "busy" else 0,
-            self.plan == "training",
+            max(2, option.benchmark_min_rounds, 0 if is_quick else 9),
+            min(float(option.benchmark_max_time), 0.2 if is_quick else 0.6),
+            (os.cpu_count() or 1) if is_busy else 0,
+            option.plan == "training",
         )
         device = torch.device(self.devices[-1])
         self.origin = results.provenance(device, "pytest") | {"plan": "not finished"}
 
-    def cases(self, function: str) -> Iterator[tuple[Case, list[Provider]]]:
-        """The cases of a test function, with their providers."""
-        plan = (PLANS if function == "test_clip" else FUNCTIONAL).get(self.plan, ())
+    def collect(self, function: str) -> Iterator[tuple[Case, str]]:
+        """The cases of a test function, with their providers; notes why others are left out."""
+        option, in_place = self.option, function == "test_clip"
+        plan = (PLANS if in_place else FUNCTIONAL).get(option.plan, ())
         for device in self.devices:
-            for workload, dtype, rule in cases_of(plan, *self._chosen):
-                for step in STEPS:
-                    case = Case(function, device, workload, dtype, rule, step)
-                    yield case, self.providers(case)
+            for case in cases_of(plan, option.workload, option.dtype, option.rule):
+                workload, dtype, rule, _ = case
+                fitting = [one for one in OUT_OF_PLACE if rule in one.passes]
+                if in_place:
+                    fitting = providers_of(option.provider, option.plan, workload, dtype, rule)
+                absent = [one.why_absent(WORKLOADS[workload], dtype, device) for one in fitting]
+                self.left_out |= dict.fromkeys(why for why in absent if why)
+                present = [one for one, why in zip(fitting, absent, strict=True) if why is None]
+                self.cases[Case(function, device, *case)] = present
+                yield from ((Case(function, device, *case), one.name) for one in present)
 
-    def providers(self, case: Case) -> list[Provider]:
-        """The providers of a case; notes why others are left out."""
-        _, device, workload, dtype, rule, _ = case
-        if case.function == "test_clip":
-            fitting = providers_of(self._providers, self.plan, workload, dtype, rule)
-        else:
-            fitting = [one for one in OUT_OF_PLACE if rule in one.passes]
-        absent = [one.why_absent(WORKLOADS[workload], dtype, device) for one in fitting]
-        self.left_out |= dict.fromkeys(why for why in absent if why)
-        return [one for one, why in zip(fitting, absent, strict=True) if why is None]
-
-    def timed(self, case: Case) -> dict[Any, Measured]:
-        """The providers of a case by name, measured and written when first asked for."""
+    def measure(self, case: Case, provider: str, timed: bool) -> Measured:
+        """A provider, timed with all of its case and written when one is first asked for."""
+        gradients = gradients_of(WORKLOADS[case.workload], case.dtype, torch.device(case.device))
+        given = gradients, case.rule, case.step == "clipped"
+        if not timed:
+            (found,) = measure(*given, [o for o in self.cases[case] if o.name == provider], None)
+            return found
         if case not in self.measured:
-            found = self.check(case, self.providers(case), self.effort)
-            self.measured[case] = {one.row.case["provider"]: one for one in found}
+            every = measure(*given, self.cases[case], self.effort)
+            self.measured[case] = {one.provider.name: one for one in every}
             if self.asked <= self.measured.keys():
                 self.origin.pop("plan", None)
             self.write()
-        return self.measured[case]
-
-    def write(self) -> None:
-        """Writes the rows so far where a file was asked for."""
-        if self.file and self.measured:
-            results.write(self.file, self.origin, self.rows())
-
-    def check(self, case: Case, providers: list[Provider], effort: Effort | None) -> list[Measured]:
-        """Some providers of a case, timed where an effort is given."""
-        gradients = gradients_of(case.device, case.workload, case.dtype)
-        return measure(gradients, case.rule, case.step == "clipped", providers, effort)
+        return self.measured[case][provider]
 
     def rows(self, *kind: str) -> list[Row]:
         """The rows so far; those of a test function on a device where these are given."""
         known = [found for case, found in self.measured.items() if case[: len(kind)] == kind]
         return [one.row for found in known for one in found.values()]
+
+    def write(self) -> None:
+        """Writes the rows so far where a file was asked for."""
+        if self.option.rows and self.measured:
+            results.write(self.option.rows, self.origin, self.rows())
 
 
 SESSION = pytest.StashKey[Session]()
@@ -123,17 +112,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("clipping benchmarks")
     group.addoption("--plan", choices=PLANS, default="quick", help="what to measure (quick)")
     names = [one.name for one in IN_PLACE]
-    choices = {"workload": WORKLOADS, "dtype": DTYPES, "rule": RULES, "provider": names}
-    abouts = {
-        "workload": "measure these lists by all rules, whatever the plan",
-        "dtype": "only these; with --workload: in these",
-        "rule": "only these",
-        "provider": "compare these with tritonclip in place",
-        "device": "only these (the CPU, and a GPU where there is one)",
-    }
-    for name, about in abouts.items():
-        known = choices.get(name, DEVICES)
-        group.addoption(f"--{name}", action="append", choices=known, default=[], help=about)
+    for name, choices, about in (
+        ("workload", WORKLOADS, "measure these lists by all rules, whatever the plan"),
+        ("dtype", DTYPES, "only these; with --workload: in these"),
+        ("rule", RULES, "only these"),
+        ("provider", names, "compare these with tritonclip in place"),
+        ("device", DEVICES, "only these (the CPU, and a GPU where there is one)"),
+    ):
+        group.addoption(f"--{name}", action="append", choices=choices, default=[], help=about)
     group.addoption("--rows", type=Path, help="write rows for `python -m bench report` to a file")
 
 
@@ -152,8 +138,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    session, function = metafunc.config.stash[SESSION], metafunc.function.__name__
-    given = [(case, one.name) for case, known in session.cases(function) for one in known]
+    given = list(metafunc.config.stash[SESSION].collect(metafunc.function.__name__))
     metafunc.parametrize(
         [*Case._fields[1:], "provider"],
         [(*case[1:], name) for case, name in given],
@@ -163,16 +148,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     known = session.config.stash[SESSION]
-    ours: list[Any] = [
-        item for item in session.items if getattr(item, "originalname", "") in PLACES
-    ]
-    # A plan without cases of a function leaves one item of it, which is skipped.
-    known.asked = {
-        Case(item.originalname, *(item.callspec.params[name] for name in Case._fields[1:]))
-        for item in ours
-        if item.callspec.params["workload"] in WORKLOADS
+    ours: list[Any] = [i for i in session.items if getattr(i, "originalname", "") in PLACES]
+    cases = {
+        Case(one.originalname, *(one.callspec.params[name] for name in Case._fields[1:]))
+        for one in ours
     }
-    if known.file and len({case[2:] for case in known.asked}) < len(known.asked):
+    # A plan without cases of a function leaves one item of it, which is skipped.
+    known.asked = cases & known.cases.keys()
+    if known.option.rows and len({case[2:] for case in known.asked}) < len(known.asked):
         raise pytest.UsageError(
             "--rows: expected cases of one test function on one device, found more; choose them, "
             "as in pytest bench -k test_clip --device cpu --rows FILE"
@@ -194,34 +177,29 @@ def measured(
     session = request.config.stash[SESSION]
     case = Case(request.function.__name__, device, workload, dtype, rule, step)
     benchmark.group = f"{workload} {dtype} {rule} {step}, {PLACES[case.function]}, {device}"
-    if benchmark.enabled:
-        return session.timed(case)[provider]
-    (found,) = session.check(case, [o for o in session.providers(case) if o.name == provider], None)
-    return found
+    return session.measure(case, provider, benchmark.enabled)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_benchmark_generate_machine_info(config: pytest.Config) -> dict[str, Any]:
     """The plugin's holds the clock rate of the moment, so that no two runs are of one machine."""
+    moment = ("command", "date", "commit", "plan")
     origin = config.stash[SESSION].origin
-    return {
-        n: value for n, value in origin.items() if n not in ("command", "date", "commit", "plan")
-    }
+    return {name: value for name, value in origin.items() if name not in moment}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     session, say = config.stash[SESSION], terminalreporter.write_line
-    hidden = [name for name in COLUMNS if name not in SHOWN]
     for function, device in dict.fromkeys(case[:2] for case in session.measured):
         ours = ratio_rows(session.rows(function, device))
         place = f"{PLACES[function]}, {device}"
         terminalreporter.section(f"torch's best time / tritonclip's: {place}")
-        say(f"{summary(ours)}\n{results.text(ours, hidden=hidden)}")
+        say(f"{summary(ours)}\n{results.table(ours, shown=SHOWN)}")
     if session.left_out and session.measured:
         say(f"left out: {'; '.join(session.left_out)}")
-    if session.file and session.measured:
+    if session.option.rows and session.measured:
         # Once more: an interrupt between a measurement and its writing left it out.
         session.write()
         state = session.origin.get("plan", "complete")
-        say(f"{len(session.rows())} rows in {session.file}: {state}")
+        say(f"{len(session.rows())} rows in {session.option.rows}: {state}")

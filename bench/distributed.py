@@ -2,8 +2,8 @@
 
 Layouts: four gloo processes hold the same gradients in several layouts. Each provider clips them,
 and a row says how many collectives that took (torch's CommDebugMode counts them), how far the norm
-is from the float64 norm of the full gradients, and whether it differs between processes. Where a
-provider is known to wait for ever, it is not run.
+is from the float64 norm of the full gradients, and else its outcome: no norm, or another one in
+every process. Where a provider is known to wait for ever, it is not run.
 
 Host: one process of a group that does nothing, whose size is eight: time of a call on shards of 64
 elements, interleaved with torch's on the same tensors.
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from bench.accuracy import OURS
 from bench.host import beside_torch
 from bench.results import Row
 
-CAPTION = "outcome: of a provider that gives no norm, or another one in every process"
 N_PROCESSES, N_OF_FAKE_GROUP = 4, 8
 SIZES, ELEMENTS = (10, 100, 1000, 3000), 64
 # Of torch's host time on as many DTensors.
@@ -42,16 +41,7 @@ SHARE = 0.25
 MAX_NORM = 1e-3
 
 
-class Layout(NamedTuple):
-    """Gradients of one kind: makes the parameters of this process."""
-
-    make: Callable[[], list[Any]]
-    norm_type: float = 2.0
-    hangs: Sequence[str] = ()  # Providers that wait for ever.
-
-
-def _mesh(*shape: int) -> DeviceMesh:
-    return init_device_mesh("cpu", shape)
+_mesh = partial(init_device_mesh, "cpu")
 
 
 def _parameter(shape, mesh, placements=(), seed=0, dtype=torch.float32, size=1.0):
@@ -71,11 +61,11 @@ def _shards(mesh: DeviceMesh, *placements: Placement, **options: Any) -> list[An
 
 
 def _fsdp2(**options: Any) -> list[Any]:
-    return _shards(_mesh(4), Shard(0), **options)
+    return _shards(_mesh((4,)), Shard(0), **options)
 
 
-def _parts(mesh: DeviceMesh) -> Any:
-    """A gradient of other parts in every process."""
+def _partial(mesh: DeviceMesh) -> Any:
+    """A gradient that is a sum over processes."""
     one = _parameter((32,), mesh, [Replicate()], 9)
     local = torch.randn(32, generator=torch.Generator().manual_seed(dist.get_rank()))
     one.grad = DTensor.from_local(local, mesh, [Partial()], run_check=False)
@@ -84,32 +74,31 @@ def _parts(mesh: DeviceMesh) -> Any:
 
 def _two_meshes() -> list[Any]:
     """Matrices on both dimensions, norms on one: tensor parallelism with FSDP2."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = _mesh((2, 2), mesh_dim_names=("dp", "tp"))
     return [*_shards(mesh, Shard(0), Shard(1)), _parameter((32,), mesh["dp"], [Shard(0)], 8)]
 
 
-def _two_kinds() -> list[Any]:
-    """Experts on both dimensions of one mesh, dense ones on another mesh."""
-    return [*_fsdp2(), _parameter((4, 16, 8), _mesh(2, 2), [Shard(0), Shard(1)], 8)]
+def _experts() -> Any:
+    """Of a layer, on both dimensions of a mesh."""
+    return _parameter((4, 16, 8), _mesh((2, 2)), [Shard(0), Shard(1)], 8)
 
 
-def _with_empty_shard() -> list[Any]:
-    return [_parameter((9,), _mesh(4), [Shard(0)])]
-
-
-LAYOUTS = {
-    "FSDP2": Layout(_fsdp2),
-    "HSDP 2x2": Layout(lambda: _shards(_mesh(2, 2), Replicate(), Shard(0))),
-    "TP 2 x FSDP2 2, norms on one mesh": Layout(_two_meshes),
-    "experts on (2, 2), dense on (4)": Layout(_two_kinds),
-    "FSDP2 beside a plain tensor": Layout(lambda: [*_fsdp2(), _parameter((32,), None, seed=8)]),
-    "FSDP2 beside a Partial gradient": Layout(lambda: [*_fsdp2(), _parts(_mesh(4))]),
-    "FSDP2, elements of 1e30": Layout(lambda: _fsdp2(size=1e30)),
-    "FSDP2, elements of 1e-30": Layout(lambda: _fsdp2(size=1e-30)),
-    "FSDP2, bfloat16": Layout(lambda: _fsdp2(dtype=torch.bfloat16)),
-    "FSDP2, order inf": Layout(_fsdp2, math.inf),
-    "an empty shard, order inf": Layout(_with_empty_shard, math.inf, ("torch", "accelerate")),
+# Each makes the parameters of this process.
+LAYOUTS: dict[str, Callable[[], list[Any]]] = {
+    "FSDP2": _fsdp2,
+    "HSDP 2x2": lambda: _shards(_mesh((2, 2)), Replicate(), Shard(0)),
+    "TP 2 x FSDP2 2, norms on one mesh": _two_meshes,
+    "experts on (2, 2), dense on (4)": lambda: [*_fsdp2(), _experts()],
+    "FSDP2 beside a plain tensor": lambda: [*_fsdp2(), _parameter((32,), None, seed=8)],
+    "FSDP2 beside a Partial gradient": lambda: [*_fsdp2(), _partial(_mesh((4,)))],
+    "FSDP2, elements of 1e30": lambda: _fsdp2(size=1e30),
+    "FSDP2, elements of 1e-30": lambda: _fsdp2(size=1e-30),
+    "FSDP2, bfloat16": lambda: _fsdp2(dtype=torch.bfloat16),
+    "FSDP2, order inf": _fsdp2,
+    "an empty shard, order inf": lambda: [_parameter((9,), _mesh((4,)), [Shard(0)])],
 }
+# Providers that wait for ever.
+HANGS = {("an empty shard, order inf", "torch"), ("an empty shard, order inf", "accelerate")}
 
 
 def _accelerate(parameters, max_norm, norm_type):
@@ -137,43 +126,39 @@ def _truth(grads: Sequence[Tensor], p: float) -> float:
 def layout_rows(names: Sequence[str], providers: Sequence[str]) -> Iterator[Row]:
     """Rows of layouts, in every process of a group; each has the same ones."""
     for name, provider in itertools.product(names, providers):
-        case, layout = {"layout": name, "provider": provider}, LAYOUTS[name]
-        if provider in layout.hangs:
-            yield Row("distributed", case, {"outcome": "hangs: not run"})
-        else:
-            values, correct = _clipped(layout, provider)
-            yield Row("distributed", case, values, correct if provider == "tritonclip" else None)
+        values: dict[str, Any] = {"outcome": "hangs: not run"}
+        if (name, provider) not in HANGS:
+            values = _figures(name, provider)
+        correct = values.get("norm_error", 1.0) <= OURS if provider == "tritonclip" else None
+        yield Row("distributed", {"layout": name, "provider": provider}, values, correct)
 
 
-def _clipped(layout: Layout, provider: str) -> tuple[dict[str, Any], bool]:
-    """Figures of one call, and whether every process has the right norm."""
-    parameters = layout.make()
-    truth = _truth([one.grad for one in parameters], layout.norm_type)
+def _figures(name: str, provider: str) -> dict[str, Any]:
+    """Of one call; the error only of a norm that every process has."""
+    parameters, order = LAYOUTS[name](), math.inf if name.endswith("order inf") else 2.0
+    truth = _truth([one.grad for one in parameters], order)
     with CommDebugMode() as seen:
         try:
-            norm = float(PROVIDERS[provider](parameters, MAX_NORM * truth, layout.norm_type))
+            norm = float(PROVIDERS[provider](parameters, MAX_NORM * truth, order))
         except (RuntimeError, ValueError) as raised:
             dist.barrier()
-            return {"outcome": f"raises {type(raised).__name__}"}, False
+            return {"outcome": f"raises {type(raised).__name__}"}
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, norm)
-    error = abs(everywhere[0] - truth) / truth
     values: dict[str, Any] = {"collectives": seen.get_total_counts()}
     if len(set(everywhere)) > 1:
-        values["outcome"] = "differs by process"
-    elif norm == 0 or not math.isfinite(norm):
-        values["outcome"] = f"norm {norm:g}"
-    else:
-        values["norm_error"] = error
-    return values, len(set(everywhere)) == 1 and error <= OURS
+        return values | {"outcome": "differs by process"}
+    if norm == 0 or not math.isfinite(norm):
+        return values | {"outcome": f"norm {norm:g}"}
+    return values | {"norm_error": abs(norm - truth) / truth}
 
 
-def host_rows(n_samples: int) -> Iterator[Row]:
+def host_rows(n_samples: int = 15) -> Iterator[Row]:
     """Rows of calls on shards of a group that does nothing, in this process."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N_OF_FAKE_GROUP)
-    mesh, shape = _mesh(N_OF_FAKE_GROUP), (N_OF_FAKE_GROUP * ELEMENTS,)
+    mesh, shape = _mesh((N_OF_FAKE_GROUP,)), (N_OF_FAKE_GROUP * ELEMENTS,)
     for n in SIZES:
         parameters = [_parameter(shape, mesh, [Shard(0)], seed) for seed in range(n)]
         call = partial(tritonclip.clip_, parameters, 1e9)
@@ -185,12 +170,12 @@ def host_rows(n_samples: int) -> Iterator[Row]:
     dist.destroy_process_group()
 
 
-def run(n_samples: int) -> Iterator[list[Row]]:
+def run() -> Iterator[list[Row]]:
     """All rows: of layouts in four processes, then of host time in one."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_serve, (folder,), N_PROCESSES)
         yield results.read(Path(folder) / "rows.json")[1]
-    yield list(host_rows(n_samples))
+    yield list(host_rows())
 
 
 def _serve(rank: int, folder: str) -> None:

@@ -11,9 +11,10 @@ import os
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,7 +33,6 @@ from bench.results import Row
 from bench.timing import Timed, interleaved, paired, spread
 from bench.workloads import WORKLOADS, Workload
 
-CAPTION = "FIGURE / GOAL over: a goal that is missed"
 # The environment of each part.
 PARTS = {
     "cpu": {"TRITONCLIP_BACKEND": "native"},
@@ -51,59 +51,58 @@ GROWTH = 0.5 / 0.17
 ELEMENTS = 16
 # A multilayer perceptron, whose steps take little longer than the host needs for them.
 MLP = Workload("mlp_9k", "MLP, 9 thousand", ((64, 64), (64,), (64, 64), (64,), (10, 64), (10,)))
-# What a step may have beside a fixed limit: a rule, and options of the wrapper. Of the recorder,
-# whether it takes the norm of each parameter.
-FEATURES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "ClipByQuantile": (tritonclip.ClipByQuantile(), {}),
-    "ClipByZScore": (tritonclip.ClipByZScore(), {}),
-    "ClipByOwnHistory": (tritonclip.ClipByOwnHistory(), {}),
-    "skip_above=Outlier()": (1e9, {"skip_above": tritonclip.Outlier()}),
-    "skip_above=1e9": (1e9, {"skip_above": 1e9}),
-    'nonfinite="skip"': (1e9, {"nonfinite": "skip"}),
-    "recorder": (1e9, {"recorder": False}),
-    "recorder, each=True": (1e9, {"recorder": True}),
+# What a step may have beside a fixed limit: a rule, options of the wrapper (of the recorder whether
+# it takes the norm of each parameter), and the goal in microseconds over the step with a fixed
+# limit; none where gradients are read once more.
+FEATURES: dict[str, tuple[Any, dict[str, Any], float | None]] = {
+    "ClipByQuantile": (tritonclip.ClipByQuantile(), {}, 15.0),
+    "ClipByZScore": (tritonclip.ClipByZScore(), {}, 15.0),
+    "ClipByOwnHistory": (tritonclip.ClipByOwnHistory(), {}, 15.0),
+    "skip_above=Outlier()": (1e9, {"skip_above": tritonclip.Outlier()}, 15.0),
+    "skip_above=1e9": (1e9, {"skip_above": 1e9}, 15.0),
+    'nonfinite="skip"': (1e9, {"nonfinite": "skip"}, 10.0),
+    "recorder": (1e9, {"recorder": False}, 10.0),
+    "recorder, each=True": (1e9, {"recorder": True}, None),
 }
-# Goals, in microseconds over the step with a fixed limit; none where gradients are read once more.
-OVER = {name: 15.0 for name in FEATURES if name != "recorder, each=True"}
-OVER |= {'nonfinite="skip"': 10.0, "recorder": 10.0}
-# Sets of gradients that are kept alive, so that the next one gets other memory.
-KEPT = 3
 # Spent on one list.
 SECONDS = 1.0
 
 
-def run(parts: Iterable[str], repetitions: int, longest: int) -> list[Row]:
-    """Rows of the parts, each measured in a process by itself."""
-    rows = []
+def run(part: str, repetitions: int = 100, longest: int = SIZES[-1]) -> list[Row]:
+    """Rows of a part, measured in a process by itself."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("TRITON")}
-    for part in parts:
-        with (
-            patch.dict(os.environ, kept | PARTS[part], clear=True),
-            ProcessPoolExecutor(1, get_context("spawn")) as process,
-        ):
-            rows += process.submit(measure, part, repetitions, longest).result()
-    return rows
+    with (
+        patch.dict(os.environ, kept | PARTS[part], clear=True),
+        ProcessPoolExecutor(1, get_context("spawn")) as process,
+    ):
+        return process.submit(measure, part, repetitions, longest).result()
 
 
 def measure(part: str, repetitions: int, longest: int) -> list[Row]:
-    """Rows of one part, measured in this process, whose environment is set for it."""
+    """Rows of a part, measured in this process, whose environment is set for it."""
     if part == "launches":
         return list(launches(repetitions))
-    no_launch = codegen.replaced_launch(lambda *_, **__: None)
-    with no_launch if part == "triton" else nullcontext():
-        known = [] if part == "triton" else steps(repetitions)
-        return [*calls(part, repetitions), *known, *growth(part, repetitions, longest)]
+    if part == "cpu":
+        return [*calls(part, repetitions), *steps(repetitions), *growth(part, repetitions, longest)]
+    with codegen.replaced_launch(lambda *_, **__: None):
+        return [*calls(part, repetitions), *growth(part, repetitions, longest)]
+
+
+def walls_of(
+    known: Mapping[str, Callable[[], Any]], n_samples: int, seconds: float = SECONDS
+) -> dict[str, list[float]]:
+    """Microseconds of calls that are taken in turn, by name."""
+    found = interleaved([Timed(call) for call in known.values()], CPU, n_samples, seconds)
+    return {name: samples.walls for name, samples in zip(known, found, strict=True)}
 
 
 @contextmanager
 def entered() -> Iterator[list[tuple[str, str]]]:
-    """Records file and name of each function of the library that is entered.
-
-    Comprehensions count as part of the function around them, as in Python 3.12.
-    """
+    """Records file and name of each function of the library that is entered."""
     import tritonclip.kernels
 
     folders = (*tritonclip.__path__, *tritonclip.kernels.__path__)
+    # Part of the function around them, as in Python 3.12.
     inlined = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
     found: list[tuple[str, str]] = []
 
@@ -123,9 +122,8 @@ def beside_torch(
     call: Callable[[], Any], parameters: Sequence[Tensor], n_samples: int
 ) -> dict[str, float]:
     """Time of a call, and of torch's on the same parameters in turn; nothing is clipped."""
-    torchs = Timed(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1e9))
-    both = interleaved([Timed(call), torchs], CPU, n_samples, SECONDS)
-    ours, theirs = (samples.walls for samples in both)
+    by_torch = partial(torch.nn.utils.clip_grad_norm_, parameters, 1e9)
+    ours, theirs = walls_of({"tritonclip": call, "torch": by_torch}, n_samples).values()
     share = statistics.median(paired(ours, theirs))
     return spread("total_us", ours) | {"torch_us": statistics.median(theirs), "share": share}
 
@@ -136,13 +134,12 @@ def calls(path: str, repetitions: int) -> Iterator[Row]:
         Gradients(WORKLOADS["small_10"], "float32", CPU).parameters for _ in range(2)
     )
     wrapper = tritonclip.ClippedOptimizer(sgd_of(parameters), 1.0)
-    flat = tritonclip.FlatGradients(others)
-    by_norm, by_value = tritonclip.ClipByNorm(1.0), tritonclip.ClipByValue(0.5)
+    clip, flat = tritonclip.clip_, tritonclip.FlatGradients(others)
     known: dict[str, Callable[[], Any]] = {
-        "clip_(list, 1.0)": lambda: tritonclip.clip_(parameters, 1.0),
-        "clip_(list, ClipByNorm(1.0))": lambda: tritonclip.clip_(parameters, by_norm),
-        "clip_(list, ClipByValue(0.5))": lambda: tritonclip.clip_(parameters, by_value),
-        "clip_(flat, 1.0)": lambda: tritonclip.clip_(flat, 1.0),
+        "clip_(list, 1.0)": partial(clip, parameters, 1.0),
+        "clip_(list, ClipByNorm(1.0))": partial(clip, parameters, tritonclip.ClipByNorm(1.0)),
+        "clip_(list, ClipByValue(0.5))": partial(clip, parameters, tritonclip.ClipByValue(0.5)),
+        "clip_(flat, 1.0)": partial(clip, flat, 1.0),
         "ClippedOptimizer(SGD).step()": wrapper.step,
     }
     for name, call in known.items():
@@ -150,12 +147,11 @@ def calls(path: str, repetitions: int) -> Iterator[Row]:
             call()
         with entered() as functions:
             call()
-        is_step = name.endswith("step()")
+        goals = {"functions_goal": FUNCTIONS, "modules_goal": MODULES}
         values: dict[str, Any] = {
             "functions": len(functions),
-            "functions_goal": STEP_FUNCTIONS if is_step else FUNCTIONS,
             "modules": len({file for file, _ in functions}),
-            **({} if is_step else {"modules_goal": MODULES}),
+            **({"functions_goal": STEP_FUNCTIONS} if name.endswith("step()") else goals),
             **beside_torch(call, parameters, repetitions),
             "floor_us": floor_us(parameters, repetitions),
         }
@@ -168,12 +164,11 @@ def steps(repetitions: int) -> Iterator[Row]:
     """Steps of a wrapped SGD, beside one whose limit is fixed, and torch's loop; none clips."""
     made: dict[str, Callable[[], Any]] = {}
     with TemporaryDirectory() as folder, ExitStack() as recorders:
-        for name, (clip, options) in {"a fixed limit": (1e9, {}), **FEATURES}.items():
+        for name, (clip, options, _) in {"a fixed limit": (1e9, {}, None), **FEATURES}.items():
             parameters = Gradients(MLP, "float32", CPU).parameters
             if "recorder" in options:
-                path, each = Path(folder, f"{name}.csv"), options["recorder"]
-                recorder = recorders.enter_context(tritonclip.record(path, each=each))
-                options = {"recorder": recorder}
+                record = tritonclip.record(Path(folder, f"{name}.csv"), each=options["recorder"])
+                options = {"recorder": recorders.enter_context(record)}
             made[name] = tritonclip.ClippedOptimizer(sgd_of(parameters), clip, **options).step
         parameters = Gradients(MLP, "float32", CPU).parameters
         sgd = sgd_of(parameters)
@@ -191,21 +186,21 @@ def steps(repetitions: int) -> Iterator[Row]:
             with entered() as functions:
                 step()
             counts[name] = len(functions)
-        found = interleaved(list(map(Timed, made.values())), CPU, repetitions, 2 * SECONDS)
-    fixed = found[0].walls
-    for name, samples in zip(made, found, strict=True):
-        values: dict[str, Any] = {"functions": counts[name], **spread("total_us", samples.walls)}
+        walls = walls_of(made, repetitions, 2 * SECONDS)
+    for name, own in walls.items():
+        values: dict[str, Any] = {"functions": counts[name], **spread("total_us", own)}
         if name in FEATURES:
-            pairs = zip(samples.walls, fixed, strict=True)
-            values["over_us"] = statistics.median(own - other for own, other in pairs)
-            if name in OVER:
-                values["over_us_goal"] = OVER[name]
+            pairs = zip(own, walls["a fixed limit"], strict=True)
+            values["over_us"] = statistics.median(one - fixed for one, fixed in pairs)
+            if goal := FEATURES[name][2]:
+                values["over_us_goal"] = goal
         yield Row("host", {"path": "cpu", "feature": name}, values)
 
 
 def lists(n: int, kind: str) -> Iterator[list[Tensor]]:
     """Parameters before each call, whose gradients differ from the call before as LISTS says."""
-    kept: deque[list[Tensor]] = deque(maxlen=KEPT)
+    # Sets of gradients that are kept alive, so that the next one gets other memory.
+    kept: deque[list[Tensor]] = deque(maxlen=3)
     for first_size in count(ELEMENTS):
         if not kept or kind == "first":
             sizes = [first_size, *[ELEMENTS] * (n - 1)]
@@ -248,9 +243,8 @@ def times_of(n: int, kind: str, repetitions: int) -> dict[str, float]:
     (samples,) = interleaved(
         [timed], CPU, min(3, repetitions), SECONDS, most_samples=repetitions, most_calls=1
     )
-    return spread("total_us", samples.walls) | {
-        "floor_us": floor_us(parameters, min(repetitions, 20))
-    }
+    floor = floor_us(parameters, min(repetitions, 20))
+    return spread("total_us", samples.walls) | {"floor_us": floor}
 
 
 def floor_us(parameters: Sequence[Tensor], repetitions: int) -> float:
@@ -263,8 +257,7 @@ def floor_us(parameters: Sequence[Tensor], repetitions: int) -> float:
         if addresses != known:
             known = addresses
 
-    (samples,) = interleaved([Timed(read)], CPU, repetitions, 0.0)
-    return statistics.median(samples.walls)
+    return statistics.median(walls_of({"read": read}, repetitions, 0.0)["read"])
 
 
 def launches(repetitions: int) -> Iterator[Row]:
@@ -289,7 +282,7 @@ def launches(repetitions: int) -> Iterator[Row]:
                 kernel[grid](*one.arguments, *one.constants.values())
 
         known = {"JIT": by_jit, "library": by_library, "compiled kernel": by_compiled}
-        found = interleaved(list(map(Timed, known.values())), CPU, repetitions, SECONDS)
-    for name, samples in zip(known, found, strict=True):
+        walls = walls_of(known, repetitions)
+    for name, own in walls.items():
         case = {"path": "launches", "call": f"norm and scale: {name}"}
-        yield Row("host", case, spread("total_us", samples.walls))
+        yield Row("host", case, spread("total_us", own))

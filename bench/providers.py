@@ -1,19 +1,23 @@
-"""Providers that are compared: tritonclip, and the functions that users of PyTorch have instead.
+"""Providers that are compared: tritonclip, and the functions that users have instead.
 
 A provider is asked for an `Entry` for given gradients, rule and limit; nothing but its `call` is
 timed. Those of IN_PLACE change the gradients; those of OUT_OF_PLACE return new ones, where the
 baselines are idioms of users of PyTorch, as nothing of torch.nn.utils clips out of place.
-Providers from other frameworks, on arrays of theirs, are in `frameworks`.
+
+Other frameworks are compared where they are installed, each in its idiom, on its arrays, which are
+filled from torch's outside the clock. None of these hold torch's memory.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,36 +29,27 @@ from bench.accuracy import EPS, NORMS, OURS, Gradients
 from bench.workloads import CLIPS, DTYPES, RULES, TWO, Workload
 from tritonclip import functional
 
-# Compilers unroll a list: one of 10,000 takes them minutes.
-MOST_COMPILED = 1000
+# TensorFlow and JAX take most of a GPU's memory when they start, unless told before their import.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # Norms of others may be off by this much, torch's are by up to 1% on a CPU: see `norm_error`.
 LENIENT = 0.05
 # Lists of so many bytes and more stand beside torch.sum over as many.
 SUMMED = 2**23 + 1
 BOTH = {"cpu": DTYPES, "cuda": DTYPES}
+# Not on torch's current stream, which events time.
+FOREIGN = ("tensorflow", "paddle", "optax")
+# torch.compile makes CUDA graphs itself, with mode="reduce-overhead"; others read a number back.
+UNCAPTURED = ("tritonclip compiled", "torch compiled", "apex", "transformer_engine")
 
 
-@dataclass
-class Entry:
+class Entry(NamedTuple):
     """One provider, ready to clip given gradients."""
 
     gradients: Gradients
-    # All that is timed. In place it returns norms or None; out of place, new gradients and these.
-    call: Callable[[], Any]
-    graphable: bool = True  # A CUDA graph can capture it.
-    out_of_place: bool = False  # It never writes to its gradients.
-    on_torch_stream: bool = True  # It works on torch's current stream: events time it.
-
-    def refill(self) -> None:
-        """Gives the gradients their values from before any clipping, where a call writes them."""
-        if not self.out_of_place:
-            self.gradients.refill()
-
-    def result(self, output: Any) -> tuple[list[Tensor], list[float]]:
-        """Gradients and norms after `call` returned `output`; no norms where it returned none."""
-        grads, norms = output if self.out_of_place else (self.gradients.grads, output)
-        norms = norms.detach().flatten() if isinstance(norms, Tensor) else norms or ()
-        return list(grads), [float(norm) for norm in norms]
+    call: Callable[[], Any]  # All that is timed.
+    refill: Callable[[], Any]  # Gives the gradients that calls write their first values.
+    result: Callable[[Any], tuple[Sequence[Tensor], Any]]  # Gradients, and norms or None.
 
 
 # From gradients, a rule and a limit.
@@ -71,8 +66,8 @@ class Provider(NamedTuple):
     passes: Mapping[str, int | None]
     baseline: bool = False  # One of torch's ways, the best of which the others are divided by.
     clips: bool = True  # Else it only measures.
-    compiles: bool = False  # Left out for lists of more than MOST_COMPILED tensors.
-    least_bytes: int = 0  # Left out for lists of fewer.
+    jits: bool = False  # Unrolls a list: left out where that takes it minutes.
+    least_bytes: int = 0  # Left out for shorter lists.
     eps: float = EPS  # Added to a norm before a limit is divided by it.
     modules: Sequence[str] = ()  # All that it needs beside torch.
     dtypes: Mapping[str, Sequence[str]] = BOTH  # Compared in these, by type of device.
@@ -90,7 +85,7 @@ class Provider(NamedTuple):
         reasons = {
             f"{', '.join(missing)} not installed": missing,
             f"not compared in {dtype} on {device}": dtype not in self.dtypes.get(device, ()),
-            f"compiling a list of {n} takes minutes": self.compiles and n > MOST_COMPILED,
+            f"compiling a list of {n} takes minutes": self.jits and n > 1000,
             "compared with lists over 8 MiB only": workload.n_bytes(dtype) < self.least_bytes,
         }
         return next((f"{self.name}: {why}" for why, holds in reasons.items() if holds), None)
@@ -103,18 +98,18 @@ def sgd_of(parameters: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-3, foreach=True)
 
 
-def _in_place(gradients: Gradients, rule: str, clip: Callable[[], Any]) -> Entry:
-    """An entry that clips, and then takes a step where the rule says so."""
-    if rule != "step":
-        return Entry(gradients, clip)
-    sgd = sgd_of(gradients.parameters)
+def in_place(gradients: Gradients, clip: Callable[[], Any], rule: str = "norm") -> Entry:
+    """An entry that clips and returns norms or None, after a step where the rule says so."""
+    call = clip
+    if rule == "step":
+        sgd = sgd_of(gradients.parameters)
 
-    def step() -> Any:
-        norm = clip()
-        sgd.step()
-        return norm
+        def call() -> Any:
+            norm = clip()
+            sgd.step()
+            return norm
 
-    return Entry(gradients, step)
+    return Entry(gradients, call, gradients.refill, lambda norms: (gradients.grads, norms))
 
 
 BY_NORM: Any = tritonclip.ClipByGlobalNorm
@@ -124,7 +119,7 @@ OUR_RULES |= {"value": tritonclip.ClipByValue, "gradient": tritonclip.ClipByNorm
 
 def _ours(gradients: Gradients, rule: str, limit: float) -> Entry:
     parameters, clip = gradients.parameters, OUR_RULES[rule](limit)
-    return _in_place(gradients, rule, lambda: tritonclip.clip_(parameters, clip))
+    return in_place(gradients, lambda: tritonclip.clip_(parameters, clip), rule)
 
 
 def _flat(gradients: Gradients, rule: str, limit: float) -> Entry:
@@ -132,12 +127,12 @@ def _flat(gradients: Gradients, rule: str, limit: float) -> Entry:
     own.allocate()
     flat, clip = tritonclip.FlatGradients(own.parameters), OUR_RULES[rule](limit)
     own.refill()
-    return _in_place(own, rule, lambda: tritonclip.clip_(flat, clip))
+    return in_place(own, lambda: tritonclip.clip_(flat, clip), rule)
 
 
 def _wrapper(gradients: Gradients, rule: str, limit: float) -> Entry:
     wrapper = tritonclip.ClippedOptimizer(sgd_of(gradients.parameters), OUR_RULES[rule](limit))
-    return Entry(gradients, lambda: wrapper.step() or wrapper.stats.last_norm)
+    return in_place(gradients, lambda: wrapper.step() or wrapper.stats.last_norm)
 
 
 def _torch(foreach: bool | None, gradients: Gradients, rule: str, limit: float) -> Entry:
@@ -157,23 +152,22 @@ def _torch(foreach: bool | None, gradients: Gradients, rule: str, limit: float) 
         torch._foreach_mul_(grads, list((limit / (norms + EPS)).clamp_(max=1.0).unbind()))
         return norms
 
-    return _in_place(gradients, rule, clip)
+    return in_place(gradients, clip, rule)
 
 
 def _compiled(make: Make, gradients: Gradients, rule: str, limit: float) -> Entry:
-    """torch.compile makes CUDA graphs itself, with mode="reduce-overhead": not compared."""
-    call = torch.compile(make(gradients, rule, limit).call, fullgraph=True)
-    return Entry(gradients, call, graphable=False)
+    entry = make(gradients, rule, limit)
+    return entry._replace(call=torch.compile(entry.call, fullgraph=True))
 
 
 def _drop_in(gradients: Gradients, rule: str, limit: float) -> Entry:
     """Our functions with the names and signatures of torch's."""
     clip = getattr(tritonclip, f"clip_grad_{rule}_")
-    return Entry(gradients, partial(clip, gradients.parameters, limit))
+    return in_place(gradients, partial(clip, gradients.parameters, limit))
 
 
 def _norm_only(name: str, gradients: Gradients, *_: Any) -> Entry:
-    return Entry(gradients, partial(NORMS[name], gradients.grads))
+    return in_place(gradients, partial(NORMS[name], gradients.grads))
 
 
 def _torch_sum(gradients: Gradients, *_: Any) -> Entry:
@@ -183,14 +177,17 @@ def _torch_sum(gradients: Gradients, *_: Any) -> Entry:
     def call() -> None:
         torch.sum(bytes_as_float32)
 
-    return Entry(gradients, call)
+    return in_place(gradients, call)
 
 
 def _out_of_place(clip: Callable[[list[Tensor], str, float], Any]) -> Make:
     """From a function that returns new gradients, and norms or None."""
-    return lambda gradients, rule, limit: Entry(
-        gradients, partial(clip, gradients.grads, rule, limit), out_of_place=True
-    )
+
+    def make(gradients: Gradients, rule: str, limit: float) -> Entry:
+        call = partial(clip, gradients.grads, rule, limit)
+        return Entry(gradients, call, lambda: None, lambda output: output)
+
+    return make
 
 
 def _functional(grads: list[Tensor], rule: str, limit: float) -> Any:
@@ -223,28 +220,150 @@ def _loop(grads: list[Tensor], rule: str, limit: float) -> Any:
     return [grad * coefficient for grad in grads], norm
 
 
+def _foreign(gradients, fill, clip, *, keep, view=torch.utils.dlpack.from_dlpack) -> Entry:
+    """An entry on arrays of another framework: `clip` returns them, and norms or None, finished.
+
+    `fill` makes an array from a tensor, `view` a tensor from an array. With `keep` the next call
+    goes on with the clipped arrays, else with the first ones, which then are never written.
+    """
+    arrays: list[Any] = []
+
+    def refill() -> None:
+        if keep or not arrays:
+            arrays.clear()
+            arrays.extend(map(fill, gradients.fresh))
+
+    def call() -> Any:
+        output = clip(arrays)
+        if keep:
+            arrays[:] = output[0]
+        return output
+
+    refill()
+    return Entry(gradients, call, refill, lambda output: (list(map(view, output[0])), output[1]))
+
+
+def _tensorflow(gradients: Gradients, rule: str, limit: float) -> Entry:
+    """Eager, like torch: the functions return new tensors."""
+    tf = import_module("tensorflow")
+    tf.config.set_soft_device_placement(True)
+    dlpack = tf.experimental.dlpack
+
+    def clip(arrays: list[Any]) -> Any:
+        if rule == "norm":
+            clipped, norm = tf.clip_by_global_norm(arrays, limit)
+            return clipped, [norm]
+        if rule == "value":
+            return [tf.clip_by_value(array, -limit, limit) for array in arrays], None
+        return [tf.clip_by_norm(array, limit) for array in arrays], None
+
+    return _foreign(
+        gradients,
+        lambda tensor: tf.raw_ops.DeepCopy(x=dlpack.from_dlpack(tensor.__dlpack__())),
+        clip,
+        keep=False,
+        view=lambda array: torch.utils.dlpack.from_dlpack(dlpack.to_dlpack(array)),
+    )
+
+
+def _paddle(gradients: Gradients, rule: str, limit: float) -> Entry:
+    """The classes that `paddle.optimizer` calls with its `grad_clip`."""
+    paddle = import_module("paddle")
+    if gradients.device.type == "cpu":
+        paddle.set_device("cpu")
+    by = {"norm": "GlobalNorm", "value": "Value", "gradient": "Norm"}
+    run = getattr(paddle.nn, f"ClipGradBy{by[rule]}")(limit)
+    # All that is read of a parameter.
+    parameter = SimpleNamespace(need_clip=True, name="parameter", process_mesh=None)
+
+    def clip(arrays: list[Any]) -> Any:
+        clipped = run([(parameter, array) for array in arrays])
+        if gradients.device.type == "cuda":
+            paddle.device.synchronize()
+        return [array for _, array in clipped], None
+
+    fill = paddle.utils.dlpack.from_dlpack
+    return _foreign(gradients, lambda tensor: fill(tensor).clone(), clip, keep=True)
+
+
+def _optax(donate: bool, gradients: Gradients, rule: str, limit: float) -> Entry:
+    """Under jit, with its arguments donated, as in a training step, or out of place."""
+    jax, optax = import_module("jax"), import_module("optax")
+    transform = {"norm": optax.clip_by_global_norm, "value": optax.clip}[rule](limit)
+
+    def update(arrays: list[Any]) -> Any:
+        clipped = transform.update(arrays, transform.init(arrays))[0]
+        return clipped, [optax.tree.norm(arrays)] if rule == "norm" else None
+
+    compiled = jax.jit(update, donate_argnums=0 if donate else ())
+    return _foreign(
+        gradients,
+        lambda tensor: jax.numpy.array(jax.dlpack.from_dlpack(tensor), copy=True),
+        lambda arrays: jax.block_until_ready(compiled(arrays)),
+        keep=donate,
+    )
+
+
+def _apex(gradients: Gradients, rule: str, limit: float) -> Entry:
+    """The function of `apex.contrib`, with the signature of torch's; reads a number back."""
+    clip = import_module("apex.contrib.clip_grad").clip_grad_norm_
+    return in_place(gradients, partial(clip, gradients.parameters, limit))
+
+
+def _engine(gradients: Gradients, rule: str, limit: float) -> Entry:
+    """Kernels of Transformer Engine as Megatron-LM calls them, which reads the norm back."""
+    optimizers = import_module("transformer_engine.pytorch.optimizers")
+    flag = torch.zeros(1, dtype=torch.int, device=gradients.device)
+    grads, apply = gradients.grads, optimizers.multi_tensor_applier
+
+    def clip() -> list[float]:
+        norm = float(apply(optimizers.multi_tensor_l2norm, flag, [grads], False)[0])
+        coefficient = limit / (norm + 1e-6)
+        if coefficient < 1:
+            apply(optimizers.multi_tensor_scale, flag, [grads, grads], coefficient)
+        return [norm]
+
+    return in_place(gradients, clip)
+
+
+_default = partial(_torch, None)
 DEPENDS = dict.fromkeys(RULES)
 # Measured, then read and written; a clamp reads and writes once, two with one bound each do twice.
 ONCE = {"norm": 3, "value": 2, "gradient": 3}
 TWICE = {**ONCE, "value": 4}
 TORCH_TWICE, TORCH_ONCE = ({**one, "step": None, "largest": 3} for one in (TWICE, ONCE))
-_default = partial(_torch, None)
+BY_TWO, BY_LOOK = {"norm": 3, "value": 2}, {"norm": None}
+# Of one dtype in a list.
+ONE, ON_GPU = DTYPES[:3], {"cuda": DTYPES[:4]}
+ENGINE = ("transformer_engine.pytorch",)
+# Eager TensorFlow clamps in two operators.
+TENSORFLOW = Provider(
+    "tensorflow", _tensorflow, TWICE, eps=0.0, modules=("tensorflow",), dtypes={"cpu": ONE}
+)
 IN_PLACE = (
     Provider("tritonclip", _ours, DEPENDS),
     Provider("tritonclip flat", _flat, DEPENDS),
     Provider("tritonclip wrapper", _wrapper, {"step": None}),
     Provider("tritonclip drop-in", _drop_in, dict.fromkeys(TWO)),
     Provider("tritonclip norm only", partial(_norm_only, "tritonclip"), {"norm": 1}, clips=False),
-    Provider("tritonclip compiled", partial(_compiled, _ours), DEPENDS, compiles=True),
+    Provider("tritonclip compiled", partial(_compiled, _ours), DEPENDS, jits=True),
     Provider("torch", _default, TORCH_TWICE, baseline=True),
     Provider("torch foreach", partial(_torch, True), TORCH_TWICE, baseline=True),
     Provider("torch no foreach", partial(_torch, False), TORCH_ONCE, baseline=True),
-    Provider("torch compiled", partial(_compiled, _default), TORCH_ONCE, compiles=True),
+    Provider("torch compiled", partial(_compiled, _default), TORCH_ONCE, jits=True),
     Provider("torch norm only", partial(_norm_only, "torch"), {"norm": 1}, clips=False),
     Provider("torch sum", _torch_sum, dict.fromkeys(CLIPS, 1), clips=False, least_bytes=SUMMED),
+    TENSORFLOW,
+    Provider("paddle", _paddle, ONCE, modules=("paddle",), dtypes=ON_GPU | {"cpu": ONE[:1]}),
+    Provider("optax", partial(_optax, True), BY_TWO, eps=0.0, modules=("jax", "optax"), jits=True),
+    Provider("apex", _apex, {"norm": 3}, modules=("apex.contrib",), dtypes=ON_GPU),
+    Provider("transformer_engine", _engine, BY_LOOK, modules=ENGINE, dtypes={"cuda": ONE}),
 )
+NAMED = {provider.name: provider for provider in IN_PLACE}
 OUT_OF_PLACE = (
     Provider("tritonclip", _out_of_place(_functional), ONCE, eps=0.0),
     Provider("torch foreach", _out_of_place(_foreach), TWICE, baseline=True, eps=0.0),
     Provider("torch loop", _out_of_place(_loop), ONCE, baseline=True, eps=0.0),
+    TENSORFLOW,
+    NAMED["optax"]._replace(make=partial(_optax, False)),
 )

@@ -13,8 +13,9 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,7 @@ from bench.workloads import BY, TWO, WORKLOADS, named
 # The markers that each page has.
 PAGES = {"docs/performance.md": "bench:NAME", "README.md": "speed"}
 SECTION = re.compile(
-    r"(?P<start><!-- (?P<kind>speed|bench(?=:))(:(?P<name>[\w-]+)(?P<providers> providers)?)?"
-    r" -->\n).*?(?P<end><!-- /(?P=kind) -->)",
-    re.DOTALL,
+    r"(<!-- (speed|bench(?=:)):?([\w-]*)( providers)? -->\n).*?(<!-- /\2 -->)", re.DOTALL
 )
 CASE = ("workload", "dtype", "rule", "step")
 # Workloads of the README's table, from short to long.
@@ -47,7 +46,6 @@ LOSS = "#d55e00"
 COLOURS = {"float32": "#0072b2", "bfloat16": "#e69f00", "float16": "#56b4e9", "mixed": "#cc79a7"}
 COLOURS |= {"float64": "#009e73", "slower": LOSS}
 MARKERS = dict(zip(COLOURS, "os^Dvo", strict=True))
-Text = Callable[[Row], str]
 SVG: Any = {"svg.hashsalt": "tritonclip", "svg.fonttype": "none", "font.size": 9}
 
 
@@ -63,7 +61,7 @@ def unique(rows: Sequence[Row], part: str) -> list[str]:
 
 def ratio_rows(rows: Sequence[Row]) -> list[Row]:
     """Our rows that have a ratio to torch."""
-    return [r for r in rows if r.get("provider") == "tritonclip" and r.get("ratio") is not None]
+    return [r for r in rows if r.get("provider") == "tritonclip" and "ratio" in r.values]
 
 
 def ratio_cell(row: Row, tie: str = "") -> str:
@@ -75,28 +73,22 @@ def ratio_cell(row: Row, tie: str = "") -> str:
     return f"**{text}**" if ratio < 1 else text
 
 
-def time_cell(row: Row, beside: str = "ratio", form: str = ".2f", unit: str = "x") -> str:
+def time_cell(row: Row, beside: str = "ratio", form: str = "{:.2f}x") -> str:
     """The time of a call, and a figure beside it where it has one."""
-    if row.get("wall_us") is None:
+    if "wall_us" not in row.values:
         return "wrong result"
-    more = "" if row.get(beside) is None else f", {row.get(beside):{form}}{unit}"
+    more = f", {form.format(row.get(beside))}" if beside in row.values else ""
     return f"{row.get('wall_us') / 1e3:.3g} ms{more}"
 
 
-def device_cell(row: Row) -> str:
-    """The time of a call on the GPU alone, the host's until it returned, and its launches."""
-    device, host, launches = (row.get(name) for name in ("device_us", "host_us", "launches"))
-    return f"{device:.1f} us, host {host:.0f} us, {launches}"
-
-
-def pivot(rows: Sequence[Row], line: Sequence[str], column: Text, cell: Text) -> str:
-    """A table in Markdown: a line for each case of `line`; in a cell the last of its rows."""
-    columns = list(dict.fromkeys(map(column, rows)))
+def pivot(rows: Sequence[Row], line: Sequence[str], column: str, cell: Callable[[Row], str]) -> str:
+    """A table in Markdown: cases by parts in a line, and a column; a cell has its last row."""
+    columns = list(dict.fromkeys(column.format_map(row.case) for row in rows))
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
         case = tuple(named(part, row.case[part]) for part in line)
-        lines.setdefault(case, {})[column(row)] = cell(row)
-    headings = [*(results.COLUMNS[part].heading for part in line), *columns]
+        lines.setdefault(case, {})[column.format_map(row.case)] = cell(row)
+    headings = [*(results.COLUMNS[part][0] for part in line), *columns]
     texts = [headings, ["---"] * len(headings)]
     texts += [[*own, *(cells.get(one, "") for one in columns)] for own, cells in lines.items()]
     return "\n".join(f"| {' | '.join(text)} |" for text in texts)
@@ -118,18 +110,16 @@ def summary(rows: Sequence[Row]) -> str:
 
 def readme_table(rows: Sequence[Row]) -> str:
     """The README's table and sentence: float32; by value, the worse of both steps."""
-
-    def column(row: Row) -> str:
-        return "by value" if row.get("rule") == "value" else str(row.get("step"))
-
-    def place(row: Row) -> tuple[int, str, float]:
-        by_value = row.get("rule") == "value"
-        return SHOWN.index(row.get("workload")), row.get("rule"), -row.get("ratio") * by_value
-
-    shown = [row for row in ratio_rows(rows) if row.get("rule") in TWO]
-    shown = [r for r in shown if r.get("dtype") == "float32" and r.get("workload") in SHOWN]
-    shown.sort(key=place)
-    table = pivot(shown, ["workload"], column, partial(ratio_cell, tie="tie"))
+    shown = []
+    for row in ratio_rows(rows):
+        workload, dtype, rule, _ = (row.case[part] for part in CASE)
+        if workload in SHOWN and dtype == "float32" and rule in TWO:
+            # Of two rows in one cell the last is shown.
+            place = SHOWN.index(workload), rule, -row.get("ratio") if rule == "value" else 0
+            step = {"step": "by value"} if rule == "value" else {}
+            shown.append((place, replace(row, case=row.case | step)))
+    ordered = [row for _, row in sorted(shown, key=itemgetter(0))]
+    table = pivot(ordered, ["workload"], "{step}", partial(ratio_cell, tie="tie"))
     return (
         f"{table}\n\nfloat32 on a CPU: speed-up over torch's best variant (tie: its quartiles "
         f"include 1; bold: slower). {summary(rows)}\n"
@@ -138,19 +128,18 @@ def readme_table(rows: Sequence[Row]) -> str:
 
 def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequence[Row]) -> str:
     """The text between a section's markers."""
-    parts = [f"Measured on: {origin_line(origin)}."]
-    busy = max(row.case.get("busy", 0) for row in rows)
-    if busy:
-        parts[0] += f" Meanwhile {busy} other processes kept cores busy."
+    first = f"Measured on: {origin_line(origin)}."
+    if busy := max(row.case.get("busy", 0) for row in rows):
+        first += f" Meanwhile {busy} other processes kept cores busy."
     if after := rows[0].case.get("after"):
-        parts[0] += f" Before every call: a {after}."
+        first += f" Before every call: a {after}."
     if rows[0].benchmark != "speed":
-        parts.append(results.text(rows, border=box.MARKDOWN))
+        parts = [results.table(rows, border=box.MARKDOWN)]
     elif of_providers:
-        parts.append(pivot(rows, CASE, lambda row: str(row.get("provider")), time_cell))
+        parts = [pivot(rows, CASE, "{provider}", time_cell)]
     else:
-        parts += _ratios(name, rows)
-    return "\n\n".join([*parts, f"Rows: [{name}.json](../bench/results/{name}.json).\n"])
+        parts = list(_ratios(name, rows))
+    return "\n\n".join([first, *parts, f"Rows: [{name}.json](../bench/results/{name}.json).\n"])
 
 
 def _ratios(name: str, rows: Sequence[Row]) -> Iterator[str]:
@@ -158,24 +147,22 @@ def _ratios(name: str, rows: Sequence[Row]) -> Iterator[str]:
     lists = [WORKLOADS[one] for one in unique(rows, "workload")]
     yield summary(rows) + "".join(f" {one.title}: {one.note}." for one in lists if one.note)
     ours = ratio_rows(rows)
-    column = "{dtype} {step}".format_map
-    yield pivot(ours, ["workload", "rule"], lambda row: column(row.case), ratio_cell)
+    yield pivot(ours, ["workload", "rule"], "{dtype} {step}", ratio_cell)
     figure = "![Ratio to torch by {}](../bench/results/{}-{}.svg)"
     yield "\n".join(figure.format(BY[rule], name, rule) for rule in unique(ours, "rule"))
-    on_gpu = [row for row in rows if row.get("device_us") is not None and row.get("launches")]
-    if on_gpu:
+    if on_gpu := [row for row in rows if "device_us" in row.values and row.get("launches")]:
         yield "Time on the GPU alone, of the host, and launches:"
-        yield pivot(on_gpu, CASE, lambda row: str(row.get("provider")), device_cell)
-    large = [row for row in ours if row.get("sum_share") is not None]
-    if large:
+        times = "{device_us:.1f} us, host {host_us:.0f} us, {launches}".format_map
+        yield pivot(on_gpu, CASE, "{provider}", lambda row: times(row.values))
+    if large := [row for row in ours if "sum_share" in row.values]:
         yield "Our time, and the share of it that torch.sum over as many bytes takes:"
-        share = partial(time_cell, beside="sum_share", form=".0%", unit="")
-        yield pivot(large, CASE[:3], lambda row: str(row.get("step")), share)
+        share = partial(time_cell, beside="sum_share", form="{:.0%}")
+        yield pivot(large, CASE[:3], "{step}", share)
 
 
 def digest(rows: Sequence[Row]) -> str:
-    """The text in a figure that tells which rows it shows, so that a stale one is found."""
-    text = json.dumps([asdict(row) for row in rows], sort_keys=True)
+    """The text in a figure that names the rows it shows, so that a stale one is found."""
+    text = json.dumps([vars(row) for row in rows], sort_keys=True)
     return f"rows sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 
@@ -214,48 +201,40 @@ def draw(rows: Sequence[Row], path: Path, origin: str) -> None:
         figure.savefig(path, format="svg", metadata=metadata)
 
 
-class Report:
-    """All files that follow from committed rows, below the folder of README.md and bench/."""
+def write(root: Path, check: bool = False) -> list[Path]:
+    """Writes pages and figures below the folder of README.md, or names those that are stale."""
+    figures: dict[Path, tuple[list[Row], str]] = {}
 
-    def __init__(self, root: Path) -> None:
-        self._results = root / "bench" / "results"
-        # The rows of each figure, and where they were measured.
-        self._drawings: dict[Path, tuple[list[Row], str]] = {}
-        # The text of each page, as it should be.
-        self._texts = {root / page: self._page(root / page, PAGES[page]) for page in PAGES}
+    def filled(match: re.Match[str]) -> str:
+        """A section with its markers; notes the figures that it shows."""
+        start, _, name, of_providers, end = match.groups()
+        path = root / "bench" / "results" / f"{name or 'cpu'}.json"
+        origin, rows = results.checked(path)
+        ours = [] if of_providers else ratio_rows(rows)
+        shown = origin_line({key: origin[key] for key in IN_FIGURES if key in origin})
+        for rule in unique(ours, "rule"):
+            drawn = [row for row in ours if row.get("rule") == rule]
+            figures[path.with_name(f"{path.stem}-{rule}.svg")] = drawn, shown
+        text = section(name, bool(of_providers), origin, rows) if name else readme_table(rows)
+        return f"{start}{text}{end}"
 
-    def _page(self, path: Path, marker: str) -> str:
-        """The text of a page with its sections filled; refuses one without whole markers."""
-        text, kind = path.read_text() if path.exists() else "", marker.partition(":")[0]
+    texts: dict[Path, str] = {}
+    for page, marker in PAGES.items():
+        path, kind = root / page, marker.partition(":")[0]
+        text = path.read_text() if path.exists() else ""
         whole, started = len(SECTION.findall(text)), text.count(f"<!-- {kind}")
         if whole == 0 or whole != started:
             raise RefusedError(
                 f"{path}: expected <!-- {marker} --> and its end <!-- /{kind} --> around each "
                 f"table, found {whole} whole ones of {started}; write the markers where it belongs"
             )
-        return SECTION.sub(self._filled, text)
-
-    def _filled(self, match: re.Match[str]) -> str:
-        """A section with its markers; notes the figures that it shows."""
-        name, of_providers = match["name"] or "cpu", bool(match["providers"])
-        origin, rows = results.checked(self._results / f"{name}.json")
-        text = section(name, of_providers, origin, rows) if match["name"] else readme_table(rows)
-        ours = [] if of_providers else ratio_rows(rows)
-        shown = origin_line({key: origin[key] for key in IN_FIGURES if key in origin})
-        for rule in unique(ours, "rule"):
-            drawn = [row for row in ours if row.get("rule") == rule]
-            self._drawings[self._results / f"{name}-{rule}.svg"] = drawn, shown
-        return f"{match['start']}{text}{match['end']}"
-
-    def write(self) -> None:
-        """Writes every file."""
-        for path, text in self._texts.items():
-            path.write_text(text)
-        for path, (rows, origin) in self._drawings.items():
-            draw(rows, path, origin)
-
-    def stale(self) -> list[Path]:
-        """Files that are missing, or differ from those that the rows give."""
-        texts = [path for path, text in self._texts.items() if path.read_text() != text]
-        marks = {path: digest(rows) for path, (rows, _) in self._drawings.items()}
-        return texts + [p for p in marks if not p.exists() or marks[p] not in p.read_text()]
+        texts[path] = SECTION.sub(filled, text)
+    if check:
+        marks = {path: digest(rows) for path, (rows, _) in figures.items()}
+        stale = [path for path, text in texts.items() if path.read_text() != text]
+        return stale + [p for p in marks if not p.exists() or marks[p] not in p.read_text()]
+    for path, text in texts.items():
+        path.write_text(text)
+    for path, (rows, shown) in figures.items():
+        draw(rows, path, shown)
+    return []

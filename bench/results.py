@@ -9,14 +9,14 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from subprocess import getstatusoutput
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 import torch
@@ -57,82 +57,75 @@ class Row:
         return str(self.get("provider")).startswith("tritonclip")
 
 
-class Column(NamedTuple):
-    """How a part of a row is shown, and its meaning."""
-
-    heading: str
-    form: str
-    meaning: str
-
-
+# Parts and figures in the order of tables: heading, format, meaning.
 COLUMNS = {
-    "workload": Column("gradients", "", "the gradient list"),
-    "dtype": Column("dtype", "", "of the gradients; mixed: bfloat16 matrices, float32 vectors"),
-    "rule": Column("by", "", "norm, largest, value, gradient (each norm) or step (SGD)"),
-    "step": Column("step", "", "clipped or unclipped: whether the rule changes the gradients"),
-    "busy": Column("busy", "d", "other processes that kept cores busy meanwhile"),
-    "after": Column("after", "", "what comes before every call, as in a training loop"),
-    "layout": Column("layout", "", "how the gradients lie on processes"),
-    "provider": Column("provider", "", "what clipped"),
-    "path": Column("path", "", "cpu: PyTorch; triton: Triton, launches replaced by nothing"),
-    "call": Column("call", "", "the call"),
-    "feature": Column("a step with", "", "what a step of SGD has beside a fixed limit"),
-    "list": Column("list", "", "how the gradients differ from those of the call before"),
-    "tensors": Column("tensors", ",d", "gradients in the list"),
-    "chip": Column("chip", "", "the GPU that the kernel was compiled for"),
-    "kernel": Column("kernel", "", "the kernel and its variant"),
-    "loop": Column("loop", "", "read, or write where the loop also writes what it read"),
+    "workload": ("gradients", "", "the gradient list"),
+    "dtype": ("dtype", "", "of the gradients; mixed: bfloat16 matrices, float32 vectors"),
+    "rule": ("by", "", "norm, largest, value, gradient (each norm) or step (SGD)"),
+    "step": ("step", "", "clipped or unclipped: whether the rule changes the gradients"),
+    "busy": ("busy", "d", "other processes that kept cores busy meanwhile"),
+    "after": ("after", "", "what comes before every call, as in a training loop"),
+    "layout": ("layout", "", "how the gradients lie on processes"),
+    "provider": ("provider", "", "what clipped"),
+    "path": ("path", "", "cpu: PyTorch; triton: Triton, launches replaced by nothing"),
+    "call": ("call", "", "the call"),
+    "feature": ("a step with", "", "what a step of SGD has beside a fixed limit"),
+    "list": ("list", "", "how the gradients differ from those of the call before"),
+    "tensors": ("tensors", ",d", "gradients in the list"),
+    "chip": ("chip", "", "the GPU that the kernel was compiled for"),
+    "kernel": ("kernel", "", "the kernel and its variant"),
+    "loop": ("loop", "", "read, or write where the loop also writes what it read"),
     # Speed. Times are in microseconds.
-    "wall_us": Column("wall us", ",.1f", "median and quartiles until all work was done"),
-    "host_us": Column("host us", ",.1f", "median until the call returned, on an idle queue"),
-    "device_us": Column("device us", ",.1f", "median on the GPU alone"),
-    "graph_us": Column("graph us", ",.1f", "median of the replay of a CUDA graph"),
-    "launches": Column("launches", "d", "kernels, copies and fills of a call on a GPU"),
-    "ratio": Column("ratio", ".2f", "the best torch variant's wall time over this, paired"),
-    "baseline": Column("over", "", "the best torch variant of the run"),
-    "sum_us": Column("sum us", ",.1f", "torch.sum over the same bytes, in the same rounds"),
-    "sum_share": Column("of it", ".0%", "torch.sum's time over this one, paired"),
-    "gb_per_s": Column("GB/s", ".1f", "bytes moved by device time, or by wall time on a CPU"),
-    "copy_gb_per_s": Column("copy", ".1f", "GB/s of a copy in the same run"),
-    "extra_mb": Column("extra MB", ".1f", "peak memory beside the gradients"),
-    "norm_error": Column("norm error", ".0e", "of the returned norm, relative to float64"),
-    "bytes_moved": Column("bytes moved", ",d", "read and written, by formula"),
-    "batch": Column("batch", "d", "calls in a sample"),
-    "repetitions": Column("samples", "d", "timed samples"),
+    "wall_us": ("wall us", ",.1f", "median and quartiles until all work was done"),
+    "host_us": ("host us", ",.1f", "median until the call returned, on an idle queue"),
+    "device_us": ("device us", ",.1f", "median on the GPU alone"),
+    "graph_us": ("graph us", ",.1f", "median of the replay of a CUDA graph"),
+    "launches": ("launches", "d", "kernels, copies and fills of a call on a GPU"),
+    "ratio": ("ratio", ".2f", "the best torch variant's wall time over this, paired"),
+    "baseline": ("over", "", "the best torch variant of the run"),
+    "sum_us": ("sum us", ",.1f", "torch.sum over the same bytes, in the same rounds"),
+    "sum_share": ("of it", ".0%", "torch.sum's time over this one, paired"),
+    "gb_per_s": ("GB/s", ".1f", "bytes moved by device time, or by wall time on a CPU"),
+    "copy_gb_per_s": ("copy", ".1f", "GB/s of a copy in the same run"),
+    "extra_mb": ("extra MB", ".1f", "peak memory beside the gradients"),
+    "norm_error": ("norm error", ".0e", "of the returned norm, relative to float64"),
+    "bytes_moved": ("bytes moved", ",d", "read and written, by formula"),
+    "batch": ("batch", "d", "calls in a sample"),
+    "repetitions": ("samples", "d", "timed samples"),
     # Accuracy.
-    "truth": Column("truth", ".7g", "the norm in float64"),
-    "norm": Column("norm", ".7g", "the norm that was returned"),
-    "distinct": Column("distinct", "d", "different results, bit for bit, of 20 calls"),
+    "truth": ("truth", ".7g", "the norm in float64"),
+    "norm": ("norm", ".7g", "the norm that was returned"),
+    "distinct": ("distinct", "d", "different results, bit for bit, of 20 calls"),
     # Several processes.
-    "collectives": Column("collectives", "d", "of one call"),
-    "outcome": Column("outcome", "", "in place of a norm"),
+    "collectives": ("collectives", "d", "of one call"),
+    "outcome": ("outcome", "", "in place of a norm"),
     # Host.
-    "functions": Column("functions", "d", "Python functions of the library that a call enters"),
-    "modules": Column("modules", "d", "modules of the library that a call enters"),
-    "total_us": Column("total us", ",.1f", "median and quartiles of a call"),
-    "over_us": Column("over us", ",.1f", "median over the step with a fixed limit, paired"),
-    "torch_us": Column("torch us", ",.1f", "torch.nn.utils.clip_grad_norm_ on the same tensors"),
-    "share": Column("of torch", ".2f", "total over torch's"),
-    "floor_us": Column("floor us", ",.1f", "reading and comparing all .grad and data_ptr"),
-    "us_per_tensor": Column("us a tensor", ".2f", "growth from the shortest to the longest list"),
+    "functions": ("functions", "d", "Python functions of the library that a call enters"),
+    "modules": ("modules", "d", "modules of the library that a call enters"),
+    "total_us": ("total us", ",.1f", "median and quartiles of a call"),
+    "over_us": ("over us", ",.1f", "median over the step with a fixed limit, paired"),
+    "torch_us": ("torch us", ",.1f", "torch.nn.utils.clip_grad_norm_ on the same tensors"),
+    "share": ("of torch", ".2f", "total over torch's"),
+    "floor_us": ("floor us", ",.1f", "reading and comparing all .grad and data_ptr"),
+    "us_per_tensor": ("us a tensor", ".2f", "growth from the shortest to the longest list"),
     # Code generation; bytes are of one multiprocessor.
-    "load_bits": Column("load bits", "d", "the widest load from global memory"),
-    "store_bits": Column("store", "d", "the widest store"),
-    "registers": Column("registers", "d", "of a thread"),
-    "spilled_bytes": Column("spilled", "d", "of a thread, in local memory"),
-    "loads": Column("loads", "d", "loads that a thread has in flight, over whole chunks"),
-    "masked_loads": Column("masked", "d", "the same over shorter chunks"),
-    "programs": Column("programs", "d", "resident on a multiprocessor"),
-    "threads": Column("threads", "d", "of a program"),
-    "bytes_in_flight": Column("in flight", ",d", "programs * threads * loads * bytes a load"),
-    "bytes_needed": Column("needed", ",d", "bandwidth * latency / multiprocessors"),
-    "enough": Column("of it", ".2f", "in flight over needed"),
+    "load_bits": ("load bits", "d", "the widest load from global memory"),
+    "store_bits": ("store", "d", "the widest store"),
+    "registers": ("registers", "d", "of a thread"),
+    "spilled_bytes": ("spilled", "d", "of a thread, in local memory"),
+    "loads": ("loads", "d", "loads that a thread has in flight, over whole chunks"),
+    "masked_loads": ("masked", "d", "the same over shorter chunks"),
+    "programs": ("programs", "d", "resident on a multiprocessor"),
+    "threads": ("threads", "d", "of a program"),
+    "bytes_in_flight": ("in flight", ",d", "programs * threads * loads * bytes a load"),
+    "bytes_needed": ("needed", ",d", "bandwidth * latency / multiprocessors"),
+    "enough": ("of it", ".2f", "in flight over needed"),
 }
 
 
 def cell(row: Row, name: str) -> str:
     """One figure with its quartiles and goal; empty where nothing was measured."""
-    form, value = COLUMNS[name].form, row.get(name)
+    form, value = COLUMNS[name][1], row.get(name)
     if value is None or isinstance(value, str):
         return value or ""
     text = format(value, form)
@@ -144,11 +137,13 @@ def cell(row: Row, name: str) -> str:
     return text
 
 
-def table(rows: Sequence[Row], *, caption: str = "", hidden: Sequence[str] = ()) -> Table:
-    """All figures that any of the rows has; a part of the case like that above is not repeated."""
-    result = Table(caption=caption or None)
+def table(
+    rows: Sequence[Row], *, shown: Collection[str] = COLUMNS, border: box.Box = box.SIMPLE
+) -> str:
+    """Figures that any row has, lines as wide as they need; repeats no case from above."""
+    result = Table(box=border)
     cases = [name for name in COLUMNS if any(name in row.case for row in rows)]
-    figures = [n for n in COLUMNS if n not in hidden and any(n in row.values for row in rows)]
+    figures = [n for n in COLUMNS if n in shown and any(n in row.values for row in rows)]
     for heading, form, _ in (COLUMNS[name] for name in (*cases, *figures)):
         result.add_column(heading, justify="right" if form else "left", no_wrap=True)
     before = [""] * len(cases)
@@ -160,16 +155,9 @@ def table(rows: Sequence[Row], *, caption: str = "", hidden: Sequence[str] = ())
             values[0] = "wrong result, not timed"
         result.add_row(*map(Text, ([""] * new + case[new:] + values)))
         before = case
-    return result
-
-
-def text(rows: Sequence[Row], *, hidden: Sequence[str] = (), border: box.Box = box.SIMPLE) -> str:
-    """A table of rows, lines as wide as it needs."""
-    given = table(rows, hidden=hidden)
-    given.box = border
     console = Console(width=10_000, color_system=None)
     with console.capture() as printed:
-        console.print(given)
+        console.print(result)
     return "\n".join(line.rstrip() for line in printed.get().splitlines() if line.strip())
 
 

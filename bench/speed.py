@@ -7,21 +7,22 @@ before every call. Other frameworks choose their threads.
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from bench import frameworks, providers, timing
+from bench import timing
 from bench.accuracy import Gradients, WrongResultError
-from bench.providers import Entry, Provider
+from bench.providers import FOREIGN, IN_PLACE, OUT_OF_PLACE, UNCAPTURED, Entry, Provider
 from bench.results import Row
 from bench.timing import Samples, Timed, paired, spread
 from tritonclip.backends import choose
 
-IN_PLACE = (*providers.IN_PLACE, *frameworks.IN_PLACE)
-OUT_OF_PLACE = (*providers.OUT_OF_PLACE, *frameworks.OUT_OF_PLACE)
 BASELINES = [one.name for one in (*IN_PLACE, *OUT_OF_PLACE) if one.baseline]
 # Where torch.compile is compared unless asked for, by norm: it takes 10 to 40 seconds a provider on
 # the longest.
@@ -40,29 +41,31 @@ class Effort(NamedTuple):
     training: bool = False  # A backward pass makes new gradients before every call.
 
 
-class Measured(NamedTuple):
-    """One provider of a case."""
+@dataclass
+class Measured:
+    """One provider of a case, and its row."""
 
+    provider: Provider
     row: Row
-    walls: Sequence[float] = ()  # Microseconds a call in each round; none where it was not timed.
     fault: str = ""  # How its result differs from float64.
+    entry: Any = None
+    timed: Any = None
+    walls: Sequence[float] = ()  # Microseconds a call in each round; none where it was not timed.
 
 
-def providers_of(asked: Sequence[str], plan: str, workload: str, dtype: str, rule: str):
-    """The providers that clip in place and were asked for; else all that fit the plan.
-
-    In training ours and torch's: others work on arrays that no backward pass makes. Those that take
-    long to compile are compared in few cases.
-    """
-    if asked:
-        names = ("tritonclip", *asked)
-    elif plan == "training":
-        names = ("tritonclip", "tritonclip wrapper", *BASELINES)
-    else:
+def providers_of(
+    asked: Sequence[str], plan: str, workload: str, dtype: str, rule: str
+) -> list[Provider]:
+    """The providers that clip in place and were asked for; else all that fit the plan."""
+    names = {"tritonclip", *asked}
+    # Others work on arrays that no backward pass makes.
+    if plan == "training" and not asked:
+        names |= {"tritonclip wrapper", *BASELINES}
+    elif not asked:
         by_norm = (dtype, rule) == ("float32", "norm")
         compiled = by_norm and workload in COMPILED and plan != "quick"
         left_out = (*(NOT_QUICK if plan == "quick" else ()), *(() if compiled else COMPILERS))
-        names = tuple(one.name for one in IN_PLACE if one.name not in left_out)
+        names |= {one.name for one in IN_PLACE if one.name not in left_out}
     return [one for one in IN_PLACE if one.name in names and rule in one.passes]
 
 
@@ -78,58 +81,52 @@ def measure(
     torch._dynamo.reset()
     case: dict[str, Any] = {"workload": gradients.workload.name, "dtype": gradients.dtype}
     case |= {"rule": rule, "step": "clipped" if clipped else "unclipped"}
-    given = effort or Effort()
-    conditions: dict[str, Any] = {"busy": given.busy} if given.busy else {}
-    conditions |= {"after": "backward pass"} if given.training else {}
-    faults: dict[str, str] = {}
-    rows: dict[str, Row] = {}
-    ready: list[tuple[Provider, Entry, Timed]] = []
+    is_training = effort is not None and effort.training
+    conditions: dict[str, Any] = {"busy": effort.busy} if effort and effort.busy else {}
+    conditions |= {"after": "backward pass"} if is_training else {}
+    result: list[Measured] = []
     for one in compared:
         row = Row("speed", {**case, "provider": one.name, **conditions}, {}, True)
-        rows[one.name] = row
         try:
             entry, error = checked(one, gradients, rule, clipped)
         except WrongResultError as wrong:
-            row.correct, faults[one.name] = False, str(wrong)
+            row.correct = False
+            result.append(Measured(one, row, str(wrong)))
             continue
         known = {"bytes_moved": bytes_moved(gradients, rule, clipped, one), "norm_error": error}
-        row.values.update((name, value) for name, value in known.items() if value is not None)
+        row.values = {name: value for name, value in known.items() if value is not None}
         prepare = entry.refill if clipped or rule == "step" else None
-        if given.training:
-            prepare = entry.gradients.backward
-        ready.append((one, entry, Timed(entry.call, prepare)))
-    walls: dict[str, list[float]] = {}
-    if effort:
+        timed = Timed(entry.call, entry.gradients.backward if is_training else prepare)
+        result.append(Measured(one, row, "", entry, timed))
+    ready = [found for found in result if not found.fault]
+    if effort and ready:
+        calls = [found.timed for found in ready]
         with torch._dynamo.config.patch(error_on_recompile=True):
-            calls = [call for *_, call in ready]
             samples = timing.interleaved(calls, gradients.device, effort.samples, effort.seconds)
-            walls = {one.name: found.walls for (one, *_), found in zip(ready, samples, strict=True)}
-            for (one, entry, call), found in zip(ready, samples, strict=True):
-                row = rows[one.name]
-                row.values.update({"batch": found.n_calls, "repetitions": len(found.walls)})
-                row.values.update(_figures(one, walls))
-                row.values.update(_beside(entry, call, found, row))
-                row.values["copy_gb_per_s"] = timing.copy_gb_per_s(gradients.device)
-    return [Measured(row, walls.get(n, ()), faults.get(n, "")) for n, row in rows.items()]
+        walls = {found.provider.name: own.walls for found, own in zip(ready, samples, strict=True)}
+        for found, own in zip(ready, samples, strict=True):
+            found.walls, values = own.walls, found.row.values
+            values |= {"batch": own.n_calls, "repetitions": len(own.walls)}
+            values |= _figures(found.provider, walls)
+            values |= _beside(found, own)
+            values["copy_gb_per_s"] = timing.copy_gb_per_s(gradients.device)
+    return result
 
 
 def checked(
     provider: Provider, gradients: Gradients, rule: str, clipped: bool
 ) -> tuple[Entry, float | None]:
-    """Gets a provider ready, calls it once, and compares with float64; returns the norm's error.
-
-    Raises:
-        WrongResultError: norm or gradients are off.
-    """
+    """A provider that was called once and is right, and its norm's error; else WrongResultError."""
     limit = gradients.limit(rule, clipped)
     gradients.refill()
     entry = provider.make(gradients, rule, limit)
-    output = entry.call()
-    grads, norms = entry.result(output)
-    norm_error = gradients.norm_error(rule, norms) if norms else None
+    grads, norms = entry.result(entry.call())
+    if isinstance(norms, Tensor):
+        norms = norms.detach().flatten()
+    norm_error = None if norms is None else gradients.norm_error(rule, list(map(float, norms)))
     if norm_error is not None and not norm_error <= provider.tolerance:
         raise WrongResultError(f"the norm is off by {norm_error:.2g}")
-    most = limit if provider.clips else None
+    most = limit if provider.clips else math.inf
     gradients.check(grads, rule, most, provider.tolerance, provider.eps)
     return entry, norm_error
 
@@ -156,7 +153,7 @@ def bytes_moved(gradients: Gradients, rule: str, clipped: bool, provider: Provid
     return n if looks and not clipped else 2 * n
 
 
-def _figures(provider: Provider, walls: dict[str, list[float]]) -> dict[str, Any]:
+def _figures(provider: Provider, walls: Mapping[str, list[float]]) -> dict[str, Any]:
     """Time, and the paired ratios to the best torch variant and to torch.sum."""
     ours = walls[provider.name]
     found: dict[str, Any] = {**spread("wall_us", ours)}
@@ -164,31 +161,30 @@ def _figures(provider: Provider, walls: dict[str, list[float]]) -> dict[str, Any
     if torchs and provider.clips:
         best = min(torchs, key=lambda name: statistics.median(walls[name]))
         found |= {**spread("ratio", paired(walls[best], ours)), "baseline": best}
-    if "torch sum" in walls:
-        sums = walls["torch sum"]
+    if sums := walls.get("torch sum"):
         found["sum_us"] = statistics.median(sums)
         found["sum_share"] = statistics.median(paired(sums, ours))
     return found
 
 
-def _beside(entry: Entry, timed: Timed, samples: Samples, row: Row) -> dict[str, float]:
+def _beside(measured: Measured, samples: Samples) -> dict[str, float]:
     """The figures that are measured beside the pairs; those of other streams stay empty."""
+    entry, timed, values = measured.entry, measured.timed, measured.row.values
     device, found = entry.gradients.device, dict[str, float]()
-    time = row.values["wall_us"] if device.type == "cpu" else None
-    if entry.on_torch_stream:
+    time = values["wall_us"] if device.type == "cpu" else None
+    if measured.provider.name not in FOREIGN:
         # A profiler takes 0.1 s to start: torch's default stands for its variants.
-        if not row.case["provider"].endswith("foreach"):
+        if not measured.provider.name.endswith("foreach"):
             entry.refill()
             found["extra_mb"] = timing.extra_bytes(entry.call, device) / 2**20
         if device.type == "cuda":
-            flush = timing.flush_of(device)
             entry.refill()
             found["launches"] = timing.launches(entry.call, device)
             host = found["host_us"] = statistics.median(samples.hosts)
-            time = found["device_us"] = timing.device_us(timed, flush, host)
-            if entry.graphable:
+            time = found["device_us"] = timing.device_us(timed, device, host)
+            if measured.provider.name not in UNCAPTURED:
                 replay = Timed(timing.captured(timed).replay, timed.prepare)
-                found["graph_us"] = timing.device_us(replay, flush, host)
-    if time is not None and "bytes_moved" in row.values:
-        found["gb_per_s"] = row.values["bytes_moved"] / (time * 1e3)
+                found["graph_us"] = timing.device_us(replay, device, host)
+    if time is not None and "bytes_moved" in values:
+        found["gb_per_s"] = values["bytes_moved"] / (time * 1e3)
     return found

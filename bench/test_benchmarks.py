@@ -22,11 +22,8 @@ def paired_rounds() -> float:
     return readings.popleft()
 
 
-pytestmark = [
-    pytest.mark.benchmark(timer=paired_rounds),
-    # Of a library that is compared; errors in the tests of this one.
-    pytest.mark.filterwarnings("default"),
-]
+# Warnings of a library that is compared are errors in the tests of this one.
+pytestmark = [pytest.mark.benchmark(timer=paired_rounds), pytest.mark.filterwarnings("default")]
 
 
 def hand_over(measured: Measured, benchmark: Any) -> None:

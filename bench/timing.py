@@ -37,9 +37,7 @@ DEVICE_SAMPLES = 15
 COPIED = {"cpu": 2**28, "cuda": 2**30}
 # Calls on a CPU are put together to samples of about this long, so that the clock's cost vanishes.
 # Each by its own time: one call between long ones of others would find its code out of cache.
-SAMPLE_US = 1000.0
-MOST_CALLS = 50
-MOST_SAMPLES = 300
+SAMPLE_US, MOST_CALLS, MOST_SAMPLES = 1000.0, 50, 300
 # Spins until its parent ends, which Ctrl-C is meant for.
 SPIN = """import os, signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -104,11 +102,8 @@ def clock_us() -> float:
 
 
 def sample(timed: Timed, device: torch.device, n_calls: int = 1) -> tuple[float, float]:
-    """Host and wall time of a call, the mean of `n_calls`.
-
-    Calls that need no preparation run between two readings of the clock. Others have readings
-    around each, of which the clock's own time is subtracted.
-    """
+    """Host and wall time of a call, the mean of `n_calls`."""
+    # A call that is prepared has readings of the clock around it, whose own time is subtracted.
     n_readings, clock = (1, 0.0) if timed.prepare is None else (n_calls, clock_us())
     host = wall = 0
     for _ in range(n_readings):
@@ -132,15 +127,12 @@ def interleaved(
     most_samples: int = MOST_SAMPLES,
     most_calls: int = MOST_CALLS,
 ) -> list[Samples]:
-    """Samples of all calls, taken in turn.
+    """At least `n_samples` of each call, and more for some seconds, without garbage collection.
 
-    Samples are paired: each round goes through all calls in an order of its own, so that whatever
-    slows the machine down for a while slows all of them. At least `n_samples` of each call, and
-    more for some seconds, are taken while the garbage collector is off.
+    They are paired: each round goes through all calls in another order, so that whatever slows the
+    machine down for a while slows all of them.
     """
-    if not timed:
-        return []
-    shuffle, collects = random.Random(0), gc.isenabled()
+    shuffle = random.Random(0)
     gc.disable()
     try:
         rounds = [[sample(one, device)[1] for one in timed] for _ in range(4)]
@@ -158,23 +150,11 @@ def interleaved(
                 result[i].hosts.append(host)
                 result[i].walls.append(wall)
     finally:
-        if collects:
-            gc.enable()
+        gc.enable()
     return result
 
 
-@cache
-def flush_of(device: torch.device) -> Callable[[], Any]:
-    """Reads three times the L2 cache of a GPU, so that it holds nothing else.
-
-    Reading leaves no lines behind whose writing-back the next kernel would pay for.
-    """
-    size = 3 * torch.cuda.get_device_properties(device).L2_cache_size
-    buffer = torch.zeros(size // 4, dtype=torch.int32, device=device)
-    return lambda: torch.max(buffer)
-
-
-def device_us(timed: Timed, flush: Callable[[], Any], host_us: float) -> float:
+def device_us(timed: Timed, device: torch.device, host_us: float) -> float:
     """The time on the GPU alone, on torch's current stream, of a call that the host queues so long.
 
     A wait on the GPU in front lets the host run ahead, so that the gaps between launches do not
@@ -182,11 +162,15 @@ def device_us(timed: Timed, flush: Callable[[], Any], host_us: float) -> float:
     is bound by the host all the same, and its time says so.
     """
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # Read before each call, so that the L2 cache holds nothing else. Reading leaves no lines behind
+    # whose writing-back the next kernel would pay for.
+    size = 3 * torch.cuda.get_device_properties(device).L2_cache_size
+    flushing = torch.zeros(size // 4, dtype=torch.int32, device=device)
     head_start = int(HEAD_START * (host_us + 50.0) * CYCLES_PER_US)
     times: list[float] = []
     for _ in range(DEVICE_SAMPLES):
         call = timed.prepared()
-        flush()
+        torch.max(flushing)
         torch.cuda.synchronize()
         torch.cuda._sleep(head_start)
         start.record()
@@ -224,10 +208,7 @@ def launches(call: Callable[[], Any], device: torch.device) -> int:
 
 
 def extra_bytes(call: Callable[[], Any], device: torch.device) -> int:
-    """The most bytes that a call held at one time, beside those held before.
-
-    On a CPU every allocation that torch's allocator reports is counted; on a GPU its own peak.
-    """
+    """The most bytes that a call held at one time, beside those held before."""
     if device.type == "cuda":
         synchronize(device)
         before = torch.cuda.memory_allocated(device)
@@ -244,10 +225,7 @@ def extra_bytes(call: Callable[[], Any], device: torch.device) -> int:
 
 @cache
 def copy_gb_per_s(device: torch.device) -> float:
-    """Bytes read and written a second, in GB, while one large buffer is copied to another.
-
-    The best of ten, as the limit of the memory.
-    """
+    """Bytes read and written a second, in GB, while a large buffer is copied: the best of ten."""
     source = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
     times = [sample(Timed(lambda: target.copy_(source)), device)[1] for _ in range(11)]

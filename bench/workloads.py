@@ -17,6 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16", "mixed", "float64")
 CLIPS = ("norm", "value", "gradient")
 # step: by global norm, and then a step of SGD. largest: by the global norm of order inf.
 RULES = (*CLIPS, "step", "largest")
+STEPS = ("unclipped", "clipped")
 BY = {"norm": "global norm", "value": "value", "gradient": "each norm", "step": "norm, SGD step"}
 BY["largest"] = "largest magnitude"
 Shape = tuple[int, ...]
@@ -32,29 +33,16 @@ def dtype_of(dtype: str, n_dimensions: int) -> torch.dtype:
 class Workload(NamedTuple):
     """Shapes of the parameters of one model."""
 
-    # In rows and options; and in tables.
-    name: str
-    title: str
+    name: str  # In rows and options.
+    title: str  # In tables.
     shapes: Shapes
-    # How it was scaled, or is special; empty for a model as it is.
-    note: str = ""
-    # Gradients start 1 to 7 elements after an aligned address, in turn.
-    misaligned: bool = False
-    # Gradients of four dimensions have the strides of torch.channels_last.
-    channels_last: bool = False
+    note: str = ""  # How it was scaled, or is special; empty for a model as it is.
+    misaligned: bool = False  # Gradients start 1 to 7 elements after an aligned address, in turn.
+    channels_last: bool = False  # Gradients of four dimensions have those strides.
 
     def n_bytes(self, dtype: str) -> int:
         """Bytes of all gradients."""
         return sum(math.prod(one) * dtype_of(dtype, len(one)).itemsize for one in self.shapes)
-
-
-SMALL = (1, 2, 4, 10, 30, 100, 300)
-
-
-def _small(n: int) -> Shapes:
-    """Ten shapes of biases, norms and small layers in turn: 28 elements on average."""
-    ten = ((8,), (8, 4), (16,), (16, 4), (4,), (32,), (2, 16), (1,), (64,), (10, 3))
-    return tuple(itertools.islice(itertools.cycle(ten), n))
 
 
 def _dense(*widths: int) -> Shapes:
@@ -67,66 +55,31 @@ def _conv(outputs: int, inputs: int, kernel: int) -> Shapes:
     return ((outputs, inputs, kernel, kernel), (outputs,), (outputs,))
 
 
-def _resnet20() -> Iterator[Shape]:
-    """ResNet-20 for CIFAR-10: He et al. 2015 (arXiv:1512.03385), projections where it widens."""
-    yield from _conv(16, 3, 3)
-    channels = 16
-    for width in (16,) * 3 + (32,) * 3 + (64,) * 3:
-        yield from _conv(width, channels, 3) + _conv(width, width, 3)
-        if width != channels:
-            yield from _conv(width, channels, 1)
-        channels = width
-    yield from _dense(64, 10)
+def _resnet(stem: Shapes, widths: Sequence[int], expansion: int, classes: int) -> Iterator[Shape]:
+    """He et al. 2015 (arXiv:1512.03385): bottlenecks where they expand, projections."""
+    yield from stem
+    channels = stem[0][0]
+    for width in widths:
+        if expansion == 1:
+            yield from _conv(width, channels, 3) + _conv(width, width, 3)
+        else:
+            yield from _conv(width, channels, 1) + _conv(width, width, 3)
+            yield from _conv(expansion * width, width, 1)
+        if expansion * width != channels:
+            yield from _conv(expansion * width, channels, 1)
+        channels = expansion * width
+    yield from _dense(channels, classes)
 
 
-def _resnet50() -> Iterator[Shape]:
-    """ResNet-50: He et al. 2015 (arXiv:1512.03385), as torchvision's `resnet50` has it."""
-    yield from _conv(64, 3, 7)
-    channels = 64
-    for width in (64,) * 3 + (128,) * 4 + (256,) * 6 + (512,) * 3:
-        yield from _conv(width, channels, 1) + _conv(width, width, 3) + _conv(4 * width, width, 1)
-        if 4 * width != channels:
-            yield from _conv(4 * width, channels, 1)
-        channels = 4 * width
-    yield from _dense(2048, 1000)
-
-
-def _vit_b16() -> Shapes:
-    """ViT-B/16 at 224: Dosovitskiy et al. 2020 (arXiv:2010.11929), as torchvision's `vit_b_16`."""
-    stem, norm = ((1, 1, 768), (768, 3, 16, 16), (768,), (1, 197, 768)), ((768,), (768,))
-    attention = ((2304, 768), (2304,), *_dense(768, 768))
-    layer = (*norm, *attention, *norm, *_dense(768, 3072, 768))
-    return (*stem, *(layer * 12), *norm, *_dense(768, 1000))
-
-
-def _gpt2() -> Shapes:
-    """GPT-2 small, tied embeddings: Radford et al. 2019; `gpt2` of Hugging Face Transformers."""
-    layer = [(768,), (768,), (768, 2304), (2304,), (768, 768), (768,)]
-    layer += [(768,), (768,), (768, 3072), (3072,), (3072, 768), (768,)]
-    return ((50257, 768), (1024, 768), *(layer * 12), (768,), (768,))
-
-
-# Llama-3-8B: Grattafiori et al. 2024 (arXiv:2407.21783) and its published model config.
-_LLAMA3_ATTENTION = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096))
-_LLAMA3_MATRICES = (*_LLAMA3_ATTENTION, (14336, 4096), (14336, 4096), (4096, 14336))
-
-
-def _llama3(layers: int, vocabulary: int) -> Shapes:
+def llama3(layers: int, vocabulary: int) -> Shapes:
+    """Llama-3-8B: Grattafiori et al. 2024 (arXiv:2407.21783) and its published model config."""
     layer = (*_LLAMA3_MATRICES, (4096,), (4096,))
     return ((vocabulary, 4096), *(layer * layers), (4096,), (vocabulary, 4096))
 
 
-def _lora_r16() -> Shapes:
-    """LoRA of rank 16 on the seven matrices of each layer of Llama-3-8B: Hu et al. 2021."""
-    return tuple(pair for o, i in _LLAMA3_MATRICES for pair in ((16, i), (o, 16))) * 32
-
-
 def moe(shrink: int) -> Shapes:
-    """DeepSeekMoE 16B: Dai et al. 2024 (arXiv:2401.06066) and its published model config.
-
-    64 routed and 2 shared experts in 27 of 28 layers. Every width and the vocabulary are divided by
-    `shrink`; the number of tensors is the model's.
-    """
+    """DeepSeekMoE 16B: Dai et al. 2024 (arXiv:2401.06066) and its config, widths over `shrink`."""
+    # 64 routed and 2 shared experts in 27 of 28 layers.
     width, expert, dense, vocabulary = (n // shrink for n in (2048, 1408, 10944, 102400))
 
     def feed_forward(inner: int) -> list[Shape]:
@@ -139,42 +92,54 @@ def moe(shrink: int) -> Shapes:
     return ((vocabulary, width), *first, *(layer * 27), (width,), (vocabulary, width))
 
 
-def _huge_and_small() -> Shapes:
-    """One embedding of 128,000 rows of 256, and 300 vectors of 64 to 1,024 elements."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.randint(64, 1025, (300,), generator=generator).tolist()
-    return ((128000, 256), *((n,) for n in sizes))
-
-
-_RESNET20 = tuple(_resnet20())
+# LeCun et al. 1998, fully connected between its feature maps as is usual today.
 _LENET5 = ((6, 1, 5, 5), (6,), (16, 6, 5, 5), (16,), *_dense(400, 120, 84, 10))
+# For CIFAR-10; and as torchvision's `resnet50`.
+_RESNET20 = tuple(_resnet(_conv(16, 3, 3), [16] * 3 + [32] * 3 + [64] * 3, 1, 10))
+_WIDTHS = [64] * 3 + [128] * 4 + [256] * 6 + [512] * 3
+_RESNET50 = tuple(_resnet(_conv(64, 3, 7), _WIDTHS, 4, 1000))
+# Dosovitskiy et al. 2020 (arXiv:2010.11929), as torchvision's `vit_b_16`, at 224.
+_VIT_STEM, _VIT_NORM = ((1, 1, 768), (768, 3, 16, 16), (768,), (1, 197, 768)), ((768,), (768,))
+_VIT_ATTENTION = (*_VIT_NORM, (2304, 768), (2304,), *_dense(768, 768))
+_VIT_LAYER = (*_VIT_ATTENTION, *_VIT_NORM, *_dense(768, 3072, 768))
+_VIT_B16 = (*_VIT_STEM, *(_VIT_LAYER * 12), *_VIT_NORM, *_dense(768, 1000))
+# Small, tied embeddings: Radford et al. 2019; `gpt2` of Hugging Face Transformers.
+_GPT2_ATTENTION = ((768,), (768,), (768, 2304), (2304,), (768, 768), (768,))
+_GPT2_LAYER = (*_GPT2_ATTENTION, (768,), (768,), (768, 3072), (3072,), (3072, 768), (768,))
+_GPT2 = ((50257, 768), (1024, 768), *(_GPT2_LAYER * 12), (768,), (768,))
+_LLAMA3_ATTENTION = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096))
+_LLAMA3_MATRICES = (*_LLAMA3_ATTENTION, (14336, 4096), (14336, 4096), (4096, 14336))
+# Rank 16 on the seven matrices of each layer: Hu et al. 2021.
+_LORA_R16 = tuple(pair for o, i in _LLAMA3_MATRICES for pair in ((16, i), (o, 16))) * 32
+_VECTORS = torch.randint(64, 1025, (300,), generator=torch.Generator().manual_seed(0)).tolist()
 _ODD = tuple((2 * (37 * i * i % 150001) + 1,) for i in range(200))
+SMALL = (1, 2, 4, 10, 30, 100, 300)
+# Shapes of biases, norms and small layers in turn: 28 elements on average.
+_TEN = ((8,), (8, 4), (16,), (16, 4), (4,), (32,), (2, 16), (1,), (64,), (10, 3))
 _SMALL_NOTE = "small lists: tensors of 1 to 64 elements"
 _LLAMA3_NOTE = "one layer of 32, with a 32nd of the embedding and of the head"
 _MOE_NOTE = "widths and vocabulary divided by 8; all tensors"
 _ODD_NOTE = "gradients start 1 to 7 elements after an aligned address"
 _ALL = (
-    *(Workload(f"small_{n}", f"{n} small", _small(n), _SMALL_NOTE * (n == 1)) for n in SMALL),
+    *(Workload(f"small_{n}", f"{n} small", (_TEN * n)[:n], _SMALL_NOTE * (n == 1)) for n in SMALL),
     Workload("mlp4", "MLP, 706 elements", _dense(8, 64, 2)),
     Workload("mlp8", "MLP, 139 thousand", _dense(16, 256, 256, 256, 10)),
-    # LeCun et al. 1998, fully connected between its feature maps as is usual today.
     Workload("lenet5", "LeNet-5", _LENET5),
     Workload("resnet20", "ResNet-20", _RESNET20),
     Workload("resnet20_last", "ResNet-20, channels_last", _RESNET20, channels_last=True),
-    Workload("resnet50", "ResNet-50", tuple(_resnet50())),
-    Workload("vit_b16", "ViT-B/16", _vit_b16()),
-    Workload("gpt2_124m", "GPT-2 124M", _gpt2()),
+    Workload("resnet50", "ResNet-50", _RESNET50),
+    Workload("vit_b16", "ViT-B/16", _VIT_B16),
+    Workload("gpt2_124m", "GPT-2 124M", _GPT2),
     Workload("twelve", "12 of 4 million", ((2000, 2000),) * 12),
-    Workload("llama3_8b", "Llama-3-8B, 1/32", _llama3(1, 128256 // 32), _LLAMA3_NOTE),
+    Workload("llama3_8b", "Llama-3-8B, 1/32", llama3(1, 128256 // 32), _LLAMA3_NOTE),
     Workload("moe", "DeepSeekMoE 16B, widths/8", moe(8), _MOE_NOTE),
-    Workload("lora_r16", "LoRA r16 of Llama-3-8B", _lora_r16()),
-    Workload("huge_and_small", "1 huge, 300 small", _huge_and_small()),
+    Workload("lora_r16", "LoRA r16 of Llama-3-8B", _LORA_R16),
+    # An embedding, and vectors of 64 to 1,024 elements.
+    Workload("huge_and_small", "1 huge, 300 small", ((128000, 256), *((n,) for n in _VECTORS))),
     # Nothing but overhead.
     Workload("tiny_10000", "10,000 tiny", ((4,),) * 10000),
     # Sizes up to 300,001.
     Workload("odd", "200 odd, misaligned", _ODD, _ODD_NOTE, misaligned=True),
-    # Only where it is asked for by name: 16 GB a copy in bfloat16, and two to three are kept.
-    Workload("llama3_8b_full", "Llama-3-8B", _llama3(32, 128256)),
 )
 WORKLOADS = {workload.name: workload for workload in _ALL}
 
@@ -251,25 +216,22 @@ FUNCTIONAL: dict[str, Plan] = {
 
 
 def named(part: str, value: str) -> str:
-    """A part of a case in words; as it is where this version has none for it."""
-    if part == "workload":
-        return WORKLOADS[value].title if value in WORKLOADS else value
-    return BY[value] if part == "rule" else value
+    """A part of a case in words; as it is where there are none."""
+    titles = {name: workload.title for name, workload in WORKLOADS.items()}
+    return {"workload": titles, "rule": BY}.get(part, {}).get(value, value)
 
 
 def cases_of(
-    plan: Plan,
-    names: Sequence[str] = (),
-    dtypes: Sequence[str] = (),
-    rules: Sequence[str] = (),
-) -> list[tuple[str, str, str]]:
-    """Workload, dtype and rule of what is measured: what fits of a plan, or all of named lists."""
+    plan: Plan, names: Sequence[str] = (), dtypes: Sequence[str] = (), rules: Sequence[str] = ()
+) -> list[tuple[str, str, str, str]]:
+    """Workload, dtype, rule and step of each case: what fits of a plan, or all of named lists."""
     lines = [((name,), dtype, rules or CLIPS) for name in names for dtype in dtypes or DTYPES[:1]]
     return [
-        (name, dtype, rule)
+        (name, dtype, rule, step)
         for workloads, dtype, own in (lines if names else plan)
         if dtype in (dtypes or DTYPES)
         for name in workloads
         for rule in own
         if rule in (rules or RULES)
+        for step in STEPS
     ]

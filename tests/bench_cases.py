@@ -10,13 +10,12 @@ import torch
 from workers import python
 
 from bench.results import Row
-from bench.speed import IN_PLACE, Effort, measure
+from bench.speed import Effort, measure
 from bench.workloads import Workload
 
 BENCH = Path(__file__).parents[1] / "bench"
 CPU = torch.device("cpu")
 SMALL = Workload("small", "small", ((5, 7), (3,), (1,), (257, 9)))
-NAMED = {provider.name: provider for provider in IN_PLACE}
 ROW = Row("speed", {"workload": "a", "provider": "torch"}, {"wall_us": 1.5}, True)
 
 

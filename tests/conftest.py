@@ -76,7 +76,7 @@ def _backend(name: str, device: str, module: str, *, deferred: bool = False) -> 
     where = torch.device(device, 0) if device == "cuda" else torch.device(device)
     return pytest.param(
         Backend(name, where, module, deferred),
-        id=f"{name}-deferred" if deferred else f"{name}-{device}",
+        id=f"{name}-deferred" if deferred and name == "torch" else f"{name}-{device}",
         marks=_NEEDS_GPU if device == "cuda" else (),
     )
 
@@ -89,7 +89,7 @@ _CUDA_BACKENDS = [
 _DEFERRED = _backend("torch", "cpu", "operators", deferred=True)
 # The interpreter copies what it is given to the host, so pointer tables need CPU tensors there.
 _BACKENDS = (
-    [_backend("triton", "cpu", "triton")]
+    [_backend("triton", "cpu", "triton", deferred=True)]
     if INTERPRETED
     else [
         _backend("native", "cpu", "native"),

@@ -191,7 +191,8 @@ def check_clip(
         assert collectives is None or count == collectives
         scaled = reference.clipped(before, rule, norm)
         for grad, right, was in zip(grads, scaled, before, strict=True):
-            torch.testing.assert_close(local(grad), right, rtol=0, atol=0, equal_nan=True)
+            now = local(grad).cpu()
+            torch.testing.assert_close(now, right.cpu(), rtol=0, atol=0, equal_nan=True)
             local(grad).copy_(was)
     assert norm is None or isinstance(norm, Tensor)
     return norm

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_cases import CPU, NAMED, SMALL
+from bench_cases import CPU, SMALL
 from click.testing import CliRunner
 
 from bench import results
 from bench.__main__ import main
 from bench.accuracy import Gradients, WrongResultError
+from bench.providers import NAMED
 from bench.speed import checked
 from bench.workloads import DTYPES, RULES
 
@@ -47,14 +48,13 @@ def test_limit_clips_or_clips_nothing(rule):
         assert kept is not clipped
 
 
-@pytest.mark.parametrize("limit", [1e-3, None])
+@pytest.mark.parametrize("limit", [1e-3, torch.inf])
 def test_check_sees_nan_and_a_changed_element(limit):
     gradients = Gradients(SMALL, "float32", CPU)
     for spoil in (torch.nan, 1.0):
         grads = [f.clone() for f in gradients.fresh]
-        if limit is not None:
-            torch._foreach_clamp_max_(grads, limit)
-            torch._foreach_clamp_min_(grads, -limit)
+        torch._foreach_clamp_max_(grads, limit)
+        torch._foreach_clamp_min_(grads, -limit)
         gradients.check(grads, "value", limit, 0.0)
         grads[3][100, 3] = spoil
         with pytest.raises(WrongResultError, match="gradient 3"):

@@ -137,12 +137,6 @@ def test_page_gets_rows_of_the_other_benchmarks(place):
     assert [cell.strip() for cell in line.split("|")] == ["", "cpu", "clip_", "21 / 20 over", ""]
 
 
-def test_show_prints_every_row(place):
-    done = CliRunner().invoke(main, ["report", "--show", str(place.results / "cpu.json")])
-    assert done.exit_code == 0
-    assert done.output.count("25,800.0") == len(ROWS)
-
-
 @pytest.mark.parametrize("correct", [False, None, 1, "true"])
 def test_report_refuses_rows_that_are_not_known_to_be_correct(place, correct):
     place.measured([*ROWS, changed(TORCH, correct, step="clipped")])

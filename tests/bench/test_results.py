@@ -65,7 +65,7 @@ def test_cell_shows_quartiles_and_a_missed_goal():
 
 def test_table_has_the_columns_that_any_row_has():
     rows = [ROW, replace(ROW, case={"workload": "b"}, values={})]
-    lines = results.text(rows, border=box.MARKDOWN).splitlines()
+    lines = results.table(rows, border=box.MARKDOWN).splitlines()
     assert [one.strip() for one in lines[0].split("|")] == [
         "",
         "gradients",

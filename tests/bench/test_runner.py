@@ -158,11 +158,12 @@ def test_rows_of_one_file_are_of_one_function_and_device():
         SimpleNamespace(originalname=name, callspec=SimpleNamespace(params=params))
         for name in ("test_clip", "test_functional")
     ]
-    known = SimpleNamespace(file="rows.json", asked=set())
+    cases: dict[Any, Any] = {conftest.Case(one.originalname, *["lenet5"] * 5): [] for one in items}
+    known = SimpleNamespace(option=SimpleNamespace(rows="rows.json"), cases=cases, asked=set())
     stash = {conftest.SESSION: known}
     session: Any = SimpleNamespace(config=SimpleNamespace(stash=stash), items=items)
     with pytest.raises(pytest.UsageError, match="expected cases of one test function"):
         conftest.pytest_collection_finish(session)
-    known.file = None
+    known.option.rows = None
     conftest.pytest_collection_finish(session)
     assert len(known.asked) == 2

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_cases import CPU, NAMED, SMALL, elements, measured
+from bench_cases import CPU, SMALL, elements, measured
 
 from bench import timing
 from bench.accuracy import Gradients, WrongResultError
-from bench.providers import SUMMED, Entry, Provider
+from bench.providers import NAMED, SUMMED, Entry, Provider, in_place
 from bench.speed import Effort, bytes_moved, checked
 from bench.workloads import Workload
 
@@ -20,13 +20,13 @@ def wrong(gradients: Gradients, rule: str, limit: float) -> Entry:
     def clip() -> None:
         call()
 
-    return Entry(gradients, clip)
+    return in_place(gradients, clip)
 
 
 def lying(gradients: Gradients, rule: str, limit: float) -> Entry:
     """Clips right and returns another norm."""
     call = NAMED["torch"].make(gradients, rule, limit).call
-    return Entry(gradients, lambda: call() * 1.2)
+    return in_place(gradients, lambda: call() * 1.2)
 
 
 @pytest.mark.parametrize("make", [wrong, lying])
@@ -36,14 +36,12 @@ def test_wrong_provider_is_refused_and_not_timed(make):
 
     def counted(given, rule, limit):
         entry = make(given, rule, limit)
-        run = entry.call
 
         def call():
             calls.append(rule)
-            return run()
+            return entry.call()
 
-        entry.call = call
-        return entry
+        return entry._replace(call=call)
 
     provider = Provider("wrong", counted, {"norm": 3})
     with pytest.raises(WrongResultError):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import reference
 import torch
-from cases import assert_norm
+from cases import assert_bits, assert_norm, copies, grad_of, parameters
 from processes import in_processes
 from spread import assert_same_everywhere, values
 from torch import distributed as dist
@@ -15,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import tritonclip
-from tritonclip import ClippedOptimizer
+from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer, FlatGradients
 
 
 def _model() -> nn.Module:
@@ -100,3 +102,114 @@ def test_clipped_optimizer_of_flat_parameters_trains_as_one_process() -> None:
     with FullyShardedDataParallel.summon_full_params(sharded):
         for one, other in zip(sharded.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(one.flatten(), other.flatten(), rtol=1e-5, atol=1e-6)
+
+
+FORMS: list[Callable[[torch.nn.Module], Any]] = [
+    lambda module: module,
+    lambda module: torch.nn.ModuleList([torch.nn.Linear(2, 2), module]),
+    lambda module: list(module.parameters()),
+    lambda module: module.named_parameters(),
+]
+FORMS_OF_SHARDS = pytest.mark.parametrize(
+    ("strategy", "original"),
+    [*itertools.product(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"), (False, True))],
+)
+
+
+def _module(strategy: str, original: bool) -> torch.nn.Module:
+    """A model after its backward; the second process may have no gradient at all."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 1))
+    module = FullyShardedDataParallel(
+        layers,
+        device_id=torch.device("cpu"),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=original,
+    )
+    module(torch.ones(2, 5)).sum().backward()
+    return module
+
+
+@FORMS_OF_SHARDS
+@in_processes(2)
+def test_clip_refuses_shards(strategy: str, original: bool) -> None:
+    module = _module(strategy, original)
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    before = copies(grads)
+    sharded = strategy != "NO_SHARD"
+    if sharded:
+        for form, rule in itertools.product(FORMS, (1.0, ClipByNorm(1.0))):
+            with pytest.raises(TypeError, match="shards of FullyShardedDataParallel"):
+                tritonclip.clip_(form(module), rule)
+        with pytest.raises(TypeError, match="shards of FullyShardedDataParallel"):
+            tritonclip.clip_grad_norm_(module.parameters(), 1.0)
+        with pytest.raises(TypeError, match="shards of FullyShardedDataParallel"):
+            FlatGradients(module)
+        if grads:
+            optimizer = ClippedOptimizer(torch.optim.SGD(module.parameters(), lr=0.0), 1.0)
+            with pytest.raises(TypeError, match="shards of FullyShardedDataParallel"):
+                optimizer.step()
+        assert_bits(grads, before)
+    else:
+        norm = tritonclip.clip_(module, 0.5)
+        assert_bits(grads, [reference.scaled(g, reference.coefficient(norm, 0.5)) for g in before])
+
+
+@FORMS_OF_SHARDS
+@in_processes(2)
+def test_clip_refuses_shards_behind_another_parameter(strategy: str, original: bool) -> None:
+    """A list of the same form, of whole gradients, has left a plan."""
+    if strategy == "NO_SHARD":
+        return
+    module = _module(strategy, original)
+    shards = [p for p in module.parameters() if p.grad is not None]
+    if not shards:
+        return
+    first, *wholes = parameters([torch.ones(2), *copies(map(grad_of, shards))])
+    tritonclip.clip_([first, *wholes], 1.0)
+    with pytest.raises(TypeError, match="shards of FullyShardedDataParallel"):
+        tritonclip.clip_([first, *shards], 1.0)
+
+
+@FORMS_OF_SHARDS
+@in_processes(2)
+def test_clip_by_value_of_shards(strategy: str, original: bool) -> None:
+    """Elements are clamped alike wherever they lie."""
+    module = _module(strategy, original)
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    before = copies(grads)
+    tritonclip.clip_(module, ClipByValue(0.1))
+    assert_bits(grads, [reference.clamped(grad, -0.1, 0.1) for grad in before])
+
+
+@FORMS_OF_SHARDS
+@in_processes(2)
+def test_clip_of_shards_by_a_known_norm(strategy: str, original: bool) -> None:
+    """The norm of all processes is known, so that shards are scaled rightly."""
+    module = _module(strategy, original)
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    before = copies(grads)
+    total = torch.tensor(4.0)
+    tritonclip.clip_grads_with_norm_(module.parameters(), 1.0, total)
+    assert_bits(grads, [reference.scaled(g, reference.coefficient(total, 1.0)) for g in before])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_clip_of_a_lone_process_is_that_of_the_module() -> None:
+    distributed: Any = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for original in (False, True):
+            module = _module("FULL_SHARD", original)
+            grads = [p.grad for p in module.parameters() if p.grad is not None]
+            before = copies(grads)
+            for _ in range(2):
+                for grad, old in zip(grads, before, strict=True):
+                    grad.copy_(old)
+                norm = tritonclip.clip_(module, 0.5)
+                by = reference.coefficient(norm, 0.5)
+                assert norm.item() == pytest.approx(reference.total_norm(before), rel=1e-6)
+                assert_bits(grads, [reference.scaled(grad, by) for grad in before])
+            del module
+    finally:
+        distributed.destroy_process_group()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import copies, each_rule, grad_of, normal, parameters
+from cases import each_rule, grad_of, normal, parameters
 from serving import forget_plans
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -76,7 +76,8 @@ def operator_of(call: Callable[[list[Any]], Any], device: torch.device) -> tuple
         return call(params)
 
     params = make(device)
-    weights, grads = copies(params), copies(map(grad_of, params))
+    weights = [weight.detach().clone() for weight in params]
+    grads = [grad_of(weight).clone() for weight in params]
     graph = make_fx(step)(weights, grads)
     Finder(graph).run(weights, grads)
     ((operator, arguments),) = found

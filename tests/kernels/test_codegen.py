@@ -82,6 +82,19 @@ def _clamp(table: Any, p: float, variant: str) -> None:
     _batch(table).clamp_(-1.0, 1.0, _number(variant))
 
 
+def _advance(table: Any, p: float, variant: str) -> None:
+    """With a loss scale in a tensor; for "own_history" with rows."""
+    backend = importlib.import_module("tritonclip.backends.triton")
+    norms, state = torch.empty(4, dtype=table.dtype), torch.empty(4, 2, dtype=torch.float64)
+    numbers, number = (1.0, 1.0, 1.0, 1.0), torch.ones(1)
+    if variant == "own_history":
+        rows = torch.zeros(4, dtype=torch.int64)
+        backend.advance_each(numbers, state, state, rows, norms)
+    else:
+        state = state.flatten()
+        backend.advance(variant, numbers, state, state, norms, table.dtype, p, number)
+
+
 def _units(table: Any) -> Any:
     """Many long rows of gradients and weights of one dtype."""
     units = importlib.import_module("tritonclip.backends.triton_units")
@@ -110,6 +123,8 @@ class Verb:
     writing_loops: int
 
 
+# One program reads a window, or a row of numbers for each gradient: no bandwidth counts.
+SINGLE = {"advance": Verb(_advance, 0, 0)}
 VERBS = {
     "norm": Verb(_norm, 1, 0),
     "scale": Verb(_scale, 1, 1),
@@ -208,7 +223,7 @@ def _record(case: Case, hip: bool) -> _Launch:
         patch.setattr(launch, "launch", record)
         n = 16 * _module("access").CHUNK
         table = _module("tables").lay_out(torch.device("cpu"), case.dtype, [n], [16])
-        VERBS[case.verb].launch(table, case.p, case.variant)
+        (VERBS | SINGLE)[case.verb].launch(table, case.p, case.variant)
     return launches[0]
 
 
@@ -278,6 +293,12 @@ def binary(request, no_linker, tmp_path_factory):
     )
 
 
+ALONE = [
+    Case("advance", target, dtype, p, kind)
+    for target in TARGETS
+    for kind in ("zscore", "quantile", "outlier", "own_history")
+    for dtype, p in ((torch.float32, 2.0), (torch.float64, 3.0), (torch.float32, torch.inf))
+]
 ALL = _cases()
 CUDA = [case for case in ALL if case.target != "gfx942"]
 AMD = [case for case in ALL if case.target == "gfx942"]
@@ -327,7 +348,7 @@ def test_main_loops_are_wide_in_amdgcn(binary):
             assert_at_least(len(found), 2 * loops * binary.per_tile)
 
 
-@over(CUDA)
+@over([*CUDA, *(case for case in ALONE if case.target != "gfx942")])
 def test_kernel_spills_nothing_on_cuda(binary):
     usage = binary.usage()
     assert usage["STACK"] == 0
@@ -335,7 +356,7 @@ def test_kernel_spills_nothing_on_cuda(binary):
     assert not re.findall(r"\b(?:LDL|STL)\b.*", binary.sass)
 
 
-@over(AMD)
+@over([*AMD, *(case for case in ALONE if case.target == "gfx942")])
 def test_kernel_spills_nothing_on_amd(binary):
     counts = binary.counts()
     assert counts["vgpr_spill_count"] == 0

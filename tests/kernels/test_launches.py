@@ -19,7 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tritonclip
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+from tritonclip import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByOwnHistory,
+    ClipByQuantile,
+    ClipByValue,
+    ClipByZScore,
+    ClipState,
+)
 
 pytest.importorskip("triton", reason="tritonclip.kernels needs triton")
 
@@ -113,6 +121,36 @@ def test_clip_launches_no_more_to_unscale(device, launches, rule, expected):
     grads = of_sizes((9, 5), torch.float32, device)
     tritonclip.clip_(parameters(grads), rule, grad_scale=torch.tensor(8.0, device=device))
     assert names(launches) == expected
+
+
+STATES = [
+    pytest.param(ClipByQuantile(0.9, 50), ["norm_kernel", "advance_kernel", "scale_kernel"]),
+    pytest.param(ClipByZScore(), ["norm_kernel", "advance_kernel", "scale_kernel"]),
+    # The norm of each gradient is put together first.
+    pytest.param(
+        ClipByOwnHistory(),
+        ["norm_kernel", "scale_each_kernel", "advance_each_kernel", "scale_each_kernel"],
+    ),
+]
+
+
+@pytest.mark.parametrize("count", [1, 40])
+@pytest.mark.parametrize(("rule", "expected"), STATES, ids=["quantile", "zscore", "own-history"])
+def test_an_adaptive_limit_launches_once_more(device, launches, rule, expected, count):
+    given, state = parameters(of_sizes(range(1, count + 1), torch.float32, device)), ClipState()
+    for _ in range(2):
+        launches.clear()
+        tritonclip.clip_(given, rule, state=state)
+        assert names(launches) == expected
+
+
+@pytest.mark.parametrize(("rule", "expected"), STATES[:2], ids=["quantile", "zscore"])
+def test_an_adaptive_limit_launches_once_for_all_dtypes(device, launches, rule, expected):
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+    grads = [of_sizes((9,), dtype, device)[0] for dtype in dtypes]
+    tritonclip.clip_(parameters(grads), rule, state=ClipState())
+    norm, advance, scale = expected
+    assert names(launches) == [*[norm] * 4, advance, *[scale] * 4]
 
 
 def test_get_total_norm_launches_two_kernels(device, launches):

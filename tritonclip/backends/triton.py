@@ -4,13 +4,14 @@ Imported where the backend is first chosen, because it imports triton.
 """
 
 import math
+from collections.abc import Sequence
 from struct import Struct
 
 import torch
 from torch import Tensor
 
 from tritonclip.backends.interface import Clip
-from tritonclip.kernels import clamp, launch, norm, scale
+from tritonclip.kernels import adaptive, clamp, launch, norm, scale
 from tritonclip.kernels.access import CHUNK, OCCUPANCY_2X128, OCCUPANCY_3X80, TAIL, block_of
 from tritonclip.kernels.tables import ChunkTable, ChunkTables
 
@@ -197,6 +198,95 @@ class TritonBatch:
             BLOCK=clamp.block_of(table.dtype.itemsize),
             TAIL=TAIL,
         )
+
+
+def advance(
+    kind: str,
+    numbers: Sequence[float],
+    values: Tensor,
+    after: Tensor,
+    norms: Tensor,
+    dtype: torch.dtype,
+    norm_type: float,
+    grad_scale: float | Tensor,
+) -> Tensor:
+    """Advances the state of a rule by one norm, in one launch.
+
+    Args:
+        kind: of rule, by its name in `kernels.adaptive`.
+        numbers: three of the rule, and its largest limit.
+        values: the state, float64, 1-d.
+        after: for the state after; may be `values`.
+        norms: partial norms, float32 or float64.
+        dtype: of the norm's result, to which it is rounded.
+        norm_type: p of the p-norm.
+        grad_scale: the loss scale that partial norms still carry.
+
+    Returns:
+        The limit, float64, 0-d.
+    """
+    limit = torch.empty((), dtype=torch.float64, device=values.device)
+    a, b, c, max_norm = numbers
+    (_, _, divisor), bits = pack_scalars(max_norm, a, grad_scale, values.device)
+    launch.launch(
+        adaptive.advance_kernel,
+        values.device,
+        1,
+        OCCUPANCY_2X128,
+        (
+            norms,
+            values,
+            after,
+            limit,
+            divisor,
+            norms.numel(),
+            values.numel() - 1,
+            *bits,
+            *_INTEGERS.unpack(_FLOATS.pack(b, c, 0.0))[:2],
+        ),
+        KIND=kind,
+        P=norm_type,
+        DTYPE=launch.TL_DTYPES[dtype],
+        BLOCK=adaptive.BLOCK,
+    )
+    return limit
+
+
+def advance_each(
+    numbers: Sequence[float], values: Tensor, after: Tensor, rows: Tensor | None, norms: Tensor
+) -> Tensor:
+    """Advances one row of a state for each norm, in one launch.
+
+    Args:
+        numbers: three of the rule, and its largest limit.
+        values: the state, float64[any, 2].
+        after: for the state after; may be `values`. Other rows than these are not written.
+        rows: of the norms, int64; None for all in order.
+        norms: float32 or float64, 1-d.
+
+    Returns:
+        The limits, float64, 1-d.
+    """
+    limits = torch.empty(norms.numel(), dtype=torch.float64, device=values.device)
+    ratio, decay, warmup, max_norm = numbers
+    launch.launch(
+        adaptive.advance_each_kernel,
+        values.device,
+        1,
+        OCCUPANCY_2X128,
+        (
+            norms,
+            rows,
+            values,
+            after,
+            limits,
+            norms.numel(),
+            *_INTEGERS.unpack(_FLOATS.pack(max_norm, ratio, decay)),
+            _INTEGERS.unpack(_FLOATS.pack(warmup, 0.0, 0.0))[0],
+        ),
+        BLOCK=adaptive.BLOCK,
+    )
+    return limits
 
 
 def pack_scalars(

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, TypeGuard
 import torch
 from torch import Tensor
 
+from tritonclip.backends.adaptive import Parts
 from tritonclip.backends.operators import unscaled
 from tritonclip.distributed.gradients import ERRORS, ShardedGradients
 from tritonclip.distributed.partial_sums import PartialSum, measure_sums, norms_of
@@ -63,6 +64,11 @@ class ReducedNorms(Norms):
         assert plan is not None
         norm = unscaled(self.reduced, self.norm_type, self.grad_scale).to(plan.dtype)
         return norm if self.per_gradient else norm.reshape(())
+
+    def parts(self) -> Parts:
+        """The norms themselves: a state has the same bits in processes without gradients."""
+        norm = self.norm()
+        return Parts(norm, norm.dtype)
 
     def total(self) -> Tensor:
         """The norm, 0-d, or that of each gradient here, 1-d."""

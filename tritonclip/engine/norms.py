@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tritonclip.backends import choose
+from tritonclip.backends import adaptive, choose
 from tritonclip.backends.choose import layout_of, torch_layout
 from tritonclip.backends.interface import Batch, PartialNorms
 from tritonclip.backends.native import combine_numbers, results_of
@@ -19,6 +19,7 @@ from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.units import Units
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import Rule
+from tritonclip.rules.rule import Adaptive
 from tritonclip.rules.state import upload
 
 
@@ -63,6 +64,28 @@ class Norms:
             return results_of(own, self.norm_type, self.grad_scale, plan.dtype).tolist()
         total = own if len(own) == 1 else [combine_numbers(own, self.norm_type)]
         return results_of(total, self.norm_type, self.grad_scale, plan.dtype)[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Of the norm."""
+        plan = self.gradients.plan
+        assert plan is not None
+        return plan.device
+
+    def advance(
+        self, rule: Adaptive, values: Tensor, rows: Tensor | None, *, in_place: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Limit and values after these norms: on a GPU by one launch."""
+        return adaptive.advance(rule, values, rows, self, in_place=in_place)
+
+    def parts(self) -> adaptive.Parts:
+        """What the norm is put together from; the norms of all gradients for `per_gradient`."""
+        plan, own = self.gradients.plan, self.partials[0] if self.partials else None
+        assert plan is not None
+        if not self.per_gradient and isinstance(own, Tensor) and own.device == plan.device:
+            return adaptive.Parts(own, plan.dtype, self.norm_type, self.grad_scale)
+        norm = self.norm()
+        return adaptive.Parts(norm, norm.dtype)
 
     def total(self) -> Tensor:
         """The norm, divided by the loss scale: 0-d, or 1-d with that of each gradient here."""

@@ -17,6 +17,7 @@ from tritonclip.engine.gradients import Gradients, parameters_of
 from tritonclip.engine.norms import Norms
 from tritonclip.engine.units import weight_of
 from tritonclip.rules import Rule
+from tritonclip.rules.rule import Adaptive
 
 # Norms are right to 1e-6 (float64: 1e-12); the coefficient adds three roundings, the store one.
 _NORM_TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
@@ -274,6 +275,17 @@ class ReferenceNorms(NamedTuple):
         """`norm` in numbers."""
         numbers: float | list[float] = self.norms.tolist()
         return numbers
+
+    @property
+    def device(self) -> torch.device:
+        """Of the norms."""
+        return self.norms.device
+
+    def advance(
+        self, rule: Adaptive, values: Tensor, rows: Tensor | None, *, in_place: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Not asked for: a state has advanced by the norms of the call."""
+        raise NotImplementedError
 
     def sizes(self) -> Tensor:
         """The number of elements of each gradient."""

@@ -11,9 +11,11 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from tritonclip.backends import adaptive
 from tritonclip.optim.param_groups import Groups, key_of
 from tritonclip.rules import BoundRule, ClipState, Numbering, Outlier, Rule
 from tritonclip.rules.arguments import as_limit
+from tritonclip.rules.rule import Adaptive
 from tritonclip.rules.state import Values
 
 _OUTLIERS = "outliers"
@@ -28,6 +30,22 @@ class _Norm(NamedTuple):
         """The norm on its device."""
         assert isinstance(self.value, Tensor)
         return self.value
+
+    @property
+    def device(self) -> torch.device:
+        """Of the norm."""
+        return self.norm().device
+
+    def advance(
+        self, rule: Adaptive, values: Tensor, rows: Tensor | None, *, in_place: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Limit and values after this norm."""
+        return adaptive.advance(rule, values, rows, self, in_place=in_place)
+
+    def parts(self) -> adaptive.Parts:
+        """The norm itself."""
+        norm = self.norm()
+        return adaptive.Parts(norm, norm.dtype)
 
     def numbers(self) -> float | None:
         """The norm, where the host decides."""

@@ -104,6 +104,11 @@ class ClipByOwnHistory(AdaptiveRule):
         after = torch.stack([moving, n + 1], dim=-1)
         return limit, torch.where((counts(norm) & counts(clipped))[..., None], after, state)
 
+    def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
+        """Its numbers."""
+        assert isinstance(self.max_norm, float)
+        return "own_history", (self.ratio, self.decay, float(self.warmup), self.max_norm)
+
     def advance_on_host(
         self, state: array[float], norm: float | list[float]
     ) -> tuple[float | list[float], array[float]]:

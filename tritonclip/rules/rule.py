@@ -30,6 +30,25 @@ class Measured(Protocol):
     def numbers(self) -> float | list[float] | None:
         """`norm` in numbers, where the host decides; None where it would wait for the device."""
 
+    def advance(
+        self, rule: Adaptive, values: Tensor, rows: Tensor | None, *, in_place: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As `Adaptive.advance`, for these rows of the values and these norms, on their device.
+
+        Args:
+            rule: any.
+            values: its state.
+            rows: int64, of the norms; None for all in order.
+            in_place: `values` may be written.
+
+        Returns:
+            The limit, and all values after, which may be `values` themselves.
+        """
+
+    @property
+    def device(self) -> torch.device:
+        """Of the norm."""
+
     def sizes(self) -> Tensor:
         """The number of elements of each gradient; float64, 1-d."""
 
@@ -142,6 +161,13 @@ class Adaptive:
 
     __slots__ = ()
 
+    def __init_subclass__(cls) -> None:
+        """A subclass that writes `advance` anew has none of its parent's other forms of it."""
+        if "advance" in vars(cls):
+            for name in ("in_kernel", "on_host", "advance_on_host"):
+                if name not in vars(cls):
+                    setattr(cls, name, getattr(Adaptive, name))
+
     def start(self) -> Sequence[float]:
         """The k numbers of the state before the first call."""
         raise NotImplementedError
@@ -159,6 +185,13 @@ class Adaptive:
             The limit, shaped as `norm`, inf where there is none; the new state, shaped as `state`.
         """
         raise NotImplementedError
+
+    def in_kernel(self) -> tuple[str, tuple[float, float, float, float]] | None:
+        """The kind of rule that one launch advances as `advance` does, and its four numbers.
+
+        None where no kernel does; :mod:`tritonclip.kernels.adaptive` has the kinds.
+        """
+        return None
 
     def on_host(self, state: array[float]) -> array[float]:
         """The state that `advance_on_host` takes: these numbers, and then any derived from them."""

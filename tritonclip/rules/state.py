@@ -71,7 +71,7 @@ class ClipState:
         return self._steps
 
     def follow(self, rule: Rule) -> BoundRule:
-        """The rule of the next call.
+        """The rule of the next call, which is not left out unless it raises before it writes.
 
         Raises:
             ValueError: the state remembers norms for a rule of another kind.
@@ -81,7 +81,7 @@ class ClipState:
                 f"this state remembers norms for {self._kind}, got the rule {kind_of(rule)}; "
                 "expected the rule of its first call: make a new ClipState() for another rule"
             )
-        return BoundRule(rule.at(self._steps), self)
+        return BoundRule(rule.at(self._steps), self, in_place=True)
 
     def state_dict(self, rows: Sequence[int] | None = None) -> dict[str, Any]:
         """A copy of the state: `kind`, `steps`, `parameters`, and `values`, a tensor or None.
@@ -141,7 +141,9 @@ class ClipState:
         values = state["values"]
         # Never an inference tensor, which no later call could write to.
         copied = outside_inference(torch.clone)
-        self._values = None if values is None else copied(values.detach())
+        if values is not None:
+            values = copied(values.detach(), memory_format=torch.contiguous_format)
+        self._values = values
         self._numbers = self._known_rule = None
         self._kind, self._steps, self._index = state["kind"], state["steps"], None
         self._n_parameters, self._list, self._ids = state["parameters"], [], ()
@@ -163,9 +165,21 @@ class ClipState:
         return True
 
     def advance(
-        self, rule: Any, measured: Measured, numbering: Numbering | None = None
+        self,
+        rule: Any,
+        measured: Measured,
+        numbering: Numbering | None = None,
+        *,
+        in_place: bool = False,
     ) -> tuple[float | list[float] | Tensor, Values]:
-        """The limit for the measured norms, and the values after them, for `commit`."""
+        """The limit for the measured norms, and the values after them, for `commit`.
+
+        Args:
+            rule: an adaptive one.
+            measured: the norms.
+            numbering: the rows of the parameters, as they are now; None for all in order.
+            in_place: the step is sure to be taken, so that a device may write the values at once.
+        """
         rows, n, grows = None, None, numbering is not None
         if getattr(rule, "per_gradient", False):
             rows, n = _rows_of(measured, numbering)
@@ -182,18 +196,9 @@ class ClipState:
             width = self._shape[1]
             limit, after = rule.advance_on_host(_picked(numbers, rows, width), norm)
             return limit, _placed(after, numbers, rows, width)
-        return self._advance_on_device(rule, measured.norm(), rows, n, grows=grows)
-
-    def _advance_on_device(
-        self, rule: Any, norm: Tensor, rows: Sequence[int] | None, n: int | None, *, grows: bool
-    ) -> tuple[Tensor, Tensor]:
-        """As `advance`, in tensors."""
-        # Some devices have no float64.
-        norm = norm.to(torch.float32 if norm.device.type == "mps" else torch.float64)
-        values = self._values_for(rule, norm, n, grows=grows)
-        index = None if rows is None else self._index_of(rows, norm.device)
-        limit, after = rule.advance(values if index is None else values[index], norm)
-        return limit, after if index is None else values.index_copy(0, index, after)
+        values = self._values_for(rule, measured.device, n, grows=grows)
+        index = None if rows is None else self._index_of(rows, values.device)
+        return measured.advance(rule, values, index, in_place=in_place)
 
     def check_list(self, parameters: Sequence[Tensor], n: int | None) -> None:
         """Checks that a list is the one that the state knows.
@@ -226,15 +231,19 @@ class ClipState:
         # A copy belongs to copies of the parameters.
         return {**self.__dict__, "_list": [], "_ids": (), "_known_rule": None}
 
-    def _values_for(self, rule: Any, norm: Tensor, n: int | None, *, grows: bool) -> Tensor:
+    def _values_for(self, rule: Any, device: torch.device, n: int | None, *, grows: bool) -> Tensor:
         """The values: one row, or one for each of n parameters; made at the first call."""
+        # Some devices have no float64.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
         values = self._as_tensor()
-        if values is not None and (values.device, values.dtype) != (norm.device, norm.dtype):
-            values = outside_inference(values.to)(norm.device, norm.dtype)
+        if values is not None and (values.device, values.dtype) != (device, dtype):
+            values = outside_inference(values.to)(device, dtype)
         self._values, self._numbers = values, None
         n_new = self._count_new(rule, n, grows=grows)
         if values is None or n_new:
-            values = self._values = _grown(values, rule, norm, None if n is None else n_new)
+            values = self._values = _grown(
+                values, rule, device, dtype, None if n is None else n_new
+            )
         return values
 
     def _numbers_for(self, rule: Any, n: int | None, *, grows: bool) -> array[float]:
@@ -288,7 +297,7 @@ class ClipState:
         if not isinstance(values, Tensor):
             if self._numbers is not None and not left_out:
                 self._numbers = values
-        elif self._values is not None:
+        elif self._values is not None and values is not self._values:
             if isinstance(left_out, Tensor):
                 values = torch.where(left_out.to(values.device), self._values, values)
             # In place, for CUDA graphs.
@@ -350,9 +359,11 @@ def upload(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -
 
 
 @outside_inference
-def _grown(values: Tensor | None, rule: Any, norm: Tensor, n: int | None) -> Tensor:
+def _grown(
+    values: Tensor | None, rule: Any, device: torch.device, dtype: torch.dtype, n: int | None
+) -> Tensor:
     """The values with n more rows; one row alone for n None. Later calls can write to them."""
-    row = upload(rule.start(), norm.dtype, norm.device)
+    row = upload(rule.start(), dtype, device)
     if n is not None:
         row = row.repeat(n, 1)
     return row if values is None else torch.cat([values, row])
@@ -401,8 +412,17 @@ class BoundRule(Rule):
     _measured: Measured | None = None
     _values: Values | None = None
 
-    def __init__(self, rule: Any, state: ClipState, numbering: Numbering | None = None) -> None:
+    def __init__(
+        self,
+        rule: Any,
+        state: ClipState,
+        numbering: Numbering | None = None,
+        *,
+        in_place: bool = False,
+    ) -> None:
         self.rule, self._state, self._numbering = rule, state, numbering
+        # No call is left out: a device may write the state before `commit`.
+        self._in_place = in_place
         if isinstance(rule, Rule):
             self.norm_type, self.eps = rule.norm_type, rule.eps
             self.per_gradient = rule.per_gradient  # type: ignore[misc]  # of this rule
@@ -417,7 +437,7 @@ class BoundRule(Rule):
             if isinstance(self.rule, Adaptive):
                 self._measured = measured
                 self._limit, self._values = self._state.advance(
-                    self.rule, measured, self._numbering
+                    self.rule, measured, self._numbering, in_place=self._in_place
                 )
             else:
                 self._limit = self.rule.limit(measured)

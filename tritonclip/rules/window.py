@@ -86,6 +86,11 @@ class ClipByQuantile(AdaptiveRule):
         limit = torch.where(quantile.isnan(), math.inf, quantile)
         return bounded(limit, self.max_norm), state
 
+    def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
+        """Its numbers."""
+        assert isinstance(self.max_norm, float)
+        return "quantile", (self.quantile, 0.0, 0.0, self.max_norm)
+
     def on_host(self, state: array[float]) -> array[float]:
         """The window, and then its norms in ascending order."""
         return state + array("d", sorted(norm for norm in state[:-1] if not math.isnan(norm)))
@@ -161,6 +166,10 @@ class Outlier(Adaptive):
         deviation = torch.maximum((squares / (n - 1)).sqrt(), _LEAST_DEVIATION * mean)
         limit = mean + self.sigmas * deviation
         return torch.where(n >= self.window // 2, limit, math.inf), _entered(state, norm)
+
+    def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
+        """Its numbers."""
+        return "outlier", (self.sigmas, 0.0, 0.0, math.inf)
 
     def advance_on_host(
         self, state: array[float], norm: float | list[float]

@@ -106,6 +106,11 @@ class ClipByZScore(AdaptiveRule):
         after = torch.where(counts(norm), torch.where(warm, moving, plain), state)
         return bounded(limit, self.max_norm), after
 
+    def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
+        """Its numbers."""
+        assert isinstance(self.max_norm, float)
+        return "zscore", (self.threshold, self.decay, float(self.warmup), self.max_norm)
+
     def advance_on_host(
         self, state: array[float], norm: float | list[float]
     ) -> tuple[float, array[float]]:
