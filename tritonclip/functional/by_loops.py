@@ -56,27 +56,18 @@ def serve() -> bool:
     return backend in ("auto", "native") and not verifying
 
 
-def clamped(leaves: Any, low: object, high: object) -> Any:
-    """New tensors within bounds; None where loops cannot serve the leaves, or the bounds are none.
-
-    Args:
-        leaves: a tensor, or a list of tensors and None; others are none that they serve.
-        low: least value; a number, or None for no bound.
-        high: largest value, alike.
-    """
-    return loops.clamped(leaves, torch.empty_like, low, high) if serve() else None
-
-
 def have_at_bounds(leaves: Any, low: object, high: object) -> bool:
-    """Whether any element may equal a bound of `clamped`, or be NaN."""
+    """Whether any element of leaves may equal a bound, a number or None, or be NaN."""
     return not serve() or loops.has_at_bounds(leaves, low, high) is not False
 
 
 def clipped(leaves: Any, limit: object, norm: object = None) -> tuple[Any, Tensor] | None:
-    """New tensors, scaled to a limit of the norm of all, and that norm; None as for `clamped`.
+    """New tensors, scaled to a limit of the norm of all, and that norm.
+
+    None where the loops cannot serve the leaves, or a number is none.
 
     Args:
-        leaves: as for `clamped`.
+        leaves: a tensor, or a list of tensors and None; others are none that they serve.
         limit: a number.
         norm: a number where it is known.
     """
@@ -86,10 +77,10 @@ def clipped(leaves: Any, limit: object, norm: object = None) -> tuple[Any, Tenso
 def clipped_each(
     leaves: Any, limit: object, norm_type: object = 2.0, power: float = 0.0
 ) -> tuple[Any, list[float]] | None:
-    """New tensors, each scaled to a limit of its norm, and the norms; None as for `clamped`.
+    """New tensors, each scaled to a limit of its norm, and the norms; None as for `clipped`.
 
     Args:
-        leaves: as for `clamped`.
+        leaves: as for `clipped`.
         limit: of norms that are divided by the number of elements to a power; a number, or a
             checked one for each.
         norm_type: p of the p-norm.
@@ -103,7 +94,7 @@ def clipped_each(
 
 
 def norm_of(leaves: Any) -> Tensor | None:
-    """The norm of all tensors; None as for `clamped`, and where one is not contiguous."""
+    """The norm of all tensors; None as for `clipped`, and where one is not contiguous."""
     return loops.measured(leaves, torch.empty_like) if serve() else None
 
 
@@ -113,7 +104,7 @@ def norms_of(leaves: Any, norm_type: float) -> list[float] | None:
 
 
 def scaled(leaves: Any, factors: float | list[float]) -> Any:
-    """New tensors, all times one factor, or each times its own; None as for `clamped`."""
+    """New tensors, all times one factor, or each times its own; None as for `clipped`."""
     return loops.scaled(leaves, torch.empty_like, factors) if serve() else None
 
 
@@ -123,7 +114,7 @@ def are_moderate(factors: list[float]) -> bool:
 
 
 def dots(tensors: list[Tensor], others: list[Tensor]) -> list[float] | None:
-    """The inner product of each tensor with another; None as for `clamped`."""
+    """The inner product of each tensor with another; None as for `clipped`."""
     return loops.dots(tensors, others) if serve() else None
 
 
@@ -133,7 +124,7 @@ def combined(
     factors: float | list[float],
     other_factors: float | list[float],
 ) -> list[Tensor] | None:
-    """Sums of each tensor and another, times their factors; None as for `clamped`."""
+    """Sums of each tensor and another, times their factors; None as for `clipped`."""
     sums: list[Tensor] | None = None
     if serve():
         sums = loops.combined(tensors, others, torch.empty_like, factors, other_factors)
