@@ -1,8 +1,9 @@
 """Benchmarks that pytest does not run, and the report; from the root of the repository.
 
-`python -m bench accuracy|host|distributed|codegen|report`; `--help` names their options.
-`accuracy` and `codegen` time nothing, `host` sets the environment of a process for each part, and
-`distributed` starts four processes: no fixture of a test fits them. Each writes rows with their
+`python -m bench accuracy|host|distributed|training|codegen|report`; `--help` names their options.
+`accuracy` and `codegen` time nothing, `host` sets the environment of a process for each part,
+`distributed` starts four processes, and `training` times two parts of one call: no fixture of a
+test fits them. Each writes rows with their
 provenance to bench/results/ or `--out` as they are measured, and prints a table. Ctrl-C ends it and
 keeps the rows so far. OMP_NUM_THREADS says how many threads torch has. `report` makes tables and
 figures of all rows.
@@ -107,6 +108,14 @@ def distributed():
 
     torch.set_num_threads(1)
     return run()
+
+
+@measuring
+def training():
+    """Measures the share of clipping in whole training steps of six models, on the CPU."""
+    from bench.training import MODELS, rows_of
+
+    return map(rows_of, MODELS)
 
 
 @measuring

@@ -60,6 +60,7 @@ class Row:
 # Parts and figures in the order of tables: heading, format, meaning.
 COLUMNS = {
     "workload": ("gradients", "", "the gradient list"),
+    "model": ("model", "", "what is trained"),
     "dtype": ("dtype", "", "of the gradients; mixed: bfloat16 matrices, float32 vectors"),
     "rule": ("by", "", "norm, largest, value, gradient (each norm) or step (SGD)"),
     "step": ("step", "", "clipped or unclipped: whether the rule changes the gradients"),
@@ -108,6 +109,10 @@ COLUMNS = {
     "share": ("of torch", ".2f", "total over torch's"),
     "floor_us": ("floor us", ",.1f", "reading and comparing all .grad and data_ptr"),
     "us_per_tensor": ("us a tensor", ".2f", "growth from the shortest to the longest list"),
+    # Training.
+    "step_us": ("step us", ",.0f", "median and quartiles of forward, backward, clip and AdamW"),
+    "clip_us": ("clip us", ",.1f", "of its clip"),
+    "step_share": ("of the step", ".2%", "that its clip takes"),
     # Code generation; bytes are of one multiprocessor.
     "load_bits": ("load bits", "d", "the widest load from global memory"),
     "store_bits": ("store", "d", "the widest store"),

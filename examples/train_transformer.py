@@ -167,8 +167,10 @@ def train(
         with recording.open(newline="") as file:
             rows = list(csv.DictReader(file))
 
+    # A step that was skipped has no coefficient.
     norms, coefficients, limits, skipped = (
-        [float(row[name]) for row in rows] for name in ("norm", "coefficient", "limit", "skipped")
+        [float(row[name] or "nan") for row in rows]
+        for name in ("norm", "coefficient", "limit", "skipped")
     )
     clipped = [coefficient < 1 for coefficient in coefficients]
     # One transfer at the end: no step waits for a GPU.
