@@ -7,8 +7,9 @@
 #include <cpuid.h>
 #endif
 
-/* The parts of a norm of order 2, 1, inf and 0, and the verbs that write. */
-typedef enum { SUM_SQUARES, SUM_MAGNITUDES, LARGEST, COUNT, MULTIPLY, CLAMP } Verb;
+/* The parts of a norm of order 2, 1, inf and 0, of an inner product, and of the number of elements at a
+ * bound; the verbs that write. */
+typedef enum { SUM_SQUARES, SUM_MAGNITUDES, LARGEST, COUNT, DOT, COUNT_AT_BOUNDS, MULTIPLY, CLAMP, COMBINE } Verb;
 
 #define ISA plain
 #define TARGET
@@ -43,15 +44,25 @@ typedef enum { SUM_SQUARES, SUM_MAGNITUDES, LARGEST, COUNT, MULTIPLY, CLAMP } Ve
 #endif
 
 enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64, N_DTYPES };
+/* Added to the code of a dtype: for complex numbers, which are pairs of it. */
+enum { PAIRS = N_DTYPES };
 
 typedef struct {
     int64_t itemsize;
+    /* The largest number of the dtype. */
+    double largest;
     double (*measure)(const void *, int64_t, Verb);
-    void (*multiply)(void *, int64_t, double);
+    void (*multiply)(const void *, void *, int64_t, double);
     void (*clamp)(void *, int64_t, double, double);
+    void (*clamp_to)(const void *, void *, int64_t, double, double);
+    double (*dot)(const void *, const void *, int64_t);
+    double (*count_at_bounds)(const void *, int64_t, double, double);
+    void (*combine)(const void *, const void *, void *, int64_t, double, double);
 } Loops;
 
-#define LOOPS(D, ISA) {sizeof(ELEMENT_##D), measure_##D##_##ISA, multiply_##D##_##ISA, clamp_##D##_##ISA}
+#define LOOPS(D, ISA)                                                                                         \
+    {sizeof(ELEMENT_##D),  LARGEST_##D,         measure_##D##_##ISA,         multiply_##D##_##ISA, clamp_##D##_##ISA, \
+     clamp_to_##D##_##ISA, dot_##D##_##ISA, count_at_bounds_##D##_##ISA, combine_##D##_##ISA}
 #define TABLE(ISA) {LOOPS(float16, ISA), LOOPS(bfloat16, ISA), LOOPS(float32, ISA), LOOPS(float64, ISA)}
 
 static const Loops plain_loops[N_DTYPES] = TABLE(plain);

@@ -32,6 +32,7 @@
 typedef float Floats __attribute__((vector_size(4 * WIDE)));
 typedef int32_t FloatsBits __attribute__((vector_size(4 * WIDE)));
 typedef double Doubles __attribute__((vector_size(4 * WIDE)));
+typedef int64_t DoublesBits __attribute__((vector_size(4 * WIDE)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDE)));
 
 /* Elements in memory, which a view may begin at any byte of. */
@@ -42,8 +43,8 @@ typedef uint32_t Bits32At __attribute__((aligned(1), may_alias));
 typedef uint64_t Bits64At __attribute__((aligned(1), may_alias));
 
 /* For `loops.h`: elements in memory, and as they are compared with bounds; integers as wide, for masks;
- * vectors in which elements are multiplied; elements as bits, where zeros are looked for; the bits of
- * infinity of a half type, else 0. */
+ * vectors in which elements are multiplied, and of their bits; elements as bits, where zeros are looked for;
+ * the largest number; the bits of infinity of a half type, else 0. */
 #define AT_float16 HalfAt
 #define AT_bfloat16 HalfAt
 #define AT_float32 FloatAt
@@ -60,10 +61,18 @@ typedef uint64_t Bits64At __attribute__((aligned(1), may_alias));
 #define WIDENED_bfloat16 Floats
 #define WIDENED_float32 Floats
 #define WIDENED_float64 Doubles
+#define WIDENED_BITS_float16 FloatsBits
+#define WIDENED_BITS_bfloat16 FloatsBits
+#define WIDENED_BITS_float32 FloatsBits
+#define WIDENED_BITS_float64 DoublesBits
 #define BITS_AT_float16 HalfAt
 #define BITS_AT_bfloat16 HalfAt
 #define BITS_AT_float32 Bits32At
 #define BITS_AT_float64 Bits64At
+#define LARGEST_float16 65504.0
+#define LARGEST_bfloat16 0x1.fep127
+#define LARGEST_float32 0x1.fffffep127
+#define LARGEST_float64 0x1.fffffffffffffp1023
 #define INFINITE_float16 0x7c00
 #define INFINITE_bfloat16 0x7f80
 #define INFINITE_float32 0
@@ -247,18 +256,18 @@ AVX2 INLINE void store_bfloat16_avx2(const Floats *wide, HalfAt *x) {
     _mm_storeu_si128((__m128i *)x, _mm_packus_epi32(low, high));
 }
 
-/* Multiplies 2 * WIDE elements; 0, and nothing written, where a product is NaN.
+/* Writes products of 2 * WIDE elements to y; 0, and nothing written, where one is NaN.
  *
  * To widen those at even and at odd places, and to join them again, takes no shuffle: 48 million are
  * multiplied in 3.1 ms in place of 6.3, float16 in 2.5. (AMD EPYC with AVX-512, 1 thread.) */
 #define PAIRED_bfloat16_avx2 1
-AVX2 INLINE int multiply_pairs_bfloat16_avx2(HalfAt *x, Floats factor) {
+AVX2 INLINE int multiply_pairs_bfloat16_avx2(const HalfAt *x, HalfAt *y, Floats factor) {
     __m256i both = _mm256_loadu_si256((const __m256i *)x);
     Floats even = (Floats)_mm256_slli_epi32(both, 16) * factor;
     Floats odd = (Floats)_mm256_and_si256(both, _mm256_set1_epi32(-0x10000)) * factor;
     if (_mm256_movemask_ps(_mm256_cmp_ps((__m256)even, (__m256)odd, _CMP_UNORD_Q))) return 0;
     __m256i low = _mm256_srli_epi32(round_bfloat16_avx2(even), 16), high = round_bfloat16_avx2(odd);
-    _mm256_storeu_si256((__m256i *)x, _mm256_blend_epi16(low, high, 0xaa));
+    _mm256_storeu_si256((__m256i *)y, _mm256_blend_epi16(low, high, 0xaa));
     return 1;
 }
 

@@ -25,6 +25,10 @@
  * 16.1, and in 2.9, 4.9 and 9.1. (AMD EPYC with AVX-512, caches warm.) On an older one 2^17 are
  * measured in 16 and 15, and multiplied in 13 and 14. */
 #define SHARED 131072
+/* Elements of a gradient from which PyTorch's operators take threads (at::internal::GRAIN_SIZE). Where
+ * other processes keep the cores busy, a thread may have to wait for milliseconds: lists of less than
+ * twice SHARED elements in smaller gradients, for which PyTorch never waits, are left to one thread. */
+#define GRAIN 32768
 /* Gradients, and blocks, of a list that needs no memory from the allocator. */
 #define FEW 64
 
@@ -34,17 +38,24 @@ typedef void (*Parallel)(void (*function)(void *), void *argument, unsigned thre
 static Parallel parallel = NULL;
 
 typedef struct {
-    char *elements;
+    /* Of the dtype; with PAIRS. */
+    long code;
+    const char *elements;
+    /* Where verbs that write do so: the elements themselves, or as many others. */
+    char *target;
     /* Rows, end to end, each with a norm and a factor of its own: one of all elements, or the units. */
     int64_t rows, length, size;
     /* The index of its first part among those of the list. */
     int64_t first_part;
     /* Where the 2-norm of each row goes, of rows of a block at most; NULL for parts. */
     double *norms;
-    /* Of MULTIPLY, that of each row; rows whose factor is 1 are not written. */
+    /* Of MULTIPLY, that of each row; rows whose factor is 1 are copied, unless they are the target. */
     const double *factors;
     /* That of the only row. */
     double factor;
+    /* Of DOT and COMBINE: as many elements of another tensor; of COMBINE, their factor. */
+    const char *others;
+    double other_factor;
 } Gradient;
 
 /* An element: which gradient, and where in it. */
@@ -54,7 +65,6 @@ typedef struct {
 
 typedef struct {
     Verb verb;
-    const Loops *loops;
     long threads;
     int64_t n, n_parts, n_elements;
     Gradient *gradients;
@@ -74,33 +84,32 @@ typedef struct {
 
 static int64_t blocks_of(int64_t size) { return (size + BLOCK - 1) / BLOCK; }
 
-/* Makes a job of n gradients without addresses. 0 without memory.
- *
- * lengths: of the rows of each gradient; rows: how many each has, NULL for one; int64 at any address.
- */
-static int make_job(
-    Job *job, Verb verb, const Loops *loops, long threads, int64_t n, const char *lengths, const char *rows
-) {
-    job->verb = verb, job->loops = loops, job->threads = threads, job->n = n;
-    job->n_parts = job->n_elements = job->n_tasks = job->next_task = 0;
+/* Makes a job with room for n gradients; 0 without memory. */
+static int make_job(Job *job, Verb verb, long threads, int64_t n) {
+    job->verb = verb, job->threads = threads;
+    job->n = job->n_parts = job->n_elements = job->n_tasks = job->next_task = 0;
     job->gradients = job->few_gradients, job->parts = job->few_parts, job->places = NULL;
-    if (n > FEW && !(job->gradients = malloc(sizeof(Gradient) * (size_t)n))) return 0;
-    for (int64_t i = 0; i < n; i++) {
-        Gradient *gradient = job->gradients + i;
-        int64_t at = i * (int64_t)sizeof(int64_t);
-        gradient->rows = 1;
-        memcpy(&gradient->length, lengths + at, sizeof(int64_t));
-        if (rows) memcpy(&gradient->rows, rows + at, sizeof(int64_t));
-        gradient->size = gradient->rows * gradient->length;
-        gradient->first_part = job->n_parts;
-        gradient->norms = NULL, gradient->factors = &gradient->factor;
-        if (!rows || gradient->length > BLOCK) job->n_parts += gradient->rows * blocks_of(gradient->length);
-        job->n_elements += gradient->size;
-    }
-    if (verb >= MULTIPLY || job->n_parts <= FEW) return 1;
-    if ((job->parts = malloc(sizeof(double) * (size_t)job->n_parts))) return 1;
-    if (n > FEW) free(job->gradients);
-    return 0;
+    return n <= FEW || (job->gradients = malloc(sizeof(Gradient) * (size_t)n));
+}
+
+/* Adds a gradient, of which there is room for, to a job; it is written in place. Several rows of a block at
+ * most have no parts. */
+static Gradient *add_gradient(Job *job, long code, char *elements, int64_t rows, int64_t length) {
+    Gradient *gradient = job->gradients + job->n++;
+    gradient->code = code;
+    gradient->elements = gradient->others = gradient->target = elements;
+    gradient->rows = rows, gradient->length = length, gradient->size = rows * length;
+    gradient->first_part = job->n_parts;
+    gradient->norms = NULL, gradient->factors = &gradient->factor;
+    if (rows == 1 || length > BLOCK) job->n_parts += rows * blocks_of(length);
+    job->n_elements += gradient->size;
+    return gradient;
+}
+
+/* Makes room for the parts of a norm, once all gradients were added; 0 without memory. */
+static int make_parts(Job *job) {
+    if (job->verb >= MULTIPLY || job->n_parts <= FEW) return 1;
+    return (job->parts = malloc(sizeof(double) * (size_t)job->n_parts)) != NULL;
 }
 
 static void free_job(Job *job) {
@@ -121,6 +130,12 @@ static double norm_of(const Job *job, int64_t from, int64_t to) {
     return job->verb == SUM_SQUARES ? sqrt(norm) : norm;
 }
 
+/* A bound, if it is finite, in the range of a dtype. */
+static double in_range(double bound, const Loops *loops) {
+    if (isinf(bound)) return bound;
+    return fmin(fmax(bound, -loops->largest), loops->largest);
+}
+
 /* Elements of the block that starts in a gradient: whole rows, or a part of a long one. */
 static int64_t block_at(const Gradient *gradient, int64_t start) {
     int64_t left = gradient->size - start, length = gradient->length;
@@ -130,21 +145,38 @@ static int64_t block_at(const Gradient *gradient, int64_t start) {
     return left < BLOCK ? left : BLOCK;
 }
 
+/* The part of a norm, or of another number, that elements of one row and block have. */
+static double measure_part(const Job *job, const Loops *loops, const char *x, const char *others, int64_t n) {
+    if (job->verb == DOT) return loops->dot(x, others, n);
+    if (job->verb == COUNT_AT_BOUNDS)
+        return loops->count_at_bounds(x, n, in_range(job->low, loops), in_range(job->high, loops));
+    return loops->measure(x, n, job->verb);
+}
+
 static void do_block(Job *job, const Gradient *gradient, int64_t start, int64_t n) {
-    const Loops *loops = job->loops;
+    const Loops *loops = loops_of + gradient->code % PAIRS;
     int64_t length = gradient->length, row = start ? start / length : 0, in_row = start - row * length;
-    char *x = gradient->elements + start * loops->itemsize;
+    int64_t at = start * loops->itemsize;
     double *part = job->parts + gradient->first_part + row * blocks_of(length) + in_row / BLOCK;
     if (n < length) length = n;
-    for (; n; n -= length, x += length * loops->itemsize, row++)
+    for (; n; n -= length, at += length * loops->itemsize, row++) {
+        const char *x = gradient->elements + at, *others = gradient->others + at;
+        char *y = gradient->target + at;
         if (job->verb < MULTIPLY && gradient->norms)
-            gradient->norms[row] = sqrt(loops->measure(x, length, job->verb));
+            gradient->norms[row] = sqrt(measure_part(job, loops, x, others, length));
         else if (job->verb < MULTIPLY)
-            *part = loops->measure(x, length, job->verb);
+            *part = measure_part(job, loops, x, others, length);
+        else if (job->verb == CLAMP && x == y)
+            loops->clamp(y, length, job->low, job->high);
         else if (job->verb == CLAMP)
-            loops->clamp(x, length, job->low, job->high);
+            loops->clamp_to(x, y, length, in_range(job->low, loops), in_range(job->high, loops));
+        else if (job->verb == COMBINE)
+            loops->combine(x, others, y, length, gradient->factor, gradient->other_factor);
         else if (gradient->factors[row] != 1.0)
-            loops->multiply(x, length, gradient->factors[row]);
+            loops->multiply(x, y, length, gradient->factors[row]);
+        else if (x != y)
+            memcpy(y, x, (size_t)(length * loops->itemsize));
+    }
 }
 
 /* All blocks from a place up to another, of gradients that have an address. */
@@ -189,8 +221,9 @@ static int cut(Job *job) {
 
 static void run_job(Job *job) {
     long threads = job->threads;
-    if (threads > 1 && parallel && job->n_elements >= SHARED && cut(job)) {
+    if (threads > 1 && parallel && job->n_elements >= SHARED && (job->places || cut(job))) {
         if (threads > job->n_tasks) threads = (long)job->n_tasks;
+        job->next_task = 0;
         job->float_mode = float_mode();
         parallel(do_tasks, job, (unsigned)threads, 0);
     } else

@@ -179,36 +179,99 @@ TARGET static double NAME(measure)(const void *elements, int64_t n, Verb verb) {
     return NAME(extreme)(elements, n, verb == COUNT);
 }
 
-/* Multiplies as many elements as a vector holds. */
-TARGET INLINE void NAME(multiply_vector)(OF(AT) *x, OF(WIDENED) factor) {
+/* Writes products of as many elements as a vector holds to y. */
+TARGET INLINE void NAME(multiply_vector)(const OF(AT) *x, OF(AT) *y, OF(WIDENED) factor) {
     OF(WIDENED) wide;
     NAME(load)(x, &wide);
     wide *= factor;
-    NAME(store)(&wide, x);
+    NAME(store)(&wide, y);
 }
 
-/* Multiplies by a number, rounded to the dtype of the arithmetic. The last elements go through a
- * buffer. */
-TARGET static void NAME(multiply)(void *elements, int64_t n, double number) {
-    OF(AT) *x = elements;
+/* Multiplies by a number, rounded to the dtype of the arithmetic, into memory that is the same or none
+ * of it. The last elements go through a buffer. */
+TARGET static void NAME(multiply)(const void *elements, void *target, int64_t n, double number) {
+    const OF(AT) *x = elements;
+    OF(AT) *y = target;
     OF(WIDENED) factor = (__typeof__(factor[0]))number - (OF(WIDENED)){0};
     enum { IN_LINE = LINE / sizeof *x, MANY = sizeof factor / sizeof factor[0] };
-    for (; n >= IN_LINE; x += IN_LINE, n -= IN_LINE) {
+    for (; n >= IN_LINE; x += IN_LINE, y += IN_LINE, n -= IN_LINE) {
         fetch_ahead(x);
         for (int i = 0; i < IN_LINE; i += 2 * MANY) {
 #if NAME(PAIRED)
-            if (__builtin_expect(NAME(multiply_pairs)(x + i, factor), 1)) continue;
+            if (__builtin_expect(NAME(multiply_pairs)(x + i, y + i, factor), 1)) continue;
 #endif
-            NAME(multiply_vector)(x + i, factor);
-            NAME(multiply_vector)(x + i + MANY, factor);
+            NAME(multiply_vector)(x + i, y + i, factor);
+            NAME(multiply_vector)(x + i + MANY, y + i + MANY, factor);
         }
     }
-    for (; n >= MANY; x += MANY, n -= MANY) NAME(multiply_vector)(x, factor);
+    for (; n >= MANY; x += MANY, y += MANY, n -= MANY) NAME(multiply_vector)(x, y, factor);
     if (!n) return;
     OF(AT) last[MANY] = {0};
     memcpy(last, x, sizeof *x * (size_t)n);
-    NAME(multiply_vector)(last, factor);
-    memcpy(x, last, sizeof *x * (size_t)n);
+    NAME(multiply_vector)(last, last, factor);
+    memcpy(y, last, sizeof *x * (size_t)n);
+}
+
+/* The sum of products, in float64. */
+TARGET static double NAME(dot)(const void *elements, const void *others, int64_t n) {
+    const OF(AT) *x = elements, *y = others;
+    double lanes[LANES] = {0};
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int j = 0; j < LANES; j++) lanes[j] += (double)OF(widen)(x[i + j]) * (double)OF(widen)(y[i + j]);
+    for (int j = 0; i < n; i++, j++) lanes[j] += (double)OF(widen)(x[i]) * (double)OF(widen)(y[i]);
+    double sum = 0;
+    for (int j = 0; j < LANES; j++) sum += lanes[j];
+    return sum;
+}
+
+/* The number of elements that equal a bound, or are NaN; of one lane at most. */
+TARGET static double NAME(count_at_bounds)(const void *elements, int64_t n, double from, double to) {
+    const OF(AT) *x = elements;
+    OF(WIDENED) wide, low = {0}, high = {0};
+    enum { MANY = sizeof wide / sizeof wide[0] };
+    OF(AT) last[MANY];
+    OF(AT) bounds[2] = {OF(narrow)(from), OF(narrow)(to)};
+    low += OF(widen)(bounds[0]), high += OF(widen)(bounds[1]);
+    OF(WIDENED_BITS) found = {0};
+    int64_t i = 0;
+    for (; i + MANY <= n; i += MANY) {
+        fetch_ahead(x + i);
+        NAME(load)(x + i, &wide);
+        found |= (wide == low) | (wide == high) | (wide != wide);
+    }
+    if (i < n) {
+        /* The first of them fills the vector up. */
+        for (int j = 0; j < MANY; j++) last[j] = x[i + j < n ? i + j : i];
+        NAME(load)(last, &wide);
+        found |= (wide == low) | (wide == high) | (wide != wide);
+    }
+    int64_t count = 0;
+    for (int j = 0; j < MANY; j++) count -= found[j];
+    return (double)count;
+}
+
+/* a * x + b * y, rounded to the dtype of the arithmetic. */
+TARGET static void NAME(combine)(
+    const void *elements, const void *others, void *target, int64_t n, double a, double b
+) {
+    const OF(AT) *x = elements, *y = others;
+    OF(WIDENED) of_x = (__typeof__(of_x[0]))a - (OF(WIDENED)){0}, of_y = (__typeof__(of_y[0]))b - (OF(WIDENED)){0};
+    OF(WIDENED) wide, other;
+    enum { MANY = sizeof wide / sizeof wide[0] };
+    OF(AT) *z = target, last[2][MANY] = {{0}};
+    int64_t i = 0;
+    for (; i + MANY <= n; i += MANY) {
+        NAME(load)(x + i, &wide), NAME(load)(y + i, &other);
+        wide = of_x * wide + of_y * other;
+        NAME(store)(&wide, z + i);
+    }
+    size_t rest = sizeof *x * (size_t)(n - i);
+    memcpy(last[0], x + i, rest), memcpy(last[1], y + i, rest);
+    NAME(load)(last[0], &wide), NAME(load)(last[1], &other);
+    wide = of_x * wide + of_y * other;
+    NAME(store)(&wide, last[0]);
+    memcpy(z + i, last[0], rest);
 }
 
 /* Bounds, and their keys: half types are compared by keys, integers in the order of the numbers with
@@ -226,7 +289,7 @@ TARGET INLINE void NAME(make_bounds)(double from, double to, NAME(Bounds) *bound
     NAME(fill)(&bounds->low, low), NAME(fill)(&bounds->high, high);
 #if OF(INFINITE)
     /* -0 and 0 are equal, and have two keys. */
-    OF(ELEMENT) least = from ? low : (OF(ELEMENT))0x8000, greatest = to ? high : 0;
+    OF(ELEMENT) least = low & 0x7fff ? low : (OF(ELEMENT))0x8000, greatest = high & 0x7fff ? high : 0;
     NAME(fill)(&bounds->low_key, (OF(ELEMENT))KEY(least));
     NAME(fill)(&bounds->high_key, (OF(ELEMENT))KEY(greatest));
 #endif
@@ -267,16 +330,24 @@ TARGET INLINE int NAME(is_any)(const NAME(Mask) *mask) {
     return any != 0;
 }
 
-/* Brings whole vectors from x up to `stop` within bounds. */
-TARGET static void NAME(clamp_vectors)(char *x, const char *stop, const NAME(Bounds) *bounds) {
-    for (; x < stop; x += REGISTER) {
+/* Writes whole vectors from x up to `stop` to y, brought within bounds. */
+TARGET static void NAME(clamp_vectors)(const char *x, const char *stop, char *y, const NAME(Bounds) *bounds) {
+    for (; x < stop; x += REGISTER, y += REGISTER) {
         NAME(Vector) numbers;
         NAME(Mask) changed;
         fetch_ahead(x);
         memcpy(&numbers, x, REGISTER);
         NAME(clamp_vector)(&numbers, bounds, &changed);
-        memcpy(x, &numbers, REGISTER);
+        memcpy(y, &numbers, REGISTER);
     }
+}
+
+/* The last elements, fewer than fill a vector. The first of them fills it up: where bounds exclude 0,
+ * zeros would be outside. */
+TARGET INLINE void NAME(take_last)(const char *last, const char *end, char *rest) {
+    enum { ITEM = sizeof(OF(ELEMENT)) };
+    for (char *to_fill = rest; to_fill < rest + REGISTER; to_fill += ITEM) memcpy(to_fill, last, ITEM);
+    memcpy(rest, last, (size_t)(end - last));
 }
 
 /* Brings elements within bounds, which are numbers of the dtype; NaN stays. Groups with all elements
@@ -305,24 +376,36 @@ TARGET static void NAME(clamp)(void *elements, int64_t n, double from, double to
             to_clamp[n_outside] = start + i * GROUP;
             n_outside += NAME(is_any)(outside + i);
         }
-        for (int i = 0; i < n_outside; i++) NAME(clamp_vectors)(to_clamp[i], to_clamp[i] + GROUP, &bounds);
+        for (int i = 0; i < n_outside; i++) NAME(clamp_vectors)(to_clamp[i], to_clamp[i] + GROUP, to_clamp[i], &bounds);
         if (2 * n_outside > n_groups) break;
     }
     NAME(Mask) left = {0};
     if (last - x < GROUP) NAME(find_outside)(x, last, &bounds, &left);
-    if (last - x >= GROUP || NAME(is_any)(&left)) NAME(clamp_vectors)(x, last, &bounds);
+    if (last - x >= GROUP || NAME(is_any)(&left)) NAME(clamp_vectors)(x, last, x, &bounds);
     if (last == end) return;
-    /* The first of the last elements fills up the vector: where bounds exclude 0, zeros would be
-     * outside. */
     char rest[REGISTER];
-    for (char *to_fill = rest; to_fill < rest + REGISTER; to_fill += ITEM) memcpy(to_fill, last, ITEM);
-    memcpy(rest, last, (size_t)(end - last));
+    NAME(take_last)(last, end, rest);
     left = (NAME(Mask)){0};
     NAME(find_outside)(rest, rest + REGISTER, &bounds, &left);
     if (!NAME(is_any)(&left)) return;
-    NAME(clamp_vectors)(rest, rest + REGISTER, &bounds);
+    NAME(clamp_vectors)(rest, rest + REGISTER, rest, &bounds);
     memcpy(last, rest, (size_t)(end - last));
 }
+
+/* As `clamp`, into other memory. */
+TARGET static void NAME(clamp_to)(const void *elements, void *target, int64_t n, double from, double to) {
+    enum { ITEM = sizeof(OF(ELEMENT)) };
+    NAME(Bounds) bounds;
+    NAME(make_bounds)(from, to, &bounds);
+    const char *x = elements, *end = x + n * ITEM, *last = x + n * ITEM / REGISTER * REGISTER;
+    char *y = target, rest[REGISTER];
+    NAME(clamp_vectors)(x, last, y, &bounds);
+    if (last == end) return;
+    NAME(take_last)(last, end, rest);
+    NAME(clamp_vectors)(rest, rest + REGISTER, rest, &bounds);
+    memcpy(y + (last - x), rest, (size_t)(end - last));
+}
+
 
 #undef IN_SUM
 #undef NAME

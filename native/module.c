@@ -8,12 +8,18 @@
 #include <Python.h>
 #include <float.h>
 
-#include "job.h"
+#include "tensors.h"
 
 /* Of the functions and their arguments, for `native.py`. */
-#define INTERFACE 7
+#define INTERFACE 8
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
+/* A norm of float64 of order 2 is known where it is 0, or lies from the first up to the second. */
+#define LEAST_NORM 0x1p-450
+#define LARGEST_NORM 0x1p450
+
+/* Whether squares of float64 may have overflowed or lost digits to underflow; those of other dtypes fit. */
+static int is_extreme(double norm) { return norm != 0 && !(norm >= LEAST_NORM && norm < LARGEST_NORM); }
 
 /* Runs a job; while it is long, other threads of Python go on. */
 static void run(Job *job) {
@@ -57,12 +63,12 @@ static int read_job(Job *job, Verb verb, PyObject *const *arguments, PyObject *r
         PyErr_SetString(PyExc_ValueError, "expected a known dtype");
         return 0;
     }
-    if (!make_job(job, verb, loops_of + dtype, threads, n, sizes, counts)) {
-        PyErr_NoMemory();
-        return 0;
+    int has_room = make_job(job, verb, threads, n);
+    for (Py_ssize_t i = 0; has_room && i < n; i++) {
+        int64_t n_rows = rows ? number_of(rows, i) : 1;
+        add_gradient(job, dtype, PyLong_AsVoidPtr(PyList_GetItem(arguments[0], i)), n_rows, number_of(arguments[1], i));
     }
-    for (Py_ssize_t i = 0; i < n; i++)
-        job->gradients[i].elements = PyLong_AsVoidPtr(PyList_GetItem(arguments[0], i));
+    if (!has_room || !make_parts(job)) PyErr_NoMemory();
     if (!PyErr_Occurred()) return 1;
     free_job(job);
     return 0;
@@ -84,16 +90,22 @@ static PyObject *finish(Job *job) {
     return failed ? NULL : Py_NewRef(Py_None);
 }
 
-/* Measures a list by the order of a norm, the fifth argument; 0 with an error of Python. */
-static int measure(Job *job, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    if (!has_arguments(n_arguments, 5)) return 0;
-    double order = PyFloat_AsDouble(arguments[4]);
+/* The verb that measures a norm of an order; 0 with an error of Python. */
+static int read_order(PyObject *number, Verb *verb) {
+    double order = PyFloat_AsDouble(number);
     if (order != 0 && order != 1 && order != 2 && order != INFINITY) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "expected a norm of order 0, 1, 2 or inf");
         return 0;
     }
-    Verb verb = order == 2 ? SUM_SQUARES : order == 1 ? SUM_MAGNITUDES : order == 0 ? COUNT : LARGEST;
-    if (!read_job(job, verb, arguments, NULL)) return 0;
+    *verb = order == 2 ? SUM_SQUARES : order == 1 ? SUM_MAGNITUDES : order == 0 ? COUNT : LARGEST;
+    return 1;
+}
+
+/* Measures a list by the order of a norm, the fifth argument; 0 with an error of Python. */
+static int measure(Job *job, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    if (!has_arguments(n_arguments, 5)) return 0;
+    Verb verb;
+    if (!read_order(arguments[4], &verb) || !read_job(job, verb, arguments, NULL)) return 0;
     run(job);
     return 1;
 }
@@ -107,16 +119,22 @@ static PyObject *norm(PyObject *module, PyObject *const *arguments, Py_ssize_t n
     return PyFloat_FromDouble(norm);
 }
 
+/* The parts of each gradient of a job that ran, put together, as a list. */
+static PyObject *parts_of_each(const Job *job) {
+    PyObject *result = PyList_New((Py_ssize_t)job->n);
+    for (Py_ssize_t i = 0; result && i < job->n; i++) {
+        int64_t from = job->gradients[i].first_part;
+        PyObject *own = PyFloat_FromDouble(norm_of(job, from, from + blocks_of(job->gradients[i].size)));
+        if (!own || PyList_SetItem(result, i, own)) Py_CLEAR(result);
+    }
+    return result;
+}
+
 static PyObject *norms(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     Job job;
     if (!measure(&job, arguments, n_arguments)) return NULL;
-    PyObject *result = PyList_New((Py_ssize_t)job.n);
-    for (Py_ssize_t i = 0; result && i < job.n; i++) {
-        int64_t from = job.gradients[i].first_part;
-        PyObject *own = PyFloat_FromDouble(norm_of(&job, from, from + blocks_of(job.gradients[i].size)));
-        if (!own || PyList_SetItem(result, i, own)) Py_CLEAR(result);
-    }
+    PyObject *result = parts_of_each(&job);
     free_job(&job);
     return result;
 }
@@ -160,18 +178,21 @@ static PyObject *coefficients(PyObject *module, PyObject *const *arguments, Py_s
     return result ? Py_BuildValue("(Nd)", result, least) : NULL;
 }
 
+/* Gives each gradient its factor; 0 with an error of Python. */
+static int read_factors(Job *job, PyObject *numbers) {
+    int is_valid = has_numbers(numbers, (Py_ssize_t)job->n);
+    for (int64_t i = 0; is_valid && i < job->n; i++)
+        job->gradients[i].factor = number_at(numbers, (Py_ssize_t)i);
+    return is_valid && !PyErr_Occurred();
+}
+
 static PyObject *multiply(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     Job job;
     if (!has_arguments(n_arguments, 5) || !read_job(&job, MULTIPLY, arguments, NULL)) return NULL;
-    int is_valid = has_numbers(arguments[4], job.n);
-    for (int64_t i = 0; is_valid && i < job.n; i++)
-        job.gradients[i].factor = number_at(arguments[4], (Py_ssize_t)i);
+    read_factors(&job, arguments[4]);
     return finish(&job);
 }
-
-/* Whether squares of float64 may have overflowed or lost digits to underflow. */
-static int is_extreme(double norm) { return norm != 0 && !(norm >= 0x1p-450 && norm < 0x1p450); }
 
 /* Measures a list and multiplies it by the coefficient of its norm; see `_native.pyi`. */
 static PyObject *clip(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
@@ -238,7 +259,7 @@ static PyObject *unit_norms(PyObject *module, PyObject *const *arguments, Py_ssi
                 *norms = is_absent ? INFINITY : 0;
             else if (!gradient->norms)
                 *norms = norm_of(&job, part, part + n_parts);
-            is_unknown |= job.loops == loops_of + FLOAT64 && is_extreme(*norms);
+            is_unknown |= gradient->code == FLOAT64 && is_extreme(*norms);
         }
         if (is_unknown && !append_index(unknown, i)) Py_CLEAR(unknown);
     }
@@ -308,6 +329,8 @@ static PyObject *multiply_units(PyObject *module, PyObject *const *arguments, Py
     return finish(&job);
 }
 
+#include "functional.h"
+
 typedef struct {
     uint64_t start, end;
 } Bytes;
@@ -349,6 +372,22 @@ static PyObject *set_portable(PyObject *module, PyObject *flag) {
     return Py_NewRef(Py_None);
 }
 
+static PyObject *know(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    PyObject **const known[] = {
+        &torch.tensor, &torch.parameter, &torch.codes, &torch.number, &torch.wide_number,
+        &torch.is_recording, &torch.n_threads, &torch.hypot,
+    };
+    enum { N_KNOWN = sizeof known / sizeof *known };
+    if (!has_arguments(n_arguments, N_KNOWN + 1)) return NULL;
+    const DLPackExchange *exchange = NULL;
+    PyObject *capsule = arguments[N_KNOWN];
+    if (capsule != Py_None && !(exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api"))) return NULL;
+    torch.view = exchange && exchange->major == 1 ? exchange->view : NULL;
+    for (int i = 0; i < N_KNOWN; i++) Py_XDECREF(*known[i]), *known[i] = Py_NewRef(arguments[i]);
+    return Py_NewRef(Py_None);
+}
+
 static PyObject *share(PyObject *module, PyObject *address) {
     (void)module;
     void *function = PyLong_AsVoidPtr(address);
@@ -369,10 +408,20 @@ static PyMethodDef methods[] = {
     {"multiply_units_", FAST(multiply_units), NULL},
     {"clip_", FAST(clip), NULL},
     {"clamp_", FAST(clamp), NULL},
+    {"clamped", FAST(clamped), NULL},
+    {"has_at_bounds", FAST(has_at_bounds), NULL},
+    {"clipped", FAST(clipped), NULL},
+    {"scaled", FAST(scaled), NULL},
+    {"clipped_each", FAST(clipped_each), NULL},
+    {"measured", FAST(measured), NULL},
+    {"measured_each", FAST(measured_each), NULL},
+    {"dots", FAST(dots), NULL},
+    {"combined", FAST(combined), NULL},
     {"are_apart", FAST(are_apart), NULL},
     {"advance_averages", FAST(advance_averages), NULL},
     {"mean_and_deviation", FAST(mean_and_deviation), NULL},
     {"set_portable", set_portable, METH_O, NULL},
+    {"know", FAST(know), NULL},
     {"share", share, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -381,11 +430,22 @@ static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_native", "Loops over CPU gradients.", -1, methods, NULL, NULL, NULL, NULL,
 };
 
+/* 0 with an error of Python. */
+static int add_number(PyObject *module, const char *name, double value) {
+    PyObject *number = PyFloat_FromDouble(value);
+    int is_added = number && !PyModule_AddObjectRef(module, name, number);
+    Py_XDECREF(number);
+    return is_added;
+}
+
 PyMODINIT_FUNC PyInit__native(void) {
     loops_of = fastest_loops();
     PyObject *module = PyModule_Create(&definition);
-    if (module && (PyModule_AddIntConstant(module, "SHARED", SHARED) ||
-                   PyModule_AddIntConstant(module, "INTERFACE", INTERFACE)))
+    if (module && (!make_names() || PyModule_AddIntConstant(module, "SHARED", SHARED) ||
+                   PyModule_AddIntConstant(module, "GRAIN", GRAIN) ||
+                   PyModule_AddIntConstant(module, "PAIRS", PAIRS) ||
+                   PyModule_AddIntConstant(module, "INTERFACE", INTERFACE) ||
+                   !add_number(module, "LEAST_NORM", LEAST_NORM) || !add_number(module, "LARGEST_NORM", LARGEST_NORM)))
         Py_CLEAR(module);
     return module;
 }

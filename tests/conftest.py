@@ -24,6 +24,7 @@ from covering import covering
 from serving import decided_on_device
 
 import tritonclip
+from tritonclip.backends.native import loops
 from tritonclip.engine import misuse
 
 hypothesis.settings.register_profile(
@@ -183,6 +184,14 @@ def poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         (torch.Tensor, "new_empty"),
     ):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(params=[False, True], ids=["fastest", "portable"])
+def both_forms(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both forms of the loops in C."""
+    loops.set_portable(request.param)
+    yield
+    loops.set_portable(False)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ WHOLE = (Tensor, Parameter, FakeTensor, FunctionalTensor)
 # How many modes see every operator: calls of a few microseconds ask no more where none does. No
 # public part of PyTorch: where it is missing, no mode is known.
 n_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+n_function_modes = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 _get_mode = getattr(torch._C, "_get_dispatch_mode", lambda kind: None)
 _kinds: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
 # Of make_fx, of FakeTensorMode, and of the functional graphs that torch.export and others make.
@@ -25,13 +26,21 @@ _has_transform = getattr(torch._C, "_are_functorch_transforms_active", lambda: F
 # make_fx(pre_dispatch=True) counts as no mode.
 _is_included = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", lambda key: False)
 is_pre_dispatch = partial(_is_included, torch._C.DispatchKey.PreDispatch)
+# torch.jit.trace counts as no mode either.
+is_jit_traced = getattr(torch._C, "_is_tracing", lambda: False)
 
 
 def is_observed() -> bool:
     """Whether dual numbers, transforms, modes or a tracer have to see every operator."""
-    if forward_ad._current_level >= 0 or n_dispatch_modes():
-        return True
-    return _has_transform() or bool(is_pre_dispatch())
+    is_seen: bool = (
+        forward_ad._current_level >= 0
+        or n_dispatch_modes() > 0
+        or _has_transform()
+        or is_jit_traced()
+        # A tracer that counts as no dispatch mode comes with function modes, cheaper to count.
+        or (n_function_modes() > 0 and is_pre_dispatch())
+    )
+    return is_seen
 
 
 def is_traced() -> bool:

@@ -1,7 +1,8 @@
 /* Runs the loops of `native/` without Python: reads elements, writes what the loops make of them.
  *
- * Arguments: the index of a dtype, a factor, and two bounds. Writes parts of a norm of order 2, 1, inf
- * and 0 as float64, the elements multiplied, and the elements clamped.
+ * Arguments: the index of a dtype, a factor, and two bounds. Writes, as float64, parts of a norm of order
+ * 2, 1, inf and 0, the inner product of the elements and themselves, and whether any is at a bound or NaN;
+ * then the elements multiplied, their sum with twice themselves, and clamped into other memory, and in place.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,10 +21,16 @@ int main(int n_arguments, char **arguments) {
         double part = loops->measure(read, n, verb);
         fwrite(&part, sizeof part, 1, stdout);
     }
-    memcpy(written, read, MOST);
-    loops->multiply(written, n, atof(arguments[2]));
+    double factor = atof(arguments[2]), low = atof(arguments[3]), high = atof(arguments[4]);
+    double others[] = {loops->dot(read, read, n), loops->count_at_bounds(read, n, low, high) > 0};
+    fwrite(others, sizeof others, 1, stdout);
+    loops->multiply(read, written, n, factor);
     fwrite(written, 1, (size_t)n_bytes, stdout);
-    loops->clamp(read, n, atof(arguments[3]), atof(arguments[4]));
+    loops->combine(read, read, written, n, 1, 2);
+    fwrite(written, 1, (size_t)n_bytes, stdout);
+    loops->clamp_to(read, written, n, low, high);
+    fwrite(written, 1, (size_t)n_bytes, stdout);
+    loops->clamp(read, n, low, high);
     fwrite(read, 1, (size_t)n_bytes, stdout);
     return fastest_loops() != loops_of;
 }

@@ -3,15 +3,28 @@
 `addresses` and `sizes` are of contiguous gradients of one dtype: the first byte of each, and its
 elements as bytes of int64. `dtype` is a code of `native.CODES`. At most `threads` threads
 share a list of SHARED elements or more. Memory that is not there ends the process.
+
+Other functions take `leaves`, a tensor or a list of tensors and None, make new tensors by
+`create`, as `torch.empty_like` does, write to them, and return them in place of the leaves. They
+return None, having changed nothing, where the leaves are no plain tensors on a CPU of these dtypes
+(of complex ones pairs are read), with memory, without gaps between their elements, without a lazy
+sign or conjugate, and without operations that autograd records; and where a number is none, or may
+be rounded on its way.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 T = TypeVar("T")
 
 SHARED: int
+GRAIN: int
+PAIRS: int
 INTERFACE: int
+LEAST_NORM: float
+LARGEST_NORM: float
 
 def norm(addresses: list[int], sizes: bytes, dtype: int, threads: int, order: float, /) -> float:
     """The norm of all elements, of order 0, 1, 2 or inf."""
@@ -109,6 +122,78 @@ def clamp_(
     addresses: list[int], sizes: bytes, dtype: int, threads: int, low: float, high: float, /
 ) -> None:
     """Clamps; the bounds are numbers of the dtype. Lists within them are not written."""
+
+def know(
+    tensor: type,
+    parameter: type,
+    codes: dict[Any, int],
+    number: Tensor,
+    wide_number: Tensor,
+    is_recording: Callable[[], bool],
+    n_threads: Callable[[], int],
+    hypot: Callable[..., float],
+    exchange: object,
+    /,
+) -> None:
+    """Tells of PyTorch, before leaves are read.
+
+    Args:
+        tensor: a class of plain tensors.
+        parameter: another one.
+        codes: of dtypes, with PAIRS for complex ones.
+        number: 0-d, float32; like it a norm is made.
+        wide_number: 0-d, float64.
+        is_recording: whether autograd records operations.
+        n_threads: the threads of PyTorch.
+        hypot: Python's, of any number of floats.
+        exchange: DLPack's functions for C; None to read attributes.
+    """
+
+def clamped(leaves: Any, create: Callable[[Tensor], Tensor], low: Any, high: Any, /) -> Any:
+    """Clamps; a bound is a number, rounded into the range of each dtype, or None."""
+
+def has_at_bounds(leaves: Any, low: Any, high: Any, /) -> bool | None:
+    """Whether any element equals a bound, or is NaN; of contiguous tensors, recorded ones too."""
+
+def clipped(
+    leaves: Any, create: Callable[[Tensor], Tensor], limit: Any, norm: Any, /
+) -> tuple[Any, Tensor] | None:
+    """Scales to a limit of the norm of all, of order 2, which is given or None; and the norm."""
+
+def clipped_each(
+    leaves: Any,
+    create: Callable[[Tensor], Tensor],
+    limit: Any,
+    order: float,
+    power: float,
+    /,
+) -> tuple[Any, list[float]] | None:
+    """Scales each to a limit of its norm over a power of its number of elements; and the norms.
+
+    `limit` is one number, or a list of checked ones; `power` is 0, 0.5 or 1.
+    """
+
+def scaled(leaves: Any, create: Callable[[Tensor], Tensor], factors: float | list[float], /) -> Any:
+    """Multiplies all tensors by one factor, or each by its own."""
+
+def measured(leaves: Any, create: Callable[[Tensor], Tensor], /) -> Tensor | None:
+    """The norm of all tensors, of order 2; of contiguous ones only."""
+
+def measured_each(leaves: Any, order: float, /) -> list[float] | None:
+    """The norm of each tensor, of contiguous ones only."""
+
+def dots(leaves: list[Tensor], others: list[Tensor], /) -> list[float] | None:
+    """The inner product of each tensor with another, whose elements lie in the same order."""
+
+def combined(
+    leaves: list[Tensor],
+    others: list[Tensor],
+    create: Callable[[Tensor], Tensor],
+    factors: float | list[float],
+    other_factors: float | list[float],
+    /,
+) -> list[Tensor] | None:
+    """Sums of each tensor and another, times their factors."""
 
 def are_apart(addresses: list[int], spans: list[int], /) -> bool:
     """Whether no two of these runs of bytes share one."""

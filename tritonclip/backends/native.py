@@ -36,7 +36,7 @@ from tritonclip.backends.operators import (
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Of the functions and their arguments, as in `native/module.c`: a binary may be older.
-INTERFACE = 7
+INTERFACE = 8
 
 _MODULE = "tritonclip.backends._native"
 
@@ -103,25 +103,17 @@ def describe() -> str:
 
 # Orders of a norm that has loops.
 ORDERS = (2.0, 1.0, math.inf, 0.0)
-# A norm of float64 of order 2 is known where it is 0, or lies from the first up to the second: a
-# smaller one may have lost squares to underflow, a larger one overflowed. Those of other dtypes fit
-# float64.
-_LEAST, _LARGEST = 2.0**-450, 2.0**450
-# Elements of a gradient from which PyTorch's operators take threads (at::internal::GRAIN_SIZE).
-# Where other processes keep the cores busy, a thread may have to wait for milliseconds: short lists
-# of smaller gradients, for which PyTorch never waits, are left to one thread.
-GRAIN = 32768
 _CPU = torch.device("cpu")
 
 
 def is_extreme(norm: float) -> bool:
     """Whether squares of float64 may have overflowed or lost digits."""
-    return norm != 0 and not _LEAST <= norm < _LARGEST
+    return norm != 0 and not loops.LEAST_NORM <= norm < loops.LARGEST_NORM
 
 
 def may_share(sizes: list[int]) -> bool:
     """Whether threads may share tensors of these sizes; at least one."""
-    least: int = loops.SHARED * (1 if max(sizes) >= GRAIN else 2)
+    least: int = loops.SHARED * (1 if max(sizes) >= loops.GRAIN else 2)
     return sum(sizes) >= least
 
 

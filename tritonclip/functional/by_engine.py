@@ -1,16 +1,14 @@
 """Out-of-place clipping by the engine, where tensors have memory to read.
 
-Three parts: norms; products of tensors and coefficients; and short lists on a CPU, which are copied
-and clipped in place, because an operator of PyTorch that multiplies into new memory takes 1.7 us a
-small tensor, and a copy 0.8. Derivatives are registered formulas. Tensors inside torch.func,
-forward-mode derivatives and compiled graphs take the formulas in PyTorch operators.
+Two parts: norms, and products of tensors and coefficients. Derivatives are registered formulas.
+Tensors inside torch.func, forward-mode derivatives and compiled graphs take the formulas in PyTorch
+operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import c_double, c_float
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -23,9 +21,9 @@ from tritonclip.backends.operators import ARITHMETIC, PIECE, wide_dtype
 from tritonclip.engine import execute
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OverlapError
-from tritonclip.functional import formulas
+from tritonclip.functional import by_loops, formulas
 from tritonclip.functional.formulas import coefficient_of
-from tritonclip.modes import is_traced, n_dispatch_modes
+from tritonclip.modes import is_jit_traced, is_traced
 from tritonclip.rules import Rule
 from tritonclip.rules.arguments import as_limit
 
@@ -34,7 +32,7 @@ _get_requires_grad = attrgetter("requires_grad")
 
 def is_readable(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors have memory to read now; says once where kernels would have served them."""
-    if is_traced():
+    if is_traced() or is_jit_traced():
         return False
     transformed = torch._C._are_functorch_transforms_active()
     if not transformed and forward_ad._current_level < 0:
@@ -90,35 +88,56 @@ def norms_over(x: Tensor, norm_type: float, dim: tuple[int, ...]) -> Tensor:
     return torch.cat([formulas.norm_of(piece, norm_type, dim) for piece in pieces], along)
 
 
+# Without `setup_context`, which torch.func alone needs, a call of a function takes 8 us less.
 class _Norm(torch.autograd.Function):
     """2-norms by the engine: of all tensors, or of each."""
 
     @staticmethod
-    def forward(each: bool, *tensors: Tensor) -> Tensor:
-        return _each(tensors, 2.0) if each else _total(tensors)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.each, *tensors = inputs
-        ctx.save_for_backward(output, *tensors)
+    def forward(ctx: Any, each: bool, *tensors: Tensor) -> Tensor:
+        norm = _each(tensors, 2.0) if each else _total(tensors)
+        ctx.save_for_backward(norm, *tensors)
+        return norm
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         norm, *tensors = ctx.saved_tensors
-        slopes: list[Tensor | None] = [None]
-        for i, tensor in enumerate(tensors):
-            own = (norm[i], grad[i]) if ctx.each else (norm, grad)
-            wanted = ctx.needs_input_grad[1 + i]
-            slopes.append(formulas.slope_of(tensor, *own) if wanted else None)
-        return tuple(slopes)
+        slopes = _slopes_by_loops(tensors, norm, grad)
+        if slopes is None:
+            n = 1 if norm.dim() else len(tensors)
+            owns = ([*v.reshape(-1).unbind()] * n for v in (norm, grad))
+            slopes = [formulas.slope_of(*own) for own in zip(tensors, *owns, strict=True)]
+        wanted = ctx.needs_input_grad[1:]
+        return (None, *[s if w else None for s, w in zip(slopes, wanted, strict=True)])
+
+
+def _slopes_by_loops(tensors: list[Tensor], norm: Tensor, grad: Tensor) -> list[Tensor] | None:
+    """The derivatives of norms; None where loops cannot serve, or these are differentiated."""
+    if torch.is_grad_enabled() or not choose.host_decides(norm.device):
+        return None
+    try:
+        numbers = zip(norm.reshape(-1).tolist(), grad.reshape(-1).tolist(), strict=True)
+    except RuntimeError:
+        # Of several derivatives at once, which have no numbers.
+        return None
+    factors = [own / n if n else 0.0 for n, own in numbers]
+    if not by_loops.are_moderate(factors):
+        return None
+    slopes: list[Tensor] | None = by_loops.scaled(tensors, factors if norm.dim() else factors[0])
+    return slopes
 
 
 def _total(tensors: Sequence[Tensor]) -> Tensor:
-    norm = execute.total_norm(_planned(tensors), 2.0)
+    norm = by_loops.norm_of(list(tensors))
+    if norm is None:
+        norm = execute.total_norm(_planned(tensors), 2.0)
     return norm.to(wide_dtype(norm.device))
 
 
 def _each(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    known = by_loops.norms_of(list(tensors), norm_type)
+    if known is not None:
+        dtype = formulas.result_dtype(tensors)
+        return torch.tensor(known, dtype=dtype, device="cpu").to(torch.float64)
     norms = execute.total_norm(_planned(tensors), norm_type, per_gradient=True)
     return norms.to(wide_dtype(norms.device))
 
@@ -140,53 +159,8 @@ def _list_of(tensors: Sequence[Tensor]) -> Gradients:
     return Gradients(list(tensors), device, "tensors[{}]".format)
 
 
-# Most elements of a list that is copied first. Clipped by global norm, 64 float32 tensors with
-# 2^18, 2^19 and 2^20 elements in all take 134, 175 and 240 us so, and as products 221, 260 and
-# 306; 8 take 59, 87 and 136, and 77, 98 and 137. More leave the cache. (torch 2.13, EPYC, 2
-# threads.)
-SHORT = 2**19
-
-_get_is_cpu = attrgetter("is_cpu")
-# Missing in old versions of PyTorch.
-_clone_in_one_call = getattr(torch, "_foreach_clone", None)
-
-
-def clip_copies(
-    tensors: list[Tensor], rule_of: Callable[..., Rule], *numbers: float
-) -> tuple[list[Tensor], Tensor] | None:
-    """Clips copies of a short list; None for a long one, off the CPU, and with derivatives.
-
-    Args:
-        tensors: strided and floating-point or complex.
-        rule_of: makes the rule, by norm and without eps, from its numbers.
-        *numbers: of the rule, which are remembered with it: -0.0 stands for 0.0.
-
-    Returns:
-        New tensors, and the norm before clipping, or one for each, as `clip_` returns them.
-    """
-    if not is_readable(tensors) or needs_grad(tensors):
-        return None
-    is_short = bool(tensors) and sum(map(Tensor.numel, tensors)) <= SHORT
-    if not is_short or False in map(_get_is_cpu, tensors):
-        return None
-    # Modes may see copies and writes in place otherwise than products. No copy may read memory that
-    # was freed, whose address is 0.
-    if n_dispatch_modes() or 0 in map(Tensor.data_ptr, tensors):
-        return None
-    if _clone_in_one_call is None:
-        copies = list(map(torch.clone, tensors))
-    else:
-        copies = list(_clone_in_one_call(tensors))
-    norm = execute.clip_(_list_of(copies), _rule(rule_of, *numbers))
-    assert norm is not None
-    return copies, norm
-
-
-@lru_cache
-def _rule(rule_of: Callable[..., Rule], *numbers: float) -> Rule:
-    return rule_of(*numbers)
-
-
+# The least normal number of float32.
+_TINY = 2.0**-126
 # The factor of one tensor: a number if the host knows it.
 Coefficient = float | Tensor
 
@@ -199,10 +173,14 @@ def scaled(tensors: Sequence[Tensor], coefficients: Sequence[Coefficient]) -> li
         coefficients: one for each tensor, or one for all: numbers, or tensors in a wide dtype, 0-d
             or of as many dimensions as the tensor.
     """
+    numbers = [c for c in coefficients if not isinstance(c, Tensor)]
+    if len(numbers) == len(coefficients):
+        products = by_loops.scaled(list(tensors), numbers[0] if len(numbers) == 1 else numbers)
+        if products is not None:
+            return products  # type: ignore[no-any-return]
     if any(dtype.is_complex for dtype in {x.dtype for x in tensors}):
         return _scaled_pairs(tensors, coefficients)
     if is_readable(tensors) and not needs_grad(tensors):
-        numbers = [c for c in coefficients if not isinstance(c, Tensor)]
         if len(numbers) == len(coefficients):
             return _multiples(tensors, numbers)
         (one, *others) = coefficients
@@ -241,12 +219,9 @@ class _Product(torch.autograd.Function):
     """A real tensor times a coefficient."""
 
     @staticmethod
-    def forward(x: Tensor, coefficient: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, coefficient: Tensor) -> Tensor:
+        ctx.save_for_backward(x, coefficient)
         return _product(x, coefficient)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -275,6 +250,9 @@ def _product(x: Tensor, coefficient: Tensor) -> Tensor:
 
 def _times(x: Tensor, number: float) -> Tensor:
     """As `_product`: torch multiplies half types by a number in float32."""
+    if 0 < number < _TINY:
+        # Of a list with others of float64: float32 would hold some of its digits.
+        return (x.to(torch.float64) * number).to(x.dtype)
     if x.dtype in ARITHMETIC:
         return x * number
     return (x.to(torch.float32) * number).to(x.dtype)
@@ -296,7 +274,7 @@ def _products_of_all(tensors: Sequence[Tensor], coefficient: Tensor) -> list[Ten
 def _multiples(tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
     """Tensors times a number for each, or one for all."""
     one = numbers[0] if len(numbers) == 1 else None
-    if not _takes_foreach(tensors):
+    if not _takes_foreach(tensors) or any(0 < number < _TINY for number in numbers):
         factors = numbers if one is None else [one] * len(tensors)
         return [_times(x, factor) for x, factor in zip(tensors, factors, strict=True)]
     if one is None:

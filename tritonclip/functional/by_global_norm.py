@@ -8,17 +8,15 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.operators import wide_dtype
-from tritonclip.functional import formulas
+from tritonclip.functional import by_loops, derivatives, formulas
 from tritonclip.functional.by_engine import (
     as_limit_or_tensor,
-    clip_copies,
     coefficients_of,
     norm_of_all,
     one_element,
     scaled,
 )
 from tritonclip.functional.trees import Tree
-from tritonclip.rules import ClipByGlobalNorm, Rule
 from tritonclip.signatures import ABSENT, misfit, reaches_misfit
 
 T = TypeVar("T")
@@ -46,7 +44,11 @@ def global_norm(tensors: Any) -> Tensor:
     References:
         TensorFlow, `tf.linalg.global_norm`; optax, `optax.global_norm`.
     """
-    values = Tree(tensors, "tensors").values
+    tree = Tree(tensors, "tensors")
+    norm = by_loops.norm_of(tree.leaves)
+    if norm is not None:
+        return norm
+    values = tree.check()
     return _norm_of(values).to(formulas.result_dtype(values))
 
 
@@ -101,23 +103,21 @@ def clip_by_global_norm(
     """
     if _excess or _unknown or max_norm is ABSENT:
         raise misfit(clip_by_global_norm, _excess, _unknown)
-    tree, limit = Tree(tensors, "tensors"), as_limit_or_tensor("max_norm", max_norm)
-    values = tree.values
-    if use_norm is None and type(limit) is float:
-        copied = clip_copies(values, _rule, limit)
-        if copied is not None:
-            return tree.rebuild(copied[0]), copied[1]
+    tree = Tree(tensors, "tensors")
+    made = by_loops.clipped(tree.leaves, max_norm, use_norm)
+    if made is not None:
+        return tree.rebuild(made[0]), made[1]
+    values, limit = tree.check(), as_limit_or_tensor("max_norm", max_norm)
     dtype = formulas.result_dtype(values)
+    if use_norm is None and derivatives.are_recorded(values, [limit]):
+        clipped, norm = derivatives.clip(values, [limit], "max_norm", each=False)
+        return tree.rebuild(clipped), norm.to(dtype)
     norm = _norm_of(values) if use_norm is None else _given(use_norm, values, dtype)
     clipped = values
     if values:
         clipped = scaled(values, coefficients_of(norm, [limit], dtype, "max_norm"))
     result: T = tree.rebuild(clipped)
     return result, norm.to(dtype)
-
-
-def _rule(max_norm: float) -> Rule:
-    return ClipByGlobalNorm(max_norm, eps=0.0)
 
 
 def _norm_of(values: list[Tensor]) -> Tensor:

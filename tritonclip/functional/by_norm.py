@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.operators import wide_dtype
-from tritonclip.functional import formulas
+from tritonclip.functional import by_loops, derivatives, formulas
 from tritonclip.functional.by_engine import (
     as_limit_or_tensor,
-    clip_copies,
     coefficient_over,
     coefficients_of,
     norms_of_each,
@@ -22,7 +21,6 @@ from tritonclip.functional.by_engine import (
     scaled,
 )
 from tritonclip.functional.trees import Tree
-from tritonclip.rules import ClipByNorm, Rule
 from tritonclip.rules.arguments import as_norm_type
 from tritonclip.signatures import ABSENT, misfit, reaches_misfit
 
@@ -83,6 +81,10 @@ def clip_by_norm(
     if _excess or _unknown or max_norm is ABSENT:
         raise misfit(clip_by_norm, _excess, _unknown)
     tree = Tree(x, "x")
+    made = by_loops.clipped_each(tree.leaves, max_norm, norm_type) if dim is None else None
+    if made is not None:
+        return tree.rebuild(made[0])  # type: ignore[no-any-return]
+    values = tree.check()
     order, limit = as_norm_type(norm_type), as_limit_or_tensor("max_norm", max_norm)
     if dim is None:
         if order == -math.inf and tree.is_sparse:
@@ -90,11 +92,11 @@ def clip_by_norm(
                 "norm_type=-inf is not supported for sparse tensors, whose implicit zeros count; "
                 "expected another norm_type, or tensors made dense with to_dense()"
             )
-        clipped = _clip_each(tree.values, [limit], "max_norm", order)
+        clipped = _clip_each(values, [limit], "max_norm", order)
     else:
         clipped = [
             _clip_over(value, _dims_of(tensor, dim), limit, order)
-            for tensor, value in zip(tree.tensors, tree.values, strict=True)
+            for tensor, value in zip(tree.tensors, values, strict=True)
         ]
     result: T = tree.rebuild(clipped)
     return result
@@ -129,9 +131,13 @@ def clip_by_average_norm(
     """
     if _excess or _unknown or max_norm is ABSENT:
         raise misfit(clip_by_average_norm, _excess, _unknown)
-    tree, limit = Tree(x, "x"), as_limit_or_tensor("max_norm", max_norm)
+    tree = Tree(x, "x")
+    made = by_loops.clipped_each(tree.leaves, max_norm, power=1.0)
+    if made is not None:
+        return tree.rebuild(made[0])  # type: ignore[no-any-return]
+    values, limit = tree.check(), as_limit_or_tensor("max_norm", max_norm)
     limits = [_times(limit, tensor.numel()) for tensor in tree.tensors]
-    result: T = tree.rebuild(_clip_each(tree.values, limits, "max_norm"))
+    result: T = tree.rebuild(_clip_each(values, limits, "max_norm"))
     return result
 
 
@@ -162,9 +168,13 @@ def clip_by_rms(x: T, max_rms: float | Tensor, *_excess: NoReturn, **_unknown: N
     """
     if _excess or _unknown or max_rms is ABSENT:
         raise misfit(clip_by_rms, _excess, _unknown)
-    tree, limit = Tree(x, "x"), as_limit_or_tensor("max_rms", max_rms)
+    tree = Tree(x, "x")
+    made = by_loops.clipped_each(tree.leaves, max_rms, power=0.5)
+    if made is not None:
+        return tree.rebuild(made[0])  # type: ignore[no-any-return]
+    values, limit = tree.check(), as_limit_or_tensor("max_rms", max_rms)
     limits = [_times(limit, math.sqrt(tensor.numel())) for tensor in tree.tensors]
-    result: T = tree.rebuild(_clip_each(tree.values, limits, "max_rms"))
+    result: T = tree.rebuild(_clip_each(values, limits, "max_rms"))
     return result
 
 
@@ -185,19 +195,12 @@ def _clip_each(
     """Each tensor by its own norm: the limits are one for all, or one for each."""
     if not values:
         return []
-    # Of order -inf, a norm of 0 may be that of elements that are not.
-    if len(limits) == 1 and type(limits[0]) is float and norm_type != -math.inf:
-        copied = clip_copies(values, _rule, limits[0], norm_type)
-        if copied is not None:
-            return copied[0]
+    if norm_type == 2 and derivatives.are_recorded(values, limits):
+        return derivatives.clip(values, limits, name, each=True)[0]
     norms = norms_of_each(values, norm_type)
     dtype = formulas.result_dtype(values)
     coefficients = coefficients_of(norms, limits, dtype, name)
     return scaled(values, coefficients)
-
-
-def _rule(max_norm: float, norm_type: float) -> Rule:
-    return ClipByNorm(max_norm, norm_type, eps=0.0)
 
 
 def _clip_over(x: Tensor, dim: tuple[int, ...], limit: float | Tensor, norm_type: float) -> Tensor:

@@ -120,8 +120,29 @@ def coefficient_of(norm: Tensor, limit: Tensor) -> Tensor:
     return torch.where(is_at_limit, (1 + ratio) / 2, ratio)
 
 
+def slope_of_coefficient(norm: Tensor, limit: Tensor) -> Tensor:
+    """The derivative of `coefficient_of` in the norm."""
+    keeps = (norm < limit) | ((norm == math.inf) & (limit == math.inf)) | (norm == 0)
+    divisor = torch.where(keeps, 1.0, norm)
+    slope = torch.where(keeps, 0.0, -limit / divisor / divisor)
+    return torch.where(norm == limit, slope / 2, slope)
+
+
+def inner_product(x: Tensor, y: Tensor) -> Tensor:
+    """The sum of products, of complex numbers as pairs, 0-d in the wide dtype."""
+    wide = wide_dtype(x.device)
+    return (real_of(x).to(wide) * real_of(y).to(wide)).sum()
+
+
+def real_of(x: Tensor) -> Tensor:
+    """Complex numbers as pairs; others as they are."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
 def product_of(x: Tensor, coefficient: Tensor) -> Tensor:
     """A tensor times a coefficient of its arithmetic, float32 or float64, rounded once."""
+    if x.is_complex():
+        return torch.view_as_complex(product_of(real_of(x), coefficient))
     narrow, wide = arithmetic_of(x.dtype), wide_dtype(x.device)
     exact = coefficient.to(x.device, wide)
     # Rounded without a cast, in which a derivative might overflow.

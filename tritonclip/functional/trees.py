@@ -18,52 +18,59 @@ from torch.utils import _pytree as pytree
 from tritonclip.modes import is_traced
 
 _PLAIN = frozenset({Tensor, Parameter})
+_LEAVES = _PLAIN | {type(None)}
 _Kind = tuple[torch.dtype, torch.layout, bool]
 
 
 class Tree:
-    """The tensors of a nested structure, each as the strided tensor that has its elements.
+    """The tensors of a nested structure.
 
     Attributes:
-        tensors: as they came.
-        values: of each; of a sparse one the values at distinct indices.
-        is_sparse: whether any is.
+        leaves: tensors, None, and what `check` refuses.
+        tensors: those among them, once they were checked.
+        is_sparse: whether any is, once they were checked.
 
     Args:
         tree: a tensor, or tensors and None in nested containers.
         name: of the argument, for messages.
         ordered: integers may be among the tensors, and complex ones may not.
-
-    Raises:
-        TypeError: a leaf that is neither a tensor nor None, or a tensor of another kind.
     """
 
+    is_sparse = False
+
     def __init__(self, tree: Any, name: str, *, ordered: bool = False) -> None:
-        leaves, self._rebuild = _flatten(tree)
-        present = [leaf for leaf in leaves if leaf is not None]
+        self._tree, self._name, self._ordered = tree, name, ordered
+        self.leaves, self._rebuild = _flatten(tree)
+
+    def check(self) -> list[Tensor]:
+        """For each tensor the strided one that has its elements: values at distinct indices.
+
+        Raises:
+            TypeError: a leaf that is neither a tensor nor None, or a tensor of another kind.
+        """
+        present = [leaf for leaf in self.leaves if leaf is not None]
         # Stand-ins for tensors, while they are traced, are of other classes.
         known = _PLAIN.issuperset(map(type, present)) or (
             is_traced() and all(isinstance(x, Tensor) for x in present)
         )
         kinds = {_kind_of(x) for x in present} if known else set()
-        if not known or any(_fault_of_kind(*kind, ordered) for kind in kinds):
-            _refuse(leaves, tree, name, ordered)
+        if not known or any(_fault_of_kind(*kind, self._ordered) for kind in kinds):
+            _refuse(self.leaves, self._tree, self._name, self._ordered)
         self.tensors: list[Tensor] = present
         self.is_sparse = any(layout != torch.strided for _, layout, _ in kinds)
-        self._is_there = [leaf is not None for leaf in leaves]
-        self.values = present
-        if self.is_sparse:
-            self._coalesced = [x if x.layout == torch.strided else x.coalesce() for x in present]
-            self.values = [x if x.layout == torch.strided else x.values() for x in self._coalesced]
+        if not self.is_sparse:
+            return present
+        self._coalesced = [x if x.layout == torch.strided else x.coalesce() for x in present]
+        return [x if x.layout == torch.strided else x.values() for x in self._coalesced]
 
     def rebuild(self, values: Sequence[Tensor]) -> Any:
-        """The same structure around other values."""
+        """The same structure around other values, one for each tensor or for each leaf."""
         if self.is_sparse:
             values = [_wrap(x, v) for x, v in zip(self._coalesced, values, strict=True)]
-        if len(values) == len(self._is_there):
+        if len(values) == len(self.leaves):
             return self._rebuild(list(values))
         made = iter(values)
-        return self._rebuild([next(made) if there else None for there in self._is_there])
+        return self._rebuild([None if leaf is None else next(made) for leaf in self.leaves])
 
 
 def _refuse(leaves: Sequence[Any], tree: Any, name: str, ordered: bool) -> None:
@@ -136,9 +143,9 @@ def _flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     if isinstance(tree, Tensor):
         return [tree], lambda others: others[0]
     # The usual ones, without the registry: it takes 1 us a tensor.
-    if type(tree) is list and _PLAIN.issuperset(map(type, tree)):
-        return tree, list
-    if type(tree) is dict and _PLAIN.issuperset(map(type, tree.values())):
+    if type(tree) in (list, tuple) and _LEAVES.issuperset(map(type, tree)):
+        return list(tree), type(tree)
+    if type(tree) is dict and _LEAVES.issuperset(map(type, tree.values())):
         return list(tree.values()), lambda others: dict(zip(tree, others, strict=True))
     leaves, spec = pytree.tree_flatten(tree)
     if not any(map(_is_record, leaves)):

@@ -1,0 +1,282 @@
+/* Clipping out of place, of plain tensors that need no derivative: `tritonclip/functional/by_loops.py` calls
+ * these functions, and `_native.pyi` describes them.
+ */
+#pragma once
+
+#include <limits.h>
+
+#include "tensors.h"
+
+/* Ends a function of leaves: what it made, whose reference is taken; None where operators have to serve the
+ * leaves; NULL with an error of Python. */
+static PyObject *finish_leaves(Job *job, Leaves *leaves, int is_done, PyObject *made) {
+    free_job(job);
+    free_leaves(leaves);
+    return is_done ? made : Py_NewRef(Py_None);
+}
+
+/* A bound as a number, `none` where there is none; NaN for one that only operators take. */
+static double as_bound(PyObject *bound, double none) {
+    if (bound == Py_None) return none;
+    if (PyFloat_CheckExact(bound)) return PyFloat_AsDouble(bound);
+    long long whole = PyLong_CheckExact(bound) ? PyLong_AsLongLong(bound) : LLONG_MAX;
+    if (PyErr_Occurred()) PyErr_Clear();
+    /* Others may be rounded on the way. */
+    return whole >= -(1LL << 53) && whole <= 1LL << 53 ? (double)whole : NAN;
+}
+
+static PyObject *clamped(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 4)) return NULL;
+    double low = as_bound(arguments[2], -INFINITY), high = as_bound(arguments[3], INFINITY);
+    /* Two that are None, cross or are NaN are an error of the caller. */
+    if (!(low <= high) || (arguments[2] == Py_None && arguments[3] == Py_None)) return Py_NewRef(Py_None);
+    Job job;
+    Leaves leaves;
+    int is_read = read_leaves(&job, &leaves, CLAMP, arguments[0], arguments[1]);
+    if (is_read == 1) {
+        job.low = low, job.high = high;
+        run(&job);
+    }
+    return finish_leaves(&job, &leaves, is_read, is_read == 1 ? made_of(&leaves) : NULL);
+}
+
+static PyObject *has_at_bounds(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 3)) return NULL;
+    double low = as_bound(arguments[1], -INFINITY), high = as_bound(arguments[2], INFINITY);
+    if (!(low <= high)) return Py_NewRef(Py_None);
+    Job job;
+    Leaves leaves;
+    int is_read = read_leaves(&job, &leaves, COUNT_AT_BOUNDS, arguments[0], Py_None);
+    PyObject *result = NULL;
+    if (is_read == 1) {
+        job.low = low, job.high = high;
+        run(&job);
+        result = PyBool_FromLong(norm_of(&job, 0, job.n_parts) > 0);
+    }
+    return finish_leaves(&job, &leaves, is_read, result);
+}
+
+/* A pair of two objects, whose references it takes; NULL where one is. */
+static PyObject *pair_of(PyObject *first, PyObject *second) {
+    PyObject *pair = first && second ? PyTuple_Pack(2, first, second) : NULL;
+    Py_XDECREF(first);
+    Py_XDECREF(second);
+    return pair;
+}
+
+/* Whether a norm that was measured is right: squares of float64 may have overflowed or lost digits. */
+static int is_known(const Job *job, const Leaves *leaves, double norm) {
+    return job->verb != SUM_SQUARES || !leaves->are_wide || !is_extreme(norm);
+}
+
+/* The limit of the norm of a tensor, for one that is divided by a power of its number of elements. */
+static double limit_of(double limit, int64_t n, double power) {
+    if (!n || !power) return limit;
+    return limit * (power == 1 ? (double)n : sqrt((double)n));
+}
+
+/* Whether products have all their digits: those of narrow elements and a factor that float32 does not hold,
+ * because it is of float64 and below the normal numbers, have not. */
+static int keep_digits(const Job *job) {
+    for (int64_t i = 0; i < job->n; i++) {
+        double factor = job->gradients[i].factor;
+        int is_lost = fabs(factor) < FLT_MIN && (double)(float)factor != factor;
+        if (is_lost && job->gradients[i].code % PAIRS != FLOAT64) return 0;
+    }
+    return 1;
+}
+
+/* A limit, a number of 0 or more; NaN for others. */
+static double as_limit(PyObject *limit) {
+    double number = as_bound(limit, NAN);
+    /* -0.0 would flip signs. */
+    return number >= 0 ? number + 0.0 : NAN;
+}
+
+/* A float, which is dropped; errors as those of PyFloat_AsDouble. */
+static double as_double(PyObject *number) {
+    double result = number ? PyFloat_AsDouble(number) : -1;
+    Py_XDECREF(number);
+    return result;
+}
+
+/* The norm of all tensors of a job that ran: of those of each dtype first, as groups of a list are measured.
+ * 0 where it is not known, or with an error of Python. */
+static int norm_of_all(const Job *job, const Leaves *leaves, double *norm) {
+    if (!leaves->are_mixed) {
+        *norm = norm_of(job, 0, job->n_parts);
+        return is_known(job, leaves, *norm);
+    }
+    double sums[2 * N_DTYPES] = {0}, total = 0;
+    int order[2 * N_DTYPES], n = 0;
+    for (int64_t i = 0; i < job->n; i++) {
+        const Gradient *gradient = job->gradients + i;
+        int at = 0;
+        while (at < n && order[at] != gradient->code) at++;
+        if (at == n) order[n++] = (int)gradient->code;
+        for (int64_t j = 0; j < blocks_of(gradient->size); j++) sums[at] += job->parts[gradient->first_part + j];
+    }
+    PyObject *norms = PyTuple_New(n);
+    int is_right = norms != NULL;
+    for (int i = 0; is_right && i < n; i++) {
+        total += sums[i] = sqrt(sums[i]);
+        is_right = is_known(job, leaves, sums[i]) && !PyTuple_SetItem(norms, i, PyFloat_FromDouble(sums[i]));
+    }
+    /* NaN, before inf, which hypot prefers. */
+    *norm = !is_right || isnan(total) ? total : as_double(PyObject_CallObject(torch.hypot, norms));
+    Py_XDECREF(norms);
+    return is_right && !PyErr_Occurred();
+}
+
+static PyObject *clipped(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 4)) return NULL;
+    int is_given = arguments[3] != Py_None;
+    double limit = as_limit(arguments[2]), norm = is_given ? as_limit(arguments[3]) : 0;
+    if (isnan(limit) || isnan(norm)) return Py_NewRef(Py_None);
+    Job job;
+    Leaves leaves;
+    PyObject *result = NULL;
+    int is_done = read_leaves(&job, &leaves, is_given ? MULTIPLY : SUM_SQUARES, arguments[0], arguments[1]);
+    if (is_done == 1 && !is_given) {
+        run(&job);
+        is_done = norm_of_all(&job, &leaves, &norm);
+        if (PyErr_Occurred()) is_done = -1;
+    }
+    if (is_done == 1) {
+        double factor = coefficient_of(norm, limit, 0, leaves.are_wide);
+        /* A norm of 0 that is given may be that of elements that are not: 0/0 counts as 0. */
+        if (is_given && factor == 1 && !norm && !limit) factor = 0;
+        for (int64_t i = 0; i < job.n; i++) job.gradients[i].factor = factor;
+        is_done = keep_digits(&job);
+    }
+    if (is_done == 1) {
+        job.verb = MULTIPLY;
+        run(&job);
+        result = pair_of(made_of(&leaves), tensor_of(norm, leaves.are_wide, arguments[1]));
+        if (!result) is_done = is_refused() ? 0 : -1;
+    }
+    return finish_leaves(&job, &leaves, is_done, result);
+}
+
+static PyObject *clipped_each(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    Verb verb;
+    if (!has_arguments(n_arguments, 5) || !read_order(arguments[3], &verb)) return NULL;
+    int has_list = PyList_CheckExact(arguments[2]);
+    double limit = has_list ? 0 : as_limit(arguments[2]), power = PyFloat_AsDouble(arguments[4]);
+    if (PyErr_Occurred()) return NULL;
+    if (isnan(limit)) return Py_NewRef(Py_None);
+    Job job;
+    Leaves leaves;
+    PyObject *norms = NULL, *result = NULL;
+    int is_done = read_leaves(&job, &leaves, verb, arguments[0], arguments[1]);
+    if (is_done == 1 && has_list && !has_numbers(arguments[2], (Py_ssize_t)job.n)) is_done = -1;
+    if (is_done == 1) {
+        run(&job);
+        norms = parts_of_each(&job);
+    }
+    for (int64_t i = 0; norms && is_done == 1 && i < job.n; i++) {
+        Gradient *gradient = job.gradients + i;
+        double norm = number_at(norms, (Py_ssize_t)i);
+        double own = has_list ? number_at(arguments[2], (Py_ssize_t)i) : limit_of(limit, gradient->size, power);
+        gradient->factor = coefficient_of(norm, own, 0, leaves.are_wide);
+        is_done = is_known(&job, &leaves, norm) && !(power && leaves.have_pairs);
+    }
+    if (is_done == 1) is_done = keep_digits(&job);
+    if (PyErr_Occurred()) is_done = -1;
+    if (is_done == 1) {
+        job.verb = MULTIPLY;
+        run(&job);
+        result = pair_of(made_of(&leaves), Py_NewRef(norms));
+    }
+    Py_XDECREF(norms);
+    return finish_leaves(&job, &leaves, is_done, result);
+}
+
+static PyObject *scaled(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 3)) return NULL;
+    Job job;
+    Leaves leaves;
+    PyObject *result = NULL;
+    int is_done = read_leaves(&job, &leaves, MULTIPLY, arguments[0], arguments[1]);
+    if (is_done == 1) is_done = read_factors(&job, arguments[2]) ? keep_digits(&job) : -1;
+    if (is_done == 1) {
+        run(&job);
+        result = made_of(&leaves);
+    }
+    return finish_leaves(&job, &leaves, is_done, result);
+}
+
+static PyObject *measured(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 2)) return NULL;
+    Job job;
+    Leaves leaves;
+    PyObject *result = NULL;
+    int is_done = read_leaves(&job, &leaves, SUM_SQUARES, arguments[0], Py_None);
+    if (is_done == 1) {
+        double norm;
+        run(&job);
+        is_done = norm_of_all(&job, &leaves, &norm);
+        if (PyErr_Occurred()) is_done = -1;
+        if (is_done == 1) result = tensor_of(norm, leaves.are_wide, arguments[1]);
+        if (is_done == 1 && !result) is_done = is_refused() ? 0 : -1;
+    }
+    return finish_leaves(&job, &leaves, is_done, result);
+}
+
+static PyObject *measured_each(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    Verb verb;
+    if (!has_arguments(n_arguments, 2) || !read_order(arguments[1], &verb)) return NULL;
+    Job job;
+    Leaves leaves;
+    PyObject *result = NULL;
+    int is_done = read_leaves(&job, &leaves, verb, arguments[0], Py_None);
+    if (is_done == 1) {
+        run(&job);
+        result = parts_of_each(&job);
+        for (int64_t i = 0; result && i < job.n; i++)
+            is_done &= is_known(&job, &leaves, PyFloat_AsDouble(PyList_GetItem(result, (Py_ssize_t)i)));
+        if (!is_done) Py_CLEAR(result);
+    }
+    return finish_leaves(&job, &leaves, is_done, result);
+}
+
+static PyObject *dots(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 2)) return NULL;
+    Job job;
+    Leaves leaves, others;
+    PyObject *result = NULL;
+    int is_done = read_pairs(&job, &leaves, &others, DOT, arguments, Py_None);
+    if (is_done == 1) {
+        run(&job);
+        result = parts_of_each(&job);
+    }
+    free_leaves(&others);
+    return finish_leaves(&job, &leaves, is_done, result);
+}
+
+static PyObject *combined(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 5)) return NULL;
+    Job job;
+    Leaves leaves, others;
+    PyObject *result = NULL;
+    int is_done = read_pairs(&job, &leaves, &others, COMBINE, arguments, arguments[2]);
+    if (is_done == 1 && !(read_factors(&job, arguments[3]) && has_numbers(arguments[4], (Py_ssize_t)job.n))) is_done = -1;
+    for (int64_t i = 0; is_done == 1 && i < job.n; i++)
+        job.gradients[i].other_factor = number_at(arguments[4], (Py_ssize_t)i);
+    if (PyErr_Occurred()) is_done = -1;
+    if (is_done == 1) {
+        run(&job);
+        result = made_of(&leaves);
+    }
+    free_leaves(&others);
+    return finish_leaves(&job, &leaves, is_done, result);
+}

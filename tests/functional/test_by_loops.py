@@ -1,0 +1,509 @@
+"""Plain tensors, which the loops in C read and clip in one call, against the other ways."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from cases import FLOATS, assert_bits, normal, parameters
+from native_lists import BLOCK, LENGTHS, amid_canaries, assert_canaries
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm, functional
+from tritonclip.backends.native import loops
+from tritonclip.functional import by_loops
+
+if loops is None:
+    pytest.skip("tritonclip was installed without its C extension", allow_module_level=True)
+
+SHAPES = ((40,), (), (0,), (3, 70), (1,))
+FUNCTIONS: dict[str, Any] = {
+    "global": lambda x, limit: functional.clip_by_global_norm(x, limit)[0],
+    "known": lambda x, limit: functional.clip_by_global_norm(x, limit, 3.0)[0],
+    "norm": functional.clip_by_norm,
+    "norm-0": lambda x, limit: functional.clip_by_norm(x, limit, norm_type=0),
+    "norm-1": lambda x, limit: functional.clip_by_norm(x, limit, norm_type=1.0),
+    "norm-inf": lambda x, limit: functional.clip_by_norm(x, limit, norm_type=math.inf),
+    "average": functional.clip_by_average_norm,
+    "rms": functional.clip_by_rms,
+    "value": lambda x, limit: functional.clip_by_value(x, -limit, limit),
+}
+REAL = [name for name in FUNCTIONS if name != "value"]
+functions = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+
+
+@pytest.fixture(params=["dlpack", "attributes"])
+def reading(request):
+    """Tensors are read by DLPack where PyTorch has its functions for C, and by attributes else."""
+    if request.param == "attributes":
+        by_loops.introduce(None)
+    elif not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this PyTorch has no functions of DLPack for C")
+    yield
+    by_loops.introduce()
+
+
+def make(dtype):
+    return [normal(shape, dtype, seed=seed) for seed, shape in enumerate(SHAPES)]
+
+
+def mixed(_):
+    """Several dtypes, of which float16 comes last and first again."""
+    dtypes = (torch.float16, torch.float32, torch.bfloat16, torch.float32, torch.float16)
+    return [x.to(dtype) for x, dtype in zip(make(torch.float32), dtypes, strict=True)]
+
+
+def mixed_wide(_):
+    return [*mixed(_), normal((5,), torch.float64)]
+
+
+def repeated(dtype):
+    """One tensor twice, and one of shared elements, which operators serve."""
+    tensors = make(dtype)
+    return [*tensors, tensors[0], tensors[4].expand(3)]
+
+
+def transposed(dtype):
+    """One is dense in another order of its dimensions."""
+    return [*make(dtype), normal((6, 5), dtype, seed=8).t()]
+
+
+@pytest.fixture
+def by_others(monkeypatch):
+    """Runs a function without the loops of a whole call."""
+
+    def run(function, *arguments):
+        with monkeypatch.context() as patched:
+            patched.setattr(by_loops, "serve", lambda: False)
+            return function(*arguments)
+
+    return run
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """The results of loops, in the order of calls; None for those that they left to others."""
+    results = []
+
+    def counted(function):
+        def call(*arguments):
+            results.append(function(*arguments))
+            return results[-1]
+
+        return call
+
+    for name in ("clamped", "clipped", "clipped_each"):
+        monkeypatch.setattr(loops, name, counted(getattr(loops, name)))
+    return results
+
+
+@pytest.mark.usefixtures("reading")
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("limit", [0.5, 1e6, 0.0, -0.0, math.inf, 2])
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64], ids=str)
+@pytest.mark.parametrize("some", [make, repeated, transposed, mixed, mixed_wide])
+def test_results_have_the_bits_of_the_other_ways(name, limit, dtype, some, by_others):
+    if dtype.is_complex and name == "value":
+        pytest.skip("complex numbers have no order")
+    tensors = some(dtype)
+    before = [x.clone() for x in tensors]
+    assert_bits(FUNCTIONS[name](tensors, limit), by_others(FUNCTIONS[name], tensors, limit))
+    assert_bits(tensors, before)
+
+
+@functions
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.0, 1e30, 1e-30, 1e200, 1e-200], ids=str)
+def test_results_have_the_bits_of_the_other_ways_at_extremes(function, value, dtype, by_others):
+    tensors = [*make(dtype), torch.full((3,), value, dtype=torch.float64).to(dtype)]
+    assert_bits(function(tensors, 0.5), by_others(function, tensors, 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("value", [0.5, math.nan, math.inf, 1e200, 1e-200], ids=str)
+@pytest.mark.parametrize("some", [make, mixed, mixed_wide])
+def test_norms_are_those_of_the_other_ways(some, value, dtype, by_others):
+    tensors = [*some(dtype), torch.full((3,), value, dtype=torch.float64).to(dtype)]
+    for measure in (
+        functional.global_norm,
+        lambda x: functional.clip_by_global_norm(x, 1.0)[1],
+        lambda x: functional.clip_by_global_norm(x, 1.0, 3.0)[1],
+    ):
+        assert_bits([measure(tensors)], [by_others(measure, tensors)])
+
+
+@pytest.mark.parametrize("wide", [[], [torch.float64]], ids=["narrow", "wide"])
+def test_tiny_coefficients_have_the_bits_of_clip(wide):
+    """Beside float64 they are of float64; float32 would hold few of their digits."""
+    dtypes = (torch.float32, torch.bfloat16, *wide)
+    tensors = [normal(9, seed=i).to(dtype) for i, dtype in enumerate(dtypes)]
+    for clip, rule in (
+        (lambda x: functional.clip_by_global_norm(x, 1e-40)[0], ClipByGlobalNorm),
+        (lambda x: functional.clip_by_norm(x, 1e-40), ClipByNorm),
+    ):
+        ours, theirs = clip(tensors), [x.clone() for x in tensors]
+        tritonclip.clip_(parameters(theirs), rule(1e-40, eps=0.0))
+        for x, y in zip(ours, theirs, strict=True):
+            # clip_ rounds such a product twice.
+            torch.testing.assert_close(
+                x, y, rtol=0, atol=2.0**-149 if x.dtype != torch.float64 else 0
+            )
+
+
+def test_a_given_norm_of_zero_and_a_limit_of_zero_give_zero():
+    (clipped,), _ = functional.clip_by_global_norm([normal(3)], 0.0, 0.0)
+    assert clipped.tolist() == [0.0, 0.0, 0.0]
+
+
+BOUNDS = (-math.inf, -1e300, -70000.0, -1, -0.3, -0.0, 0, 0.3, 1e-50, 2**53 + 1, 1e39, math.inf)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("low", [None, *BOUNDS])
+def test_bounds_have_the_bits_of_the_other_ways(low, dtype, by_others):
+    x = torch.cat([normal(70), torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0])]).to(dtype)
+    for high in (None, *BOUNDS):
+        if (low, high) == (None, None) or (None not in (low, high) and low > high):
+            continue
+        clamp = partial(functional.clip_by_value, min=low, max=high)
+        assert_bits([clamp(x)], [by_others(clamp, x)])
+
+
+@pytest.mark.parametrize(
+    "bounds", [(None, None), (1.0, -1.0), (math.nan, 1.0), (-1.0, math.nan), ("1", 2), (True, 2)]
+)
+def test_bounds_that_are_none_still_raise(bounds):
+    with pytest.raises((TypeError, ValueError)):
+        functional.clip_by_value(normal(3), *bounds)
+
+
+@pytest.mark.parametrize("limit", [-1.0, math.nan, "1", True, -1])
+def test_limits_that_are_none_still_raise(limit):
+    for name in REAL:
+        with pytest.raises((TypeError, ValueError)):
+            FUNCTIONS[name](normal(3), limit)
+
+
+@functions
+def test_structures_and_none_are_kept(function, count):
+    x = [normal(9, seed=i) for i in range(4)]
+    expected = function(x, 0.5)
+    trees: tuple[tuple[Any, Any], ...] = (
+        ([x[0], None, *x[1:]], lambda y: [y[0], *y[2:]]),
+        (tuple(x), list),
+        (dict(enumerate(x)), lambda y: list(y.values())),
+        ({"a": x[:2], "b": (x[2], [x[3], None])}, lambda y: [*y["a"], y["b"][0], y["b"][1][0]]),
+    )
+    for tree, leaves in trees:
+        made = function(tree, 0.5)
+        assert type(made) is type(tree)
+        assert_bits(leaves(made), expected)
+        assert count[-1] is not None
+    alone = function(x[0], 0.5)
+    assert_bits([alone], function([x[0]], 0.5))
+
+
+def gaps():
+    return normal((6, 5))[:, ::2]
+
+
+OTHERS = {
+    "gaps": gaps,
+    "expanded": lambda: normal((1, 5)).expand(3, 5),
+    "negated": lambda: torch._neg_view(normal(5)),
+    "conjugate": lambda: normal(5, torch.complex64).conj(),
+    "sparse": lambda: normal((4, 3)).relu().to_sparse(),
+    "float8": lambda: normal(5).to(torch.float8_e4m3fn),
+    "recorded": lambda: normal(5).requires_grad_(),
+}
+
+
+@pytest.mark.usefixtures("reading")
+@pytest.mark.filterwarnings("ignore:.*quantize")
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_others_are_left_to_operators(name, kind, count, by_others):
+    if kind == "conjugate" and name == "value":
+        pytest.skip("complex numbers have no order")
+    tensors = [normal(3), OTHERS[kind](), normal(7, seed=1)]
+    ours, theirs = FUNCTIONS[name](tensors, 0.5), by_others(FUNCTIONS[name], tensors, 0.5)
+    assert count[0] is None
+    for x, y in zip(ours, theirs, strict=True):
+        dense = [one.detach().to_dense() for one in (x, y)]
+        assert_bits(*[[one.float() if kind == "float8" else one] for one in dense])
+
+
+@functions
+def test_tensors_that_require_gradients_are_plain_where_none_is_recorded(function, count):
+    x = [normal(9).requires_grad_(), torch.nn.Parameter(normal(4))]
+    with torch.no_grad():
+        made = function(x, 0.5)
+    assert count[-1] is not None
+    assert not any(y.requires_grad for y in made)
+    assert_bits(made, function([y.detach() for y in x], 0.5))
+
+
+@pytest.mark.parametrize("name", [name for name in REAL if name != "known"])
+def test_memory_that_was_freed_is_refused(name):
+    freed = torch.ones(1000)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=r"tensors\[1\] has 1000 elements and no memory"):
+        FUNCTIONS[name]([torch.ones(3), freed], 1.0)
+
+
+@functions
+def test_modes_see_operators(function, by_others):
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    for run in (lambda f, *a: f(*a), by_others):
+        names: list[str] = []
+        with Names():
+            run(function, make(torch.float32), 0.5)
+        seen.append(names)
+    assert seen[0] == seen[1]
+    assert seen[0]
+
+
+@functions
+def test_tracers_that_count_as_no_mode_see_operators(function):
+    trace = torch.fx.experimental.proxy_tensor.make_fx(
+        lambda x: function([x], 0.5)[0], pre_dispatch=True
+    )
+    graph = trace(normal(9))
+    other = normal(9, seed=1) * 4
+    torch.testing.assert_close(graph(other), function([other], 0.5)[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*Converting a tensor")
+@functions
+def test_jit_traces_see_operators(function):
+    graph = torch.jit.trace(lambda x: function([x], 0.5)[0], normal(9))
+    other = normal(9, seed=1) * 4
+    torch.testing.assert_close(graph(other), function([other], 0.5)[0])
+
+
+@functions
+def test_backends_that_were_chosen_serve(function, count):
+    x = make(torch.float32)
+    expected = function(x, 0.5)
+    assert len(count) == 1
+    with tritonclip.use_backend("native"):
+        assert_bits(function(x, 0.5), expected)
+    assert len(count) == 2
+    with tritonclip.use_backend("torch"):
+        torch.testing.assert_close(function(x, 0.5), expected)
+    with tritonclip.verify():
+        assert_bits(function(x, 0.5), expected)
+    assert len(count) == 2
+
+
+def test_variables_choose_a_backend(monkeypatch, count):
+    for name, value, n in (("BACKEND", "torch", 0), ("BACKEND", "native", 1), ("VERIFY", "1", 1)):
+        with monkeypatch.context() as patched:
+            patched.setenv(f"TRITONCLIP_{name}", value)
+            functional.clip_by_value(normal(3), -1.0, 1.0)
+        assert len(count) == n
+
+
+@functions
+def test_results_share_no_memory(function):
+    for some in (make, repeated, transposed, mixed):
+        for limit in (0.5, 1e6):
+            tensors = some(torch.float32)
+            known = {x.data_ptr() for x in tensors if x.numel()}
+            own = [x.data_ptr() for x in function(tensors, limit) if x.numel()]
+            assert known.isdisjoint(own)
+            assert len(set(own)) == len(own)
+
+
+@functions
+def test_strides_are_those_of_operators(function, by_others):
+    x = [normal((2, 3, 4, 5)).to(memory_format=torch.channels_last), normal((6, 5)).t()]
+    for ours, theirs in zip(function(x, 0.5), by_others(function, x, 0.5), strict=True):
+        assert ours.stride() == theirs.stride()
+
+
+@functions
+def test_many_tensors_and_threads_change_no_bit(function, set_threads, by_others):
+    tensors = [normal(n, seed=n) for n in (*range(70), 3 * loops.SHARED + 5, BLOCK, 0)]
+    expected = by_others(function, tensors, 0.5)
+    for threads in (1, 2):
+        set_threads(threads)
+        assert_bits(function(tensors, 0.5), expected)
+
+
+@pytest.mark.plain_empty
+@functions
+def test_lists_may_change_meanwhile(function, monkeypatch):
+    """While tensors are made, as other threads may, or code that runs when an object is dropped."""
+    tensors, create = [normal(2000, seed=i) for i in range(5)], torch.empty_like
+    alive, expected = weakref.ref(tensors[4]), function(tensors, 0.5)
+
+    def empty_like(x):
+        tensors.clear()
+        gc.collect()
+        assert alive() is not None
+        return create(x)
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    assert_bits(function(tensors, 0.5), expected)
+
+
+@pytest.mark.plain_empty
+@pytest.mark.usefixtures("reading")
+@pytest.mark.parametrize("name", ["value", "norm", "global"])
+@pytest.mark.parametrize("of_all", [True, False])
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x: x.to("meta"),
+        lambda x: x.new_empty((*x.shape, 2)),
+        lambda x: x.double(),
+        lambda x: x.new_empty(1).expand(x.shape) if x.dim() else x.to("meta"),
+        lambda x: x.to_sparse() if x.dim() else x.to("meta"),
+    ],
+    ids=["device", "size", "dtype", "expanded", "sparse"],
+)
+def test_modes_may_make_other_tensors(name, of_all, other, monkeypatch, count):
+    """Such ones are not written to."""
+    x, create = [normal(9)], torch.empty_like
+    expected = FUNCTIONS[name](x, 0.5)
+    monkeypatch.setattr(
+        torch, "empty_like", lambda x: other(x) if of_all or not x.dim() else create(x)
+    )
+    assert_bits(FUNCTIONS[name](x, 0.5), expected)
+    assert (count[-1] is None) == (of_all or name == "global")
+
+
+@pytest.mark.plain_empty
+@functions
+def test_interrupts_end_a_call(function, monkeypatch):
+    def empty_like(x):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    with pytest.raises(KeyboardInterrupt):
+        function([normal(3)], 0.5)
+
+
+@pytest.mark.plain_empty
+@pytest.mark.usefixtures("both_forms")
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", ["value", "norm"])
+def test_every_length_and_alignment_is_written_and_no_more(
+    name, length, offset, dtype, monkeypatch, by_others
+):
+    x = normal(length + offset, dtype)[offset:]
+    expected = by_others(FUNCTIONS[name], [x], 0.5)
+    own, memory = amid_canaries(torch.full_like(x, math.nan), offset)
+    monkeypatch.setattr(torch, "empty_like", lambda _: own)
+    assert_bits(FUNCTIONS[name]([x], 0.5), expected)
+    assert_canaries(memory, own)
+
+
+def slopes_of(function, tensors, limit, ways):
+    """Derivatives in tensors, of results times `ways`; of all results that have one there."""
+    own = [x.detach().clone().requires_grad_() for x in tensors]
+    results = function(own, limit)
+    kept = [i for i, way in enumerate(ways) if way is not None]
+    return torch.autograd.grad(
+        [results[i] for i in kept], own, [ways[i] for i in kept], allow_unused=True
+    )
+
+
+@pytest.mark.usefixtures("reading")
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "norm-0"])
+@pytest.mark.parametrize("limit", [0.5, 1e6, 0.0, math.inf])
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.complex64], ids=str)
+@pytest.mark.parametrize("some", [make, transposed, mixed, mixed_wide])
+@pytest.mark.parametrize("unused", [False, True])
+def test_derivatives_are_those_of_the_other_ways(name, limit, dtype, some, unused, by_others):
+    if dtype.is_complex and name == "value":
+        pytest.skip("complex numbers have no order")
+    tensors = some(dtype)
+    ways: list[Any] = [torch.randn_like(x) for x in tensors]
+    # As of a sum: elements that share memory.
+    ways[3] = torch.ones((), dtype=tensors[3].dtype).expand(tensors[3].shape)
+    if unused:
+        ways[0] = None
+    if dtype.is_complex and name in ("norm-1", "norm-inf"):
+        # torch has no derivative of a complex tensor without elements through view_as_real.
+        ways[2], tensors[2] = None, tensors[4]
+    ours = slopes_of(FUNCTIONS[name], tensors, limit, ways)
+    theirs = by_others(slopes_of, FUNCTIONS[name], tensors, limit, ways)
+    for x, y in zip(ours, theirs, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            # Two products that may cancel, of numbers up to 4, and their sum are rounded.
+            eps = torch.finfo(x.dtype).eps
+            torch.testing.assert_close(x, y, rtol=2 * eps, atol=8 * eps)
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf, 1e30, 1e-30, 1e-44, 3e38], ids=str)
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "norm-0"])
+def test_derivatives_are_those_of_the_other_ways_at_extremes(name, value, by_others):
+    tensors = [torch.full((3,), value), normal(4) * (value / 9)]
+    ways = [torch.randn_like(x) for x in tensors]
+    limit = value / 2 if 0 < value < math.inf else 0.5
+    ours = slopes_of(FUNCTIONS[name], tensors, limit, ways)
+    theirs = by_others(slopes_of, FUNCTIONS[name], tensors, limit, ways)
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(
+            x, y, rtol=2e-6, atol=1e-6 * float(y.nan_to_num(0, 0, 0).abs().max()), equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bounds", [(-1.0, 0.3), (None, 0.3), (0.5, 0.5), (-math.inf, -1e30)])
+@pytest.mark.parametrize("value", [None, -1.0, 0.3, 0.5, math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("at", [0, 8, 69])
+def test_derivatives_by_value_are_those_of_the_other_ways(at, value, bounds, dtype, by_others):
+    x = normal(70, dtype)
+    if value is not None:
+        x[at] = value
+    clamp = lambda x, _: [functional.clip_by_value(x[0], *bounds)]  # noqa: E731
+    ways = [torch.randn_like(x)]
+    assert_bits(slopes_of(clamp, [x], 0, ways), by_others(slopes_of, clamp, [x], 0, ways))
+
+
+def test_norms_have_the_derivatives_of_the_other_ways(by_others):
+    tensors = [*make(torch.float32), torch.zeros(3)]
+    for measure in (
+        lambda x, limit: [functional.global_norm(x)],
+        lambda x, limit: [functional.clip_by_global_norm(x, limit)[1]],
+        lambda x, limit: [functional.clip_by_norm(x, torch.tensor(limit))[3]],
+    ):
+        ways = [torch.tensor(2.5).expand(measure(tensors, 0.5)[0].shape)]
+        ours = slopes_of(measure, tensors, 0.5, ways)
+        theirs = by_others(slopes_of, measure, tensors, 0.5, ways)
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
+
+
+def test_tensors_that_need_no_derivative_get_none():
+    x, y = normal(5).requires_grad_(), normal(7)
+    (first, second), norm = functional.clip_by_global_norm([x, y], 0.5)
+    (first.sum() + second.sum() + norm).backward()
+    assert x.grad is not None
+    assert y.grad is None
+
+
+def test_a_clip_records_one_function():
+    x = normal(5).requires_grad_()
+    for y in (functional.clip_by_norm(x, 0.5), functional.clip_by_global_norm(x, 0.5)[0]):
+        node: Any = y.grad_fn
+        assert [parent.variable is x for parent, _ in node.next_functions if parent] == [True]
