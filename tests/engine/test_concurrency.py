@@ -124,7 +124,11 @@ def interrupt_lines(call: Callable[[], object], interruption: Callable[[], objec
 
 
 @NEEDS_FORK
-@pytest.mark.parametrize("met", [True, False], ids=["met", "new"])
+@pytest.mark.parametrize(
+    "met",
+    # A list that is new runs several times as many lines, each of which takes a fork.
+    [pytest.param(True, id="met"), pytest.param(False, id="new", marks=pytest.mark.exhaustive)],
+)
 def test_fork_clips_wherever_another_thread_was(met):
     """The thread stands still before each line of its call in turn, while the process forks."""
     rule = ClipByGlobalNorm(0.5)
