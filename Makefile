@@ -88,6 +88,8 @@ bench-all: $(INSTALLED)
 		--provider "torch no foreach" --provider "torch sum"
 	$(BENCH) $(ROWS)/cpu-training.json --plan training
 	$(BENCH) $(ROWS)/cpu-busy2.json --plan busy
+	$(BENCH) $(ROWS)/cpu-units.json --plan full --rule unit --provider torch
+	$(BENCH) $(ROWS)/cpu-units-busy2.json --plan busy --rule unit --provider torch
 	TRITONCLIP_BACKEND=torch $(BENCH) $(ROWS)/cpu-torch-backend.json
 	$(BENCH) --device cpu -k test_functional --plan full --rows bench/results/functional-cpu.json
 	$(RUN) -m bench accuracy

@@ -26,6 +26,8 @@ SIGMA = 1e-3
 # 2^15, 2^16, 2^18 and 2^20.
 BLOCK = 2**18
 EPS = 1e-6
+# By unit, weights are the first gradients times this: products of all dtypes are exact.
+WEIGHT = 1024.0
 # Largest relative error of our norms.
 OURS = 1e-6
 # Elements of GPT-2 124M.
@@ -57,7 +59,7 @@ class Gradients:
 
     def allocate(self) -> None:
         """Makes new parameters, whose gradients get the fresh values in memory of their own."""
-        # Neither read nor written but by "step", so that they take no memory on a CPU.
+        # Neither read nor written but by "step" and "unit": they take no memory on a CPU else.
         self.parameters = [torch.empty_like(f, requires_grad=True) for f in self.fresh]
         for i, (parameter, fresh) in enumerate(zip(self.parameters, self.fresh, strict=True)):
             offset = 1 + i % 7 if self.workload.misaligned else 0
@@ -87,9 +89,12 @@ class Gradients:
         """The limit at which a rule clips, or clips nothing.
 
         By global norm, half the norm or ten times it; each by its own norm, half the median norm or
-        ten times the largest; by value, 3 standard deviations, beyond which one element in 370
-        lies, or half the largest magnitude where that is less, or 100 standard deviations.
+        ten times the largest; by unit, half the norm of each or ten times it; by value, 3 standard
+        deviations, beyond which one element in 370 lies, or half the largest magnitude where that
+        is less, or 100 standard deviations.
         """
+        if rule == "unit":
+            return (0.5 if clipped else 10) / WEIGHT
         if rule == "gradient":
             return statistics.median(self.norms) / 2 if clipped else max(self.norms) * 10
         if rule == "value":
@@ -98,12 +103,14 @@ class Gradients:
 
     def _norms(self, rule: str) -> list[float]:
         """The norm that a rule measures, or one a gradient, in float64."""
-        if rule == "gradient":
+        if rule in ("gradient", "unit"):
             return self.norms
         return [self._largest if rule == "largest" else self.norm]
 
     def multipliers(self, rule: str, limit: float, eps: float = EPS) -> list[float]:
         """Factors of clipping by a norm, one a gradient; eps is added to the norm."""
+        if rule == "unit":
+            return [min(1.0, limit * WEIGHT)] * len(self.fresh)
         norms = self._norms(rule) * (1 if rule == "gradient" else len(self.fresh))
         return [min(1.0, limit / (norm + eps)) for norm in norms]
 

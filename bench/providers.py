@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import tritonclip
-from bench.accuracy import EPS, NORMS, OURS, Gradients
+from bench.accuracy import EPS, NORMS, OURS, WEIGHT, Gradients
 from bench.workloads import CLIPS, DTYPES, RULES, TWO, Workload
 from tritonclip import functional
 
@@ -113,12 +113,24 @@ def in_place(gradients: Gradients, clip: Callable[[], Any], rule: str = "norm") 
 
 
 BY_NORM: Any = tritonclip.ClipByGlobalNorm
+# The least norm of weights.
+LEAST = 1e-12
 OUR_RULES = {"norm": BY_NORM, "step": BY_NORM, "largest": partial(BY_NORM, norm_type=math.inf)}
 OUR_RULES |= {"value": tritonclip.ClipByValue, "gradient": tritonclip.ClipByNorm}
+OUR_RULES["unit"] = partial(tritonclip.ClipByUnitNorm, eps=LEAST)
+
+
+def give_weights(gradients: Gradients, rule: str) -> None:
+    """Writes the weights by which units are clipped."""
+    if rule == "unit":
+        with torch.no_grad():
+            torch._foreach_copy_(gradients.parameters, gradients.fresh)
+            torch._foreach_mul_(gradients.parameters, WEIGHT)
 
 
 def _ours(gradients: Gradients, rule: str, limit: float) -> Entry:
     parameters, clip = gradients.parameters, OUR_RULES[rule](limit)
+    give_weights(gradients, rule)
     return in_place(gradients, lambda: tritonclip.clip_(parameters, clip), rule)
 
 
@@ -135,8 +147,32 @@ def _wrapper(gradients: Gradients, rule: str, limit: float) -> Entry:
     return in_place(gradients, lambda: wrapper.step() or wrapper.stats.last_norm)
 
 
+def _norm_of_units(x: Tensor) -> Any:
+    return torch.linalg.vector_norm(x, dim=list(range(x.dim() > 1, x.dim())), keepdim=True)
+
+
+def _units(gradients: Gradients, rule: str, limit: float) -> Entry:
+    """As timm's `adaptive_clip_grad` does it (timm/utils/agc.py), with another least norm."""
+    parameters = gradients.parameters
+    give_weights(gradients, rule)
+
+    @torch.no_grad()
+    def clip() -> None:
+        for parameter in parameters:
+            grad = parameter.grad
+            assert grad is not None
+            most = _norm_of_units(parameter).clamp_(min=LEAST).mul_(limit)
+            norm = _norm_of_units(grad)
+            clipped = grad * (most / norm.clamp(min=LEAST))
+            grad.copy_(torch.where(norm < most, grad, clipped))
+
+    return in_place(gradients, clip)
+
+
 def _torch(foreach: bool | None, gradients: Gradients, rule: str, limit: float) -> Entry:
     """Each gradient by its own norm takes a call each, or the foreach functions that torch uses."""
+    if rule == "unit":
+        return _units(gradients, rule, limit)
     parameters, order = gradients.parameters, math.inf if rule == "largest" else 2.0
 
     def clip() -> Any:
@@ -328,6 +364,7 @@ def _engine(gradients: Gradients, rule: str, limit: float) -> Entry:
 
 _default = partial(_torch, None)
 DEPENDS = dict.fromkeys(RULES)
+BY_NUMBERS = dict.fromkeys(rule for rule in RULES if rule != "unit")
 # Measured, then read and written; a clamp reads and writes once, two with one bound each do twice.
 ONCE = {"norm": 3, "value": 2, "gradient": 3}
 TWICE = {**ONCE, "value": 4}
@@ -342,12 +379,12 @@ TENSORFLOW = Provider(
 )
 IN_PLACE = (
     Provider("tritonclip", _ours, DEPENDS),
-    Provider("tritonclip flat", _flat, DEPENDS),
+    Provider("tritonclip flat", _flat, BY_NUMBERS),
     Provider("tritonclip wrapper", _wrapper, {"step": None}),
     Provider("tritonclip drop-in", _drop_in, dict.fromkeys(TWO)),
     Provider("tritonclip norm only", partial(_norm_only, "tritonclip"), {"norm": 1}, clips=False),
-    Provider("tritonclip compiled", partial(_compiled, _ours), DEPENDS, jits=True),
-    Provider("torch", _default, TORCH_TWICE, baseline=True),
+    Provider("tritonclip compiled", partial(_compiled, _ours), BY_NUMBERS, jits=True),
+    Provider("torch", _default, TORCH_TWICE | {"unit": None}, baseline=True),
     Provider("torch foreach", partial(_torch, True), TORCH_TWICE, baseline=True),
     Provider("torch no foreach", partial(_torch, False), TORCH_ONCE, baseline=True),
     Provider("torch compiled", partial(_compiled, _default), TORCH_ONCE, jits=True),

@@ -62,7 +62,7 @@ COLUMNS = {
     "workload": ("gradients", "", "the gradient list"),
     "model": ("model", "", "what is trained"),
     "dtype": ("dtype", "", "of the gradients; mixed: bfloat16 matrices, float32 vectors"),
-    "rule": ("by", "", "norm, largest, value, gradient (each norm) or step (SGD)"),
+    "rule": ("by", "", "norm, largest, value, gradient (each norm), unit or step (SGD)"),
     "step": ("step", "", "clipped or unclipped: whether the rule changes the gradients"),
     "busy": ("busy", "d", "other processes that kept cores busy meanwhile"),
     "after": ("after", "", "what comes before every call, as in a training loop"),

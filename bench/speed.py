@@ -139,7 +139,7 @@ def bytes_moved(gradients: Gradients, rule: str, clipped: bool, provider: Provid
     backend clamps without a look: 2 N.
     """
     n, passes = gradients.n_bytes, provider.passes[rule]
-    if rule == "step":
+    if rule in ("step", "unit"):
         return None
     if passes is not None:
         return passes * n

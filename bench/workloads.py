@@ -15,11 +15,12 @@ import torch
 
 DTYPES = ("float32", "bfloat16", "float16", "mixed", "float64")
 CLIPS = ("norm", "value", "gradient")
-# step: by global norm, and then a step of SGD. largest: by the global norm of order inf.
-RULES = (*CLIPS, "step", "largest")
+# step: by global norm, and then a step of SGD. largest: by the global norm of order inf. unit: each
+# unit relative to its weights, adaptive gradient clipping.
+RULES = (*CLIPS, "step", "largest", "unit")
 STEPS = ("unclipped", "clipped")
 BY = {"norm": "global norm", "value": "value", "gradient": "each norm", "step": "norm, SGD step"}
-BY["largest"] = "largest magnitude"
+BY |= {"largest": "largest magnitude", "unit": "unit"}
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
 
@@ -175,6 +176,8 @@ PLANS: dict[str, Plan] = {
         (("small_10", "small_100", "mlp8"), "mixed", CLIPS),
         (("small_1", "small_10", "small_100", "resnet20", "resnet50"), "float32", ("largest",)),
         (("small_10", "resnet20"), "bfloat16", ("largest",)),
+        (("small_10", "mlp8", "resnet20", "resnet50", "gpt2_124m"), "float32", ("unit",)),
+        (("resnet20", "resnet50"), "bfloat16", ("unit",)),
         (("small_10", "lenet5", "resnet20", "resnet50"), "float64", CLIPS),
         (("twelve",), "float64", TWO),
     ),
@@ -183,6 +186,7 @@ PLANS: dict[str, Plan] = {
         (("small_10", "small_100", "mlp8", "resnet20"), "float32", CLIPS),
         (("twelve",), "float32", TWO),
         (("twelve",), "bfloat16", TWO),
+        (("small_10", "mlp8", "resnet20", "resnet50"), "float32", ("unit",)),
     ),
     # Each call after a backward pass, which makes new gradients.
     "training": (
