@@ -21,6 +21,7 @@ NAMES = {
     "AdaGC": "ClipByOwnHistory",
     "AGC": "ClipByUnitNorm",
     "adaptive_clip_grad": "ClipByUnitNorm",
+    "spectral_hardcap": "functional.clip_by_spectral_norm",
     "clip_by_global_norm": "functional.clip_by_global_norm",
     "Clipping": "integrations.lightning.Clipping",
 }

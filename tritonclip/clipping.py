@@ -23,6 +23,7 @@ from tritonclip.rules import (
     ClipByOwnHistory,
     ClipByQuantile,
     ClipByRMS,
+    ClipBySpectralNorm,
     ClipByUnitNorm,
     ClipByValue,
     ClipByZScore,
@@ -47,6 +48,7 @@ NormRule = (
     | ClipByOwnHistory
     | ClipByQuantile
     | ClipByRMS
+    | ClipBySpectralNorm
     | ClipByUnitNorm
     | ClipByZScore
 )
@@ -101,7 +103,7 @@ def clip_(
     r"""Clips the gradients of parameters in place and returns their norm *before* clipping.
 
     Gradients within the limit are left bit for bit as they are. The host does not wait for a GPU,
-    except with nonfinite="error".
+    except with nonfinite="error" and for :class:`ClipBySpectralNorm`.
 
     Args:
         parameters: an iterable of tensors, one tensor, a module, or (name, parameter) pairs as
@@ -138,14 +140,16 @@ def clip_(
 
     Returns:
         ClipByGlobalNorm: the norm of all gradients, a 0-d tensor. ClipByNorm, ClipByUnitNorm: the
-        norm of each, a 1-d tensor in order. ClipByValue: None. float64 where any gradient is, else
+        norm of each, a 1-d tensor in order. ClipBySpectralNorm: the largest singular value of each.
+        ClipByValue: None. float64 where any gradient is, else
         float32, on the first gradient's device.
 
     Raises:
         TypeError: parameters or clip of another kind; integer, nested and mkldnn gradients; tensor
             subclasses other than DTensor; norms of shards of FullyShardedDataParallel without
             `process_group`; ClipByValue on complex and on Partial gradients; Partial gradients that
-            are no sum or mean; ClipByUnitNorm on sparse gradients, and on DTensors that split rows.
+            are no sum or mean; ClipByUnitNorm on sparse gradients, and on DTensors that split rows;
+            ClipBySpectralNorm on complex and sparse gradients, and on DTensors.
         ValueError: a rule that needs a `state`, or a state of another rule or list; gradients whose
             elements overlap in memory, that overlap with each other, or whose
             memory was freed; sparse gradients whose implicit zeros a rule would change or count; an
@@ -188,7 +192,9 @@ def clip_(
         processes = check_processes(process_group, copies)
     if isinstance(parameters, FlatGradients):
         gradients = parameters.gradients(
-            per_gradient=rule.per_gradient, processes=processes, weights=rule.per_unit
+            per_gradient=rule.per_gradient,
+            processes=processes,
+            weights=rule.per_unit or rule.excludes > 0,
         )
     else:
         gradients = collect(parameters, processes=processes)
@@ -199,7 +205,7 @@ def clip_(
             scale = as_grad_scale(grad_scale)
         if state is not None:
             rule = following = follow(rule, state)
-        if rule.per_unit:
+        if rule.excludes:
             refuse_other_model(rule, _all_of(parameters, gradients))
         if following is not None:
             following.meet(_members_of(parameters, gradients))

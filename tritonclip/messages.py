@@ -63,6 +63,8 @@ _MATCHES = {
     "clip_by_global_norm": "functional.clip_by_global_norm, in place clip_",
     "clip_by_norm": "functional.clip_by_norm, in place clip_ with ClipByNorm",
     "clip_by_rms": "functional.clip_by_rms, in place clip_ with ClipByRMS",
+    "clip_by_spectral_norm": "functional.clip_by_spectral_norm, in place clip_ with "
+    "ClipBySpectralNorm",
     "clip_by_value": "functional.clip_by_value, in place clip_ with ClipByValue",
     "clip_grad": "clip_",
     "clip_grad_norm": "clip_grad_norm_",
@@ -70,6 +72,7 @@ _MATCHES = {
     "clip_gradients": "clip_",
     "clip_grads_with_norm": "clip_grads_with_norm_",
     "dispatch_clip_grad": "clip_",
+    "spectral_hardcap": "functional.clip_by_spectral_norm, in place clip_ with ClipBySpectralNorm",
     "global_norm": "get_total_norm, differentiable functional.global_norm",
 }
 

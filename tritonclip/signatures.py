@@ -109,6 +109,11 @@ _REMEDIES: dict[str, dict[Sequence[str], str]] = {
         (*_RATIOS, *_NORMS): "ClipByUnitNorm({value})",
         ("norm_type",): "ClipByUnitNorm(0.01), whose norms are of order 2",
     },
+    "ClipBySpectralNorm": {
+        (): "ClipBySpectralNorm(1.0)",
+        (*_NORMS, *_VALUES, "c", "beta"): "ClipBySpectralNorm({value})",
+        ("norm_type",): "ClipBySpectralNorm(1.0), whose norms are largest singular values",
+    },
     "ClipByQuantile": {
         (): "ClipByQuantile(0.9)",
         ("percentile", "clip_percentile"): "ClipByQuantile(0.1) for the 10th percentile",
@@ -151,6 +156,10 @@ _REMEDIES: dict[str, dict[Sequence[str], str]] = {
     "clip_by_average_norm": {
         (): "clip_by_average_norm(x, 1.0)",
         _NORMS: "clip_by_average_norm(x, {value})",
+    },
+    "clip_by_spectral_norm": {
+        (): "clip_by_spectral_norm(x, 1.0)",
+        (*_NORMS, "beta", "limit"): "clip_by_spectral_norm(x, {value})",
     },
     "clip_by_rms": {(): "clip_by_rms(x, 1.0)", _NORMS: "clip_by_rms(x, {value})"},
     "clip_by_value": {

@@ -164,8 +164,9 @@ def raise_if_nonfinite(
         )
     if rule.per_gradient:
         indices = (~torch.isfinite(norm)).nonzero().flatten().tolist()
+        kind = "singular values" if rule.spectral else f"norms of order {rule.norm_type}"
         raise RuntimeError(
-            f"The norms of order {rule.norm_type} of {gradients.culprits(indices)} are non-finite, "
+            f"The {kind} of {gradients.culprits(indices)} are non-finite, "
             f"so they cannot be clipped. {remedy}"
         )
     labels = gradients.culprits(nonfinite_indices(gradients))

@@ -16,6 +16,7 @@ from tritonclip.backends.interface import Batch, PartialNorms
 from tritonclip.backends.native import combine_numbers, results_of
 from tritonclip.backends.operators import as_tensor, wide_dtype
 from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.spectra import batches_of
 from tritonclip.engine.units import Units
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import Rule
@@ -149,6 +150,8 @@ def measure_by(gradients: Gradients, rule: Rule, grad_scale: float | Tensor = 1.
     """Measures the norms that a rule asks for."""
     if rule.per_unit:
         return measure_units(gradients, rule, grad_scale)
+    if rule.spectral:
+        return measure_spectra(gradients, rule, grad_scale)
     return measure(gradients, rule.norm_type, rule.per_gradient, grad_scale)
 
 
@@ -175,6 +178,15 @@ def measure_units(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) 
     # Batches of units have the verbs for norms by gradient, and no others.
     batches: list[Any] = [*units.batches]
     return Norms(batches, units.measure(), 2.0, True, grad_scale, gradients)
+
+
+@without_grad
+def measure_spectra(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Norms:
+    """Measures the largest singular values of a list that is not empty."""
+    refuse_tracer()
+    batches: list[Any] = batches_of(gradients, rule)
+    partials = [batch.measure() for batch in batches]
+    return Norms(batches, partials, rule.norm_type, True, grad_scale, gradients)
 
 
 def _measure_groups(

@@ -35,7 +35,7 @@ class _Call(NamedTuple):
         rule: made of them, or None.
         nonfinite: the policy.
         grad_scale: the loss scale, unless it is an input.
-        exempt: for a rule by unit, whether it leaves out each of the weights.
+        exempt: whether the rule leaves out each of the weights.
         label_of: names the i-th gradient in messages.
     """
 
@@ -94,7 +94,7 @@ def _clip(
 ) -> Tensor:
     """Clips by a fixed rule; returns the norm, empty for a rule that clamps.
 
-    A rule by unit has the weights of all gradients.
+    A rule by unit, or with `exclude`, has the weights of all gradients.
     """
     call = _read_call(text)
     rule = _rule_of(call, numbers, weights)
@@ -244,7 +244,7 @@ def _is_spread(grads: Sequence[Tensor]) -> bool:
     return any(type(grad) not in WHOLE for grad in grads)
 
 
-def _break_graph(eager: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def break_graph(eager: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Makes the user's call once more, eagerly, outside of the graph."""
     from tritonclip.engine import graph_break
 
@@ -294,7 +294,7 @@ def clip_(
     spread = any(type(p) not in WHOLE and hasattr(p, "_spec") for _, p in items)
     if has_more or not rule.fixed or spread or _is_spread(grads):
         # Nothing was refused before: the call itself raises in all processes.
-        return _break_graph(  # type: ignore[no-any-return]
+        return break_graph(  # type: ignore[no-any-return]
             eager,
             parameters,
             rule,
@@ -307,7 +307,7 @@ def clip_(
     if isinstance(parameters, Module):
         check_marks(parameters)
     scale = as_grad_scale(grad_scale)
-    if rule.per_unit:
+    if rule.excludes:
         # Of FlatGradients.
         left_out = getattr(parameters, "left_out", ())
         refuse_other_model(rule, [*(parameter for _, parameter in items), *left_out])
@@ -317,14 +317,14 @@ def clip_(
     numbers, changing = _as_inputs(rule.numbers)
     constant, factor = ([], scale) if isinstance(scale, Tensor) else _as_inputs([scale])
     weights, exempt = [], []
-    if rule.per_unit:
+    if rule.per_unit or rule.excludes:
         weights, exempt = owners, rule.exempt(owners)
     number = constant[0] if constant else 1.0
     call = _write_call(rule, numbers, names, nonfinite, number, exempt)
     norm: Tensor
     # As in eager mode, gradients that have a derivative keep it.
     with torch.no_grad():
-        if nonfinite == "error" or changing is not None or _is_on_host(factor):
+        if nonfinite == "error" or rule.spectral or changing is not None or _is_on_host(factor):
             norm = _clip_reads(grads, call, weights, factor, changing)
         elif weights or factor is not None:
             norm = _clip_inputs(grads, call, weights, factor)
@@ -345,7 +345,7 @@ def total_norm(
     items = [tensors] if isinstance(tensors, Tensor) else list(tensors)  # type: ignore[call-overload]
     items = [item for item in items if item is not None]
     if process_group is not None or copies is not None or _is_spread(items):
-        return _break_graph(  # type: ignore[no-any-return]
+        return break_graph(  # type: ignore[no-any-return]
             eager,
             items,
             norm_type,
@@ -371,7 +371,7 @@ def scale_to_norm_(
     parameters = _read_once(parameters)
     grads, names, _ = _collect(_items(parameters))
     if _is_spread(grads):
-        _break_graph(eager, parameters, rule.max_norm, norm, eps=rule.eps)
+        break_graph(eager, parameters, rule.max_norm, norm, eps=rule.eps)
     elif grads:
         if isinstance(parameters, Module):
             check_marks(parameters)

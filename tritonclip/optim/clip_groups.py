@@ -273,7 +273,9 @@ class Partition:
         if error is not None and processes is None:
             raise error
         gradients = flat.gradients(
-            per_gradient=rule.per_gradient, processes=processes, weights=rule.per_unit
+            per_gradient=rule.per_gradient,
+            processes=processes,
+            weights=rule.per_unit or rule.excludes > 0,
         )
         if error is not None:
             gradients.reject_(error)
@@ -529,7 +531,7 @@ def refuse(groups: Sequence[ClipGroup], param_groups: Groups) -> None:
             check_gradients(group.gradients, group.rule)
     if len(groups) > 1:
         refuse_shared([group.gradients for group in groups])
-    if any(group.rule.per_unit for group in groups):
+    if any(group.rule.excludes for group in groups):
         every = [p for group in param_groups for p in group["params"]]
         for group in groups:
             refuse_other_model(group.rule, every)

@@ -288,7 +288,7 @@ class Step:
         return (
             plan is not None
             and plan.ordinary
-            and not rule.per_unit
+            and not (rule.per_unit or rule.spectral)
             and not (self._check_finite and hides_nonfinite(rule))
         )
 

@@ -2,6 +2,7 @@
 
 from torch.serialization import add_safe_globals
 
+from tritonclip.rules.exclusion import Excluded
 from tritonclip.rules.fixed import (
     ClipByGlobalNorm,
     ClipByNorm,
@@ -12,8 +13,9 @@ from tritonclip.rules.fixed import (
 )
 from tritonclip.rules.own_history import ClipByOwnHistory
 from tritonclip.rules.rule import Measured, Rule
+from tritonclip.rules.spectral import ClipBySpectralNorm
 from tritonclip.rules.state import BoundRule, ClipState, Numbering, follow
-from tritonclip.rules.unitwise import ClipByUnitNorm, Excluded
+from tritonclip.rules.unitwise import ClipByUnitNorm
 from tritonclip.rules.window import ClipByQuantile, Outlier
 from tritonclip.rules.zscore import ClipByZScore
 
@@ -24,6 +26,7 @@ __all__ = [
     "ClipByOwnHistory",
     "ClipByQuantile",
     "ClipByRMS",
+    "ClipBySpectralNorm",
     "ClipByUnitNorm",
     "ClipByValue",
     "ClipByZScore",
@@ -45,6 +48,7 @@ add_safe_globals(
         ClipByOwnHistory,
         ClipByQuantile,
         ClipByRMS,
+        ClipBySpectralNorm,
         ClipByUnitNorm,
         ClipByValue,
         ClipByZScore,

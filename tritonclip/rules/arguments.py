@@ -131,6 +131,15 @@ def as_count(name: str, value: object, least: int) -> int:
     return int(value)
 
 
+def as_flag(name: str, value: object) -> bool:
+    """The argument as a bool; 0 and 1 are read too, as which a traced call hands it over."""
+    if value not in (False, True):
+        raise TypeError(
+            f"{name} must be True or False, got {value!r} of type {type(value).__name__}"
+        )
+    return bool(value)
+
+
 def as_norm_type(value: object) -> float:
     """The order of a norm as a float: positive, 0, inf or -inf; 'inf' and '-inf' are read too."""
     is_text = isinstance(value, str) and value in ("inf", "-inf")

@@ -71,6 +71,9 @@ class Rule:
         per_unit: each slice of a gradient along its first dimension has its own coefficient.
             `limit` is then the largest ratio of a slice's norm to the norm of its weights, and
             `eps` the smallest norm used for weights.
+        spectral: `limit` is one of singular values, of each gradient as the matrix [out, rest]. Its
+            norm, and what `norm_type` inf stands for, is the largest of them.
+        soft: of a rule that is `spectral`, whether they come near the limit smoothly.
         clamps: elements are clamped to `bounds`; a norm is measured only where a policy for NaN and
             inf asks for one.
         bounds: the least and the largest value of an element, by dtype; only of a rule that
@@ -88,6 +91,8 @@ class Rule:
     known_limit: ClassVar[Any] = None
     per_gradient: ClassVar[bool] = False
     per_unit: ClassVar[bool] = False
+    spectral: ClassVar[bool] = False
+    soft: bool
     clamps: ClassVar[bool] = False
     bounds: Mapping[torch.dtype, tuple[float, float]]
 
@@ -146,7 +151,7 @@ class Rule:
         return 0
 
     def exempt(self, parameters: Sequence[Tensor]) -> list[bool]:
-        """Whether each of these parameters is excluded from the limit; for `per_unit`."""
+        """Whether each of these parameters is excluded from the limit, where `excludes`."""
         return [False] * len(parameters)
 
 

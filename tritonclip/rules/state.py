@@ -427,6 +427,9 @@ class BoundRule(Rule):
             self.norm_type, self.eps = rule.norm_type, rule.eps
             self.per_gradient = rule.per_gradient  # type: ignore[misc]  # of this rule
             self.per_unit = rule.per_unit  # type: ignore[misc]
+            self.spectral = rule.spectral  # type: ignore[misc]
+            if self.spectral:
+                self.soft = rule.soft
             self.clamps = rule.clamps  # type: ignore[misc]
             if self.clamps:
                 self.bounds = rule.bounds

@@ -1,79 +1,22 @@
 """Adaptive gradient clipping: a limit of each unit's gradient from that unit's weights."""
 
-import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar
-from weakref import ref
+from typing import ClassVar
 
 from torch import Tensor
 from torch.nn import Module
 
 from tritonclip.rules.arguments import Schedule, as_eps, as_limit_or_schedule
-from tritonclip.rules.rule import Measured, Rule, needs_state
+from tritonclip.rules.exclusion import Excluded, ExcludingRule, as_excluded
+from tritonclip.rules.rule import Measured, needs_state
 from tritonclip.signatures import explains_misfits
-
-_EXPECTED = "exclude must be a module, a parameter, or an iterable of these"
-
-
-class Excluded:
-    """Parameters that a rule sets no limit for, compared by identity and not kept alive.
-
-    A deep or unpickled copy excludes the copies of the parameters, so copy a rule in one call with
-    their model or optimizer.
-
-    Args:
-        parameters: tensors.
-    """
-
-    __slots__ = ("_ids", "_refs")
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._refs = tuple(map(ref, parameters))
-        self._ids = tuple(map(id, parameters))
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters.
-
-        Raises:
-            RuntimeError: one of them no longer exists.
-        """
-        # torch.compile cannot trace an assignment within a comprehension.
-        found = [one() for one in self._refs]
-        alive = [parameter for parameter in found if parameter is not None]
-        if len(alive) < len(self._refs):
-            raise RuntimeError(
-                f"{len(self._refs) - len(alive)} of {len(self._refs)} parameters that exclude "
-                "named are gone: they were replaced in the model, the model was deleted, or the "
-                "rule was loaded without it; expected parameters that exist: make the rule once "
-                "the model is complete (after fully_shard), and copy it in one call with the model"
-            )
-        return alive
-
-    def __len__(self) -> int:
-        return len(self._refs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Excluded) and self._ids == other._ids
-
-    def __hash__(self) -> int:
-        return hash(self._ids)
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} parameters>" if self._refs else "None"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Excluded, (self.parameters,)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Excluded":
-        return Excluded([copy.deepcopy(parameter, memo) for parameter in self.parameters])
 
 
 @explains_misfits
 @dataclass(frozen=True, slots=True)
-class ClipByUnitNorm(Rule):
+class ClipByUnitNorm(ExcludingRule):
     r"""Scales each unit of a gradient whose norm before clipping is large relative to its weights'.
 
     Adaptive gradient clipping. Each unit :math:`u` has its own coefficient:
@@ -138,7 +81,7 @@ class ClipByUnitNorm(Rule):
     def __post_init__(self) -> None:
         object.__setattr__(self, "ratio", as_limit_or_schedule("ratio", self.ratio))
         object.__setattr__(self, "eps", as_eps(self.eps))
-        object.__setattr__(self, "exclude", _as_excluded(self.exclude))
+        object.__setattr__(self, "exclude", as_excluded(self.exclude))
 
     def limit(self, measured: Measured) -> float:
         """`ratio`."""
@@ -152,48 +95,3 @@ class ClipByUnitNorm(Rule):
         if callable(self.ratio):
             raise needs_state(self.name)
         return self.ratio, self.eps
-
-    @property
-    def excludes(self) -> int:
-        """The number of excluded parameters."""
-        assert isinstance(self.exclude, Excluded)
-        return len(self.exclude)
-
-    def exempt(self, parameters: Sequence[Tensor]) -> list[bool]:
-        """Whether each of these parameters is excluded."""
-        assert isinstance(self.exclude, Excluded)
-        if not len(self.exclude):
-            return [False] * len(parameters)
-        known = set(map(id, self.exclude.parameters))
-        return [id(parameter) in known for parameter in parameters]
-
-
-def _as_excluded(exclude: object) -> Excluded:
-    """The parameters of the user's argument, each once."""
-    if isinstance(exclude, Excluded):
-        return exclude
-    if exclude is None:
-        exclude = ()
-    if isinstance(exclude, (Module, Tensor)):
-        exclude = [exclude]
-    if isinstance(exclude, (str, bytes)) or not isinstance(exclude, Iterable):
-        raise TypeError(
-            f"{_EXPECTED}, got {exclude!r:.80} of type {type(exclude).__name__}; write "
-            "exclude=model.head"
-        )
-    items = list(exclude)
-    if not items and isinstance(exclude, Iterator):
-        raise ValueError(
-            f"{_EXPECTED}, got a {type(exclude).__name__} that yields nothing, as if it was used "
-            "before; write exclude=model.head, or exclude=None for no parameter"
-        )
-    parameters: dict[int, Tensor] = {}
-    for position, item in enumerate(items):
-        if not isinstance(item, (Module, Tensor)):
-            raise TypeError(
-                f"{_EXPECTED}, got {item!r:.80} of type {type(item).__name__} at position "
-                f"{position}; write exclude=model.head, or exclude=model.head.parameters()"
-            )
-        members = [item] if isinstance(item, Tensor) else item.parameters()
-        parameters.update((id(parameter), parameter) for parameter in members)
-    return Excluded(list(parameters.values()))

@@ -1,0 +1,130 @@
+"""The gradients of one call as matrices, for a rule that limits singular values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tritonclip.backends import spectral
+from tritonclip.backends.interface import Batch, Clip
+from tritonclip.backends.operators import unscaled
+from tritonclip.engine.gradients import Gradients, parameters_of
+from tritonclip.rules import Rule
+
+
+class SpectralBatch:
+    """The gradients of a group in one call, as :class:`tritonclip.backends.interface.UnitBatch`.
+
+    Vectors, and what is not finite, are scaled by their 2-norms through the backend of the group;
+    matrices over the limit are then written a stack at a time. Partial norms are [3, n]: the 2-norm
+    of each gradient, and what its largest singular value is at least and at most.
+
+    Args:
+        batch: the gradients in the hands of their backend.
+        grads: the gradients in their shapes.
+        exempt: whether each has no limit.
+        soft: of the rule.
+        dtype: of results.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        grads: list[Tensor],
+        exempt: Sequence[bool],
+        dtype: torch.dtype,
+        *,
+        soft: bool,
+    ) -> None:
+        self._batch, self._grads, self._exempt = batch, grads, exempt
+        self._dtype, self._soft = dtype, soft
+        self.counts_versions = batch.counts_versions
+
+    def measure(self) -> Tensor:
+        """Measures norms and singular values."""
+        grads, batch = self._grads, self._batch
+        norms = batch.norms_each(batch.norm(2.0, per_gradient=True), 2.0)
+        # By slices, not by an index tensor: that would be an upload.
+        least, most = list(norms.unbind()), list(norms.unbind())
+        matrices = [i for i, grad in enumerate(grads) if spectral.is_matrix(grad)]
+        for members in spectral.stacks(grads, matrices):
+            bounds = spectral.extremes(spectral.stack_of([grads[i] for i in members]))
+            for values, own in zip((least, most), bounds, strict=True):
+                for i, value in zip(members, own.unbind(), strict=True):
+                    values[i] = value
+        extremes = torch.stack([torch.stack(least), torch.stack(most)])
+        # What is not finite has no singular values.
+        extremes = torch.where(torch.isfinite(norms), extremes, norms)
+        return torch.cat([norms.unsqueeze(0), extremes])
+
+    def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
+        """The largest singular value of each gradient, 1-d."""
+        return unscaled(norms[1], 2.0, grad_scale).to(self._dtype)
+
+    def scale_each_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
+        """Clips the singular values of each gradient; waits for the device.
+
+        Returns:
+            The largest before clipping, and their coefficients, 1-d.
+        """
+        result = self.total_each(norms, 2.0, clip.grad_scale)
+        limit, is_erased = float(clip.limit), clip.erase is not None and bool(clip.erase)
+        known = unscaled(norms, 2.0, clip.grad_scale).tolist()
+        limits, bounds = [], []
+        for grad, exempt, size, least, most in zip(self._grads, self._exempt, *known, strict=True):
+            by_norm = not (
+                spectral.is_matrix(grad) and math.isfinite(size) and 0 < limit < math.inf
+            )
+            limits.append(math.inf if exempt or not by_norm else self._norm_after(size, limit))
+            bounds.append((least, math.nan if exempt or by_norm else min(most, size)))
+        after = torch.tensor(limits, dtype=norms.dtype, device=norms.device)
+        partials = self._batch.partials_each(norms[0], 2.0)
+        self._batch.scale_each_(partials, Clip(2.0, 0.0, after, clip.grad_scale, clip.erase))
+        if not is_erased:
+            for i, new in spectral.clipped(self._grads, bounds, limit, soft=self._soft):
+                self._grads[i].copy_(new)
+        pairs = zip(known[1], self._exempt, strict=True)
+        ratios = [1.0 if e else self._norm_after(s, limit) / s if s else 1.0 for s, e in pairs]
+        return result, torch.tensor(ratios, dtype=result.dtype, device=result.device)
+
+    def _norm_after(self, norm: float, limit: float) -> float:
+        """What a singular value becomes; the limit for one that is not finite."""
+        if not math.isfinite(norm):
+            return limit
+        if self._soft and limit:
+            return norm / math.hypot(1.0, norm / limit)
+        return min(norm, limit)
+
+
+def batches_of(gradients: Gradients, rule: Rule) -> list[SpectralBatch]:
+    """The gradients of a list that is not empty, one batch a group.
+
+    Raises:
+        TypeError: complex and sparse gradients.
+        RuntimeError: `exclude` named parameters that are gone.
+    """
+    plan = gradients.plan
+    assert plan is not None
+    unread = [i for i, grad in enumerate(gradients.tensors) if grad.is_complex()]
+    unread += plan.sparse
+    if unread:
+        raise TypeError(
+            f"{rule.name} takes real and dense matrices, and the gradients of "
+            f"{gradients.labels(sorted(unread))} are complex or sparse; expected others: make an "
+            "embedding with sparse=False, set need_clip = False on it, or clip by norm"
+        )
+    exempt = [False] * len(gradients.tensors)
+    if rule.excludes:
+        exempt = rule.exempt(parameters_of(gradients))
+    batches = []
+    for group in plan.groups:
+        indices = range(len(exempt)) if group.indices is None else group.indices
+        batch = group.layout.bind(*gradients.of_group(group.indices))
+        grads = [gradients.copies.get(i, gradients.tensors[i]) for i in indices]
+        batches.append(
+            SpectralBatch(batch, grads, [exempt[i] for i in indices], plan.dtype, soft=rule.soft)
+        )
+    return batches

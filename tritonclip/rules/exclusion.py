@@ -1,0 +1,117 @@
+"""Parameters that a rule sets no limit for."""
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+from torch.nn import Module
+
+from tritonclip.rules.rule import Rule
+
+_EXPECTED = "exclude must be a module, a parameter, or an iterable of these"
+
+
+class Excluded:
+    """Parameters that a rule sets no limit for, compared by identity and not kept alive.
+
+    A deep or unpickled copy excludes the copies of the parameters, so copy a rule in one call with
+    their model or optimizer.
+
+    Args:
+        parameters: tensors.
+    """
+
+    __slots__ = ("_ids", "_refs")
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._refs = tuple(map(ref, parameters))
+        self._ids = tuple(map(id, parameters))
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters.
+
+        Raises:
+            RuntimeError: one of them no longer exists.
+        """
+        # torch.compile cannot trace an assignment within a comprehension.
+        found = [one() for one in self._refs]
+        alive = [parameter for parameter in found if parameter is not None]
+        if len(alive) < len(self._refs):
+            raise RuntimeError(
+                f"{len(self._refs) - len(alive)} of {len(self._refs)} parameters that exclude "
+                "named are gone: they were replaced in the model, the model was deleted, or the "
+                "rule was loaded without it; expected parameters that exist: make the rule once "
+                "the model is complete (after fully_shard), and copy it in one call with the model"
+            )
+        return alive
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Excluded) and self._ids == other._ids
+
+    def __hash__(self) -> int:
+        return hash(self._ids)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} parameters>" if self._refs else "None"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Excluded, (self.parameters,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Excluded":
+        return Excluded([copy.deepcopy(parameter, memo) for parameter in self.parameters])
+
+
+class ExcludingRule(Rule):
+    """A rule whose argument `exclude` names parameters, see `as_excluded`."""
+
+    __slots__ = ()
+    exclude: Any
+
+    @property
+    def excludes(self) -> int:
+        """The number of excluded parameters."""
+        return len(self.exclude)
+
+    def exempt(self, parameters: Sequence[Tensor]) -> list[bool]:
+        """Whether each of these parameters is excluded."""
+        if not len(self.exclude):
+            return [False] * len(parameters)
+        known = set(map(id, self.exclude.parameters))
+        return [id(parameter) in known for parameter in parameters]
+
+
+def as_excluded(exclude: object) -> Excluded:
+    """The parameters of the user's argument, each once."""
+    if isinstance(exclude, Excluded):
+        return exclude
+    if exclude is None:
+        exclude = ()
+    if isinstance(exclude, (Module, Tensor)):
+        exclude = [exclude]
+    if isinstance(exclude, (str, bytes)) or not isinstance(exclude, Iterable):
+        raise TypeError(
+            f"{_EXPECTED}, got {exclude!r:.80} of type {type(exclude).__name__}; write "
+            "exclude=model.head"
+        )
+    items = list(exclude)
+    if not items and isinstance(exclude, Iterator):
+        raise ValueError(
+            f"{_EXPECTED}, got a {type(exclude).__name__} that yields nothing, as if it was used "
+            "before; write exclude=model.head, or exclude=None for no parameter"
+        )
+    parameters: dict[int, Tensor] = {}
+    for position, item in enumerate(items):
+        if not isinstance(item, (Module, Tensor)):
+            raise TypeError(
+                f"{_EXPECTED}, got {item!r:.80} of type {type(item).__name__} at position "
+                f"{position}; write exclude=model.head, or exclude=model.head.parameters()"
+            )
+        members = [item] if isinstance(item, Tensor) else item.parameters()
+        parameters.update((id(parameter), parameter) for parameter in members)
+    return Excluded(list(parameters.values()))

@@ -1,0 +1,98 @@
+"""A limit of each matrix's singular values."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn import Module
+
+from tritonclip.rules.arguments import Schedule, as_flag, as_limit_or_schedule
+from tritonclip.rules.exclusion import Excluded, ExcludingRule, as_excluded
+from tritonclip.rules.rule import Measured, needs_state
+from tritonclip.signatures import explains_misfits
+
+
+@explains_misfits
+@dataclass(frozen=True, slots=True)
+class ClipBySpectralNorm(ExcludingRule):
+    r"""Brings the singular values of each gradient that exceed `max_norm` before clipping to it.
+
+    .. math:: G \leftarrow U \min(\Sigma, \text{max\_norm}) V^T, \quad G = U \Sigma V^T
+
+    Or softly:
+
+    .. math:: G \leftarrow (I + G G^T / \text{max\_norm}^2)^{-1/2} G
+
+    Unlike a coefficient, this changes the direction of a gradient: few large singular values are
+    cut, and the others stay. A gradient is the matrix [out, rest], as that of a convolution is. A
+    vector, and a matrix of one row or column, has one singular value, its 2-norm.
+
+    Args:
+        max_norm: largest singular value of a gradient after clipping; 0 or more, inf clips nothing.
+            Or a function of the step; see :class:`ClipState`.
+        soft: the second form, which changes every singular value a little.
+        exclude: parameters without a limit, as for :class:`ClipByUnitNorm`: a module (for its
+            present parameters), a parameter, or an iterable of these, such as embeddings.
+
+    Raises:
+        ValueError: a limit that is negative or NaN.
+        TypeError: an argument of another kind.
+
+    Notes:
+        A call returns the largest singular values before clipping, in order, by a power iteration:
+        at most 1% too small, and never too large but for rounding. Exact are the norms of vectors.
+        Accuracy of the gradients, and which of them keep all bits:
+        :func:`tritonclip.functional.clip_by_spectral_norm`. They cost matrix products in every
+        call, of which `docs/performance.md` has the share in a step; the host waits for a GPU.
+        Complex and sparse gradients are refused. So are DTensors, whose shards have other singular
+        values than the matrix. Plain tensors that are shards of one matrix, as Megatron's, cannot
+        be told from whole ones: each would be clipped by itself.
+
+        NaN and inf count as in :class:`ClipByNorm`: a NaN spreads to its gradient, an inf makes
+        its finite elements 0, unless a policy says otherwise.
+
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.zeros(2, 2, requires_grad=True)
+        >>> weight.grad = torch.tensor([[3.0, 0.0], [0.0, 0.5]])
+        >>> tritonclip.clip_(weight, ClipBySpectralNorm(1.0))
+        tensor([3.])
+        >>> weight.grad
+        tensor([[1.0000, 0.0000],
+                [0.0000, 0.5000]])
+
+    References:
+        `Gradient clipping beyond vector norms <https://arxiv.org/abs/2605.11838>`_, 2026; Jiang,
+        Semenov, Stich, `Enhancing LLM training via spectral clipping
+        <https://arxiv.org/abs/2603.14315>`_, 2026
+    """
+
+    max_norm: float | Schedule
+    soft: bool = False
+    exclude: Module | Tensor | Iterable[Module | Tensor] | Excluded | None = None
+
+    schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
+    per_gradient: ClassVar[bool] = True
+    spectral: ClassVar[bool] = True
+    norm_type: ClassVar[float] = math.inf  # type: ignore[misc]  # a constant here
+    eps: ClassVar[float] = 0.0  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_norm", as_limit_or_schedule("max_norm", self.max_norm))
+        object.__setattr__(self, "soft", as_flag("soft", self.soft))
+        object.__setattr__(self, "exclude", as_excluded(self.exclude))
+
+    def limit(self, measured: Measured) -> float:
+        """`max_norm`."""
+        if callable(self.max_norm):
+            raise needs_state(self.name)
+        return self.max_norm
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The arguments before `exclude`."""
+        if callable(self.max_norm):
+            raise needs_state(self.name)
+        return self.max_norm, float(self.soft)
