@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -55,7 +56,71 @@ def norms_by_name() -> Iterator[Comparison]:
         yield Comparison(WORKLOADS[workload].title, providers, truth, 1e-2)
 
 
-FEATURES: dict[str, Callable[[], Iterator[Comparison]]] = {"norms_by_name": norms_by_name}
+# The matrices of the two layers of examples/train_transformer.py, and of one of GPT-2's twelve.
+_MATRICES = {
+    "transformer of make demo": [(144, 48), (48, 48), (192, 48), (48, 192)] * 2,
+    "GPT-2 124M, one layer": [(768, 768), (2304, 768), (3072, 768), (768, 3072)],
+}
+
+
+def _spectra(shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Matrices whose singular values fall from 4 to almost 0, as those of gradients do."""
+    made = []
+    for seed, (rows, columns) in enumerate(shapes):
+        torch.manual_seed(seed)
+        n = min(rows, columns)
+        u, v = (torch.linalg.qr(torch.randn(size, n))[0] for size in (rows, columns))
+        made.append((u * 4 / torch.arange(1, n + 1).sqrt()) @ v.mT)
+    return made
+
+
+def spectral_norm() -> Iterator[Comparison]:
+    """Singular values over a limit brought to it, and no singular value over it."""
+    for title, shapes in _MATRICES.items():
+        grads = _spectra(shapes)
+
+        def by_svd(grads=grads, limit=1.0) -> list[Tensor]:
+            parts = [torch.linalg.svd(x, full_matrices=False) for x in grads]
+            return [(u * s.clamp(max=limit)) @ v for u, s, v in parts]
+
+        truth = by_svd([x.double() for x in grads])
+        ours = partial(tritonclip.functional.clip_by_spectral_norm, grads, 1.0)
+        soft = partial(tritonclip.functional.clip_by_spectral_norm, grads, 1.0, soft=True)
+        clipped = {"tritonclip": Timed(ours), "svd": Timed(by_svd)}
+        yield Comparison(f"{title}, clipped", clipped, truth, 1e-3)
+        unclipped = {
+            "tritonclip": Timed(partial(tritonclip.functional.clip_by_spectral_norm, grads, 4.1)),
+            "svd": Timed(partial(by_svd, grads, 4.1)),
+        }
+        yield Comparison(f"{title}, unclipped", unclipped, [x.double() for x in grads], 1e-3)
+        yield Comparison(f"{title}, softly", {"tritonclip": Timed(soft), "svd": Timed(by_svd)}, [])
+
+
+def spectral_step() -> Iterator[Comparison]:
+    """A step of AdamW with singular values clipped, beside the step alone: its share."""
+    for title, shapes in _MATRICES.items():
+        for limit, form in ((1.0, "clipped"), (4.1, "unclipped")):
+            grads, rule = _spectra(shapes), tritonclip.ClipBySpectralNorm(limit)
+            weights = [torch.nn.Parameter(torch.zeros_like(x)) for x in grads]
+            plain = torch.optim.AdamW(weights, fused=True)
+            wrapped = tritonclip.ClippedOptimizer(torch.optim.AdamW(weights, fused=True), rule)
+
+            def refill(weights=weights, grads=grads) -> None:
+                for weight, grad in zip(weights, grads, strict=True):
+                    weight.grad = grad.clone()
+
+            providers = {
+                "tritonclip": Timed(wrapped.step, refill),
+                "AdamW alone": Timed(plain.step, refill),
+            }
+            yield Comparison(f"{title}, {form}", providers, [])
+
+
+FEATURES: dict[str, Callable[[], Iterator[Comparison]]] = {
+    "norms_by_name": norms_by_name,
+    "spectral_norm": spectral_norm,
+    "spectral_step": spectral_step,
+}
 
 
 def is_right(results: Sequence[Tensor], comparison: Comparison) -> bool:

@@ -144,16 +144,20 @@ def clipped(
     over = [i for i, (_, most) in enumerate(bounds) if most > floors[i]]
     for members in stacks(tensors, over):
         stack, floor = stack_of([tensors[i] for i in members]), floors[members[0]]
-        most = [bounds[i][1] for i in members]
-        if any(bounds[i][0] <= floor for i in members):
-            tight = extremes(stack.detach(), _CAREFUL_SQUARINGS)[1].tolist()
-            most = list(map(min, most, tight))
-            chosen = [at for at, bound in enumerate(most) if bound > floor]
-            if not chosen:
-                continue
-            if len(chosen) < len(members):
-                stack = torch.stack([stack[at] for at in chosen])
-                members = [members[at] for at in chosen]
+        least, most = ([bounds[i][side] for i in members] for side in (0, 1))
+        # Of a list that was only measured by 2-norms, nothing is known from below.
+        known = any(least)
+        for squarings in (_CAREFUL_SQUARINGS,) if known else (SQUARINGS, _CAREFUL_SQUARINGS):
+            if members and min(least) <= floor:
+                found = [own.tolist() for own in extremes(stack.detach(), squarings)]
+                least, most = found[0], list(map(min, most, found[1]))
+                chosen = [at for at, bound in enumerate(most) if bound > floor]
+                members, least, most = (
+                    [own[at] for at in chosen] for own in (members, least, most)
+                )
+                stack = stack if len(chosen) == len(stack) else stack[chosen]
+        if not members:
+            continue
         made = _clip_stack(stack, limit, max(most), soft=soft)
         for i, matrix in zip(members, made.unbind(), strict=True):
             x = tensors[i]
