@@ -152,9 +152,8 @@ def clipped(
                 found = [own.tolist() for own in extremes(stack.detach(), squarings)]
                 least, most = found[0], list(map(min, most, found[1]))
                 chosen = [at for at, bound in enumerate(most) if bound > floor]
-                members, least, most = (
-                    [own[at] for at in chosen] for own in (members, least, most)
-                )
+                members = [members[at] for at in chosen]
+                least, most = ([own[at] for at in chosen] for own in (least, most))
                 stack = stack if len(chosen) == len(stack) else stack[chosen]
         if not members:
             continue
@@ -170,13 +169,13 @@ def _clip_stack(stack: Tensor, limit: float, most: float, *, soft: bool) -> Tens
     with torch.autocast(stack.device.type, enabled=False):
         # In two factors, neither of which leaves the range of float32.
         largest = float(stack.detach().abs().max())
-        rest = most / largest
-        x = stack / largest / rest
+        x, unit = stack / largest / (most / largest), 1.0
         stages = list(_stages(limit / most, soft=soft))
         for number, (bound, span) in enumerate(stages):
             edge = _EDGE[x.dtype] if number == len(stages) - 1 else _LOOSE_EDGE
-            x = _coefficient(x / bound, span, edge, soft=soft) @ x
-        return x * rest * largest
+            x, unit = x * (unit / bound), bound
+            x = _coefficient(x, span, edge, soft=soft) @ x
+        return x * (unit * most)
 
 
 def _stages(limit: float, *, soft: bool) -> Iterator[tuple[float, float]]:
