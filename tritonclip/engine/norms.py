@@ -168,6 +168,24 @@ def measure(
     return _measure_groups(gradients, norm_type, per_gradient, grad_scale)
 
 
+def measure_two_norms(
+    gradients: Gradients, grad_scale: float | Tensor = 1.0
+) -> tuple[Norms, Norms]:
+    """Measures the 2-norms of a list that is not empty, of all and of each, by one reading."""
+    plan = gradients.plan
+    assert plan is not None
+    refuse_tracer()
+    batches = [group.layout.bind(*gradients.of_group(group.indices)) for group in plan.groups]
+    measured = [batch.two_norms() for batch in batches]
+    partials, each = [own for own, _ in measured], [own for _, own in measured]
+    if len(partials) > 1:
+        partials = _join(partials, [group.device for group in plan.groups])
+    return (
+        Norms(batches, partials, 2.0, False, grad_scale, gradients),
+        Norms(batches, each, 2.0, True, grad_scale, gradients),
+    )
+
+
 @without_grad
 def measure_units(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Norms:
     """Measures the units of a list that is not empty, and of its weights."""
