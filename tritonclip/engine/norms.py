@@ -175,9 +175,15 @@ def measure_two_norms(
     plan = gradients.plan
     assert plan is not None
     refuse_tracer()
-    batches = [group.layout.bind(*gradients.of_group(group.indices)) for group in plan.groups]
-    measured = [batch.two_norms() for batch in batches]
-    partials, each = [own for own, _ in measured], [own for _, own in measured]
+    batches: list[Batch] = []
+    partials: list[PartialNorms] = []
+    each: list[PartialNorms] = []
+    for group in plan.groups:
+        batch = group.layout.bind(*gradients.of_group(group.indices))
+        own, own_each = batch.two_norms()
+        batches.append(batch)
+        partials.append(own)
+        each.append(own_each)
     if len(partials) > 1:
         partials = _join(partials, [group.device for group in plan.groups])
     return (

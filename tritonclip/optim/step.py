@@ -16,6 +16,7 @@ from torch import Tensor
 from tritonclip import settings
 from tritonclip.distributed.gradients import error_of
 from tritonclip.distributed.process_groups import Processes
+from tritonclip.engine.norms import measure
 from tritonclip.modes import without_grad
 from tritonclip.monitor.stats import Outcomes
 from tritonclip.optim.clip_groups import (
@@ -115,7 +116,10 @@ class Step:
                 record.check(groups)
             if by_value or not rule.clamps:
                 scale = 1.0 if rule.clamps else self._grad_scale
-                group.measure_(rule, "norms", scale)
+                if group.by_name:
+                    group.measure_(rule, "norms", scale)
+                else:
+                    group.norms = measure(group.gradients, rule.norm_type, rule.per_gradient, scale)
             if record is not None:
                 if group.by_name and group.each is None:
                     group.measure_(EACH, "each", self._grad_scale)

@@ -198,7 +198,8 @@ class StepRecord:
         if norm is None:
             # By value, and where every group has a rule, no rule of the wrapper measures a norm.
             norm, _ = global_norm_of(clip_groups, grad_scale)
-        if (norms := self._norms_in_order()) is not None:
+        norms = self._norms_in_order() if self._clipped else None
+        if norms is not None:
             self._norms = [norm, *norms]
             return
         for group, names in zip(self._clipped, self._names, strict=True):
