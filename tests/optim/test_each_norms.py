@@ -217,6 +217,17 @@ def test_parameters_without_a_gradient_or_to_be_left_out(tmp_path, device):
     assert cells[2] == ["0.0", "", "0.0"]
 
 
+def test_a_gradient_of_two_parameters_counts_once(tmp_path, device):
+    params = new_params(((3,), (3,)), device)
+    params[0].grad = params[1].grad = normal(3, device=device)
+    norm = reference.norms([grad_of(params[0])])[0]
+    row = step_of(tmp_path, params, 1e9)
+    first, second = (row[name] for name in row if name.startswith("norm/"))
+    assert float(row["norm"]) == pytest.approx(norm, rel=1e-6)
+    assert float(first) == pytest.approx(norm, rel=1e-6)
+    assert second == ""
+
+
 def test_names_follow_parameters_that_are_exchanged(tmp_path):
     params = new_params()
     optimizer = ClippedOptimizer(SGD([("a", params[0]), ("b", params[1])], lr=0.1), 1.0)

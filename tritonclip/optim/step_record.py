@@ -68,11 +68,19 @@ def _names_of_measured(group: ClipGroup, names: Sequence[str]) -> list[str]:
 
 
 def _norms_by_name(group: ClipGroup, names: Sequence[str]) -> dict[str, float | Tensor]:
-    """The norms of a clip group's gradients by name; 0 where there is none."""
+    """The norms of a clip group's gradients by name.
+
+    0 where there is no gradient; none for one that is an earlier one again.
+    """
     own: dict[str, float | Tensor] = {}
     positions = group.gradients.positions()
     if positions is not None:
-        own = dict.fromkeys(_names_of_measured(group, names), 0.0)
+        parameters = _parameters_in(group)
+        own = {
+            name: 0.0
+            for name, p in zip(names, parameters, strict=True)
+            if is_measured(p) and p.grad is None
+        }
         names = [names[i] for i in positions]
     if group.each is None:
         return own
