@@ -179,7 +179,10 @@ def measure_two_norms(
     partials: list[PartialNorms] = []
     each: list[PartialNorms] = []
     for group in plan.groups:
-        batch = group.layout.bind(*gradients.of_group(group.indices))
+        tensors, addresses = gradients.readable, gradients.addresses
+        if group.indices is not None:
+            tensors, addresses = gradients.of_group(group.indices)
+        batch = group.layout.bind(tensors, addresses)
         own, own_each = batch.two_norms()
         batches.append(batch)
         partials.append(own)

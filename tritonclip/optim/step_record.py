@@ -136,6 +136,8 @@ class StepRecord:
         # Clip groups whose reading gives the norm of each gradient, and names of their parameters.
         self._clipped: Sequence[ClipGroup] = ()
         self._names: Sequence[list[str]] = ()
+        # All norms by name are those of one clip group, in order.
+        self._is_whole = False
         # Gradients that are measured for the recorder alone.
         self._named: NamedNorms | None = None
         # The norm of all, and those by name, in this order; a 1-d tensor has several of them.
@@ -181,14 +183,20 @@ class StepRecord:
         for group in clip_groups:
             if group.index is not None and group.has_norm:
                 names.append(key_of(group.index))
+        complete = True
         for group, own in zip(self._clipped, self._names, strict=True):
-            names += own if group.gradients.positions() is None else _names_of_measured(group, own)
+            if group.gradients.positions() is None:
+                names += own
+            else:
+                names += _names_of_measured(group, own)
+                complete = False
         if self._named is not None:
             names += self._named.names
         known, order = self._recorder.names or (), tuple(names)
         if order != known:
             # Those of the recorder first: of parameters frozen since nothing is known.
             order = tuple(dict.fromkeys([*known, *names]))
+        self._is_whole = complete and len(self._names) == 1 and order == tuple(self._names[0])
         self._order = order
         self._recorder.prepare(order)
 
@@ -206,9 +214,8 @@ class StepRecord:
         if norm is None:
             # By value, and where every group has a rule, no rule of the wrapper measures a norm.
             norm, _ = global_norm_of(clip_groups, grad_scale)
-        norms = self._norms_in_order() if self._clipped else None
-        if norms is not None:
-            self._norms = [norm, *norms]
+        if self._is_whole and (measured_each := self._clipped[0].each) is not None:
+            self._norms = [norm, *_values_of(measured_each)]
             return
         for group, names in zip(self._clipped, self._names, strict=True):
             own |= _norms_by_name(group, names)
@@ -220,17 +227,6 @@ class StepRecord:
             else:
                 own |= named.by_name(each, 2.0)
         self._norms = [norm, *map(own.get, self._order)]
-
-    def _norms_in_order(self) -> Sequence[float | Tensor] | None:
-        """All norms by name, in order, if they are those of one clip group and nothing else."""
-        if len(self._clipped) != 1:
-            return None
-        (group,), (names,) = self._clipped, self._names
-        if group.each is None or group.gradients.positions() is not None:
-            return None
-        if self._order != tuple(names):
-            return None
-        return _values_of(group.each)
 
     def add_to(
         self, recorder: Recorder, outcomes: Outcomes | None, skipped: Tensor | bool | None
