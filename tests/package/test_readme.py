@@ -110,6 +110,12 @@ def _accelerate(names: dict[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _opacus(names: dict[str, Any]) -> Iterator[None]:
+    pytest.importorskip("opacus", reason="needs tritonclip[integrations]")
+    yield
+
+
+@contextlib.contextmanager
 def _long_run(names: dict[str, Any]) -> Iterator[None]:
     """Some hundred steps."""
     names["loader"] = names["loader"] * 50
@@ -120,6 +126,7 @@ SETTINGS: dict[str, Callable[[dict[str, Any]], contextlib.AbstractContextManager
     "recipes-pytorch-lightning": _lightning,
     "recipes-hugging-face-trainer": _trainer,
     "recipes-accelerate": _accelerate,
+    "functional-gradients-of-opacus": _opacus,
     "choosing_max_norm-record-and-ask": _long_run,
 }
 
@@ -138,6 +145,8 @@ def test_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
 # Lightning's advice where TensorBoard is missing.
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0")
+# Of torch, about the hooks of Opacus where inputs need no gradient.
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize(("section", "blocks"), [*_sections().items()], ids=[*_sections()])
 def test_docs_code_runs(
     section: str, blocks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
