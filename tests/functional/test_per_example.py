@@ -146,7 +146,7 @@ def test_clip_per_example_reads_any_order_of_memory(backend, order):
 
 
 def test_clip_per_example_takes_complex_and_float8(backend):
-    x = normal((3, 4), torch.complex64, backend.device)
+    x = normal((3, 4), torch.complex64, backend.device)[:, :, None].expand(3, 4, 2)
     pairs = torch.view_as_real(x)
     narrow = normal((3, 5)).to(torch.float8_e4m3fn).to(backend.device)
     for conjugated in (False, True):
@@ -154,7 +154,7 @@ def test_clip_per_example_takes_complex_and_float8(backend):
         total, norms = clip_per_example([own, narrow], 1.0)
         expected, known = clip_per_example([pairs, narrow.float()], 1.0)
         torch.testing.assert_close(norms, known)
-        other = torch.view_as_complex(expected[0])
+        other = torch.view_as_complex(expected[0].contiguous())
         torch.testing.assert_close(total[0], (other.conj() if conjugated else other).resolve_conj())
         assert torch.equal(total[1].float(), expected[1].to(narrow.dtype).float())
 
@@ -177,7 +177,9 @@ def test_clip_per_example_at_its_limit_changes_no_bit():
     total, norms = clip_per_example(x, 5.0)
     assert norms.tolist() == [5.0, 0.0]
     assert torch.equal(bits(total), bits(x[0]))
-    assert clip_per_example(x, math.inf)[0].tolist() == [3.0, 4.0]
+    for limit in (math.inf, 1e300):
+        assert clip_per_example(x, limit)[0].tolist() == [3.0, 4.0]
+    assert clip_per_example(x, 1e-300)[0].tolist() == [0.0, 0.0]
     assert clip_per_example(x, 0.0)[0].tolist() == [0.0, 0.0]
     assert clip_per_example(x, 0.0, normalize=True)[0].tolist() == [0.0, 0.0]
 

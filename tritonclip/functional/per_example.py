@@ -21,6 +21,7 @@ from tritonclip.functional import formulas
 from tritonclip.functional.by_engine import (
     as_limit_or_tensor,
     coefficient_over,
+    filled,
     is_readable,
     needs_grad,
     norms_of_rows,
@@ -172,33 +173,33 @@ def clip_per_example(
     totals = None if add_to is None else _totals_of(add_to, tree, fast=fast)
 
     dtype = formulas.result_dtype(tensors)
-    batches = [_Batch(x, fast) for x in tensors]
+    batches = [_Batch(x, n, fast=fast) for x in tensors]
     norms = limiting = _measure(batches, dtype, per_layer=per_layer)
     if nonfinite != "propagate":
         finite = [x.isfinite() for x in norms]
         if nonfinite == "error":
             _refuse_nonfinite(finite, tree, read)
         elif not all(map(_is_all_on_host, finite)):
-            for batch, own in zip(batches, _for_each(finite, batches), strict=True):
-                batch.leave_out(~own)
+            every = finite if per_layer else finite * len(batches)
+            for batch, own in zip(batches, every, strict=True):
+                batch.leave_out(~own.to(batch.device))
             # Not from inf, whose derivatives would be NaN.
             limiting = norms if fast else _measure(batches, dtype, per_layer=per_layer)
-    coefficients = []
-    for own in limiting:
-        if normalize:
-            bound = limit.to(own) if isinstance(limit, Tensor) else limit
-            coefficient = bound / (own + _STABILITY)
-        else:
-            coefficient = coefficient_over(own, limit, dtype, "max_norm")
-        coefficients.append(coefficient / n if reduce == "mean" else coefficient)
-
-    pairs = zip(batches, _for_each(coefficients, batches), strict=True)
-    sums = [batch.weighted_sum(own) for batch, own in pairs]
+    weights = [_weights_of(x, limit, dtype, normalize=normalize, fast=fast) for x in limiting]
+    if reduce == "mean":
+        weights = [own / n for own in weights]
+    kinds = [(batch.device, batch.dtype) for batch in batches]
+    if per_layer:
+        weights = [own.to(*kind) for own, kind in zip(weights, kinds, strict=True)]
+    else:
+        of_kind = {kind: weights[0].to(*kind) for kind in set(kinds)}
+        weights = [of_kind[kind] for kind in kinds]
+    sums = [batch.weighted_sum(own) for batch, own in zip(batches, weights, strict=True)]
     measured = [x.to(dtype) for x in norms]
     known = tree.rebuild(measured) if per_layer else measured[0]
     if totals is None:
-        rounded = [own.to(x.dtype) for own, x in zip(sums, tensors, strict=True)]
-        return tree.rebuild(rounded), known
+        pairs = zip(sums, tensors, strict=True)
+        return tree.rebuild([y if y.dtype == x.dtype else y.to(x.dtype) for y, x in pairs]), known
     for total, own in zip(totals, sums, strict=True):
         total.add_(own)
     assert add_to is not None
@@ -206,42 +207,30 @@ def clip_per_example(
 
 
 class _Batch:
-    """The gradients of a tensor for all examples, as its memory has them.
+    """The gradients of a tensor for all examples, in the order that memory has them.
 
     Args:
         x: `[B, ...]`.
+        n: B.
         fast: memory may be read, and nothing has to be recorded.
 
     Attributes:
-        fast: as above.
-        pages: real, `[n_pages, B, length]`. torch.func returns the gradient of an embedding as
-            `[vocabulary, B, length]` in memory, with a page for each word; most have one page.
+        pages: reals `[B, length]`; or `[n_pages, B, length]` where examples are not one after the
+            other: torch.func returns a page for each word of an embedding.
+        dtype: of arithmetic.
     """
 
-    def __init__(self, x: Tensor, fast: bool) -> None:
-        self.fast, self._is_complex = fast, x.is_complex()
+    def __init__(self, x: Tensor, n: int, *, fast: bool) -> None:
+        self.fast, self.device, self._is_complex = fast, x.device, x.is_complex()
+        real = formulas.real_of(x.contiguous()) if self._is_complex else x
+        self.dtype = formulas.arithmetic_of(real.dtype)
+        self._shape = real.shape[1:]
+        self._order: list[int] | None = None
         self._left_out: Tensor | None = None
-        self.device = x.device
-        real = formulas.real_of(x)
-        n, self._shape = len(real), real.shape[1:]
-        self._order: Sequence[int] = range(len(self._shape))
         if not fast or real.is_contiguous():
-            self.pages = real.reshape(1, n, self._shape.numel())
-            return
-        order = sorted(range(1, real.dim()), key=real.stride, reverse=True)
-        n_outer = sum(real.stride(d) > real.stride(0) for d in order) if n > 1 else 0
-        sizes = [real.shape[d] for d in order]
-        outer, length = math.prod(sizes[:n_outer]), math.prod(sizes[n_outer:])
-        inside = real.permute(*order[:n_outer], 0, *order[n_outer:])
-        if length == 1:
-            # Examples side by side: a page of all, transposed.
-            outer, length, inside = 1, outer, real.permute(0, *order)
-        self._order = [d - 1 for d in order]
-        try:
-            self.pages = inside.view(outer, n, length)
-        except RuntimeError:
-            # Elements with gaps in between.
-            self.pages = inside.reshape(outer, n, length)
+            self.pages = real.reshape(n, self._shape.numel())
+        else:
+            self.pages, self._order = _pages_of(real)
 
     def leave_out(self, left_out: Tensor) -> None:
         """Makes some examples count as 0: bool `[B]`."""
@@ -250,30 +239,38 @@ class _Batch:
         else:
             self.pages = self.pages.masked_fill(left_out[:, None], 0.0)
 
-    def weighted_sum(self, coefficients: Tensor) -> Tensor:
-        """The sum over examples times their coefficients `[B]`, in the dtype of arithmetic."""
-        pages, left_out = self.pages, self._left_out
-        weights = coefficients.to(self.device, formulas.arithmetic_of(pages.dtype))
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """The sum over examples times their weights `[B]`, both in the dtype of arithmetic."""
+        pages, order = self.pages, self._order
         if not self.fast:
-            return self._shaped((pages.to(weights.dtype) * weights[:, None]).sum(1))
-        if left_out is not None:
-            weights = weights.masked_fill(left_out, 0.0)
-        sizes = pages.shape[0], pages.shape[2]
-        total = torch.empty(sizes, dtype=weights.dtype, device=self.device)
-        if len(pages) == 1 and pages.dtype == weights.dtype and left_out is None:
-            # With `out`, autocast leaves operators as they are.
-            torch.mv(pages[0].T, weights, out=total[0])
+            total = (pages.to(self.dtype) * weights[:, None]).sum(0).view(self._shape)
         else:
-            _add_up_pieces(pages, weights, left_out, total)
-        return self._shaped(total)
+            shape = self._shape if order is None else [self._shape[d] for d in order]
+            total = torch.empty(shape, dtype=self.dtype, device=self.device)
+            if pages.dim() == 2 and pages.dtype == self.dtype and self._left_out is None:
+                # With `out`, autocast leaves operators as they are.
+                torch.mv(pages.t(), weights, out=total.view(-1))
+            else:
+                pages = pages if pages.dim() == 3 else pages[None]
+                _add_up_pieces(pages, weights, self._left_out, total.view(len(pages), -1))
+        if order is not None:
+            total = total.permute([order.index(d) for d in range(len(order))])
+        return torch.view_as_complex(total) if self._is_complex else total
 
-    def _shaped(self, total: Tensor) -> Tensor:
-        """A sum in the shape of an example."""
-        order = self._order
-        result = total.view([self._shape[d] for d in order]).permute(
-            [order.index(d) for d in range(len(order))]
-        )
-        return torch.view_as_complex(result) if self._is_complex else result
+
+def _pages_of(x: Tensor) -> tuple[Tensor, list[int]]:
+    """A view that `_Batch` describes, and the other dimensions in the order of memory."""
+    n = len(x)
+    order = sorted(range(1, x.dim()), key=x.stride, reverse=True)
+    n_outer = sum(x.stride(d) > x.stride(0) for d in order) if n > 1 else 0
+    sizes = [x.shape[d] for d in order]
+    n_pages, length = math.prod(sizes[:n_outer]), math.prod(sizes[n_outer:])
+    if n_pages == 1 or length == 1:
+        # Examples one after the other, or side by side.
+        pages = x.permute(0, *order).reshape(n, n_pages * length)
+    else:
+        pages = x.permute(*order[:n_outer], 0, *order[n_outer:]).reshape(n_pages, n, length)
+    return pages, [d - 1 for d in order]
 
 
 def _add_up_pieces(pages: Tensor, weights: Tensor, left_out: Tensor | None, total: Tensor) -> None:
@@ -284,50 +281,58 @@ def _add_up_pieces(pages: Tensor, weights: Tensor, left_out: Tensor | None, tota
         return
     size = _PIECE if choose.host_decides(pages.device) else _LARGE_PIECE
     n_pages, n_columns = max(1, size // (n * length)), max(1, size // n)
+    if left_out is not None:
+        # In place of their values 0, because 0 times inf is NaN.
+        weights = weights.masked_fill(left_out, 0.0)
     for some, own in zip(pages.split(n_pages), total.split(n_pages), strict=True):
         for piece, part in zip(some.split(n_columns, 2), own.split(n_columns, 1), strict=True):
             values = piece.to(weights.dtype, copy=True)
             if left_out is not None:
-                # Their weight is 0, and 0 times inf is NaN.
                 values.masked_fill_(left_out[:, None], 0.0)
             if len(values) == 1:
-                torch.mv(values[0].T, weights, out=part[0])
+                torch.mv(values[0].t(), weights, out=part[0])
             else:
                 torch.sum(values.mul_(weights[:, None]), 1, out=part)
 
 
 def _measure(batches: Sequence[_Batch], dtype: torch.dtype, *, per_layer: bool) -> list[Tensor]:
     """The norms of the examples, `[B]` in the wide dtype: one tensor, or one for each batch."""
-    norms = _norms_of_each([batch.pages for batch in batches], dtype, fast=batches[0].fast)
+    fast, device = batches[0].fast, batches[0].device
+    pages = [batch.pages for batch in batches]
+    if fast:
+        rows = norms_of_rows([x if x.dim() == 2 else x.flatten(0, 1) for x in pages])
+        norms = [
+            own if x.dim() == 2 else _norm_over(own.view(len(x), -1), dtype, fast=fast)
+            for own, x in zip(rows, pages, strict=True)
+        ]
+    else:
+        norms = [formulas.norm_of(x, 2.0, (1,)).view(-1) for x in pages]
     if not per_layer:
-        joined = torch.stack([x.to(batches[0].device) for x in norms])
-        norms = [_norm_over(joined, dtype, fast=batches[0].fast)]
+        here = [x if x.device == device else x.to(device) for x in norms]
+        norms = [_norm_over(torch.stack(here), dtype, fast=fast)]
     return [formulas.within(x, dtype) for x in norms]
-
-
-def _norms_of_each(pages: list[Tensor], dtype: torch.dtype, *, fast: bool) -> list[Tensor]:
-    """The norms of the examples in each tensor."""
-    if not fast:
-        return [formulas.norm_of(x, 2.0, (0, 2)).view(-1) for x in pages]
-    rows = norms_of_rows([x.flatten(0, 1) for x in pages])
-    pairs = zip(rows, pages, strict=True)
-    return [_norm_over(own.view(len(x), -1), dtype, fast=fast) for own, x in pairs]
 
 
 def _norm_over(norms: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
     """The norm of each example from those of its parts, `[n_parts, B]`."""
-    if len(norms) == 1:
-        return norms[0]
     if fast and dtype == torch.float32 and norms.dtype == torch.float64:
         # Squares of norms of narrower tensors fit float64.
         return torch.linalg.vector_norm(norms, dim=0)  # type: ignore[no-any-return]
     return formulas.norm_of(norms, 2.0, (0,)).view(-1)
 
 
-def _for_each(values: list[Tensor], batches: Sequence[_Batch]) -> list[Tensor]:
-    """One `[B]` for each batch, on its device, where there may be one for all."""
-    every = values if len(values) == len(batches) else values * len(batches)
-    return [own.to(batch.device) for own, batch in zip(every, batches, strict=True)]
+def _weights_of(
+    norms: Tensor, limit: float | Tensor, dtype: torch.dtype, *, normalize: bool, fast: bool
+) -> Tensor:
+    """The factor of each example, in the wide dtype."""
+    if normalize:
+        return (limit.to(norms) if isinstance(limit, Tensor) else limit) / (norms + _STABILITY)
+    info = torch.finfo(dtype)
+    if not fast or isinstance(limit, Tensor) or not info.tiny <= limit <= info.max:
+        return coefficient_over(norms, limit, dtype, "max_norm")
+    # The same in fewer operators: without derivatives, and neither 0/0 nor inf/inf.
+    rounded = filled(limit, dtype, norms.device).to(norms.dtype)
+    return (rounded / norms).clamp(max=1.0)
 
 
 def _is_all_on_host(flags: Tensor) -> bool:
