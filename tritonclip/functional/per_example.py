@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends import choose
+from tritonclip.backends.operators import wide_dtype
 from tritonclip.engine.arguments import join_names
 from tritonclip.engine.checks import POLICIES, unknown_policy
 from tritonclip.engine.memory import find_overlap, has_overlap, memory_of
-from tritonclip.functional import formulas
+from tritonclip.functional import by_loops, formulas
 from tritonclip.functional.by_engine import (
     as_limit_or_tensor,
     coefficient_over,
@@ -36,6 +37,8 @@ Reduction = Literal["sum", "mean"]
 
 # What AUTO-S adds to a norm.
 _STABILITY = 0.01
+# The least normal number of float32.
+_LEAST = 2.0**-126
 # Elements that are copied at a time, where a sum has no operator that reads them as they are. On a
 # CPU, of 16 times 10^6 bfloat16: pieces of 2^17, 2^19 and 2^20 take 8.8, 2.8 and 2.6 ms. (torch
 # 2.13, EPYC, one thread.) Elsewhere few launches matter more; not measured on a GPU.
@@ -296,26 +299,34 @@ def _add_up_pieces(pages: Tensor, weights: Tensor, left_out: Tensor | None, tota
 
 
 def _measure(batches: Sequence[_Batch], dtype: torch.dtype, *, per_layer: bool) -> list[Tensor]:
-    """The norms of the examples, `[B]` in the wide dtype: one tensor, or one for each batch."""
-    fast, device = batches[0].fast, batches[0].device
-    pages = [batch.pages for batch in batches]
-    if fast:
+    """The norms of the examples, `[B]`: one tensor, or one for each batch.
+
+    In `dtype`; in the wide dtype, with inf for norms beyond the range of `dtype`, where they are
+    recorded, so that derivatives do not overflow on the way.
+    """
+    pages, device = [batch.pages for batch in batches], batches[0].device
+    if not batches[0].fast:
+        norms = [formulas.norm_of(x, 2.0, (1,)).view(-1) for x in pages]
+        if not per_layer:
+            joined = torch.stack([x.to(device) for x in norms])
+            norms = [formulas.norm_of(joined, 2.0, (0,)).view(-1)]
+        return [formulas.within(x, dtype) for x in norms]
+    known = by_loops.norms_of_rows(pages)
+    if known is None:
         rows = norms_of_rows([x if x.dim() == 2 else x.flatten(0, 1) for x in pages])
         norms = [
-            own if x.dim() == 2 else _norm_over(own.view(len(x), -1), dtype, fast=fast)
+            own if x.dim() == 2 else _norm_over(own.view(len(x), -1), dtype)
             for own, x in zip(rows, pages, strict=True)
         ]
-    else:
-        norms = [formulas.norm_of(x, 2.0, (1,)).view(-1) for x in pages]
-    if not per_layer:
-        here = [x if x.device == device else x.to(device) for x in norms]
-        norms = [_norm_over(torch.stack(here), dtype, fast=fast)]
-    return [formulas.within(x, dtype) for x in norms]
+        if per_layer:
+            return [x.to(dtype) for x in norms]
+        known = torch.stack([x.to(device) for x in norms])
+    return list(known.to(dtype)) if per_layer else [_norm_over(known, dtype).to(dtype)]
 
 
-def _norm_over(norms: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
+def _norm_over(norms: Tensor, dtype: torch.dtype) -> Tensor:
     """The norm of each example from those of its parts, `[n_parts, B]`."""
-    if fast and dtype == torch.float32 and norms.dtype == torch.float64:
+    if dtype == torch.float32 and norms.dtype == torch.float64:
         # Squares of norms of narrower tensors fit float64.
         return torch.linalg.vector_norm(norms, dim=0)  # type: ignore[no-any-return]
     return formulas.norm_of(norms, 2.0, (0,)).view(-1)
@@ -324,15 +335,13 @@ def _norm_over(norms: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
 def _weights_of(
     norms: Tensor, limit: float | Tensor, dtype: torch.dtype, *, normalize: bool, fast: bool
 ) -> Tensor:
-    """The factor of each example, in the wide dtype."""
+    """The factor of each example."""
     if normalize:
         return (limit.to(norms) if isinstance(limit, Tensor) else limit) / (norms + _STABILITY)
-    info = torch.finfo(dtype)
-    if not fast or isinstance(limit, Tensor) or not info.tiny <= limit <= info.max:
-        return coefficient_over(norms, limit, dtype, "max_norm")
+    if not fast or isinstance(limit, Tensor) or not _LEAST <= limit <= 1 / _LEAST:
+        return coefficient_over(norms.to(wide_dtype(norms.device)), limit, dtype, "max_norm")
     # The same in fewer operators: without derivatives, and neither 0/0 nor inf/inf.
-    rounded = filled(limit, dtype, norms.device).to(norms.dtype)
-    return (rounded / norms).clamp(max=1.0)
+    return (filled(limit, dtype, norms.device) / norms).clamp_(max=1.0)
 
 
 def _is_all_on_host(flags: Tensor) -> bool:
