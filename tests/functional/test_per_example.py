@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 import tritonclip
+from bench.timing import extra_bytes
 from tritonclip.engine import units
 from tritonclip.functional import clip_by_global_norm, clip_per_example
 
@@ -118,6 +119,19 @@ def test_clip_per_example_in_half_precision_takes_several_pieces(backend, monkey
     tree = {"long": normal((5, 101), torch.bfloat16, backend.device), "pages": pages}
     total, _ = clip_per_example(tree, 1.0)
     assert_sums(total, tree, expected_of(tree, 1.0)[0])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("order", ["rows", "pages"])
+def test_clip_per_example_makes_no_copy_of_the_batch(dtype, order):
+    """Sums take a 64th of the gradients, and pieces of narrower dtypes 4 MiB of float32."""
+    x = torch.ones(64, 2**7, 2**10, dtype=dtype)
+    if order == "pages":
+        x = x.view(2**7, 64, 2**10).transpose(0, 1)
+    tree = [x]
+    clip_per_example(tree, 1.0)
+    extra = extra_bytes(lambda: clip_per_example(tree, 1.0), torch.device("cpu"))
+    assert extra < x.nbytes / 64 + 2**20 * (8 if dtype == torch.float64 else 4) + 2**20
 
 
 ORDERS = {
@@ -374,7 +388,9 @@ def test_clip_per_example_of_torch_func_is_a_loop_over_examples():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.plain_empty
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("nonfinite", ["propagate", "zero"])
+@pytest.mark.parametrize(
+    "nonfinite", ["zero", pytest.param("propagate", marks=pytest.mark.exhaustive)]
+)
 def test_clip_per_example_inside_torch_func_and_compile_is_the_plain_call(nonfinite):
     _, parameters, examples, loss = recipe()
 

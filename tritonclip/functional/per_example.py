@@ -203,8 +203,7 @@ def clip_per_example(
     if totals is None:
         pairs = zip(sums, tensors, strict=True)
         return tree.rebuild([y if y.dtype == x.dtype else y.to(x.dtype) for y, x in pairs]), known
-    for total, own in zip(totals, sums, strict=True):
-        total.add_(own)
+    torch._foreach_add_(totals, sums)
     assert add_to is not None
     return add_to, known
 
@@ -250,9 +249,10 @@ class _Batch:
         else:
             shape = self._shape if order is None else [self._shape[d] for d in order]
             total = torch.empty(shape, dtype=self.dtype, device=self.device)
-            if pages.dim() == 2 and pages.dtype == self.dtype and self._left_out is None:
+            is_read_whole = pages.dtype == self.dtype or pages.numel() <= _PIECE
+            if pages.dim() == 2 and self._left_out is None and is_read_whole:
                 # With `out`, autocast leaves operators as they are.
-                torch.mv(pages.t(), weights, out=total.view(-1))
+                torch.mv(pages.to(self.dtype).t(), weights, out=total.view(-1))
             else:
                 pages = pages if pages.dim() == 3 else pages[None]
                 _add_up_pieces(pages, weights, self._left_out, total.view(len(pages), -1))
@@ -296,6 +296,8 @@ def _add_up_pieces(pages: Tensor, weights: Tensor, left_out: Tensor | None, tota
                 torch.mv(values[0].t(), weights, out=part[0])
             else:
                 torch.sum(values.mul_(weights[:, None]), 1, out=part)
+            # Before there is another piece.
+            del values
 
 
 def _measure(batches: Sequence[_Batch], dtype: torch.dtype, *, per_layer: bool) -> list[Tensor]:
