@@ -132,9 +132,12 @@ def clip_per_example(
 
     A call that raises has changed nothing. There is no eps: an example whose norm equals `max_norm`
     is not changed. Coefficients and sums are float32, float64 for float64, and are rounded once to
-    narrower dtypes. No copy of the gradients is made, but pieces of at most 64 MiB where they are
-    of half precision. Without examples the sum is 0. Derivatives are those of PyTorch's operators,
-    which keep copies as large as the gradients: detach the parameters where none are wanted.
+    narrower dtypes. Gradients are copied in pieces, at most 16 million elements at a time, where
+    they are of half precision, where memory has examples inside of another dimension, as vmap makes
+    the gradient of an embedding, and where examples are left out; as a whole only where elements
+    have gaps in between. Without examples the sum is 0. Derivatives are those of PyTorch's
+    operators, which keep copies as large as the gradients: detach the parameters where none are
+    wanted.
 
     The function adds no noise and counts no privacy budget. The sum changes by at most `max_norm`,
     up to rounding, when an example is added or removed; with `per_layer`, by `max_norm` times the
@@ -162,15 +165,7 @@ def clip_per_example(
     tensors = tree.check()
     n = _count_examples(tree)
     limit = _limit_of(max_norm, normalize=normalize)
-    if nonfinite not in POLICIES:
-        raise unknown_policy(nonfinite)
-    if reduce not in ("sum", "mean"):
-        raise ValueError(f"reduce must be 'sum' or 'mean', got {reduce!r}")
-    if reduce == "mean" and n == 0:
-        raise ValueError(
-            "reduce='mean' needs at least one example, got tensors of shape [0, ...]; expected "
-            "reduce='sum', which is 0"
-        )
+    _check_options(reduce, nonfinite, n)
     read = is_readable(tensors)
     fast = read and not needs_grad([*tensors, *([limit] if isinstance(limit, Tensor) else [])])
     totals = None if add_to is None else _totals_of(add_to, tree, fast=fast)
@@ -191,12 +186,7 @@ def clip_per_example(
     weights = [_weights_of(x, limit, dtype, normalize=normalize, fast=fast) for x in limiting]
     if reduce == "mean":
         weights = [own / n for own in weights]
-    kinds = [(batch.device, batch.dtype) for batch in batches]
-    if per_layer:
-        weights = [own.to(*kind) for own, kind in zip(weights, kinds, strict=True)]
-    else:
-        of_kind = {kind: weights[0].to(*kind) for kind in set(kinds)}
-        weights = [of_kind[kind] for kind in kinds]
+    weights = _for_each(weights, batches)
     sums = [batch.weighted_sum(own) for batch, own in zip(batches, weights, strict=True)]
     measured = [x.to(dtype) for x in norms]
     known = tree.rebuild(measured) if per_layer else measured[0]
@@ -346,6 +336,15 @@ def _weights_of(
     return (filled(limit, dtype, norms.device) / norms).clamp_(max=1.0)
 
 
+def _for_each(weights: list[Tensor], batches: Sequence[_Batch]) -> list[Tensor]:
+    """Weights for each batch, of its device and dtype, each converted once."""
+    kinds = [(batch.device, batch.dtype) for batch in batches]
+    if len(weights) == len(kinds):
+        return [own.to(*kind) for own, kind in zip(weights, kinds, strict=True)]
+    of_kind = {kind: weights[0].to(*kind) for kind in set(kinds)}
+    return [of_kind[kind] for kind in kinds]
+
+
 def _is_all_on_host(flags: Tensor) -> bool:
     """Whether flags are known to be all true without a wait."""
     return is_readable([flags]) and choose.host_decides(flags.device) and bool(flags.all())
@@ -376,6 +375,19 @@ def _count_examples(tree: Tree) -> int:
                 "of single examples"
             )
     return n
+
+
+def _check_options(reduce: object, nonfinite: object, n: int) -> None:
+    """ValueError for options that are none, and for the mean of no example."""
+    if nonfinite not in POLICIES:
+        raise unknown_policy(nonfinite)
+    if reduce not in ("sum", "mean"):
+        raise ValueError(f"reduce must be 'sum' or 'mean', got {reduce!r}")
+    if reduce == "mean" and n == 0:
+        raise ValueError(
+            "reduce='mean' needs at least one example, got tensors of shape [0, ...]; expected "
+            "reduce='sum', which is 0"
+        )
 
 
 def _limit_of(max_norm: float | Tensor, *, normalize: bool) -> float | Tensor:
