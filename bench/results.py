@@ -125,6 +125,8 @@ COLUMNS = {
     "bytes_in_flight": ("in flight", ",d", "programs * threads * loads * bytes a load"),
     "bytes_needed": ("needed", ",d", "bandwidth * latency / multiprocessors"),
     "enough": ("of it", ".2f", "in flight over needed"),
+    "bytes_needed_busy": ("needed, busy", ",d", "the same at the latency of a busy memory"),
+    "enough_busy": ("of it, busy", ".2f", "in flight over these"),
 }
 
 
