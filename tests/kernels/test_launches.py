@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from cases import CHUNK, of_sizes, parameters
+from graphs import captured_second_gpu
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -121,6 +121,17 @@ def test_clip_launches_no_more_to_unscale(device, launches, rule, expected):
     grads = of_sizes((9, 5), torch.float32, device)
     tritonclip.clip_(parameters(grads), rule, grad_scale=torch.tensor(8.0, device=device))
     assert names(launches) == expected
+
+
+@pytest.mark.parametrize(("rule", "expected"), [RULES[0], RULES[3], RULES[5]])
+def test_norms_by_name_of_a_step_read_no_gradient_again(tmp_path, device, launches, rule, expected):
+    """The norm of all and that of each, for the recorder, are put together from partial norms."""
+    params = parameters(of_sizes((9, CHUNK + 1, 0), torch.float32, device))
+    with tritonclip.record(tmp_path / "run.csv", each=True) as recorder:
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        tritonclip.ClippedOptimizer(optimizer, rule, recorder=recorder).step()
+    total = "scale_kernel" if rule.norm_type == 2.0 and not rule.per_gradient else EACH[1]
+    assert names(launches) == ["norm_kernel", total, "scale_each_kernel", expected[-1]]
 
 
 STATES = [
@@ -332,20 +343,7 @@ def test_capture_finds_the_tables_of_one_eager_call(tables, monkeypatch):
 @pytest.mark.parametrize("own", [0, 1])
 def test_capture_is_asked_of_the_device_of_the_gradients(own, current, monkeypatch):
     """A graph is captured on the second of two devices, whichever is the current one."""
-    entered = [current]
-
-    @contextmanager
-    def switched(device):
-        entered.append(device.index)
-        yield
-        entered.pop()
-
-    for name, fake in {
-        "current_device": lambda: entered[-1],
-        "is_current_stream_capturing": lambda: entered[-1] == 1,
-        "device": switched,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
+    entered = captured_second_gpu(current, monkeypatch)
     module = kernels("tables")
     monkeypatch.setattr(module, "current_stream", lambda device: 10 + device.index)
     stream = module._current_stream(torch.device("cuda", own))

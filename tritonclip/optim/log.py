@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from tritonclip.messages import warn_user
-from tritonclip.modes import without_grad
+from tritonclip.modes import is_captured, without_grad
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step import Step
+from tritonclip.optim.step_record import ParameterNames
 from tritonclip.rules import Rule
 from tritonclip.rules.arguments import as_count
 
@@ -34,11 +35,13 @@ class StepLog:
         states: of rules, and of the test for outliers.
         watch: looks at the number of steps skipped in a row.
         recorder: takes every step; None for none.
+        names: of the parameters, for the recorder.
     """
 
     def __init__(self, stats: ClipStats, states: RuleStates, watch: SkipWatch) -> None:
         self.stats, self.states, self.watch = stats, states, watch
         self.recorder: Recorder | None = None
+        self.names = ParameterNames()
 
     @torch.compiler.disable
     @without_grad
@@ -187,7 +190,7 @@ class SkipWatch:
         """The number, or a GPU's of `LAG` looks before; 0 where there is none."""
         if in_a_row.device.type == "cpu":
             return int(in_a_row)
-        if in_a_row.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if in_a_row.device.type != "cuda" or is_captured(in_a_row.device):
             return 0
         self._arriving.append(_sent(in_a_row))
         return self._arriving.popleft()() if len(self._arriving) > LAG else 0
