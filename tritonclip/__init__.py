@@ -15,7 +15,7 @@ if "tritonclip" in {Path(word).stem for word in sys.orig_argv[1:3]}:
 from tritonclip import functional
 from tritonclip.backward.activations import ClipBackward, clip_backward
 from tritonclip.backward.on_arrival import clip_on_backward_
-from tritonclip.clipping import clip_
+from tritonclip.clipping import clip_, clip_tensors_
 from tritonclip.engine.verify import VerificationError
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.messages import ClippingWarning, missing
@@ -74,6 +74,7 @@ __all__ = [
     "clip_grad_value_",
     "clip_grads_with_norm_",
     "clip_on_backward_",
+    "clip_tensors_",
     "functional",
     "get_total_norm",
     "norms_by_name",

@@ -79,6 +79,7 @@ _REMEDIES: dict[str, dict[Sequence[str], str]] = {
         ("scaler", "loss_scale"): "clip_(parameters, 1.0, grad_scale=scaler.get_scale())",
         ("total_norm", "use_norm"): "clip_grads_with_norm_(parameters, 1.0, {value})",
     },
+    "clip_tensors_": _for_clip("clip_tensors_(tensors"),
     "ClippedOptimizer": {
         **_for_clip("ClippedOptimizer(optimizer"),
         _SETTINGS: "ClippedOptimizer(torch.optim.SGD(parameters, lr=0.1), 1.0)",
