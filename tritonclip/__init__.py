@@ -13,6 +13,7 @@ if "tritonclip" in {Path(word).stem for word in sys.orig_argv[1:3]}:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 from tritonclip import functional
+from tritonclip.accumulation import accumulate_
 from tritonclip.backward.activations import ClipBackward, clip_backward
 from tritonclip.backward.on_arrival import clip_on_backward_
 from tritonclip.clipping import clip_, clip_tensors_
@@ -68,6 +69,7 @@ __all__ = [
     "Outlier",
     "Recorder",
     "VerificationError",
+    "accumulate_",
     "clip_",
     "clip_backward",
     "clip_grad_norm_",
