@@ -172,11 +172,20 @@ class MicroBatch:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if torch.compiler.is_compiling():
+            from tritonclip.engine import graph_break
+
+            graph_break.call(self._end, kind is None)
+        else:
+            self._end(kind is None)
+
+    def _end(self, is_whole: bool) -> None:
+        """Adds the gradients of a whole block, and puts the sums back."""
         sums = self._sums
         if sums is None:
             raise RuntimeError("the block of accumulate_ was left already; expected `with` around")
         try:
-            if kind is None:
+            if is_whole:
                 sums = self._added_to(sums)
         finally:
             self._leave(sums)
@@ -191,7 +200,9 @@ class MicroBatch:
         everyone = [p.grad for p in self._parameters]
         gradients = self._collected(everyone)
         grads: list[Tensor] = [grad for grad in everyone if grad is not None]
-        targets = _targets(everyone, sums)
+        targets = [own for own in sums if own is not None]
+        if not len(grads) == len(targets) == len(sums) or True in map(_get_is_sparse, targets):
+            targets = _targets(everyone, sums)
         if gradients.plan is not None:
             # Other processes may wait for this one, also where it has no gradient.
             self.norm = execute.add_to_(
@@ -230,9 +241,8 @@ class MicroBatch:
 def _targets(grads: Sequence[Tensor | None], sums: Sequence[Tensor | None]) -> list[Tensor]:
     """The tensors that gradients are added to; none where no gradient has a sum yet."""
     pairs = [(grad, own) for grad, own in zip(grads, sums, strict=True) if grad is not None]
-    targets = [own for _, own in pairs if own is not None]
-    if not targets or (len(targets) == len(pairs) and True not in map(_get_is_sparse, targets)):
-        return targets
+    if all(own is None for _, own in pairs):
+        return []
     return [_target(grad, own) for grad, own in pairs]
 
 
