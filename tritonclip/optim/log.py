@@ -16,6 +16,7 @@ from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step import Step
+from tritonclip.optim.step_record import ParameterNames
 from tritonclip.rules import Rule
 from tritonclip.rules.arguments import as_count
 
@@ -34,11 +35,13 @@ class StepLog:
         states: of rules, and of the test for outliers.
         watch: looks at the number of steps skipped in a row.
         recorder: takes every step; None for none.
+        names: of the parameters, for the recorder.
     """
 
     def __init__(self, stats: ClipStats, states: RuleStates, watch: SkipWatch) -> None:
         self.stats, self.states, self.watch = stats, states, watch
         self.recorder: Recorder | None = None
+        self.names = ParameterNames()
 
     @torch.compiler.disable
     @without_grad
