@@ -60,7 +60,8 @@ def accumulate_(
             "error": RuntimeError that names the gradients; `.grad` is as before the block. The host
             waits for the device.
             "zero": the micro-batch adds nothing; decided on the device.
-        grad_scale: the factor that the loss was multiplied by: a number or a one-element tensor.
+        grad_scale: the factor that the loss was multiplied by: a number or a one-element tensor,
+            which is read by this call, on a GPU at the end of the block.
             Limit and norm are of the gradient divided by it; `.grad` keeps it, for
             `GradScaler.step` to divide out. A loss divided by n has the factor 1 / n, and `.grad`
             has then the mean of n clipped gradients.
