@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.messages import warn_user
-from tritonclip.modes import without_grad
+from tritonclip.modes import is_captured, without_grad
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim.param_groups import Groups
@@ -190,7 +190,7 @@ class SkipWatch:
         """The number, or a GPU's of `LAG` looks before; 0 where there is none."""
         if in_a_row.device.type == "cpu":
             return int(in_a_row)
-        if in_a_row.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if in_a_row.device.type != "cuda" or is_captured(in_a_row.device):
             return 0
         self._arriving.append(_sent(in_a_row))
         return self._arriving.popleft()() if len(self._arriving) > LAG else 0
