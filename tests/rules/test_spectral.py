@@ -324,3 +324,13 @@ def test_clip_by_spectral_norm_refuses_other_matrices(spoil):
     with pytest.raises(TypeError, match=r"gradients of parameters\[1\] are complex or sparse"):
         tritonclip.clip_(weights, ClipBySpectralNorm(1.0))
     assert torch.equal(grad_of(weights[0]), torch.ones(3, 4))
+
+
+def test_clip_tensors_clips_singular_values_and_excludes_nothing(device):
+    model = make_model(device=device)
+    before = copies(model)
+    norms = tritonclip.clip_tensors_(map(grad_of, model.parameters()), ClipBySpectralNorm(LIMIT))
+    assert_norms(norms, before)
+    assert_clipped(model, before)
+    with pytest.raises(TypeError, match="a rule without exclude"):
+        tritonclip.clip_tensors_([torch.ones(2, 2)], ClipBySpectralNorm(LIMIT, exclude=model[1]))
