@@ -61,6 +61,8 @@ FEATURES: dict[str, tuple[Any, dict[str, Any], float | None]] = {
     "skip_above=Outlier()": (1e9, {"skip_above": tritonclip.Outlier()}, 15.0),
     "skip_above=1e9": (1e9, {"skip_above": 1e9}, 15.0),
     'nonfinite="skip"': (1e9, {"nonfinite": "skip"}, 10.0),
+    'nonfinite="error"': (1e9, {"nonfinite": "error"}, 10.0),
+    'nonfinite="async_error"': (1e9, {"nonfinite": "async_error"}, 10.0),
     "recorder": (1e9, {"recorder": False}, 10.0),
     "recorder, each=True": (1e9, {"recorder": True}, None),
 }

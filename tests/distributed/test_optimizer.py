@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from processes import in_processes
+from serving import decided_on_device
 from spread import (
     assert_same_everywhere,
     gathered,
@@ -36,6 +37,7 @@ from tritonclip import (
     ClippedOptimizer,
     Outlier,
 )
+from tritonclip.optim.watches import LAG
 
 
 def _weights(model: nn.Module) -> list[torch.Tensor]:
@@ -100,6 +102,38 @@ def test_step_raises_everywhere() -> None:
     before = _weights(model)
     with pytest.raises(RuntimeError, match=r"0\.weight \(on rank 1\)"):
         wrapper.step()
+    for ours, was in zip(_weights(model), before, strict=True):
+        assert torch.equal(ours, was)
+
+
+@pytest.mark.parametrize("rule", [0.05, ClipByNorm(0.05)], ids=["global", "by-norm"])
+@in_processes(2)
+def test_async_error_comes_at_the_same_step_everywhere(rule: Any) -> None:
+    """With the same names, of the gradients of every process."""
+    model = sharded_network()
+    inner = torch.optim.AdamW(model.named_parameters(), lr=0.1, fused=True)
+    wrapper = ClippedOptimizer(inner, rule, nonfinite="async_error")
+    errors, before = {}, []
+    with decided_on_device():
+        for step in range(2 * LAG):
+            wrapper.zero_grad()
+            loss_of(model, step).backward()
+            if step == 1:
+                before = _weights(model)
+                _spoil(model, math.nan)
+            try:
+                wrapper.step()
+            except RuntimeError as error:
+                errors[step] = str(error)
+                break
+    where = "0, 1" if isinstance(rule, ClipByNorm) else "1"
+    assert list(errors) == [1 + LAG]
+    assert (
+        f"Step 1, counted from 0, has non-finite gradients: 0.weight (on rank {where})"
+        in (errors[1 + LAG])
+    )
+    # Each process names the nearest of its own.
+    assert ("0.bias after them" in errors[1 + LAG]) == (str(dist.get_rank()) in where)
     for ours, was in zip(_weights(model), before, strict=True):
         assert torch.equal(ours, was)
 
