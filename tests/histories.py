@@ -75,7 +75,7 @@ def zscore(threshold: float, decay: float, warmup: int, max_norm: float = math.i
     return limit
 
 
-def outlier(sigmas: float, window: int) -> Limits:
+def outlier(sigmas: float, window: int, enters: Callable[[float], bool] = enters) -> Limits:
     """OLMo-core's test: mean and sample deviation of the last norms, once half are there."""
     history: list[float] = []
 

@@ -138,6 +138,21 @@ def test_async_error_comes_at_the_same_step_everywhere(rule: Any) -> None:
         assert torch.equal(ours, was)
 
 
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["sharded", "replicated"])
+@in_processes(2)
+def test_loss_of_one_process_skips_the_step_everywhere(is_sharded: bool) -> None:
+    """The mean over all is judged; replicas exchange nothing else."""
+    one = parameter((6,), mesh_of(-1) if is_sharded else None, [Shard(0)])
+    wrapper = ClippedOptimizer(torch.optim.SGD([one], lr=0.1), 0.5, skip_above=Outlier(6.0, 8))
+    for step in range(12):
+        wrapper.loss = torch.tensor(-1.0 - 0.1 * (step % 3) + 0.01 * dist.get_rank())
+        if step == 9 and dist.get_rank() == 1:
+            wrapper.loss = torch.tensor(20.0)
+        wrapper.step()
+    assert int(wrapper.stats.skipped_steps) == 1
+    assert_same_everywhere(wrapper.state_dict()["tritonclip"]["memory"]["losses"]["values"])
+
+
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("mode", ["foreach", "fused"])
 @in_processes(2)

@@ -50,7 +50,7 @@ from tritonclip.optim.param_groups import (
     unclipped,
 )
 from tritonclip.optim.proxy import GRAD_SCALER, OptimizerProxy, called_from
-from tritonclip.optim.states import RuleStates, as_skip_bound
+from tritonclip.optim.states import RuleStates, as_loss, as_skip_bound
 from tritonclip.optim.step import RAISING, Step, StepRecord, as_recorder, either
 from tritonclip.optim.watches import SkipWatch
 from tritonclip.rules import Outlier, Rule
@@ -106,7 +106,8 @@ class ClippedOptimizer(OptimizerProxy):
             All three check all gradients, including those that are not clipped. A step that a
             GradScaler skips because of an overflow raises no error and is not counted.
         skip_above: skips a step, as "skip" does, if the norm of its gradients is larger: a number,
-            or :class:`Outlier` for a limit that follows the norms of earlier steps. The norm is the
+            or :class:`Outlier` for a limit that follows the norms of earlier steps, and their
+            losses, if the attribute `loss` is set before each step. The norm is the
             2-norm before clipping of all gradients that are clipped; inf is larger, NaN is not. Of
             a closure, the first evaluation counts. None skips no step.
         max_consecutive_skips: the number of skipped steps in a row at which `step` raises
@@ -256,6 +257,20 @@ class ClippedOptimizer(OptimizerProxy):
     @skip_above.setter
     def skip_above(self, skip_above: float | Outlier | None) -> None:
         self._log.states.skip_above = as_skip_bound(skip_above)
+
+    @property
+    def loss(self) -> float | Tensor | None:
+        """The loss of the step to come, which `Outlier` judges beside the norm; None for none.
+
+        Set it before each step, in a closure too: without a graph, not scaled, and of all
+        micro-batches. The step drops it. The mean over all processes of `torch.distributed` is
+        judged, so that each of them sets a loss, or none does.
+        """
+        return self._log.states.loss
+
+    @loss.setter
+    def loss(self, loss: float | Tensor | None) -> None:
+        self._log.states.loss = as_loss(loss, self.skip_above)
 
     @property
     def max_consecutive_skips(self) -> int | None:

@@ -14,7 +14,7 @@ from tritonclip.rules.own_history import ClipByOwnHistory
 from tritonclip.rules.rule import Measured, Rule
 from tritonclip.rules.state import BoundRule, ClipState, Numbering, follow
 from tritonclip.rules.unitwise import ClipByUnitNorm, Excluded
-from tritonclip.rules.window import ClipByQuantile, Outlier
+from tritonclip.rules.window import ClipByQuantile, LossOutlier, Outlier
 from tritonclip.rules.zscore import ClipByZScore
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "ClipByValue",
     "ClipByZScore",
     "ClipState",
+    "LossOutlier",
     "Measured",
     "Numbering",
     "Outlier",
