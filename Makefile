@@ -95,6 +95,7 @@ bench-all: $(INSTALLED)
 	$(RUN) -m bench accuracy
 	$(RUN) -m bench host
 	$(RUN) -m bench distributed
+	$(RUN) -m bench features
 	$(RUN) -m bench training
 	$(RUN) -m bench codegen
 	$(RUN) -m bench report

@@ -1,9 +1,9 @@
 """Benchmarks that pytest does not run, and the report; from the root of the repository.
 
-`python -m bench accuracy|host|distributed|training|codegen|report`; `--help` names their options.
-`accuracy` and `codegen` time nothing, `host` sets the environment of a process for each part,
-`distributed` starts four processes, and `training` times two parts of one call: no fixture of a
-test fits them. Each writes rows with their
+`python -m bench accuracy|host|distributed|features|training|codegen|report`; `--help` names their
+options. `accuracy` and `codegen` time nothing, `host` sets the environment of a process for each
+part, `distributed` starts four processes, `features` compares other calls with other loops, and
+`training` times two parts of one call: no fixture of a test fits them. Each writes rows with their
 provenance to bench/results/ or `--out` as they are measured, and prints a table. Ctrl-C ends it and
 keeps the rows so far. OMP_NUM_THREADS says how many threads torch has. `report` makes tables and
 figures of all rows.
@@ -108,6 +108,17 @@ def distributed():
 
     torch.set_num_threads(1)
     return run()
+
+
+@measuring
+@click.argument("names", nargs=-1)
+def features(names):
+    """Measures features beside what a user would write without them, on the CPU."""
+    from bench.features import FEATURES, run
+
+    if unknown := set(names) - FEATURES.keys():
+        raise click.UsageError(f"expected some of {', '.join(FEATURES)}, got {', '.join(unknown)}")
+    return run(names)
 
 
 @measuring

@@ -37,7 +37,7 @@ PACKAGES = ("triton", "tensorflow", "tensorflow-cpu", "paddlepaddle", "jax", "op
 class Row:
     """One measurement; parts and figures have names of COLUMNS."""
 
-    benchmark: str  # "speed", "accuracy", "host", "distributed" or "codegen".
+    benchmark: str  # "speed", "accuracy", "features", "host" and so on.
     case: dict[str, Any]  # No two rows of a file share it.
     # Without figures that were not measured. Medians stand beside quartiles NAME_lo and NAME_hi;
     # NAME_goal is the most that is accepted.
@@ -82,8 +82,8 @@ COLUMNS = {
     "device_us": ("device us", ",.1f", "median on the GPU alone"),
     "graph_us": ("graph us", ",.1f", "median of the replay of a CUDA graph"),
     "launches": ("launches", "d", "kernels, copies and fills of a call on a GPU"),
-    "ratio": ("ratio", ".2f", "the best torch variant's wall time over this, paired"),
-    "baseline": ("over", "", "the best torch variant of the run"),
+    "ratio": ("ratio", ".2f", "the wall time of the best torch variant or loop over this, paired"),
+    "baseline": ("over", "", "that variant or loop"),
     "sum_us": ("sum us", ",.1f", "torch.sum over the same bytes, in the same rounds"),
     "sum_share": ("of it", ".0%", "torch.sum's time over this one, paired"),
     "gb_per_s": ("GB/s", ".1f", "bytes moved by device time, or by wall time on a CPU"),
@@ -210,9 +210,9 @@ def checked(path: Path) -> tuple[dict[str, Any], list[Row]]:
 
 def _is_checked(row: Row) -> bool:
     """Whether a row is right, cannot be wrong, or says that another library's result was wrong."""
-    if row.correct is True or row.benchmark not in ("speed", "accuracy"):
+    if row.correct is True or row.benchmark not in ("speed", "accuracy", "features"):
         return True
-    return not row.ours and (not row.values if row.benchmark == "speed" else row.correct is None)
+    return not row.ours and (row.correct is None if row.benchmark == "accuracy" else not row.values)
 
 
 def provenance(device: torch.device, program: str = "python -m bench") -> dict[str, Any]:

@@ -108,7 +108,11 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under the interpreter, keep only what goes through the kernels; thin products of cases."""
+    """Under the interpreter, keep only what goes through the kernels; thin products of cases.
+
+    Groups that one worker runs come first: the last one would keep the others waiting.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
     if INTERPRETED:
         sorted_out: dict[bool, list[pytest.Item]] = {True: [], False: []}
         for item in items:

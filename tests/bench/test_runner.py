@@ -14,6 +14,8 @@ from bench import conftest, results
 from bench.workloads import RULES
 
 pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed")
+# One worker takes the first run for all.
+pytestmark = pytest.mark.xdist_group("bench")
 
 IN_PLACE = ("-k", "test_clip", "--workload", "lenet5", "--provider", "torch")
 CASES = {(rule, step) for rule in RULES[:3] for step in ("unclipped", "clipped")}

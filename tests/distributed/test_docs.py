@@ -38,6 +38,15 @@ def _stages(names: dict[str, Any]) -> float:
     return reference.total_norm([values((4, 3), 0), values((4, 3), 1)])
 
 
+def _experts(names: dict[str, Any]) -> float:
+    """Experts on both dimensions of a mesh, a dense weight on all processes."""
+    both, every = mesh_of(2, 2, names=("ep_fsdp", "ep")), mesh_of(4)
+    experts = parameter((4, 6, 3), both, [Shard(1), Shard(0)], seed=0)
+    dense = parameter((8, 3), every, [Shard(0)], seed=1)
+    names.update(model=torch.nn.ParameterList([experts, dense]))
+    return reference.total_norm([values((4, 6, 3), 0), values((8, 3), 1)])
+
+
 def _megatron(names: dict[str, Any]) -> float:
     """A split weight and a copied one on two processes, in each of two stages."""
     stage, rank = dist.get_rank() // 2, dist.get_rank()
@@ -64,10 +73,9 @@ def test_docs_code_runs(section: str) -> None:
         "batch": batch,
         "device": "cpu",
     }
-    if section == "Pipeline stages":
-        expected = _stages(names)
-    elif section == "Plain shards":
-        expected = _megatron(names)
+    made = {"Pipeline stages": _stages, "Experts": _experts, "Plain shards": _megatron}
+    if section in made:
+        expected = made[section](names)
     else:
         alone = Transformer()
         loss_of(alone, batch).backward()
@@ -81,4 +89,4 @@ def test_docs_code_runs(section: str) -> None:
 
 
 def test_every_section_has_at_most_one_block() -> None:
-    assert len(_sections()) == PAGE.read_text().count("```python") == 8
+    assert len(_sections()) == PAGE.read_text().count("```python") == 9

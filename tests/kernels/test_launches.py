@@ -84,7 +84,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("count", [1, 2, 300])
+@pytest.mark.parametrize("count", [1, 60])
 @pytest.mark.parametrize(("rule", "expected"), RULES)
 def test_clip_launches_do_not_grow_with_the_list(device, launches, rule, expected, count):
     grads = of_sizes((index % 7 for index in range(count)), torch.float32, device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,6 +111,13 @@ def _accelerate(names: dict[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _muon(names: dict[str, Any]) -> Iterator[None]:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("needs torch 2.9, the first with Muon")
+    yield
+
+
+@contextlib.contextmanager
 def _long_run(names: dict[str, Any]) -> Iterator[None]:
     """Some hundred steps."""
     names["loader"] = names["loader"] * 50
@@ -120,6 +128,7 @@ SETTINGS: dict[str, Callable[[dict[str, Any]], contextlib.AbstractContextManager
     "recipes-pytorch-lightning": _lightning,
     "recipes-hugging-face-trainer": _trainer,
     "recipes-accelerate": _accelerate,
+    "recipes-muon-and-other-matrix-optimizers": _muon,
     "choosing_max_norm-record-and-ask": _long_run,
 }
 
@@ -163,6 +172,40 @@ def test_docs_parameter_groups_are_clipped_by_their_rules() -> None:
     norms = [float(part.weight.grad.norm()) for part in vars(critic).values()]
     torch.testing.assert_close(norms, [1.0, 0.5, 9.0 * 6**0.5], rtol=1e-5, atol=0)
     assert critic.body.bias.grad.tolist() == [9.0, 9.0]
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9")
+def test_docs_muon_takes_its_matrices_as_they_are_and_the_rest_is_clipped() -> None:
+    names = _names()
+    for block in _sections()["recipes-muon-and-other-matrix-optimizers"]:
+        exec(block, names)
+    model = names["model"]
+    for optimizer in (names["adamw"], names["optimizer"]):
+        model.weight.grad, model.bias.grad = torch.full((2, 3), 9.0), torch.tensor([3.0, 4.0])
+
+        optimizer.step()
+
+        assert model.weight.grad.tolist() == [[9.0] * 3] * 2
+        torch.testing.assert_close(model.bias.grad, torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
+        assert float(optimizer.stats.last_norm) == 5.0
+
+
+def test_docs_reinforcement_learning_leaves_out_outliers_at_any_level() -> None:
+    """Norms about 400, where a bound of 100 would leave out every step, then about 4."""
+    names = _names()
+    for block in _sections()["recipes-reinforcement-learning"]:
+        exec(block, names)
+    optimizer, (weight, bias) = names["optimizer"], names["model"].parameters()
+    numbers = random.Random(0)
+    for step in range(400):
+        norm = numbers.lognormvariate(0.0, 0.3) * (400.0 if step < 200 else 4.0)
+        norm *= 50.0 if step == 150 else 1.0
+        weight.grad, bias.grad = torch.zeros(2, 3), torch.tensor([norm, 0.0])
+        optimizer.step()
+
+    summary = optimizer.stats.summary()
+    assert summary["skipped_steps"] == 1
+    assert 0.03 < summary["clipped_share"] < 0.15
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

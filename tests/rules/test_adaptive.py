@@ -33,12 +33,15 @@ from tritonclip.rules.rule import AdaptiveRule
 
 # 15 digits of float64, and sums of some hundred norms.
 RELATIVE = 1e-12
-# As many take the interpreter up to 20 s.
+# As many take the interpreter up to 20 s, 120 of them 5 s.
 STEPS = 120 if INTERPRETED else 400
+SLOW = [pytest.mark.exhaustive] * INTERPRETED
 GLOBAL = [
     pytest.param(ClipByQuantile(0.9, 50), histories.quantile, (0.9, 50), id="quantile"),
-    pytest.param(ClipByQuantile(0.5, 7, 0.8), histories.quantile, (0.5, 7, 0.8), id="median"),
-    pytest.param(ClipByZScore(), histories.zscore, (2.5, 0.97, 25), id="zscore"),
+    pytest.param(
+        ClipByQuantile(0.5, 7, 0.8), histories.quantile, (0.5, 7, 0.8), id="median", marks=SLOW
+    ),
+    pytest.param(ClipByZScore(), histories.zscore, (2.5, 0.97, 25), id="zscore", marks=SLOW),
     pytest.param(
         ClipByZScore(2.0, 0.9, 10, 1.0), histories.zscore, (2.0, 0.9, 10, 1.0), id="zscore-bounded"
     ),
@@ -63,7 +66,7 @@ def test_clip_follows_the_reference_over_400_steps(device, rule, make, numbers):
     assert seen > (1 if INTERPRETED else 10)
 
 
-@pytest.mark.parametrize("bad", [True, False], ids=["bad", "finite"])
+@pytest.mark.parametrize("bad", [True, pytest.param(False, marks=SLOW)], ids=["bad", "finite"])
 def test_clip_by_own_history_follows_the_reference_over_400_steps(device, bad):
     rule, state = ClipByOwnHistory(warmup=30), ClipState()
     reference = histories.own_history(1.05, 0.98, 30, 1.0)
