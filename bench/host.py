@@ -58,6 +58,7 @@ FEATURES: dict[str, tuple[Any, dict[str, Any], float | None]] = {
     "ClipByQuantile": (tritonclip.ClipByQuantile(), {}, 15.0),
     "ClipByZScore": (tritonclip.ClipByZScore(), {}, 15.0),
     "ClipByOwnHistory": (tritonclip.ClipByOwnHistory(), {}, 15.0),
+    "ClipByOwnQuantile": (tritonclip.ClipByOwnQuantile(), {}, 15.0),
     "skip_above=Outlier()": (1e9, {"skip_above": tritonclip.Outlier()}, 15.0),
     "skip_above=Outlier(), loss": (1e9, {"skip_above": tritonclip.Outlier(), "loss": True}, 25.0),
     "skip_above=1e9": (1e9, {"skip_above": 1e9}, 15.0),

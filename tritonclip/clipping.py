@@ -21,6 +21,7 @@ from tritonclip.rules import (
     ClipByGlobalNorm,
     ClipByNorm,
     ClipByOwnHistory,
+    ClipByOwnQuantile,
     ClipByQuantile,
     ClipByRMS,
     ClipByUnitNorm,
@@ -45,6 +46,7 @@ NormRule = (
     ClipByGlobalNorm
     | ClipByNorm
     | ClipByOwnHistory
+    | ClipByOwnQuantile
     | ClipByQuantile
     | ClipByRMS
     | ClipByUnitNorm

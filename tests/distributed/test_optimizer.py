@@ -31,6 +31,7 @@ import tritonclip
 from tritonclip import (
     ClipByNorm,
     ClipByOwnHistory,
+    ClipByOwnQuantile,
     ClipByQuantile,
     ClipByRMS,
     ClipByZScore,
@@ -283,7 +284,13 @@ def _trained_by(rule: Any, steps: int = 12, *, sharded: bool, **options: Any) ->
 
 @pytest.mark.parametrize(
     "rule",
-    [ClipByQuantile(0.5, 6), ClipByZScore(warmup=4), ClipByOwnHistory(warmup=3), ClipByRMS(0.05)],
+    [
+        ClipByQuantile(0.5, 6),
+        ClipByZScore(warmup=4),
+        ClipByOwnHistory(warmup=3),
+        ClipByOwnQuantile(0.5, 6),
+        ClipByRMS(0.05),
+    ],
     ids=lambda rule: type(rule).__name__,
 )
 @in_processes(2)

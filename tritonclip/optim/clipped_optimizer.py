@@ -480,14 +480,14 @@ class ClippedOptimizer(OptimizerProxy):
             self._log.add_left_out(step)
             return None
         step.stop = either(step.overflow, step.skip)
-        if self._nonfinite == "async_error":
-            nonfinite = step.nonfinite() if self._raises_later() else None
-            if isinstance(nonfinite, Tensor):
-                step.held = self._log.errors.hold(nonfinite, step.stop)
-                # As an overflow, it is neither counted nor remembered.
-                step.overflow = either(step.overflow, step.held)
-                step.stop = either(step.stop, step.held)
-                return step
+        nonfinite = step.nonfinite() if step.by_gradient else None
+        if isinstance(nonfinite, Tensor):
+            step.held = self._log.errors.hold(nonfinite, step.stop)
+            # As an overflow, it is neither counted nor remembered.
+            step.overflow = either(step.overflow, step.held)
+            step.stop = either(step.stop, step.held)
+            return step
+        if self._log.errors.arriving:
             self.synchronize()
         if step.stop is not None and not self._decides_on_device():
             if step.stop:

@@ -200,6 +200,7 @@ class Step:
     Attributes:
         clip_groups: as handed over.
         param_groups: as handed over.
+        by_gradient: as handed over.
         record: as handed over.
         follows: a rule has a limit that changes from step to step.
         skip: whether to leave the step out, on the device; None for no.
@@ -224,7 +225,7 @@ class Step:
         record: StepRecord | None,
     ) -> None:
         self.clip_groups, self.param_groups, self._states = clip_groups, param_groups, states
-        self._by_gradient, self._names_nearest = by_gradient, names_nearest
+        self.by_gradient, self._names_nearest = by_gradient, names_nearest
         self._is_scaled = grad_scale is not None
         self._grad_scale = 1.0 if grad_scale is None else grad_scale
         self._check_finite, self._zero = check_finite, zero_nonfinite
@@ -272,7 +273,7 @@ class Step:
                     rule.norm_type,
                     rule.per_gradient,
                     scale,
-                    by_gradient=self._by_gradient,
+                    by_gradient=self.by_gradient,
                 )
             if record is not None:
                 record.measure(groups, self._grad_scale)
@@ -290,7 +291,7 @@ class Step:
         )
         if settings.current().verifying:
             refuse_other_steps(needed, self.param_groups, processes)
-        measure_requests(needed, self._grad_scale, by_gradient=self._by_gradient)
+        measure_requests(needed, self._grad_scale, by_gradient=self.by_gradient)
         refusals = (error_of(group.gradients) for group in (*groups, *recorded))
         refusal = refusal or next(filter(None, refusals), None)
         if refusal is not None:

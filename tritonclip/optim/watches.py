@@ -150,12 +150,15 @@ class ErrorWatch:
     """Has the device leave out all steps from the first that is not finite, until the host knows.
 
     A step is judged by `hold`, and enters by `add`: one that is interrupted leaves no trace.
+
+    Attributes:
+        arriving: the last steps, whose flags are not read yet.
     """
 
     def __init__(self) -> None:
         # Whether the last step was left out; None for none to wait for.
         self._held: Tensor | None = None
-        self._arriving: deque[LeftOut] = deque()
+        self.arriving: deque[LeftOut] = deque()
 
     def hold(self, nonfinite: Tensor, stop: Tensor | None) -> Tensor:
         """Whether to leave out a step, 0-d bool; waits for nothing.
@@ -181,14 +184,14 @@ class ErrorWatch:
     def add(self, step: int, held: Tensor, clip_groups: Sequence[ClipGroup]) -> LeftOut | None:
         """Takes a step that `hold` judged; returns the first one left out, if it is known now."""
         self._held = held
-        self._arriving.append(LeftOut(step, held, clip_groups))
-        if len(self._arriving) > LAG:
+        self.arriving.append(LeftOut(step, held, clip_groups))
+        if len(self.arriving) > LAG:
             return self._first(1)
         return None
 
     def settle(self) -> LeftOut | None:
         """Waits for all steps; returns the first one that was left out."""
-        found = self._first(len(self._arriving))
+        found = self._first(len(self.arriving))
         if found is None:
             self.forget()
         return found
@@ -196,16 +199,16 @@ class ErrorWatch:
     def _first(self, n: int) -> LeftOut | None:
         """The first step that was left out, of the n oldest; those before it are done with."""
         for _ in range(n):
-            if self._arriving[0].read():
-                return self._arriving[0]
-            self._arriving.popleft()
+            if self.arriving[0].read():
+                return self.arriving[0]
+            self.arriving.popleft()
         return None
 
     def n_left_out(self) -> int:
         """The steps that were left out and have not raised; waits for the device."""
-        return sum(one.read() for one in self._arriving)
+        return sum(one.read() for one in self.arriving)
 
     def forget(self) -> None:
         """Goes on as if no step had been left out."""
         self._held = None
-        self._arriving.clear()
+        self.arriving.clear()

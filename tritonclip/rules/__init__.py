@@ -10,7 +10,7 @@ from tritonclip.rules.fixed import (
     as_rule,
     by_number,
 )
-from tritonclip.rules.own_history import ClipByOwnHistory
+from tritonclip.rules.own_history import ClipByOwnHistory, ClipByOwnQuantile
 from tritonclip.rules.rule import Measured, Rule
 from tritonclip.rules.state import BoundRule, ClipState, Numbering, follow
 from tritonclip.rules.unitwise import ClipByUnitNorm, Excluded
@@ -22,6 +22,7 @@ __all__ = [
     "ClipByGlobalNorm",
     "ClipByNorm",
     "ClipByOwnHistory",
+    "ClipByOwnQuantile",
     "ClipByQuantile",
     "ClipByRMS",
     "ClipByUnitNorm",
@@ -44,6 +45,7 @@ add_safe_globals(
         ClipByGlobalNorm,
         ClipByNorm,
         ClipByOwnHistory,
+        ClipByOwnQuantile,
         ClipByQuantile,
         ClipByRMS,
         ClipByUnitNorm,

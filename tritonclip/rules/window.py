@@ -81,10 +81,7 @@ class ClipByQuantile(AdaptiveRule):
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The quantile of the window, this norm included."""
-        state = _entered(state, norm, counts(norm))
-        quantile = torch.nanquantile(state[:-1], self.quantile)
-        limit = torch.where(quantile.isnan(), math.inf, quantile)
-        return bounded(limit, self.max_norm), state
+        return advance_quantile(self.quantile, self.max_norm, state, norm)
 
     def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
         """Its numbers."""
@@ -160,7 +157,7 @@ class Outlier(Adaptive):
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The largest norm that is no outlier among the norms before this one."""
-        return self._limit(state), _entered(state, norm, counts(norm))
+        return self._limit(state), entered(state, norm, counts(norm))
 
     def _limit(self, state: Tensor) -> Tensor:
         """The largest number that is no outlier."""
@@ -201,7 +198,7 @@ class LossOutlier(Outlier):
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The largest loss that is no outlier among the losses before this one."""
-        return self._limit(state), _entered(state, norm, norm.isfinite())
+        return self._limit(state), entered(state, norm, norm.isfinite())
 
     def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
         """Its numbers."""
@@ -218,12 +215,28 @@ class LossOutlier(Outlier):
         return limit, state
 
 
-def _entered(state: Tensor, norm: Tensor, enters: Tensor) -> Tensor:
-    """The state after one more norm, which takes the slot of the oldest, if it enters."""
-    history, n = state[:-1], state[-1]
-    slot = torch.remainder(n, len(history)).long().reshape(1)
-    entered = torch.cat([history.index_copy(0, slot, norm.reshape(1)), (n + 1).reshape(1)])
-    return torch.where(enters, entered, state)
+def advance_quantile(
+    q: float, max_norm: float | Schedule, state: Tensor, norm: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The quantile of a window, or of each row, this norm included; the state after the norm."""
+    state = entered(state, norm, counts(norm))
+    quantile = torch.nanquantile(state[..., :-1], q, dim=-1)
+    limit = torch.where(quantile.isnan(), math.inf, quantile)
+    return bounded(limit, max_norm), state
+
+
+def entered(state: Tensor, norm: Tensor, enters: Tensor) -> Tensor:
+    """The state after one more norm, which takes the slot of the oldest, if it enters.
+
+    Args:
+        state: float64[..., window + 1].
+        norm: float64[...], one for each row; so is `enters`, of bool.
+        enters: whether it does.
+    """
+    history, n = state[..., :-1], state[..., -1:]
+    slot = torch.remainder(n, history.shape[-1]).long()
+    after = torch.cat([history.scatter(-1, slot, norm[..., None]), n + 1], dim=-1)
+    return torch.where(enters[..., None], after, state)
 
 
 def _entered_on_host(state: array[float], norm: float, window: int) -> array[float]:
