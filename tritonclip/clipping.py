@@ -116,8 +116,8 @@ def clip_(
         clip: a rule, such as :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or
             :class:`ClipByValue`; a number means ClipByGlobalNorm(number).
         nonfinite: the policy where a norm is NaN or inf (for ClipByValue: where any element is,
-            before the loss scale is divided out). A norm of order 0 does not show NaN and inf, one
-            of order -inf does not show inf.
+            before the loss scale is divided out). A norm of order 0 hides NaN and inf. A norm of
+            order -inf hides inf.
             "propagate": as in torch, a NaN norm makes its gradients NaN, and an inf norm makes
             their finite elements 0; ClipByValue brings inf to its bound and keeps NaN.
             "error": RuntimeError that names the gradients. No gradient is changed. The host waits
@@ -130,13 +130,13 @@ def clip_(
         state: the memory of a rule whose limit changes from call to call: a :class:`ClipState`, the
             same at every call. A call that raises leaves it as it was.
         process_group: the processes whose gradients have one norm, where DTensors do not say so: a
-            ProcessGroup or a DeviceMesh. Every process then holds different plain tensors, as
-            pipeline stages do, except along the mesh of DTensors in the same call, where they count
-            as replicas. DTensors of different meshes are different tensors. For ClipByGlobalNorm,
-            and for the policies of ClipByValue.
+            ProcessGroup or a DeviceMesh. Plain tensors then differ between processes, as those of
+            pipeline stages do. Along the mesh of DTensors in the same call they count as replicas.
+            DTensors of different meshes are different tensors. For ClipByGlobalNorm, and for the
+            policies of ClipByValue.
         copies: how many processes of `process_group` hold the same shard, for each parameter: a
-            mapping or a function; None to go by the group and the placements. 0: another process
-            counts it in the norm; it is scaled here too.
+            mapping or a function. None: as the group and the placements say. 0: the parameter is
+            scaled here, and another process counts it in the norm.
 
     Returns:
         ClipByGlobalNorm: the norm of all gradients, a 0-d tensor. ClipByNorm, ClipByUnitNorm: the

@@ -248,7 +248,7 @@ def _misfit(
     unknown: Mapping[str, object],
     missing: str,
 ) -> TypeError:
-    remedies = _REMEDIES[name]
+    remedies = _REMEDIES.get(name, {(): f"{name}({', '.join(parameters)})"})
     for key, value in unknown.items():
         remedy = _remedy(remedies, key, value)
         if remedy is None:

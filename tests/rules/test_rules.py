@@ -9,12 +9,14 @@ import inspect
 import io
 import math
 import pickle
+from typing import get_args
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
+import tritonclip
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,
@@ -26,9 +28,16 @@ from tritonclip import (
     ClipByValue,
     ClipByZScore,
     Outlier,
+    rules,
 )
-from tritonclip.rules import as_rule
+from tritonclip.clipping import NormRule
+from tritonclip.rules import Rule, as_rule
 
+PUBLIC_RULES = [
+    kind
+    for kind in (getattr(tritonclip, name) for name in tritonclip.__all__)
+    if isinstance(kind, type) and issubclass(kind, Rule) and kind is not Rule
+]
 BY_NORM = pytest.mark.parametrize("kind", [ClipByGlobalNorm, ClipByNorm])
 
 
@@ -148,6 +157,15 @@ def test_rule_is_frozen(rule):
 def test_rule_equals_its_copy(rule, again):
     assert again(rule) == rule
     assert hash(again(rule)) == hash(rule)
+
+
+@pytest.mark.parametrize("kind", PUBLIC_RULES, ids=lambda kind: kind.__name__)
+def test_every_public_rule_is_known_where_rules_are_listed(kind):
+    assert kind in torch.serialization.get_safe_globals()
+    assert kind.clamps or kind in get_args(NormRule)
+    assert kind.__name__ in rules.__all__
+    with pytest.raises(TypeError, match=f"{kind.__name__}\\(\\) has no argument 'nonsense'"):
+        kind(nonsense=1)
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,7 @@ class ClipByValue(Rule):
             return self.bounds
 
     def limit(self, measured: Measured) -> float:
-        """None: a norm is only measured to find NaN and inf."""
+        """inf: a norm is only measured to find NaN and inf."""
         return math.inf
 
     @property

@@ -1,7 +1,7 @@
 """The interface of rules: `Rule`, and `Adaptive` for limits that follow earlier norms.
 
-The engine asks a rule for its numbers, and never for its class. A new rule is a new file beside
-this one and one line in `__init__`.
+The engine asks a rule for its numbers, and never checks its class. docs/architecture.md lists the
+edits for a new rule.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class Rule:
     Attributes:
         norm_type: p of the p-norm that is measured.
         eps: added to the norm before the limit is divided by it.
-        known_limit: the limit, if it depends on the rule alone; `limit` then returns the same
-            float, and need not be called. Not a float where the limit needs a norm or a state.
+        known_limit: the limit as a float, if it needs neither a norm nor a state. Any other value
+            means that `limit` has to be called.
         per_gradient: each gradient has its own norm and coefficient.
         per_unit: each slice of a gradient along its first dimension has its own coefficient.
-            `limit` is then the largest ratio of a slice's norm to the norm of its weights, and
-            `eps` the smallest norm used for weights.
+            `limit` is then the largest ratio of a slice's norm to the norm of its weights. `eps` is
+            the smallest norm used for weights.
         clamps: elements are clamped to `bounds`; a norm is measured only where a policy for NaN and
             inf asks for one.
         bounds: the least and the largest value of an element, by dtype; only of a rule that
@@ -153,16 +153,20 @@ class Rule:
 class Adaptive:
     """A limit that follows the norms of earlier calls.
 
-    Its state is one tensor, float64 where the device has it, so that it moves, is saved and changes
-    in one piece. `advance` is a pure function of tensors: it never waits for the device, and a step
-    that is skipped leaves no trace. Where the host decides, `advance_on_host` takes its place, a
-    pure function of numbers: operators on so few numbers take longer than their work.
+    Its state is one tensor, float64 where the device has it. One tensor is moved, saved and
+    replaced as a whole. `advance` is a pure function of tensors: it never waits for the device, and
+    a step that is skipped leaves no trace. Where the host decides, `advance_on_host` takes its
+    place, a pure function of numbers: on a few numbers, calling an operator costs more than the
+    arithmetic.
     """
 
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
-        """A subclass that writes `advance` anew has none of its parent's other forms of it."""
+        """Drops the parent's other forms of `advance` where a subclass overrides it.
+
+        They would compute the parent's limit.
+        """
         if "advance" in vars(cls):
             for name in ("in_kernel", "on_host", "advance_on_host"):
                 if name not in vars(cls):
@@ -187,14 +191,14 @@ class Adaptive:
         raise NotImplementedError
 
     def in_kernel(self) -> tuple[str, tuple[float, float, float, float]] | None:
-        """The kind of rule that one launch advances as `advance` does, and its four numbers.
+        """A kind of :mod:`tritonclip.kernels.adaptive`, with three numbers and `max_norm`.
 
-        None where no kernel does; :mod:`tritonclip.kernels.adaptive` has the kinds.
+        One launch then does what `advance` does. None where no kernel does.
         """
         return None
 
     def on_host(self, state: array[float]) -> array[float]:
-        """The state that `advance_on_host` takes: these numbers, and then any derived from them."""
+        """The state as `advance_on_host` takes it: these numbers, then values derived from them."""
         return state
 
     def advance_on_host(
@@ -218,7 +222,7 @@ class AdaptiveRule(Adaptive, Rule):
     __slots__ = ()
 
     def limit(self, measured: Measured) -> Tensor:
-        """Raises: only a `BoundRule` knows the norms of earlier calls."""
+        """Always raises: only a `BoundRule` knows the norms of earlier calls."""
         raise needs_state(self.name)
 
     @property
