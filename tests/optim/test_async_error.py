@@ -241,6 +241,26 @@ def test_async_error_is_no_step_that_is_skipped_as_an_outlier():
     assert int(optimizer.stats.skipped_steps) == 1
 
 
+def test_async_error_of_an_interrupted_step_that_is_repeated_counts_once(monkeypatch):
+    with decided_on_device():
+        params, optimizer = wrapped(FUSED)
+        give_grads(params, bad=math.nan)
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer.optimizer, "step", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        optimizer.step()
+        give_grads(params)
+        optimizer.step()
+        message = r"Step 0, .* The updates of this step and of the step after it were left out"
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.synchronize()
+
+
 def test_async_error_says_that_a_norm_does_not_fit():
     with decided_on_device():
         param = torch.nn.Parameter(torch.zeros(4))

@@ -133,7 +133,8 @@ class LeftOut:
             for gradients, finite in found
         ]
         names = ", ".join(filter(None, culprits))
-        after = f" and of the {n_after} steps after it" if n_after else ""
+        steps = "step" if n_after == 1 else f"{n_after} steps"
+        after = f" and of the {steps} after it" if n_after else ""
         blame = (
             f"has non-finite gradients: {names}{nearest_finite(found, param_groups)}"
             if names
