@@ -9,6 +9,8 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -160,11 +162,61 @@ def grads_of(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
+def record_each() -> Iterator[Comparison]:
+    """A step that keeps the norm of each gradient as a number, and one that keeps none.
+
+    Nothing is clipped. A recorder also writes every hundredth step to its file.
+    """
+
+    def step_of(optimizer: tritonclip.ClippedOptimizer) -> Timed:
+        def step() -> list[Tensor]:
+            optimizer.step()
+            return [optimizer.stats.last_norm]
+
+        return Timed(step)
+
+    for workload in ("small_10", "mlp8", "resnet50"):
+        gradients = Gradients(WORKLOADS[workload], "float32", CPU)
+        parameters, kept = gradients.parameters, deque[list[float]](maxlen=100)
+        sgd = sgd_of(parameters)
+
+        def loop(parameters=parameters, kept=kept, sgd=sgd) -> list[Tensor]:
+            kept.append([p.grad.norm().item() for p in parameters])
+            norm = torch.nn.utils.clip_grad_norm_(parameters, 1e9)
+            sgd.step()
+            return [norm]
+
+        def foreach(parameters=parameters, kept=kept, sgd=sgd) -> list[Tensor]:
+            norms = torch.stack(torch._foreach_norm([p.grad for p in parameters]))
+            norm = torch.linalg.vector_norm(norms)
+            torch.nn.utils.clip_grads_with_norm_(parameters, 1e9, norm)
+            kept.append(norms.tolist())
+            sgd.step()
+            return [norm]
+
+        with (
+            TemporaryDirectory() as folder,
+            tritonclip.record(Path(folder, "run.csv"), each=True) as recorder,
+        ):
+            recorded = tritonclip.ClippedOptimizer(sgd_of(parameters), 1e9, recorder=recorder)
+            providers = {
+                "tritonclip": step_of(recorded),
+                "tritonclip, no recorder": step_of(
+                    tritonclip.ClippedOptimizer(sgd_of(parameters), 1e9)
+                ),
+                "loop": Timed(loop),
+                "foreach": Timed(foreach),
+            }
+            truth = [torch.tensor(gradients.norm, dtype=torch.float64)]
+            yield Comparison(WORKLOADS[workload].title, providers, truth, 1e-2)
+
+
 FEATURES: dict[str, Callable[[], Iterator[Comparison]]] = {
     "norms_by_name": norms_by_name,
     "error_without_wait": error_without_wait,
     "loss_outliers": loss_outliers,
     "own_quantile": own_quantile,
+    "record(each=True)": record_each,
 }
 
 
@@ -195,7 +247,7 @@ def rows_of(feature: str, comparison: Comparison, seconds: float = SECONDS) -> l
         rows[name].values = spread("wall_us", own)
         call = timed[name].prepared()
         rows[name].values["extra_mb"] = timing.extra_bytes(call, CPU) / 2**20
-    if others := [name for name in walls if name != "tritonclip"]:
+    if others := [name for name in walls if not name.startswith("tritonclip")]:
         best = min(others, key=lambda name: statistics.median(walls[name]))
         ratio = spread("ratio", paired(walls[best], walls["tritonclip"]))
         rows["tritonclip"].values |= {**ratio, "baseline": best}

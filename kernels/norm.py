@@ -284,18 +284,18 @@ def norm_kernel(
     first_chunks_ptr,
     tensor_of_chunk_ptr,
     norms_ptr,
+    chunk_norms_ptr,
     n_chunks: tl.int32,
     DTYPE: tl.constexpr,
     P: tl.constexpr,
-    EACH: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program measures the chunks program_id, program_id + grid, ...
 
     pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; tensor_of_chunk_ptr:
-    int32[n_chunks]; norms_ptr: float64[grid], one norm a program, or with EACH float64[n_chunks],
-    one norm a chunk.
+    int32[n_chunks]; norms_ptr: float64[grid], one norm a program, or None; chunk_norms_ptr:
+    float64[n_chunks], one norm a chunk, or None.
     """
     pid = tl.program_id(0)
     UNSCALED: tl.constexpr = (
@@ -309,18 +309,19 @@ def norm_kernel(
             pointers_ptr, sizes_ptr, first_chunks_ptr, tensor_of_chunk_ptr, chunk, CHUNK
         )
         chunk_scale, chunk_total = chunk_norm(address, start, n, DTYPE, P, CHUNK, BLOCK)
-        if EACH:
+        if chunk_norms_ptr is not None:
             norm = norm_of(chunk_scale, chunk_total, P)
             if P == -INF:
                 # The least of no elements is inf, but a gradient without elements has the norm 0.
                 norm = tl.where(n == 0, 0.0, norm)
-            tl.store(norms_ptr + chunk, norm)
-        elif UNSCALED:
-            total = _join(total, chunk_total, P)
-        else:
-            scale, total = _add_scaled(scale, total, chunk_scale, chunk_total, P)
+            tl.store(chunk_norms_ptr + chunk, norm)
+        if norms_ptr is not None:
+            if UNSCALED:
+                total = _join(total, chunk_total, P)
+            else:
+                scale, total = _add_scaled(scale, total, chunk_scale, chunk_total, P)
 
-    if not EACH:
+    if norms_ptr is not None:
         tl.store(norms_ptr + pid, norm_of(scale, total, P))
 
 

@@ -11,7 +11,7 @@
 #include "tensors.h"
 
 /* Of the functions and their arguments, for `native.py`. */
-#define INTERFACE 8
+#define INTERFACE 9
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
 /* A norm of float64 of order 2 is known where it is 0, or lies from the first up to the second. */
@@ -135,6 +135,17 @@ static PyObject *norms(PyObject *module, PyObject *const *arguments, Py_ssize_t 
     Job job;
     if (!measure(&job, arguments, n_arguments)) return NULL;
     PyObject *result = parts_of_each(&job);
+    free_job(&job);
+    return result;
+}
+
+static PyObject *two_norms(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    Job job;
+    if (!has_arguments(n_arguments, 4) || !read_job(&job, SUM_SQUARES, arguments, NULL)) return NULL;
+    run(&job);
+    PyObject *each = parts_of_each(&job);
+    PyObject *result = each ? Py_BuildValue("(dN)", norm_of(&job, 0, job.n_parts), each) : NULL;
     free_job(&job);
     return result;
 }
@@ -401,6 +412,7 @@ static PyObject *share(PyObject *module, PyObject *address) {
 static PyMethodDef methods[] = {
     {"norm", FAST(norm), NULL},
     {"norms", FAST(norms), NULL},
+    {"two_norms", FAST(two_norms), NULL},
     {"coefficients", FAST(coefficients), NULL},
     {"multiply_", FAST(multiply), NULL},
     {"unit_norms", FAST(unit_norms), NULL},

@@ -9,6 +9,7 @@ the ``backend`` fixture.
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -24,7 +25,8 @@ from covering import covering
 from serving import decided_on_device
 
 import tritonclip
-from tritonclip.backends.native import loops
+from tritonclip.backends.native import NativeBatch, loops
+from tritonclip.backends.operators import TorchBatch
 from tritonclip.engine import misuse
 
 hypothesis.settings.register_profile(
@@ -156,6 +158,15 @@ def operators() -> Iterator[None]:
 def device(backend: Backend) -> torch.device:
     """Where the tensors of a test lie that runs on every backend."""
     return backend.device
+
+
+@pytest.fixture
+def verbs(backend: Backend) -> type[Any]:
+    """The class whose verbs serve the test, to break or to count them."""
+    if backend.name == "triton":
+        batch: type[Any] = importlib.import_module("tritonclip.backends.triton").TritonBatch
+        return batch
+    return NativeBatch if backend.name == "native" else TorchBatch
 
 
 @pytest.fixture(params=_CUDA_BACKENDS)

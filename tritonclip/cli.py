@@ -23,6 +23,7 @@ from tritonclip import settings
 from tritonclip.backends import choose, native
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from tritonclip.monitor.history import History
@@ -78,8 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, about in (
         ("doctor", "print versions, devices and backends, and run a short self-test"),
-        ("suggest", "suggest max_norm from FILE, a recorder's .csv or .jsonl"),
-        ("plot", "draw the norms in FILE, with candidates for max_norm"),
+        ("suggest", "suggest max_norm from FILE, a recorder's .csv or .jsonl; largest gradients"),
+        ("plot", "draw the norms in FILE, with candidates for max_norm and largest gradients"),
     ):
         command = commands.add_parser(
             name, help=about, description=f"{about[0].upper()}{about[1:]}."
@@ -226,6 +227,7 @@ def suggest(file: Path, warmup: int | None, run: int | None) -> None:
     limit = "none" if suggestion.max_norm is None else f"{suggestion.max_norm:g}"
     only = ", if the limit has to be fixed" if suggestion.verdict == "drift" else ""
     console.print(f"max_norm: {limit}{only}", style="bold")
+    _print_largest(console, history.run(suggestion.run))
 
 
 def _table(suggestion: Suggestion) -> Table:
@@ -245,6 +247,26 @@ def _table(suggestion: Suggestion) -> Table:
             style="bold" if candidate.origin == "recommended" else None,
         )
     return table
+
+
+def _print_largest(console: Console, history: History) -> None:
+    """Prints the largest norms by name, and the names of dead gradients, if any are known."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    if largest := history.largest():
+        table = Table(title=f"the largest of {len(history.named_norms)} norms by name")
+        for name in ("", "median", "largest", "at step"):
+            table.add_column(name, justify="right" if name else "left", overflow="fold")
+        for one in largest:
+            numbers = (f"{one.median:.4g}", f"{one.largest:.4g}", str(one.step))
+            table.add_row(escape(one.name), *numbers)
+        console.print(table)
+    dead = history.dead()
+    for steps in sorted(set(dead.values()), reverse=True):
+        names = ", ".join(name for name, own in dead.items() if own == steps)
+        since = "last step" if steps == 1 else f"last {steps} steps"
+        console.print(f"0 in the {since}: {names}", markup=False)
 
 
 def _left_out(suggestion: Suggestion) -> str:

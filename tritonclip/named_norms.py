@@ -101,7 +101,7 @@ class NamedNorms:
             self._measured = [parameter for _, parameter in named]
         else:
             items, label_of = labelled(parameters)
-            named = [(label_of(i), item) for i, item in enumerate(items) if _is_wanted(item)]
+            named = [(label_of(i), item) for i, item in enumerate(items) if is_measured(item)]
             self.gradients = collect(items, label_of)
             positions = self.gradients.positions()
             self._measured = items if positions is None else [items[i] for i in positions]
@@ -138,7 +138,8 @@ class NamedNorms:
         return by_name
 
 
-def _is_wanted(parameter: Tensor) -> bool:
+def is_measured(parameter: Tensor) -> bool:
+    """Whether a parameter has a norm: 0 where it has no gradient."""
     needs = parameter.requires_grad or parameter.grad is not None
     return needs and needs_clip(parameter)
 

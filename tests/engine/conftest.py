@@ -1,13 +1,9 @@
-"""Plans under both kinds of guards, the lists that they were built for, and verbs to be broken."""
+"""Plans under both kinds of guards, and the lists that they were built for."""
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 
-from tritonclip.backends.native import NativeBatch
-from tritonclip.backends.operators import TorchBatch
 from tritonclip.engine import gradients, plan, plan_cache
 from tritonclip.engine.plan_cache import PlanCache
 
@@ -37,13 +33,3 @@ def built(monkeypatch):
 
     monkeypatch.setattr(gradients, "make_plan", counted)
     return seen
-
-
-@pytest.fixture
-def verbs(backend):
-    """The class whose verbs serve the test, to break them."""
-    if backend.name == "triton":
-        return importlib.import_module("tritonclip.backends.triton").TritonBatch
-    if backend.name == "native":
-        return NativeBatch
-    return TorchBatch

@@ -123,6 +123,17 @@ def test_clip_launches_no_more_to_unscale(device, launches, rule, expected):
     assert names(launches) == expected
 
 
+@pytest.mark.parametrize(("rule", "expected"), [RULES[0], RULES[3], RULES[5]])
+def test_norms_by_name_of_a_step_read_no_gradient_again(tmp_path, device, launches, rule, expected):
+    """The norm of all and that of each, for the recorder, are put together from partial norms."""
+    params = parameters(of_sizes((9, CHUNK + 1, 0), torch.float32, device))
+    with tritonclip.record(tmp_path / "run.csv", each=True) as recorder:
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        tritonclip.ClippedOptimizer(optimizer, rule, recorder=recorder).step()
+    total = "scale_kernel" if rule.norm_type == 2.0 and not rule.per_gradient else EACH[1]
+    assert names(launches) == ["norm_kernel", total, "scale_each_kernel", expected[-1]]
+
+
 STATES = [
     pytest.param(ClipByQuantile(0.9, 50), ["norm_kernel", "advance_kernel", "scale_kernel"]),
     pytest.param(ClipByZScore(), ["norm_kernel", "advance_kernel", "scale_kernel"]),

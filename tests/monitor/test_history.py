@@ -168,3 +168,32 @@ def test_rows_without_steps_join_no_runs(write):
     join = '{"step":1,"norm":null,"coefficient":null,"limit":null,"skipped":null}'
     history = read(write("a.jsonl", f'{{"norm":1}}\n{join}\n{{"norm":2}}\n'))
     assert (history.norms.tolist(), history.joins) == ([1.0, 2.0], ())
+
+
+def test_largest_orders_names_by_median_and_leaves_out_dead_ones(write):
+    text = (
+        "step,norm,norm/a,norm/b,norm/spike,norm/dead,norm/nan\n"
+        "3,9,1,5,1,0,nan\n"
+        "4,9,2,inf,900,0,nan\n"
+        "5,9,3,7,1,0,nan\n"
+        "6,9,,6,nan,0,nan\n"
+    )
+    largest = read(write("a.csv", text)).largest()
+    assert largest == [("b", 6.0, 7.0, 5), ("a", 2.0, 3.0, 5), ("spike", 1.0, 900.0, 4)]
+    assert read(write("a.csv", text)).largest(2) == largest[:2]
+
+
+def test_dead_names_count_the_steps_since_their_last_norm(write):
+    text = (
+        "norm,norm/always,norm/lately,norm/before,norm/nan,norm/unknown\n"
+        "9,0,1,0,0,0\n"
+        "9,0,nan,0,0,0\n"
+        "9,0,0,1,nan,\n"
+    )
+    assert read(write("a.csv", text)).dead() == {"always": 3, "lately": 1}
+
+
+def test_files_without_norms_by_name_have_no_largest_and_no_dead(write):
+    history = read(write("a.csv", "norm\n0\n0\n"))
+    assert history.largest() == []
+    assert history.dead() == {}

@@ -189,6 +189,45 @@ def test_labels_keep_their_distance_and_stay_on_the_axis(heights):
     assert all(b - a >= plot.GAP - 1e-9 for a, b in itertools.pairwise(labels))
 
 
+def named_run(n: int = 12) -> History:
+    """A run with norms by name, each larger than the one before, and one that is 0."""
+    history = run()
+    names = [*(f"layer{i}.weight" for i in range(n)), "a." + 60 * "b"]
+    norms = {name: history.norms * 2.0**i for i, name in enumerate(names)}
+    return replace(history, named_norms={**norms, "unused": torch.zeros_like(history.norms)})
+
+
+def test_the_ten_largest_norms_stand_below_by_name():
+    axes: Any = plot.draw(named_run()).axes[0]
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == ["..." + 45 * "b", *(f"layer{i}.weight" for i in range(11, 2, -1))]
+    medians = next(one for one in axes.lines if one.get_label() == "median").get_xdata()
+    assert list(medians) == [one.median for one in named_run().largest()]
+    assert axes.get_xscale() == "log"
+    assert axes.get_title(loc="left") == "0 in the last step: unused"
+
+
+def test_norms_by_name_are_those_of_the_run_that_is_suggested_for():
+    first, history = named_run(), run()
+    joined = replace(
+        first,
+        joins=(300,),
+        named_norms={"a": torch.cat([history.norms[:300], torch.zeros(100)]), "b": history.norms},
+    )
+    suggestion = suggest_max_norm(joined)
+    assert suggestion.run == 2
+    axes = plot.draw(joined, suggestion).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["b"]
+    assert axes.get_title(loc="left") == "0 in the last step: a"
+
+
+@pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+def test_norms_by_name_without_one_to_draw_leave_the_figure_as_it_is(value):
+    history = run()
+    unknown = replace(history, named_norms={"a": torch.full_like(history.norms, value)})
+    assert len(plot.draw(unknown).axes) == len(plot.draw(history).axes) == 2
+
+
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_save_writes_the_figure(tmp_path, ending):
     path, again = tmp_path / f"run.{ending}", tmp_path / f"again.{ending}"

@@ -377,6 +377,18 @@ def test_async_error_names_gradients_of_buffers():
             optimizer.synchronize()
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_async_error_beside_a_recorder_of_each_norm(backend, rule, tmp_path):
+    """Which takes the norms from the same reading."""
+    with decided_on_device(), tritonclip.record(tmp_path / "run.csv", each=True) as recorder:
+        params, optimizer = wrapped(FUSED, rule, backend.device, recorder=recorder)
+        for bad in (None, math.nan):
+            give_grads(params, bad=bad)
+            optimizer.step()
+        with pytest.raises(RuntimeError, match=r"Step 1, .*: beta; .*: alpha before"):
+            optimizer.synchronize()
+
+
 def test_async_error_says_nothing_of_finite_ones_where_there_are_none():
     params = new_params()
     optimizer = ClippedOptimizer(sgd(params), 1.0, nonfinite="async_error")

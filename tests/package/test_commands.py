@@ -85,6 +85,26 @@ def test_suggest_counts_only_what_was_left_out(tmp_path, capsys, bad, said):
     assert f"; left out: {said}.\n" in capsys.readouterr().out
 
 
+def test_suggest_prints_the_largest_gradients_and_names_dead_ones(tmp_path, capsys):
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path) as recorder:
+        for step in range(40):
+            norms = {"body[0]": 1.0, "head": 3.0 + step, "dead": 0.0, "late": float(step < 39)}
+            recorder.add_(4.0 + step % 7, norms=norms)
+    assert main(["suggest", str(path)]) == 0
+    printed = capsys.readouterr().out
+    table = printed[printed.index("the largest of 4 norms by name") :]
+    rows = [line.split("│")[1:-1] for line in table.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["head", "22.5", "42", "40"],
+        ["body[0]", "1", "1", "1"],
+        ["late", "1", "1", "1"],
+    ]
+    assert printed.endswith("0 in the last 40 steps: dead\n0 in the last step: late\n")
+    assert main(["plot", str(path), "--out", str(tmp_path / "run.svg")]) == 0
+    assert "body[0]" in (tmp_path / "run.svg").read_text()
+
+
 def test_suggest_leaves_out_the_warmup_that_is_given(path, capsys):
     assert main(["suggest", str(path), "--warmup", "100"]) == 0
     assert "500 steps after a warm-up of 100" in capsys.readouterr().out

@@ -34,6 +34,11 @@ def norms(
 ) -> list[float]:
     """The norm of each gradient."""
 
+def two_norms(
+    addresses: list[int], sizes: bytes, dtype: int, threads: int, /
+) -> tuple[float, list[float]]:
+    """The norm of all elements, and of each gradient, of order 2: as `norm` and `norms`."""
+
 def coefficients(
     norms: list[float], limit: float | list[float], eps: float, wide: bool, /
 ) -> tuple[list[float], float]:

@@ -62,6 +62,13 @@ class Batch(Protocol):
             device has no float64.
         """
 
+    def two_norms(self) -> tuple[PartialNorms, PartialNorms]:
+        """Measures the 2-norms of all gradients and of each, by one reading.
+
+        Returns:
+            Partial norms as `norm` returns them, without and with `per_gradient`.
+        """
+
     def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms of all groups, 0-d."""
 

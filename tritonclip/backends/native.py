@@ -36,7 +36,7 @@ from tritonclip.backends.operators import (
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Of the functions and their arguments, as in `native/module.c`: a binary may be older.
-INTERFACE = 8
+INTERFACE = 9
 
 _MODULE = "tritonclip.backends._native"
 
@@ -175,6 +175,16 @@ class NativeBatch:
         if norm_type == 2.0 and self.layout.is_double:
             self._measure_extremes_(norms, per_gradient)
         return norms
+
+    def two_norms(self) -> tuple[PartialNorms, PartialNorms]:
+        """Measures the 2-norms of all gradients, as `norm` does to the bit, and of each."""
+        total, each = loops.two_norms(*self._list)
+        norms = [total]
+        if self.layout.is_double:
+            self._measure_extremes_(each, per_gradient=True)
+            if is_extreme(total):
+                norms = each
+        return norms, each
 
     def _measure_extremes_(self, norms: list[float], per_gradient: bool) -> None:
         """Measures anew where squares of float64 may have overflowed or lost digits."""

@@ -92,6 +92,11 @@ class TorchBatch:
                     norms[i] = 0.0
         return norms
 
+    def two_norms(self) -> tuple[Tensor, Tensor]:
+        """Measures the 2-norms of all gradients and of each: the norms of each are partial ones."""
+        norms = self.norm(2.0, per_gradient=True)
+        return norms, norms
+
     def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms, 0-d."""
         norm = combine(as_tensor(norms), norm_type)

@@ -6,6 +6,7 @@ Imported where the backend is first chosen, because it imports triton.
 import math
 from collections.abc import Sequence
 from struct import Struct
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,23 +67,32 @@ class TritonBatch:
 
     def norm(self, norm_type: float, *, per_gradient: bool) -> Tensor:
         """Measures the gradients: one partial norm a chunk, or one a program."""
+        both = self._measure(norm_type, whole=not per_gradient, each=per_gradient)
+        norms: Tensor = both[per_gradient]
+        return norms
+
+    def two_norms(self) -> tuple[Tensor, Tensor]:
+        """Measures the 2-norms of all gradients, as `norm` does to the bit, and of each."""
+        return self._measure(2.0, whole=True, each=True)
+
+    def _measure(self, norm_type: float, *, whole: bool, each: bool) -> tuple[Any, Any]:
+        """Partial norms by one launch: one a program, one a chunk, or both; else None."""
         table = self._table
-        programs = table.programs[OCCUPANCY_3X80]
-        n = table.n_chunks if per_gradient else programs
-        norms = torch.empty(n, dtype=torch.float64, device=table.device)
+        programs, device = table.programs[OCCUPANCY_3X80], table.device
+        norms = torch.empty(programs, dtype=torch.float64, device=device) if whole else None
+        own = torch.empty(table.n_chunks, dtype=torch.float64, device=device) if each else None
         launch.launch(
             norm.norm_kernel,
-            table.device,
+            device,
             programs,
             OCCUPANCY_3X80,
-            (*table.arguments, norms, table.n_chunks),
+            (*table.arguments, norms, own, table.n_chunks),
             DTYPE=launch.TL_DTYPES[table.dtype],
             P=norm_type,
-            EACH=per_gradient,
             CHUNK=CHUNK,
             BLOCK=norm.block_of(table.dtype.itemsize, norm_type),
         )
-        return norms
+        return norms, own
 
     def total(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms, 0-d."""

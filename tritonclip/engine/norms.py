@@ -197,6 +197,34 @@ def measure(
     return _measure_groups(gradients, norm_type, per_gradient, grad_scale, by_gradient=by_gradient)
 
 
+def measure_two_norms(
+    gradients: Gradients, grad_scale: float | Tensor = 1.0
+) -> tuple[Norms, Norms]:
+    """Measures the 2-norms of a list that is not empty, of all and of each, by one reading."""
+    plan = gradients.plan
+    assert plan is not None
+    refuse_tracer()
+    batches: list[Batch] = []
+    partials: list[PartialNorms] = []
+    each: list[PartialNorms] = []
+    for group in plan.groups:
+        tensors, addresses = gradients.readable, gradients.addresses
+        if group.indices is not None:
+            tensors, addresses = gradients.of_group(group.indices)
+        batch = group.layout.bind(tensors, addresses)
+        own, own_each = batch.two_norms()
+        batches.append(batch)
+        partials.append(own)
+        each.append(own_each)
+    if len(partials) > 1:
+        partials = _join(partials, [group.device for group in plan.groups])
+    kept = [(group.layout, own) for group, own in zip(plan.groups, each, strict=True)]
+    return (
+        Norms(batches, partials, 2.0, False, grad_scale, gradients, by_gradient=kept),
+        Norms(batches, each, 2.0, True, grad_scale, gradients),
+    )
+
+
 @without_grad
 def measure_units(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Norms:
     """Measures the units of a list that is not empty, and of its weights."""

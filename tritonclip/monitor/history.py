@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,6 +119,22 @@ _PREFIX = "norm/"
 _SPIKE_WINDOW, _SPIKE_SIGMAS = 128, 6.0
 _Row = dict[str, float]
 _WRITTEN_BY = "record(...) writes history files, and other files need a column 'norm'"
+
+
+class NamedNorm(NamedTuple):
+    """The norms of one name over the steps of a history, without those that are NaN or inf.
+
+    Attributes:
+        name: of the group or parameter.
+        median: of the norms.
+        largest: of the norms.
+        step: of the largest.
+    """
+
+    name: str
+    median: float
+    largest: float
+    step: int
 
 
 @dataclass(frozen=True)
@@ -223,6 +240,34 @@ class History:
         if max(usable) <= _SPIKE_WINDOW:
             return math.nan
         return int(self.is_over_six_sigma.sum()) / sum(usable)
+
+    def largest(self, n: int = 10) -> list[NamedNorm]:
+        """The names with the largest median norms, the largest first; none whose norms are all 0.
+
+        Args:
+            n: the largest number of names.
+        """
+        found = []
+        for name, norms in self.named_norms.items():
+            finite = norms.isfinite()
+            if (norms[finite] > 0).any():
+                at = int(norms.where(finite, -1.0).argmax())
+                median, step = float(norms[finite].quantile(0.5)), int(self.steps[at])
+                found.append(NamedNorm(name, median, float(norms[at]), step))
+        return sorted(found, key=lambda one: (-one.median, -one.largest))[:n]
+
+    def dead(self) -> dict[str, int]:
+        """The names whose norm is 0 at the last step, and for how many steps it has been.
+
+        Such a gradient has only zeros, or there was none.
+        """
+        counts = {}
+        for name, norms in self.named_norms.items():
+            others = (norms != 0).nonzero()
+            count = len(norms) - (int(others[-1]) + 1 if len(others) else 0)
+            if count:
+                counts[name] = count
+        return counts
 
 
 def read(path: str | os.PathLike[str]) -> History:
@@ -438,8 +483,8 @@ class HistoryFile:
         if self._columns is not None and columns != self._columns:
             had = [name.removeprefix(_PREFIX) for name in self._columns[len(COLUMNS) :]]
             raise ValueError(
-                f"{self.path} has norms of {_some(had)}; expected the same names, got "
-                f"{_some(names)}: pass the same norms, or {_ANOTHER}"
+                f"{self.path} has norms of {join_names(had)}; expected the same names, got "
+                f"{join_names(names)}: pass the same norms, or {_ANOTHER}"
             )
         self._columns = columns
 
@@ -486,7 +531,7 @@ class HistoryFile:
             return b"\n" in file.read(size - self._size)
 
 
-def _some(names: Sequence[str]) -> str:
-    """The first names, for a message."""
+def join_names(names: Sequence[str]) -> str:
+    """The first names, for a message or a figure."""
     shown = ", ".join(names[:4]) or "no names"
     return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"

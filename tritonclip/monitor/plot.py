@@ -1,7 +1,8 @@
 """The figure of a history: norms over steps, and their histogram beside candidates for a limit.
 
-Needs matplotlib: `pip install "tritonclip[monitor]"`. The colours are those of Okabe and Ito, which
-colour-blind readers can distinguish; each kind of mark has a shape as well.
+Below stand the largest norms by name, if the history has any. Needs matplotlib:
+`pip install "tritonclip[monitor]"`. The colours are those of Okabe and Ito, which colour-blind
+readers can distinguish; each kind of mark has a shape as well.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import Any
 import matplotlib as mpl
 import torch
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from torch import Tensor
 
-from tritonclip.monitor.history import History
+from tritonclip.monitor.history import History, NamedNorm, join_names
 from tritonclip.monitor.suggestion import Candidate, Suggestion
 
 ENDINGS = (".png", ".svg")
@@ -35,6 +36,8 @@ _SECTIONS = 100
 _CROWDED = 200
 # The width of a run's name, as a fraction of the axis.
 _NAME = 0.07
+# Largest number of names, the height of each, and the length of its text.
+_LARGEST, _INCHES, _LETTERS = 10, 0.22, 48
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.right": False,
@@ -84,8 +87,16 @@ def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
             "clip_(..., nonfinite='error') names the gradients that are NaN or inf"
         )
     numbered, history = history, _counted_on(history)
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    over_steps, histogram = figure.subplots(1, 2, sharey=True, width_ratios=(3.2, 1))
+    named = history if suggestion is None else history.runs[suggestion.run - 1]
+    largest = named.largest(_LARGEST)
+    below = _INCHES * len(largest) + 0.8 if largest else 0.0
+    figure = Figure(figsize=(9, 3.6 + below), layout="constrained")
+    upper: Figure | SubFigure = figure
+    if largest:
+        parts: Any = figure.subfigures(2, 1, height_ratios=(3.6, below))
+        upper, lower = parts
+        draw_largest(lower.subplots(), named, largest)
+    over_steps, histogram = upper.subplots(1, 2, sharey=True, width_ratios=(3.2, 1))
     over_steps.set_yscale("log")
     _draw_norms(over_steps, history)
     _draw_marks(over_steps, history)
@@ -111,7 +122,7 @@ def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
     _label(over_steps, histogram)
     if numbered is not history:
         over_steps.set_xlabel("step, counted on from run to run")
-    legend = figure.legend(loc="outside lower center", ncols=8, frameon=False, columnspacing=1.2)
+    legend = upper.legend(loc="outside lower center", ncols=8, frameon=False, columnspacing=1.2)
     for sample in legend.get_lines():
         sample.set_markersize(5)
     return figure
@@ -308,3 +319,30 @@ def label_heights(heights: Sequence[float]) -> list[float]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2g}%" if share < 0.995 else "100%"
+
+
+def draw_largest(axes: Axes, history: History, largest: Sequence[NamedNorm]) -> None:
+    """Norms by name, a line each: most steps, median, and the largest of all steps."""
+    for row, one in enumerate(largest):
+        norms = history.named_norms[one.name]
+        norms = norms[norms.isfinite() & (norms > 0)]
+        low, high = norms.quantile(torch.tensor([0.05, 0.95], dtype=norms.dtype)).tolist()
+        axes.hlines(row, low, high, color=BAR, lw=5)
+    rows = range(len(largest))
+    medians, spikes = [one.median for one in largest], [one.largest for one in largest]
+    axes.plot(medians, rows, ls="", marker="|", ms=9, mew=1.6, color=MEDIAN, label="median")
+    axes.plot(spikes, rows, ls="", marker="x", ms=4, color=CLIPPED, label="largest")
+    axes.set_xscale("log")
+    axes.set_yticks(rows, [_shortened(one.name) for one in largest])
+    axes.set_ylim(len(largest) - 0.5, -0.5)
+    axes.grid(axis="x", color="0.9", lw=0.6)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("norms of the largest gradients: 5% to 95% of the steps, median, largest")
+    if dead := history.dead():
+        names = join_names([*map(_shortened, dead)])
+        axes.set_title(f"0 in the last step: {names}", fontsize=8, color=GREY, loc="left")
+
+
+def _shortened(name: str) -> str:
+    """A name without its beginning, if it is long."""
+    return name if len(name) <= _LETTERS else f"...{name[3 - _LETTERS :]}"

@@ -46,8 +46,10 @@ def record(
         path: of the file, which is made at the first flush; .csv or .jsonl. An open recorder of
             this file in this process is closed.
         every: number of steps from flush to flush.
-        each: whether a ClippedOptimizer adds the norm of every parameter by its name, which reads
-            all gradients once more. The optimizer knows the names if it was made from
+        each: whether a ClippedOptimizer adds the 2-norm of every parameter's gradient by its name.
+            The reading that measures the norm for clipping gives these too. Read once more are
+            gradients that no rule holds for, those of a rule with another `norm_type`, and shards
+            of several processes. The optimizer knows the names if it was made from
             `model.named_parameters()`.
         write: whether this process writes. None: only rank 0 writes, if torch.distributed is
             initialized at the first step. Other processes check their arguments and count steps.
@@ -176,7 +178,7 @@ class Recorder:
 
         Args:
             row: checked values: norm, coefficient, limit, whether it was skipped, and the norms of
-                the names.
+                the names, of which a 1-d tensor has several.
 
         Raises:
             RuntimeError, OSError: as for `add_`.

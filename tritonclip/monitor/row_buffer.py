@@ -52,38 +52,50 @@ class RowBuffer:
         self._copies: deque[_Copy] = deque()
 
     def add_(self, row: Sequence[Value]) -> None:
-        """Adds a row: numbers, one-element tensors of any device, or None for unknown values."""
+        """Adds a row: numbers, tensors of any device, or None for unknown values.
+
+        A tensor has the values of one column, or, 1-d, of as many neighbours as it has elements.
+        """
         if _NUMBERS.issuperset(map(type, row)):
             self._rows.append([*row])  # type: ignore[list-item]  # no tensor
             self._columns.append(())
             return
-        tensors = {i: value for i, value in enumerate(row) if isinstance(value, Tensor)}
+        cells: Row = []
+        columns: list[int] = []
+        tensors = []
+        for value in row:
+            if isinstance(value, Tensor):
+                tensors.append(value)
+                columns += range(len(cells), len(cells) + value.numel())
+                cells += [None] * value.numel()
+            else:
+                cells.append(value)
         if tensors:
-            self._write_(list(tensors.values()))
-        self._rows.append([None if i in tensors else value for i, value in enumerate(row)])  # type: ignore[misc]
-        self._columns.append(tuple(tensors))
+            self._write_(tensors, len(columns))
+        self._rows.append(cells)
+        self._columns.append(tuple(columns))
 
     @without_grad
-    def _write_(self, values: list[Tensor]) -> None:
-        """Puts values into the block, on its device."""
+    def _write_(self, values: list[Tensor], n: int) -> None:
+        """Puts values, n in all, into the block, on its device."""
         device = _device_of(values)
         if device.type == "cuda":
             _refuse_capture()
         if self._block is not None and len(self._rows) >= len(self._block):
             self.send_()
         block = self._block
-        if block is None or block.device != device or block.shape[1] < len(values):
+        if block is None or block.device != device or block.shape[1] < n:
             self.send_()
-            n_rows = max(1, min(self._capacity, _BLOCK // len(values)))
-            shape, dtype = (n_rows, len(values)), _wide_dtype(device)
+            n_rows = max(1, min(self._capacity, _BLOCK // n))
+            shape, dtype = (n_rows, n), _wide_dtype(device)
             # Never an inference tensor, which no later step could write to.
             block = outside_inference(torch.empty)(shape, dtype=dtype, device=device)
             self._block, self._stream = block, None
         if device.type == "cuda":
             self._follow_stream(block)
-        flat = [value.detach().to(device, non_blocking=True).reshape(()) for value in values]
-        row = block[len(self._rows), : len(flat)]
-        row.copy_(flat[0] if len(flat) == 1 else torch.stack(flat))
+        flat = [value.detach().to(device, non_blocking=True).reshape(-1) for value in values]
+        row = block[len(self._rows), :n]
+        row.copy_(flat[0] if len(flat) == 1 else torch.cat(flat))
 
     def _follow_stream(self, block: Tensor) -> None:
         """Makes the current stream wait for the one that wrote to the block before."""

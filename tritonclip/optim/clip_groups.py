@@ -35,7 +35,7 @@ from tritonclip.engine.checks import (
     refuse_shared,
 )
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.norms import Norms, measure_by
+from tritonclip.engine.norms import Norms, measure_by, measure_two_norms
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.flat.view_watch import zero_gradient_
@@ -49,12 +49,14 @@ from tritonclip.optim.param_groups import (
     not_in_buffers,
     rules_of,
 )
-from tritonclip.rules import BoundRule, ClipByGlobalNorm, Rule
+from tritonclip.rules import BoundRule, ClipByGlobalNorm, ClipByNorm, Rule
 
 # Scales nothing but a loss scale; its norm is finite where every gradient is.
 _UNLIMITED = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
 # The norm that is compared with skip_above.
 _TWO_NORM = ClipByGlobalNorm(math.inf, eps=0.0)
+# Measures each gradient, and limits none.
+EACH = ClipByNorm(math.inf)
 NONFINITE_REMEDY = (
     "Neither gradients nor parameters were changed. To go on, set nonfinite to 'propagate', 'zero' "
     "or 'skip'"
@@ -74,6 +76,8 @@ class ClipGroup:
         norms: before clipping, as the rule measures them.
         largest: the largest magnitude, where `norms` do not show NaN and inf.
         two_norm: the 2-norm, where `norms` are of another order and one was requested.
+        by_name: a recorder takes the norm of each gradient.
+        each: the 2-norm of each gradient, where a recorder takes it.
         bound_rule: the rule, bound to its state for one step, if its limit changes between steps.
     """
 
@@ -85,6 +89,8 @@ class ClipGroup:
     norms: Norms | None = None
     largest: Norms | None = None
     two_norm: Norms | None = None
+    by_name: bool = False
+    each: Norms | None = None
     bound_rule: BoundRule | None = None
 
     @property
@@ -97,6 +103,24 @@ class ClipGroup:
     def has_norm(self) -> bool:
         """Whether a rule holds for them that measures norms."""
         return not (self.unclipped or self.rule.clamps)
+
+    def measure_(
+        self, rule: Rule, field: str, grad_scale: float | Tensor, *, by_gradient: bool = False
+    ) -> None:
+        """Measures the norms that a rule asks for, and keeps them as one of the attributes.
+
+        From the same reading come 2-norms of each gradient, if a recorder takes them. With
+        `by_gradient` the norms tell which gradients are finite.
+        """
+        if not self.by_name or rule.norm_type != 2.0:
+            norms = measure_by(self.gradients, rule, grad_scale, by_gradient=by_gradient)
+        elif rule.per_gradient:
+            norms = self.each = measure_by(
+                self.gradients, rule, grad_scale, by_gradient=by_gradient
+            )
+        else:
+            norms, self.each = measure_two_norms(self.gradients, grad_scale)
+        setattr(self, field, norms)
 
     def norm(self) -> float | Tensor:
         """The norm of all before clipping; 0-d where the host does not decide."""
@@ -252,16 +276,16 @@ class Partition:
             for group, params in zip(groups, known, strict=True)
         )
 
-    def divide(self, *, covers_all: bool, by_gradient: bool = False) -> list[ClipGroup]:
+    def divide(self, *, covers_all: bool, each: bool = False) -> list[ClipGroup]:
         """The clip groups: that of the optimizer's rule first, then one for each group with a rule.
 
         Args:
             covers_all: the gradients that no rule holds for are a clip group too, the last.
-            by_gradient: each gradient of a buffer is measured by itself.
+            each: the norm of each gradient may be asked for, also of those in buffers.
         """
         own_rules = self._own_rules
         if self.flat is not None and not own_rules:
-            return self._divide_flat(self.flat, covers_all=covers_all, by_gradient=by_gradient)
+            return self._divide_flat(self.flat, covers_all=covers_all, each=each)
         groups, processes = self._optimizer.param_groups, self.processes
         if covers_all or own_rules:
             processes = _with_meshes(processes, groups)
@@ -290,9 +314,7 @@ class Partition:
             clip_groups += self._unclipped(unclipped, processes)
         return clip_groups
 
-    def _divide_flat(
-        self, flat: FlatGradients, *, covers_all: bool, by_gradient: bool
-    ) -> list[ClipGroup]:
+    def _divide_flat(self, flat: FlatGradients, *, covers_all: bool, each: bool) -> list[ClipGroup]:
         """As `divide`, for gradients in buffers: no parameter is read.
 
         A parameter that `flat` lacks is refused where it has a gradient to clip.
@@ -301,7 +323,7 @@ class Partition:
         if error is not None and processes is None:
             raise error
         gradients = flat.gradients(
-            per_gradient=rule.per_gradient or by_gradient,
+            per_gradient=rule.per_gradient or each,
             processes=processes,
             weights=rule.per_unit,
         )
@@ -410,7 +432,11 @@ def requests(
             found.append(NormRequest(group, rule, "norms"))
             if check_finite and hides_nonfinite(rule):
                 found.append(NormRequest(group, _UNLIMITED, "largest"))
-        if two_norm and not group.unclipped and not (is_measured and rule.norm_type == 2.0):
+        if is_measured and rule.norm_type == 2.0:
+            continue
+        if group.by_name:
+            found.append(NormRequest(group, EACH, "each"))
+        elif two_norm and not group.unclipped:
             found.append(NormRequest(group, _TWO_NORM, "two_norm"))
     return found + [NormRequest(group, group.rule, "norms") for group in recorded]
 
@@ -438,11 +464,11 @@ def measure_requests(
         # By value, an element counts as it came.
         scale = 1.0 if rule.clamps else grad_scale
         gradients = group.gradients
-        each = by_gradient and field != "two_norm" and not hides_nonfinite(rule)
+        shows = by_gradient and field in ("norms", "largest") and not hides_nonfinite(rule)
         if not group.is_spread:
-            setattr(group, field, measure_by(gradients, rule, scale, by_gradient=each))
+            group.measure_(rule, field, scale, by_gradient=shows)
         elif error_of(gradients) is None or is_awaited(gradients, rule):
-            exchanges.append(exchange(gradients, rule, scale, by_gradient=each))
+            exchanges.append(exchange(gradients, rule, scale, by_gradient=shows))
             awaited.append((group, field))
     if exchanges:
         for (group, field), norms in zip(awaited, run_exchanges(exchanges), strict=True):
@@ -487,7 +513,9 @@ def _norm_of_all(norms: Norms) -> float | Tensor:
 def _two_norm_of(group: ClipGroup) -> Norms | None:
     """2-norms of a clip group, if they are measured."""
     norms = group.norms
-    return norms if norms is not None and norms.norm_type == 2.0 else group.two_norm
+    if norms is not None and norms.norm_type == 2.0:
+        return norms
+    return group.two_norm or group.each
 
 
 def nonfinite_of(groups: Sequence[ClipGroup]) -> Tensor | bool:

@@ -51,7 +51,8 @@ from tritonclip.optim.param_groups import (
 )
 from tritonclip.optim.proxy import GRAD_SCALER, OptimizerProxy, called_from
 from tritonclip.optim.states import RuleStates, as_loss, as_skip_bound
-from tritonclip.optim.step import RAISING, Step, StepRecord, as_recorder, either
+from tritonclip.optim.step import RAISING, Step, either
+from tritonclip.optim.step_record import ParameterNames, StepRecord, as_recorder
 from tritonclip.optim.watches import SkipWatch
 from tritonclip.rules import Outlier, Rule
 from tritonclip.signatures import ABSENT, explains_misfits
@@ -288,7 +289,7 @@ class ClippedOptimizer(OptimizerProxy):
 
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
-        self._log.recorder = as_recorder(recorder)
+        self._log.recorder, self._log.names = as_recorder(recorder), ParameterNames()
 
     @property
     def grad_scale(self) -> Any:
@@ -562,19 +563,28 @@ class ClippedOptimizer(OptimizerProxy):
         if device != self._log.stats.last_norm.device:
             self.stats.move_(device)
         refusal = refusal or partition.refresh()
-        record = None
-        if recorder is not None:
-            awaited = partition.processes is not None
-            record = StepRecord(recorder, groups, partition.flat, grad_scale, awaited=awaited)
-            refusal = refusal or record.refusal
         # Under a GradScaler, a step that is not finite is an overflow.
         raises_if_nonfinite = None if check_finite else self._raises_if_nonfinite
         check_finite = check_finite or policy in ("skip", *RAISING)
         by_gradient = self._raises_later()
+        takes_each = recorder is not None and recorder.each and partition.processes is None
+        clip_groups = partition.divide(
+            covers_all=check_finite or grad_scale is not None, each=by_gradient or takes_each
+        )
+        record = None
+        if recorder is not None:
+            record = StepRecord(
+                recorder,
+                clip_groups,
+                groups,
+                partition.flat,
+                self._log.names,
+                grad_scale,
+                awaited=partition.processes is not None,
+            )
+            refusal = refusal or record.refusal
         step = Step(
-            partition.divide(
-                covers_all=check_finite or grad_scale is not None, by_gradient=by_gradient
-            ),
+            clip_groups,
             groups,
             self._log.states,
             grad_scale,

@@ -13,6 +13,7 @@ from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step import Step
+from tritonclip.optim.step_record import ParameterNames
 from tritonclip.optim.watches import ErrorWatch, LeftOut, SkipWatch
 from tritonclip.rules import Rule
 
@@ -26,12 +27,14 @@ class StepLog:
         watch: looks at the number of steps skipped in a row.
         errors: leaves steps out until the error of the first is raised.
         recorder: takes every step; None for none.
+        names: of the parameters, for the recorder.
     """
 
     def __init__(self, stats: ClipStats, states: RuleStates, watch: SkipWatch) -> None:
         self.stats, self.states, self.watch = stats, states, watch
         self.errors = ErrorWatch()
         self.recorder: Recorder | None = None
+        self.names = ParameterNames()
 
     @torch.compiler.disable
     @without_grad

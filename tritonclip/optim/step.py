@@ -6,28 +6,22 @@ refused. A step that fails after that is kept: the next one goes on with the gra
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonclip import settings
-from tritonclip.backends import choose
 from tritonclip.distributed.gradients import error_of
 from tritonclip.distributed.process_groups import Processes
 from tritonclip.engine.checks import nonfinite_indices
 from tritonclip.engine.norms import measure
-from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.messages import warn_user
 from tritonclip.modes import without_grad
-from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import Outcomes
-from tritonclip.named_norms import NamedNorms
 from tritonclip.optim.clip_groups import (
+    EACH,
     NONFINITE_REMEDY,
     ClipGroup,
     global_norm_of,
@@ -41,145 +35,14 @@ from tritonclip.optim.clip_groups import (
     refused,
     requests,
 )
-from tritonclip.optim.param_groups import Groups, key_of, label_of_member
+from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.states import Judgement, RuleStates
-from tritonclip.rules import ClipByNorm, Numbering, Rule
+from tritonclip.optim.step_record import StepRecord
+from tritonclip.rules import Numbering, Rule
 from tritonclip.rules.rule import Adaptive
 
 # Policies for which the host raises an error.
 RAISING = ("error", "async_error")
-# Measures each gradient, and limits none.
-_EACH = ClipByNorm(math.inf)
-
-
-class StepRecord:
-    """The norms of a step for its recorder, before clipping; refused before anything is written.
-
-    Args:
-        recorder: that takes them.
-        groups: parameter groups of the optimizer.
-        flat: the gradients of all groups, if they are in buffers.
-        grad_scale: the loss scale that gradients still carry; None for none.
-        awaited: other processes have to get the error for gradients that are refused.
-
-    Attributes:
-        refusal: the error of gradients without norms by name, if other processes have to get it.
-        clip_groups: to be measured with those of the step: the norm of each parameter, where other
-            processes have shards of it.
-    """
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        groups: Groups,
-        flat: FlatGradients | None,
-        grad_scale: Tensor | float | None,
-        *,
-        awaited: bool,
-    ) -> None:
-        self.refusal: Exception | None = None
-        self.clip_groups: list[ClipGroup] = []
-        self._recorder, self._grad_scale = recorder, grad_scale
-        self._named: NamedNorms | None = None
-        # The norm of all, and those by name, in this order.
-        self._norms: list[float | Tensor | None] = []
-        self._order: tuple[str, ...] = ()
-        if not recorder.each:
-            return
-        parameters: Any = flat
-        if flat is None:
-            parameters = [
-                (label_of_member(groups, index, position), parameter)
-                for index, group in enumerate(groups)
-                for position, parameter in enumerate(group["params"])
-            ]
-        try:
-            self._named = NamedNorms(parameters)
-        except (TypeError, ValueError, RuntimeError) as error:
-            if not awaited:
-                raise
-            self.refusal = error
-            return
-        recorded = ClipGroup(self._named.gradients, _EACH, unclipped=True)
-        if recorded.is_spread:
-            self.clip_groups.append(recorded)
-
-    def check(self, clip_groups: Sequence[ClipGroup]) -> None:
-        """Refuses a recorder that cannot take the step, of these clip groups."""
-        names = []
-        for group in clip_groups:
-            if group.index is not None and group.has_norm:
-                names.append(key_of(group.index))
-        if self._named is not None:
-            names += self._named.names
-        known = self._recorder.names or ()
-        # Those of the recorder first: of parameters frozen since nothing is known.
-        self._order = tuple(dict.fromkeys([*known, *names])) if names else known
-        self._recorder.prepare(self._order)
-
-    def measure(self, clip_groups: Sequence[ClipGroup], grad_scale: float | Tensor) -> None:
-        """Takes the norms of a step that is measured, and not written yet."""
-        norm: float | Tensor | None = None
-        own: dict[str, float | Tensor] = {}
-        for group in clip_groups:
-            if not group.has_norm:
-                continue
-            if group.index is None:
-                norm = group.norm()
-            else:
-                own[key_of(group.index)] = group.norm()
-        if norm is None:
-            # By value, and where every group has a rule, no rule of the wrapper measures a norm.
-            norm, _ = global_norm_of(clip_groups, grad_scale)
-        if (named := self._named) is not None:
-            measured = self.clip_groups[0].norms if self.clip_groups else None
-            each = named.measure(2.0, self._grad_scale) if measured is None else measured.total()
-            if choose.host_decides(each.device):
-                own |= named.numbers_by_name(each.tolist(), 2.0)
-            else:
-                own |= named.by_name(each, 2.0)
-        self._norms = [norm, *map(own.get, self._order)]
-
-    def add_to(
-        self, recorder: Recorder, outcomes: Outcomes | None, skipped: Tensor | bool | None
-    ) -> None:
-        """Records the step.
-
-        Args:
-            recorder: that takes it.
-            outcomes: of clipping; None where nothing was clipped.
-            skipped: whether the step was left out; None for no.
-        """
-        own = None if outcomes is None else outcomes.get(None)
-        coefficient, limit = (None, None) if own is None else (own.coefficient, own.limit)
-        norm, *norms = self._norms
-        if recorder is not self._recorder:
-            recorder.prepare(self._order)
-        try:
-            recorder.append_(
-                [norm, coefficient, limit, False if skipped is None else skipped, *norms]
-            )
-        except OSError as error:
-            # The step is taken: training goes on.
-            warn_user(
-                f"{recorder!r} could not write: {error}. Training goes on, and the rows are kept "
-                "for the next flush",
-                RuntimeWarning,
-            )
-
-
-def as_recorder(recorder: object) -> Recorder | None:
-    """The user's `recorder`.
-
-    Raises:
-        TypeError: no recorder.
-    """
-    if recorder is None or isinstance(recorder, Recorder):
-        return recorder
-    raise TypeError(
-        f"recorder must be a Recorder or None, got {type(recorder).__name__}; make one by "
-        "tritonclip.record('run.csv')"
-    )
 
 
 class Step:
@@ -268,14 +131,19 @@ class Step:
                 record.check(groups)
             if by_value or not rule.clamps:
                 scale = 1.0 if rule.clamps else self._grad_scale
-                group.norms = measure(
-                    group.gradients,
-                    rule.norm_type,
-                    rule.per_gradient,
-                    scale,
-                    by_gradient=self.by_gradient,
-                )
+                if group.by_name:
+                    group.measure_(rule, "norms", scale, by_gradient=self.by_gradient)
+                else:
+                    group.norms = measure(
+                        group.gradients,
+                        rule.norm_type,
+                        rule.per_gradient,
+                        scale,
+                        by_gradient=self.by_gradient,
+                    )
             if record is not None:
+                if group.by_name and group.each is None:
+                    group.measure_(EACH, "each", self._grad_scale)
                 record.measure(groups, self._grad_scale)
             return
         recorded = [] if record is None else record.clip_groups

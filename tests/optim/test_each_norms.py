@@ -1,0 +1,291 @@
+"""Norms of each parameter in a recorder's rows: from the reading that the step makes anyway."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+import torch
+from cases import CHUNK, FLOATS, assert_bits, assert_norm, copies, grad_of, normal, parameters
+from torch import Tensor
+from torch.optim import SGD
+from training import give_grads, new_params, sgd
+
+import tritonclip
+from tritonclip import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByOwnHistory,
+    ClipByQuantile,
+    ClipByUnitNorm,
+    ClipByValue,
+    ClippedOptimizer,
+    FlatGradients,
+)
+
+
+def rows_after(
+    path: Path, make: Callable[[Any], ClippedOptimizer], prepare: Sequence[Callable[[], object]]
+) -> list[dict[str, str]]:
+    """The rows of steps, each after its preparation, of an optimizer that is given a recorder."""
+    with tritonclip.record(path, each=True) as recorder:
+        optimizer = make(recorder)
+        for one in prepare:
+            one()
+            optimizer.step()
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def each_of(row: dict[str, str]) -> Tensor:
+    """The norms by name of a row, in order."""
+    found = [float(cell) for name, cell in row.items() if name.startswith("norm/")]
+    return torch.tensor(found, dtype=torch.float32)
+
+
+def step_of(
+    tmp_path: Path, params: list[Tensor], rule: Any = 1.0, **options: Any
+) -> dict[str, str]:
+    """The row of one step with the gradients that are there."""
+
+    def make(recorder: Any) -> ClippedOptimizer:
+        return ClippedOptimizer(sgd(params), rule, recorder=recorder, **options)
+
+    (row,) = rows_after(tmp_path / "run.csv", make, [lambda: None])
+    return row
+
+
+def count_readings(monkeypatch: pytest.MonkeyPatch, verbs: type[Any]) -> list[object]:
+    """The batches that were measured from now on, once for each time."""
+    readings: list[object] = []
+    for name in ("norm", "two_norms"):
+        real = getattr(verbs, name)
+
+        def counted(batch: Any, *arguments: Any, real: Any = real, **options: Any) -> Any:
+            readings.append(batch)
+            before = len(readings)
+            result = real(batch, *arguments, **options)
+            # The torch backend measures the norm of all by that of each.
+            del readings[before:]
+            return result
+
+        monkeypatch.setattr(verbs, name, counted)
+    return readings
+
+
+RULES = [
+    pytest.param(ClipByGlobalNorm(0.5), 1, id="global"),
+    pytest.param(ClipByNorm(0.5), 1, id="by-norm"),
+    pytest.param(ClipByQuantile(), 1, id="quantile"),
+    pytest.param(ClipByOwnHistory(), 1, id="own-history"),
+    # They serve the norm of all too.
+    pytest.param(ClipByValue(0.5), 1, id="by-value"),
+    pytest.param(ClipByGlobalNorm(0.5, math.inf), 2, id="global-inf"),
+]
+
+
+@pytest.mark.parametrize(("rule", "n"), RULES)
+def test_gradients_are_read_once(tmp_path, device, verbs, monkeypatch, rule, n):
+    params = new_params(device=device)
+    grads = give_grads(params)
+    readings = count_readings(monkeypatch, verbs)
+    row = step_of(tmp_path, params, rule)
+    assert len(readings) == n
+    assert_norm(each_of(row), reference.norms(grads))
+    assert float(row["norm"]) == pytest.approx(
+        reference.total_norm(grads, rule.norm_type if n == 2 else 2.0), rel=1e-6
+    )
+
+
+def test_units_give_the_norm_of_each(tmp_path, device):
+    params = new_params(device=device)
+    grads = give_grads(params)
+    row = step_of(tmp_path, params, ClipByUnitNorm(0.5))
+    assert_norm(each_of(row), reference.norms(grads))
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30, 1e-200], ids=str)
+def test_each_norm_is_right_at_every_size(tmp_path, device, dtype, scale):
+    if scale != 1.0 and dtype.itemsize < (8 if scale == 1e-200 else 4):
+        pytest.skip("does not fit the dtype")
+    sizes = (0, 1, 7, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5)
+    grads = [normal(n, dtype, device, seed) * scale for seed, n in enumerate(sizes)]
+    # One gradient counts beside much larger ones.
+    grads[2] *= 1e-4
+    row = step_of(tmp_path, parameters(grads), math.inf)
+    found = [float(cell) for name, cell in row.items() if name.startswith("norm/")]
+    expected = reference.norms(grads)
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-44)
+    assert float(row["norm"]) == pytest.approx(reference.total_norm(grads), rel=1e-6)
+
+
+def test_dtypes_complex_and_strided_gradients_mix(tmp_path, device):
+    grads = [
+        normal((9, 4), torch.float32, device).t(),
+        normal(40, torch.bfloat16, device, 1),
+        normal((5, 3), torch.float64, device, 2),
+        normal(17, torch.complex64, device, 3),
+        torch.tensor(-2.0, device=device),
+    ]
+    before = copies(grads)
+    row = step_of(tmp_path, parameters(grads), 0.1)
+    assert_norm(each_of(row), reference.norms(before))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_norms_that_are_not_finite_stay_with_their_gradient(tmp_path, device, value):
+    params = new_params(device=device)
+    give_grads(params, bad=value)
+    first, bad, last = each_of(step_of(tmp_path, params)).tolist()
+    assert math.isfinite(first)
+    assert math.isfinite(last)
+    assert math.isnan(bad) if math.isnan(value) else bad == math.inf
+
+
+def test_recording_changes_no_bit_of_a_step(tmp_path, backend, device):
+    if backend.name == "torch":
+        pytest.skip("the torch backend adds up the norms of all gradients in another order")
+    sizes = (3, CHUNK + 1, 5 * CHUNK)
+    trained = []
+    for recorder in (None, tritonclip.record(tmp_path / "run.csv", each=True)):
+        params = parameters([normal(n, device=device, seed=n) for n in sizes])
+        optimizer = ClippedOptimizer(sgd(params), 0.1, recorder=recorder)
+        optimizer.step()
+        trained.append([*params, optimizer.stats.last_norm])
+    assert_bits(*trained)
+
+
+def test_nothing_waits_for_the_device():
+    """Parameters whose values nobody can read: whoever asks for one gets a RuntimeError."""
+    params = parameters([torch.empty(n, device="meta") for n in (3, 9000)])
+    recorder = tritonclip.record("run.csv", each=True, write=False)
+    optimizer = ClippedOptimizer(sgd(params), 1.0, recorder=recorder)
+    for _ in range(2):
+        optimizer.step()
+    assert recorder.steps == 2
+
+
+def groups_of(params: list[Tensor]) -> list[dict[str, Any]]:
+    """One parameter under the shared rule, one under a rule, one that is not clipped."""
+    rules: list[dict[str, Any]] = [{}, {"clip": ClipByNorm(0.5)}, {"clip": None}]
+    return [{"params": [p], **rule} for p, rule in zip(params, rules, strict=True)]
+
+
+def test_every_group_has_its_norms(tmp_path, device):
+    params = new_params(device=device)
+    grads = give_grads(params)
+
+    def make(recorder):
+        return ClippedOptimizer(SGD(groups_of(params), lr=0.1), 1.0, recorder=recorder)
+
+    (row,) = rows_after(tmp_path / "run.csv", make, [lambda: None])
+    found = {name: float(row[f"norm/param_groups[{name}]['params'][0]"]) for name in range(3)}
+    assert list(found.values()) == pytest.approx(reference.norms(grads), rel=1e-6)
+    assert float(row["norm/group1"]) == pytest.approx(found[1], rel=1e-6)
+
+
+def test_parameters_without_a_gradient_or_to_be_left_out(tmp_path, device):
+    params = new_params(device=device)
+
+    def first():
+        give_grads(params)
+
+    def second():
+        give_grads(params, 1)
+        params[0].grad = None
+        params[1].need_clip = False  # type: ignore[attr-defined]
+
+    def third():
+        for param in params:
+            param.grad = None
+
+    def make(recorder):
+        return ClippedOptimizer(sgd(params), 1.0, recorder=recorder)
+
+    rows = rows_after(tmp_path / "run.csv", make, [first, second, third])
+    cells = [[row[name] for name in row if name.startswith("norm/")] for row in rows]
+    assert all(map(float, cells[0]))
+    assert [cells[1][0], cells[1][1]] == ["0.0", ""]
+    assert float(cells[1][2]) == pytest.approx(reference.norms([normal((), seed=12)])[0], rel=1e-6)
+    assert cells[2] == ["0.0", "", "0.0"]
+
+
+def test_a_gradient_of_two_parameters_counts_once(tmp_path, device):
+    params = new_params(((3,), (3,)), device)
+    params[0].grad = params[1].grad = normal(3, device=device)
+    norm = reference.norms([grad_of(params[0])])[0]
+    row = step_of(tmp_path, params, 1e9)
+    first, second = (row[name] for name in row if name.startswith("norm/"))
+    assert float(row["norm"]) == pytest.approx(norm, rel=1e-6)
+    assert float(first) == pytest.approx(norm, rel=1e-6)
+    assert second == ""
+
+
+def test_names_follow_parameters_that_are_exchanged(tmp_path):
+    params = new_params()
+    optimizer = ClippedOptimizer(SGD([("a", params[0]), ("b", params[1])], lr=0.1), 1.0)
+    recorder = optimizer.recorder = tritonclip.record(tmp_path / "run.csv", each=True)
+    give_grads(params)
+    optimizer.step()
+    group = optimizer.param_groups[0]
+    group["params"].append(params[2])
+    group["param_names"] = ["a", "b", "c"]
+    with pytest.raises(ValueError, match=r"same names at every step.*different: c"):
+        optimizer.step()
+    recorder.close()
+
+
+def test_parameters_that_share_a_name_share_a_norm(tmp_path, device):
+    params = new_params(device=device)
+    grads = give_grads(params)
+    groups = [{"params": [("weight", p)]} for p in params[:2]]
+
+    def make(recorder):
+        return ClippedOptimizer(SGD(groups, lr=0.1), 1.0, recorder=recorder)
+
+    (row,) = rows_after(tmp_path / "run.csv", make, [lambda: None])
+    assert float(row["norm/weight"]) == pytest.approx(reference.total_norm(grads[:2]), rel=1e-6)
+
+
+def test_gradients_in_buffers_are_read_once(tmp_path, device, verbs, monkeypatch):
+    params = new_params(device=device)
+    flat = FlatGradients([("a", params[0]), ("b", params[1]), ("c", params[2])])
+    for seed, param in enumerate(params):
+        grad_of(param).copy_(normal(param.shape, seed=seed))
+    grads = copies(map(grad_of, params))
+    readings = count_readings(monkeypatch, verbs)
+    row = step_of(tmp_path, params, 0.5, flat=flat)
+    assert len(readings) == 1
+    assert list(row)[5:] == ["norm/a", "norm/b", "norm/c"]
+    assert_norm(each_of(row), reference.norms(grads))
+    coefficient = 0.5 / (reference.total_norm(grads) + 1e-6)
+    for param, grad in zip(params, grads, strict=True):
+        torch.testing.assert_close(grad_of(param).cpu(), grad * coefficient)
+
+
+@pytest.mark.parametrize("policy", ["error", "skip", "zero"])
+def test_policies_for_nan_keep_the_norms(tmp_path, device, policy):
+    params = new_params(device=device)
+    grads = give_grads(params)
+    row = step_of(tmp_path, params, ClipByGlobalNorm(0.5, 0.0), nonfinite=policy)
+    assert_norm(each_of(row), reference.norms(grads))
+
+
+def test_verification_covers_the_norms(tmp_path, operators, monkeypatch):
+    from tritonclip.backends.operators import TorchBatch
+
+    real = TorchBatch.total_each
+    monkeypatch.setattr(TorchBatch, "total_each", lambda *args: real(*args) * 1.01)
+    params = new_params()
+    give_grads(params)
+    before = copies(params)
+    with tritonclip.verify(), pytest.raises(tritonclip.VerificationError, match="norm of"):
+        step_of(tmp_path, params)
+    assert_bits(params, before)

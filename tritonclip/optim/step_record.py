@@ -1,0 +1,270 @@
+"""The norms of a step for a recorder: of all gradients, of groups with a rule, of each parameter.
+
+The norm of each parameter comes from the reading that measures the clip groups. Others are read
+once more: gradients that no rule holds for, and shards of which other processes have more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+
+from tritonclip.backends import choose
+from tritonclip.engine import verify
+from tritonclip.engine.norms import Norms
+from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.messages import warn_user
+from tritonclip.monitor.recorder import Recorder
+from tritonclip.monitor.stats import Outcomes
+from tritonclip.named_norms import NamedNorms, is_measured
+from tritonclip.optim.clip_groups import EACH, ClipGroup, global_norm_of
+from tritonclip.optim.param_groups import Groups, key_of, label_of_member
+
+
+class ParameterNames:
+    """The names of the parameters in clip groups, kept from step to step."""
+
+    def __init__(self) -> None:
+        # The parameters of each clip group.
+        self._known: list[Any] = []
+        self._names: list[list[str]] | None = None
+
+    def of(self, clip_groups: Sequence[ClipGroup]) -> list[list[str]] | None:
+        """The names of each clip group's parameters; None where parameters share one."""
+        found = [_parameters_in(group) for group in clip_groups]
+        if len(found) != len(self._known) or not all(map(_are_same, found, self._known)):
+            # The user's list may change; the views of a FlatGradients do not.
+            self._known = [list(own) if isinstance(own, list) else own for own in found]
+            names = [
+                list(map(group.gradients.label_of, range(len(own))))
+                for own, group in zip(found, clip_groups, strict=True)
+            ]
+            every = [*chain.from_iterable(names)]
+            self._names = names if len(set(every)) == len(every) else None
+        return self._names
+
+
+def _parameters_in(group: ClipGroup) -> Any:
+    """The parameters of a clip group, with and without gradients; of buffers their views."""
+    sources = group.gradients.sources
+    return group.gradients.tensors if sources is None else sources
+
+
+def _are_same(parameters: Any, known: Any) -> bool:
+    """Whether a clip group has the parameters that it had."""
+    if not isinstance(parameters, list):
+        return parameters is known
+    return len(parameters) == len(known) and all(map(is_, parameters, known))
+
+
+def _names_of_measured(group: ClipGroup, names: Sequence[str]) -> list[str]:
+    """Of the names of a clip group's parameters, those that have a norm."""
+    parameters = _parameters_in(group)
+    return [name for name, p in zip(names, parameters, strict=True) if is_measured(p)]
+
+
+def _norms_by_name(group: ClipGroup, names: Sequence[str]) -> dict[str, float | Tensor]:
+    """The norms of a clip group's gradients by name.
+
+    0 where there is no gradient; none for one that is an earlier one again.
+    """
+    own: dict[str, float | Tensor] = {}
+    positions = group.gradients.positions()
+    if positions is not None:
+        parameters = _parameters_in(group)
+        own = {
+            name: 0.0
+            for name, p in zip(names, parameters, strict=True)
+            if is_measured(p) and p.grad is None
+        }
+        names = [names[i] for i in positions]
+    if group.each is None:
+        return own
+    values = chain.from_iterable(
+        value if isinstance(value, Tensor) else (value,) for value in _values_of(group.each)
+    )
+    return own | dict(zip(names, values, strict=True))
+
+
+def _values_of(each: Norms) -> Sequence[float | Tensor]:
+    """The norm of each gradient: numbers, or one tensor of all where the host does not decide."""
+    plan = each.gradients.plan
+    assert plan is not None
+    if plan.verifying:
+        expected = verify.Expectation(each.gradients)
+        expected.check_norms(each.norm_type, each.grad_scale, each.total())
+    numbers = each.numbers()
+    return numbers if isinstance(numbers, list) else [each.total()]
+
+
+class StepRecord:
+    """The norms of a step for its recorder, before clipping; refused before anything is written.
+
+    Args:
+        recorder: that takes them.
+        clip_groups: of the step.
+        groups: parameter groups of the optimizer.
+        flat: the gradients of all groups, if they are in buffers.
+        names: of the parameters, as the last step had them.
+        grad_scale: the loss scale that gradients still carry; None for none.
+        awaited: other processes have to get the error for gradients that are refused.
+
+    Attributes:
+        refusal: the error of gradients without norms by name, if other processes have to get it.
+        clip_groups: to be measured with those of the step: the norm of each parameter, where other
+            processes have shards of it.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        clip_groups: Sequence[ClipGroup],
+        groups: Groups,
+        flat: FlatGradients | None,
+        names: ParameterNames,
+        grad_scale: Tensor | float | None,
+        *,
+        awaited: bool,
+    ) -> None:
+        self.refusal: Exception | None = None
+        self.clip_groups: list[ClipGroup] = []
+        self._recorder, self._grad_scale = recorder, grad_scale
+        # Clip groups whose reading gives the norm of each gradient, and names of their parameters.
+        self._clipped: Sequence[ClipGroup] = ()
+        self._names: Sequence[list[str]] = ()
+        # All norms by name are those of one clip group, in order.
+        self._is_whole = False
+        # Gradients that are measured for the recorder alone.
+        self._named: NamedNorms | None = None
+        # The norm of all, and those by name, in this order; a 1-d tensor has several of them.
+        self._norms: list[float | Tensor | None] = []
+        self._order: tuple[str, ...] = ()
+        if not recorder.each:
+            return
+        clipped = [group for group in clip_groups if not group.unclipped]
+        # Buffers name their parameters, but not in the clip groups of several rules.
+        is_named = flat is None or [group.flat for group in clipped] == [flat]
+        if is_named and not awaited and True not in [group.is_spread for group in clip_groups]:
+            found = names.of(clipped)
+            if found is not None:
+                self._clipped, self._names = clipped, found
+                for group in clipped:
+                    group.by_name = True
+                n_named, n = sum(map(len, found)), sum([len(group["params"]) for group in groups])
+                if flat is not None or n_named == n:
+                    return
+        parameters: Any = flat
+        if flat is None:
+            held = {id(p) for group in self._clipped for p in _parameters_in(group)}
+            parameters = [
+                (label_of_member(groups, index, position), parameter)
+                for index, group in enumerate(groups)
+                for position, parameter in enumerate(group["params"])
+                if id(parameter) not in held
+            ]
+        try:
+            self._named = NamedNorms(parameters)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if not awaited:
+                raise
+            self.refusal = error
+            return
+        recorded = ClipGroup(self._named.gradients, EACH, unclipped=True)
+        if recorded.is_spread:
+            self.clip_groups.append(recorded)
+
+    def check(self, clip_groups: Sequence[ClipGroup]) -> None:
+        """Refuses a recorder that cannot take the step, of these clip groups."""
+        names = []
+        for group in clip_groups:
+            if group.index is not None and group.has_norm:
+                names.append(key_of(group.index))
+        complete = True
+        for group, own in zip(self._clipped, self._names, strict=True):
+            if group.gradients.positions() is None:
+                names += own
+            else:
+                names += _names_of_measured(group, own)
+                complete = False
+        if self._named is not None:
+            names += self._named.names
+        known, order = self._recorder.names or (), tuple(names)
+        if order != known:
+            # Those of the recorder first: of parameters frozen since nothing is known.
+            order = tuple(dict.fromkeys([*known, *names]))
+        self._is_whole = complete and len(self._names) == 1 and order == tuple(self._names[0])
+        self._order = order
+        self._recorder.prepare(order)
+
+    def measure(self, clip_groups: Sequence[ClipGroup], grad_scale: float | Tensor) -> None:
+        """Takes the norms of a step that is measured, and not written yet."""
+        norm: float | Tensor | None = None
+        own: dict[str, float | Tensor] = {}
+        for group in clip_groups:
+            if not group.has_norm:
+                continue
+            if group.index is None:
+                norm = group.norm()
+            else:
+                own[key_of(group.index)] = group.norm()
+        if norm is None:
+            # By value, and where every group has a rule, no rule of the wrapper measures a norm.
+            norm, _ = global_norm_of(clip_groups, grad_scale)
+        if self._is_whole and (measured_each := self._clipped[0].each) is not None:
+            self._norms = [norm, *_values_of(measured_each)]
+            return
+        for group, names in zip(self._clipped, self._names, strict=True):
+            own |= _norms_by_name(group, names)
+        if (named := self._named) is not None:
+            measured = self.clip_groups[0].norms if self.clip_groups else None
+            each = named.measure(2.0, self._grad_scale) if measured is None else measured.total()
+            if choose.host_decides(each.device):
+                own |= named.numbers_by_name(each.tolist(), 2.0)
+            else:
+                own |= named.by_name(each, 2.0)
+        self._norms = [norm, *map(own.get, self._order)]
+
+    def add_to(
+        self, recorder: Recorder, outcomes: Outcomes | None, skipped: Tensor | bool | None
+    ) -> None:
+        """Records the step.
+
+        Args:
+            recorder: that takes it.
+            outcomes: of clipping; None where nothing was clipped.
+            skipped: whether the step was left out; None for no.
+        """
+        own = None if outcomes is None else outcomes.get(None)
+        coefficient, limit = (None, None) if own is None else (own.coefficient, own.limit)
+        norm, *norms = self._norms
+        if recorder is not self._recorder:
+            recorder.prepare(self._order)
+        try:
+            recorder.append_(
+                [norm, coefficient, limit, False if skipped is None else skipped, *norms]
+            )
+        except OSError as error:
+            # The step is taken: training goes on.
+            warn_user(
+                f"{recorder!r} could not write: {error}. Training goes on, and the rows are kept "
+                "for the next flush",
+                RuntimeWarning,
+            )
+
+
+def as_recorder(recorder: object) -> Recorder | None:
+    """The user's `recorder`.
+
+    Raises:
+        TypeError: no recorder.
+    """
+    if recorder is None or isinstance(recorder, Recorder):
+        return recorder
+    raise TypeError(
+        f"recorder must be a Recorder or None, got {type(recorder).__name__}; make one by "
+        "tritonclip.record('run.csv')"
+    )
