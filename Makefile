@@ -12,12 +12,13 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo check test format lint types tests doctests codegen wheel bench bench-all bench-frameworks clean
+.PHONY: help install demo check test format lint types tests doctests codegen wheel bench bench-all bench-frameworks gpu clean
 
 help:
 	@echo "make demo     train on real data with and without clipping"
 	@echo "make check    lint, types and a part of the tests, in under two minutes"
 	@echo "make test     demo, then every check"
+	@echo "make gpu      test and measure on a GPU, in ten minutes, for one file to send in"
 	@echo "make format lint types tests doctests codegen wheel bench bench-all bench-frameworks clean: see CONTRIBUTING.md"
 
 install: $(INSTALLED)
@@ -99,6 +100,10 @@ bench-all: $(INSTALLED)
 	$(RUN) -m bench training
 	$(RUN) -m bench codegen
 	$(RUN) -m bench report
+
+# Ten minutes at most, on a machine with a GPU.
+gpu: $(INSTALLED)
+	$(RUN) -m bench gpu
 
 # Needs TensorFlow, optax and Paddle. Two runs: a process that imports TensorFlow and Paddle ends.
 BESIDE = $(BENCH) --device cpu -k test_clip $(foreach list,resnet50 gpt2_124m lora_r16 odd,--workload $(list)) \

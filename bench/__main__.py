@@ -1,12 +1,12 @@
 """Benchmarks that pytest does not run, and the report; from the root of the repository.
 
-`python -m bench accuracy|host|distributed|features|training|codegen|report`; `--help` names their
-options. `accuracy` and `codegen` time nothing, `host` sets the environment of a process for each
-part, `distributed` starts four processes, `features` compares other calls with other loops, and
-`training` times two parts of one call: no fixture of a test fits them. Each writes rows with their
-provenance to bench/results/ or `--out` as they are measured, and prints a table. Ctrl-C ends it and
-keeps the rows so far. OMP_NUM_THREADS says how many threads torch has. `report` makes tables and
-figures of all rows.
+`python -m bench accuracy|host|distributed|features|training|codegen|gpu|report`; `--help` names
+their options. `accuracy` and `codegen` time nothing, `host` sets the environment of a process for
+each part, `distributed` starts four processes, `features` compares other calls with other loops,
+`training` times two parts of one call, and `gpu` sweeps constants: no fixture of a test fits them.
+Each writes rows with their provenance to bench/results/ or `--out` as they are measured, and prints
+a table. Ctrl-C ends it and keeps the rows so far. OMP_NUM_THREADS says how many threads torch has.
+`report` makes tables and figures of all rows.
 """
 
 from __future__ import annotations
@@ -137,6 +137,21 @@ def codegen():
     need_triton()
     for chip, dtype in product(CHIPS, DTYPES):
         yield rows_of(chip, dtype)
+
+
+@main.command()
+@click.option("--out", type=FILE, default="gpu.json", show_default=True, help="file to send in")
+def gpu(out):
+    """Tests, measures and asks what only a GPU can show, in ten minutes at most."""
+    if not torch.cuda.is_available():
+        raise click.ClickException(
+            "expected a GPU, and torch.cuda.is_available() is false; run this on a machine with "
+            "one, and with a PyTorch built for it"
+        )
+    need_triton()
+    from bench.gpu import run
+
+    sys.exit(run(out, torch.device("cuda", torch.cuda.current_device())))
 
 
 @main.command()

@@ -1,8 +1,9 @@
 """`python -m bench codegen`: bytes that compiled kernels keep in flight, and that a chip needs.
 
 Arithmetic, no timing: docs/performance.md has the formulas and their limits. Every kernel is
-compiled ahead of time for sm_80, sm_90 and sm_100 through Triton's JIT, with the arguments and
-options of its verb, and its machine code is read with cuobjdump; no GPU is needed.
+compiled ahead of time for sm_80, sm_90, sm_100 and gfx942 through Triton's JIT, with the arguments
+and options of its verb. NVIDIA's machine code is read with cuobjdump, AMD's from Triton's assembly;
+no GPU is needed.
 
 This is the one place of the benchmarks that knows the Triton backend and its kernels. Its absent
 GPU, where nothing happens, also serves `host` and tests.
@@ -27,11 +28,13 @@ import torch
 from bench.results import Row
 from tritonclip.backends.interface import Clip
 
-# Assumed.
-LATENCY_NS = 650
+# Assumed: of a memory with little to do, and of a busy one.
+LATENCIES_NS = {"": 650, "_busy": 1000}
 # A load's bytes by the suffix of its opcode; 4 where it has none.
 WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
-REGISTERS, THREADS = 65_536, 2048
+# AMD's names of as much.
+AMD_WIDTHS = {"ubyte": "U8", "ushort": "U16", "short": "U16", "dwordx2": "64", "dwordx4": "128"}
+THREADS = 2048
 # More chunks than any grid has programs.
 ELEMENTS = 2**20
 # "each": every gradient has a norm.
@@ -40,19 +43,22 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Chip(NamedTuple):
-    """A data sheet; KiB of shared memory in each multiprocessor."""
+    """A data sheet; shared memory and 32-bit registers are those of a multiprocessor."""
 
     name: str
-    arch: int
+    arch: int | str
     tb_per_s: float
     multiprocessors: int
     shared_kib: int
+    registers: int = 65_536
 
 
 CHIPS = (
     Chip("A100", 80, 2.0, 108, 164),
     Chip("H100", 90, 3.35, 132, 228),
+    Chip("H200", 90, 4.8, 132, 228),
     Chip("B200", 100, 8.0, 148, 228),
+    Chip("MI300X", "gfx942", 5.3, 304, 64, 131_072),
 )
 
 
@@ -85,14 +91,16 @@ def replaced_launch(launch: Callable[..., Any]) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def absent_gpu(arch: int) -> Iterator[None]:
+def absent_gpu(arch: int | str) -> Iterator[None]:
     """Makes an absent GPU the active one of Triton; `arch` is 90 for an H100."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
+    is_amd = isinstance(arch, str)
+    target = GPUTarget("hip", arch, 64) if is_amd else GPUTarget("cuda", arch, 32)
     # The part of a driver that the JIT uses.
     absent = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        get_current_target=lambda: target,
         # One device an architecture, so that the JIT keeps their binaries apart.
         get_current_device=lambda: arch,
         get_current_stream=lambda device=0: 0,
@@ -106,7 +114,8 @@ def absent_gpu(arch: int) -> Iterator[None]:
     )
     driver.set_active(absent)
     try:
-        with patch.object(kernel_module("launch"), "_runners", {}):
+        version = patch.object(torch.version, "hip", "6.4" if is_amd else None)
+        with version, patch.object(kernel_module("launch"), "_runners", {}):
             yield
     finally:
         # Without a GPU there is no other driver to go back to.
@@ -150,43 +159,84 @@ def rows_of(chip: Chip, dtype: torch.dtype) -> list[Row]:
         ]
 
 
-def figures_of(chip: Chip, launch: Launch) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Reads one binary, and does the arithmetic for each of its loops: "read" or "write"."""
+def machine_code(compiled: Any) -> tuple[str, dict[str, int]]:
+    """The code of a binary, as cuobjdump prints it, and its registers, shared and spilled bytes."""
     import triton
 
+    if amdgcn := compiled.asm.get("amdgcn"):
+        found = {name: int(n) for name, n in re.findall(r"\.(\w+): +(\d+)", amdgcn)}
+        spilled = found["private_segment_fixed_size"] + 4 * found["vgpr_spill_count"]
+        return as_sass(amdgcn), {"REG": found["vgpr_count"], "SHARED": 0, "SPILLED": spilled}
     # Machine code and use of resources, from the cuobjdump that comes with Triton.
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    compiled = launch.compiled()
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         command = [str(tool), "--dump-sass", "--dump-resource-usage", file.name]
         code = check_output(command, text=True)
-    threads = compiled.metadata.num_warps * 32
     used = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", code)}
-    by_registers = REGISTERS // (threads * -(-used["REG"] // 8) * 8)
+    return code, used | {"SPILLED": used["STACK"] + used["LOCAL"]}
+
+
+def as_sass(amdgcn: str) -> str:
+    """AMD's assembly in NVIDIA's words, as far as `widest` and `loads_by_loop` read them.
+
+    A masked load has its offset from v_cndmask: where the mask is false, beyond all memory.
+    """
+    lines, labels = list[str](), dict[str, int]()
+    for line in amdgcn.splitlines():
+        text = line.partition(";")[0].strip()
+        if text.endswith(":"):
+            labels[text[:-1]] = len(lines)
+        elif text and not text.startswith("."):
+            lines.append(text)
+    chosen: set[int] = set()
+    result = []
+    for i, line in enumerate(lines):
+        opcode, _, operands = line.partition(" ")
+        runs = re.findall(r"\bv(?:\[(\d+):)?(\d+)", operands)
+        registers = [n for a, b in runs for n in range(int(a or b), int(b) + 1)]
+        guard = ""
+        if found := re.match(r"(?:buffer|global)_(load|store)_([a-z]+?(?:x\d)?)(?:_|$)", opcode):
+            guard = "@P " * (found[1] == "load" and int(runs[1][1]) in chosen)
+            opcode = ("LDG.E." if found[1] == "load" else "STG.E.") + AMD_WIDTHS.get(found[2], "")
+        elif "branch" in opcode:
+            opcode, guard = f"BRA 0x{labels.get(operands.strip(), 0):x}", "@P "
+        else:
+            change = chosen.add if opcode.startswith("v_cndmask") else chosen.discard
+            for n in registers[:1]:
+                change(n)
+        result.append(f"/*{i:04x}*/ {guard}{opcode} {' '.join(f'R{n}' for n in registers)} ;")
+    return "\n".join(result)
+
+
+def figures_of(chip: Chip, launch: Launch) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Reads one binary, and does the arithmetic for each of its loops: "read" or "write"."""
+    compiled = launch.compiled()
+    code, used = machine_code(compiled)
+    threads = compiled.metadata.num_warps * compiled.metadata.target.warp_size
+    by_registers = chip.registers // (threads * -(-used["REG"] // 8) * 8)
     by_memory = chip.shared_kib * 1024 // max(used["SHARED"] + compiled.metadata.shared, 1)
     programs = min(launch.programs, by_registers, THREADS // threads, by_memory)
     width = widest(code, "LDG")
-    needed = round(chip.tb_per_s * 1e3 * LATENCY_NS / chip.multiprocessors)
     by_loop = loads_by_loop(code, width)
     for loop in sorted(loop for loop, masked in by_loop if not masked):
         in_flight = programs * threads * by_loop[loop, False] * width
-        yield (
-            loop,
-            {
-                "load_bits": 8 * width,
-                "registers": used["REG"],
-                "spilled_bytes": used["STACK"] + used["LOCAL"],
-                "loads": by_loop[loop, False],
-                "masked_loads": by_loop.get((loop, True), 0),
-                "programs": programs,
-                "threads": threads,
-                "bytes_in_flight": in_flight,
-                "bytes_needed": needed,
-                "enough": in_flight / needed,
-                **({"store_bits": 8 * widest(code, "STG")} if loop == "write" else {}),
-            },
-        )
+        values = {
+            "load_bits": 8 * width,
+            "registers": used["REG"],
+            "spilled_bytes": used["SPILLED"],
+            "loads": by_loop[loop, False],
+            "masked_loads": by_loop.get((loop, True), 0),
+            "programs": programs,
+            "threads": threads,
+            "bytes_in_flight": in_flight,
+        }
+        if loop == "write":
+            values["store_bits"] = 8 * widest(code, "STG")
+        for state, latency in LATENCIES_NS.items():
+            needed = chip.tb_per_s * 1e3 * latency / chip.multiprocessors
+            values |= {f"bytes_needed{state}": round(needed), f"enough{state}": in_flight / needed}
+        yield loop, values
 
 
 def widest(sass: str, access: str) -> int:

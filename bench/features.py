@@ -6,12 +6,17 @@ float64 first, then all providers are timed in turn, as in `pytest bench`.
 
 from __future__ import annotations
 
+import importlib
+import itertools
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +24,7 @@ from torch import Tensor
 import tritonclip
 from bench import timing
 from bench.accuracy import Gradients
-from bench.providers import sgd_of
+from bench.providers import FOREIGN, sgd_of
 from bench.results import Row
 from bench.timing import Timed, paired, spread
 from bench.workloads import WORKLOADS
@@ -211,12 +216,99 @@ def record_each() -> Iterator[Comparison]:
             yield Comparison(WORKLOADS[workload].title, providers, truth, 1e-2)
 
 
+def clip_per_example() -> Iterator[Comparison]:
+    """The sum of the gradients of examples, a third of which are clipped by their norm."""
+    for name, n in itertools.product(("mlp4", "mlp8", "resnet20"), (1, 16, 256)):
+        workload = WORKLOADS[name]
+        n_elements = sum(map(math.prod, workload.shapes))
+        sizes = torch.linspace(0.0, 1.5, n + 1)[1:] / n_elements**0.5
+        generator = torch.Generator().manual_seed(0)
+        gradients = [
+            torch.randn(n, *shape, generator=generator) * sizes.view(-1, *(1,) * len(shape))
+            for shape in workload.shapes
+        ]
+        providers = {
+            "tritonclip": Timed(partial(_clip_per_example, gradients)),
+            "einsum": Timed(partial(_clip_by_einsum, gradients)),
+            "vmap": Timed(partial(_clip_by_vmap, gradients)),
+        }
+        if find_spec("opacus"):
+            providers["opacus"] = _opacus(gradients)
+        if find_spec("optax"):
+            providers["optax"] = _optax(gradients)
+        norms = torch.stack([_norms_of(x, torch.float64) for x in gradients]).norm(dim=0)
+        weights = (1 / norms).clamp(max=1.0)
+        truth = [_sum_of(x, weights) for x in gradients]
+        yield Comparison(f"{workload.title}, {n} examples", providers, truth)
+
+
+def _clip_per_example(gradients: list[Tensor]) -> list[Tensor]:
+    return tritonclip.functional.clip_per_example(gradients, 1.0)[0]
+
+
+def _norms_of(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=dtype)
+    return norms
+
+
+def _sum_of(x: Tensor, weights: Tensor) -> Tensor:
+    """In float64, an example at a time."""
+    return sum((w * own.double() for w, own in zip(weights, x, strict=True)), torch.zeros(()))
+
+
+def _clip_by_einsum(gradients: list[Tensor]) -> list[Tensor]:
+    norms = torch.stack([_norms_of(x) for x in gradients], 1).norm(dim=1)
+    weights = (1.0 / (norms + 1e-6)).clamp(max=1.0)
+    return [torch.einsum("i,i...", weights, x) for x in gradients]
+
+
+def _clip_by_vmap(gradients: list[Tensor]) -> list[Tensor]:
+    def clip(gradients: list[Tensor]) -> list[Tensor]:
+        norm = torch.stack([x.norm() for x in gradients]).norm()
+        weight = (1.0 / (norm + 1e-6)).clamp(max=1.0)
+        return [x * weight for x in gradients]
+
+    return [x.sum(0) for x in torch.vmap(clip)(gradients)]
+
+
+def _opacus(gradients: list[Tensor]) -> Timed:
+    """The clipping of Opacus' own optimizer."""
+    optimizers = importlib.import_module("opacus.optimizers")
+    parameters: list[Any] = [torch.nn.Parameter(x[0].clone()) for x in gradients]
+    sgd = torch.optim.SGD(parameters, lr=0.1)
+    options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0}
+    optimizer = optimizers.DPOptimizer(sgd, expected_batch_size=len(gradients[0]), **options)
+
+    def prepare() -> None:
+        for parameter, own in zip(parameters, gradients, strict=True):
+            parameter.summed_grad, parameter.grad_sample = None, own.view_as(own)
+
+    def call() -> list[Tensor]:
+        optimizer.clip_and_accumulate()
+        return [parameter.summed_grad for parameter in parameters]
+
+    return Timed(call, prepare)
+
+
+def _optax(gradients: list[Tensor]) -> Timed:
+    """Compiled, with gradients that JAX has already."""
+    jax, optax = importlib.import_module("jax"), importlib.import_module("optax")
+    compiled = jax.jit(lambda arrays: optax.per_example_global_norm_clip(arrays, 1.0)[0])
+    arrays = [jax.numpy.array(jax.dlpack.from_dlpack(x), copy=True) for x in gradients]
+
+    def call() -> list[Tensor]:
+        return list(map(torch.utils.dlpack.from_dlpack, jax.block_until_ready(compiled(arrays))))
+
+    return Timed(call)
+
+
 FEATURES: dict[str, Callable[[], Iterator[Comparison]]] = {
     "norms_by_name": norms_by_name,
     "error_without_wait": error_without_wait,
     "loss_outliers": loss_outliers,
     "own_quantile": own_quantile,
     "record(each=True)": record_each,
+    "clip_per_example": clip_per_example,
 }
 
 
@@ -246,7 +338,9 @@ def rows_of(feature: str, comparison: Comparison, seconds: float = SECONDS) -> l
     for name, own in walls.items():
         rows[name].values = spread("wall_us", own)
         call = timed[name].prepared()
-        rows[name].values["extra_mb"] = timing.extra_bytes(call, CPU) / 2**20
+        if name not in FOREIGN:
+            # Their memory is unknown to PyTorch.
+            rows[name].values["extra_mb"] = timing.extra_bytes(call, CPU) / 2**20
     if others := [name for name in walls if not name.startswith("tritonclip")]:
         best = min(others, key=lambda name: statistics.median(walls[name]))
         ratio = spread("ratio", paired(walls[best], walls["tritonclip"]))

@@ -76,6 +76,12 @@ COLUMNS = {
     "chip": ("chip", "", "the GPU that the kernel was compiled for"),
     "kernel": ("kernel", "", "the kernel and its variant"),
     "loop": ("loop", "", "read, or write where the loop also writes what it read"),
+    # A day with a GPU.
+    "chunk": ("chunk", ",d", "elements of a chunk"),
+    "block": ("block", ",d", "elements loaded at a time"),
+    "warps": ("warps", "d", "of a program"),
+    "question": ("question", "", "what a GPU was asked"),
+    "answer": ("answer", "", "what it answered"),
     # Speed. Times are in microseconds.
     "wall_us": ("wall us", ",.1f", "median and quartiles until all work was done"),
     "host_us": ("host us", ",.1f", "median until the call returned, on an idle queue"),
@@ -125,6 +131,8 @@ COLUMNS = {
     "bytes_in_flight": ("in flight", ",d", "programs * threads * loads * bytes a load"),
     "bytes_needed": ("needed", ",d", "bandwidth * latency / multiprocessors"),
     "enough": ("of it", ".2f", "in flight over needed"),
+    "bytes_needed_busy": ("needed, busy", ",d", "the same at the latency of a busy memory"),
+    "enough_busy": ("of it, busy", ".2f", "in flight over these"),
 }
 
 

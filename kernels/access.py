@@ -61,7 +61,7 @@ def block_of(itemsize: int) -> int:
 def find_chunk(
     pointers_ptr, sizes_ptr, first_chunks_ptr, tensor_of_chunk_ptr, chunk, CHUNK: tl.constexpr
 ):
-    """Returns a chunk's tensor, its address, and the chunk's start and length there.
+    """Returns a chunk's tensor, its address, and the chunk's start and length (int32) there.
 
     pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; tensor_of_chunk_ptr:
     int32[n_chunks].
@@ -72,13 +72,17 @@ def find_chunk(
     first = tl.load(first_chunks_ptr + tensor)
 
     start = (chunk - first) * CHUNK
-    n = tl.minimum(size - start, CHUNK)
+    n = tl.minimum(size - start, CHUNK).to(tl.int32)
     return tensor, address, start, n
 
 
 @triton.jit
 def is_aligned(address):
-    """Whether 128-bit accesses at the address are legal."""
+    """Whether 128-bit accesses at the address are legal.
+
+    Elsewhere accesses are as wide as an element. No head is peeled off to align the rest: masked
+    loops keep as many bytes in flight by narrow accesses as by wide ones.
+    """
     return address % 16 == 0
 
 

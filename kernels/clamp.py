@@ -133,6 +133,9 @@ def clamp_kernel(
     factor = divide(tl.full([], 1.0, LANE), grad_scale)
     # A loss scale has to be divided out of every element: nothing is compared first.
     write_all = factor != 1
+    # With masks only the loads of one tile are in flight at once. With twice as large a one half
+    # types spill on gfx942, float64 does on sm_90.
+    LOOK: tl.constexpr = BLOCK if DTYPE.primitive_bitwidth == 64 else 4096
 
     for chunk in range(tl.program_id(0), n_chunks, tl.num_programs(0)):
         _, address, start, n = find_chunk(
@@ -149,9 +152,6 @@ def clamp_kernel(
             else:
                 n_whole = whole_vectors(n)
                 if write_all == 0:
-                    # Only the loads of one tile are in flight at once. With twice as large a one
-                    # half types spill on gfx942, float64 does on sm_90.
-                    LOOK: tl.constexpr = BLOCK if DTYPE.primitive_bitwidth == 64 else 4096
                     outside = _outside_masked(x_ptr, n_whole, low, high, LOOK)
                     outside |= _outside_masked(x_ptr + n_whole, n - n_whole, low, high, TAIL)
                     write = outside != 0
@@ -161,6 +161,6 @@ def clamp_kernel(
         else:
             any_ptr = any_pointer(address, start, DTYPE)
             if write_all == 0:
-                write = _outside_masked(any_ptr, n, low, high, BLOCK) != 0
+                write = _outside_masked(any_ptr, n, low, high, LOOK) != 0
             if write:
                 _clamp_masked(any_ptr, n, low, high, factor, BLOCK)

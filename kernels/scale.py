@@ -213,8 +213,8 @@ def scale_each_kernel(
         )
         if tensor != known_tensor:
             known_tensor = tensor
-            first = first_norm + tl.load(first_chunks_ptr + tensor)
-            n_own = tl.maximum(tl.cdiv(tl.load(sizes_ptr + tensor), CHUNK), 1)
+            first = first_norm + tl.load(first_chunks_ptr + tensor).to(tl.int32)
+            n_own = tl.maximum(tl.cdiv(tl.load(sizes_ptr + tensor), CHUNK), 1).to(tl.int32)
             max_norm = load_number(max_norm_ptr, max_norm_bits, tensor * max_norm_stride)
             if n_own == 1:
                 own_norm = tl.load(norms_ptr + first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -38,3 +39,22 @@ def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     with torch.cuda.graph(graph):
         result = call()
     return graph, result
+
+
+def captured_second_gpu(current, monkeypatch):
+    """Two absent GPUs, the second captured; returns the current one and those entered."""
+    entered = [current]
+
+    @contextmanager
+    def switched(device):
+        entered.append(device.index)
+        yield
+        entered.pop()
+
+    for name, fake in {
+        "current_device": lambda: entered[-1],
+        "is_current_stream_capturing": lambda: entered[-1] == 1,
+        "device": switched,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return entered

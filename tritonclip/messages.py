@@ -70,6 +70,9 @@ _MATCHES = {
     "clip_gradients": "clip_",
     "clip_grads_with_norm": "clip_grads_with_norm_",
     "dispatch_clip_grad": "clip_",
+    "differentially_private_aggregate": "functional.clip_per_example, without its noise",
+    "per_example_global_norm_clip": "functional.clip_per_example",
+    "per_example_layer_norm_clip": "functional.clip_per_example, with per_layer=True",
     "global_norm": "get_total_norm, differentiable functional.global_norm",
 }
 

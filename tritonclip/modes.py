@@ -1,4 +1,4 @@
-"""Modes of PyTorch: operators that are recorded or simulated, autograd, and inference mode."""
+"""Modes of PyTorch: operators recorded, simulated or captured, autograd, and inference mode."""
 
 from collections.abc import Callable
 from functools import partial, wraps
@@ -69,6 +69,17 @@ def _has_tracer() -> bool:
     if n_dispatch_modes() and any(k is not None and _get_mode(k) is not None for k in _TRACERS):
         return True
     return bool(is_pre_dispatch())
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether a CUDA graph captures the stream that is current on a device."""
+    if device.type != "cuda":
+        return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    # PyTorch asks only the current device.
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 P = ParamSpec("P")

@@ -160,6 +160,14 @@ _REMEDIES: dict[str, dict[Sequence[str], str]] = {
         _NORMS: "clip_by_average_norm(x, {value})",
     },
     "clip_by_rms": {(): "clip_by_rms(x, 1.0)", _NORMS: "clip_by_rms(x, {value})"},
+    "clip_per_example": {
+        (): "clip_per_example(gradients, 1.0)",
+        (*_NORMS, "l2_norm_clip"): "clip_per_example(gradients, {value})",
+        ("global_l2_norm_clip",): "clip_per_example(gradients, 1.0, per_layer=True)",
+        ("loss_reduction", "reduction"): "clip_per_example(gradients, 1.0, reduce={value})",
+        ("into", "out"): "clip_per_example(gradients, 1.0, add_to=sums)",
+        ("error_if_nonfinite",): 'clip_per_example(gradients, 1.0, nonfinite="error")',
+    },
     "clip_by_value": {
         (): "clip_by_value(x, -0.5, 0.5)",
         _VALUES: "clip_by_value(x, -{value}, {value})",

@@ -16,7 +16,15 @@ CALLS = {
     "average": lambda tree: functional.clip_by_average_norm(tree, 0.01),
     "rms": lambda tree: functional.clip_by_rms(tree, 0.1),
     "global": lambda tree: functional.clip_by_global_norm(tree, 0.5)[0],
+    "example": lambda tree: functional.clip_per_example(by_example(tree), 0.5)[0],
+    "example-zero": lambda tree: functional.clip_per_example(
+        by_example(tree), 0.5, nonfinite="zero"
+    )[0],
 }
+
+
+def by_example(tree):
+    return [x.reshape(5, -1) for x in tree]
 
 
 def on_gpu(dtype=torch.float32):

@@ -12,6 +12,7 @@ from tritonclip.functional import (
     clip_by_norm,
     clip_by_rms,
     clip_by_value,
+    clip_per_example,
     global_norm,
 )
 
@@ -71,15 +72,16 @@ def test_bfloat16_norm_has_the_digits_of_float32():
     assert float(norm) == pytest.approx(math.sqrt(1000), rel=1e-6)
 
 
-def test_global_norm_by_example_is_clipped_under_vmap():
+def test_global_norm_by_example_is_clipped():
     """Of four examples with two tensors: norms 0.5, sqrt(50), sqrt(70) and 0."""
     batch = [
         torch.tensor([[0.0, -0.5], [3.0, 4.0], [5.0, 6.0], [0.0, 0.0]]),
         torch.tensor([[0.0], [5.0], [-3.0], [0.0]]),
     ]
-    clipped, norms = torch.vmap(lambda tree: clip_by_global_norm(tree, 1.0))(batch)
+    sums, norms = clip_per_example(batch, 1.0)
+    mapped, _ = torch.vmap(lambda tree: clip_by_global_norm(tree, 1.0))(batch)
     assert int((norms > 1.0).sum()) == 2
-    sums = [x.sum(0) for x in clipped]
+    torch.testing.assert_close(sums, [x.sum(0) for x in mapped])
     first = torch.tensor([3.0, 4.0]) / 50**0.5 + torch.tensor([5.0, 6.0]) / 70**0.5
     torch.testing.assert_close(sums[0], torch.tensor([0.0, -0.5]) + first)
     torch.testing.assert_close(sums[1], torch.tensor([5.0 / 50**0.5 - 3.0 / 70**0.5]))
@@ -92,6 +94,7 @@ def test_layers_by_example_are_clipped_by_dim():
         for x, limit, expected in zip(layers, limits, sums, strict=True):
             clipped = clip_by_norm(x, limit, dim=tuple(range(1, x.dim())))
             torch.testing.assert_close(clipped.sum(0), torch.full(x.shape[1:], expected))
+            torch.testing.assert_close(clip_per_example(x, limit)[0], clipped.sum(0))
 
 
 def test_adaptive_limits_are_shares_of_the_norms_of_parameters():

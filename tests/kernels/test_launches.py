@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from cases import CHUNK, of_sizes, parameters
+from graphs import captured_second_gpu
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -343,20 +343,7 @@ def test_capture_finds_the_tables_of_one_eager_call(tables, monkeypatch):
 @pytest.mark.parametrize("own", [0, 1])
 def test_capture_is_asked_of_the_device_of_the_gradients(own, current, monkeypatch):
     """A graph is captured on the second of two devices, whichever is the current one."""
-    entered = [current]
-
-    @contextmanager
-    def switched(device):
-        entered.append(device.index)
-        yield
-        entered.pop()
-
-    for name, fake in {
-        "current_device": lambda: entered[-1],
-        "is_current_stream_capturing": lambda: entered[-1] == 1,
-        "device": switched,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
+    entered = captured_second_gpu(current, monkeypatch)
     module = kernels("tables")
     monkeypatch.setattr(module, "current_stream", lambda device: 10 + device.index)
     stream = module._current_stream(torch.device("cuda", own))

@@ -150,7 +150,7 @@ def test_counts_cannot_be_read_while_a_graph_is_captured(monkeypatch):
     counts = StepCounts(CPU)
     counts.add([0.5])
     with monkeypatch.context() as patch:
-        patch.setattr(step_counts, "_is_captured", lambda counts: True)
+        patch.setattr(step_counts, "is_captured", lambda device: True)
         with pytest.raises(RuntimeError, match="read them after the capture"):
             counts.read()
     assert by_name(counts)["steps"] == 1

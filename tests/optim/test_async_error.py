@@ -41,6 +41,7 @@ from tritonclip import (
     Outlier,
 )
 from tritonclip.backends import choose
+from tritonclip.optim import watches
 from tritonclip.optim.watches import LAG
 
 NAMES = ("alpha", "beta", "gamma")
@@ -425,6 +426,18 @@ def test_async_error_of_a_gpu_does_not_sync(cuda_backend, rule):
         optimizer.step()
     assert steps_until_error(params, optimizer, "Step 1, .*: beta.*alpha before") == LAG - 1
     assert_bits(params, before)
+
+
+def test_async_error_refuses_a_step_that_is_captured(monkeypatch):
+    """And has changed nothing."""
+    with decided_on_device():
+        params, optimizer = wrapped(FUSED)
+        before, grads = copies(params), give_grads(params)
+        monkeypatch.setattr(watches, "is_captured", lambda device: True)
+        with pytest.raises(RuntimeError, match="while a graph is captured"):
+            optimizer.step()
+    assert_bits(params, before)
+    assert_bits(grads_of(params), grads)
 
 
 def test_async_error_refuses_a_cuda_graph(cuda_backend):

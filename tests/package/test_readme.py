@@ -111,6 +111,12 @@ def _accelerate(names: dict[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _opacus(names: dict[str, Any]) -> Iterator[None]:
+    pytest.importorskip("opacus", reason="needs tritonclip[test]")
+    yield
+
+
+@contextlib.contextmanager
 def _muon(names: dict[str, Any]) -> Iterator[None]:
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("needs torch 2.9, the first with Muon")
@@ -128,6 +134,7 @@ SETTINGS: dict[str, Callable[[dict[str, Any]], contextlib.AbstractContextManager
     "recipes-pytorch-lightning": _lightning,
     "recipes-hugging-face-trainer": _trainer,
     "recipes-accelerate": _accelerate,
+    "functional-gradients-of-opacus": _opacus,
     "recipes-muon-and-other-matrix-optimizers": _muon,
     "choosing_max_norm-record-and-ask": _long_run,
 }
@@ -147,6 +154,8 @@ def test_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
 # Lightning's advice where TensorBoard is missing.
 @pytest.mark.filterwarnings("ignore:Starting from v1.9.0")
+# Of torch, about the hooks of Opacus where inputs need no gradient.
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize(("section", "blocks"), [*_sections().items()], ids=[*_sections()])
 def test_docs_code_runs(
     section: str, blocks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

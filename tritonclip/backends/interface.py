@@ -6,6 +6,7 @@ float64[2, n] (float32 where a device has no float64): norms of each unit's grad
 gradient, and below them those of its weights; inf for weights that set no limit.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -169,6 +170,9 @@ class UnitBatch(Protocol):
 
     def measure(self) -> Tensor:
         """Measures gradients and weights, by unit: partial norms."""
+
+    def norms_of_units(self, norms: Tensor) -> Sequence[Tensor]:
+        """The norm of each unit, 1-d for each gradient, from partial norms and as wide."""
 
     def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm of each gradient, 1-d."""

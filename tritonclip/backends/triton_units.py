@@ -4,12 +4,14 @@ Imported where the backend is first chosen, because it imports triton.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tritonclip.backends.interface import Clip, count_units
 from tritonclip.backends.triton import pack_scalars
+from tritonclip.backends.units import norms_of_rows
 from tritonclip.kernels import launch, units
 from tritonclip.kernels.access import CHUNK, COLUMNS, OCCUPANCY_2X128, SHORT, TAIL, row_block_of
 from tritonclip.kernels.tables import UnitTable, UnitTables, count_chunks
@@ -26,7 +28,7 @@ class TritonUnitLayout:
 
     def __init__(self, grads: list[Tensor], weights: list[Tensor], dtype: torch.dtype) -> None:
         self.dtype = dtype
-        counts = list(map(count_units, grads))
+        self.counts = counts = list(map(count_units, grads))
         reals = 2 if grads[0].is_complex() else 1
         lengths = [reals * grad.numel() // n for grad, n in zip(grads, counts, strict=True)]
         # Partial norms of each gradient.
@@ -105,6 +107,15 @@ class TritonUnits:
                 BLOCK=row_block_of(dtype.itemsize),
             )
         return norms
+
+    def norms_of_units(self, norms: Tensor) -> Sequence[Tensor]:
+        """The norm of each unit, float64[n_units] for each gradient."""
+        layout = self._layout
+        pairs = zip(norms[0].split(layout.sizes), layout.counts, strict=True)
+        return [
+            own if len(own) == n else norms_of_rows(own.view(n, -1), torch.float64)
+            for own, n in pairs
+        ]
 
     def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm of each gradient, 1-d."""

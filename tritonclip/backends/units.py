@@ -77,6 +77,11 @@ class TorchUnits:
         ]
         return torch.cat([*own, *limits]).view(2, -1)
 
+    def norms_of_units(self, norms: Tensor) -> Sequence[Tensor]:
+        """The norm of each unit, 1-d for each gradient."""
+        own: Sequence[Tensor] = norms[0].split(self.layout.counts)
+        return own
+
     def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm of each gradient, 1-d."""
         return unscaled(self.norms_each(norms), 2.0, grad_scale).to(self.dtype)
@@ -175,11 +180,11 @@ def unit_norms(tensor: Tensor, *, on_host: bool) -> Tensor:
     if length > PIECE:
         return torch.stack([norm_of([row], 2.0, wide, on_host=on_host) for row in rows])
     pieces = rows.split(PIECE // length) if rows.numel() > PIECE else [rows]
-    norms = [_norms_of_rows(piece, wide) for piece in pieces]
+    norms = [norms_of_rows(piece, wide) for piece in pieces]
     return norms[0] if len(norms) == 1 else torch.cat(norms)
 
 
-def _norms_of_rows(rows: Tensor, wide: torch.dtype) -> Tensor:
+def norms_of_rows(rows: Tensor, wide: torch.dtype) -> Tensor:
     """The 2-norm of each slice of a small tensor."""
     x = rows.to(wide).reshape(len(rows), -1)
     if wide == torch.float64 and rows.dtype != wide:

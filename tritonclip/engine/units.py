@@ -1,4 +1,4 @@
-"""The gradients of a call and the weights that they belong to, for a rule by unit."""
+"""Units of a call: the weights that they belong to for a rule by unit, or their norms alone."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tritonclip.backends.choose import unit_layout_of
-from tritonclip.backends.interface import UnitBatch
+from tritonclip.backends.interface import UnitBatch, UnitLayout
 from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.gradients import Gradients, parameters_of
 from tritonclip.engine.memory import OFFSETS, is_freed
-from tritonclip.engine.plan import Plan
+from tritonclip.engine.plan import Group, Plan
+from tritonclip.modes import without_grad
 from tritonclip.rules import Rule
 
 # Most that a gradient adds to its plan: four numbers, and the strides of its weights.
@@ -52,19 +53,42 @@ class Units:
         indices = range(len(self._weights)) if group.indices is None else group.indices
         copies, tensors = self._gradients.copies, self._gradients.tensors
         grads = [copies.get(i, tensors[i]) for i in indices]
-        weights = [self._weights[i] for i in indices]
-        layout = group.units
-        if layout is None or not layout.serves(weights):
-            if layout is None:
-                self._plan.n_bytes += UNIT_BYTES * len(grads)
-            layout = unit_layout_of(grads, weights, self._plan.dtype)
-            group.units = layout
+        layout = _layout_of(self._plan, group, grads, [self._weights[i] for i in indices])
         limiting = [None if exempt[i] else self._weights[i] for i in indices]
         return layout.bind(grads, limiting)
 
     def measure(self) -> list[Tensor]:
         """The partial norms of each group."""
         return [batch.measure() for batch in self.batches]
+
+
+def _layout_of(plan: Plan, group: Group, grads: list[Tensor], weights: list[Tensor]) -> UnitLayout:
+    """The layout of a group by unit, made where none serves its weights."""
+    layout = group.units
+    if layout is None or not layout.serves(weights):
+        if layout is None:
+            plan.n_bytes += UNIT_BYTES * len(grads)
+        group.units = layout = unit_layout_of(grads, weights, plan.dtype)
+    return layout
+
+
+@without_grad
+def norms_by_unit(gradients: Gradients) -> list[Tensor]:
+    """The 2-norm of each slice along the first dimension, 1-d in the wide dtype, for each gradient.
+
+    Args:
+        gradients: not empty, of two dimensions or more; no parameters are asked for.
+    """
+    plan = gradients.plan
+    assert plan is not None
+    norms: dict[int, Tensor] = {}
+    for group in plan.groups:
+        indices = range(len(gradients.tensors)) if group.indices is None else group.indices
+        grads = [gradients.copies.get(i, gradients.tensors[i]) for i in indices]
+        # Weights that are None limit nothing and are not read.
+        batch = _layout_of(plan, group, grads, grads).bind(grads, [None] * len(grads))
+        norms.update(zip(indices, batch.norms_of_units(batch.measure()), strict=True))
+    return [norms[i] for i in range(len(norms))]
 
 
 def weight_of(parameter: Tensor) -> Tensor:

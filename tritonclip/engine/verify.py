@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.gradients import Gradients, parameters_of
 from tritonclip.engine.norms import Norms
 from tritonclip.engine.units import weight_of
@@ -100,6 +101,13 @@ class Expectation:
         norms = [norm_of(g, norm_type) / float(grad_scale) for g in self._before]
         self._compare_norms([rounded(n, self._dtype) for n in norms], result)
 
+    def check_units(self, results: Sequence[Tensor]) -> None:
+        """Compares the measured norms of the slices of each gradient along its first dimension."""
+        for index, (before, result) in enumerate(zip(self._before, results, strict=True)):
+            label = self._gradients.label(index)
+            expected = [norm_of(row, 2.0) for row in before]
+            self._compare_norms(expected, result, f"{label}[{{}}]".format)
+
     def check_scale(self, rule: Rule, norm: Tensor) -> None:
         """Compares a finished `clip_grads_with_norm_` call."""
         given = norm.detach().abs()
@@ -134,8 +142,10 @@ class Expectation:
         elements = [norm for norm, g in zip(norms, self._before, strict=True) if g.numel()]
         return total_of(elements, norm_type)
 
-    def _compare_norms(self, expected: list[float], result: Tensor) -> None:
-        tolerance = self._norm_tolerance
+    def _compare_norms(
+        self, expected: list[float], result: Tensor, label_of: LabelOf | None = None
+    ) -> None:
+        label_of, tolerance = label_of or self._gradients.label, self._norm_tolerance
         found = result.reshape(-1).tolist()
         mismatches = []
         for i, (ours, reference) in enumerate(zip(found, expected, strict=True)):
@@ -145,7 +155,7 @@ class Expectation:
             info = torch.finfo(result.dtype)
             allowed = tolerance * abs(reference) + info.smallest_normal * info.eps
             if not same and not abs(ours - reference) <= allowed:
-                noun = "norm" if result.dim() == 0 else f"norm of {self._gradients.label(i)}"
+                noun = "norm" if result.dim() == 0 else f"norm of {label_of(i)}"
                 mismatches.append(f"{noun}: got {ours!r}, expected {reference!r}")
         _raise(mismatches)
 

@@ -18,7 +18,8 @@ from torch.autograd import forward_ad
 
 from tritonclip.backends import choose
 from tritonclip.backends.operators import ARITHMETIC, PIECE, wide_dtype
-from tritonclip.engine import execute
+from tritonclip.backends.units import unit_norms
+from tritonclip.engine import execute, units, verify
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import OverlapError
 from tritonclip.functional import by_loops, formulas
@@ -68,6 +69,25 @@ def norms_of_each(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
         each: Tensor = _Norm.apply(True, *tensors)  # type: ignore[no-untyped-call]
         return each
     return _each(tensors, norm_type)
+
+
+def norms_of_rows(rows: Sequence[Tensor]) -> list[Tensor]:
+    """The 2-norm of each row of each matrix, 1-d in the wide dtype, without derivatives."""
+    dense = [i for i, x in enumerate(rows) if x.numel() and x.is_contiguous()]
+    norms: dict[int, Tensor] = {}
+    if dense:
+        gradients = _planned([rows[i] for i in dense] if len(dense) < len(rows) else rows)
+        found = units.norms_by_unit(gradients)
+        if gradients.plan is not None and gradients.plan.verifying:
+            verify.Expectation(gradients).check_units(found)
+        norms.update(zip(dense, found, strict=True))
+    for i in set(range(len(rows))).difference(norms):
+        x = rows[i]
+        if x.numel():
+            norms[i] = unit_norms(x, on_host=choose.host_decides(x.device))
+        else:
+            norms[i] = torch.zeros(len(x), dtype=wide_dtype(x.device), device=x.device)
+    return [norms[i] for i in range(len(rows))]
 
 
 def norms_over(x: Tensor, norm_type: float, dim: tuple[int, ...]) -> Tensor:

@@ -7,6 +7,7 @@ ways: tensors off the CPU, of other dtypes, with gaps between elements, or in de
 from __future__ import annotations
 
 import math
+from array import array
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from tritonclip import settings
-from tritonclip.backends.native import CODES, ORDERS, loops
+from tritonclip.backends.native import CODES, ORDERS, loops, may_share
+from tritonclip.engine.memory import OFFSETS
 from tritonclip.modes import is_observed
 
 # Of complex tensors, pairs of reals are read.
@@ -101,6 +103,32 @@ def norm_of(leaves: Any) -> Tensor | None:
 def norms_of(leaves: Any, norm_type: float) -> list[float] | None:
     """The norm of each tensor; None as for `norm_of`."""
     return loops.measured_each(leaves, norm_type) if norm_type in ORDERS and serve() else None
+
+
+def norms_of_rows(tensors: list[Tensor]) -> Tensor | None:
+    """The 2-norm of each row, float64[n_tensors, n_rows]; None where the loops cannot serve.
+
+    Args:
+        tensors: as many rows in each; at least one.
+    """
+    dtype, n = tensors[0].dtype, len(tensors[0])
+    if not serve() or dtype not in CODES:
+        return None
+    plain = all(
+        x.dtype == dtype and x.dim() == 2 and x.is_cpu and x.is_contiguous() for x in tensors
+    )
+    addresses = list(map(Tensor.data_ptr, tensors)) if plain and n else []
+    lengths = array("q", [x.shape[1] for x in tensors] if plain else [])
+    if not addresses or min(addresses) < OFFSETS:
+        return None
+    norms = torch.empty(len(tensors), n, dtype=torch.float64, device="cpu")
+    threads = torch.get_num_threads() if may_share([n * length for length in lengths]) else 1
+    counts = array("q", [n] * len(tensors)).tobytes()
+    unknown = loops.unit_norms(
+        addresses, lengths.tobytes(), CODES[dtype], threads, counts, norms.data_ptr()
+    )
+    # Some norms of float64 are of extreme magnitudes.
+    return None if unknown else norms
 
 
 def scaled(leaves: Any, factors: float | list[float]) -> Any:

@@ -63,6 +63,15 @@ class Tree:
         self._coalesced = [x if x.layout == torch.strided else x.coalesce() for x in present]
         return [x if x.layout == torch.strided else x.values() for x in self._coalesced]
 
+    def tensor_paths(self) -> list[str]:
+        """How to write each tensor of the structure in Python, from its name on."""
+        pairs = zip(self.leaves, _paths(self._tree), strict=True)
+        return [path for leaf, path in pairs if leaf is not None]
+
+    def tensor_labels(self) -> list[str]:
+        """The names of the tensors in messages."""
+        return [self._name + path for path in self.tensor_paths()]
+
     def rebuild(self, values: Sequence[Tensor]) -> Any:
         """The same structure around other values, one for each tensor or for each leaf."""
         if self.is_sparse:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.modes import outside_inference, without_grad
+from tritonclip.modes import is_captured, outside_inference, without_grad
 
 Value = float | Tensor | None
 Row = list[float | None]
@@ -79,8 +79,7 @@ class RowBuffer:
     def _write_(self, values: list[Tensor], n: int) -> None:
         """Puts values, n in all, into the block, on its device."""
         device = _device_of(values)
-        if device.type == "cuda":
-            _refuse_capture()
+        _refuse_capture(device)
         if self._block is not None and len(self._rows) >= len(self._block):
             self.send_()
         block = self._block
@@ -111,8 +110,8 @@ class RowBuffer:
             return
         values, arrival = None, None
         if self._block is not None and any(self._columns):
+            _refuse_capture(self._block.device)
             if self._block.device.type == "cuda":
-                _refuse_capture()
                 self._follow_stream(self._block)
             values, arrival = _copy(self._block[: len(self._rows)])
             if values.device == self._block.device:
@@ -151,8 +150,8 @@ def _copy(block: Tensor) -> tuple[Tensor, Any]:
     return block.cpu(), None
 
 
-def _refuse_capture() -> None:
-    if torch.cuda.is_current_stream_capturing():
+def _refuse_capture(device: torch.device) -> None:
+    if is_captured(device):
         raise RuntimeError(
             "a CUDA graph is being captured, and all its replays would write to one row; expected "
             "a call outside of the capture: add the norm after graph.replay()"

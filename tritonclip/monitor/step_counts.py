@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tritonclip.modes import is_pre_dispatch, n_dispatch_modes, outside_inference
+from tritonclip.modes import is_captured, is_pre_dispatch, n_dispatch_modes, outside_inference
 
 # In this order in one tensor, which moves in one copy.
 COUNTS = ("steps", "measured_steps", "clipped_steps", "skipped_steps")
@@ -48,7 +48,7 @@ class StepCounts:
         Raises:
             RuntimeError: a CUDA graph is captured, whose replays would count steps again.
         """
-        if _is_captured(self._counts):
+        if is_captured(self.device):
             raise RuntimeError(
                 "statistics cannot be read while a CUDA graph is captured, because its replays "
                 "would count the same steps again; read them after the capture"
@@ -77,8 +77,8 @@ class StepCounts:
             self.consecutive_skips.zero_()
             self._may_have_skipped = False
         device = self._counts.device
-        # As `_is_captured`, without a call.
-        captured = self._counts.is_cuda and torch.cuda.is_current_stream_capturing()
+        # On a CPU without a call.
+        captured = self._counts.is_cuda and is_captured(device)
         if captured or n_dispatch_modes() or is_pre_dispatch():
             # Replays repeat the device's work, not the host's.
             self._counts[: 1 + bool(coefficients)].add_(1)
@@ -168,11 +168,6 @@ class StepCounts:
         self._counts.add_(torch.stack([taken, measured, clipped, skip]))
         self.consecutive_skips.add_(skip).mul_(~taken)
         self._may_have_skipped = True
-
-
-def _is_captured(counts: Tensor) -> bool:
-    """Whether a CUDA graph is being captured on the device of the counts."""
-    return counts.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _is_clipped(coefficients: Sequence[float | Tensor], device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.messages import warn_user
+from tritonclip.modes import is_captured
 from tritonclip.optim.clip_groups import ClipGroup, nearest_finite
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.step import either
@@ -97,7 +98,7 @@ class SkipWatch:
         """The number, or a GPU's of `LAG` looks before; 0 where there is none."""
         if in_a_row.device.type == "cpu":
             return int(in_a_row)
-        if in_a_row.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if in_a_row.device.type != "cuda" or is_captured(in_a_row.device):
             return 0
         self._arriving.append(_sent(in_a_row))
         return self._arriving.popleft()() if len(self._arriving) > LAG else 0
@@ -171,7 +172,7 @@ class ErrorWatch:
         Raises:
             RuntimeError: a CUDA graph is captured, whose replays could not raise.
         """
-        if nonfinite.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_captured(nonfinite.device):
             raise RuntimeError(
                 "nonfinite='async_error' raises from a later step, which the replays of a CUDA "
                 "graph cannot do; expected 'skip' while a graph is captured, and a look at "

@@ -1,0 +1,461 @@
+"""clip_per_example: each example by its norm, one sum over the batch, norms [B]."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import reference
+import torch
+from cases import FLOATS, HALVES, bits, normal
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+
+import tritonclip
+from bench.timing import extra_bytes
+from tritonclip.engine import units
+from tritonclip.functional import clip_by_global_norm, clip_per_example
+
+SHAPES = ((3, 5), (7,), (), (2, 3, 2, 2), (0,))
+
+
+def batch_of(n: int, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> dict[str, Any]:
+    """Gradients of n examples whose norms differ by four orders of magnitude."""
+    sizes = torch.logspace(-2, 2, max(n, 1), dtype=torch.float64)[:n]
+    made: dict[str, Any] = {"none": None}
+    for i, shape in enumerate(SHAPES):
+        values = normal((n, *shape), torch.float64, seed=i) * sizes.view(n, *(1,) * len(shape))
+        made[str(i)] = values.to(dtype).to(device)
+    return made
+
+
+def tensors_of(tree: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: x for name, x in tree.items() if x is not None}
+
+
+def expected_of(
+    tree: dict[str, Any], max_norm: float, *, per_layer: bool = False, normalize: bool = False
+) -> tuple[dict[str, Tensor], dict[str, list[float]]]:
+    """Sums and norms in float64, an example at a time."""
+    tensors = tensors_of(tree)
+    n = len(next(iter(tensors.values())))
+    sums = {name: torch.zeros(x.shape[1:], dtype=torch.float64) for name, x in tensors.items()}
+    norms: dict[str, list[float]] = {name: [] for name in tensors}
+    for i in range(n):
+        whole = reference.total_norm([x[i] for x in tensors.values()])
+        for name, x in tensors.items():
+            norm = reference.norm(x[i]) if per_layer else whole
+            by = max_norm / (norm + 0.01) if normalize else min(1.0, max_norm / norm if norm else 1)
+            sums[name] += x[i].double().cpu() * by
+            norms[name].append(norm)
+    return sums, norms
+
+
+def assert_sums(actual: dict[str, Any], tree: dict[str, Any], sums: dict[str, Tensor]) -> None:
+    """Sums of n examples whose norm is at most 2, rounded once to the result's dtype.
+
+    A coefficient has the error of its norm, 1e-6 in float32; n products and sums are rounded.
+    """
+    assert list(actual) == list(tree)
+    for name, x in tree.items():
+        if x is None:
+            assert actual[name] is None
+            continue
+        ours = actual[name]
+        assert ours.shape == x.shape[1:]
+        assert ours.device == x.device
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        error = (len(x) + 4) * torch.finfo(wide).eps + (1e-6 if wide == torch.float32 else 0.0)
+        allowed = 2 * len(x) * error + sums[name].abs() * torch.finfo(ours.dtype).eps / 2
+        allowed += torch.finfo(ours.dtype).smallest_normal
+        assert bool(((ours.double().cpu() - sums[name]).abs() <= allowed).all())
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("per_layer", "normalize"), [(False, False), (True, False), (False, True)])
+def test_clip_per_example_is_the_sum_of_clipped_examples(backend, dtype, per_layer, normalize):
+    tree = batch_of(9, dtype, backend.device)
+    sums, norms = expected_of(tree, 1.5, per_layer=per_layer, normalize=normalize)
+
+    total, known = clip_per_example(tree, 1.5, per_layer=per_layer, normalize=normalize)
+
+    assert_sums(total, tree, sums)
+    assert all(x is None or total[name].dtype == dtype for name, x in tree.items())
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    found = tensors_of(known) if per_layer else {"0": known}
+    for name, own in found.items():
+        assert own.dtype == wide
+        assert own.tolist() == pytest.approx(
+            norms[name], rel=1e-12 if dtype == torch.float64 else 1e-6
+        )
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 33])
+def test_clip_per_example_takes_any_number_of_examples(backend, n):
+    tree = batch_of(n, device=backend.device)
+    total, norms = clip_per_example(tree, 1.0)
+    assert norms.shape == (n,)
+    assert_sums(total, tree, expected_of(tree, 1.0)[0])
+
+
+def test_clip_per_example_measures_rows_longer_than_a_chunk(backend):
+    tree = {"a": normal((3, 16385), device=backend.device), "b": normal((3, 2), torch.float64)}
+    tree["b"] = tree["b"].to(backend.device)
+    total, norms = clip_per_example(tree, 1.0)
+    expected, known = expected_of(tree, 1.0)
+    assert norms.tolist() == pytest.approx(known["a"], rel=1e-6)
+    assert norms.dtype == torch.float64
+    for name, sums in expected.items():
+        torch.testing.assert_close(total[name].double().cpu(), sums, rtol=1e-5, atol=1e-7)
+
+
+def test_clip_per_example_in_half_precision_takes_several_pieces(backend, monkeypatch):
+    monkeypatch.setattr("tritonclip.functional.per_example._PIECE", 64)
+    monkeypatch.setattr("tritonclip.functional.per_example._LARGE_PIECE", 64)
+    pages = normal((9, 5, 7), torch.bfloat16, backend.device).transpose(0, 1)
+    tree = {"long": normal((5, 101), torch.bfloat16, backend.device), "pages": pages}
+    total, _ = clip_per_example(tree, 1.0)
+    assert_sums(total, tree, expected_of(tree, 1.0)[0])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("order", ["rows", "pages"])
+def test_clip_per_example_makes_no_copy_of_the_batch(dtype, order):
+    """Sums take a 64th of the gradients, and pieces of narrower dtypes 4 MiB of float32."""
+    x = torch.ones(64, 2**7, 2**10, dtype=dtype)
+    if order == "pages":
+        x = x.view(2**7, 64, 2**10).transpose(0, 1)
+    tree = [x]
+    clip_per_example(tree, 1.0)
+    extra = extra_bytes(lambda: clip_per_example(tree, 1.0), torch.device("cpu"))
+    assert extra < x.nbytes / 64 + 2**20 * (8 if dtype == torch.float64 else 4) + 2**20
+
+
+ORDERS = {
+    "pages": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "innermost": lambda x: x.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+    "transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "gaps-between-rows": lambda x: torch.cat([x, x + 1], 1)[:, : x.shape[1]],
+    "gaps-between-elements": lambda x: torch.stack([x, x + 1], -1)[..., 0],
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "expanded-inside": lambda x: x[:, :1].expand(x.shape),
+    "overlapping": lambda x: x.flatten().as_strided(x.shape, (1, 2, 3)),
+    "negated": lambda x: torch._neg_view(x),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_clip_per_example_reads_any_order_of_memory(backend, order):
+    x = normal((4, 6, 5), device=backend.device)
+    tree = {"x": ORDERS[order](x), "same": x, "again": x}
+    before = tree["x"].clone()
+    total, norms = clip_per_example(tree, 1.0)
+    sums, known = expected_of(tree, 1.0)
+    assert_sums(total, tree, sums)
+    assert norms.tolist() == pytest.approx(known["x"], rel=1e-6)
+    assert torch.equal(tree["x"], before)
+
+
+def test_clip_per_example_takes_complex_and_float8(backend):
+    x = normal((3, 4), torch.complex64, backend.device)[:, :, None].expand(3, 4, 2)
+    pairs = torch.view_as_real(x)
+    narrow = normal((3, 5)).to(torch.float8_e4m3fn).to(backend.device)
+    for conjugated in (False, True):
+        own = x.conj() if conjugated else x
+        total, norms = clip_per_example([own, narrow], 1.0)
+        expected, known = clip_per_example([pairs, narrow.float()], 1.0)
+        torch.testing.assert_close(norms, known)
+        other = torch.view_as_complex(expected[0].contiguous())
+        torch.testing.assert_close(total[0], (other.conj() if conjugated else other).resolve_conj())
+        assert torch.equal(total[1].float(), expected[1].to(narrow.dtype).float())
+
+
+@pytest.mark.parametrize("size", [1e30, 1e-30])
+def test_clip_per_example_measures_extreme_magnitudes(backend, size):
+    tree = [normal((2, 3), device=backend.device) * size] * 2
+    _, norms = clip_per_example(tree, 1.0)
+    own = [x.double() for x in tree]
+    expected = [reference.total_norm([x[i] for x in own]) for i in range(2)]
+    assert norms.tolist() == pytest.approx(expected, rel=1e-6)
+    wide = [normal((2, 3), torch.float64, backend.device) * size**6] * 2
+    _, norms = clip_per_example(wide, 1.0)
+    expected = [reference.total_norm([x[i] for x in wide]) for i in range(2)]
+    assert norms.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_clip_per_example_at_its_limit_changes_no_bit():
+    x = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    total, norms = clip_per_example(x, 5.0)
+    assert norms.tolist() == [5.0, 0.0]
+    assert torch.equal(bits(total), bits(x[0]))
+    for limit in (math.inf, 1e300):
+        assert clip_per_example(x, limit)[0].tolist() == [3.0, 4.0]
+    assert clip_per_example(x, 1e-300)[0].tolist() == [0.0, 0.0]
+    assert clip_per_example(x, 0.0)[0].tolist() == [0.0, 0.0]
+    assert clip_per_example(x, 0.0, normalize=True)[0].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("limit", [torch.tensor(0.5), torch.tensor([0.5], dtype=torch.float64)])
+def test_clip_per_example_takes_a_limit_as_a_tensor(limit):
+    tree = batch_of(4)
+    for normalize in (False, True):
+        expected = clip_per_example(tree, 0.5, normalize=normalize)[0]
+        ours = clip_per_example(tree, limit, normalize=normalize)[0]
+        torch.testing.assert_close(tensors_of(ours), tensors_of(expected))
+
+
+def test_clip_per_example_mean_divides_by_all_examples():
+    tree = batch_of(5)
+    total, mean = (clip_per_example(tree, 1.0, reduce=how)[0] for how in ("sum", "mean"))
+    for name, x in tensors_of(total).items():
+        torch.testing.assert_close(mean[name], x / 5)
+
+
+def test_clip_per_example_per_layer_is_each_tensor_alone_and_may_differ_in_limits():
+    """optax divides the limit by the root of the number of tensors; Opacus takes one for each."""
+    tree = tensors_of(batch_of(5))
+    total, norms = clip_per_example(tree, 0.7 / len(tree) ** 0.5, per_layer=True)
+    for name, x in tree.items():
+        alone, known = clip_per_example(x, 0.7 / len(tree) ** 0.5)
+        torch.testing.assert_close(total[name], alone, rtol=0, atol=0)
+        torch.testing.assert_close(norms[name], known, rtol=0, atol=0)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_clip_per_example_zero_leaves_out_bad_examples(backend, dtype, bad):
+    good = batch_of(6, dtype, backend.device)
+    tree = copy.deepcopy(good)
+    for name in ("0", "3"):
+        tree[name].view(6, -1)[1, -1] = bad
+        tree[name].view(6, -1)[5] = bad
+    rest = {k: None if x is None else x[[0, 2, 3, 4]] for k, x in good.items()}
+    total, norms = clip_per_example(tree, 1.0, nonfinite="zero")
+    assert norms.isfinite().tolist() == [True, False, True, True, True, False]
+    assert_sums(total, tree, expected_of(rest, 1.0)[0])
+    mean, _ = clip_per_example(tree, 1.0, nonfinite="zero", reduce="mean")
+    torch.testing.assert_close(mean["1"].float(), total["1"].float() / 6, rtol=1e-2, atol=1e-6)
+    by_layer, own = clip_per_example(tree, 1.0, nonfinite="zero", per_layer=True)
+    assert_sums({"1": by_layer["1"]}, {"1": tree["1"]}, expected_of(good, 1.0, per_layer=True)[0])
+    assert own["1"].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_clip_per_example_propagates_as_a_loop_over_examples(backend, dtype):
+    for bad in (math.nan, math.inf):
+        tree = tensors_of(batch_of(4, dtype, backend.device))
+        tree["0"].view(4, -1)[2, 3] = bad
+        total, norms = clip_per_example(tree, 1.0)
+        rows = [clip_by_global_norm({k: x[i] for k, x in tree.items()}, 1.0) for i in range(4)]
+        assert norms.isfinite().tolist() == [True, True, False, True]
+        for name, x in total.items():
+            expected = torch.stack([row[0][name].float() for row in rows]).sum(0)
+            assert torch.equal(x.isnan(), expected.isnan())
+            assert torch.equal(x.isfinite(), expected.isfinite())
+
+
+def test_clip_per_example_error_names_the_examples_and_adds_nothing(backend):
+    tree = tensors_of(batch_of(4, device=backend.device))
+    tree["3"].view(4, -1)[1, 0], tree["0"].view(4, -1)[3, 0] = math.inf, math.nan
+    buffers = {name: torch.ones_like(x[0]) for name, x in tree.items()}
+    with pytest.raises(RuntimeError, match="norms of examples 1, 3 of 4 are not finite"):
+        clip_per_example(tree, 1.0, nonfinite="error", add_to=buffers)
+    with pytest.raises(
+        RuntimeError, match=r"examples 3 in gradients\['0'\], 1 in gradients\['3'\]"
+    ):
+        clip_per_example(tree, 1.0, nonfinite="error", per_layer=True)
+    assert all(bool((x == 1).all()) for x in buffers.values())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_clip_per_example_adds_micro_batches_in_float32(backend, dtype):
+    tree = tensors_of(batch_of(6, dtype, backend.device))
+    buffers = {k: torch.zeros_like(x[0], dtype=torch.float32) for k, x in tree.items()}
+    for rows in (slice(0, 4), slice(4, 6)):
+        micro = {k: x[rows] for k, x in reversed(tree.items())}
+        returned, norms = clip_per_example(micro, 1.0, add_to=buffers)
+        assert returned is buffers
+        assert len(norms) == rows.stop - rows.start
+    assert_sums(buffers, tree, expected_of(tree, 1.0)[0])
+
+
+def test_clip_per_example_adds_to_buffers_of_half_precision_with_one_rounding():
+    tree = batch_of(3, torch.bfloat16)["0"]
+    before = normal((3, 5), torch.bfloat16, seed=9)
+    total, _ = clip_per_example(tree.float(), 1.0)
+    buffer = before.clone()
+    clip_per_example(tree, 1.0, add_to=buffer)
+    torch.testing.assert_close(buffer, (before.float() + total).bfloat16(), rtol=0, atol=0)
+
+
+def test_clip_per_example_refuses_buffers_it_cannot_add_to():
+    tree = {"a": torch.ones(2, 3), "b": torch.ones(2)}
+    right = {"a": torch.zeros(3), "b": torch.zeros(())}
+    one = torch.zeros(3)
+    for wrong, message in (
+        ({"a": torch.zeros(3)}, "structure of gradients.*got tensors at \\['a'\\]"),
+        ({"a": torch.zeros(3), "c": torch.zeros(())}, "expected them at \\['a'\\], \\['b'\\]"),
+        (right | {"a": torch.zeros(2, 3)}, r"add_to\['a'\] has shape \(2, 3\) on cpu; expected"),
+        (right | {"a": torch.zeros(1).expand(3)}, r"add_to\['a'\] has elements that share memory"),
+        (right | {"a": one, "b": one[0]}, "share memory with each other or with gradients"),
+        (right | {"a": tree["a"][0]}, "share memory with each other or with gradients"),
+        (right | {"a": torch.zeros(3, requires_grad=True)}, "requires a gradient"),
+        (right | {"a": torch.zeros(3, dtype=torch.complex64)}, "expected both real or complex"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            clip_per_example(tree, 1.0, add_to=wrong)
+    with pytest.raises(TypeError, match="floating-point dtype"):
+        clip_per_example(tree, 1.0, add_to=right | {"b": torch.zeros((), dtype=torch.int64)})
+    recorded = {"a": tree["a"].clone().requires_grad_(), "b": tree["b"]}
+    with pytest.raises(RuntimeError, match="recorded by autograd"):
+        clip_per_example(recorded, 1.0, add_to=right)
+    assert not any(bool(x.any()) for x in (*right.values(), one))
+
+
+def test_clip_per_example_refuses_bad_batches():
+    one = torch.ones(3, 2)
+    for tree, message in (
+        ([one, torch.ones(2, 2)], r"got gradients\[0\] of shape \(3, 2\) and gradients\[1\] of"),
+        ([one, torch.ones(())], r"\[B, \.\.\.\], got gradients\[1\] of shape \(\)"),
+        (torch.ones(()), r"got gradients of shape \(\)"),
+        ({}, "no tensor; expected tensors of shape"),
+        ([None], "no tensor; expected tensors of shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            clip_per_example(tree, 1.0)
+    with pytest.raises(TypeError, match="expected dense ones"):
+        clip_per_example([one.to_sparse()], 1.0)
+    with pytest.raises(TypeError, match="expected a floating-point dtype"):
+        clip_per_example([one.int()], 1.0)
+    with pytest.raises(ValueError, match="needs at least one example"):
+        clip_per_example([one[:0]], 1.0, reduce="mean")
+
+
+def test_clip_per_example_refuses_bad_options():
+    one: Any = torch.ones(3, 2)
+    for options, message in (
+        ({"max_norm": -1.0}, "must be 0 or more"),
+        ({"max_norm": math.nan}, "must be 0 or more"),
+        ({"max_norm": torch.ones(3)}, "one-element tensor"),
+        ({"max_norm": math.inf, "normalize": True}, "must be finite with normalize=True"),
+        ({"max_norm": 1.0, "reduce": "none"}, "must be 'sum' or 'mean', got 'none'"),
+        ({"max_norm": 1.0, "nonfinite": "skip"}, "nonfinite must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            clip_per_example(one, **options)
+
+
+# Derivatives and torch.func.
+
+
+def recipe() -> tuple[torch.nn.Module, dict[str, Tensor], Tensor, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(11, 4), torch.nn.Flatten(), torch.nn.Linear(12, 3)
+    )
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    examples = torch.randint(11, (6, 3))
+
+    def loss(parameters: Any, example: Tensor) -> Tensor:
+        result: Tensor = functional_call(model, parameters, (example[None],)).square().sum()
+        return result
+
+    return model, parameters, examples, loss
+
+
+def test_clip_per_example_of_torch_func_is_a_loop_over_examples():
+    model, parameters, examples, loss = recipe()
+    gradients = vmap(grad(loss), in_dims=(None, 0))(parameters, examples)
+    total, norms = clip_per_example(gradients, 1.0, reduce="mean")
+
+    sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    for example, norm in zip(examples, norms, strict=True):
+        model.zero_grad()
+        model(example[None]).square().sum().backward()
+        known = tritonclip.clip_(model, tritonclip.ClipByGlobalNorm(1.0, eps=0.0))
+        torch.testing.assert_close(norm, known, rtol=2e-6, atol=0)
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            sums[name] += p.grad / len(examples)
+    torch.testing.assert_close(total, sums)
+
+
+# Of torch itself, while it traces.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.plain_empty
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    "nonfinite", ["zero", pytest.param("propagate", marks=pytest.mark.exhaustive)]
+)
+def test_clip_per_example_inside_torch_func_and_compile_is_the_plain_call(nonfinite):
+    _, parameters, examples, loss = recipe()
+
+    def both(parameters: Any, examples: Tensor) -> Any:
+        gradients = vmap(grad(loss), in_dims=(None, 0))(parameters, examples)
+        return clip_per_example(gradients, 1.0, nonfinite=nonfinite)
+
+    total, norms = both(parameters, examples)
+    mapped = vmap(both, in_dims=(None, 0))(parameters, torch.stack([examples] * 2))
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")(parameters, examples)
+    for other_total, other in (
+        (compiled[0], compiled[1]),
+        ({k: x[1] for k, x in mapped[0].items()}, mapped[1][1]),
+    ):
+        torch.testing.assert_close(other_total, total)
+        torch.testing.assert_close(other, norms)
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_clip_per_example_has_derivatives(per_layer, normalize):
+    x = normal((4, 3), torch.float64).mul(torch.tensor([[0.1], [1.0], [5.0], [0.0]]).double())
+    y = normal((4,), torch.float64).mul(torch.tensor([0.1, 1.0, 5.0, 1.0]).double())
+    inputs = (x.requires_grad_(), y.requires_grad_(), torch.tensor(0.8).double().requires_grad_())
+
+    def call(*inputs: Tensor) -> Any:
+        total, norms = clip_per_example(
+            inputs[:2], inputs[2], per_layer=per_layer, normalize=normalize, reduce="mean"
+        )
+        return (*total, *norms) if per_layer else (*total, norms)
+
+    # The norm of the last row of x has no derivative at 0 by differences.
+    with torch.no_grad():
+        x[3] = 0.3
+    assert torch.autograd.gradcheck(call, inputs)
+    assert torch.autograd.gradgradcheck(call, inputs)
+
+
+def test_clip_per_example_zero_keeps_bad_examples_out_of_derivatives():
+    x = torch.tensor([[3.0, 4.0], [math.inf, 1.0], [0.3, 0.4]], requires_grad=True)
+    total, _ = clip_per_example(x, 1.0, nonfinite="zero")
+    assert total.tolist() == pytest.approx([0.9, 1.2])
+    (slope,) = torch.autograd.grad(total.sum(), x)
+    assert slope[1].tolist() == [0.0, 0.0]
+    assert slope[2].tolist() == [1.0, 1.0]
+
+
+def test_clip_per_example_error_inside_torch_func_is_refused():
+    with pytest.raises(RuntimeError, match="reads norms on the host"):
+        vmap(lambda x: clip_per_example(x, 1.0, nonfinite="error"))(torch.ones(2, 3, 4))
+
+
+def test_clip_per_example_under_autocast_keeps_the_digits_of_float32():
+    tree = tensors_of(batch_of(8))
+    expected, _ = clip_per_example(tree, 1.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        total, _ = clip_per_example(tree, 1.0)
+    torch.testing.assert_close(total, expected, rtol=0, atol=0)
+
+
+def test_clip_per_example_under_verify_compares_the_norms(backend, monkeypatch):
+    tree = batch_of(3, device=backend.device)
+    with tritonclip.verify():
+        clip_per_example(tree, 1.0)
+        measure = units.norms_by_unit
+        monkeypatch.setattr(units, "norms_by_unit", lambda g: [2 * x for x in measure(g)])
+        with pytest.raises(tritonclip.VerificationError, match=r"norm of tensors\[0\]\[0\]: got"):
+            clip_per_example(tree, 1.0)

@@ -1,0 +1,475 @@
+"""Clipping the gradient of each example of a batch, and their sum.
+
+Gradients are read twice: once for the norms of all examples, once for one weighted sum over the
+batch. No clipped gradient of an example is stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from tritonclip.backends import choose
+from tritonclip.backends.operators import wide_dtype
+from tritonclip.engine.arguments import join_names
+from tritonclip.engine.checks import POLICIES, unknown_policy
+from tritonclip.engine.memory import find_overlap, has_overlap, memory_of
+from tritonclip.functional import by_loops, formulas
+from tritonclip.functional.by_engine import (
+    as_limit_or_tensor,
+    coefficient_over,
+    filled,
+    is_readable,
+    needs_grad,
+    norms_of_rows,
+    one_element,
+)
+from tritonclip.functional.trees import Tree
+from tritonclip.signatures import ABSENT, misfit, reaches_misfit
+
+T = TypeVar("T")
+Nonfinite = Literal["propagate", "error", "zero"]
+Reduction = Literal["sum", "mean"]
+
+# What AUTO-S adds to a norm.
+_STABILITY = 0.01
+# The least normal number of float32.
+_LEAST = 2.0**-126
+# Elements that are copied at a time, where a sum has no operator that reads them as they are. On a
+# CPU, of 16 times 10^6 bfloat16: pieces of 2^17, 2^19 and 2^20 take 8.8, 2.8 and 2.6 ms. (torch
+# 2.13, EPYC, one thread.) Elsewhere few launches matter more; not measured on a GPU.
+_PIECE, _LARGE_PIECE = 2**20, 2**24
+
+
+@overload
+def clip_per_example(
+    gradients: T,
+    max_norm: float | Tensor,
+    *,
+    per_layer: Literal[False] = ...,
+    normalize: bool = ...,
+    reduce: Reduction = ...,
+    nonfinite: Nonfinite = ...,
+    add_to: T | None = ...,
+) -> tuple[T, Tensor]: ...
+@overload
+def clip_per_example(
+    gradients: T,
+    max_norm: float | Tensor,
+    *,
+    per_layer: Literal[True],
+    normalize: bool = ...,
+    reduce: Reduction = ...,
+    nonfinite: Nonfinite = ...,
+    add_to: T | None = ...,
+) -> tuple[T, T]: ...
+@overload
+def clip_per_example(
+    gradients: T,
+    max_norm: float | Tensor,
+    *,
+    per_layer: bool,
+    normalize: bool = ...,
+    reduce: Reduction = ...,
+    nonfinite: Nonfinite = ...,
+    add_to: T | None = ...,
+) -> tuple[T, Any]: ...
+@reaches_misfit
+def clip_per_example(
+    gradients: T,
+    max_norm: float | Tensor,
+    *_excess: NoReturn,
+    per_layer: bool = False,
+    normalize: bool = False,
+    reduce: Reduction = "sum",
+    nonfinite: Nonfinite = "propagate",
+    add_to: T | None = None,
+    **_unknown: NoReturn,
+) -> tuple[T, Any]:
+    r"""Clips the gradient of each example by its norm, and adds up the clipped gradients.
+
+    .. math:: \sum_b g_b \cdot \min(1, \text{max\_norm} / \|g_b\|_2)
+
+    Here :math:`g_b` are all tensors of example b, or, with `per_layer`, one of them.
+
+    Args:
+        gradients: the gradients of B examples: a tensor `[B, ...]`, or a nested structure of such
+            tensors and None, as for :func:`clip_by_global_norm`, strided. torch.func's
+            `vmap(grad(loss))` returns them, and Opacus leaves them in `grad_sample`.
+        max_norm: largest norm of an example, 0 or more: a number or a one-element tensor. With
+            `per_layer` that of each tensor. 0 gives sums of 0.
+        per_layer: each tensor has norms of its own.
+        normalize: scales by max_norm / (norm + 0.01), up and down: the norm of every example comes
+            near `max_norm`, which has to be finite.
+        reduce: "sum", or "mean", which divides the sum by B.
+        nonfinite: the policy for examples whose norm is NaN or inf.
+            "propagate": as :func:`clip_by_global_norm`: NaN makes every element of the sum NaN. Of
+            an example with an infinite norm, finite elements count as 0, and others make the sum
+            NaN there.
+            "error": RuntimeError that names the examples. The host waits for the device.
+            "zero": such an example counts as 0, also in the mean, which divides by B; with
+            `per_layer`, in the tensors where its norm is not finite.
+        add_to: the same structure of tensors `[...]`, to which the result is added in place, for
+            micro-batches. Any floating-point dtype: float32 for gradients of half precision.
+
+    Returns:
+        The same structure of tensors `[...]`, in the dtypes of the gradients; or `add_to`. And the
+        norms before clipping, `[B]`: float64 where any tensor is, else float32, on the first
+        tensor's device; with `per_layer` the same structure of them, each on its tensor's device.
+
+    Raises:
+        TypeError: a leaf that is no plain strided floating-point or complex tensor.
+        ValueError: no tensor at all; tensors without a first dimension, or with different ones; a
+            limit that is negative, NaN or has several elements, or infinite with `normalize`; the
+            mean of no example; an unknown policy or reduction; `add_to` of another structure, shape
+            or device, with elements that overlap or memory of the gradients.
+        RuntimeError: norms that are not finite, with nonfinite="error"; `add_to` where the call is
+            recorded by autograd.
+
+    A call that raises has changed nothing. There is no eps: an example whose norm equals `max_norm`
+    is not changed. Coefficients and sums are float32, float64 for float64, and are rounded once to
+    narrower dtypes. Gradients are copied in pieces, at most 16 million elements at a time, where
+    they are of half precision, where memory has examples inside of another dimension, as vmap makes
+    the gradient of an embedding, and where examples are left out; as a whole only where elements
+    have gaps in between. Without examples the sum is 0. Derivatives are those of PyTorch's
+    operators, which keep copies as large as the gradients: detach the parameters where none are
+    wanted.
+
+    The function adds no noise and counts no privacy budget. The sum changes by at most `max_norm`,
+    up to rounding, when an example is added or removed; with `per_layer`, by `max_norm` times the
+    root of the number of tensors.
+
+    Example:
+        >>> gradients = {"weight": torch.tensor([[3.0], [0.3]]), "bias": torch.tensor([4.0, 0.4])}
+        >>> total, norms = clip_per_example(gradients, 1.0)
+        >>> total
+        {'weight': tensor([0.9000]), 'bias': tensor(1.2000)}
+        >>> norms
+        tensor([5.0000, 0.5000])
+
+    References:
+        Abadi et al., `Deep Learning with Differential Privacy <https://arxiv.org/abs/1607.00133>`_,
+        2016; McMahan et al., `Learning Differentially Private Recurrent Language Models
+        <https://arxiv.org/abs/1710.06963>`_, 2017 (by layer); Bu et al., `Automatic Clipping:
+        Differentially Private Deep Learning Made Easier and Stronger
+        <https://arxiv.org/abs/2206.07136>`_, 2022 (`normalize`); optax,
+        `per_example_global_norm_clip`; Opacus, `DPOptimizer`
+    """
+    if _excess or _unknown or max_norm is ABSENT:
+        raise misfit(clip_per_example, _excess, _unknown)
+    tree = Tree(gradients, "gradients")
+    tensors = tree.check()
+    n = _count_examples(tree)
+    limit = _limit_of(max_norm, normalize=normalize)
+    _check_options(reduce, nonfinite, n)
+    read = is_readable(tensors)
+    fast = read and not needs_grad([*tensors, *([limit] if isinstance(limit, Tensor) else [])])
+    totals = None if add_to is None else _totals_of(add_to, tree, fast=fast)
+
+    dtype = formulas.result_dtype(tensors)
+    batches = [_Batch(x, n, fast=fast) for x in tensors]
+    norms = limiting = _measure(batches, dtype, per_layer=per_layer)
+    if nonfinite != "propagate":
+        finite = [x.isfinite() for x in norms]
+        if nonfinite == "error":
+            _refuse_nonfinite(finite, tree, read)
+        elif not all(map(_is_all_on_host, finite)):
+            every = finite if per_layer else finite * len(batches)
+            for batch, own in zip(batches, every, strict=True):
+                batch.leave_out(~own.to(batch.device))
+            # Not from inf, whose derivatives would be NaN.
+            limiting = norms if fast else _measure(batches, dtype, per_layer=per_layer)
+    weights = [_weights_of(x, limit, dtype, normalize=normalize, fast=fast) for x in limiting]
+    if reduce == "mean":
+        weights = [own / n for own in weights]
+    weights = _for_each(weights, batches)
+    sums = [batch.weighted_sum(own) for batch, own in zip(batches, weights, strict=True)]
+    measured = [x.to(dtype) for x in norms]
+    known = tree.rebuild(measured) if per_layer else measured[0]
+    if totals is None:
+        pairs = zip(sums, tensors, strict=True)
+        return tree.rebuild([y if y.dtype == x.dtype else y.to(x.dtype) for y, x in pairs]), known
+    torch._foreach_add_(totals, sums)
+    assert add_to is not None
+    return add_to, known
+
+
+class _Batch:
+    """The gradients of a tensor for all examples, in the order that memory has them.
+
+    Args:
+        x: `[B, ...]`.
+        n: B.
+        fast: memory may be read, and nothing has to be recorded.
+
+    Attributes:
+        pages: reals `[B, length]`; or `[n_pages, B, length]` where examples are not one after the
+            other: torch.func returns a page for each word of an embedding.
+        dtype: of arithmetic.
+    """
+
+    def __init__(self, x: Tensor, n: int, *, fast: bool) -> None:
+        self.fast, self.device, self._is_complex = fast, x.device, x.is_complex()
+        real = formulas.real_of(x.contiguous()) if self._is_complex else x
+        self.dtype = formulas.arithmetic_of(real.dtype)
+        self._shape = real.shape[1:]
+        self._order: list[int] | None = None
+        self._left_out: Tensor | None = None
+        if not fast or real.is_contiguous():
+            self.pages = real.reshape(n, self._shape.numel())
+        else:
+            self.pages, self._order = _pages_of(real)
+
+    def leave_out(self, left_out: Tensor) -> None:
+        """Makes some examples count as 0: bool `[B]`."""
+        if self.fast:
+            self._left_out = left_out
+        else:
+            self.pages = self.pages.masked_fill(left_out[:, None], 0.0)
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """The sum over examples times their weights `[B]`, both in the dtype of arithmetic."""
+        pages, order = self.pages, self._order
+        if not self.fast:
+            total = (pages.to(self.dtype) * weights[:, None]).sum(0).view(self._shape)
+        else:
+            shape = self._shape if order is None else [self._shape[d] for d in order]
+            total = torch.empty(shape, dtype=self.dtype, device=self.device)
+            is_read_whole = pages.dtype == self.dtype or pages.numel() <= _PIECE
+            if pages.dim() == 2 and self._left_out is None and is_read_whole:
+                # With `out`, autocast leaves operators as they are.
+                torch.mv(pages.to(self.dtype).t(), weights, out=total.view(-1))
+            else:
+                pages = pages if pages.dim() == 3 else pages[None]
+                _add_up_pieces(pages, weights, self._left_out, total.view(len(pages), -1))
+        if order is not None:
+            total = total.permute([order.index(d) for d in range(len(order))])
+        return torch.view_as_complex(total) if self._is_complex else total
+
+
+def _pages_of(x: Tensor) -> tuple[Tensor, list[int]]:
+    """A view that `_Batch` describes, and the other dimensions in the order of memory."""
+    n = len(x)
+    order = sorted(range(1, x.dim()), key=x.stride, reverse=True)
+    n_outer = sum(x.stride(d) > x.stride(0) for d in order) if n > 1 else 0
+    sizes = [x.shape[d] for d in order]
+    n_pages, length = math.prod(sizes[:n_outer]), math.prod(sizes[n_outer:])
+    if n_pages == 1 or length == 1:
+        # Examples one after the other, or side by side.
+        pages = x.permute(0, *order).reshape(n, n_pages * length)
+    else:
+        pages = x.permute(*order[:n_outer], 0, *order[n_outer:]).reshape(n_pages, n, length)
+    return pages, [d - 1 for d in order]
+
+
+def _add_up_pieces(pages: Tensor, weights: Tensor, left_out: Tensor | None, total: Tensor) -> None:
+    """Writes the weighted sum to `total`, `[n_pages, length]`, through copies of some elements."""
+    _, n, length = pages.shape
+    if not (n and length):
+        total.zero_()
+        return
+    size = _PIECE if choose.host_decides(pages.device) else _LARGE_PIECE
+    n_pages, n_columns = max(1, size // (n * length)), max(1, size // n)
+    if left_out is not None:
+        # In place of their values 0, because 0 times inf is NaN.
+        weights = weights.masked_fill(left_out, 0.0)
+    for some, own in zip(pages.split(n_pages), total.split(n_pages), strict=True):
+        for piece, part in zip(some.split(n_columns, 2), own.split(n_columns, 1), strict=True):
+            values = piece.to(weights.dtype, copy=True)
+            if left_out is not None:
+                values.masked_fill_(left_out[:, None], 0.0)
+            if len(values) == 1:
+                torch.mv(values[0].t(), weights, out=part[0])
+            else:
+                torch.sum(values.mul_(weights[:, None]), 1, out=part)
+            # Before there is another piece.
+            del values
+
+
+def _measure(batches: Sequence[_Batch], dtype: torch.dtype, *, per_layer: bool) -> list[Tensor]:
+    """The norms of the examples, `[B]`: one tensor, or one for each batch.
+
+    In `dtype`; in the wide dtype, with inf for norms beyond the range of `dtype`, where they are
+    recorded, so that derivatives do not overflow on the way.
+    """
+    pages, device = [batch.pages for batch in batches], batches[0].device
+    if not batches[0].fast:
+        norms = [formulas.norm_of(x, 2.0, (1,)).view(-1) for x in pages]
+        if not per_layer:
+            joined = torch.stack([x.to(device) for x in norms])
+            norms = [formulas.norm_of(joined, 2.0, (0,)).view(-1)]
+        return [formulas.within(x, dtype) for x in norms]
+    known = by_loops.norms_of_rows(pages)
+    if known is None:
+        rows = norms_of_rows([x if x.dim() == 2 else x.flatten(0, 1) for x in pages])
+        norms = [
+            own if x.dim() == 2 else _norm_over(own.view(len(x), -1), dtype)
+            for own, x in zip(rows, pages, strict=True)
+        ]
+        if per_layer:
+            return [x.to(dtype) for x in norms]
+        known = torch.stack([x.to(device) for x in norms])
+    return list(known.to(dtype)) if per_layer else [_norm_over(known, dtype).to(dtype)]
+
+
+def _norm_over(norms: Tensor, dtype: torch.dtype) -> Tensor:
+    """The norm of each example from those of its parts, `[n_parts, B]`."""
+    if dtype == torch.float32 and norms.dtype == torch.float64:
+        # Squares of norms of narrower tensors fit float64.
+        return torch.linalg.vector_norm(norms, dim=0)  # type: ignore[no-any-return]
+    return formulas.norm_of(norms, 2.0, (0,)).view(-1)
+
+
+def _weights_of(
+    norms: Tensor, limit: float | Tensor, dtype: torch.dtype, *, normalize: bool, fast: bool
+) -> Tensor:
+    """The factor of each example."""
+    if normalize:
+        return (limit.to(norms) if isinstance(limit, Tensor) else limit) / (norms + _STABILITY)
+    if not fast or isinstance(limit, Tensor) or not _LEAST <= limit <= 1 / _LEAST:
+        return coefficient_over(norms.to(wide_dtype(norms.device)), limit, dtype, "max_norm")
+    # The same in fewer operators: without derivatives, and neither 0/0 nor inf/inf.
+    return (filled(limit, dtype, norms.device) / norms).clamp_(max=1.0)
+
+
+def _for_each(weights: list[Tensor], batches: Sequence[_Batch]) -> list[Tensor]:
+    """Weights for each batch, of its device and dtype, each converted once."""
+    kinds = [(batch.device, batch.dtype) for batch in batches]
+    if len(weights) == len(kinds):
+        return [own.to(*kind) for own, kind in zip(weights, kinds, strict=True)]
+    of_kind = {kind: weights[0].to(*kind) for kind in set(kinds)}
+    return [of_kind[kind] for kind in kinds]
+
+
+def _is_all_on_host(flags: Tensor) -> bool:
+    """Whether flags are known to be all true without a wait."""
+    return is_readable([flags]) and choose.host_decides(flags.device) and bool(flags.all())
+
+
+def _count_examples(tree: Tree) -> int:
+    """B; ValueError where tensors have none or not the same, TypeError for sparse ones."""
+    if not tree.tensors:
+        raise ValueError(
+            "gradients has no tensor; expected tensors of shape [B, ...], one for each parameter"
+        )
+    if tree.is_sparse:
+        raise TypeError(
+            "gradients must be strided, and some are sparse; expected dense ones: convert them "
+            "with to_dense()"
+        )
+    first = tree.tensors[0]
+    n = first.shape[0] if first.dim() else -1
+    for i, x in enumerate(tree.tensors):
+        if x.dim() == 0 or x.shape[0] != n:
+            where = tree.tensor_labels()
+            seen = f"{where[i]} of shape {tuple(x.shape)}"
+            if x.dim() and first.dim():
+                seen = f"{where[0]} of shape {tuple(first.shape)} and {seen}"
+            raise ValueError(
+                f"gradients must have the examples as their first dimension, [B, ...], got {seen}; "
+                "expected the same B: pass what vmap(grad(loss)) returns, or stack the gradients "
+                "of single examples"
+            )
+    return n
+
+
+def _check_options(reduce: object, nonfinite: object, n: int) -> None:
+    """ValueError for options that are none, and for the mean of no example."""
+    if nonfinite not in POLICIES:
+        raise unknown_policy(nonfinite)
+    if reduce not in ("sum", "mean"):
+        raise ValueError(f"reduce must be 'sum' or 'mean', got {reduce!r}")
+    if reduce == "mean" and n == 0:
+        raise ValueError(
+            "reduce='mean' needs at least one example, got tensors of shape [0, ...]; expected "
+            "reduce='sum', which is 0"
+        )
+
+
+def _limit_of(max_norm: float | Tensor, *, normalize: bool) -> float | Tensor:
+    """The limit, one number or element."""
+    limit = as_limit_or_tensor("max_norm", max_norm)
+    if isinstance(limit, Tensor):
+        return one_element("max_norm", limit)
+    if normalize and limit == math.inf:
+        raise ValueError("max_norm must be finite with normalize=True, got inf")
+    return limit
+
+
+def _refuse_nonfinite(finite: list[Tensor], tree: Tree, read: bool) -> None:
+    """RuntimeError where the norm of an example is not finite; waits for the device."""
+    if not read:
+        raise RuntimeError(
+            "nonfinite='error' reads norms on the host, and here they are traced, or inside "
+            "torch.func; expected 'propagate' or 'zero'"
+        )
+    device = finite[0].device
+    if bool(torch.stack([x.all().to(device) for x in finite]).all()):
+        return
+    labels = tree.tensor_labels() if len(finite) > 1 else [""]
+    names = []
+    for label, own in zip(labels, finite, strict=True):
+        found = (~own).nonzero().flatten().tolist()
+        names += [f"{i} in {label}" if label else str(i) for i in found]
+    raise RuntimeError(
+        f"The norms of examples {join_names(names)} of {len(finite[0])} are not finite. Nothing "
+        "was changed. To go on, pass nonfinite='zero' to leave these examples out, or 'propagate'"
+    )
+
+
+def _totals_of(add_to: Any, tree: Tree, *, fast: bool) -> list[Tensor]:
+    """The tensors to add to, in the order of the gradients."""
+    if not fast:
+        raise RuntimeError(
+            "add_to is written in place, and this call is recorded by autograd, traced, or inside "
+            "torch.func; expected a call without add_to there, or gradients that are detached"
+        )
+    others = Tree(add_to, "add_to")
+    others.check()
+    by_path = dict(zip(others.tensor_paths(), others.tensors, strict=True))
+    paths = tree.tensor_paths()
+    if len(by_path) != len(paths) or others.is_sparse or any(p not in by_path for p in paths):
+        raise ValueError(
+            "add_to must have the structure of gradients, with strided tensors of shape [...] in "
+            f"place of [B, ...]; got tensors at {join_names(list(by_path))}, expected them at "
+            f"{join_names(paths)}"
+        )
+    totals = [by_path[path] for path in paths]
+    for path, total, x in zip(paths, totals, tree.tensors, strict=True):
+        fault = _fault_of_total(total, x)
+        if fault:
+            raise ValueError(f"add_to{path} {fault}")
+    regions = [region for region in map(memory_of, totals) if region is not None]
+    taken = {x.untyped_storage().data_ptr() for x in tree.tensors if x.numel()}
+    if find_overlap(regions) is not None or any(
+        x.untyped_storage().data_ptr() in taken for x in totals if x.numel()
+    ):
+        raise ValueError(
+            "tensors of add_to share memory with each other or with gradients; expected memory of "
+            "their own: replace them by clone()"
+        )
+    return totals
+
+
+def _fault_of_total(total: Tensor, x: Tensor) -> str:
+    """Why a sum over `x` cannot be added to a tensor; "" where it can."""
+    if total.shape != x.shape[1:] or total.device != x.device:
+        return (
+            f"has shape {tuple(total.shape)} on {total.device}; expected {tuple(x.shape[1:])} on "
+            f"{x.device}, the shape and device of a gradient without its examples"
+        )
+    if total.is_complex() != x.is_complex():
+        return f"has dtype {total.dtype} for gradients of {x.dtype}; expected both real or complex"
+    if total.dtype.itemsize == 1:
+        return f"has dtype {total.dtype}, to which PyTorch cannot add; expected float32"
+    if total.requires_grad:
+        return "requires a gradient, so it cannot be written in place; expected a plain buffer"
+    if total.is_inference() and not torch.is_inference_mode_enabled():
+        return "was made in inference mode; expected a tensor made outside of it"
+    if has_overlap(total):
+        return "has elements that share memory; expected memory for each: replace it by clone()"
+    return ""
