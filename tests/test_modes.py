@@ -32,7 +32,7 @@ def test_rows_and_counts_of_a_captured_gpu_are_refused_whichever_is_current(monk
     captured_second_gpu(0, monkeypatch)
     on_second: Any = SimpleNamespace(device=torch.device("cuda", 1), is_cuda=True)
     with pytest.raises(RuntimeError, match="a CUDA graph is being captured"):
-        RowBuffer(1)._write_([on_second])
+        RowBuffer(1)._write_([on_second], 1)
     counts = StepCounts(torch.device("cpu"))
     counts._counts = on_second
     with pytest.raises(RuntimeError, match="read them after the capture"):
