@@ -167,6 +167,83 @@ def grads_of(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
+def clip_tensors() -> Iterator[Comparison]:
+    """Tensors that are no `.grad`, clipped in place."""
+    for workload in ("small_10", "mlp8", "resnet50"):
+        gradients = Gradients(WORKLOADS[workload], "float32", CPU)
+        limit = gradients.limit("norm", True)
+        tensors = gradients.grads
+
+        def ours(tensors: list[Tensor] = tensors, limit: float = limit) -> list[Tensor]:
+            tritonclip.clip_tensors_(tensors, limit)
+            return tensors
+
+        def by_hand(tensors: list[Tensor] = tensors, limit: float = limit) -> list[Tensor]:
+            norm = torch.nn.utils.get_total_norm(tensors)
+            torch._foreach_mul_(tensors, (limit / (norm + 1e-6)).clamp(max=1.0))
+            return tensors
+
+        def as_grad(tensors: list[Tensor] = tensors, limit: float = limit) -> list[Tensor]:
+            parameters = [torch.empty_like(tensor) for tensor in tensors]
+            for parameter, tensor in zip(parameters, tensors, strict=True):
+                parameter.grad = tensor
+            torch.nn.utils.clip_grad_norm_(parameters, limit)
+            return tensors
+
+        providers = {
+            name: Timed(call, gradients.refill)
+            for name, call in (("tritonclip", ours), ("by hand", by_hand), ("as .grad", as_grad))
+        }
+        truth = [grad.double() * min(1.0, limit / gradients.norm) for grad in gradients.fresh]
+        yield Comparison(WORKLOADS[workload].title, providers, truth, 1e-2)
+
+
+def accumulate() -> Iterator[Comparison]:
+    """The gradient of a micro-batch, clipped, added to those before, and freed."""
+    for workload in ("small_10", "mlp8", "resnet50"):
+        for clips in (False, True):
+            yield _micro_batch(workload, clips)
+
+
+def _micro_batch(workload: str, clips: bool) -> Comparison:
+    gradients = Gradients(WORKLOADS[workload], "float32", CPU)
+    limit, parameters = gradients.limit("norm", clips), gradients.parameters
+    grads = [grad.clone() for grad in gradients.fresh]
+    sums = [torch.zeros_like(grad) for grad in gradients.fresh]
+
+    def prepare() -> None:
+        torch._foreach_copy_(grads, gradients.fresh)
+        torch._foreach_zero_(sums)
+        for parameter, own in zip(parameters, sums, strict=True):
+            parameter.grad = own
+
+    def backward() -> None:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+
+    def ours() -> list[Tensor]:
+        with tritonclip.accumulate_(parameters, limit):
+            backward()
+        return sums
+
+    def by_hand(clip_: Callable[..., Tensor]) -> list[Tensor]:
+        backward()
+        clip_(parameters, limit)
+        torch._foreach_add_(sums, gradients.grads)
+        for parameter in parameters:
+            parameter.grad = None
+        return sums
+
+    providers = {
+        "tritonclip": Timed(ours, prepare),
+        "torch": Timed(partial(by_hand, torch.nn.utils.clip_grad_norm_), prepare),
+        "clip_ and add": Timed(partial(by_hand, tritonclip.clip_), prepare),
+    }
+    truth = [grad.double() * min(1.0, limit / gradients.norm) for grad in gradients.fresh]
+    title = f"{WORKLOADS[workload].title}, {'clipped' if clips else 'unclipped'}"
+    return Comparison(title, providers, truth, 1e-2)
+
+
 def record_each() -> Iterator[Comparison]:
     """A step that keeps the norm of each gradient as a number, and one that keeps none.
 
@@ -303,6 +380,8 @@ def _optax(gradients: list[Tensor]) -> Timed:
 
 
 FEATURES: dict[str, Callable[[], Iterator[Comparison]]] = {
+    "accumulate_": accumulate,
+    "clip_tensors_": clip_tensors,
     "norms_by_name": norms_by_name,
     "error_without_wait": error_without_wait,
     "loss_outliers": loss_outliers,

@@ -11,7 +11,7 @@
 #include "tensors.h"
 
 /* Of the functions and their arguments, for `native.py`. */
-#define INTERFACE 9
+#define INTERFACE 10
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
 /* A norm of float64 of order 2 is known where it is 0, or lies from the first up to the second. */
@@ -202,6 +202,21 @@ static PyObject *multiply(PyObject *module, PyObject *const *arguments, Py_ssize
     Job job;
     if (!has_arguments(n_arguments, 5) || !read_job(&job, MULTIPLY, arguments, NULL)) return NULL;
     read_factors(&job, arguments[4]);
+    return finish(&job);
+}
+
+static PyObject *add(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    Job job;
+    if (!has_arguments(n_arguments, 6) || !read_job(&job, COMBINE, arguments, NULL)) return NULL;
+    double factor = PyFloat_AsDouble(arguments[4]);
+    if (PyList_Size(arguments[5]) != (Py_ssize_t)job.n && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "expected a sum for each gradient");
+    for (int64_t i = 0; !PyErr_Occurred() && i < job.n; i++) {
+        Gradient *gradient = job.gradients + i;
+        gradient->target = PyLong_AsVoidPtr(PyList_GetItem(arguments[5], (Py_ssize_t)i));
+        gradient->others = gradient->target, gradient->factor = factor, gradient->other_factor = 1;
+    }
     return finish(&job);
 }
 
@@ -415,6 +430,7 @@ static PyMethodDef methods[] = {
     {"two_norms", FAST(two_norms), NULL},
     {"coefficients", FAST(coefficients), NULL},
     {"multiply_", FAST(multiply), NULL},
+    {"add_", FAST(add), NULL},
     {"unit_norms", FAST(unit_norms), NULL},
     {"unit_factors", FAST(unit_factors), NULL},
     {"multiply_units_", FAST(multiply_units), NULL},

@@ -118,6 +118,8 @@ FUNCTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (functional.clip_per_example, {"l2_norm_clip": 2.0}, "clip_per_example(gradients, 2.0)"),
     (functional.clip_per_example, {"max_norm": 1.0, "reduction": "mean"}, "reduce='mean')"),
     (functional.clip_by_value, {"clip_value": 1.0}, "clip_by_value(x, -1.0, 1.0)"),
+    (tritonclip.clip_tensors_, {"max_norm": 0.5}, "clip_tensors_(tensors, 0.5)"),
+    (tritonclip.accumulate_, {"max_norm": 0.5}, "accumulate_(parameters, 0.5)"),
     (tritonclip.clip_backward, {"clip_value": 0.5}, "clip_backward(x, ClipByValue(0.5))"),
     (tritonclip.clip_on_backward_, {"max_norm": 0.5}, "(parameters, ClipByNorm(0.5))"),
 ]

@@ -13,9 +13,10 @@ if "tritonclip" in {Path(word).stem for word in sys.orig_argv[1:3]}:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 from tritonclip import functional
+from tritonclip.accumulation import accumulate_
 from tritonclip.backward.activations import ClipBackward, clip_backward
 from tritonclip.backward.on_arrival import clip_on_backward_
-from tritonclip.clipping import clip_
+from tritonclip.clipping import clip_, clip_tensors_
 from tritonclip.engine.verify import VerificationError
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.messages import ClippingWarning, missing
@@ -70,12 +71,14 @@ __all__ = [
     "Outlier",
     "Recorder",
     "VerificationError",
+    "accumulate_",
     "clip_",
     "clip_backward",
     "clip_grad_norm_",
     "clip_grad_value_",
     "clip_grads_with_norm_",
     "clip_on_backward_",
+    "clip_tensors_",
     "functional",
     "get_total_norm",
     "norms_by_name",

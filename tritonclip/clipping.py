@@ -1,4 +1,4 @@
-"""`clip_`, the call in a training loop: its contract and arguments."""
+"""`clip_`, the call in a training loop, and `clip_tensors_`: their contract and arguments."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip.distributed import execute as sharded
-from tritonclip.distributed.gradients import ERRORS, collect
+from tritonclip.distributed.gradients import ERRORS, collect, collect_tensors
 from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.engine import execute, misuse, traced
+from tritonclip.engine.arguments import as_list
 from tritonclip.engine.checks import POLICIES, refuse_other_model, unknown_policy
 from tritonclip.engine.gradients import Gradients
 from tritonclip.flat.flat_gradients import FlatGradients
@@ -53,6 +54,7 @@ NormRule = (
     | ClipByZScore
 )
 Nonfinite = Literal["propagate", "error", "zero"]
+Tensors = Tensor | Iterable[Tensor | None] | Iterable[tuple[str, Tensor | None]]
 
 
 @overload
@@ -194,6 +196,134 @@ def clip_(
         )
     else:
         gradients = collect(parameters, processes=processes)
+    return _clip_collected_(gradients, parameters, rule, nonfinite, grad_scale, state)
+
+
+@overload
+def clip_tensors_(
+    tensors: Tensors,
+    clip: float | NormRule,
+    *,
+    nonfinite: Nonfinite = ...,
+    grad_scale: float | Tensor | None = ...,
+    state: ClipState | None = ...,
+    process_group: ProcessGroup | DeviceMesh | None = ...,
+    copies: Copies | None = ...,
+) -> Tensor: ...
+@overload
+def clip_tensors_(
+    tensors: Tensors,
+    clip: ClipByValue,
+    *,
+    nonfinite: Nonfinite = ...,
+    grad_scale: float | Tensor | None = ...,
+    state: ClipState | None = ...,
+    process_group: ProcessGroup | DeviceMesh | None = ...,
+    copies: Copies | None = ...,
+) -> None: ...
+@overload
+def clip_tensors_(
+    tensors: Tensors,
+    clip: float | Rule,
+    *,
+    nonfinite: Nonfinite = ...,
+    grad_scale: float | Tensor | None = ...,
+    state: ClipState | None = ...,
+    process_group: ProcessGroup | DeviceMesh | None = ...,
+    copies: Copies | None = ...,
+) -> Tensor | None: ...
+@reaches_misfit
+def clip_tensors_(
+    tensors: Tensors,
+    clip: float | Rule,
+    *_excess: object,
+    nonfinite: Nonfinite = "propagate",
+    grad_scale: float | Tensor | None = None,
+    state: ClipState | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    copies: Copies | None = None,
+    **_unknown: object,
+) -> Tensor | None:
+    """Clips tensors themselves in place, not their `.grad`; returns their norm *before* clipping.
+
+    For gradients that lie elsewhere, such as Megatron's `main_grad` and Transformer Engine's
+    `decoupled_grad`, for the pseudo-gradients of outer steps, and for updates. Rules, policies,
+    results and cost are those of :func:`clip_`.
+
+    Args:
+        tensors: an iterable of tensors, where None is left out, one tensor, or (name, tensor)
+            pairs, read once. Messages name a tensor by its name, or by its position. A tensor that
+            occurs several times counts once. Dtypes, devices and layouts as for :func:`clip_`.
+        clip: a rule other than :class:`ClipByUnitNorm`, which needs weights; a number means
+            ClipByGlobalNorm(number).
+        nonfinite: as for :func:`clip_`.
+        grad_scale: as for :func:`clip_`.
+        state: as for :func:`clip_`, by position in the list: with a rule that remembers the norm of
+            each, every position has a tensor of its own.
+        process_group: as for :func:`clip_`. Every process of the tensors' meshes has to have a
+            tensor of each mesh: no parameters say which there are.
+        copies: as for :func:`clip_`, of tensors.
+
+    Returns:
+        As :func:`clip_`.
+
+    Raises:
+        TypeError: parameters, modules, and other tensors that require grad: this would clip the
+            weights, or write what autograd does not see; ClipByUnitNorm; else as :func:`clip_`.
+        ValueError, RuntimeError: as :func:`clip_`.
+
+    A call that raises has changed nothing.
+
+    Example:
+        >>> update = torch.tensor([3.0, 4.0])
+        >>> clip_tensors_([update], 1.0)
+        tensor(5.)
+        >>> update
+        tensor([0.6000, 0.8000])
+    """
+    if _excess or _unknown or clip is ABSENT:
+        raise misfit(clip_tensors_, _excess, _unknown)
+    is_compiling = torch.compiler.is_compiling()
+    if type(clip) is float and not is_compiling:
+        rule: Rule = by_number(clip)
+    else:
+        rule = clip if isinstance(clip, Rule) else as_rule(clip)
+    if nonfinite not in POLICIES:
+        raise unknown_policy(nonfinite)
+    if rule.per_unit:
+        raise TypeError(
+            f"{rule.name} compares gradients with the weights of their parameters, and tensors "
+            "have none; expected another rule, or clip_(parameters, rule) with gradients in .grad"
+        )
+    if is_compiling or (n_dispatch_modes() and is_traced()):
+        return traced.clip_tensors_(
+            clip_tensors_, tensors, rule, nonfinite, grad_scale, state, process_group, copies
+        )
+    processes = None
+    if process_group is not None or copies is not None:
+        processes = check_processes(process_group, copies)
+    if state is not None and rule.per_gradient:
+        tensors = as_list(tensors)
+    gradients = collect_tensors(tensors, processes=processes, writes=True)
+    if state is not None and rule.per_gradient:
+        n, n_distinct = len(as_list(tensors)), len(gradients.tensors)
+        if n_distinct != n:
+            raise ValueError(
+                f"a state of {rule.name} remembers a norm for each position, got {n_distinct} "
+                f"tensors at {n} positions; expected one at each, and none twice"
+            )
+    return _clip_collected_(gradients, tensors, rule, nonfinite, grad_scale, state)
+
+
+def _clip_collected_(
+    gradients: Gradients,
+    argument: object,
+    rule: Rule,
+    nonfinite: Nonfinite,
+    grad_scale: float | Tensor | None,
+    state: ClipState | None,
+) -> Tensor | None:
+    """Clips a gradient list; `argument` is the user's."""
     scale: float | Tensor = 1.0
     following = None
     try:
@@ -202,9 +332,9 @@ def clip_(
         if state is not None:
             rule = following = follow(rule, state)
         if rule.per_unit:
-            refuse_other_model(rule, _all_of(parameters, gradients))
+            refuse_other_model(rule, _all_of(argument, gradients))
         if following is not None:
-            following.meet(_members_of(parameters, gradients))
+            following.meet(_members_of(argument, gradients))
     except ERRORS as error:
         gradients.reject_(error)
     clip_list_ = execute.clip_ if gradients.sharding is None else sharded.clip_

@@ -79,6 +79,13 @@ _REMEDIES: dict[str, dict[Sequence[str], str]] = {
         ("scaler", "loss_scale"): "clip_(parameters, 1.0, grad_scale=scaler.get_scale())",
         ("total_norm", "use_norm"): "clip_grads_with_norm_(parameters, 1.0, {value})",
     },
+    "clip_tensors_": _for_clip("clip_tensors_(tensors"),
+    "accumulate_": {
+        (): "accumulate_(parameters, 1.0)",
+        _NORMS: "accumulate_(parameters, {value})",
+        ("norm_type", "eps"): "accumulate_(parameters, ClipByGlobalNorm(1.0, {name}={value}))",
+        ("scaler", "loss_scale"): "accumulate_(parameters, 1.0, grad_scale=scaler.get_scale())",
+    },
     "ClippedOptimizer": {
         **_for_clip("ClippedOptimizer(optimizer"),
         _SETTINGS: "ClippedOptimizer(torch.optim.SGD(parameters, lr=0.1), 1.0)",

@@ -71,6 +71,7 @@ def test_docs_code_runs(section: str) -> None:
         "model": model,
         "loss_of": loss_of,
         "batch": batch,
+        "batches": [batch] * 2,
         "device": "cpu",
     }
     made = {"Pipeline stages": _stages, "Experts": _experts, "Plain shards": _megatron}
@@ -89,4 +90,4 @@ def test_docs_code_runs(section: str) -> None:
 
 
 def test_every_section_has_at_most_one_block() -> None:
-    assert len(_sections()) == PAGE.read_text().count("```python") == 9
+    assert len(_sections()) == PAGE.read_text().count("```python") == 10

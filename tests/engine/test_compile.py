@@ -33,6 +33,12 @@ CALLS = {
     "get_total_norm with None": lambda params: tritonclip.get_total_norm(
         [None, *[p.grad for p in params]]
     ),
+    "clip_tensors_": lambda params: tritonclip.clip_tensors_(
+        [params[0].grad, None, *[p.grad for p in params]], ClipByNorm(0.5)
+    ),
+    "clip_tensors_ by name": lambda params: tritonclip.clip_tensors_(
+        [(str(i), p.grad) for i, p in enumerate(params)], 0.5, grad_scale=8.0
+    ),
     "clip_grad_norm_": lambda params: tritonclip.clip_grad_norm_(params, 0.5),
     "clip_grad_norm_ by NumPy": lambda params: tritonclip.clip_grad_norm_(params, HALF),
     "clip_grad_value_": lambda params: tritonclip.clip_grad_value_(params, 0.1),
@@ -92,6 +98,12 @@ def test_compiled_clip_with_zero_policy_and_grad_scale_equals_eager(device, rule
 @pytest.mark.parametrize("call", CALLS)
 def test_compiled_torch_signature_equals_eager(device, call):
     assert_equals_eager(CALLS[call], device)
+
+
+def test_compiled_clip_tensors_refuses_weights(device):
+    params = make(device)
+    with pytest.raises(Exception, match=r"is a parameter|requires grad"):
+        compiled(lambda given: tritonclip.clip_tensors_(given, 0.5))(params)
 
 
 @pytest.mark.covering(1)

@@ -123,6 +123,16 @@ def test_clip_launches_no_more_to_unscale(device, launches, rule, expected):
     assert names(launches) == expected
 
 
+def test_accumulate_launches_twice_for_every_dtype(device, launches):
+    sizes = (9, CHUNK + 1, 0)
+    params = [torch.zeros(n, device=device, requires_grad=True) for n in sizes]
+    for step in range(2):
+        with tritonclip.accumulate_(params, 0.1):
+            for param in params:
+                param.grad = torch.ones_like(param) * (step + 1)
+    assert names(launches) == [*GLOBAL, "norm_kernel", "add_kernel"]
+
+
 @pytest.mark.parametrize(("rule", "expected"), [RULES[0], RULES[3], RULES[5]])
 def test_norms_by_name_of_a_step_read_no_gradient_again(tmp_path, device, launches, rule, expected):
     """The norm of all and that of each, for the recorder, are put together from partial norms."""

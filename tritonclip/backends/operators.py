@@ -11,7 +11,7 @@ from ctypes import c_double, c_float
 import torch
 from torch import Tensor
 
-from tritonclip.backends.interface import Clip, PartialNorms
+from tritonclip.backends.interface import Batch, Clip, PartialNorms
 
 # Elements of a tensor that is read at a time, to bound temporaries: 1 MiB of float64.
 PIECE = 131072
@@ -148,6 +148,13 @@ class TorchBatch:
                 self.tensors, without_ones(factors_of(factor, 1.0, self.tensors[0].dtype)), None
             )
         return coefficient
+
+    def add_to_(self, sums: Batch, norms: PartialNorms, clip: Clip) -> Tensor:
+        """Adds all gradients times one coefficient to other tensors; the gradients are scaled."""
+        assert isinstance(sums, TorchBatch)
+        norm, _ = self.scale_(norms, clip)
+        torch._foreach_add_(sums.tensors, self.tensors)
+        return norm
 
     def clip_(
         self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor

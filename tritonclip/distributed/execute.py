@@ -66,6 +66,11 @@ class ReducedNorms(Norms):
         norm = unscaled(self.reduced, self.norm_type, self.grad_scale).to(plan.dtype)
         return norm if self.per_gradient else norm.reshape(())
 
+    def without_scale(self) -> Norms:
+        """The same norms, for a write that leaves the loss scale in the gradients."""
+        reduced = unscaled(self.reduced, self.norm_type, self.grad_scale)
+        return replace(Norms.without_scale(self), reduced=reduced)  # type: ignore[call-arg]
+
     def parts(self) -> Parts:
         """The norms themselves: a state has the same bits in processes without gradients."""
         norm = self.norm()
@@ -160,6 +165,35 @@ def clip_(
     if not is_reduced(gradients):
         return execute.clip_(gradients, rule, nonfinite, grad_scale, remedy=remedy)
     return _clip_reduced_(gradients, rule, nonfinite, grad_scale, remedy)
+
+
+def add_to_(
+    gradients: Gradients,
+    grads: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    rule: Rule,
+    nonfinite: str,
+    grad_scale: float | Tensor,
+) -> Tensor:
+    """Measures a gradient list, and adds it, clipped, to sums, as `execute.add_to_`."""
+    plan = gradients.plan
+    if isinstance(gradients, ShardedGradients):
+        if gradients.error is None:
+            try:
+                check(gradients, rule)
+            except ERRORS as error:
+                gradients.reject_(error)
+    elif plan is not None and not plan.ordinary:
+        checks.check(gradients, rule)
+    if torch.is_grad_enabled() and (
+        gradients.sharding or (plan is not None and plan.requires_grad)
+    ):
+        return without_grad(add_to_)(gradients, grads, sums, rule, nonfinite, grad_scale)
+    measured = measure_by(gradients, rule, grad_scale, names_culprits=nonfinite == "error")
+    if nonfinite == "error":
+        raise_if_nonfinite(gradients, rule, measured.total(), REMEDY, measured.is_finite())
+    zero = nonfinite == "zero"
+    return execute.add_to_(gradients, grads, sums, rule, measured, zero_nonfinite=zero)
 
 
 @without_grad

@@ -7,6 +7,7 @@ group? If so, the list is a `ShardedGradients`, which `tritonclip.distributed.ex
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from tritonclip.engine.arguments import (
     join_names,
     names_at,
     positions_to_clip,
+    refuse_parameters,
     tensors_in,
     unnamed,
 )
@@ -33,6 +35,8 @@ from tritonclip.engine.plan_cache import PlanCache, plans
 
 # What gradients and arguments that cannot be clipped raise.
 ERRORS = (TypeError, ValueError, RuntimeError)
+_PLAIN_TENSOR = frozenset({Tensor})
+_get_requires_grad = attrgetter("requires_grad")
 
 
 def collect(
@@ -84,13 +88,21 @@ def collect_tensors(
     label_of: LabelOf = "tensors[{}]".format,
     processes: Processes | None = None,
     cache: PlanCache = plans,
+    *,
+    writes: bool = False,
 ) -> Gradients:
-    """Collects gradients that are the tensors themselves, None left out; raises as `collect`."""
+    """Collects gradients that are the tensors themselves, None left out; raises as `collect`.
+
+    For a call that `writes`, tensors that require grad raise TypeError.
+    """
     items, label_of = tensors_in(tensors, label_of)
+    plain = _PLAIN_TENSOR.issuperset(map(type, items))
+    if writes and not (plain and True not in map(_get_requires_grad, items)):
+        refuse_parameters(items, label_of)
     device = device_of(items)
-    if processes is not None or are_sharded(items):
+    if processes is not None or (not plain and are_sharded(items)):
         return ShardedGradients(items, items, label_of, processes, device, label_of, cache=cache)
-    return Gradients(items, device, label_of, cache=cache)
+    return Gradients(items, device, label_of, argument=tensors, cache=cache)
 
 
 def collect_all(

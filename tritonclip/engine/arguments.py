@@ -174,21 +174,26 @@ def _remedy(parameters: object) -> str:
 
 def unnamed(items: list[Any], label_of: LabelOf) -> tuple[list[Tensor], LabelOf]:
     """The parameters of (name, parameter) pairs, if they are pairs, and their names."""
-    if items and isinstance(items[0], tuple):
-        for position, pair in enumerate(items):
-            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-                raise TypeError(
-                    f"parameters[{position}] must be a (name, parameter) pair as the first one is, "
-                    f"got {pair!r:.80}; pass either pairs or tensors"
-                )
-        names = [name for name, _ in items]
-        items = [parameter for _, parameter in items]
-        label_of = names.__getitem__
+    items, label_of = _without_names(items, label_of, "parameter")
     if not are_tensors(items):
         refuse_no_tensors(
             enumerate(items), "parameters", "tensors, a module, or (name, parameter) pairs"
         )
     return items, label_of
+
+
+def _without_names(items: list[Any], label_of: LabelOf, noun: str) -> tuple[list[Any], LabelOf]:
+    """The second items of pairs with a name, if they are pairs, and their names."""
+    if not (items and isinstance(items[0], tuple)):
+        return items, label_of
+    for position, pair in enumerate(items):
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(
+                f"{noun}s[{position}] must be a (name, {noun}) pair as the first one is, "
+                f"got {pair!r:.80}; pass either pairs or tensors"
+            )
+    names = [name for name, _ in items]
+    return [item for _, item in items], names.__getitem__
 
 
 def device_of(items: Sequence[Tensor]) -> torch.device:
@@ -210,24 +215,43 @@ def names_at(positions: Iterable[int], argument: object, label_of: LabelOf) -> l
 
 
 def tensors_in(tensors: object, label_of: LabelOf) -> tuple[list[Tensor], LabelOf]:
-    """The gradients in an argument of `get_total_norm`, None left out, and the name of the i-th.
+    """The tensors in an argument that holds gradients themselves, and the name of the i-th.
+
+    None is left out.
 
     Raises:
         TypeError: an argument of another kind.
     """
+    if type(tensors) is list and PLAIN.issuperset(map(type, tensors)):
+        return tensors, label_of
     if isinstance(tensors, Module):
         raise TypeError(
             f"tensors must be the gradients, got {type(tensors).__name__}, a module; expected "
-            "[p.grad for p in module.parameters() if p.grad is not None], or norms_by_name(module)"
+            "[p.grad for p in module.parameters() if p.grad is not None], norms_by_name(module), "
+            "or clip_(module, 1.0)"
         )
     items = tensors if type(tensors) is list else as_list(tensors)
     if are_tensors(items):
         return items, label_of
+    items, label_of = _without_names(items, label_of, "tensor")
     there = [(position, item) for position, item in enumerate(items) if item is not None]
     refuse_no_tensors(
         there, "tensors", "the gradients: [p.grad for p in ... if p.grad is not None]"
     )
     return [item for _, item in there], lambda index: label_of(there[index][0])
+
+
+def refuse_parameters(tensors: Sequence[Tensor], label_of: LabelOf) -> None:
+    """Refuses to write tensors that require grad, or are parameters: weights, most likely."""
+    for index, tensor in enumerate(tensors):
+        if tensor.requires_grad or isinstance(tensor, Parameter):
+            kind = "is a parameter" if isinstance(tensor, Parameter) else "requires grad"
+            raise TypeError(
+                f"{label_of(index)} {kind}, and would itself be clipped in place, not its .grad; "
+                "expected gradients or updates that autograd does not follow: for gradients in "
+                ".grad call clip_(parameters, 1.0); to clip these values pass tensor.detach(), "
+                "which has the same memory; with derivatives, functional.clip_by_global_norm"
+            )
 
 
 def are_tensors(items: Sequence[object]) -> bool:

@@ -25,6 +25,7 @@ from tritonclip.engine.checks import (
     refuse_sparse_minimum,
 )
 from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.memory import are_apart, find_overlap, is_freed, memory_of
 from tritonclip.engine.norms import Norms, measure, measure_by
 from tritonclip.engine.plan import Group
 from tritonclip.engine.units import Units
@@ -153,6 +154,104 @@ def write_(
     if expected is not None:
         expected.check_clip(rule, zero_nonfinite, grad_scale, norms, outcome.norm)
     return outcome
+
+
+def add_to_(
+    gradients: Gradients,
+    grads: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    rule: Rule,
+    norms: Norms,
+    *,
+    zero_nonfinite: bool,
+) -> Tensor:
+    """Adds a measured list, clipped, to other tensors; the loss scale stays in both.
+
+    Args:
+        gradients: not empty; they may be scaled.
+        grads: the same as users see them.
+        sums: one for each of these. None at all: the gradients are clipped in place.
+        rule: of one norm.
+        norms: of the rule's norm type.
+        zero_nonfinite: add nothing where the norm is not finite.
+
+    Returns:
+        The norm before clipping, divided by the loss scale.
+
+    Raises:
+        ValueError: a sum that overlaps in memory with another one or with a gradient.
+    """
+    plan = gradients.plan
+    assert plan is not None
+    if not plan.verifying or gradients.sharding is not None or len(grads) != len(plan.spans):
+        return _add_to_(gradients, grads, sums, rule, norms.without_scale(), zero_nonfinite)
+    expected, before = verify.Expectation(gradients), [own.clone() for own in sums]
+    norm = _add_to_(gradients, grads, sums, rule, norms.without_scale(), zero_nonfinite)
+    expected.check_sums(sums or grads, before, rule, zero_nonfinite, norms.grad_scale, norm)
+    return norm
+
+
+def _add_to_(
+    gradients: Gradients,
+    grads: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    rule: Rule,
+    norms: Norms,
+    zero_nonfinite: bool,
+) -> Tensor:
+    """As `add_to_`, with norms that carry no loss scale."""
+    plan = gradients.plan
+    assert plan is not None
+    addresses = _addresses_of(gradients, sums)
+    if addresses is None:
+        # Of other forms, or on several processes.
+        if gradients.sharding is None and sums:
+            _refuse_common_memory([*sums, *grads])
+        norm = _scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=zero_nonfinite).norm
+        gradients.finish_writing()
+        if sums:
+            torch._foreach_add_(list(sums), list(grads))
+        assert norm is not None
+        return norm
+    limit = _checked_limit(rule.limit(norms), norms)
+    clip = Clip(rule.norm_type, rule.eps, limit, 1.0, zero_nonfinite)
+    results, target = [], plan.readable(list(sums))
+    for group, batch, partials in zip(plan.groups, norms.batches, norms.partials, strict=True):
+        own, at = target, addresses
+        if group.indices is not None:
+            own, at = [target[i] for i in group.indices], [addresses[i] for i in group.indices]
+        results.append(batch.add_to_(group.layout.bind(own, at), partials, clip))
+        if not batch.counts_versions:
+            torch.autograd.graph.increment_version(own)
+    return results[0] if results[0].device == plan.device else results[0].to(plan.device)
+
+
+def _addresses_of(gradients: Gradients, sums: Sequence[Tensor]) -> list[int] | None:
+    """The addresses of tensors to which a gradient list can be added by addresses; else None.
+
+    They have the form of the gradients, one by one, and share no memory.
+    """
+    plan, known = gradients.plan, gradients.addresses
+    if plan is None or plan.guards is None or known is None:
+        return None
+    if len(sums) != len(known) or not plan.guards.check(*sums):
+        return None
+    addresses = list(map(Tensor.data_ptr, sums))
+    if not are_apart([*known, *addresses], [*plan.spans, *plan.spans]):
+        return None
+    return None if any(map(is_freed, sums, addresses)) else addresses
+
+
+def _refuse_common_memory(tensors: Sequence[Tensor]) -> None:
+    """Refuses sums and gradients of which two overlap in memory."""
+    regions = [region for tensor in tensors if (region := memory_of(tensor)) is not None]
+    if find_overlap(regions) is not None:
+        raise ValueError(
+            "a gradient has the memory of another one, or of the sum that it would be added to, "
+            "which backward has then overwritten; expected new memory for every gradient: "
+            "gradient_as_bucket_view=False of DistributedDataParallel. Repeat the step after "
+            "zero_grad(): the sums in .grad may be wrong"
+        )
 
 
 def _may_have_written(rule: Rule, grad_scale: float | Tensor, outcome: Outcome) -> bool:

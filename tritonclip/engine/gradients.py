@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from copy import copy
 from sys import modules
 from types import GeneratorType, MappingProxyType
@@ -218,7 +218,13 @@ class Gradients:
         if not self.sources and isinstance(self.argument, Iterator):
             # As torch says of generators. A `filter` that was used before is empty, too.
             kind = "generator" if isinstance(self.argument, GeneratorType) else "iterator"
-            return f"`parameters` is an empty {kind}, no gradient clipping will occur."
+            noun = "tensors" if self.sources is None else "parameters"
+            return f"`{noun}` is an empty {kind}, no gradient clipping will occur."
+        if self.sources is None and isinstance(self.argument, Sized) and len(self.argument):
+            return (
+                f"each of the {len(self.argument)} `tensors` is None, no gradient clipping will "
+                "occur; expected the tensors that hold the gradients, after they were computed"
+            )
         if self.sources and not any(p.is_leaf for p in self.sources):
             return (
                 f"{self.label_of(0)} is computed from other tensors, as a loss is, and has no "
@@ -228,8 +234,8 @@ class Gradients:
         if self.sources and not any(p.requires_grad or p.grad is not None for p in self.sources):
             return (
                 f"none of the {len(self.sources)} tensors has a .grad or requires a gradient, no "
-                "gradient clipping will occur; expected parameters that require gradients, not "
-                "the gradients themselves"
+                "gradient clipping will occur; expected parameters that require gradients; "
+                "gradients themselves are clipped by clip_tensors_(tensors, 1.0)"
             )
         return ""
 

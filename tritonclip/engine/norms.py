@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from tritonclip.backends import adaptive, choose
 from tritonclip.backends.choose import layout_of, torch_layout
 from tritonclip.backends.interface import Batch, Layout, PartialNorms
 from tritonclip.backends.native import combine_numbers, results_of
-from tritonclip.backends.operators import as_tensor, wide_dtype
+from tritonclip.backends.operators import as_tensor, unscaled, wide_dtype
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.units import Units
 from tritonclip.modes import refuse_tracer, without_grad
@@ -104,6 +104,17 @@ class Norms:
             ]
         )
 
+    def without_scale(self) -> Norms:
+        """The same norms, for a write that leaves the loss scale in the gradients."""
+        scale, p = self.grad_scale, self.norm_type
+        if not isinstance(scale, Tensor) and scale == 1:
+            return self
+        partials = [
+            unscaled(own, p, scale) if isinstance(own, Tensor) else _unscaled_numbers(own, p, scale)
+            for own in self.partials
+        ]
+        return replace(self, partials=partials, grad_scale=1.0)
+
     def is_finite(self) -> Tensor:
         """Whether every norm is finite, also of gradients that only other processes have; 0-d."""
         return torch.isfinite(self.norm()).all()
@@ -146,6 +157,11 @@ class Norms:
     def positions(self) -> tuple[Sequence[int] | None, int]:
         """The positions of the gradients among the parameters, and the number of parameters."""
         return self.gradients.positions(), self.gradients.n_parameters
+
+
+def _unscaled_numbers(norms: list[float], norm_type: float, scale: float | Tensor) -> list[float]:
+    """Norms divided by the loss scale, as `unscaled`."""
+    return [norm / float(scale) for norm in norms] if norm_type else norms
 
 
 def measure_by(

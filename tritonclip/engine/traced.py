@@ -18,7 +18,13 @@ from torch.nn import Module
 
 from tritonclip import rules
 from tritonclip.engine import execute
-from tritonclip.engine.arguments import LabelOf, check_marks, needs_clip
+from tritonclip.engine.arguments import (
+    LabelOf,
+    check_marks,
+    needs_clip,
+    refuse_parameters,
+    tensors_in,
+)
 from tritonclip.engine.checks import refuse_negative, refuse_other_model, refuse_repeated
 from tritonclip.engine.gradients import Gradients
 from tritonclip.modes import WHOLE
@@ -233,6 +239,21 @@ def _collect(items: Sequence[tuple[str, Tensor]]) -> tuple[list[Tensor], str, li
     return grads, "\n".join(names) if any(names) else "", owners
 
 
+def _collect_tensors(tensors: object) -> tuple[list[Tensor], str]:
+    """Tensors that are gradients themselves, each once, and their names; in traceable code."""
+    items, label_of = tensors_in(tensors, "tensors[{}]".format)
+    refuse_parameters(items, label_of)
+    grads: list[Tensor] = []
+    names: list[str] = []
+    known: set[Tensor] = set()
+    for index, tensor in enumerate(items):
+        if tensor not in known:
+            known.add(tensor)
+            grads.append(tensor)
+            names.append(label_of(index))
+    return grads, "\n".join(names)
+
+
 def _read_once(parameters: object) -> Any:
     """The argument, so that it can be read twice."""
     # FlatGradients have a size, as lists do; iterators have none.
@@ -288,11 +309,15 @@ def clip_(
     parameters = _read_once(parameters)
     items = _items(parameters)
     grads, names, owners = _collect(items)
-    has_more = state is not None or process_group is not None or copies is not None
     # Processes that have gradients of a DTensor wait for one that has none. No guard looks for the
     # attribute of plain parameters, whose class is guarded anyway.
     spread = any(type(p) not in WHOLE and hasattr(p, "_spec") for _, p in items)
-    if has_more or not rule.fixed or spread or _is_spread(grads):
+    if (
+        (state is not None or process_group is not None or copies is not None)
+        or not rule.fixed
+        or spread
+        or _is_spread(grads)
+    ):
         # Nothing was refused before: the call itself raises in all processes.
         return _break_graph(  # type: ignore[no-any-return]
             eager,
@@ -306,17 +331,61 @@ def clip_(
         )
     if isinstance(parameters, Module):
         check_marks(parameters)
-    scale = as_grad_scale(grad_scale)
     if rule.per_unit:
         # Of FlatGradients.
         left_out = getattr(parameters, "left_out", ())
         refuse_other_model(rule, [*(parameter for _, parameter in items), *left_out])
+    return _clip_collected(grads, names, owners, rule, nonfinite, grad_scale)
+
+
+def clip_tensors_(
+    eager: Callable[..., Any],
+    tensors: object,
+    rule: Rule,
+    nonfinite: str,
+    grad_scale: float | Tensor | None,
+    state: object,
+    process_group: object,
+    copies: object,
+) -> Tensor | None:
+    """`clip_tensors_` where it is traced; `eager` as for `clip_`."""
+    tensors = _read_once(tensors)
+    grads, names = _collect_tensors(tensors)
+    if (
+        (state is not None or process_group is not None or copies is not None)
+        or not rule.fixed
+        or _is_spread(grads)
+    ):
+        return _break_graph(  # type: ignore[no-any-return]
+            eager,
+            tensors,
+            rule,
+            nonfinite=nonfinite,
+            grad_scale=grad_scale,
+            state=state,
+            process_group=process_group,
+            copies=copies,
+        )
+    return _clip_collected(grads, names, [], rule, nonfinite, grad_scale)
+
+
+def _clip_collected(
+    grads: list[Tensor],
+    names: str,
+    owners: Sequence[Tensor],
+    rule: Rule,
+    nonfinite: str,
+    grad_scale: float | Tensor | None,
+) -> Tensor | None:
+    """Clips distinct gradients by one operator; `owners` are their parameters."""
+    scale = as_grad_scale(grad_scale)
     if not grads:
         shape = 0 if rule.per_gradient else ()
         return None if rule.clamps else torch.zeros(shape, dtype=torch.float32)
     numbers, changing = _as_inputs(rule.numbers)
     constant, factor = ([], scale) if isinstance(scale, Tensor) else _as_inputs([scale])
-    weights, exempt = [], []
+    weights: Sequence[Tensor] = ()
+    exempt: Sequence[bool] = ()
     if rule.per_unit:
         weights, exempt = owners, rule.exempt(owners)
     number = constant[0] if constant else 1.0

@@ -1,0 +1,254 @@
+"""`accumulate_`: the gradient of each micro-batch is clipped before it is added to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tritonclip.clipping import Nonfinite, Parameters
+from tritonclip.distributed import execute
+from tritonclip.distributed.gradients import collect
+from tritonclip.distributed.process_groups import Copies, Processes, check_processes
+from tritonclip.engine.arguments import PLAIN, LabelOf, as_list, device_of, names_at, unnamed
+from tritonclip.engine.checks import POLICIES, unknown_policy
+from tritonclip.engine.gradients import Gradients
+from tritonclip.rules import ClipByGlobalNorm, Rule, as_rule
+from tritonclip.rules.arguments import as_grad_scale
+from tritonclip.signatures import ABSENT, misfit, reaches_misfit
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+_get_is_sparse = attrgetter("is_sparse")
+
+
+@reaches_misfit
+def accumulate_(
+    parameters: Parameters,
+    clip: float | ClipByGlobalNorm,
+    *_excess: object,
+    nonfinite: Nonfinite = "propagate",
+    grad_scale: float | Tensor | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    copies: Copies | None = None,
+    **_unknown: object,
+) -> MicroBatch:
+    r"""Clips what `backward` computes in a `with` block before it is added to `.grad`.
+
+    For each micro-batch, with the gradient :math:`g` that the block computes,
+
+    .. math:: \text{.grad} \leftarrow \text{.grad} + g \min(1, C / (\|g\| + eps))
+
+    In the block `.grad` is None, so that backward keeps the gradient apart. After it `.grad` has
+    the sum of clipped gradients, as an optimizer expects it. On a GPU two launches for each device
+    and dtype measure and add; memory grows by one gradient list.
+
+    Args:
+        parameters: as for :func:`clip_`, read once. Parameters with `need_clip = False` accumulate
+            as without the block.
+        clip: the largest norm of the gradient of a micro-batch; a number or a
+            :class:`ClipByGlobalNorm`.
+        nonfinite: the policy where this norm is NaN or inf.
+            "propagate": the sum becomes NaN as by :func:`clip_`, for GradScaler to find.
+            "error": RuntimeError that names the gradients; `.grad` is as before the block. The host
+            waits for the device.
+            "zero": the micro-batch adds nothing; decided on the device.
+        grad_scale: the factor that the loss was multiplied by: a number or a one-element tensor,
+            which is read by this call, on a GPU at the end of the block.
+            Limit and norm are of the gradient divided by it; `.grad` keeps it, for
+            `GradScaler.step` to divide out. A loss divided by n has the factor 1 / n, and `.grad`
+            has then the mean of n clipped gradients.
+        process_group: as for :func:`clip_`.
+        copies: as for :func:`clip_`.
+
+    Returns:
+        The block's context manager, which may be entered again. After a block its `norm` is the
+        norm of the micro-batch before clipping, a 0-d tensor.
+
+    Raises:
+        TypeError: a rule that does not clip by one norm; else as :func:`clip_`.
+        ValueError: as :func:`clip_`.
+        RuntimeError: at the end of a block that left no gradient; at the start of a block within
+            another one, and of one whose DistributedDataParallel would reduce gradients in it.
+
+    If an exception leaves the block, or the block raises, `.grad` is as before, and gradients of
+    the micro-batch are dropped. If Ctrl-C interrupts the addition itself, `.grad` may have a part
+    of the micro-batch: call `zero_grad` and repeat the step.
+
+    Example:
+        >>> weight = torch.zeros(2, requires_grad=True)
+        >>> for target in (torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.5])):
+        ...     with accumulate_(weight, 1.0) as micro_batch:
+        ...         (weight * target).sum().backward()
+        >>> weight.grad
+        tensor([0.6000, 1.3000])
+        >>> micro_batch.norm
+        tensor(0.5000)
+
+    References:
+        Clipping each micro-batch: https://arxiv.org/abs/2605.02701 (2026), and
+        https://arxiv.org/abs/2408.16204 (2024).
+    """
+    if _excess or _unknown or clip is ABSENT:
+        raise misfit(accumulate_, _excess, _unknown)
+    rule = clip if isinstance(clip, Rule) else as_rule(clip)
+    if not isinstance(rule, ClipByGlobalNorm) or not rule.fixed:
+        raise TypeError(
+            f"accumulate_ clips each micro-batch by one norm, got {rule}; expected a number or a "
+            "ClipByGlobalNorm with one"
+        )
+    if nonfinite not in POLICIES:
+        raise unknown_policy(nonfinite)
+    processes = None
+    if process_group is not None or copies is not None:
+        processes = check_processes(process_group, copies)
+    return MicroBatch(parameters, rule, nonfinite, as_grad_scale(grad_scale), processes)
+
+
+class MicroBatch:
+    """The context manager of :func:`accumulate_`.
+
+    Attributes:
+        norm: of the last micro-batch before clipping, 0-d; None before the end of the first.
+    """
+
+    norm: Tensor | None = None
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        rule: ClipByGlobalNorm,
+        nonfinite: Nonfinite,
+        grad_scale: float | Tensor,
+        processes: Processes | None,
+    ) -> None:
+        self._argument = parameters
+        items = as_list(parameters)
+        self._label_of: LabelOf = "parameters[{}]".format
+        self._are_plain = processes is None and PLAIN.issuperset(map(type, items))
+        if not self._are_plain:
+            items, self._label_of = unnamed(items, self._label_of)
+        self._items = items
+        self._parameters = [p for p in items if getattr(p, "need_clip", True)]
+        if len(set(map(id, self._parameters))) != len(self._parameters):
+            self._parameters = list({id(p): p for p in self._parameters}.values())
+        self._rule, self._nonfinite, self._grad_scale = rule, nonfinite, grad_scale
+        self._processes, self._device = processes, device_of(items)
+        # What `.grad` was before the block; None outside of one.
+        self._sums: list[Tensor | None] | None = None
+
+    def __enter__(self) -> MicroBatch:
+        if self._sums is not None:
+            raise RuntimeError(
+                "this block of accumulate_ was entered already; expected one micro-batch after "
+                "the other, or a new accumulate_ for other parameters"
+            )
+        module = self._argument
+        if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync:
+            raise RuntimeError(
+                "DistributedDataParallel would average gradients in this block over processes, "
+                "but not those that were added before; expected `with model.no_sync(), "
+                "accumulate_(model, ...)` and one average of .grad after the last micro-batch, or "
+                "accumulate_(model.module, ...) to average and clip every micro-batch"
+            )
+        self._sums = [p.grad for p in self._parameters]
+        try:
+            for parameter in self._parameters:
+                parameter.grad = None
+        except BaseException:
+            self._leave(self._sums)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if torch.compiler.is_compiling():
+            from tritonclip.engine import graph_break
+
+            graph_break.call(self._end, kind is None)
+        else:
+            self._end(kind is None)
+
+    def _end(self, is_whole: bool) -> None:
+        """Adds the gradients of a whole block, and puts the sums back."""
+        sums = self._sums
+        if sums is None:
+            raise RuntimeError("the block of accumulate_ was left already; expected `with` around")
+        try:
+            if is_whole:
+                sums = self._added_to(sums)
+        finally:
+            self._leave(sums)
+
+    def _leave(self, sums: Sequence[Tensor | None]) -> None:
+        for parameter, own in zip(self._parameters, sums, strict=True):
+            parameter.grad = own
+        self._sums = None
+
+    def _added_to(self, sums: list[Tensor | None]) -> list[Tensor | None]:
+        """The sums after the gradients were added, clipped; in place where there was one."""
+        everyone = [p.grad for p in self._parameters]
+        gradients = self._collected(everyone)
+        grads: list[Tensor] = [grad for grad in everyone if grad is not None]
+        targets = [own for own in sums if own is not None]
+        if not len(grads) == len(targets) == len(sums) or True in map(_get_is_sparse, targets):
+            targets = _targets(everyone, sums)
+        if gradients.plan is not None:
+            # Other processes may wait for this one, also where it has no gradient.
+            self.norm = execute.add_to_(
+                gradients, grads, targets, self._rule, self._nonfinite, self._grad_scale
+            )
+        if gradients.plan is None or self._lack(grads):
+            raise RuntimeError(
+                f"the block of accumulate_ left no gradient in any of {len(sums)} parameters; "
+                "expected loss.backward() inside of it, and gradients that are reduced: without "
+                "set_requires_gradient_sync(False) of FSDP2"
+            )
+        results = targets or grads
+        if len(results) == len(sums):
+            return [*results]
+        each = iter(results)
+        pairs = zip(everyone, sums, strict=True)
+        return [own if grad is None else next(each) for grad, own in pairs]
+
+    def _collected(self, grads: list[Tensor | None]) -> Gradients:
+        """The gradients of the block, with their plan."""
+        if not self._are_plain:
+            return collect(self._parameters, self._label, self._processes)
+        there = [grad for grad in grads if grad is not None]
+        return Gradients(there, self._device, self._label, self._parameters)
+
+    def _lack(self, grads: Sequence[Tensor]) -> bool:
+        """Whether there is no gradient, and should be; a stage may be frozen."""
+        return not grads and any(parameter.requires_grad for parameter in self._parameters)
+
+    def _label(self, index: int) -> str:
+        own = self._parameters[index]
+        position = next(i for i, parameter in enumerate(self._items) if parameter is own)
+        return names_at([position], self._argument, self._label_of)[0]
+
+
+def _targets(grads: Sequence[Tensor | None], sums: Sequence[Tensor | None]) -> list[Tensor]:
+    """The tensors that gradients are added to; none where no gradient has a sum yet."""
+    pairs = [(grad, own) for grad, own in zip(grads, sums, strict=True) if grad is not None]
+    if all(own is None for _, own in pairs):
+        return []
+    return [_target(grad, own) for grad, own in pairs]
+
+
+def _target(grad: Tensor, own: Tensor | None) -> Tensor:
+    if own is None:
+        return torch.zeros_like(grad)
+    # A dense gradient makes a sparse sum dense, as in backward.
+    return own.to_dense() if own.is_sparse and not grad.is_sparse else own
