@@ -28,6 +28,7 @@ from bench.providers import FOREIGN, sgd_of
 from bench.results import Row
 from bench.timing import Timed, paired, spread
 from bench.workloads import WORKLOADS
+from tritonclip.optim.clipped_optimizer import StepNonfinite
 
 CPU = torch.device("cpu")
 LEAST, SECONDS = 9, 0.6
@@ -122,6 +123,108 @@ def spectral_step() -> Iterator[Comparison]:
                 "AdamW alone": Timed(plain.step, refill),
             }
             yield Comparison(f"{title}, {form}", providers, [])
+
+
+def error_without_wait() -> Iterator[Comparison]:
+    """A step of SGD that raises for NaN and inf; nothing is clipped."""
+    for workload in ("small_10", "mlp8"):
+        gradients = [Gradients(WORKLOADS[workload], "float32", CPU) for _ in range(4)]
+        steps: dict[str, Timed] = {}
+        policies: tuple[StepNonfinite, ...] = ("async_error", "error", "propagate")
+        for own, policy in zip(gradients, policies, strict=False):
+            optimizer = tritonclip.ClippedOptimizer(sgd_of(own.parameters), 1e9, nonfinite=policy)
+            steps[policy] = Timed(stepping(optimizer.step, own.parameters))
+        parameters = gradients[3].parameters
+        sgd = sgd_of(parameters)
+
+        def by_torch(parameters=parameters, sgd=sgd) -> None:
+            torch.nn.utils.clip_grad_norm_(parameters, 1e9, error_if_nonfinite=True)
+            sgd.step()
+
+        providers = {
+            "tritonclip": steps["async_error"],
+            'nonfinite="error"': steps["error"],
+            "no policy": steps["propagate"],
+            "torch": Timed(stepping(by_torch, parameters)),
+        }
+        truth = [grad.double() for grad in grads_of(parameters)]
+        yield Comparison(WORKLOADS[workload].title, providers, truth)
+
+
+def loss_outliers() -> Iterator[Comparison]:
+    """A step of SGD that is skipped where norm or loss is an outlier among the last 128."""
+    for workload in ("small_10", "mlp8"):
+        first, second = (Gradients(WORKLOADS[workload], "float32", CPU) for _ in range(2))
+        optimizer = tritonclip.ClippedOptimizer(
+            sgd_of(first.parameters), 1e9, skip_above=tritonclip.Outlier()
+        )
+        sgd, loss = sgd_of(second.parameters), torch.ones(())
+        norms, losses = (deque([torch.ones(())] * 128, maxlen=129) for _ in range(2))
+
+        def ours(optimizer=optimizer, loss=loss) -> None:
+            optimizer.loss = loss
+            optimizer.step()
+
+        def by_lists(sgd=sgd, loss=loss, norms=norms, losses=losses, own=second) -> None:
+            # As OLMo-core does it.
+            norms.append(torch.nn.utils.clip_grad_norm_(own.parameters, 1e9))
+            losses.append(loss)
+            taken = True
+            for history in (norms, losses):
+                std, mean = torch.std_mean(torch.stack(list(history)[:-1]))
+                taken = taken and bool(history[-1] - mean <= 6 * std + 1e-6 * mean)
+            if taken:
+                sgd.step()
+
+        providers = {
+            "tritonclip": Timed(stepping(ours, first.parameters)),
+            "lists of tensors": Timed(stepping(by_lists, second.parameters)),
+        }
+        truth = [grad.double() for grad in grads_of(second.parameters)]
+        yield Comparison(WORKLOADS[workload].title, providers, truth)
+
+
+def own_quantile() -> Iterator[Comparison]:
+    """Each gradient clipped to a quantile of its own last 100 norms."""
+    for workload in ("small_10", "mlp8", "resnet50"):
+        first, second = (Gradients(WORKLOADS[workload], "float32", CPU) for _ in range(2))
+        rule, state = tritonclip.ClipByOwnQuantile(), tritonclip.ClipState()
+        histories: list[deque[Tensor]] = [deque(maxlen=100) for _ in second.parameters]
+
+        def ours(own=first.parameters, rule=rule, state=state) -> None:
+            tritonclip.clip_(own, rule, state=state)
+
+        def loop(own=second.parameters, histories=histories) -> None:
+            for parameter, history in zip(own, histories, strict=True):
+                norm = parameter.grad.norm()
+                history.append(norm)
+                limit = torch.quantile(torch.stack(list(history)), 0.9)
+                if norm > limit * (1 + 1e-6):
+                    parameter.grad.mul_(limit / norm)
+
+        providers = {
+            "tritonclip": Timed(stepping(ours, first.parameters)),
+            "loop": Timed(stepping(loop, second.parameters)),
+        }
+        truth = [grad.double() for grad in grads_of(second.parameters)]
+        yield Comparison(WORKLOADS[workload].title, providers, truth)
+
+
+def stepping(
+    step: Callable[[], object], parameters: Sequence[Tensor]
+) -> Callable[[], list[Tensor]]:
+    """The step, which returns the gradients as it left them."""
+
+    def call() -> list[Tensor]:
+        step()
+        return grads_of(parameters)
+
+    return call
+
+
+def grads_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients that are there."""
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def clip_tensors() -> Iterator[Comparison]:
@@ -342,6 +445,9 @@ FEATURES: dict[str, Callable[[], Iterator[Comparison]]] = {
     "norms_by_name": norms_by_name,
     "spectral_norm": spectral_norm,
     "spectral_step": spectral_step,
+    "error_without_wait": error_without_wait,
+    "loss_outliers": loss_outliers,
+    "own_quantile": own_quantile,
     "record(each=True)": record_each,
     "clip_per_example": clip_per_example,
 }

@@ -52,18 +52,23 @@ ELEMENTS = 16
 # A multilayer perceptron, whose steps take little longer than the host needs for them.
 MLP = Workload("mlp_9k", "MLP, 9 thousand", ((64, 64), (64,), (64, 64), (64,), (10, 64), (10,)))
 # What a step may have beside a fixed limit: a rule, options of the wrapper (of the recorder whether
-# it takes the norm of each parameter), and the goal in microseconds over the step with a fixed
-# limit.
+# it takes the norm of each parameter; whether a loss is set before each step), and the goal in
+# microseconds over the step with a fixed limit.
 FEATURES: dict[str, tuple[Any, dict[str, Any], float]] = {
     "ClipByQuantile": (tritonclip.ClipByQuantile(), {}, 15.0),
     "ClipByZScore": (tritonclip.ClipByZScore(), {}, 15.0),
     "ClipByOwnHistory": (tritonclip.ClipByOwnHistory(), {}, 15.0),
+    "ClipByOwnQuantile": (tritonclip.ClipByOwnQuantile(), {}, 15.0),
     "skip_above=Outlier()": (1e9, {"skip_above": tritonclip.Outlier()}, 15.0),
+    "skip_above=Outlier(), loss": (1e9, {"skip_above": tritonclip.Outlier(), "loss": True}, 25.0),
     "skip_above=1e9": (1e9, {"skip_above": 1e9}, 15.0),
     'nonfinite="skip"': (1e9, {"nonfinite": "skip"}, 10.0),
+    'nonfinite="error"': (1e9, {"nonfinite": "error"}, 10.0),
+    'nonfinite="async_error"': (1e9, {"nonfinite": "async_error"}, 10.0),
     "recorder": (1e9, {"recorder": False}, 10.0),
     "recorder, each=True": (1e9, {"recorder": True}, 15.0),
 }
+LOSS = torch.ones(())
 # Spent on one list.
 SECONDS = 1.0
 
@@ -160,6 +165,12 @@ def calls(path: str, repetitions: int) -> Iterator[Row]:
         yield Row("host", {"path": path, "call": name}, values)
 
 
+def step_with_loss(optimizer: tritonclip.ClippedOptimizer) -> None:
+    """Takes a step whose loss is judged."""
+    optimizer.loss = LOSS
+    optimizer.step()
+
+
 def steps(repetitions: int) -> Iterator[Row]:
     """Steps of a wrapped SGD, beside one whose limit is fixed, and torch's loop; none clips."""
     made: dict[str, Callable[[], Any]] = {}
@@ -169,7 +180,10 @@ def steps(repetitions: int) -> Iterator[Row]:
             if "recorder" in options:
                 record = tritonclip.record(Path(folder, f"{name}.csv"), each=options["recorder"])
                 options = {"recorder": recorders.enter_context(record)}
-            made[name] = tritonclip.ClippedOptimizer(sgd_of(parameters), clip, **options).step
+            with_loss = options.get("loss", False)
+            options = {key: value for key, value in options.items() if key != "loss"}
+            optimizer = tritonclip.ClippedOptimizer(sgd_of(parameters), clip, **options)
+            made[name] = partial(step_with_loss, optimizer) if with_loss else optimizer.step
         parameters = Gradients(MLP, "float32", CPU).parameters
         sgd = sgd_of(parameters)
 

@@ -142,7 +142,7 @@ def _outlier(state_ptr, window, sigmas, BLOCK: tl.constexpr):
         moved = tl.where(x == x, x - mean, 0.0)
         lanes += moved * moved
     deviation = tl.sqrt(tl.sum(lanes, axis=0) / (n - 1))
-    least = LEAST_DEVIATION * mean
+    least = LEAST_DEVIATION * tl.abs(mean)
     limit = mean + sigmas * tl.where(deviation > least, deviation, least)
     return tl.where(n >= (window // 2).to(tl.float64), limit, INF)
 
@@ -170,7 +170,8 @@ def advance_kernel(
 
     KIND "zscore": a, b, c are threshold, decay and warm-up, and the state is mean, variance and
     number of norms. "quantile": a is the quantile; "outlier": the distance in deviations. Their
-    state is a window, NaN where a slot is empty, and the number of norms.
+    state is a window, NaN where a slot is empty, and the number of norms. "loss": as "outlier", for
+    one number of any sign in place of the norms.
 
     norms_ptr: float32 or float64 [n_norms]; state_ptr, after_ptr: float64[window + 1], one memory
     or two; limit_ptr: float64[1]; grad_scale_ptr: any float [1], or None. DTYPE is that of the
@@ -180,12 +181,16 @@ def advance_kernel(
     max_norm = as_float64(max_norm_bits)
     a = as_float64(a_bits)
     count = tl.load(state_ptr + window)
-    norm = combine(norms_ptr, 0, n_norms, P)
-    # A count of elements carries no loss scale.
-    if P != 0.0:
-        norm /= grad_scale
-    norm = norm.to(DTYPE).to(tl.float64)
-    counts = _counts(norm)
+    if KIND == "loss":
+        norm = tl.load(norms_ptr).to(tl.float64)
+        counts = is_finite(norm)
+    else:
+        norm = combine(norms_ptr, 0, n_norms, P)
+        # A count of elements carries no loss scale.
+        if P != 0.0:
+            norm /= grad_scale
+        norm = norm.to(DTYPE).to(tl.float64)
+        counts = _counts(norm)
     count_after = tl.where(counts, count + 1, count)
 
     if KIND == "zscore":

@@ -447,6 +447,7 @@ static PyMethodDef methods[] = {
     {"combined", FAST(combined), NULL},
     {"are_apart", FAST(are_apart), NULL},
     {"advance_averages", FAST(advance_averages), NULL},
+    {"advance_quantiles", FAST(advance_quantiles), NULL},
     {"mean_and_deviation", FAST(mean_and_deviation), NULL},
     {"set_portable", set_portable, METH_O, NULL},
     {"know", FAST(know), NULL},

@@ -1,4 +1,4 @@
-/* Moving averages and moments of norms, for adaptive limits: `tritonclip/rules/moments.py` calls them,
+/* Moving averages, quantiles and moments of norms, for adaptive limits: `tritonclip/rules/moments.py` calls them,
  * and has the same in Python.
  */
 #pragma once
@@ -39,6 +39,63 @@ static PyObject *advance_averages(PyObject *module, PyObject *const *arguments, 
         PyObject *limit = PyErr_Occurred() ? NULL : PyFloat_FromDouble(advance_average(rows + 2 * i, norm, &by));
         if (!limit || PyList_SetItem(limits, i, limit)) Py_CLEAR(limits);
     }
+    return limits;
+}
+
+/* Moves the k-th smallest of n numbers to x[k], smaller ones before it and larger ones behind. */
+static void select_nth(double *x, Py_ssize_t n, Py_ssize_t k) {
+    for (Py_ssize_t first = 0, last = n - 1; first < last;) {
+        double pivot = x[k];
+        Py_ssize_t i = first, j = last;
+        while (i <= j) {
+            while (x[i] < pivot) i++;
+            while (pivot < x[j]) j--;
+            if (i > j) break;
+            double swapped = x[i];
+            x[i++] = x[j];
+            x[j--] = swapped;
+        }
+        if (j < k) first = i;
+        if (k < i) last = j;
+    }
+}
+
+/* The quantile of n numbers, interpolated as torch.quantile does it, in any order; inf of none. */
+static double quantile_of(double *x, Py_ssize_t n, double q) {
+    if (n == 0) return INFINITY;
+    double rank = q * (double)(n - 1);
+    Py_ssize_t k = (Py_ssize_t)rank;
+    double weight = rank - (double)k;
+    select_nth(x, n, k);
+    double low = x[k], high = k + 1 < n ? x[k + 1] : low;
+    for (Py_ssize_t i = k + 2; i < n; i++)
+        if (x[i] < high) high = x[i];
+    return weight < 0.5 ? low + weight * (high - low) : high - (high - low) * (1 - weight);
+}
+
+static PyObject *advance_quantiles(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+    (void)module;
+    if (!has_arguments(n_arguments, 5)) return NULL;
+    double *row = PyLong_AsVoidPtr(arguments[0]);
+    Py_ssize_t n = PyList_Size(arguments[1]), window = PyLong_AsSsize_t(arguments[3]);
+    double q = PyFloat_AsDouble(arguments[2]), max_norm = PyFloat_AsDouble(arguments[4]);
+    if (PyErr_Occurred()) return NULL;
+    double *known = PyMem_Malloc((size_t)window * sizeof *known);
+    if (!known) return PyErr_NoMemory();
+    PyObject *limits = PyList_New(n);
+    for (Py_ssize_t i = 0; limits && i < n; i++, row += window + 1) {
+        double norm = PyFloat_AsDouble(PyList_GetItem(arguments[1], i));
+        if (norm > 0 && norm < INFINITY) {
+            row[(Py_ssize_t)row[window] % window] = norm;
+            row[window] += 1;
+        }
+        Py_ssize_t n_known = row[window] < (double)window ? (Py_ssize_t)row[window] : window;
+        memcpy(known, row, (size_t)n_known * sizeof *known);
+        double quantile = quantile_of(known, n_known, q);
+        PyObject *limit = PyErr_Occurred() ? NULL : PyFloat_FromDouble(max_norm < quantile ? max_norm : quantile);
+        if (!limit || PyList_SetItem(limits, i, limit)) Py_CLEAR(limits);
+    }
+    PyMem_Free(known);
     return limits;
 }
 

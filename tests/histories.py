@@ -17,7 +17,7 @@ from cases import grad_of, normal, parameters
 from torch import Tensor
 
 import tritonclip
-from tritonclip import ClipByOwnHistory, ClipByQuantile, ClipByZScore, ClipState
+from tritonclip import ClipByOwnHistory, ClipByOwnQuantile, ClipByQuantile, ClipByZScore, ClipState
 
 Limits = Callable[[float], float]
 
@@ -75,7 +75,7 @@ def zscore(threshold: float, decay: float, warmup: int, max_norm: float = math.i
     return limit
 
 
-def outlier(sigmas: float, window: int) -> Limits:
+def outlier(sigmas: float, window: int, enters: Callable[[float], bool] = enters) -> Limits:
     """OLMo-core's test: mean and sample deviation of the last norms, once half are there."""
     history: list[float] = []
 
@@ -121,10 +121,22 @@ def own_history(
     return limits
 
 
+def own_quantile(q: float, window: int, max_norm: float = math.inf) -> Callable[..., list[float]]:
+    """A quantile of the norms of each gradient; the limits take norms as those of `own_history`."""
+    of_each: dict[int, Limits] = defaultdict(lambda: quantile(q, window, max_norm))
+
+    def limits(norms: Sequence[float], places: Sequence[int] | None = None) -> list[float]:
+        at = places or range(len(norms))
+        return [of_each[i](norm) for i, norm in zip(at, norms, strict=True)]
+
+    return limits
+
+
 ADAPTIVE = [
     pytest.param(ClipByQuantile(0.7, 20), id="quantile"),
     pytest.param(ClipByZScore(warmup=10), id="zscore"),
     pytest.param(ClipByOwnHistory(warmup=10), id="own-history"),
+    pytest.param(ClipByOwnQuantile(0.7, 20), id="own-quantile"),
 ]
 
 

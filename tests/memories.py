@@ -20,6 +20,7 @@ from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,
     ClipByOwnHistory,
+    ClipByOwnQuantile,
     ClipByQuantile,
     ClipByRMS,
     ClipByUnitNorm,
@@ -35,6 +36,7 @@ ADAPTIVE: tuple[tuple[Any, Callable[..., Any], tuple[Any, ...]], ...] = (
     (ClipByZScore, histories.zscore, (1.5, 0.9, 2)),
     (ClipByZScore, histories.zscore, (0.5, 0.5, 3, 5.0)),
     (ClipByOwnHistory, histories.own_history, (0.9, 0.9, 2, 3.0)),
+    (ClipByOwnQuantile, histories.own_quantile, (0.6, 3, 5.0)),
 )
 
 

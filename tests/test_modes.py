@@ -12,7 +12,7 @@ from graphs import captured_second_gpu
 from tritonclip.modes import is_captured
 from tritonclip.monitor.row_buffer import RowBuffer
 from tritonclip.monitor.step_counts import StepCounts
-from tritonclip.optim.log import SkipWatch
+from tritonclip.optim.watches import SkipWatch
 
 
 @pytest.mark.parametrize("current", [0, 1])

@@ -21,6 +21,7 @@ from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,
     ClipByOwnHistory,
+    ClipByOwnQuantile,
     ClipByQuantile,
     ClipByRMS,
     ClipBySpectralNorm,
@@ -103,6 +104,7 @@ RULES: list[tuple[Any, dict[str, Any], str]] = [
     (ClipByQuantile, {"clip_percentile": 10}, "ClipByQuantile(0.1)"),
     (ClipByZScore, {"z_thresh": 3.0}, "ClipByZScore(threshold=3.0)"),
     (ClipByOwnHistory, {"lambda_rel": 1.1}, "ClipByOwnHistory(ratio=1.1)"),
+    (ClipByOwnQuantile, {"percentile_clipping": 5}, "ClipByOwnQuantile(0.05)"),
     (ClipByRMS, {"threshold": 2.0}, "ClipByRMS(2.0)"),
     (Outlier, {"sigma_factor": 5}, "Outlier(sigmas=5)"),
     (ClipBackward, {"max_norm": 1.0}, "ClipBackward(ClipByNorm(1.0))"),
@@ -152,6 +154,7 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: on_one(clip_, (-0.5, 0.5)), "write ClipByValue(-0.5, 0.5) for two bounds"),
     (lambda: on_one(clip_, optimizer()), "it clips in its step: ClippedOptimizer(optimizer, 1.0)"),
     (lambda: on_one(clip_, 1.0, nonfinite="skip"), "only a ClippedOptimizer can skip a step"),
+    (lambda: on_one(clip_, 1.0, nonfinite="async_error"), "can raise at a later step"),
     (
         lambda: on_one(clip_, 1.0, nonfinite=True),
         "as torch's error_if_nonfinite=True, 'error' raises",

@@ -7,6 +7,7 @@ which they import when they run.
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import sys
 import warnings
@@ -220,6 +221,8 @@ def suggest(file: Path, warmup: int | None, run: int | None) -> None:
     of_run = f" of run {suggestion.run}" if history.joins else ""
     counted = f"{suggestion.steps} steps{of_run} after a warm-up of {suggestion.warmup}"
     console.print(f"{counted}; left out: {_left_out(suggestion)}.")
+    if not math.isnan(suggestion.spike_score):
+        console.print(f"SpikeScore: {suggestion.spike_score:.2%}")
     console.print(suggestion.reason)
     limit = "none" if suggestion.max_norm is None else f"{suggestion.max_norm:g}"
     only = ", if the limit has to be fixed" if suggestion.verdict == "drift" else ""

@@ -22,6 +22,7 @@ from tritonclip.rules import (
     ClipByGlobalNorm,
     ClipByNorm,
     ClipByOwnHistory,
+    ClipByOwnQuantile,
     ClipByQuantile,
     ClipByRMS,
     ClipBySpectralNorm,
@@ -47,6 +48,7 @@ NormRule = (
     ClipByGlobalNorm
     | ClipByNorm
     | ClipByOwnHistory
+    | ClipByOwnQuantile
     | ClipByQuantile
     | ClipByRMS
     | ClipBySpectralNorm

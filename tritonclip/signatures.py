@@ -128,6 +128,13 @@ _REMEDIES: dict[str, dict[Sequence[str], str]] = {
         ("history", "history_size", "window_size"): "ClipByQuantile(0.9, window={value})",
         ("max_grad_norm", "clip_norm"): "ClipByQuantile(0.9, max_norm={value})",
     },
+    "ClipByOwnQuantile": {
+        (): "ClipByOwnQuantile(0.9)",
+        ("percentile", "percentile_clipping"): "ClipByOwnQuantile(0.05) for the 5th percentile",
+        ("q",): "ClipByOwnQuantile({value})",
+        ("history", "history_size", "window_size"): "ClipByOwnQuantile(0.9, window={value})",
+        ("max_grad_norm", "clip_norm"): "ClipByOwnQuantile(0.9, max_norm={value})",
+    },
     "ClipByZScore": {
         (): "ClipByZScore(2.5)",
         ("z_thresh", "z_threshold"): "ClipByZScore(threshold={value})",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from processes import in_processes
+from serving import decided_on_device
 from spread import (
     assert_same_everywhere,
     gathered,
@@ -30,12 +31,14 @@ import tritonclip
 from tritonclip import (
     ClipByNorm,
     ClipByOwnHistory,
+    ClipByOwnQuantile,
     ClipByQuantile,
     ClipByRMS,
     ClipByZScore,
     ClippedOptimizer,
     Outlier,
 )
+from tritonclip.optim.watches import LAG
 
 
 def _weights(model: nn.Module) -> list[torch.Tensor]:
@@ -102,6 +105,53 @@ def test_step_raises_everywhere() -> None:
         wrapper.step()
     for ours, was in zip(_weights(model), before, strict=True):
         assert torch.equal(ours, was)
+
+
+@pytest.mark.parametrize("rule", [0.05, ClipByNorm(0.05)], ids=["global", "by-norm"])
+@in_processes(2)
+def test_async_error_comes_at_the_same_step_everywhere(rule: Any) -> None:
+    """With the same names, of the gradients of every process."""
+    model = sharded_network()
+    inner = torch.optim.AdamW(model.named_parameters(), lr=0.1, fused=True)
+    wrapper = ClippedOptimizer(inner, rule, nonfinite="async_error")
+    errors, before = {}, []
+    with decided_on_device():
+        for step in range(2 * LAG):
+            wrapper.zero_grad()
+            loss_of(model, step).backward()
+            if step == 1:
+                before = _weights(model)
+                _spoil(model, math.nan)
+            try:
+                wrapper.step()
+            except RuntimeError as error:
+                errors[step] = str(error)
+                break
+    where = "0, 1" if isinstance(rule, ClipByNorm) else "1"
+    assert list(errors) == [1 + LAG]
+    assert (
+        f"Step 1, counted from 0, has non-finite gradients: 0.weight (on rank {where})"
+        in (errors[1 + LAG])
+    )
+    # Each process names the nearest of its own.
+    assert ("0.bias after them" in errors[1 + LAG]) == (str(dist.get_rank()) in where)
+    for ours, was in zip(_weights(model), before, strict=True):
+        assert torch.equal(ours, was)
+
+
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["sharded", "replicated"])
+@in_processes(2)
+def test_loss_of_one_process_skips_the_step_everywhere(is_sharded: bool) -> None:
+    """The mean over all is judged; replicas exchange nothing else."""
+    one = parameter((6,), mesh_of(-1) if is_sharded else None, [Shard(0)])
+    wrapper = ClippedOptimizer(torch.optim.SGD([one], lr=0.1), 0.5, skip_above=Outlier(6.0, 8))
+    for step in range(12):
+        wrapper.loss = torch.tensor(-1.0 - 0.1 * (step % 3) + 0.01 * dist.get_rank())
+        if step == 9 and dist.get_rank() == 1:
+            wrapper.loss = torch.tensor(20.0)
+        wrapper.step()
+    assert int(wrapper.stats.skipped_steps) == 1
+    assert_same_everywhere(wrapper.state_dict()["tritonclip"]["memory"]["losses"]["values"])
 
 
 @pytest.mark.parametrize("scaler", SCALERS)
@@ -234,7 +284,13 @@ def _trained_by(rule: Any, steps: int = 12, *, sharded: bool, **options: Any) ->
 
 @pytest.mark.parametrize(
     "rule",
-    [ClipByQuantile(0.5, 6), ClipByZScore(warmup=4), ClipByOwnHistory(warmup=3), ClipByRMS(0.05)],
+    [
+        ClipByQuantile(0.5, 6),
+        ClipByZScore(warmup=4),
+        ClipByOwnHistory(warmup=3),
+        ClipByOwnQuantile(0.5, 6),
+        ClipByRMS(0.05),
+    ],
     ids=lambda rule: type(rule).__name__,
 )
 @in_processes(2)

@@ -305,7 +305,7 @@ def binary(request, no_linker, tmp_path_factory):
 ALONE = [
     Case("advance", target, dtype, p, kind)
     for target in TARGETS
-    for kind in ("zscore", "quantile", "outlier", "own_history")
+    for kind in ("zscore", "quantile", "outlier", "loss", "own_history")
     for dtype, p in ((torch.float32, 2.0), (torch.float64, 3.0), (torch.float32, torch.inf))
 ]
 ALL = _cases()

@@ -88,19 +88,26 @@ def test_steps_are_marked_by_what_happened_to_them(figure):
     assert nonfinite == [1008, 1010, 1014]
     assert all(0.9 < height <= 1 for height in heights)
     assert line(figure, "zero")[0] == [1012]
+    history = run()
+    spikes, norms = line(figure, "over 6 sigma, SpikeScore 1.5%")
+    assert spikes == history.steps[history.is_over_six_sigma].tolist()
+    assert norms == history.norms[history.is_over_six_sigma].tolist()
 
 
 def test_marks_differ_in_colour_and_shape(figure):
     marks = [one for one in figure.axes[0].lines if one.get_marker() != "None"]
-    assert len(marks) == 4
-    assert len({one.get_marker() for one in marks}) == 4
-    assert len({to_hex(one.get_color()) for one in marks[:3]}) == 3
+    assert len(marks) == 5
+    assert len({one.get_marker() for one in marks}) == 5
+    assert len({to_hex(one.get_color()) for one in marks[:4]}) == 4
 
 
 def test_the_legend_names_what_is_there_and_nothing_else(figure):
     (legend,) = figure.legends
     names = [text.get_text() for text in legend.get_texts()]
-    assert names == ["norm", "median", "limit", "clipped", "skipped", "NaN or inf", "zero"]
+    assert names == [
+        *("norm", "median", "limit", "over 6 sigma, SpikeScore 1.5%"),
+        *("clipped", "skipped", "NaN or inf", "zero"),
+    ]
     calm = torch.ones(50, dtype=torch.float64)
     unknown = torch.full_like(calm, math.nan)
     bare = plot.draw(History(torch.arange(50), calm, unknown, unknown, unknown))

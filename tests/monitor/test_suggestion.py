@@ -13,6 +13,7 @@ from norm_series import norms_of
 from workers import python
 
 import tritonclip
+from tritonclip.monitor.history import read
 
 # As the docstring says.
 LEAST_SHARE, MOST_SHARE, LEAST_STEPS = 0.01, 0.10, 20
@@ -150,3 +151,48 @@ def test_suggestion_names_the_attributes_that_there_are():
     with pytest.raises(AttributeError, match=r"'limit'; expected one of .*max_norm, .*reason"):
         _ = suggestion.limit  # type: ignore[attr-defined]
     assert copy.deepcopy(suggestion) == suggestion
+
+
+def spike_score_of(norms: Any) -> float:
+    """As OLMo-core counts: a full window, and its population deviation."""
+    history: list[float] = []
+    spikes = 0
+    for norm in norms:
+        last = history[-128:]
+        if len(last) == 128:
+            spikes += norm > np.mean(last) + 6.0 * np.std(last)
+        history.append(norm)
+    return spikes / len(history)
+
+
+@pytest.mark.parametrize("spikes", [0.0, 0.01, 0.05])
+def test_spike_score_is_that_of_olmo(spikes):
+    norms = norms_of(2000, spikes=spikes)
+    expected = spike_score_of(norms)
+    assert tritonclip.suggest_max_norm(norms).spike_score == pytest.approx(expected)
+    # Norms that are no norms leave no trace.
+    holed = np.insert(norms, [5, 700, 1500], [np.nan, np.inf, 0.0])
+    assert tritonclip.suggest_max_norm(holed).spike_score == pytest.approx(expected)
+    assert (expected > 0) == (spikes > 0)
+
+
+@pytest.mark.parametrize(("steps", "score"), [(128, None), (129, 1 / 129)])
+def test_spike_score_needs_a_full_window(steps, score):
+    norms = np.linspace(1.0, 1.1, steps)
+    norms[-1] = 50.0
+    found = tritonclip.suggest_max_norm(norms, warmup=0).spike_score
+    assert np.isnan(found) if score is None else found == score
+
+
+def test_spike_score_of_runs_that_follow_each_other(tmp_path):
+    """A window holds norms of one run, and the suggestion has the score of its own."""
+    norms = np.concatenate([np.full(140, 1.0), np.full(200, 50.0), [1000.0]])
+    steps = [*range(140), *range(201)]
+    rows = "".join(f"{step},{norm}\n" for step, norm in zip(steps, norms, strict=True))
+    path = tmp_path / "runs.csv"
+    path.write_text(f"step,norm\n{rows}")
+    history = read(path)
+    assert history.is_over_six_sigma.nonzero().flatten().tolist() == [340]
+    assert history.spike_score == 1 / 341
+    assert tritonclip.suggest_max_norm(path, run=2).spike_score == 1 / 201
+    assert tritonclip.suggest_max_norm(path, run=1).spike_score == 0

@@ -45,7 +45,7 @@ def _train(
     return [p.detach() for p in model.parameters()], optimizer.stats.summary()
 
 
-@pytest.mark.parametrize("nonfinite", ["propagate", "zero", "skip", "error"])
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero", "skip", "error", "async_error"])
 @pytest.mark.parametrize(
     "clip",
     [

@@ -130,7 +130,7 @@ def test_no_rule_at_all_is_refused_with_what_to_write():
 @pytest.mark.parametrize("where", ["constructor", "attribute"])
 def test_unknown_policy_is_refused(policy, where):
     weight, wrapper = one_weight()
-    message = "nonfinite must be 'propagate', 'error', 'zero' or 'skip', got "
+    message = "nonfinite must be 'propagate', 'error', 'async_error', 'zero' or 'skip', got "
     if where == "constructor":
         inner = SGD([weight])
         with pytest.raises(ValueError, match=message):

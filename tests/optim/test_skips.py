@@ -18,8 +18,8 @@ from training import INNERS, PLAIN_AND_FUSED, SCALERS, give_grads, sgd, state_of
 import tritonclip
 from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer, Outlier
 from tritonclip.backends import choose
-from tritonclip.optim import log
-from tritonclip.optim.log import LAG, SkipWatch
+from tritonclip.optim import watches
+from tritonclip.optim.watches import LAG, SkipWatch
 
 CLIPS: list[Any] = [
     pytest.param(1.0, id="global"),
@@ -340,8 +340,8 @@ def test_skips_in_a_row_of_a_gpu_are_read_when_they_have_arrived(cuda_backend):
 
 def test_skips_in_a_row_of_a_gpu_are_read_so_many_steps_later(monkeypatch):
     """At a step that is the same in every process, however fast its numbers arrive."""
-    monkeypatch.setattr(log, "_sent", lambda number: lambda: number.value)
-    monkeypatch.setattr(log, "is_captured", lambda device: False)
+    monkeypatch.setattr(watches, "_sent", lambda number: lambda: number.value)
+    monkeypatch.setattr(watches, "is_captured", lambda device: False)
     watch = SkipWatch(3)
 
     def look(n: int) -> None:

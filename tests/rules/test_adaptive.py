@@ -21,6 +21,7 @@ from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,
     ClipByOwnHistory,
+    ClipByOwnQuantile,
     ClipByQuantile,
     ClipByRMS,
     ClipByValue,
@@ -85,6 +86,29 @@ def test_clip_by_own_history_follows_the_reference_over_400_steps(device, bad):
     assert seen > STEPS // 4
 
 
+@pytest.mark.usefixtures("has_extension")
+@pytest.mark.parametrize(("q", "window", "max_norm"), [(0.9, 50, math.inf), (0.05, 8, 0.7)])
+def test_clip_by_own_quantile_follows_the_reference_over_400_steps(device, q, window, max_norm):
+    """Each gradient by itself, with steps at which the second has none."""
+    rule, state = ClipByOwnQuantile(q, window, max_norm), ClipState()
+    references = [histories.quantile(q, window, max_norm) for _ in range(3)]
+    series = [histories.norms(seed=seed) for seed in (1, 2, 3)]
+    seen = 0
+    for step, norms in enumerate(list(zip(*series, strict=True))[:STEPS]):
+        weights = parameters([of_norm(norm).to(device) for norm in norms])
+        if step % 7 == 3:
+            weights[1].grad = None
+        tritonclip.clip_(weights, rule, state=state)
+        for weight, norm, reference in zip(weights, norms, references, strict=True):
+            if weight.grad is None:
+                continue
+            limit, after = reference(norm), float(weight.grad.norm())
+            if math.isfinite(norm) and math.isfinite(limit):
+                assert after == pytest.approx(min(norm, limit), rel=RELATIVE)
+                seen += after < 0.99 * norm
+    assert seen > STEPS // 8
+
+
 def of_tensors(rule: Any, state: array[float], norms: list[float]) -> tuple[Any, array[float]]:
     """Limits and state by `advance`, as on a device."""
     shape = (len(norms), -1) if getattr(rule, "per_gradient", False) else (-1,)
@@ -139,6 +163,9 @@ TWO_WAYS: list[Any] = [
     pytest.param(Outlier(3.0, 32), 16, id="outlier"),
     pytest.param(ClipByOwnHistory(warmup=30), 4, id="own-history"),
     pytest.param(ClipByOwnHistory(1.2, 0.9, 5, math.inf), 4, id="own-history-unbounded"),
+    pytest.param(ClipByOwnQuantile(0.9, 50), 1, id="own-quantile"),
+    pytest.param(ClipByOwnQuantile(0.5, 7, 0.8), 1, id="own-median"),
+    pytest.param(ClipByOwnQuantile(0.05, 1), 0, id="own-window-1"),
 ]
 
 
@@ -388,6 +415,13 @@ WRONG: list[Any] = [
     (ClipByOwnHistory, {"ratio": math.inf}, ValueError, "ratio must be positive and finite"),
     (ClipByOwnHistory, {"warmup": True}, TypeError, "warmup must be an integer"),
     (ClipByOwnHistory, {"max_norm": "1"}, TypeError, "max_norm"),
+    (
+        ClipByOwnQuantile,
+        {"quantile": 5},
+        ValueError,
+        "quantile must lie between 0 and 1.* write 0.05 for 5%",
+    ),
+    (ClipByOwnQuantile, {"window": 0}, ValueError, "window must be 1 or more"),
     (ClipByRMS, {"max_rms": math.nan}, ValueError, "max_rms"),
     (Outlier, {"sigmas": -1.0}, ValueError, "sigmas must be positive"),
     (Outlier, {"window": 0}, ValueError, "window must be 4 or more"),

@@ -6,6 +6,7 @@ import copy
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import assert_bits, copies, grad_of, parameters
@@ -139,6 +140,23 @@ def test_olmo_goes_on_after_a_norm_that_is_nan():
     give_grads(params)
     optimizer.step()
     assert (int(optimizer.stats.steps), int(optimizer.stats.skipped_steps)) == (9, 1)
+
+
+def test_bitsandbytes_clips_each_tensor_by_its_own_percentile():
+    """bitsandbytes 0.49: test_percentile_clipping, of a full window, without its interpolation."""
+    random = np.random.default_rng(0)
+    rule, state = tritonclip.ClipByOwnQuantile(0.05), ClipState()
+    history: list[np.ndarray] = []
+    for _ in range(120):
+        norms = np.exp(random.normal(size=2)) * (1.0, 100.0)
+        history.append(norms)
+        weights = parameters([torch.tensor([norm]) for norm in norms])
+        tritonclip.clip_(weights, rule, state=state)
+        window = np.sort(history[-100:], axis=0)
+        if len(window) == 100:
+            after = np.array([float(grad_of(weight)) for weight in weights])
+            assert (np.minimum(window[4], norms) <= after * (1 + 1e-6)).all()
+            assert (after <= np.minimum(window[5], norms) * (1 + 1e-6)).all()
 
 
 def blocks() -> list[Tensor]:

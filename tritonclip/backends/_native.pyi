@@ -234,6 +234,15 @@ def advance_averages(
     which advance. `share` is max_norm over the norm of all, for gradients in their warm-up.
     """
 
+def advance_quantiles(
+    rows: int, norms: list[float], q: float, window: int, max_norm: float, /
+) -> list[float]:
+    """The limits of `ClipByOwnQuantile`, for the norm of each gradient.
+
+    `rows` is the address of float64[n, window + 1], a window and the number of norms of each
+    gradient, which advance.
+    """
+
 def mean_and_deviation(numbers: int, n: int, /) -> tuple[float, float]:
     """Mean and sample deviation of n numbers of float64 at an address; n is 2 or more."""
 

@@ -160,6 +160,9 @@ class Layout(Protocol):
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> Batch:
         """The gradients of a call; addresses are theirs where they are known."""
 
+    def finite_each(self, norms: PartialNorms) -> list[bool]:
+        """Which gradients are finite, from partial norms `per_gradient`; waits for the device."""
+
 
 def count_units(tensor: Tensor) -> int:
     """The units of a parameter; one of length 0 where it has no elements."""

@@ -141,6 +141,10 @@ class NativeLayout:
         """The gradients of a call."""
         return NativeBatch(tensors, self, addresses or list(map(Tensor.data_ptr, tensors)))
 
+    def finite_each(self, norms: PartialNorms) -> list[bool]:
+        """Which gradients are finite: there is one partial norm for each."""
+        return list(map(math.isfinite, _as_numbers(norms)))
+
 
 class NativeBatch:
     """Verbs by addresses; see :class:`tritonclip.backends.interface.Batch`.

@@ -55,6 +55,11 @@ class TorchLayout:
         """The gradients of a call."""
         return TorchBatch(tensors, self.dtype, on_host=self._on_host)
 
+    def finite_each(self, norms: PartialNorms) -> list[bool]:
+        """Which gradients are finite: there is one partial norm for each."""
+        finite: list[bool] = torch.isfinite(norms).tolist()
+        return finite
+
 
 class TorchBatch:
     """Verbs in PyTorch; see :class:`tritonclip.backends.interface.Batch`.

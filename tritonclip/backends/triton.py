@@ -14,7 +14,7 @@ from torch import Tensor
 from tritonclip.backends.interface import Batch, Clip
 from tritonclip.kernels import adaptive, add, clamp, launch, norm, scale
 from tritonclip.kernels.access import CHUNK, OCCUPANCY_2X128, OCCUPANCY_3X80, TAIL, block_of
-from tritonclip.kernels.tables import ChunkTable, ChunkTables
+from tritonclip.kernels.tables import ChunkTable, ChunkTables, count_chunks
 
 _FLOATS, _INTEGERS = Struct("<3d"), Struct("<3q")
 _NO_POINTERS = None, None, None
@@ -30,16 +30,21 @@ class TritonLayout:
     by_address = True
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        sizes = list(map(Tensor.numel, tensors))
+        self._sizes = list(map(Tensor.numel, tensors))
         self.dtype = torch.float32
         self.n_bytes = 0
-        self._tables = ChunkTables(tensors[0].device, tensors[0].dtype, sizes)
+        self._tables = ChunkTables(tensors[0].device, tensors[0].dtype, self._sizes)
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> "TritonBatch":
         """The gradients of a call, with a table of their addresses on the device."""
         if addresses is None:
             addresses = list(map(Tensor.data_ptr, tensors))
         return TritonBatch(tensors, self._tables.table(addresses), self.dtype)
+
+    def finite_each(self, norms: Tensor) -> list[bool]:
+        """Which gradients are finite: there is one partial norm for each chunk."""
+        by_gradient = torch.isfinite(norms).cpu().split(list(map(count_chunks, self._sizes)))
+        return [bool(chunks.all()) for chunks in by_gradient]
 
 
 class TritonBatch:

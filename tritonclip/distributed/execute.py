@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.adaptive import Parts
-from tritonclip.backends.operators import unscaled
+from tritonclip.backends.interface import Layout, PartialNorms
+from tritonclip.backends.operators import as_tensor, unscaled
 from tritonclip.distributed.gradients import ERRORS, ShardedGradients
 from tritonclip.distributed.partial_sums import PartialSum, measure_sums, norms_of
 from tritonclip.distributed.process_groups import everyones
@@ -283,17 +284,24 @@ def measure_by(
 
 
 def exchange(
-    gradients: Gradients, rule: Rule, grad_scale: float | Tensor
+    gradients: Gradients, rule: Rule, grad_scale: float | Tensor, *, by_gradient: bool = False
 ) -> Exchange[ReducedNorms]:
     """As `measure_by`, with other exchanges; the caller raises the error of a rejected list."""
     assert isinstance(gradients, ShardedGradients)
     if rule.per_unit:
         return _exchange_of_units(gradients, rule, grad_scale)
-    return _exchange(gradients, rule.norm_type, rule.per_gradient, grad_scale)
+    return _exchange(
+        gradients, rule.norm_type, rule.per_gradient, grad_scale, by_gradient=by_gradient
+    )
 
 
 def _exchange(
-    gradients: ShardedGradients, norm_type: float, per_gradient: bool, grad_scale: float | Tensor
+    gradients: ShardedGradients,
+    norm_type: float,
+    per_gradient: bool,
+    grad_scale: float | Tensor,
+    *,
+    by_gradient: bool,
 ) -> Exchange[ReducedNorms]:
     """Measures shards, and reduces their norms: by one all-reduce in the usual case."""
     if per_gradient:
@@ -308,18 +316,27 @@ def _exchange(
         _raise_everywhere(gradients)
         agreement = Agreement(gradients, norm_type)
     batches, own, sums = [], [], []
+    kept: list[tuple[Layout, PartialNorms]] = []
     for group, shards in zip(plan.groups, reduction.shard_groups, strict=True):
         tensors, addresses = gradients.of_group(group.indices)
         batch = group.layout.bind(tensors, addresses)
         batches.append(batch)
+        moduli = group.pairs and norm_type != 2.0
+        if by_gradient and (moduli or shards.shard.sums_over):
+            # Their own norms are not measured below: one more reading.
+            kept.append((group.layout, batch.norm(math.inf, per_gradient=True)))
         if shards.shard.sums_over:
             sums += [
                 PartialSum(at, tensor, group.pairs, shards.shard)
                 for at, tensor in zip(shards.slots.positions, tensors, strict=True)
             ]
-            continue
-        measured = norms_of(tensors, batch, norm_type, pairs=group.pairs, each=per_gradient)
-        own.append((measured, shards))
+        elif by_gradient and not (moduli or per_gradient):
+            partials_each = batch.norm(norm_type, per_gradient=True)
+            kept.append((group.layout, partials_each))
+            own.append((as_tensor(partials_each), shards))
+        else:
+            measured = norms_of(tensors, batch, norm_type, pairs=group.pairs, each=per_gradient)
+            own.append((measured, shards))
     measure_own_sums = None
     if reduction.sharding.copied or sums:
         absent = gradients.absent
@@ -338,7 +355,16 @@ def _exchange(
         if per_gradient:
             whole = batch.partials_each(reduced[shards.slots.on(plan.device)], norm_type)
         partials.append(whole.to(group.device))
-    return ReducedNorms(batches, partials, norm_type, per_gradient, grad_scale, gradients, reduced)
+    return ReducedNorms(
+        batches,
+        partials,
+        norm_type,
+        per_gradient,
+        grad_scale,
+        gradients,
+        reduced,
+        by_gradient=kept if by_gradient and not per_gradient else None,
+    )
 
 
 def _exchange_of_units(

@@ -249,6 +249,13 @@ class ShardedGradients(Gradients):
             raise error
         self.error = error
 
+    def without_tensors(self) -> ShardedGradients:
+        """As of :class:`Gradients`; its processes still find each other."""
+        twin = super().without_tensors()
+        assert isinstance(twin, ShardedGradients)
+        twin.wrappers = ()
+        return twin
+
     def shard(self, index: int) -> LocalShard:
         """The shard of the gradient at an index."""
         own = index if self.distinct is None else self.distinct[index]

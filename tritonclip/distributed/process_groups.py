@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tritonclip.backends.operators import wide_dtype
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -243,6 +245,28 @@ def all_reduce(
         dist.all_reduce(sent, op=op, group=group)
         buffer = sent.to(buffer.device)
     return buffer
+
+
+def mean_of_all(number: float | Tensor, device: torch.device | None) -> float | Tensor:
+    """The mean of a number over all processes, the same bits in each; all of them call this.
+
+    Args:
+        number: of this process; a tensor is 0-d.
+        device: of the result, in the widest dtype there; None for a number, which waits.
+    """
+    from torch import distributed as dist
+
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        where = number.device if isinstance(number, Tensor) else device or torch.device("cpu")
+        sent = torch.as_tensor(number, dtype=wide_dtype(where), device=where).clone()
+        world: Any = dist.group.WORLD
+        carrier = _carrier(world, where)
+        sent = sent if carrier is None else sent.to(carrier)
+        dist.all_reduce(sent, group=world)
+        number = sent / dist.get_world_size()
+    if device is None:
+        return float(number)
+    return torch.as_tensor(number, dtype=wide_dtype(device), device=device)
 
 
 def everyones(own: Any, domain: Domain) -> dict[int, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tritonclip.backends import adaptive, choose
 from tritonclip.backends.choose import layout_of, torch_layout
-from tritonclip.backends.interface import Batch, PartialNorms
+from tritonclip.backends.interface import Batch, Layout, PartialNorms
 from tritonclip.backends.native import combine_numbers, results_of
 from tritonclip.backends.operators import as_tensor, unscaled, wide_dtype
 from tritonclip.engine.gradients import Gradients
@@ -36,6 +36,8 @@ class Norms:
         per_gradient: partials give the norm of each gradient.
         grad_scale: the loss scale that gradients and partials still carry.
         gradients: the list that was measured.
+        by_gradient: for each group the layout that measured it, and its own partial norms, none of
+            them of two gradients; None where that was not asked for.
         is_checked: under `verify()`, they were compared with a reference.
     """
 
@@ -45,6 +47,7 @@ class Norms:
     per_gradient: bool
     grad_scale: float | Tensor
     gradients: Gradients
+    by_gradient: Sequence[tuple[Layout, PartialNorms]] | None = field(default=None, kw_only=True)
     is_checked: ClassVar[bool] = False
 
     def norm(self) -> Tensor:
@@ -162,29 +165,55 @@ def _unscaled_numbers(norms: list[float], norm_type: float, scale: float | Tenso
     return [norm / float(scale) for norm in norms] if norm_type else norms
 
 
-def measure_by(gradients: Gradients, rule: Rule, grad_scale: float | Tensor = 1.0) -> Norms:
+def measure_by(
+    gradients: Gradients,
+    rule: Rule,
+    grad_scale: float | Tensor = 1.0,
+    *,
+    by_gradient: bool = False,
+) -> Norms:
     """Measures the norms that a rule asks for."""
     if rule.per_unit:
         return measure_units(gradients, rule, grad_scale)
     if rule.spectral:
         return measure_spectra(gradients, rule, grad_scale)
-    return measure(gradients, rule.norm_type, rule.per_gradient, grad_scale)
+    return measure(
+        gradients, rule.norm_type, rule.per_gradient, grad_scale, by_gradient=by_gradient
+    )
 
 
 def measure(
-    gradients: Gradients, norm_type: float, per_gradient: bool, grad_scale: float | Tensor = 1.0
+    gradients: Gradients,
+    norm_type: float,
+    per_gradient: bool,
+    grad_scale: float | Tensor = 1.0,
+    *,
+    by_gradient: bool = False,
 ) -> Norms:
-    """Measures the groups of a list that is not empty: one launch each on a GPU."""
+    """Measures the groups of a list that is not empty: one launch each on a GPU.
+
+    Args:
+        gradients: the list.
+        norm_type: p of the p-norm.
+        per_gradient: each gradient has its norm.
+        grad_scale: the loss scale that gradients still carry.
+        by_gradient: keeps partial norms that tell which gradients are finite. Not for norms of
+            order -inf, which no gradient without elements may count for.
+    """
     plan = gradients.plan
     assert plan is not None
     if per_gradient:
         # The host decides by numbers that no operator reads: a trace would not notice.
         refuse_tracer()
     if len(plan.groups) == 1 and not ((plan.pairs or plan.empty) and norm_type != 2.0):
-        batch = plan.groups[0].layout.bind(gradients.readable, gradients.addresses)
-        partials = batch.norm(norm_type, per_gradient=per_gradient)
-        return Norms([batch], [partials], norm_type, per_gradient, grad_scale, gradients)
-    return _measure_groups(gradients, norm_type, per_gradient, grad_scale)
+        layout = plan.groups[0].layout
+        batch = layout.bind(gradients.readable, gradients.addresses)
+        partials = batch.norm(norm_type, per_gradient=per_gradient or by_gradient)
+        norms = Norms([batch], [partials], norm_type, per_gradient, grad_scale, gradients)
+        if by_gradient:
+            norms.by_gradient = [(layout, partials)]
+        return norms
+    return _measure_groups(gradients, norm_type, per_gradient, grad_scale, by_gradient=by_gradient)
 
 
 def measure_two_norms(
@@ -208,8 +237,9 @@ def measure_two_norms(
         each.append(own_each)
     if len(partials) > 1:
         partials = _join(partials, [group.device for group in plan.groups])
+    kept = [(group.layout, own) for group, own in zip(plan.groups, each, strict=True)]
     return (
-        Norms(batches, partials, 2.0, False, grad_scale, gradients),
+        Norms(batches, partials, 2.0, False, grad_scale, gradients, by_gradient=kept),
         Norms(batches, each, 2.0, True, grad_scale, gradients),
     )
 
@@ -233,17 +263,23 @@ def measure_spectra(gradients: Gradients, rule: Rule, grad_scale: float | Tensor
 
 
 def _measure_groups(
-    gradients: Gradients, norm_type: float, per_gradient: bool, grad_scale: float | Tensor
+    gradients: Gradients,
+    norm_type: float,
+    per_gradient: bool,
+    grad_scale: float | Tensor,
+    *,
+    by_gradient: bool,
 ) -> Norms:
     """Measures several groups, complex gradients, or no elements at all."""
     plan = gradients.plan
     assert plan is not None
     batches: list[Batch] = []
     partials: list[PartialNorms] = []
+    kept: list[tuple[Layout, PartialNorms]] = []
     for group in plan.groups:
         tensors, addresses = gradients.of_group(group.indices)
-        batch = group.layout.bind(tensors, addresses)
-        moduli = batch
+        measuring: Layout = group.layout
+        moduli = batch = measuring.bind(tensors, addresses)
         if group.pairs and norm_type != 2.0:
             # Kernels find the norm of a gradient by the chunks that they write to, and moduli have
             # others.
@@ -254,14 +290,18 @@ def _measure_groups(
             measuring = torch_layout(group.device) if per_gradient else layout_of(own)
             moduli = measuring.bind(own, None)
         batches.append(batch)
-        measured = moduli.norm(norm_type, per_gradient=per_gradient)
+        measured = moduli.norm(norm_type, per_gradient=per_gradient or by_gradient)
         if plan.empty:
             # The least of no elements would be inf.
             measured = [0.0] * len(measured) if isinstance(measured, list) else measured.zero_()
         partials.append(measured)
+        kept.append((measuring, measured))
     if not per_gradient:
         partials = _join(partials, [group.device for group in plan.groups])
-    return Norms(batches, partials, norm_type, per_gradient, grad_scale, gradients)
+    norms = Norms(batches, partials, norm_type, per_gradient, grad_scale, gradients)
+    if by_gradient:
+        norms.by_gradient = kept
+    return norms
 
 
 def _join(partials: list[PartialNorms], devices: list[torch.device]) -> list[PartialNorms]:

@@ -115,6 +115,8 @@ COLUMNS = ("step", "norm", "coefficient", "limit", "skipped")
 # Begins the columns of named norms, so that no name collides with those above.
 _PREFIX = "norm/"
 # The numbers of a step, by column.
+# A spike, as SpikeScore counts it: norms before it, and the distance from their mean in deviations.
+_SPIKE_WINDOW, _SPIKE_SIGMAS = 128, 6.0
 _Row = dict[str, float]
 _WRITTEN_BY = "record(...) writes history files, and other files need a column 'norm'"
 
@@ -203,6 +205,41 @@ class History:
     def is_skipped(self) -> Tensor:
         """Steps that were skipped; 1-d bool."""
         return self.skipped == 1
+
+    @property
+    def is_over_six_sigma(self) -> Tensor:
+        """Steps that SpikeScore counts; 1-d bool.
+
+        The norm is above the mean plus 6 standard deviations of the 128 norms before it in its run.
+        Norms that are NaN, inf or 0 are left out.
+        """
+        counted = torch.zeros_like(self.norms, dtype=torch.bool)
+        for start, end in pairwise((0, *self.joins, len(self))):
+            (at,) = torch.where(self.norms[start:end].isfinite() & (self.norms[start:end] > 0))
+            if len(at) <= _SPIKE_WINDOW:
+                continue
+            norms = self.norms[start:end][at]
+            before = norms.unfold(0, _SPIKE_WINDOW, 1)[:-1]
+            mean = before.mean(1)
+            # Norms are right to 1e-6.
+            deviation = torch.maximum(before.std(1, correction=0), 1e-6 * mean)
+            over = norms[_SPIKE_WINDOW:] > mean + _SPIKE_SIGMAS * deviation
+            counted[start + at[_SPIKE_WINDOW:][over]] = True
+        return counted
+
+    @property
+    def spike_score(self) -> float:
+        """SpikeScore: the share of the steps with a norm above 6 standard deviations.
+
+        Of all steps with a norm that is finite and not 0; NaN without a run of 129 such steps.
+
+        References:
+            OLMo-core, `StabilityMonitorCallback`, whose total also counts spikes of the loss.
+        """
+        usable = [int((run.norms.isfinite() & (run.norms > 0)).sum()) for run in self.runs]
+        if max(usable) <= _SPIKE_WINDOW:
+            return math.nan
+        return int(self.is_over_six_sigma.sum()) / sum(usable)
 
     def largest(self, n: int = 10) -> list[NamedNorm]:
         """The names with the largest median norms, the largest first; none whose norms are all 0.

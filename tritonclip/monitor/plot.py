@@ -27,7 +27,7 @@ from tritonclip.monitor.suggestion import Candidate, Suggestion
 
 ENDINGS = (".png", ".svg")
 NORM, MEDIAN = "#9ab4c8", "#1f3b57"
-CLIPPED, SKIPPED, NONFINITE = "#e69f00", "#0072b2", "#000000"
+CLIPPED, SKIPPED, NONFINITE, SPIKE = "#e69f00", "#0072b2", "#000000", "#cc79a7"
 # Points above which a line is drawn as pixels: a vector graphic would be slow.
 _MANY = 5_000
 # Sections of a run whose medians draw its trend.
@@ -195,7 +195,9 @@ def _draw_marks(axes: Axes, history: History) -> None:
     """Clipped and skipped steps at their norms; NaN, inf and 0 at the edges."""
     positive = history.norms.isfinite() & (history.norms > 0)
     edges = axes.get_xaxis_transform()
+    score = f"over 6 sigma, SpikeScore {_percent(history.spike_score)}"
     for chosen, label, color, marker, size in (
+        (history.is_over_six_sigma, score, SPIKE, "D", 6.0),
         (history.is_clipped & positive, "clipped", CLIPPED, "o", 3.2),
         (history.is_skipped & positive, "skipped", SKIPPED, "v", 5.0),
     ):

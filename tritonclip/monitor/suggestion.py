@@ -96,6 +96,9 @@ class Suggestion(NamesAttributes):
         nonfinite: number of norms left out because they are NaN or inf.
         zeros: number of norms left out because they are 0.
         run: number of the run that the suggestion is for; 1 if the history has one run.
+        spike_score: SpikeScore of that run: the share of its steps, warm-up included, whose norm is
+            above the mean plus 6 standard deviations of the 128 norms before; NaN for a run that is
+            not longer.
     """
 
     max_norm: float | None
@@ -109,6 +112,7 @@ class Suggestion(NamesAttributes):
     nonfinite: int
     zeros: int
     run: int
+    spike_score: float
 
 
 def suggest_max_norm(
@@ -160,7 +164,7 @@ def suggest_max_norm(
     References:
         Tukey, Exploratory Data Analysis, 1977 (the fence). Seetharaman et al., AutoClip: Adaptive
         Gradient Clipping for Source Separation Networks, https://arxiv.org/abs/2007.14469, 2020
-        (limits at a quantile of the norms).
+        (limits at a quantile of the norms). OLMo-core, `StabilityMonitorCallback` (SpikeScore).
     """
     recorded = _as_history(history)
     runs = dict(enumerate(recorded.runs, 1))
@@ -270,6 +274,7 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
         nonfinite=n_nonfinite,
         zeros=int((run.norms == 0).sum()),
         run=number,
+        spike_score=run.spike_score,
     )
 
 

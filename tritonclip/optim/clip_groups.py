@@ -104,15 +104,20 @@ class ClipGroup:
         """Whether a rule holds for them that measures norms."""
         return not (self.unclipped or self.rule.clamps)
 
-    def measure_(self, rule: Rule, field: str, grad_scale: float | Tensor) -> None:
+    def measure_(
+        self, rule: Rule, field: str, grad_scale: float | Tensor, *, by_gradient: bool = False
+    ) -> None:
         """Measures the norms that a rule asks for, and keeps them as one of the attributes.
 
-        From the same reading come 2-norms of each gradient, if a recorder takes them.
+        From the same reading come 2-norms of each gradient, if a recorder takes them. With
+        `by_gradient` the norms tell which gradients are finite.
         """
         if not self.by_name or rule.norm_type != 2.0:
-            norms = measure_by(self.gradients, rule, grad_scale)
+            norms = measure_by(self.gradients, rule, grad_scale, by_gradient=by_gradient)
         elif rule.per_gradient:
-            norms = self.each = measure_by(self.gradients, rule, grad_scale)
+            norms = self.each = measure_by(
+                self.gradients, rule, grad_scale, by_gradient=by_gradient
+            )
         else:
             norms, self.each = measure_two_norms(self.gradients, grad_scale)
         setattr(self, field, norms)
@@ -120,6 +125,31 @@ class ClipGroup:
     def norm(self) -> float | Tensor:
         """The norm of all before clipping; 0-d where the host does not decide."""
         return 0.0 if self.norms is None else _norm_of_all(self.norms)
+
+    def finite_reader(self) -> Callable[[], list[bool]] | None:
+        """Reads which gradients are finite, from norms alone: it keeps no gradient alive.
+
+        None where nothing was measured. Norms of each gradient count all processes' shards.
+        """
+        norms = self.norms if self.largest is None else self.largest
+        if norms is None:
+            return None
+        n, plan = len(self.gradients.tensors), norms.gradients.plan
+        assert plan is not None
+        if norms.by_gradient is None:
+            each = norms.total()
+            return lambda: torch.isfinite(each).reshape(-1).tolist()
+        kept, indices = norms.by_gradient, [group.indices for group in plan.groups]
+
+        def read() -> list[bool]:
+            finite = [True] * n
+            for (layout, partials), own in zip(kept, indices, strict=True):
+                flags = layout.finite_each(partials)
+                for index, flag in zip(range(n) if own is None else own, flags, strict=True):
+                    finite[index] = flag
+            return finite
+
+        return read
 
     def clip_(self, grad_scale: float | Tensor, *, zero_nonfinite: bool) -> Clipped | None:
         """Clips by the rule, once; returns the outcome, None of a rule that clamps."""
@@ -293,7 +323,7 @@ class Partition:
         if error is not None and processes is None:
             raise error
         gradients = flat.gradients(
-            per_gradient=rule.per_gradient or (each and processes is None),
+            per_gradient=rule.per_gradient or each,
             processes=processes,
             weights=rule.per_unit or rule.excludes > 0,
         )
@@ -416,8 +446,15 @@ def hides_nonfinite(rule: Rule) -> bool:
     return rule.norm_type in (0.0, -math.inf)
 
 
-def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor) -> None:
+def measure_requests(
+    requests: Sequence[NormRequest], grad_scale: float | Tensor, *, by_gradient: bool = False
+) -> None:
     """Measures norms; of refused gradients those that other processes wait for.
+
+    Args:
+        requests: the norms.
+        grad_scale: the loss scale that gradients still carry.
+        by_gradient: as for `engine.norms.measure`, of norms that show NaN and inf.
 
     Raises:
         TypeError, ValueError, RuntimeError: gradients that a process refuses; on a CPU only.
@@ -427,10 +464,11 @@ def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor
         # By value, an element counts as it came.
         scale = 1.0 if rule.clamps else grad_scale
         gradients = group.gradients
+        shows = by_gradient and field in ("norms", "largest") and not hides_nonfinite(rule)
         if not group.is_spread:
-            group.measure_(rule, field, scale)
+            group.measure_(rule, field, scale, by_gradient=shows)
         elif error_of(gradients) is None or is_awaited(gradients, rule):
-            exchanges.append(exchange(gradients, rule, scale))
+            exchanges.append(exchange(gradients, rule, scale, by_gradient=shows))
             awaited.append((group, field))
     if exchanges:
         for (group, field), norms in zip(awaited, run_exchanges(exchanges), strict=True):
@@ -582,6 +620,34 @@ def refuse_nonfinite(groups: Sequence[ClipGroup], remedy: str) -> NoReturn:
         "Every gradient is finite, but divided by the loss scale the largest does not fit its "
         f"dtype. {remedy}"
     )
+
+
+def nearest_finite(found: Sequence[tuple[Gradients, Sequence[bool]]], param_groups: Groups) -> str:
+    """Names the finite gradients next to those that are not, which bracket a layer; or "".
+
+    Args:
+        found: gradient lists, and for each gradient whether it is finite.
+        param_groups: of the optimizer, whose order of parameters counts.
+    """
+    places: dict[str, int] = {}
+    for index, group in enumerate(param_groups):
+        for position in range(len(group["params"])):
+            places.setdefault(label_of_member(param_groups, index, position), len(places))
+    flags = {
+        gradients.label(i): is_finite
+        for gradients, finite in found
+        for i, is_finite in enumerate(finite)
+    }
+    # Names of FlatGradients may be others; they are in order.
+    names = sorted(flags, key=lambda name: places.get(name, 0))
+    bad = [at for at, name in enumerate(names) if not flags[name]]
+    if not bad:
+        return ""
+    nearest = [f"{name} before them" for name in names[: bad[0]][-1:]]
+    nearest += [f"{name} after them" for name in names[bad[-1] + 1 :][:1]]
+    if not nearest:
+        return "; no other is finite" if len(bad) < len(names) else ""
+    return f"; the nearest finite ones in the order of the parameters: {', '.join(nearest)}"
 
 
 def refuse_other_steps(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from tritonclip.backends import choose
 from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.engine import misuse
 from tritonclip.flat.flat_gradients import FlatGradients
@@ -32,7 +33,7 @@ from tritonclip.optim.closures import (
     step_checking,
     step_evaluating,
 )
-from tritonclip.optim.log import SkipWatch, StepLog
+from tritonclip.optim.log import StepLog
 from tritonclip.optim.misuse import (
     IN_VAIN,
     OfRule,
@@ -49,9 +50,10 @@ from tritonclip.optim.param_groups import (
     unclipped,
 )
 from tritonclip.optim.proxy import GRAD_SCALER, OptimizerProxy, called_from
-from tritonclip.optim.states import RuleStates, as_skip_bound
-from tritonclip.optim.step import Step, either
+from tritonclip.optim.states import RuleStates, as_loss, as_skip_bound
+from tritonclip.optim.step import RAISING, Step, either
 from tritonclip.optim.step_record import ParameterNames, StepRecord, as_recorder
+from tritonclip.optim.watches import SkipWatch
 from tritonclip.rules import Outlier, Rule
 from tritonclip.signatures import ABSENT, explains_misfits
 
@@ -59,8 +61,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-StepNonfinite = Literal["propagate", "error", "zero", "skip"]
-_POLICIES = ("propagate", "error", "zero", "skip")
+StepNonfinite = Literal["propagate", "error", "async_error", "zero", "skip"]
+_POLICIES = ("propagate", "error", "async_error", "zero", "skip")
 
 
 @explains_misfits
@@ -98,10 +100,15 @@ class ClippedOptimizer(OptimizerProxy):
             "skip": parameters, optimizer state and step counts stay as they are. A wrapped
             optimizer that takes `found_inf` (Adam, AdamW, SGD and Adagrad with `fused=True`)
             decides on an accelerator. With any other, every step waits for the accelerator.
-            "error" and "skip" check all gradients, including those that are not clipped. A step
-            that a GradScaler skips because of an overflow raises no error and is not counted.
+            "async_error": as "error", and no step waits for a device where "skip" does not: the
+            update of the step is left out there, and so are all updates until the error is raised,
+            eight steps later and in the same step on every process. It names the gradients, and the
+            finite ones next to them. See :meth:`synchronize`.
+            All three check all gradients, including those that are not clipped. A step that a
+            GradScaler skips because of an overflow raises no error and is not counted.
         skip_above: skips a step, as "skip" does, if the norm of its gradients is larger: a number,
-            or :class:`Outlier` for a limit that follows the norms of earlier steps. The norm is the
+            or :class:`Outlier` for a limit that follows the norms of earlier steps, and their
+            losses, if the attribute `loss` is set before each step. The norm is the
             2-norm before clipping of all gradients that are clipped; inf is larger, NaN is not. Of
             a closure, the first evaluation counts. None skips no step.
         max_consecutive_skips: the number of skipped steps in a row at which `step` raises
@@ -127,16 +134,20 @@ class ClippedOptimizer(OptimizerProxy):
             parameters; `max_consecutive_skips` although no step is skipped.
 
     Notes:
+        Between a step that is not finite and its "async_error", parameters, state and rules are
+        those before that step, in checkpoints and copies too. A checkpoint that is loaded then ends
+        the wait.
+
         Checkpoints do not contain rules: like the class of the optimizer, they are part of the
         program. `state_dict` is that of the wrapped optimizer, with the statistics and the norms
         that rules remember. The wrapper and the bare optimizer load each other's checkpoints.
         `torch.distributed.checkpoint` finds the wrapper's part in the parameter groups, under the
         key `tritonclip`.
 
-        With a closure, "skip" and "error" evaluate it before the wrapped optimizer does. They
-        refuse an optimizer that changes parameters or gradients before its first evaluation. LBFGS
-        evaluates several times in a step: a copy of parameters and state is kept, and restored if a
-        later evaluation is not finite.
+        With a closure, "skip", "error" and "async_error" evaluate it before the wrapped optimizer
+        does. They refuse an optimizer that changes parameters or gradients before its first
+        evaluation. LBFGS evaluates several times in a step: a copy of parameters and state is kept,
+        and restored if a later evaluation is not finite.
 
         A step that raises before it updates parameters, for example by Ctrl-C, can be repeated: the
         next step does not divide or clip the same gradients again. If some of them were written and
@@ -178,11 +189,11 @@ class ClippedOptimizer(OptimizerProxy):
         super().__init__(optimizer)
         processes = check_processes(process_group, copies)
         self._partition = Partition(optimizer, rule_of_all(clip), processes)
-        self.nonfinite = nonfinite
         states, watch = RuleStates(as_skip_bound(skip_above)), SkipWatch(max_consecutive_skips)
         watch.refuse_without_skips(nonfinite, skip_above)
         groups = optimizer.param_groups
         self._log = StepLog(ClipStats(first_device(groups)), states, watch)
+        self.nonfinite = nonfinite
         self.recorder = recorder
         for number, group in enumerate(groups):
             check_group(number, group, options_of(optimizer))
@@ -233,8 +244,10 @@ class ClippedOptimizer(OptimizerProxy):
     def nonfinite(self, nonfinite: str) -> None:
         if nonfinite not in _POLICIES:
             raise ValueError(
-                f"nonfinite must be 'propagate', 'error', 'zero' or 'skip', got {nonfinite!r}"
+                "nonfinite must be 'propagate', 'error', 'async_error', 'zero' or 'skip', got "
+                f"{nonfinite!r}"
             )
+        self.synchronize()
         self._nonfinite = nonfinite
 
     @property
@@ -245,6 +258,20 @@ class ClippedOptimizer(OptimizerProxy):
     @skip_above.setter
     def skip_above(self, skip_above: float | Outlier | None) -> None:
         self._log.states.skip_above = as_skip_bound(skip_above)
+
+    @property
+    def loss(self) -> float | Tensor | None:
+        """The loss of the step to come, which `Outlier` judges beside the norm; None for none.
+
+        Set it before each step, in a closure too: without a graph, not scaled, and of all
+        micro-batches. The step drops it. The mean over all processes of `torch.distributed` is
+        judged, so that each of them sets a loss, or none does.
+        """
+        return self._log.states.loss
+
+    @loss.setter
+    def loss(self, loss: float | Tensor | None) -> None:
+        self._log.states.loss = as_loss(loss, self.skip_above)
 
     @property
     def max_consecutive_skips(self) -> int | None:
@@ -325,8 +352,9 @@ class ClippedOptimizer(OptimizerProxy):
             closure.
 
         Raises:
-            RuntimeError: gradients that are not finite, with nonfinite="error"; a closure that the
-                wrapped optimizer does not evaluate, or one under a GradScaler.
+            RuntimeError: gradients that are not finite, with nonfinite="error", or of an earlier
+                step with "async_error"; a closure that the wrapped optimizer does not evaluate, or
+                one under a GradScaler.
             TypeError: a closure that computes gradients and returns None; gradients as for
                 :func:`clip_`.
         """
@@ -357,7 +385,7 @@ class ClippedOptimizer(OptimizerProxy):
             return None, False
         stop = step.stop
         if step.outcomes is None:
-            if self._nonfinite == "error" and not stop:
+            if self._nonfinite in RAISING and step.held is None and not stop:
                 step.raise_if_nonfinite()
             self._unfinished = step
             step.clip_()
@@ -385,6 +413,7 @@ class ClippedOptimizer(OptimizerProxy):
             _, taken = self._step()
             return loss, taken
         # Evaluated before the wrapped optimizer does it, while nothing has changed yet.
+        self.synchronize()
         return step_checking(
             self.optimizer, closure, loss, self._measure_evaluation, self._nonfinite, self._log
         )
@@ -452,12 +481,52 @@ class ClippedOptimizer(OptimizerProxy):
             self._log.add_left_out(step)
             return None
         step.stop = either(step.overflow, step.skip)
+        nonfinite = step.nonfinite() if step.by_gradient else None
+        if isinstance(nonfinite, Tensor):
+            step.held = self._log.errors.hold(nonfinite, step.stop)
+            # As an overflow, it is neither counted nor remembered.
+            step.overflow = either(step.overflow, step.held)
+            step.stop = either(step.stop, step.held)
+            return step
+        if self._log.errors.arriving:
+            self.synchronize()
         if step.stop is not None and not self._decides_on_device():
             if step.stop:
                 self._log.add_left_out(step)
                 return None
             step.stop = step.overflow = step.skip = None
         return step
+
+    def _raises_later(self) -> bool:
+        """Whether the error of a step that is not finite waits for no device."""
+        return (
+            self._nonfinite == "async_error"
+            and not choose.host_decides(first_device(self.optimizer.param_groups))
+            and self._decides_on_device()
+        )
+
+    def synchronize(self) -> None:
+        """Raises the error of a step that nonfinite="async_error" left out, if it is still to come.
+
+        Waits for the device. Call it after the last step, in every process that takes steps.
+        Setting `nonfinite` calls it. With other policies it does nothing.
+
+        Raises:
+            RuntimeError: a step was not finite.
+
+        Example:
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = ClippedOptimizer(
+            ...     torch.optim.AdamW([weight], fused=True), 1.0, nonfinite="async_error"
+            ... )
+            >>> weight.sum().backward()
+            >>> optimizer.step()
+            >>> optimizer.synchronize()
+
+        References:
+            `torch.cuda.synchronize`, which raises the errors of kernels that nobody waited for.
+        """
+        self._log.settle(self.optimizer.param_groups)
 
     def _decides_on_device(self) -> bool:
         """Whether the device makes the wrapped optimizer leave a step out."""
@@ -496,10 +565,11 @@ class ClippedOptimizer(OptimizerProxy):
         refusal = refusal or partition.refresh()
         # Under a GradScaler, a step that is not finite is an overflow.
         raises_if_nonfinite = None if check_finite else self._raises_if_nonfinite
-        check_finite = check_finite or policy in ("skip", "error")
+        check_finite = check_finite or policy in ("skip", *RAISING)
+        by_gradient = self._raises_later()
+        takes_each = recorder is not None and recorder.each and partition.processes is None
         clip_groups = partition.divide(
-            covers_all=check_finite or grad_scale is not None,
-            each=recorder is not None and recorder.each,
+            covers_all=check_finite or grad_scale is not None, each=by_gradient or takes_each
         )
         record = None
         if recorder is not None:
@@ -519,6 +589,8 @@ class ClippedOptimizer(OptimizerProxy):
             self._log.states,
             grad_scale,
             check_finite=check_finite,
+            by_gradient=by_gradient,
+            names_nearest=policy == "async_error",
             zero_nonfinite=policy == "zero",
             record=record,
         )
@@ -529,7 +601,7 @@ class ClippedOptimizer(OptimizerProxy):
         """Whether a step that is not finite raises, and is no overflow."""
         found_inf = self.found_inf
         overflows = isinstance(found_inf, Tensor) and bool(found_inf > 0)
-        return self._nonfinite == "error" and not overflows
+        return self._nonfinite in RAISING and not self._raises_later() and not overflows
 
     @torch.compiler.disable
     @without_grad
@@ -606,11 +678,13 @@ class ClippedOptimizer(OptimizerProxy):
         self._log.restore(*loaded, self.optimizer.param_groups)
 
     def __getstate__(self) -> dict[str, Any]:
+        states = self._log.states.copy(self.optimizer.param_groups)
+        states.steps = self._log.n_steps()
         return {
             "optimizer": self.optimizer,
             "clip": self.clip,
             "nonfinite": self._nonfinite,
-            "memory": self._log.states.copy(self.optimizer.param_groups),
+            "memory": states,
             "max_consecutive_skips": self.max_consecutive_skips,
             "stats": self.stats,
             "flat": self.flat,

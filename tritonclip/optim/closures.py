@@ -13,7 +13,7 @@ from tritonclip.modes import without_grad
 from tritonclip.monitor.stats import Outcomes, as_tensor
 from tritonclip.optim.log import StepLog
 from tritonclip.optim.param_groups import Groups
-from tritonclip.optim.step import Step, version_of
+from tritonclip.optim.step import RAISING, Step, version_of
 
 Closure = Callable[[], Any]
 _NO_LOSS = (
@@ -83,7 +83,7 @@ def step_checking(
         closure: for evaluations after the first.
         first: the loss of the first evaluation.
         measure: measures the gradients of an evaluation.
-        nonfinite: the policy: "skip" leaves the step out, or undoes it; "error" raises.
+        nonfinite: the policy: "skip" leaves the step out, or undoes it; errors are raised at once.
         log: for the step.
 
     Returns:
@@ -93,7 +93,7 @@ def step_checking(
     if _leaves_out(step, nonfinite, judges=log.states.skip_above is not None):
         log.add_skipped(step)
         return first, False
-    if nonfinite == "error":
+    if nonfinite in RAISING:
         step.raise_if_nonfinite()
     result, outcomes = _step_on(inner, closure, first, step, measure, nonfinite)
     if outcomes is None:
@@ -146,7 +146,7 @@ def _step_on(
         later = measure()
         if _leaves_out(later, nonfinite, judges=False):
             raise _NonfiniteEvaluationError
-        if nonfinite == "error":
+        if nonfinite in RAISING:
             later.raise_if_nonfinite(remedy)
         outcomes.append(later.clip_())
         return loss

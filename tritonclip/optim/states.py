@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from ctypes import c_float
+from functools import lru_cache
+from numbers import Real
 from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
@@ -12,13 +14,14 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends import adaptive
+from tritonclip.distributed.process_groups import mean_of_all
 from tritonclip.optim.param_groups import Groups, key_of
-from tritonclip.rules import BoundRule, ClipState, Numbering, Outlier, Rule
+from tritonclip.rules import BoundRule, ClipState, LossOutlier, Numbering, Outlier, Rule
 from tritonclip.rules.arguments import as_limit
 from tritonclip.rules.rule import Adaptive
 from tritonclip.rules.state import Values
 
-_OUTLIERS = "outliers"
+_OUTLIERS, _LOSSES = "outliers", "losses"
 
 
 class _Norm(NamedTuple):
@@ -77,6 +80,39 @@ def as_skip_bound(skip_above: object) -> float | Outlier | None:
         ) from None
 
 
+def as_loss(loss: object, skip_above: float | Outlier | None) -> float | Tensor | None:
+    """The user's `loss`, without its graph.
+
+    Raises:
+        TypeError: neither one real number nor None.
+        ValueError: a number that nothing judges.
+    """
+    if loss is None:
+        return None
+    if not isinstance(skip_above, Outlier):
+        raise ValueError(
+            f"loss was set, but skip_above is {skip_above!r}, which compares norms alone; expected "
+            "skip_above=Outlier(), which compares a loss with those of earlier steps"
+        )
+    if isinstance(loss, Real) and not isinstance(loss, bool):
+        return float(loss)
+    kind = type(loss).__name__
+    if isinstance(loss, Tensor) and not hasattr(loss, "full_tensor"):
+        if loss.is_floating_point() and loss.dim() == 0:
+            return loss.detach()
+        kind = f"shape {tuple(loss.shape)} of {loss.dtype}"
+    raise TypeError(
+        f"loss must be a floating-point tensor without dimensions, or a number, got {kind}; "
+        "expected the mean over the batch, of a DTensor loss.full_tensor()"
+    )
+
+
+@lru_cache(maxsize=16)
+def _of_losses(above: Outlier) -> LossOutlier:
+    """The test of losses beside one of norms."""
+    return LossOutlier(above.sigmas, above.window)
+
+
 class RuleStates:
     """The states of the rules of an optimizer, and of its test for outliers.
 
@@ -86,12 +122,14 @@ class RuleStates:
     Attributes:
         steps: calls of the wrapper's `step` so far, which functions of the step are given.
         skip_above: the largest norm that is no outlier, or :class:`Outlier`; None for no test.
+        loss: of the step to come, to be judged beside its norm; None for none.
     """
 
     def __init__(self, skip_above: float | Outlier | None = None) -> None:
         self._states: dict[str, ClipState] = {}
         self.steps = 0
         self.skip_above = skip_above
+        self.loss: float | Tensor | None = None
         # As they stood when they were met last; None for never.
         self._groups: list[Mapping[str, Any]] | None = None
         self._ids: list[list[int]] = []
@@ -104,7 +142,7 @@ class RuleStates:
     @property
     def has_rules(self) -> bool:
         """Whether it remembers anything for a rule."""
-        return not self._states.keys() <= {_OUTLIERS}
+        return not self._states.keys() <= {_OUTLIERS, _LOSSES}
 
     def resume(self, groups: Groups) -> None:
         """Goes on with groups whose positions are those of a checkpoint or a copy."""
@@ -217,7 +255,9 @@ class RuleStates:
         return bound_rule.onto(state, numbering) if state.remembers(bound_rule.rule) else bound_rule
 
     def judge(self, norm: float | Tensor, dtype: torch.dtype = torch.float64) -> Judgement:
-        """Whether a norm is an outlier, by those before; waits for nothing.
+        """Whether a norm is an outlier, by those before, or the loss, which is then dropped.
+
+        Waits for nothing, but for a loss on another device than the norm.
 
         Args:
             norm: a number where the host decides; else 0-d.
@@ -229,15 +269,28 @@ class RuleStates:
             if isinstance(norm, float) and dtype == torch.float32:
                 # As a tensor of this dtype is compared with a number.
                 above = c_float(above).value
-            return Judgement(norm, norm > above, None, None)
-        state = self._states.setdefault(_OUTLIERS, ClipState())
+            return Judgement(norm, None, norm > above, ())
+        flag, own = self._test(_OUTLIERS, above, norm)
+        loss, self.loss = self.loss, None
+        if loss is None:
+            return Judgement(norm, None, flag, (own,))
+        mean = mean_of_all(loss, None if isinstance(norm, float) else norm.device)
+        its_flag, its = self._test(_LOSSES, _of_losses(above), mean)
+        # Two numbers, or two tensors.
+        return Judgement(norm, loss, flag | its_flag, (own, its))
+
+    def _test(
+        self, owner: str, above: Outlier, number: float | Tensor
+    ) -> tuple[bool | Tensor, tuple[ClipState, Values]]:
+        """Whether a number is an outlier; the state of the test, and its values after it."""
+        state = self._states.setdefault(owner, ClipState())
         if not state.remembers(above):
-            state = self._states[_OUTLIERS] = ClipState()
-        limit, values = state.advance(above, _Norm(norm))
+            state = self._states[owner] = ClipState()
+        limit, values = state.advance(above, _Norm(number))
         assert not isinstance(limit, list)
-        if isinstance(norm, Tensor) and isinstance(limit, Tensor):
-            limit = limit.to(norm.device)
-        return Judgement(norm, norm > limit, state, values)
+        if isinstance(number, Tensor) and isinstance(limit, Tensor):
+            limit = limit.to(number.device)
+        return number > limit, (state, values)
 
     def state_dict(self, groups: Groups) -> dict[str, Any]:
         """Copies of all states, for groups and parameters in the order in which they stand now."""
@@ -271,7 +324,11 @@ class RuleStates:
         for owner, saved in states.items():
             state = loaded[owner] = ClipState()
             state.load_state_dict(saved)
-            present: Any = self.skip_above if owner == _OUTLIERS else rules.get(owner)
+            present: Any = rules.get(owner)
+            if owner == _OUTLIERS:
+                present = self.skip_above
+            elif owner == _LOSSES and isinstance(self.skip_above, Outlier):
+                present = _of_losses(self.skip_above)
             follows = isinstance(present, Outlier) or not getattr(present, "fixed", True)
             if follows and state.remembers(present):
                 state.begin_as(present)
@@ -289,26 +346,26 @@ def _moved(states: dict[str, ClipState], before: Sequence[int | None]) -> dict[s
     owners = {
         key_of(place): key_of(index) for index, place in enumerate(before) if place is not None
     }
-    owners |= {owner: owner for owner in (key_of(None), _OUTLIERS)}
+    owners |= {owner: owner for owner in (key_of(None), _OUTLIERS, _LOSSES)}
     return {owners[owner]: state for owner, state in states.items() if owner in owners}
 
 
 class Judgement(NamedTuple):
-    """Whether a step is an outlier, and the state of the test after it.
+    """Whether a step is an outlier, and the states of the tests after it.
 
     Attributes:
         norm: of the step: a number where the host decides; else 0-d.
+        loss: likewise; None where none was given.
         flag: likewise; 0-d bool.
-        state: of the test; None where it has none.
-        values: of the state after this step.
+        tests: the states of its tests, and their values after this step.
     """
 
     norm: float | Tensor
+    loss: float | Tensor | None
     flag: bool | Tensor
-    state: ClipState | None
-    values: Values | None
+    tests: Sequence[tuple[ClipState, Values]]
 
     def commit(self, overflow: Tensor | bool | None) -> None:
-        """Remembers the norm, of a step that was skipped too, but not of one that overflowed."""
-        if self.state is not None:
-            self.state.commit(self.values, overflow)
+        """Remembers norm and loss, of a skipped step too, but not of one that overflowed."""
+        for state, values in self.tests:
+            state.commit(values, overflow)

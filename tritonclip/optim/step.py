@@ -16,6 +16,7 @@ from torch import Tensor
 from tritonclip import settings
 from tritonclip.distributed.gradients import error_of
 from tritonclip.distributed.process_groups import Processes
+from tritonclip.engine.checks import nonfinite_indices
 from tritonclip.engine.norms import measure
 from tritonclip.modes import without_grad
 from tritonclip.monitor.stats import Outcomes
@@ -26,6 +27,7 @@ from tritonclip.optim.clip_groups import (
     global_norm_of,
     hides_nonfinite,
     measure_requests,
+    nearest_finite,
     nonfinite_of,
     refuse,
     refuse_nonfinite,
@@ -39,6 +41,9 @@ from tritonclip.optim.step_record import StepRecord
 from tritonclip.rules import Numbering, Rule
 from tritonclip.rules.rule import Adaptive
 
+# Policies for which the host raises an error.
+RAISING = ("error", "async_error")
+
 
 class Step:
     """The gradients of one step, in clip groups that `measure` measures and `clip_` clips.
@@ -50,15 +55,21 @@ class Step:
         grad_scale: the loss scale that all gradients still carry; None for none.
         check_finite: `nonfinite` will be read. It covers every gradient, also those that no rule
             holds for.
+        by_gradient: the norms are to tell which gradients are finite.
+        names_nearest: an error also names the finite gradients next to those that are not.
         zero_nonfinite: a clip group that is not finite becomes 0.
         record: for a recorder; None without one.
 
     Attributes:
+        clip_groups: as handed over.
+        param_groups: as handed over.
+        by_gradient: as handed over.
         record: as handed over.
         follows: a rule has a limit that changes from step to step.
         skip: whether to leave the step out, on the device; None for no.
         outlier: the verdict of the test for outliers, where there is one.
         overflow: whether a GradScaler leaves it out, on the device; None for no.
+        held: whether the device leaves it out because an error will be raised; None for no.
         stop: whether the device is to leave it out; None where the host has decided to take it.
         outcomes: of clipping, as soon as all gradients are written.
     """
@@ -71,10 +82,13 @@ class Step:
         grad_scale: Tensor | float | None,
         *,
         check_finite: bool,
+        by_gradient: bool,
+        names_nearest: bool,
         zero_nonfinite: bool,
         record: StepRecord | None,
     ) -> None:
-        self._clip_groups, self._param_groups, self._states = clip_groups, param_groups, states
+        self.clip_groups, self.param_groups, self._states = clip_groups, param_groups, states
+        self.by_gradient, self._names_nearest = by_gradient, names_nearest
         self._is_scaled = grad_scale is not None
         self._grad_scale = 1.0 if grad_scale is None else grad_scale
         self._check_finite, self._zero = check_finite, zero_nonfinite
@@ -82,6 +96,7 @@ class Step:
         self.skip: Tensor | None = None
         self.outlier: Judgement | None = None
         self.overflow: Tensor | None = None
+        self.held: Tensor | None = None
         self.stop: Tensor | None = None
         self.outcomes: Outcomes | None = None
         # The clip group that is written, or was last.
@@ -107,7 +122,7 @@ class Step:
         Raises:
             TypeError, ValueError, RuntimeError: the refusal, and as for `clip_`.
         """
-        groups, record, check_finite = self._clip_groups, self.record, self._check_finite
+        groups, record, check_finite = self.clip_groups, self.record, self._check_finite
         by_value = check_finite or self._zero
         if len(groups) == 1 and refusal is None and self._is_usual(groups[0]):
             (group,) = groups
@@ -117,9 +132,15 @@ class Step:
             if by_value or not rule.clamps:
                 scale = 1.0 if rule.clamps else self._grad_scale
                 if group.by_name:
-                    group.measure_(rule, "norms", scale)
+                    group.measure_(rule, "norms", scale, by_gradient=self.by_gradient)
                 else:
-                    group.norms = measure(group.gradients, rule.norm_type, rule.per_gradient, scale)
+                    group.norms = measure(
+                        group.gradients,
+                        rule.norm_type,
+                        rule.per_gradient,
+                        scale,
+                        by_gradient=self.by_gradient,
+                    )
             if record is not None:
                 if group.by_name and group.each is None:
                     group.measure_(EACH, "each", self._grad_scale)
@@ -137,8 +158,8 @@ class Step:
             two_norm=self._states.skip_above is not None or not (record is None or has_shared),
         )
         if settings.current().verifying:
-            refuse_other_steps(needed, self._param_groups, processes)
-        measure_requests(needed, self._grad_scale)
+            refuse_other_steps(needed, self.param_groups, processes)
+        measure_requests(needed, self._grad_scale, by_gradient=self.by_gradient)
         refusals = (error_of(group.gradients) for group in (*groups, *recorded))
         refusal = refusal or next(filter(None, refusals), None)
         if refusal is not None:
@@ -161,10 +182,10 @@ class Step:
 
     def _check(self, refusal: Exception | None) -> None:
         """Refuses a step that cannot be clipped or recorded; binds changing rules to states."""
-        groups = self._clip_groups
+        groups = self.clip_groups
         if refusal is not None:
             raise refusal
-        refuse(groups, self._param_groups)
+        refuse(groups, self.param_groups)
         for group in groups:
             self._bound(group)
         if self.record is not None:
@@ -175,7 +196,7 @@ class Step:
         if not group.rule.fixed:
             self.follows = True
             each = group.rule.per_gradient and isinstance(group.rule, Adaptive)
-            self._states.meet(self._param_groups, each=each)
+            self._states.meet(self.param_groups, each=each)
             rows = self._rows_of(group)
             group.bound_rule = self._states.bind(group.index, group.rule, rows)
             group.rule = group.bound_rule
@@ -196,18 +217,29 @@ class Step:
         Where the host does not decide, 0-d bool on the device of the first gradient, for which
         nothing waits.
         """
-        return nonfinite_of(self._clip_groups)
+        return nonfinite_of(self.clip_groups)
 
     def judge(self) -> Judgement:
         """Whether the step is an outlier; waits for nothing."""
-        return self._states.judge(*global_norm_of(self._clip_groups, self._grad_scale))
+        return self._states.judge(*global_norm_of(self.clip_groups, self._grad_scale))
 
     @torch.compiler.disable
     @without_grad
     def raise_if_nonfinite(self, remedy: str = NONFINITE_REMEDY) -> None:
         """RuntimeError that names the parameters with NaN or inf; waits for the device."""
-        if bool(self.nonfinite()):
-            refuse_nonfinite(self._clip_groups, remedy)
+        if not bool(self.nonfinite()):
+            return
+        try:
+            refuse_nonfinite(self.clip_groups, remedy)
+        except RuntimeError as error:
+            if not self._names_nearest:
+                raise
+            found = []
+            for group in self.clip_groups:
+                bad = nonfinite_indices(group.gradients)
+                n = len(group.gradients.tensors)
+                found.append((group.gradients, [i not in bad for i in range(n)]))
+            raise RuntimeError(f"{error}{nearest_finite(found, self.param_groups)}") from None
 
     @torch.compiler.disable
     @without_grad
@@ -219,7 +251,7 @@ class Step:
         scale.
         """
         outcomes: Outcomes = {}
-        for group in self._clip_groups:
+        for group in self.clip_groups:
             self._writing = group
             if not group.unclipped:
                 outcomes[group.index] = group.clip_(self._grad_scale, zero_nonfinite=self._zero)
@@ -230,19 +262,19 @@ class Step:
 
     def commit(self, left_out: Tensor | bool | None) -> None:
         """Makes the rules whose limit changes remember this step; see `BoundRule.commit`."""
-        for group in self._clip_groups:
+        for group in self.clip_groups:
             if group.bound_rule is not None:
                 group.bound_rule.commit(left_out)
 
     def written_to(self) -> list[Tensor]:
         """The tensors whose versions tell of a write: gradients, or the buffers that hold them."""
-        lists = [group.gradients for group in self._clip_groups]
+        lists = [group.gradients for group in self.clip_groups]
         return [grad for g in lists for grad in (g.tensors if g.versions is None else g.versions)]
 
     def fail(self, error: BaseException) -> bool:
         """Whether the failed step may have written gradients, which it then knows from others."""
         is_refusal = self.outcomes is None and isinstance(error, TypeError | ValueError)
-        if is_refusal and self._clip_groups and self._writing in (None, self._clip_groups[0]):
+        if is_refusal and self.clip_groups and self._writing in (None, self.clip_groups[0]):
             # By the first rule, before it wrote anything.
             return False
         self._verdict = None
@@ -289,13 +321,14 @@ class Step:
         """Has the step remembered by other states, of a checkpoint; its limits stay."""
         if states is not self._states:
             self._states = states
-            states.meet(self._param_groups)
-            for group in self._clip_groups:
+            states.meet(self.param_groups)
+            for group in self.clip_groups:
                 if group.bound_rule is not None:
                     rows = self._rows_of(group)
                     group.bound_rule = states.take_over(group.index, group.bound_rule, rows)
         if self.outlier is not None and states.skip_above is not None:
             # The step goes on as it was judged.
+            states.loss = self.outlier.loss
             again = states.judge(self.outlier.norm)
             self.outlier = again._replace(flag=self.outlier.flag)
 

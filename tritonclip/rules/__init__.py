@@ -11,12 +11,12 @@ from tritonclip.rules.fixed import (
     as_rule,
     by_number,
 )
-from tritonclip.rules.own_history import ClipByOwnHistory
+from tritonclip.rules.own_history import ClipByOwnHistory, ClipByOwnQuantile
 from tritonclip.rules.rule import Measured, Rule
 from tritonclip.rules.spectral import ClipBySpectralNorm
 from tritonclip.rules.state import BoundRule, ClipState, Numbering, follow
 from tritonclip.rules.unitwise import ClipByUnitNorm
-from tritonclip.rules.window import ClipByQuantile, Outlier
+from tritonclip.rules.window import ClipByQuantile, LossOutlier, Outlier
 from tritonclip.rules.zscore import ClipByZScore
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "ClipByGlobalNorm",
     "ClipByNorm",
     "ClipByOwnHistory",
+    "ClipByOwnQuantile",
     "ClipByQuantile",
     "ClipByRMS",
     "ClipBySpectralNorm",
@@ -31,6 +32,7 @@ __all__ = [
     "ClipByValue",
     "ClipByZScore",
     "ClipState",
+    "LossOutlier",
     "Measured",
     "Numbering",
     "Outlier",
@@ -46,6 +48,7 @@ add_safe_globals(
         ClipByGlobalNorm,
         ClipByNorm,
         ClipByOwnHistory,
+        ClipByOwnQuantile,
         ClipByQuantile,
         ClipByRMS,
         ClipBySpectralNorm,

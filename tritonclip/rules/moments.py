@@ -1,4 +1,4 @@
-"""Moving averages and moments of norms on the host: in C, or without the extension in Python."""
+"""Averages, quantiles and moments of norms on the host: in C, or without it in Python."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import math
 from array import array
 
 try:
-    # A binary of an earlier version has neither.
-    from tritonclip.backends._native import advance_averages, mean_and_deviation
+    # A binary of an earlier version lacks some of them.
+    from tritonclip.backends._native import (
+        advance_averages,
+        advance_quantiles,
+        mean_and_deviation,
+    )
 
     has_extension = True
 except ImportError:
@@ -45,6 +49,18 @@ def averages_after(
         if 0 < norm < math.inf and limit > 0:
             after[2 * i], after[2 * i + 1] = moved, n + 1
     return limits, after
+
+
+def quantiles_after(
+    rows: array[float], norms: list[float], q: float, window: int, max_norm: float
+) -> tuple[list[float], array[float]]:
+    """The limits of :class:`ClipByOwnQuantile`, and the rows after these norms; by the extension.
+
+    A row is a window, and the number of norms that entered it.
+    """
+    after = rows[:]
+    address, _ = after.buffer_info()
+    return advance_quantiles(address, norms, q, window, max_norm), after
 
 
 def moments_of(numbers: array[float], n: int) -> tuple[float, float]:

@@ -386,11 +386,8 @@ def _rows_of(measured: Measured, numbering: Numbering | None) -> tuple[Sequence[
 
 def _picked(numbers: array[float], rows: Sequence[int], width: int) -> array[float]:
     """The numbers of these rows."""
-    picked = array("d", bytes(8 * width * len(rows)))
-    for i in range(width):
-        column = numbers[i::width]
-        picked[i::width] = array("d", [column[row] for row in rows])
-    return picked
+    with memoryview(numbers) as view:
+        return array("d", b"".join([view[row * width : (row + 1) * width] for row in rows]))
 
 
 def _placed(
@@ -398,9 +395,8 @@ def _placed(
 ) -> array[float]:
     """The numbers with those of these rows replaced."""
     placed = numbers[:]
-    for i in range(width):
-        for row, number in zip(rows, picked[i::width], strict=True):
-            placed[row * width + i] = number
+    for at, row in enumerate(rows):
+        placed[row * width : (row + 1) * width] = picked[at * width : (at + 1) * width]
     return placed
 
 

@@ -81,10 +81,7 @@ class ClipByQuantile(AdaptiveRule):
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The quantile of the window, this norm included."""
-        state = _entered(state, norm)
-        quantile = torch.nanquantile(state[:-1], self.quantile)
-        limit = torch.where(quantile.isnan(), math.inf, quantile)
-        return bounded(limit, self.max_norm), state
+        return advance_quantile(self.quantile, self.max_norm, state, norm)
 
     def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
         """Its numbers."""
@@ -128,7 +125,8 @@ class Outlier(Adaptive):
 
     Mean and sample standard deviation are over the norms before clipping of the last `window`
     steps. Skipped steps count, so that norms that stay at a new level are soon accepted. Nothing
-    is skipped before half of the window is filled.
+    is skipped before half of the window is filled. Losses are judged in the same way, where they
+    are given: see the attribute `loss` of :class:`ClippedOptimizer`.
 
     Args:
         sigmas: distance from the mean in standard deviations; positive.
@@ -159,13 +157,17 @@ class Outlier(Adaptive):
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The largest norm that is no outlier among the norms before this one."""
+        return self._limit(state), entered(state, norm, counts(norm))
+
+    def _limit(self, state: Tensor) -> Tensor:
+        """The largest number that is no outlier."""
         known = ~state[:-1].isnan()
         n = known.sum()
         mean = torch.where(known, state[:-1], 0.0).sum() / n
         squares = torch.where(known, state[:-1] - mean, 0.0).square().sum()
-        deviation = torch.maximum((squares / (n - 1)).sqrt(), _LEAST_DEVIATION * mean)
+        deviation = torch.maximum((squares / (n - 1)).sqrt(), _LEAST_DEVIATION * mean.abs())
         limit = mean + self.sigmas * deviation
-        return torch.where(n >= self.window // 2, limit, math.inf), _entered(state, norm)
+        return torch.where(n >= self.window // 2, limit, math.inf)
 
     def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
         """Its numbers."""
@@ -176,21 +178,65 @@ class Outlier(Adaptive):
     ) -> tuple[float, array[float]]:
         """As `advance`."""
         assert isinstance(norm, float)
-        n, limit = min(int(state[-1]), self.window), math.inf
-        if n >= self.window // 2:
-            mean, deviation = moments_of(state, n)
-            limit = mean + self.sigmas * max(deviation, _LEAST_DEVIATION * mean)
+        limit = self._limit_on_host(state)
         if 0 < norm < math.inf:
             state = _entered_on_host(state, norm, self.window)
         return limit, state
 
+    def _limit_on_host(self, state: array[float]) -> float:
+        """As `_limit`."""
+        n = min(int(state[-1]), self.window)
+        if n < self.window // 2:
+            return math.inf
+        mean, deviation = moments_of(state, n)
+        return mean + self.sigmas * max(deviation, _LEAST_DEVIATION * abs(mean))
 
-def _entered(state: Tensor, norm: Tensor) -> Tensor:
-    """The state after one more norm, which takes the slot of the oldest."""
-    history, n = state[:-1], state[-1]
-    slot = torch.remainder(n, len(history)).long().reshape(1)
-    entered = torch.cat([history.index_copy(0, slot, norm.reshape(1)), (n + 1).reshape(1)])
-    return torch.where(counts(norm), entered, state)
+
+@dataclass(frozen=True, slots=True)
+class LossOutlier(Outlier):
+    """The test of :class:`Outlier` for losses, which may be negative or 0."""
+
+    def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest loss that is no outlier among the losses before this one."""
+        return self._limit(state), entered(state, norm, norm.isfinite())
+
+    def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
+        """Its numbers."""
+        return "loss", (self.sigmas, 0.0, 0.0, math.inf)
+
+    def advance_on_host(
+        self, state: array[float], norm: float | list[float]
+    ) -> tuple[float, array[float]]:
+        """As `advance`."""
+        assert isinstance(norm, float)
+        limit = self._limit_on_host(state)
+        if math.isfinite(norm):
+            state = _entered_on_host(state, norm, self.window)
+        return limit, state
+
+
+def advance_quantile(
+    q: float, max_norm: float | Schedule, state: Tensor, norm: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The quantile of a window, or of each row, this norm included; the state after the norm."""
+    state = entered(state, norm, counts(norm))
+    quantile = torch.nanquantile(state[..., :-1], q, dim=-1)
+    limit = torch.where(quantile.isnan(), math.inf, quantile)
+    return bounded(limit, max_norm), state
+
+
+def entered(state: Tensor, norm: Tensor, enters: Tensor) -> Tensor:
+    """The state after one more norm, which takes the slot of the oldest, if it enters.
+
+    Args:
+        state: float64[..., window + 1].
+        norm: float64[...], one for each row; so is `enters`, of bool.
+        enters: whether it does.
+    """
+    history, n = state[..., :-1], state[..., -1:]
+    slot = torch.remainder(n, history.shape[-1]).long()
+    after = torch.cat([history.scatter(-1, slot, norm[..., None]), n + 1], dim=-1)
+    return torch.where(enters[..., None], after, state)
 
 
 def _entered_on_host(state: array[float], norm: float, window: int) -> array[float]:

@@ -1,0 +1,205 @@
+"""Steps that are skipped because of their loss: `Outlier` beside the attribute `loss`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import histories
+import numpy as np
+import pytest
+import torch
+from cases import NoHostRead, assert_bits, copies, grad_of
+from torch import Tensor
+from training import PLAIN_AND_FUSED, SCALERS, give_grads, sgd, state_of, wrapped
+
+import tritonclip
+from tritonclip import ClippedOptimizer, Outlier
+from tritonclip.backends import choose
+from tritonclip.optim.watches import SkipWatch
+
+ABOVE = Outlier(4.0, 8)
+
+
+def step_with(params: Any, optimizer: ClippedOptimizer, loss: Any, size: float = 1.0) -> bool:
+    """Takes a step; returns whether it was skipped."""
+    before = int(optimizer.stats.skipped_steps)
+    give_grads(params, size=size)
+    if loss is not None:
+        optimizer.loss = loss
+    optimizer.step()
+    return int(optimizer.stats.skipped_steps) > before
+
+
+def filled(make: Any = sgd, **options: Any) -> Any:
+    """Parameters, and an optimizer that has judged enough losses and norms of about 1 and 6."""
+    params, optimizer = wrapped(make, skip_above=ABOVE, **options)
+    for at in range(8):
+        assert not step_with(params, optimizer, 1.0 + 0.1 * (at % 3), 1.0 + 0.1 * (at % 2))
+    return params, optimizer
+
+
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+@pytest.mark.parametrize("level", [3.0, 0.0, -3.0], ids=["positive", "around 0", "negative"])
+def test_losses_are_judged_as_by_the_reference(backend, make, level):
+    params, optimizer = wrapped(make, 1.0, backend.device, skip_above=Outlier(2.0, 16))
+    reference = histories.outlier(2.0, 16, math.isfinite)
+    losses = level + np.random.default_rng(0).normal(size=60)
+    losses[[3, 20, 41]] = math.nan, -math.inf, math.inf
+    losses[[30, 58]] = level + 50.0
+    for loss in losses:
+        expected = bool(loss > reference(float(loss)))
+        tensor = torch.tensor(loss, dtype=torch.float64, device=backend.device)
+        assert step_with(params, optimizer, tensor) == expected
+    assert int(optimizer.stats.skipped_steps) >= 3
+
+
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+@pytest.mark.parametrize(
+    ("loss", "size", "skipped"),
+    [
+        (1.0, 1.0, False),
+        (9.0, 1.0, True),
+        (1.0, 50.0, True),
+        (None, 50.0, True),
+        (-9.0, 1.0, False),
+    ],
+)
+def test_norm_or_loss_skips_a_step(make, loss, size, skipped):
+    params, optimizer = filled(make)
+    before, state = copies(params), state_of(optimizer, params)
+    assert step_with(params, optimizer, loss, size) == skipped
+    if skipped:
+        assert_bits(params, before)
+        assert_bits(state_of(optimizer, params), state)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        9,
+        9.0,
+        torch.tensor(9.0, dtype=torch.bfloat16),
+        torch.tensor(9.0, requires_grad=True),
+        torch.tensor(9.0, requires_grad=True) * 1.0,
+    ],
+    ids=["int", "float", "bfloat16", "leaf", "graph"],
+)
+def test_loss_may_be_any_real_number(loss):
+    params, optimizer = filled()
+    optimizer.loss = loss
+    assert not isinstance(optimizer.loss, Tensor) or not optimizer.loss.requires_grad
+    assert step_with(params, optimizer, None)
+
+
+@pytest.mark.parametrize(("loss", "skipped"), [(math.inf, True), (math.nan, False)])
+def test_loss_that_is_not_finite_is_not_remembered(loss, skipped):
+    params, optimizer = filled()
+    values = optimizer.state_dict()["tritonclip"]["memory"]["losses"]["values"]
+    assert step_with(params, optimizer, loss) == skipped
+    after = optimizer.state_dict()["tritonclip"]["memory"]["losses"]["values"]
+    assert_bits([after], [values])
+
+
+def test_loss_is_of_one_step():
+    params, optimizer = filled()
+    assert step_with(params, optimizer, 9.0)
+    assert optimizer.loss is None
+    assert not step_with(params, optimizer, None)
+    optimizer.loss = 9.0
+    optimizer.loss = None
+    assert not step_with(params, optimizer, None)
+
+
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+def test_losses_are_saved(make):
+    params, optimizer = filled(make)
+    saved = optimizer.state_dict()
+    twins, twin = wrapped(make, skip_above=ABOVE)
+    twin.load_state_dict(saved)
+    for loss in (1.2, 1.6, 1.1, 9.0):
+        both = [step_with(p, o, loss) for p, o in ((params, optimizer), (twins, twin))]
+        assert both[0] == both[1]
+    ours, theirs = (o.state_dict()["tritonclip"]["memory"] for o in (optimizer, twin))
+    assert_bits([ours["losses"]["values"]], [theirs["losses"]["values"]])
+    other = wrapped(make, skip_above=Outlier(4.0, 10))[1]
+    with pytest.raises(ValueError, match="Outlier with 9 numbers"):
+        other.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+@pytest.mark.parametrize("scaler", SCALERS)
+def test_loss_under_a_scaler(scaler, make):
+    """It is not scaled. A step that overflows remembers none."""
+    params, optimizer = filled(make)
+    scale = scaler("cpu", init_scale=1024.0)
+    for loss, bad, skipped, n in ((9.0, None, 1, 9), (1.0, math.inf, 1, 9), (1.0, None, 1, 10)):
+        give_grads(params, bad=bad)
+        for param in params:
+            grad_of(param).mul_(scale.scale(torch.ones(())))
+        optimizer.loss = loss
+        scale.step(optimizer)
+        scale.update()
+        assert int(optimizer.stats.skipped_steps) == skipped
+        values = optimizer.state_dict()["tritonclip"]["memory"]["losses"]["values"]
+        assert int(values[-1]) == n
+
+
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+def test_loss_of_a_closure(make):
+    params, optimizer = filled(make)
+    before = copies(params)
+
+    def closure() -> Tensor:
+        give_grads(params)
+        optimizer.loss = torch.tensor(9.0)
+        return torch.tensor(9.0)
+
+    optimizer.step(closure)
+    assert int(optimizer.stats.skipped_steps) == 1
+    assert_bits(params, before)
+    assert optimizer.loss is None
+
+
+def test_loss_waits_for_no_device_where_the_optimizer_is_fused(monkeypatch):
+    monkeypatch.setattr(choose, "host_decides", lambda device: False)
+    monkeypatch.setattr(SkipWatch, "_read", lambda self, n: 0)
+    params, optimizer = wrapped(PLAIN_AND_FUSED[1].values[0], skip_above=ABOVE)
+    monkeypatch.setattr(optimizer.optimizer, "step", lambda: None)
+    with tritonclip.use_backend("torch"), NoHostRead():
+        for step in range(12):
+            give_grads(params, step)
+            optimizer.loss = torch.tensor(1.0)
+            optimizer.step()
+
+
+@pytest.mark.parametrize("above", [None, 5.0])
+def test_loss_that_nothing_judges_is_refused(above):
+    _, optimizer = wrapped(sgd, skip_above=above)
+    with pytest.raises(ValueError, match=r"expected skip_above=Outlier\(\)"):
+        optimizer.loss = 1.0
+    assert optimizer.loss is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (torch.zeros(2), r"got shape \(2,\)"),
+        (torch.zeros(1), r"got shape \(1,\)"),
+        (torch.tensor(1), "of torch.int64"),
+        (torch.tensor(1j), "of torch.complex64"),
+        (True, "got bool"),
+        ("1.0", "got str"),
+    ],
+)
+def test_loss_of_another_kind_is_refused(loss, message):
+    _, optimizer = wrapped(sgd, skip_above=ABOVE)
+    with pytest.raises(TypeError, match=message):
+        optimizer.loss = loss
+
+
+def test_loss_on_a_gpu(cuda_backend):
+    params, optimizer = wrapped(PLAIN_AND_FUSED[1].values[0], device="cuda", skip_above=ABOVE)
+    for at in range(8):
+        step_with(params, optimizer, torch.tensor(-1.0 - 0.1 * (at % 3), device="cuda"))
+    assert step_with(params, optimizer, torch.tensor(0.5, device="cuda"))

@@ -1,0 +1,216 @@
+"""Watches over steps: they read numbers of a device some steps later, and raise.
+
+A step on a GPU does not wait to know whether it was taken. Its numbers are sent to the host, which
+reads them a fixed number of steps later: by then they have arrived, and every process raises at the
+same step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tritonclip.messages import warn_user
+from tritonclip.modes import is_captured
+from tritonclip.optim.clip_groups import ClipGroup, nearest_finite
+from tritonclip.optim.param_groups import Groups
+from tritonclip.optim.step import either
+from tritonclip.rules.arguments import as_count
+
+# A run that skips so many steps in a row is no run; nobody may have noticed.
+_SUSPICIOUS = 100
+# Steps between a number on a GPU and the look at it. They are as many in every process, so that all
+# raise at one step. By then it has arrived, or the GPU has work for so many steps.
+LAG = 8
+
+
+def _sent(number: Tensor) -> Callable[[], int]:
+    """Begins to copy a number from its device; the result waits for it."""
+    if number.device.type != "cuda":
+        return partial(int, number)
+    copied = torch.empty((), dtype=number.dtype, device="cpu", pin_memory=True)
+    copied.copy_(number, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(number.device))
+
+    def read() -> int:
+        event.synchronize()
+        return int(copied)
+
+    return read
+
+
+class SkipWatch:
+    """Looks at the number of steps skipped in a row; at a GPU's some steps later.
+
+    Args:
+        most: steps in a row after which RuntimeError is raised; None to warn at 100.
+    """
+
+    def __init__(self, most: object = None) -> None:
+        self.most = None if most is None else as_count("max_consecutive_skips", most, 1)
+        self._warned = False
+        self._arriving: deque[Callable[[], int]] = deque()
+
+    def refuse_without_skips(self, nonfinite: str, skip_above: object) -> None:
+        """Refuses a number of steps for a wrapper that skips none."""
+        if self.most is not None and nonfinite != "skip" and skip_above is None:
+            raise ValueError(
+                "max_consecutive_skips was given, but no step is skipped: expected "
+                f"nonfinite='skip' or skip_above beside it, got nonfinite={nonfinite!r} alone"
+            )
+
+    def forget(self) -> None:
+        """Drops numbers of steps before a checkpoint was loaded."""
+        self._arriving.clear()
+
+    def look(self, in_a_row: Tensor, *, waited: bool) -> None:
+        """Raises or warns where too many steps were skipped in a row.
+
+        Args:
+            in_a_row: the number of them, on any device.
+            waited: this step has waited for the device already; else the number of `LAG` steps
+                before is looked at, if it is on a GPU.
+        """
+        n = int(in_a_row) if waited else self._read(in_a_row)
+        if self.most is not None and n >= self.most:
+            self.forget()
+            raise RuntimeError(
+                f"{n} steps in a row were skipped, and max_consecutive_skips is {self.most}: their "
+                "gradients were NaN or inf, or above skip_above. Parameters are those of the last "
+                "step that was taken. Look for the first NaN with nonfinite='error', lower the "
+                "learning rate, or raise the limits"
+            )
+        if self.most is None and n >= _SUSPICIOUS and not self._warned:
+            self._warned = True
+            warn_user(
+                f"{n} steps in a row were skipped, because their gradients were NaN or inf, or "
+                "above skip_above: nothing is learned. nonfinite='error' names the gradients; "
+                "max_consecutive_skips raises an error in place of this warning",
+                RuntimeWarning,
+            )
+
+    def _read(self, in_a_row: Tensor) -> int:
+        """The number, or a GPU's of `LAG` looks before; 0 where there is none."""
+        if in_a_row.device.type == "cpu":
+            return int(in_a_row)
+        if in_a_row.device.type != "cuda" or is_captured(in_a_row.device):
+            return 0
+        self._arriving.append(_sent(in_a_row))
+        return self._arriving.popleft()() if len(self._arriving) > LAG else 0
+
+
+class LeftOut:
+    """A step that the device leaves out if it, or one before it, is not finite.
+
+    Args:
+        step: the number of calls before it.
+        flag: whether the device leaves it out, 0-d bool.
+        clip_groups: measured. Of their gradients only partial norms are kept.
+    """
+
+    def __init__(self, step: int, flag: Tensor, clip_groups: Sequence[ClipGroup]) -> None:
+        self.step, self.read = step, _sent(flag)
+        self._lists = [
+            (group.gradients.without_tensors(), read)
+            for group in clip_groups
+            if (read := group.finite_reader()) is not None
+        ]
+
+    def error(self, n_after: int, param_groups: Groups) -> RuntimeError:
+        """The error that names its gradients with NaN or inf; other processes call this, too.
+
+        Args:
+            n_after: the steps after it that were left out.
+            param_groups: of the optimizer.
+        """
+        found = [(gradients, read()) for gradients, read in self._lists]
+        culprits = [
+            gradients.culprits([i for i, is_finite in enumerate(finite) if not is_finite])
+            for gradients, finite in found
+        ]
+        names = ", ".join(filter(None, culprits))
+        steps = "step" if n_after == 1 else f"{n_after} steps"
+        after = f" and of the {steps} after it" if n_after else ""
+        blame = (
+            f"has non-finite gradients: {names}{nearest_finite(found, param_groups)}"
+            if names
+            else "is non-finite: every gradient is finite, but their norm does not fit its dtype"
+        )
+        return RuntimeError(
+            f"Step {self.step}, counted from 0, {blame}. The updates of this step{after} were left "
+            f"out: parameters, optimizer state and rules are those before step {self.step}. To go "
+            "on, set nonfinite to 'propagate', 'zero' or 'skip'"
+        )
+
+
+class ErrorWatch:
+    """Has the device leave out all steps from the first that is not finite, until the host knows.
+
+    A step is judged by `hold`, and enters by `add`: one that is interrupted leaves no trace.
+
+    Attributes:
+        arriving: the last steps, whose flags are not read yet.
+    """
+
+    def __init__(self) -> None:
+        # Whether the last step was left out; None for none to wait for.
+        self._held: Tensor | None = None
+        self.arriving: deque[LeftOut] = deque()
+
+    def hold(self, nonfinite: Tensor, stop: Tensor | None) -> Tensor:
+        """Whether to leave out a step, 0-d bool; waits for nothing.
+
+        Args:
+            nonfinite: whether its gradients or norms are not finite.
+            stop: whether it is left out for another reason, and is no error.
+
+        Raises:
+            RuntimeError: a CUDA graph is captured, whose replays could not raise.
+        """
+        if is_captured(nonfinite.device):
+            raise RuntimeError(
+                "nonfinite='async_error' raises from a later step, which the replays of a CUDA "
+                "graph cannot do; expected 'skip' while a graph is captured, and a look at "
+                "stats.consecutive_skips between replays"
+            )
+        bad = nonfinite if stop is None else nonfinite & ~stop.to(nonfinite.device)
+        held = either(bad, self._held)
+        assert held is not None
+        return held
+
+    def add(self, step: int, held: Tensor, clip_groups: Sequence[ClipGroup]) -> LeftOut | None:
+        """Takes a step that `hold` judged; returns the first one left out, if it is known now."""
+        self._held = held
+        self.arriving.append(LeftOut(step, held, clip_groups))
+        if len(self.arriving) > LAG:
+            return self._first(1)
+        return None
+
+    def settle(self) -> LeftOut | None:
+        """Waits for all steps; returns the first one that was left out."""
+        found = self._first(len(self.arriving))
+        if found is None:
+            self.forget()
+        return found
+
+    def _first(self, n: int) -> LeftOut | None:
+        """The first step that was left out, of the n oldest; those before it are done with."""
+        for _ in range(n):
+            if self.arriving[0].read():
+                return self.arriving[0]
+            self.arriving.popleft()
+        return None
+
+    def n_left_out(self) -> int:
+        """The steps that were left out and have not raised; waits for the device."""
+        return sum(one.read() for one in self.arriving)
+
+    def forget(self) -> None:
+        """Goes on as if no step had been left out."""
+        self._held = None
+        self.arriving.clear()
