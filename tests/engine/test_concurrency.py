@@ -92,7 +92,7 @@ def test_fork_clips_while_another_thread_did(sizes):
     with ThreadPoolExecutor(1) as pool:
         looping = pool.submit(loop)
         try:
-            for _ in range(40 if sizes is SMALL else 10):
+            for _ in range(12 if sizes is SMALL else 4):
                 run_in_fork(lambda: repeat(2, ours.clip, rule))
         finally:
             ended.set()

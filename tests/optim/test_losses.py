@@ -9,7 +9,7 @@ import histories
 import numpy as np
 import pytest
 import torch
-from cases import NoHostRead, assert_bits, copies, grad_of
+from cases import INTERPRETED, NoHostRead, assert_bits, copies, grad_of
 from torch import Tensor
 from training import PLAIN_AND_FUSED, SCALERS, give_grads, sgd, state_of, wrapped
 
@@ -39,6 +39,7 @@ def filled(make: Any = sgd, **options: Any) -> Any:
     return params, optimizer
 
 
+@pytest.mark.covering(1 if INTERPRETED else 2)
 @pytest.mark.parametrize("make", PLAIN_AND_FUSED)
 @pytest.mark.parametrize("level", [3.0, 0.0, -3.0], ids=["positive", "around 0", "negative"])
 def test_losses_are_judged_as_by_the_reference(backend, make, level):
