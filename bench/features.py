@@ -50,7 +50,7 @@ def norms_by_name() -> Iterator[Comparison]:
         named = [(str(i), parameter) for i, parameter in enumerate(gradients.parameters)]
 
         def ours(named=named) -> list[Tensor]:
-            return [torch.tensor(list(tritonclip.norms_by_name(named).values()))]
+            return [torch.stack([*tritonclip.norms_by_name(named).values()])]
 
         def loop(named=named) -> list[Tensor]:
             norms = {name: p.grad.norm().item() for name, p in named}

@@ -18,6 +18,7 @@ from tritonclip.distributed.process_groups import Copies, Processes, check_proce
 from tritonclip.engine.arguments import PLAIN, LabelOf, as_list, device_of, names_at, unnamed
 from tritonclip.engine.checks import POLICIES, unknown_policy
 from tritonclip.engine.gradients import Gradients
+from tritonclip.messages import warn_user
 from tritonclip.rules import ClipByGlobalNorm, Rule, as_rule
 from tritonclip.rules.arguments import as_grad_scale
 from tritonclip.signatures import ABSENT, misfit, reaches_misfit
@@ -120,6 +121,8 @@ class MicroBatch:
     """
 
     norm: Tensor | None = None
+    # Until the first block begins.
+    _is_unused = False
 
     def __init__(
         self,
@@ -143,6 +146,14 @@ class MicroBatch:
         self._processes, self._device = processes, device_of(items)
         # What `.grad` was before the block; None outside of one.
         self._sums: list[Tensor | None] | None = None
+        self._is_unused = True
+
+    def __del__(self) -> None:
+        if self._is_unused:
+            warn_user(
+                "accumulate_ was called without a block, and clips nothing; expected `with "
+                "accumulate_(model, 1.0): loss.backward()`, or clip_(model, 1.0) after backward"
+            )
 
     def __enter__(self) -> MicroBatch:
         if self._sums is not None:
@@ -158,6 +169,7 @@ class MicroBatch:
                 "accumulate_(model, ...)` and one average of .grad after the last micro-batch, or "
                 "accumulate_(model.module, ...) to average and clip every micro-batch"
             )
+        self._is_unused = False
         self._sums = [p.grad for p in self._parameters]
         try:
             for parameter in self._parameters:

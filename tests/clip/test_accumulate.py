@@ -394,3 +394,9 @@ def test_accumulate_in_a_compiled_step():
         assert_norm(compiled(batch), reference.total_norm(grads))
         parts.append(clipped_by_hand(grads, 0.5))
     assert_sums(list(model.parameters()), parts)
+
+
+def test_accumulate_without_a_block_warns_that_nothing_is_clipped():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    with pytest.warns(tritonclip.ClippingWarning, match="without a block, and clips nothing"):
+        tritonclip.accumulate_([weight], 1.0)

@@ -225,3 +225,28 @@ def test_add_breaks_the_graph_of_a_compiled_step(path):
 
         assert float(step(torch.tensor([3.0, 4.0]))) == 6.0
     assert read(path).norms.tolist() == [5.0]
+
+
+def test_a_recorder_of_two_wrappers_warns(path):
+    def wrapped(recorder):
+        weight = torch.nn.Parameter(torch.zeros(2))
+        return tritonclip.ClippedOptimizer(torch.optim.SGD([weight]), 1.0, recorder=recorder)
+
+    with tritonclip.record(path) as recorder:
+        first = wrapped(recorder)
+        first.recorder = recorder
+        with pytest.warns(tritonclip.ClippingWarning, match="the steps of two wrappers"):
+            second = wrapped(recorder)
+        assert second.recorder is recorder
+
+
+def test_a_recorder_that_another_replaced_says_so(path):
+    first = tritonclip.record(path)
+    with tritonclip.record(path), pytest.raises(RuntimeError, match="another one was made for"):
+        first.add_(1.0)
+
+
+@pytest.mark.parametrize("each", ["all", 2])
+def test_each_is_true_or_false(path, each):
+    with pytest.raises(TypeError, match="each must be True or False"):
+        tritonclip.record(path, each=each)

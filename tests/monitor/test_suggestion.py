@@ -196,3 +196,16 @@ def test_spike_score_of_runs_that_follow_each_other(tmp_path):
     assert history.spike_score == 1 / 341
     assert tritonclip.suggest_max_norm(path, run=2).spike_score == 1 / 201
     assert tritonclip.suggest_max_norm(path, run=1).spike_score == 0
+
+
+def test_limits_of_another_norm_are_not_taken_for_limits_of_this_one(tmp_path):
+    """As of ClipByNorm(1.0), where 25 gradients of norm 0.4 have a norm of 2 together."""
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path) as recorder:
+        for step in range(200):
+            recorder.add_(
+                2.0 + step % 7 / 10 + (step % 33 == 32) * 20.0, coefficient=1.0, limit=1.0
+            )
+    suggestion = tritonclip.suggest_max_norm(path)
+    assert "limits of the run are not of this norm" in suggestion.reason
+    assert "in use" not in [candidate.origin for candidate in suggestion.candidates]

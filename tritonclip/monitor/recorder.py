@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tritonclip.messages import ClippingWarning
+from tritonclip.messages import ClippingWarning, warn_user
 from tritonclip.modes import refuse_tracer
 from tritonclip.monitor.history import COLUMNS, Cell, HistoryFile
 from tritonclip.monitor.row_buffer import Row, RowBuffer, Value
@@ -126,7 +126,9 @@ class Recorder:
         for name, choice in (("write", write), ("append", append)):
             if not (choice is None or isinstance(choice, bool)):
                 raise TypeError(f"{name} must be True, False or None, got {choice!r}")
-        self.every, self.each = every, bool(each)
+        if not isinstance(each, bool):
+            raise TypeError(f"each must be True or False, got {each!r}")
+        self.every, self.each = every, each
         self._write = _rank_decides() if write is None else write
         # Absolute: the program may change its folder.
         self.path = Path(path).absolute()
@@ -143,12 +145,15 @@ class Recorder:
         if known is not None:
             # As where a notebook's cell is run again. Its rows come first.
             known.close()
+            known._is_replaced = True
             self._rows.file = HistoryFile(self.path, find=self._write is not False)
             self.steps = self._rows.file.last_step
         _open[self.path] = self
         # Also at the end of the program.
         self._close = weakref.finalize(self, self._rows.flush)
-        self._is_closed = False
+        self._is_closed = self._is_replaced = False
+        # The ClippedOptimizer that adds its steps.
+        self._user: weakref.ref[object] | None = None
 
     @property
     def is_closed(self) -> bool:
@@ -310,6 +315,11 @@ class Recorder:
         self._names = names
 
     def _check_open(self) -> None:
+        if self._is_replaced:
+            raise RuntimeError(
+                f"this recorder of {self.path} was closed when another one was made for the same "
+                "file; expected the newer one: pass one recorder around, or give each a path"
+            )
         if self._is_closed:
             raise RuntimeError(
                 f"the recorder of {self.path} is closed; expected an open one: make a new one by "
@@ -320,6 +330,16 @@ class Recorder:
                 f"the recorder of {self.path} belongs to process {self._rows.process}, got a call "
                 "from a fork; record in that process, or make a recorder with another path here"
             )
+
+    def note_user(self, user: object) -> None:
+        """Warns where another live optimizer adds its steps, too."""
+        known = self._user and self._user()
+        if known is not None and known is not user:
+            warn_user(
+                f"the recorder of {self.path} takes the steps of two wrappers, whose rows will "
+                "alternate; expected a recorder for each, with another path"
+            )
+        self._user = weakref.ref(user)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -251,10 +251,19 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
     verdict, reason = _judge(norms, trend, limit)
     limits = run.limits[run.limits.isfinite()].unique().tolist()
     in_use = limits[0] if len(limits) == 1 else None
+    unclipped = (run.coefficients == 1) & (run.skipped != 1)
+    is_of_other_norm = bool((run.norms > (1 + 1e-5) * run.limits)[unclipped].any())
+    if is_of_other_norm:
+        in_use = None
     recommended = limit if verdict in ("clip", "drift") else None
     has_candidates = verdict not in ("clipped before", "constant")
     n_nonfinite = len(run) - n_finite
     reason += _on_limit_in_use(norms, verdict, in_use)
+    if is_of_other_norm:
+        reason += (
+            " The limits of the run are not of this norm: steps over them were not clipped, as "
+            "under ClipByNorm. A max_norm is for ClipByGlobalNorm."
+        )
     if len(norms) < _ENOUGH:
         reason += f" These are only {len(norms)} steps: record some hundred."
     if n_nonfinite:

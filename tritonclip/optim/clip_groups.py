@@ -58,8 +58,8 @@ _TWO_NORM = ClipByGlobalNorm(math.inf, eps=0.0)
 # Measures each gradient, and limits none.
 EACH = ClipByNorm(math.inf)
 NONFINITE_REMEDY = (
-    "Neither gradients nor parameters were changed. To go on, set nonfinite to 'propagate', 'zero' "
-    "or 'skip'"
+    "Neither gradients nor parameters were changed. To go on, drop the gradients by zero_grad(), "
+    "or set nonfinite to 'propagate', 'zero' or 'skip'"
 )
 
 

@@ -290,6 +290,8 @@ class ClippedOptimizer(OptimizerProxy):
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
         self._log.recorder, self._log.names = as_recorder(recorder), ParameterNames()
+        if recorder is not None:
+            recorder.note_user(self)
 
     @property
     def grad_scale(self) -> Any:

@@ -137,6 +137,11 @@ class OptimizerProxy(Optimizer):
     @torch.compiler.disable(recursive=False)
     def step(self, closure: Any = None) -> Any:
         """Runs hooks around `_step`, which subclasses define."""
+        if isinstance(closure, Tensor):
+            raise TypeError(
+                "step takes a closure, a function that computes the loss, got a tensor; expected "
+                "step(), after optimizer.loss = loss where a loss is to be judged"
+            )
         args: tuple[Any, ...] = (self,) if closure is None else (self, closure)
         kwargs: dict[str, Any] = {}
         for before in tuple(self._optimizer_step_pre_hooks.values()):
