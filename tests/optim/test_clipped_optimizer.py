@@ -244,4 +244,4 @@ def test_a_loss_in_place_of_a_closure_raises():
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = ClippedOptimizer(torch.optim.SGD([weight], lr=0.1), 1.0)
     with pytest.raises(TypeError, match=r"got a tensor; expected step\(\), after optimizer.loss"):
-        optimizer.step(weight.sum())  # type: ignore[arg-type]
+        optimizer.step(weight.sum())

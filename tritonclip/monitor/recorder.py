@@ -112,6 +112,9 @@ class Recorder:
         steps: the number of the last step, counted from 1 and through resumed runs.
     """
 
+    # Whether it was closed because another one was made for its file.
+    _is_replaced = False
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -151,7 +154,7 @@ class Recorder:
         _open[self.path] = self
         # Also at the end of the program.
         self._close = weakref.finalize(self, self._rows.flush)
-        self._is_closed = self._is_replaced = False
+        self._is_closed = False
         # The ClippedOptimizer that adds its steps.
         self._user: weakref.ref[object] | None = None
 
