@@ -85,6 +85,8 @@ static PyObject *advance_quantiles(PyObject *module, PyObject *const *arguments,
     PyObject *limits = PyList_New(n);
     for (Py_ssize_t i = 0; limits && i < n; i++, row += window + 1) {
         double norm = PyFloat_AsDouble(PyList_GetItem(arguments[1], i));
+        /* A number of norms that none can be, as in a damaged checkpoint, would point beyond the row. */
+        if (!(row[window] >= 0 && row[window] < 0x1p53)) row[window] = 0;
         if (norm > 0 && norm < INFINITY) {
             row[(Py_ssize_t)row[window] % window] = norm;
             row[window] += 1;

@@ -133,7 +133,8 @@ def test_async_error_of_a_device_leaves_everything_as_before_the_step(make, rule
         # It would be an outlier, which is skipped.
         optimizer.skip_above = None
         optimizer.step()
-    message = r"Step 3, counted from 0, has non-finite gradients: beta; .*: alpha before them, gamm"
+    kind = "gradients whose norms are not finite" if rule.per_unit else "non-finite gradients"
+    message = f"Step 3, counted from 0, has {kind}: beta; .*: alpha before them, gamm"
     assert steps_until_error(params, optimizer, message) == LAG - 1
     assert_bits(params, before)
     assert_bits(state_of(optimizer, params), state)
@@ -475,3 +476,25 @@ def test_async_error_shows_global_norms_that_chunks_give(backend):
             optimizer.step()
             norms.append(optimizer.stats.last_norm)
     torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
+
+
+def test_async_error_is_raised_where_the_recorder_of_its_step_failed(monkeypatch):
+    with decided_on_device():
+        params, optimizer = wrapped(FUSED)
+        give_grads(params, 0)
+        optimizer.step()
+        before = copies(params)
+        give_grads(params, 1, bad=math.nan)
+        with monkeypatch.context() as patch:
+            patch.setattr(optimizer.stats, "record_", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        give_grads(params, 2)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"^Step 1, counted from 0"):
+            optimizer.synchronize()
+        assert_bits(params, before)
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt

@@ -204,3 +204,47 @@ def test_loss_on_a_gpu(cuda_backend):
     for at in range(8):
         step_with(params, optimizer, torch.tensor(-1.0 - 0.1 * (at % 3), device="cuda"))
     assert step_with(params, optimizer, torch.tensor(0.5, device="cuda"))
+
+
+def test_a_loss_ends_with_its_step_or_with_the_test_of_losses():
+    params, optimizer = filled()
+    step_with(params, optimizer, 1.0, 1.0)
+    assert optimizer.loss is None
+    optimizer.loss = 3.0
+    optimizer.skip_above = 100.0
+    optimizer.skip_above = ABOVE
+    assert optimizer.loss is None
+
+
+def test_a_loss_is_that_of_the_moment_when_it_was_set():
+    _, optimizer = wrapped(sgd, skip_above=ABOVE)
+    running = torch.tensor(3.0)
+    optimizer.loss = running
+    running.zero_()
+    assert float(optimizer.loss) == 3.0
+
+
+def test_a_repeated_step_sends_its_loss_once(monkeypatch):
+    from tritonclip.optim import states
+
+    sent: list[float] = []
+
+    def mean_of_all(loss, device):
+        sent.append(loss)
+        return float(loss)
+
+    monkeypatch.setattr(states, "mean_of_all", mean_of_all)
+    params, optimizer = filled()
+    give_grads(params, 1)
+    optimizer.loss, sent[:] = 1.0, []
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer.optimizer, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    optimizer.step()
+    assert sent == [1.0]
+    assert optimizer.loss is None
+
+
+def interrupted():
+    raise KeyboardInterrupt

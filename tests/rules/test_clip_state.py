@@ -321,3 +321,29 @@ def test_a_state_begun_in_inference_mode_goes_on(rule):
     with decided_on_device():
         run(rule, loaded, range(12, 20))
     assert loaded.steps == state.steps == 20
+
+
+@pytest.mark.parametrize("spoil", [lambda v: v.fill_(-2.0), lambda v: v.fill_(math.nan)])
+def test_a_damaged_count_of_norms_starts_anew(spoil):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    rule, state = tritonclip.ClipByOwnQuantile(0.5, 4), tritonclip.ClipState()
+    weight.grad = torch.ones(2)
+    tritonclip.clip_(weight, rule, state=state)
+    saved = state.state_dict()
+    spoil(saved["values"][:, -1])
+    state.load_state_dict(saved)
+    tritonclip.clip_(weight, rule, state=state)
+    assert float(state.state_dict()["values"][0, -1]) == 1.0
+
+
+def test_rows_of_another_shape_are_of_another_rule():
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(5)]
+    rule, state = tritonclip.ClipByOwnQuantile(0.5, 4), tritonclip.ClipState()
+    for weight in weights:
+        weight.grad = torch.ones(2)
+    tritonclip.clip_(weights, rule, state=state)
+    saved = state.state_dict()
+    saved["values"] = torch.zeros(5, dtype=torch.float64)
+    state.load_state_dict(saved)
+    with pytest.raises(ValueError, match="state"):
+        tritonclip.clip_(weights, rule, state=state)

@@ -177,7 +177,7 @@ class NativeBatch:
         return norms
 
     def two_norms(self) -> tuple[PartialNorms, PartialNorms]:
-        """Measures the 2-norms of all gradients, as `norm` does to the bit, and of each."""
+        """Measures the 2-norms of all gradients, as `norm` does, and of each."""
         total, each = loops.two_norms(*self._list)
         norms = [total]
         if self.layout.is_double:

@@ -70,6 +70,11 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
     return not isinstance(optimizer, SGD) or not any(_lacks_momentum(optimizer, g) for g in groups)
 
 
+def has_momentum(optimizer: Optimizer) -> bool:
+    """Whether it is SGD with momentum, which decides on the device once its state is complete."""
+    return isinstance(optimizer, SGD) and any(g["momentum"] for g in optimizer.param_groups)
+
+
 def _lacks_momentum(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     return bool(group["momentum"]) and any(
         p.grad is not None and optimizer.state.get(p, {}).get("momentum_buffer") is None

@@ -126,6 +126,11 @@ class ClipGroup:
         """The norm of all before clipping; 0-d where the host does not decide."""
         return 0.0 if self.norms is None else _norm_of_all(self.norms)
 
+    @property
+    def reads_norms(self) -> bool:
+        """Whether `finite_reader` reads norms that may not fit though the gradients are finite."""
+        return self.largest is None and (self.rule.per_unit or self.rule.spectral)
+
     def finite_reader(self) -> Callable[[], list[bool]] | None:
         """Reads which gradients are finite, from norms alone: it keeps no gradient alive.
 

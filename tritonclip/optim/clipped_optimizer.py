@@ -15,7 +15,13 @@ from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import ClipStats
-from tritonclip.optim.amp import Handshake, step_unless, takes_found_inf, takes_scaling
+from tritonclip.optim.amp import (
+    Handshake,
+    has_momentum,
+    step_unless,
+    takes_found_inf,
+    takes_scaling,
+)
 from tritonclip.optim.checkpoint import (
     STATS_KEY,
     keep_rules_out_,
@@ -258,6 +264,9 @@ class ClippedOptimizer(OptimizerProxy):
     @skip_above.setter
     def skip_above(self, skip_above: float | Outlier | None) -> None:
         self._log.states.skip_above = as_skip_bound(skip_above)
+        if not isinstance(skip_above, Outlier):
+            # Nothing would judge it.
+            self._log.states.loss = None
 
     @property
     def loss(self) -> float | Tensor | None:
@@ -362,7 +371,9 @@ class ClippedOptimizer(OptimizerProxy):
         """
         self._guard.open = True
         try:
-            return super().step(closure)
+            result = super().step(closure)
+            self._log.states.loss = None
+            return result
         except BaseException as error:
             self._end_failed(error)
             raise
@@ -438,6 +449,7 @@ class ClippedOptimizer(OptimizerProxy):
             if all(argument is None for argument in (*args, *kwargs.values())):
                 amp.begun = self._begin()
                 if amp.begun is None:
+                    self._log.states.loss = None
                     return None
                 amp.found_inf = None
             return self.step(*args, **kwargs)
@@ -505,6 +517,7 @@ class ClippedOptimizer(OptimizerProxy):
             self._nonfinite == "async_error"
             and not choose.host_decides(first_device(self.optimizer.param_groups))
             and self._decides_on_device()
+            and not (self._partition.processes is not None and has_momentum(self.optimizer))
         )
 
     def synchronize(self) -> None:

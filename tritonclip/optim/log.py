@@ -42,6 +42,10 @@ class StepLog:
         """Adds a step that was clipped; its flags may say on the device that it was left out."""
         assert step.outcomes is not None
         self.states.steps += 1
+        found = None
+        if step.held is not None:
+            # First: whatever raises below, the step is known to be left out.
+            found = self.errors.add(self.states.steps - 1, step.held, step.clip_groups)
         if step.follows:
             step.commit(step.stop)
         if step.outlier is not None:
@@ -51,9 +55,7 @@ class StepLog:
             self._record(step, step.stop)
         if step.skip is not None:
             self.watch.look(self.stats.consecutive_skips, waited=False)
-        if step.held is not None:
-            found = self.errors.add(self.states.steps - 1, step.held, step.clip_groups)
-            self._raise(found, step.param_groups)
+        self._raise(found, step.param_groups)
 
     def settle(self, groups: Groups) -> None:
         """Raises the error of a step that the device has left out; waits for the device."""

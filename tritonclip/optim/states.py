@@ -99,7 +99,8 @@ def as_loss(loss: object, skip_above: float | Outlier | None) -> float | Tensor 
     kind = type(loss).__name__
     if isinstance(loss, Tensor) and not hasattr(loss, "full_tensor"):
         if loss.is_floating_point() and loss.dim() == 0:
-            return loss.detach()
+            # A copy: a running sum may be reset before the step.
+            return loss.detach().clone()
         kind = f"shape {tuple(loss.shape)} of {loss.dtype}"
     raise TypeError(
         f"loss must be a floating-point tensor without dimensions, or a number, got {kind}; "
@@ -254,14 +255,21 @@ class RuleStates:
         state = self._states.setdefault(key_of(group_index), ClipState())
         return bound_rule.onto(state, numbering) if state.remembers(bound_rule.rule) else bound_rule
 
-    def judge(self, norm: float | Tensor, dtype: torch.dtype = torch.float64) -> Judgement:
-        """Whether a norm is an outlier, by those before, or the loss, which is then dropped.
+    def judge(
+        self,
+        norm: float | Tensor,
+        dtype: torch.dtype = torch.float64,
+        *,
+        known: Judgement | None = None,
+    ) -> Judgement:
+        """Whether a norm is an outlier, by those before, or the loss.
 
         Waits for nothing, but for a loss on another device than the norm.
 
         Args:
             norm: a number where the host decides; else 0-d.
             dtype: of a number, before it was one.
+            known: of the same step, whose loss other processes do not send again.
         """
         above = self.skip_above
         assert above is not None
@@ -271,13 +279,17 @@ class RuleStates:
                 above = c_float(above).value
             return Judgement(norm, None, norm > above, ())
         flag, own = self._test(_OUTLIERS, above, norm)
-        loss, self.loss = self.loss, None
-        if loss is None:
+        if known is not None:
+            mean = known.loss
+        elif self.loss is None:
+            mean = None
+        else:
+            mean = mean_of_all(self.loss, None if isinstance(norm, float) else norm.device)
+        if mean is None:
             return Judgement(norm, None, flag, (own,))
-        mean = mean_of_all(loss, None if isinstance(norm, float) else norm.device)
         its_flag, its = self._test(_LOSSES, _of_losses(above), mean)
         # Two numbers, or two tensors.
-        return Judgement(norm, loss, flag | its_flag, (own, its))
+        return Judgement(norm, mean, flag | its_flag, (own, its))
 
     def _test(
         self, owner: str, above: Outlier, number: float | Tensor
@@ -355,7 +367,7 @@ class Judgement(NamedTuple):
 
     Attributes:
         norm: of the step: a number where the host decides; else 0-d.
-        loss: likewise; None where none was given.
+        loss: likewise, the mean over all processes; None where none was given.
         flag: likewise; 0-d bool.
         tests: the states of its tests, and their values after this step.
     """

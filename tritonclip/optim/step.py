@@ -328,8 +328,7 @@ class Step:
                     group.bound_rule = states.take_over(group.index, group.bound_rule, rows)
         if self.outlier is not None and states.skip_above is not None:
             # The step goes on as it was judged.
-            states.loss = self.outlier.loss
-            again = states.judge(self.outlier.norm)
+            again = states.judge(self.outlier.norm, known=self.outlier)
             self.outlier = again._replace(flag=self.outlier.flag)
 
 

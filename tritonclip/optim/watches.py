@@ -120,6 +120,11 @@ class LeftOut:
             for group in clip_groups
             if (read := group.finite_reader()) is not None
         ]
+        self._kind = (
+            "gradients whose norms are not finite"
+            if any(group.reads_norms for group in clip_groups)
+            else "non-finite gradients"
+        )
 
     def error(self, n_after: int, param_groups: Groups) -> RuntimeError:
         """The error that names its gradients with NaN or inf; other processes call this, too.
@@ -137,7 +142,7 @@ class LeftOut:
         steps = "step" if n_after == 1 else f"{n_after} steps"
         after = f" and of the {steps} after it" if n_after else ""
         blame = (
-            f"has non-finite gradients: {names}{nearest_finite(found, param_groups)}"
+            f"has {self._kind}: {names}{nearest_finite(found, param_groups)}"
             if names
             else "is non-finite: every gradient is finite, but their norm does not fit its dtype"
         )

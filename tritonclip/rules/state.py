@@ -159,7 +159,8 @@ class ClipState:
         if not kind or not self._kind:
             return True
         form = self._form
-        if kind != self._kind or (form and form[-1] != len(rule.start())):
+        n_dims = 1 + getattr(rule, "per_gradient", False)
+        if kind != self._kind or (form and (form[-1] != len(rule.start()) or len(form) != n_dims)):
             return False
         self._known_rule = rule
         return True
