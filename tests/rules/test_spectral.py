@@ -96,6 +96,25 @@ def test_clip_by_spectral_norm_divides_by_the_loss_scale(device, grad_scale, sof
     assert_clipped(model, before, 0.5, soft=soft)
 
 
+@FORMS
+@pytest.mark.parametrize(
+    ("dtype", "grad_scale"),
+    [(torch.float16, 1 / 16), (torch.bfloat16, 3.0)],
+    ids=["float16 overflows", "bfloat16 rounds"],
+)
+def test_clip_by_spectral_norm_rounds_once_under_a_loss_scale(device, dtype, grad_scale, soft):
+    tensors = [torch.diag(torch.tensor([5000.0, 10.0])), 3 * normal((64, 64), dtype, "cpu", 0)]
+    tensors += [torch.full((2, 2), 2.0**-9), normal((5,), dtype, "cpu", 1)]
+    grads = [x.to(device, dtype) for x in tensors]
+    before = [grad.double() / grad_scale for grad in grads]
+    with tritonclip.verify():
+        tritonclip.clip_tensors_(grads, ClipBySpectralNorm(0.5, soft), grad_scale=grad_scale)
+    for grad, wide in zip(grads, before, strict=True):
+        truth = reference.spectrally_clipped(wide, 0.5, soft=soft).to(device)
+        # Where products are not exact, some elements fall to the other side of a tie.
+        assert (grad != truth.to(dtype)).double().mean() <= 0.02
+
+
 def test_clip_by_spectral_norm_keeps_all_bits_below_the_limit(device):
     model = make_model(device=device)
     # Over it is the 2-norm of the convolution, and no singular value.

@@ -128,19 +128,21 @@ def clipped(
     limit: float,
     *,
     soft: bool,
+    grad_scale: float = 1.0,
 ) -> Iterator[tuple[int, Tensor]]:
     """Clips matrices, a stack at a time, out of place; the host reads what it decides by.
 
     Args:
         tensors: of any shape.
         bounds: of the largest singular value of each: at least, at most; NaN to pass it over.
-        limit: positive and finite.
+        limit: positive and finite, of results.
         soft: the smooth form.
+        grad_scale: the loss scale that tensors and bounds still carry, and results do not.
 
     Yields:
         The index of each matrix that changes, and the new one in its dtype and shape.
     """
-    floors = [untouched_below(limit, x.dtype, soft=soft) for x in tensors]
+    floors = [untouched_below(limit * grad_scale, x.dtype, soft=soft) for x in tensors]
     over = [i for i, (_, most) in enumerate(bounds) if most > floors[i]]
     for members in stacks(tensors, over):
         stack, floor = stack_of([tensors[i] for i in members]), floors[members[0]]
@@ -157,25 +159,28 @@ def clipped(
                 stack = stack if len(chosen) == len(stack) else stack[chosen]
         if not members:
             continue
-        made = _clip_stack(stack, limit, max(most), soft=soft)
+        made = _clip_stack(stack, limit, max(most), grad_scale, soft=soft)
         for i, matrix in zip(members, made.unbind(), strict=True):
             x = tensors[i]
             is_tall = x.shape[0] > matrix.shape[0]
             yield i, (matrix.mT if is_tall else matrix).reshape(x.shape).to(x.dtype)
 
 
-def _clip_stack(stack: Tensor, limit: float, most: float, *, soft: bool) -> Tensor:
-    """The stack with singular values clipped; `most` bounds them from above."""
+def _clip_stack(
+    stack: Tensor, limit: float, most: float, grad_scale: float, *, soft: bool
+) -> Tensor:
+    """The stack without its loss scale, clipped; `most` bounds its singular values from above."""
+    ratio = limit * grad_scale / most
     with torch.autocast(stack.device.type, enabled=False):
         # In two factors, neither of which leaves the range of float32.
         largest = float(stack.detach().abs().max())
         x, unit = stack / largest / (most / largest), 1.0
-        stages = list(_stages(limit / most, soft=soft))
+        stages = list(_stages(ratio, soft=soft))
         for number, (bound, span) in enumerate(stages):
             edge = _EDGE[x.dtype] if number == len(stages) - 1 else _LOOSE_EDGE
             x, unit = x * (unit / bound), bound
             x = _coefficient(x, span, edge, soft=soft) @ x
-        return x * (unit * most)
+        return x * (unit / ratio * limit)
 
 
 def _stages(limit: float, *, soft: bool) -> Iterator[tuple[float, float]]:
