@@ -201,11 +201,12 @@ def test_clip_by_spectral_norm_takes_missing_and_odd_gradients(device):
 
 
 @FORMS
-def test_clip_by_spectral_norm_passes_verification(device, soft):
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_clip_by_spectral_norm_passes_verification(device, dtype, soft):
     with tritonclip.verify():
         for scale in (1.0, 4.0):
             for size in (3.0, 0.01):
-                model = make_model(device=device)
+                model = make_model(dtype, device)
                 fill(model, size)
                 rule = ClipBySpectralNorm(LIMIT, soft, exclude=model[1])
                 tritonclip.clip_(model, rule, grad_scale=scale)
