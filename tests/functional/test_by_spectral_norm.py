@@ -141,6 +141,13 @@ def test_clip_by_spectral_norm_neither_overflows_nor_underflows(device, scale, s
 
 
 @FORMS
+def test_clip_by_spectral_norm_takes_limits_far_below_the_largest_number(device, soft):
+    x = torch.diag(torch.tensor([1e200, 1e199], dtype=torch.float64)).to(device)
+    clipped = clip_by_spectral_norm(x, 1e-200, soft)
+    torch.testing.assert_close(clipped.cpu() * 1e200, torch.eye(2, dtype=x.dtype))
+
+
+@FORMS
 def test_clip_by_spectral_norm_follows_nan_and_inf_as_clip_by_norm(device, soft):
     xs = [torch.randn(3, 4, device=device) for _ in range(3)]
     xs[0][0, 0], xs[1][1, 1] = math.nan, math.inf

@@ -19,6 +19,7 @@ larger limit first changes nothing of the result, and of a soft one only the lim
 """
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -170,7 +171,7 @@ def _clip_stack(
     stack: Tensor, limit: float, most: float, grad_scale: float, *, soft: bool
 ) -> Tensor:
     """The stack without its loss scale, clipped; `most` bounds its singular values from above."""
-    ratio = limit * grad_scale / most
+    ratio = max(limit * grad_scale / most, sys.float_info.min)
     with torch.autocast(stack.device.type, enabled=False):
         # In two factors, neither of which leaves the range of float32.
         largest = float(stack.detach().abs().max())
