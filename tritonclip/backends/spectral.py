@@ -50,6 +50,8 @@ _CAREFUL_SQUARINGS = 7
 _STEPS = 64
 # Elements of a stack: more only where one matrix has more.
 _STACKED = 2**24
+# Singular values of a stack have one scale: beside much larger ones, small matrices would vanish.
+_STACKED_BINADES = 60
 
 
 def is_matrix(tensor: Tensor) -> bool:
@@ -144,8 +146,12 @@ def clipped(
         The index of each matrix that changes, and the new one in its dtype and shape.
     """
     floors = [untouched_below(limit * grad_scale, x.dtype, soft=soft) for x in tensors]
-    over = [i for i, (_, most) in enumerate(bounds) if most > floors[i]]
-    for members in stacks(tensors, over):
+    alike: dict[int, list[int]] = {}
+    for i, (_, size) in enumerate(bounds):
+        if size > floors[i]:
+            binades = math.frexp(size)[1] - math.frexp(floors[i])[1]
+            alike.setdefault(binades // _STACKED_BINADES, []).append(i)
+    for members in (stack for over in alike.values() for stack in stacks(tensors, over)):
         stack, floor = stack_of([tensors[i] for i in members]), floors[members[0]]
         least, most = ([bounds[i][side] for i in members] for side in (0, 1))
         # Of a list that was only measured by 2-norms, nothing is known from below.
