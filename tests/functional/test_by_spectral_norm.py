@@ -156,6 +156,13 @@ def test_clip_by_spectral_norm_keeps_small_matrices_beside_huge_ones(device, sof
 
 
 @FORMS
+@pytest.mark.parametrize("limit", [1.0, 4e38], ids="{:g}".format)
+def test_clip_by_spectral_norm_takes_norms_beyond_float32(device, limit, soft):
+    x = torch.tensor([[3e38, 3e38], [3e38, -3e38]], device=device)
+    assert error(clip_by_spectral_norm(x, limit, soft), x, limit, soft=soft) <= 2e-4 * limit
+
+
+@FORMS
 def test_clip_by_spectral_norm_follows_nan_and_inf_as_clip_by_norm(device, soft):
     xs = [torch.randn(3, 4, device=device) for _ in range(3)]
     xs[0][0, 0], xs[1][1, 1] = math.nan, math.inf

@@ -50,6 +50,8 @@ _CAREFUL_SQUARINGS = 7
 _STEPS = 64
 # Elements of a stack: more only where one matrix has more.
 _STACKED = 2**24
+# The largest factor that is applied at once.
+_HUGE = 2.0**100
 # Singular values of a stack have one scale: beside much larger ones, small matrices would vanish.
 _STACKED_BINADES = 60
 
@@ -187,7 +189,9 @@ def _clip_stack(
             edge = _EDGE[x.dtype] if number == len(stages) - 1 else _LOOSE_EDGE
             x, unit = x * (unit / bound), bound
             x = _coefficient(x, span, edge, soft=soft) @ x
-        return x * (unit / ratio * limit)
+        # A limit may be beyond the range of float32 where no element of the result is.
+        size = unit / ratio * limit
+        return x * size if size <= _HUGE else x * _HUGE * (size / _HUGE)
 
 
 def _stages(limit: float, *, soft: bool) -> Iterator[tuple[float, float]]:
