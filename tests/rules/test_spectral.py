@@ -212,6 +212,15 @@ def test_clip_by_spectral_norm_passes_verification(device, dtype, soft):
                 tritonclip.clip_(model, rule, grad_scale=scale)
 
 
+@FORMS
+def test_clip_by_spectral_norm_of_singular_values_beyond_float32_passes_verification(device, soft):
+    grad = torch.tensor([[3e38, 3e38], [3e38, -3e38]], device=device)
+    truth = reference.spectrally_clipped(grad, 1.0, soft=soft)
+    with tritonclip.verify():
+        tritonclip.clip_tensors_([grad], ClipBySpectralNorm(1.0, soft))
+    torch.testing.assert_close(grad.cpu().double(), truth, rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("broken", ["clipped", "extremes"])
 def test_verification_notices_wrong_singular_values(monkeypatch, broken):
     real = getattr(spectral, broken)
