@@ -141,6 +141,28 @@ def test_clip_by_spectral_norm_neither_overflows_nor_underflows(device, scale, s
 
 
 @FORMS
+def test_clip_by_spectral_norm_takes_limits_far_below_the_largest_number(device, soft):
+    x = torch.diag(torch.tensor([1e200, 1e199], dtype=torch.float64)).to(device)
+    clipped = clip_by_spectral_norm(x, 1e-200, soft)
+    torch.testing.assert_close(clipped.cpu() * 1e200, torch.eye(2, dtype=x.dtype))
+
+
+@FORMS
+def test_clip_by_spectral_norm_keeps_small_matrices_beside_huge_ones(device, soft):
+    values = torch.linspace(0.1, 3, 6, dtype=torch.float64)
+    huge, small = [(size * matrix(values, 9)).to(device).float() for size in (1e30, 1e-18)]
+    clipped = clip_by_spectral_norm([huge, small], 1e-18, soft)[1]
+    assert error(clipped, small, 1e-18, soft=soft) <= 2e-4 * 1e-18
+
+
+@FORMS
+@pytest.mark.parametrize("limit", [1.0, 4e38], ids="{:g}".format)
+def test_clip_by_spectral_norm_takes_norms_beyond_float32(device, limit, soft):
+    x = torch.tensor([[3e38, 3e38], [3e38, -3e38]], device=device)
+    assert error(clip_by_spectral_norm(x, limit, soft), x, limit, soft=soft) <= 2e-4 * limit
+
+
+@FORMS
 def test_clip_by_spectral_norm_follows_nan_and_inf_as_clip_by_norm(device, soft):
     xs = [torch.randn(3, 4, device=device) for _ in range(3)]
     xs[0][0, 0], xs[1][1, 1] = math.nan, math.inf

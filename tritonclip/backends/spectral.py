@@ -19,6 +19,7 @@ larger limit first changes nothing of the result, and of a soft one only the lim
 """
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -49,6 +50,10 @@ _CAREFUL_SQUARINGS = 7
 _STEPS = 64
 # Elements of a stack: more only where one matrix has more.
 _STACKED = 2**24
+# The largest factor that is applied at once.
+_HUGE = 2.0**100
+# Singular values of a stack have one scale: beside much larger ones, small matrices would vanish.
+_STACKED_BINADES = 60
 
 
 def is_matrix(tensor: Tensor) -> bool:
@@ -128,21 +133,27 @@ def clipped(
     limit: float,
     *,
     soft: bool,
+    grad_scale: float = 1.0,
 ) -> Iterator[tuple[int, Tensor]]:
     """Clips matrices, a stack at a time, out of place; the host reads what it decides by.
 
     Args:
         tensors: of any shape.
         bounds: of the largest singular value of each: at least, at most; NaN to pass it over.
-        limit: positive and finite.
+        limit: positive and finite, of results.
         soft: the smooth form.
+        grad_scale: the loss scale that tensors and bounds still carry, and results do not.
 
     Yields:
         The index of each matrix that changes, and the new one in its dtype and shape.
     """
-    floors = [untouched_below(limit, x.dtype, soft=soft) for x in tensors]
-    over = [i for i, (_, most) in enumerate(bounds) if most > floors[i]]
-    for members in stacks(tensors, over):
+    floors = [untouched_below(limit * grad_scale, x.dtype, soft=soft) for x in tensors]
+    alike: dict[int, list[int]] = {}
+    for i, (_, size) in enumerate(bounds):
+        if size > floors[i]:
+            binades = math.frexp(size)[1] - math.frexp(floors[i])[1]
+            alike.setdefault(binades // _STACKED_BINADES, []).append(i)
+    for members in (stack for over in alike.values() for stack in stacks(tensors, over)):
         stack, floor = stack_of([tensors[i] for i in members]), floors[members[0]]
         least, most = ([bounds[i][side] for i in members] for side in (0, 1))
         # Of a list that was only measured by 2-norms, nothing is known from below.
@@ -157,25 +168,30 @@ def clipped(
                 stack = stack if len(chosen) == len(stack) else stack[chosen]
         if not members:
             continue
-        made = _clip_stack(stack, limit, max(most), soft=soft)
+        made = _clip_stack(stack, limit, max(most), grad_scale, soft=soft)
         for i, matrix in zip(members, made.unbind(), strict=True):
             x = tensors[i]
             is_tall = x.shape[0] > matrix.shape[0]
             yield i, (matrix.mT if is_tall else matrix).reshape(x.shape).to(x.dtype)
 
 
-def _clip_stack(stack: Tensor, limit: float, most: float, *, soft: bool) -> Tensor:
-    """The stack with singular values clipped; `most` bounds them from above."""
+def _clip_stack(
+    stack: Tensor, limit: float, most: float, grad_scale: float, *, soft: bool
+) -> Tensor:
+    """The stack without its loss scale, clipped; `most` bounds its singular values from above."""
+    ratio = max(limit * grad_scale / most, sys.float_info.min)
     with torch.autocast(stack.device.type, enabled=False):
         # In two factors, neither of which leaves the range of float32.
         largest = float(stack.detach().abs().max())
         x, unit = stack / largest / (most / largest), 1.0
-        stages = list(_stages(limit / most, soft=soft))
+        stages = list(_stages(ratio, soft=soft))
         for number, (bound, span) in enumerate(stages):
             edge = _EDGE[x.dtype] if number == len(stages) - 1 else _LOOSE_EDGE
             x, unit = x * (unit / bound), bound
             x = _coefficient(x, span, edge, soft=soft) @ x
-        return x * (unit * most)
+        # A limit may be beyond the range of float32 where no element of the result is.
+        size = unit / ratio * limit
+        return x * size if size <= _HUGE else x * _HUGE * (size / _HUGE)
 
 
 def _stages(limit: float, *, soft: bool) -> Iterator[tuple[float, float]]:

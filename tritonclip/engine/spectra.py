@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonclip.backends import spectral
+from tritonclip.backends import choose, spectral
 from tritonclip.backends.interface import Batch, Clip
-from tritonclip.backends.operators import unscaled
+from tritonclip.backends.operators import TorchBatch, unscaled
 from tritonclip.engine.gradients import Gradients, parameters_of
 from tritonclip.rules import Rule
 
@@ -18,8 +18,8 @@ from tritonclip.rules import Rule
 class SpectralBatch:
     """The gradients of a group in one call, as :class:`tritonclip.backends.interface.UnitBatch`.
 
-    Vectors, and what is not finite, are scaled by their 2-norms through the backend of the group;
-    matrices over the limit are then written a stack at a time. Partial norms are [3, n]: the 2-norm
+    Matrices over the limit are written a stack at a time; vectors, and what is not finite, are then
+    scaled by their 2-norms through the backend of the group. Partial norms are [3, n]: the 2-norm
     of each gradient, and what its largest singular value is at least and at most.
 
     Args:
@@ -72,23 +72,46 @@ class SpectralBatch:
         """
         result = self.total_each(norms, 2.0, clip.grad_scale)
         limit, is_erased = float(clip.limit), clip.erase is not None and bool(clip.erase)
-        known = unscaled(norms, 2.0, clip.grad_scale).tolist()
+        scale, known = float(clip.grad_scale), unscaled(norms, 2.0, clip.grad_scale).tolist()
         limits, bounds = [], []
         for grad, exempt, size, least, most in zip(self._grads, self._exempt, *known, strict=True):
             by_norm = not (
                 spectral.is_matrix(grad) and math.isfinite(size) and 0 < limit < math.inf
             )
             limits.append(math.inf if exempt or not by_norm else self._norm_after(size, limit))
-            bounds.append((least, math.nan if exempt or by_norm else min(most, size)))
+            most = math.nan if exempt or by_norm else min(most, size)
+            bounds.append((least * scale, most * scale))
         after = torch.tensor(limits, dtype=norms.dtype, device=norms.device)
-        partials = self._batch.partials_each(norms[0], 2.0)
-        self._batch.scale_each_(partials, Clip(2.0, 0.0, after, clip.grad_scale, clip.erase))
-        if not is_erased:
-            for i, new in spectral.clipped(self._grads, bounds, limit, soft=self._soft):
-                self._grads[i].copy_(new)
+        written = set() if is_erased else self._clip_matrices_(bounds, limit, scale)
+        batch: Batch | None = self._batch
+        sizes = norms[0]
+        if written and scale != 1:
+            # Those that are clipped carry no loss scale any more.
+            left = [i for i in range(len(limits)) if i not in written]
+            batch, sizes, after = self._part(left), sizes[left], after[left]
+        if batch is not None:
+            partials = batch.partials_each(sizes, 2.0)
+            batch.scale_each_(partials, Clip(2.0, 0.0, after, clip.grad_scale, clip.erase))
         pairs = zip(known[1], self._exempt, strict=True)
         ratios = [1.0 if e else self._norm_after(s, limit) / s if s else 1.0 for s, e in pairs]
         return result, torch.tensor(ratios, dtype=result.dtype, device=result.device)
+
+    def _clip_matrices_(
+        self, bounds: list[tuple[float, float]], limit: float, scale: float
+    ) -> set[int]:
+        """Divides matrices over the limit by the loss scale and clips them; returns which."""
+        written = set()
+        made = spectral.clipped(self._grads, bounds, limit, soft=self._soft, grad_scale=scale)
+        for i, new in made:
+            self._grads[i].copy_(new)
+            written.add(i)
+        return written
+
+    def _part(self, indices: list[int]) -> Batch | None:
+        """Some of the gradients in the hands of PyTorch; None for none."""
+        grads = [self._grads[i] for i in indices]
+        on_host = bool(grads) and choose.host_decides(grads[0].device)
+        return TorchBatch(grads, self._dtype, on_host=on_host) if grads else None
 
     def _norm_after(self, norm: float, limit: float) -> float:
         """What a singular value becomes; the limit for one that is not finite."""

@@ -433,8 +433,14 @@ class MatrixReference:
         """
         if self._exempt[index] or limit == math.inf:
             return before, 0.0
+        if norm == math.inf and min(_as_matrix(before).shape) > 1:
+            # Rounded to the dtype of results, where it may be beyond the range.
+            norm = self.norm_of(before)
         if not 0 < norm < math.inf or not limit:
             return scaled(before, coefficient_of(norm, limit, 0.0)), 0.0
+        if not self._soft and norm_of(before, 2.0) * (1 + 1e-5) < limit:
+            # Not rebuilt: the product would differ in the last bits of float64.
+            return before, 0.0
         u, values, v = torch.linalg.svd(_as_matrix(before), full_matrices=False)
         if self._soft:
             values = values / (1 + (values / limit).square()).sqrt()

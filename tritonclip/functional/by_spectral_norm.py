@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends import spectral
+from tritonclip.backends.operators import wide_dtype
 from tritonclip.engine.traced import break_graph
 from tritonclip.functional.by_engine import norms_of_each, scaled
 from tritonclip.functional.by_norm import clip_by_norm
@@ -107,6 +108,11 @@ def _clip_each(values: list[Tensor], limit: float, *, soft: bool) -> list[Tensor
             "clip_by_spectral_norm reads the norms of matrices, and torch.func.vmap has no numbers "
             "for them; expected a call outside: clip_by_spectral_norm(list(batch), c)"
         ) from error
+    # That of a finite matrix may be beyond the range of its dtype.
+    known = [
+        _wide_norm(x) if norm == math.inf and spectral.is_matrix(x) else norm
+        for x, norm in zip(values, known, strict=True)
+    ]
     # One norm tells all of a vector, of what is not finite, and of what any limit leaves or zeroes.
     bounds = [
         (0.0, norm if is_limit and math.isfinite(norm) and spectral.is_matrix(x) else math.nan)
@@ -122,6 +128,11 @@ def _clip_each(values: list[Tensor], limit: float, *, soft: bool) -> list[Tensor
     made = dict(zip(by_norm, vectors, strict=True))
     made.update(spectral.clipped(values, bounds, limit, soft=soft))
     return [made[i] if i in made else x.clone() for i, x in enumerate(values)]
+
+
+def _wide_norm(x: Tensor) -> float:
+    """The 2-norm of a tensor in the wide dtype."""
+    return float(torch.linalg.vector_norm(x.detach(), dtype=wide_dtype(x.device)))
 
 
 def _refuse(tensors: list[Tensor]) -> None:
