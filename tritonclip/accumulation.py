@@ -75,7 +75,8 @@ def accumulate_(
 
     Raises:
         TypeError: a rule that does not clip by one norm; else as :func:`clip_`.
-        ValueError: as :func:`clip_`.
+        ValueError: as :func:`clip_`; at the end of a block, a `.grad` from before that cannot be
+            written, or that two parameters share.
         RuntimeError: at the end of a block that left no gradient; at the start of a block within
             another one, and of one whose DistributedDataParallel would reduce gradients in it.
 
@@ -219,7 +220,13 @@ class MicroBatch:
         if gradients.plan is not None:
             # Other processes may wait for this one, also where it has no gradient.
             self.norm = execute.add_to_(
-                gradients, grads, targets, self._rule, self._nonfinite, self._grad_scale
+                gradients,
+                grads,
+                targets,
+                self._rule,
+                self._nonfinite,
+                self._grad_scale,
+                self._label_of_sum,
             )
         if gradients.plan is None or self._lack(grads):
             raise RuntimeError(
@@ -249,6 +256,10 @@ class MicroBatch:
         own = self._parameters[index]
         position = next(i for i, parameter in enumerate(self._items) if parameter is own)
         return names_at([position], self._argument, self._label_of)[0]
+
+    def _label_of_sum(self, index: int) -> str:
+        """Names the parameter of the gradient at an index among those that there are."""
+        return self._label([i for i, p in enumerate(self._parameters) if p.grad is not None][index])
 
 
 def _targets(grads: Sequence[Tensor | None], sums: Sequence[Tensor | None]) -> list[Tensor]:

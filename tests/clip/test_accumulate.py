@@ -400,3 +400,38 @@ def test_accumulate_without_a_block_warns_that_nothing_is_clipped():
     weight = torch.nn.Parameter(torch.zeros(2))
     with pytest.warns(tritonclip.ClippingWarning, match="without a block, and clips nothing"):
         tritonclip.accumulate_([weight], 1.0)
+
+
+def inference_zeros() -> Tensor:
+    with torch.inference_mode():
+        return torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("own", "fault"),
+    [
+        pytest.param(torch.zeros(()).expand(3), "elements that share memory", id="overlap"),
+        pytest.param(inference_zeros(), "inference mode", id="inference"),
+        pytest.param(torch.zeros(3, requires_grad=True), "requires a gradient", id="leaf"),
+    ],
+)
+def test_accumulate_refuses_sums_that_cannot_be_written(own, fault):
+    params = weights(((3,), (3,)))
+    for param, before in zip(params, (torch.zeros(3), own), strict=True):
+        param.grad = before
+    for _ in range(2):
+        refused = pytest.raises(ValueError, match=rf"\.grad of parameters\[1\] .*{fault}")
+        with refused, accumulate_(params, 0.5):
+            backward(params, micro_gradients(params, 0))
+        assert params[1].grad is own
+        assert_bits([p.grad.detach() for p in params], [torch.zeros(3)] * 2)
+
+
+def test_accumulate_refuses_a_sum_of_two_parameters():
+    params = weights(((3,), (3,)))
+    params[0].grad = params[1].grad = torch.ones(3)
+    refused = pytest.raises(ValueError, match=r"parameters\[0\] and parameters\[1\] have one")
+    with refused, accumulate_(params, 0.5):
+        backward(params, micro_gradients(params, 0))
+    assert params[0].grad is params[1].grad
+    assert_bits([params[0].grad], [torch.ones(3)])
