@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,7 +17,12 @@ from tritonclip.distributed import execute
 from tritonclip.distributed.gradients import collect
 from tritonclip.distributed.process_groups import Copies, Processes, check_processes
 from tritonclip.engine.arguments import PLAIN, LabelOf, as_list, device_of, names_at, unnamed
-from tritonclip.engine.checks import POLICIES, unknown_policy
+from tritonclip.engine.checks import (
+    POLICIES,
+    refuse_common_memory,
+    refuse_sums,
+    unknown_policy,
+)
 from tritonclip.engine.gradients import Gradients
 from tritonclip.messages import warn_user
 from tritonclip.rules import ClipByGlobalNorm, Rule, as_rule
@@ -28,6 +34,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _get_is_sparse = attrgetter("is_sparse")
+# Whose parameters have no sum in `.grad`.
+_open_blocks: WeakSet[MicroBatch] = WeakSet()
 
 
 @reaches_misfit
@@ -78,11 +86,13 @@ def accumulate_(
         ValueError: as :func:`clip_`; at the end of a block, a `.grad` from before that cannot be
             written, or that two parameters share.
         RuntimeError: at the end of a block that left no gradient; at the start of a block within
-            another one, and of one whose DistributedDataParallel would reduce gradients in it.
+            another one on some of its parameters, and of one whose DistributedDataParallel would
+            reduce gradients in it.
 
-    If an exception leaves the block, or the block raises, `.grad` is as before, and gradients of
-    the micro-batch are dropped. If Ctrl-C interrupts the addition itself, `.grad` may have a part
-    of the micro-batch: call `zero_grad` and repeat the step.
+    If an exception leaves the block, or the block raises, `.grad` is as before, also of parameters
+    with `need_clip = False`, and gradients of the micro-batch are dropped. If Ctrl-C interrupts the
+    addition itself, `.grad` may have a part of the micro-batch: call `zero_grad` and repeat the
+    step.
 
     Example:
         >>> weight = torch.zeros(2, requires_grad=True)
@@ -122,7 +132,7 @@ class MicroBatch:
     """
 
     norm: Tensor | None = None
-    # Until the first block begins.
+    # Until the first block begins, or is refused.
     _is_unused = False
 
     def __init__(
@@ -140,12 +150,15 @@ class MicroBatch:
         if not self._are_plain:
             items, self._label_of = unnamed(items, self._label_of)
         self._items = items
+        self._ids = set(map(id, items))
+        if len(self._ids) != len(items):
+            items = list({id(p): p for p in items}.values())
         self._parameters = [p for p in items if getattr(p, "need_clip", True)]
-        if len(set(map(id, self._parameters))) != len(self._parameters):
-            self._parameters = list({id(p): p for p in self._parameters}.values())
+        # Whose gradients are added as they are.
+        self._others = [p for p in items if not getattr(p, "need_clip", True)]
         self._rule, self._nonfinite, self._grad_scale = rule, nonfinite, grad_scale
         self._processes, self._device = processes, device_of(items)
-        # What `.grad` was before the block; None outside of one.
+        # What `.grad` was before the block, of others last; None outside of one.
         self._sums: list[Tensor | None] | None = None
         self._is_unused = True
 
@@ -157,10 +170,16 @@ class MicroBatch:
             )
 
     def __enter__(self) -> MicroBatch:
+        self._is_unused = False
         if self._sums is not None:
             raise RuntimeError(
                 "this block of accumulate_ was entered already; expected one micro-batch after "
                 "the other, or a new accumulate_ for other parameters"
+            )
+        if any(not self._ids.isdisjoint(block._ids) for block in _open_blocks):
+            raise RuntimeError(
+                "this block of accumulate_ is within another one with some of its parameters; "
+                "expected one micro-batch after the other, or blocks for different parameters"
             )
         module = self._argument
         if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync:
@@ -170,10 +189,10 @@ class MicroBatch:
                 "accumulate_(model, ...)` and one average of .grad after the last micro-batch, or "
                 "accumulate_(model.module, ...) to average and clip every micro-batch"
             )
-        self._is_unused = False
-        self._sums = [p.grad for p in self._parameters]
+        self._sums = [p.grad for p in (*self._parameters, *self._others)]
         try:
-            for parameter in self._parameters:
+            _open_blocks.add(self)
+            for parameter in (*self._parameters, *self._others):
                 parameter.grad = None
         except BaseException:
             self._leave(self._sums)
@@ -200,19 +219,34 @@ class MicroBatch:
             raise RuntimeError("the block of accumulate_ was left already; expected `with` around")
         try:
             if is_whole:
-                sums = self._added_to(sums)
+                n = len(self._parameters)
+                others = sums[n:]
+                sums = self._added_to(sums[:n], others) + self._plain_sums(others)
         finally:
             self._leave(sums)
 
     def _leave(self, sums: Sequence[Tensor | None]) -> None:
-        for parameter, own in zip(self._parameters, sums, strict=True):
+        for parameter, own in zip((*self._parameters, *self._others), sums, strict=True):
             parameter.grad = own
         self._sums = None
+        _open_blocks.discard(self)
 
-    def _added_to(self, sums: list[Tensor | None]) -> list[Tensor | None]:
-        """The sums after the gradients were added, clipped; in place where there was one."""
+    def _added_to(
+        self, sums: list[Tensor | None], others: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The sums after the gradients were added, clipped; in place where there was one.
+
+        Args:
+            sums: of the parameters that are clipped.
+            others: the sums of others, which are refused here where they cannot be written.
+        """
         everyone = [p.grad for p in self._parameters]
         gradients = self._collected(everyone)
+        if self._others:
+            try:
+                self._check_others(others)
+            except ValueError as error:
+                gradients.reject_(error)
         grads: list[Tensor] = [grad for grad in everyone if grad is not None]
         targets = [own for own in sums if own is not None]
         if not len(grads) == len(targets) == len(sums) or True in map(_get_is_sparse, targets):
@@ -241,6 +275,23 @@ class MicroBatch:
         pairs = zip(everyone, sums, strict=True)
         return [own if grad is None else next(each) for grad, own in pairs]
 
+    def _check_others(self, sums: Sequence[Tensor | None]) -> None:
+        pairs = [(p, own) for p, own in zip(self._others, sums, strict=True) if p.grad is not None]
+        there = [(p, own) for p, own in pairs if own is not None]
+
+        def label_of(index: int) -> str:
+            return self._label_of_parameter(there[index][0])
+
+        targets = [own for _, own in there]
+        refuse_sums(targets, label_of)
+        if self._are_plain:
+            refuse_common_memory(targets, [p.grad for p, _ in there], label_of)
+
+    def _plain_sums(self, sums: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The sums after the gradients of others were added, in place where there was one."""
+        pairs = zip(self._others, sums, strict=True)
+        return [_plain_sum(parameter.grad, own) for parameter, own in pairs]
+
     def _collected(self, grads: list[Tensor | None]) -> Gradients:
         """The gradients of the block, with their plan."""
         if not self._are_plain:
@@ -253,7 +304,9 @@ class MicroBatch:
         return not grads and any(parameter.requires_grad for parameter in self._parameters)
 
     def _label(self, index: int) -> str:
-        own = self._parameters[index]
+        return self._label_of_parameter(self._parameters[index])
+
+    def _label_of_parameter(self, own: Tensor) -> str:
         position = next(i for i, parameter in enumerate(self._items) if parameter is own)
         return names_at([position], self._argument, self._label_of)[0]
 
@@ -275,3 +328,10 @@ def _target(grad: Tensor, own: Tensor | None) -> Tensor:
         return torch.zeros_like(grad)
     # A dense gradient makes a sparse sum dense, as in backward.
     return own.to_dense() if own.is_sparse and not grad.is_sparse else own
+
+
+@torch.no_grad()
+def _plain_sum(grad: Tensor | None, own: Tensor | None) -> Tensor | None:
+    if grad is None or own is None:
+        return own if grad is None else grad
+    return _target(grad, own).add_(grad)
