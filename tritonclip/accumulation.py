@@ -10,6 +10,8 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonclip.clipping import Nonfinite, Parameters
@@ -68,7 +70,8 @@ def accumulate_(
             "propagate": the sum becomes NaN as by :func:`clip_`, for GradScaler to find.
             "error": RuntimeError that names the gradients; `.grad` is as before the block. The host
             waits for the device.
-            "zero": the micro-batch adds nothing; decided on the device.
+            "zero": the micro-batch adds nothing; decided on the device. A parameter without a sum
+            has then `.grad` of zeros, not None.
         grad_scale: the factor that the loss was multiplied by: a number or a one-element tensor,
             which is read by this call, on a GPU at the end of the block.
             Limit and norm are of the gradient divided by it; `.grad` keeps it, for
@@ -83,8 +86,8 @@ def accumulate_(
 
     Raises:
         TypeError: a rule that does not clip by one norm; else as :func:`clip_`.
-        ValueError: as :func:`clip_`; at the end of a block, a `.grad` from before that cannot be
-            written, or that two parameters share.
+        ValueError: as :func:`clip_`; no parameter to clip, without `process_group`; at the end of a
+            block, a `.grad` from before that cannot be written, or that two parameters share.
         RuntimeError: at the end of a block that left no gradient; at the start of a block within
             another one on some of its parameters, and of one whose DistributedDataParallel would
             reduce gradients in it.
@@ -156,6 +159,12 @@ class MicroBatch:
         self._parameters = [p for p in items if getattr(p, "need_clip", True)]
         # Whose gradients are added as they are.
         self._others = [p for p in items if not getattr(p, "need_clip", True)]
+        if not self._parameters and processes is None:
+            raise ValueError(
+                f"accumulate_ got no parameter to clip, and {len(self._others)} with need_clip = "
+                "False; expected at least one: pass a model, or a list in place of an iterator "
+                "that was read before"
+            )
         self._rule, self._nonfinite, self._grad_scale = rule, nonfinite, grad_scale
         self._processes, self._device = processes, device_of(items)
         # What `.grad` was before the block, of others last; None outside of one.
@@ -181,14 +190,8 @@ class MicroBatch:
                 "this block of accumulate_ is within another one with some of its parameters; "
                 "expected one micro-batch after the other, or blocks for different parameters"
             )
-        module = self._argument
-        if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync:
-            raise RuntimeError(
-                "DistributedDataParallel would average gradients in this block over processes, "
-                "but not those that were added before; expected `with model.no_sync(), "
-                "accumulate_(model, ...)` and one average of .grad after the last micro-batch, or "
-                "accumulate_(model.module, ...) to average and clip every micro-batch"
-            )
+        if isinstance(self._argument, Module) and dist.is_available() and dist.is_initialized():
+            _refuse_average(self._argument)
         self._sums = [p.grad for p in (*self._parameters, *self._others)]
         try:
             _open_blocks.add(self)
@@ -313,6 +316,19 @@ class MicroBatch:
     def _label_of_sum(self, index: int) -> str:
         """Names the parameter of the gradient at an index among those that there are."""
         return self._label([i for i, p in enumerate(self._parameters) if p.grad is not None][index])
+
+
+def _refuse_average(model: Module) -> None:
+    """Refuses a model in which DistributedDataParallel is about to reduce gradients."""
+    for path, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync:
+            name = f"model.{path}" if path else "model"
+            raise RuntimeError(
+                "DistributedDataParallel would average gradients in this block over processes, "
+                f"but not those that were added before; expected `with {name}.no_sync(), "
+                "accumulate_(model, ...)` and one average of .grad after the last micro-batch, or "
+                f"accumulate_({name}.module, ...) to average and clip every micro-batch"
+            )
 
 
 def _targets(grads: Sequence[Tensor | None], sums: Sequence[Tensor | None]) -> list[Tensor]:

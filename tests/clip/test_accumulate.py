@@ -483,3 +483,12 @@ def test_accumulate_refuses_a_block_within_another_one_on_its_parameters():
     with accumulate_(params, 0.5):
         backward(params, grads)
     assert_sums(params, [clipped_by_hand(grads, 0.5)])
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_accumulate_refuses_a_list_without_parameters_to_clip(marked):
+    params = weights(((3,),)) if marked else []
+    for param in params:
+        param.need_clip = False
+    with pytest.raises(ValueError, match="accumulate_ got no parameter to clip"):
+        accumulate_(params, 0.5)
