@@ -234,8 +234,10 @@ def raise_if_nonfinite(
         if labels
         else f"Every gradient is finite, but their norm does not fit {norm.dtype}"
     )
+    # As in PyTorch's message; others clip tensors too.
+    source = " for gradients from `parameters`" if remedy == TORCH_REMEDY else ""
     raise RuntimeError(
-        f"The total norm of order {rule.norm_type} for gradients from `parameters` is non-finite, "
+        f"The total norm of order {rule.norm_type}{source} is non-finite, "
         f"so it cannot be clipped. {remedy}. {blame}"
     )
 
