@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _get_is_sparse = attrgetter("is_sparse")
-# Whose parameters have no sum in `.grad`.
-_open_blocks: WeakSet[MicroBatch] = WeakSet()
+# The ids of the parameters of each block that was entered, by the id of the block.
+_open_blocks: dict[int, set[int]] = {}
 
 
 @reaches_misfit
@@ -158,7 +157,10 @@ class MicroBatch:
             items = list({id(p): p for p in items}.values())
         self._parameters = [p for p in items if getattr(p, "need_clip", True)]
         # Whose gradients are added as they are.
-        self._others = [p for p in items if not getattr(p, "need_clip", True)]
+        self._others: list[Tensor] = []
+        if len(self._parameters) != len(items):
+            self._others = [p for p in items if not getattr(p, "need_clip", True)]
+        self._all = [*self._parameters, *self._others]
         if not self._parameters and processes is None:
             raise ValueError(
                 f"accumulate_ got no parameter to clip, and {len(self._others)} with need_clip = "
@@ -172,6 +174,8 @@ class MicroBatch:
         self._is_unused = True
 
     def __del__(self) -> None:
+        # Where Ctrl-C interrupted the entry.
+        _open_blocks.pop(id(self), None)
         if self._is_unused:
             warn_user(
                 "accumulate_ was called without a block, and clips nothing; expected `with "
@@ -185,17 +189,18 @@ class MicroBatch:
                 "this block of accumulate_ was entered already; expected one micro-batch after "
                 "the other, or a new accumulate_ for other parameters"
             )
-        if any(not self._ids.isdisjoint(block._ids) for block in _open_blocks):
+        # A copy, as other threads may enter blocks.
+        if not all(map(self._ids.isdisjoint, list(_open_blocks.values()))):
             raise RuntimeError(
                 "this block of accumulate_ is within another one with some of its parameters; "
                 "expected one micro-batch after the other, or blocks for different parameters"
             )
         if isinstance(self._argument, Module) and dist.is_available() and dist.is_initialized():
             _refuse_average(self._argument)
-        self._sums = [p.grad for p in (*self._parameters, *self._others)]
+        self._sums = [p.grad for p in self._all]
         try:
-            _open_blocks.add(self)
-            for parameter in (*self._parameters, *self._others):
+            _open_blocks[id(self)] = self._ids
+            for parameter in self._all:
                 parameter.grad = None
         except BaseException:
             self._leave(self._sums)
@@ -229,10 +234,10 @@ class MicroBatch:
             self._leave(sums)
 
     def _leave(self, sums: Sequence[Tensor | None]) -> None:
-        for parameter, own in zip((*self._parameters, *self._others), sums, strict=True):
+        for parameter, own in zip(self._all, sums, strict=True):
             parameter.grad = own
         self._sums = None
-        _open_blocks.discard(self)
+        _open_blocks.pop(id(self), None)
 
     def _added_to(
         self, sums: list[Tensor | None], others: Sequence[Tensor | None]
@@ -279,16 +284,16 @@ class MicroBatch:
         return [own if grad is None else next(each) for grad, own in pairs]
 
     def _check_others(self, sums: Sequence[Tensor | None]) -> None:
-        pairs = [(p, own) for p, own in zip(self._others, sums, strict=True) if p.grad is not None]
-        there = [(p, own) for p, own in pairs if own is not None]
+        triples = [(p, p.grad, own) for p, own in zip(self._others, sums, strict=True)]
+        there = [(p, g, own) for p, g, own in triples if g is not None and own is not None]
 
         def label_of(index: int) -> str:
             return self._label_of_parameter(there[index][0])
 
-        targets = [own for _, own in there]
+        targets = [own for _, _, own in there]
         refuse_sums(targets, label_of)
         if self._are_plain:
-            refuse_common_memory(targets, [p.grad for p, _ in there], label_of)
+            refuse_common_memory(targets, [grad for _, grad, _ in there], label_of)
 
     def _plain_sums(self, sums: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The sums after the gradients of others were added, in place where there was one."""
