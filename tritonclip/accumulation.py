@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonclip.clipping import Nonfinite, Parameters
@@ -16,7 +18,12 @@ from tritonclip.distributed import execute
 from tritonclip.distributed.gradients import collect
 from tritonclip.distributed.process_groups import Copies, Processes, check_processes
 from tritonclip.engine.arguments import PLAIN, LabelOf, as_list, device_of, names_at, unnamed
-from tritonclip.engine.checks import POLICIES, unknown_policy
+from tritonclip.engine.checks import (
+    POLICIES,
+    refuse_common_memory,
+    refuse_sums,
+    unknown_policy,
+)
 from tritonclip.engine.gradients import Gradients
 from tritonclip.messages import warn_user
 from tritonclip.rules import ClipByGlobalNorm, Rule, as_rule
@@ -28,6 +35,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _get_is_sparse = attrgetter("is_sparse")
+# The ids of the parameters of each block that was entered, by the id of the block.
+_open_blocks: dict[int, set[int]] = {}
 
 
 @reaches_misfit
@@ -60,7 +69,8 @@ def accumulate_(
             "propagate": the sum becomes NaN as by :func:`clip_`, for GradScaler to find.
             "error": RuntimeError that names the gradients; `.grad` is as before the block. The host
             waits for the device.
-            "zero": the micro-batch adds nothing; decided on the device.
+            "zero": the micro-batch adds nothing; decided on the device. A parameter without a sum
+            has then `.grad` of zeros, not None.
         grad_scale: the factor that the loss was multiplied by: a number or a one-element tensor,
             which is read by this call, on a GPU at the end of the block.
             Limit and norm are of the gradient divided by it; `.grad` keeps it, for
@@ -75,13 +85,16 @@ def accumulate_(
 
     Raises:
         TypeError: a rule that does not clip by one norm; else as :func:`clip_`.
-        ValueError: as :func:`clip_`.
+        ValueError: as :func:`clip_`; no parameter to clip, without `process_group`; at the end of a
+            block, a `.grad` from before that cannot be written, or that two parameters share.
         RuntimeError: at the end of a block that left no gradient; at the start of a block within
-            another one, and of one whose DistributedDataParallel would reduce gradients in it.
+            another one on some of its parameters, and of one whose DistributedDataParallel would
+            reduce gradients in it.
 
-    If an exception leaves the block, or the block raises, `.grad` is as before, and gradients of
-    the micro-batch are dropped. If Ctrl-C interrupts the addition itself, `.grad` may have a part
-    of the micro-batch: call `zero_grad` and repeat the step.
+    If an exception leaves the block, or the block raises, `.grad` is as before, also of parameters
+    with `need_clip = False`, and gradients of the micro-batch are dropped. If Ctrl-C interrupts the
+    addition itself, `.grad` may have a part of the micro-batch: call `zero_grad` and repeat the
+    step.
 
     Example:
         >>> weight = torch.zeros(2, requires_grad=True)
@@ -121,7 +134,7 @@ class MicroBatch:
     """
 
     norm: Tensor | None = None
-    # Until the first block begins.
+    # Until the first block begins, or is refused.
     _is_unused = False
 
     def __init__(
@@ -139,16 +152,30 @@ class MicroBatch:
         if not self._are_plain:
             items, self._label_of = unnamed(items, self._label_of)
         self._items = items
+        self._ids = set(map(id, items))
+        if len(self._ids) != len(items):
+            items = list({id(p): p for p in items}.values())
         self._parameters = [p for p in items if getattr(p, "need_clip", True)]
-        if len(set(map(id, self._parameters))) != len(self._parameters):
-            self._parameters = list({id(p): p for p in self._parameters}.values())
+        # Whose gradients are added as they are.
+        self._others: list[Tensor] = []
+        if len(self._parameters) != len(items):
+            self._others = [p for p in items if not getattr(p, "need_clip", True)]
+        self._all = [*self._parameters, *self._others]
+        if not self._parameters and processes is None:
+            raise ValueError(
+                f"accumulate_ got no parameter to clip, and {len(self._others)} with need_clip = "
+                "False; expected at least one: pass a model, or a list in place of an iterator "
+                "that was read before"
+            )
         self._rule, self._nonfinite, self._grad_scale = rule, nonfinite, grad_scale
         self._processes, self._device = processes, device_of(items)
-        # What `.grad` was before the block; None outside of one.
+        # What `.grad` was before the block, of others last; None outside of one.
         self._sums: list[Tensor | None] | None = None
         self._is_unused = True
 
     def __del__(self) -> None:
+        # Where Ctrl-C interrupted the entry.
+        _open_blocks.pop(id(self), None)
         if self._is_unused:
             warn_user(
                 "accumulate_ was called without a block, and clips nothing; expected `with "
@@ -156,23 +183,24 @@ class MicroBatch:
             )
 
     def __enter__(self) -> MicroBatch:
+        self._is_unused = False
         if self._sums is not None:
             raise RuntimeError(
                 "this block of accumulate_ was entered already; expected one micro-batch after "
                 "the other, or a new accumulate_ for other parameters"
             )
-        module = self._argument
-        if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync:
+        # A copy, as other threads may enter blocks.
+        if not all(map(self._ids.isdisjoint, list(_open_blocks.values()))):
             raise RuntimeError(
-                "DistributedDataParallel would average gradients in this block over processes, "
-                "but not those that were added before; expected `with model.no_sync(), "
-                "accumulate_(model, ...)` and one average of .grad after the last micro-batch, or "
-                "accumulate_(model.module, ...) to average and clip every micro-batch"
+                "this block of accumulate_ is within another one with some of its parameters; "
+                "expected one micro-batch after the other, or blocks for different parameters"
             )
-        self._is_unused = False
-        self._sums = [p.grad for p in self._parameters]
+        if isinstance(self._argument, Module) and dist.is_available() and dist.is_initialized():
+            _refuse_average(self._argument)
+        self._sums = [p.grad for p in self._all]
         try:
-            for parameter in self._parameters:
+            _open_blocks[id(self)] = self._ids
+            for parameter in self._all:
                 parameter.grad = None
         except BaseException:
             self._leave(self._sums)
@@ -199,19 +227,34 @@ class MicroBatch:
             raise RuntimeError("the block of accumulate_ was left already; expected `with` around")
         try:
             if is_whole:
-                sums = self._added_to(sums)
+                n = len(self._parameters)
+                others = sums[n:]
+                sums = self._added_to(sums[:n], others) + self._plain_sums(others)
         finally:
             self._leave(sums)
 
     def _leave(self, sums: Sequence[Tensor | None]) -> None:
-        for parameter, own in zip(self._parameters, sums, strict=True):
+        for parameter, own in zip(self._all, sums, strict=True):
             parameter.grad = own
         self._sums = None
+        _open_blocks.pop(id(self), None)
 
-    def _added_to(self, sums: list[Tensor | None]) -> list[Tensor | None]:
-        """The sums after the gradients were added, clipped; in place where there was one."""
+    def _added_to(
+        self, sums: list[Tensor | None], others: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The sums after the gradients were added, clipped; in place where there was one.
+
+        Args:
+            sums: of the parameters that are clipped.
+            others: the sums of others, which are refused here where they cannot be written.
+        """
         everyone = [p.grad for p in self._parameters]
         gradients = self._collected(everyone)
+        if self._others:
+            try:
+                self._check_others(others)
+            except ValueError as error:
+                gradients.reject_(error)
         grads: list[Tensor] = [grad for grad in everyone if grad is not None]
         targets = [own for own in sums if own is not None]
         if not len(grads) == len(targets) == len(sums) or True in map(_get_is_sparse, targets):
@@ -219,7 +262,13 @@ class MicroBatch:
         if gradients.plan is not None:
             # Other processes may wait for this one, also where it has no gradient.
             self.norm = execute.add_to_(
-                gradients, grads, targets, self._rule, self._nonfinite, self._grad_scale
+                gradients,
+                grads,
+                targets,
+                self._rule,
+                self._nonfinite,
+                self._grad_scale,
+                self._label_of_sum,
             )
         if gradients.plan is None or self._lack(grads):
             raise RuntimeError(
@@ -234,6 +283,23 @@ class MicroBatch:
         pairs = zip(everyone, sums, strict=True)
         return [own if grad is None else next(each) for grad, own in pairs]
 
+    def _check_others(self, sums: Sequence[Tensor | None]) -> None:
+        triples = [(p, p.grad, own) for p, own in zip(self._others, sums, strict=True)]
+        there = [(p, g, own) for p, g, own in triples if g is not None and own is not None]
+
+        def label_of(index: int) -> str:
+            return self._label_of_parameter(there[index][0])
+
+        targets = [own for _, _, own in there]
+        refuse_sums(targets, label_of)
+        if self._are_plain:
+            refuse_common_memory(targets, [grad for _, grad, _ in there], label_of)
+
+    def _plain_sums(self, sums: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The sums after the gradients of others were added, in place where there was one."""
+        pairs = zip(self._others, sums, strict=True)
+        return [_plain_sum(parameter.grad, own) for parameter, own in pairs]
+
     def _collected(self, grads: list[Tensor | None]) -> Gradients:
         """The gradients of the block, with their plan."""
         if not self._are_plain:
@@ -246,9 +312,28 @@ class MicroBatch:
         return not grads and any(parameter.requires_grad for parameter in self._parameters)
 
     def _label(self, index: int) -> str:
-        own = self._parameters[index]
+        return self._label_of_parameter(self._parameters[index])
+
+    def _label_of_parameter(self, own: Tensor) -> str:
         position = next(i for i, parameter in enumerate(self._items) if parameter is own)
         return names_at([position], self._argument, self._label_of)[0]
+
+    def _label_of_sum(self, index: int) -> str:
+        """Names the parameter of the gradient at an index among those that there are."""
+        return self._label([i for i, p in enumerate(self._parameters) if p.grad is not None][index])
+
+
+def _refuse_average(model: Module) -> None:
+    """Refuses a model in which DistributedDataParallel is about to reduce gradients."""
+    for path, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync:
+            name = f"model.{path}" if path else "model"
+            raise RuntimeError(
+                "DistributedDataParallel would average gradients in this block over processes, "
+                f"but not those that were added before; expected `with {name}.no_sync(), "
+                "accumulate_(model, ...)` and one average of .grad after the last micro-batch, or "
+                f"accumulate_({name}.module, ...) to average and clip every micro-batch"
+            )
 
 
 def _targets(grads: Sequence[Tensor | None], sums: Sequence[Tensor | None]) -> list[Tensor]:
@@ -264,3 +349,10 @@ def _target(grad: Tensor, own: Tensor | None) -> Tensor:
         return torch.zeros_like(grad)
     # A dense gradient makes a sparse sum dense, as in backward.
     return own.to_dense() if own.is_sparse and not grad.is_sparse else own
+
+
+@torch.no_grad()
+def _plain_sum(grad: Tensor | None, own: Tensor | None) -> Tensor | None:
+    if grad is None or own is None:
+        return own if grad is None else grad
+    return _target(grad, own).add_(grad)

@@ -400,3 +400,95 @@ def test_accumulate_without_a_block_warns_that_nothing_is_clipped():
     weight = torch.nn.Parameter(torch.zeros(2))
     with pytest.warns(tritonclip.ClippingWarning, match="without a block, and clips nothing"):
         tritonclip.accumulate_([weight], 1.0)
+
+
+def inference_zeros() -> Tensor:
+    with torch.inference_mode():
+        return torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("own", "fault"),
+    [
+        pytest.param(torch.zeros(()).expand(3), "elements that share memory", id="overlap"),
+        pytest.param(inference_zeros(), "inference mode", id="inference"),
+        pytest.param(torch.zeros(3, requires_grad=True), "requires a gradient", id="leaf"),
+    ],
+)
+def test_accumulate_refuses_sums_that_cannot_be_written(own, fault):
+    params = weights(((3,), (3,)))
+    for param, before in zip(params, (torch.zeros(3), own), strict=True):
+        param.grad = before
+    for _ in range(2):
+        refused = pytest.raises(ValueError, match=rf"\.grad of parameters\[1\] .*{fault}")
+        with refused, accumulate_(params, 0.5):
+            backward(params, micro_gradients(params, 0))
+        assert params[1].grad is own
+        assert_bits([p.grad.detach() for p in params], [torch.zeros(3)] * 2)
+
+
+def test_accumulate_refuses_a_sum_of_two_parameters():
+    params = weights(((3,), (3,)))
+    params[0].grad = params[1].grad = torch.ones(3)
+    refused = pytest.raises(ValueError, match=r"parameters\[0\] and parameters\[1\] have one")
+    with refused, accumulate_(params, 0.5):
+        backward(params, micro_gradients(params, 0))
+    assert params[0].grad is params[1].grad
+    assert_bits([params[0].grad], [torch.ones(3)])
+
+
+def test_accumulate_after_an_exception_restores_what_is_not_to_be_clipped(device):
+    params = weights(((3,), (3,), (2,)), device=device)
+    params[1].need_clip = params[2].need_clip = False
+    grads = micro_gradients(params, 0)
+    with accumulate_(params, 0.5):
+        backward(params, grads)
+    kept = copies([p.grad for p in params])
+
+    def fail() -> None:
+        backward(params, grads)
+        raise KeyError
+
+    with pytest.raises(KeyError), accumulate_(params, 0.5):
+        fail()
+    assert_bits([p.grad for p in params], kept)
+    with accumulate_(params, 0.5):
+        backward(params, [*grads[:2], None])
+    assert_bits([params[1].grad, params[2].grad], [2 * grads[1], grads[2]])
+
+
+def test_accumulate_refuses_others_whose_sum_cannot_be_written():
+    params = weights(((3,), (3,)))
+    params[1].need_clip = False
+    params[0].grad, params[1].grad = torch.zeros(3), torch.zeros(()).expand(3)
+    refused = pytest.raises(ValueError, match=r"\.grad of parameters\[1\] has elements that share")
+    with refused, accumulate_(params, 0.5):
+        backward(params, micro_gradients(params, 0))
+    assert_bits([p.grad for p in params], [torch.zeros(3)] * 2)
+
+
+def test_accumulate_refuses_a_block_within_another_one_on_its_parameters():
+    params, others = weights(((3,), (2,))), weights(((2,),))
+    grads = micro_gradients(params, 0)
+
+    def nested() -> None:
+        with accumulate_(others, 0.5):
+            backward(others, micro_gradients(others, 0))
+        accumulate_(params[1:], 0.5).__enter__()
+
+    with pytest.raises(RuntimeError, match="within another one"), accumulate_(params, 0.5):
+        nested()
+    assert others[0].grad is not None
+    assert all(p.grad is None for p in params)
+    with accumulate_(params, 0.5):
+        backward(params, grads)
+    assert_sums(params, [clipped_by_hand(grads, 0.5)])
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_accumulate_refuses_a_list_without_parameters_to_clip(marked):
+    params = weights(((3,),)) if marked else []
+    for param in params:
+        param.need_clip = False
+    with pytest.raises(ValueError, match="accumulate_ got no parameter to clip"):
+        accumulate_(params, 0.5)

@@ -83,7 +83,7 @@ def test_clip_tensors_has_the_policies_of_clip(device, policy):
         named = zip(("first", "second"), tensors, strict=True)
         with pytest.raises(RuntimeError, match=r"Non-finite gradients: second$"):
             clip_tensors_(named, 0.5, nonfinite="error")
-        with pytest.raises(RuntimeError, match=r"Non-finite gradients: tensors\[2\]$"):
+        with pytest.raises(RuntimeError, match=r"order 2.0 is non-.* gradients: tensors\[2\]$"):
             clip_tensors_([None, *tensors], 0.5, nonfinite="error")
         assert (tensors[0] == 1).all()
     else:

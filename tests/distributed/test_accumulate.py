@@ -93,6 +93,9 @@ def test_ddp_that_would_average_the_last_micro_batch_alone_is_refused() -> None:
     model = DistributedDataParallel(network())
     with pytest.raises(RuntimeError, match=r"expected `with model.no_sync\(\), accumulate_"):
         accumulate_(model, LIMIT).__enter__()
+    inside = nn.Sequential(model)
+    with pytest.raises(RuntimeError, match=r"expected `with model.0.no_sync\(\), accumulate_"):
+        accumulate_(inside, LIMIT).__enter__()
     loss_of(model, dist.get_rank(), 0).backward()
 
 
@@ -161,3 +164,15 @@ def test_nonfinite_gradient_of_one_process_leaves_the_micro_batch_out_on_all() -
             fresh.to_local()[0, 0] = torch.nan
         weight.grad = fresh
     assert torch.equal(whole(weight.grad), kept)
+
+
+@in_processes(2)
+def test_sum_that_one_process_cannot_write_is_refused_on_all() -> None:
+    stage: Any = nn.Parameter(torch.zeros(3))
+    sums = torch.zeros(3) if dist.get_rank() == 0 else torch.zeros(()).expand(3)
+    stage.grad = sums
+    refused = pytest.raises(ValueError, match=r"\.grad of parameters\[0\] has elements that share")
+    with refused, accumulate_([stage], LIMIT, process_group=dist.group.WORLD):
+        stage.grad = torch.ones(3)
+    assert stage.grad is sums
+    assert torch.equal(sums, torch.zeros(3))

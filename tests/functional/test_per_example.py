@@ -459,3 +459,29 @@ def test_clip_per_example_under_verify_compares_the_norms(backend, monkeypatch):
         monkeypatch.setattr(units, "norms_by_unit", lambda g: [2 * x for x in measure(g)])
         with pytest.raises(tritonclip.VerificationError, match=r"norm of tensors\[0\]\[0\]: got"):
             clip_per_example(tree, 1.0)
+
+
+def test_clip_per_example_normalizes_zeros_by_a_huge_limit():
+    for recorded in (False, True):
+        x = torch.zeros(2, 3, requires_grad=recorded)
+        total, _ = clip_per_example(x, 4e36, normalize=True)
+        assert torch.equal(total, torch.zeros(3))
+    wide = {"a": torch.zeros(2, 3), "b": torch.zeros(2, 3, dtype=torch.float64)}
+    sums, _ = clip_per_example(wide, 1e40, normalize=True)
+    assert torch.equal(sums["a"], torch.zeros(3))
+
+
+def test_clip_per_example_refuses_an_infinite_limit_to_normalize_by():
+    for limit in (torch.inf, torch.tensor(torch.inf)):
+        with pytest.raises(ValueError, match="must be finite with normalize=True"):
+            clip_per_example(torch.ones(2, 3), limit, normalize=True)
+
+
+def test_clip_per_example_refuses_conjugate_buffers():
+    x = torch.ones(2, 3, dtype=torch.complex64)
+    for total in (x[0].conj(), torch.zeros(3, dtype=torch.complex64).conj()):
+        with pytest.raises(ValueError, match="conjugate or negative view"):
+            clip_per_example(x, 1.0, add_to=total)
+    negative = torch.zeros(3, dtype=torch.complex64).conj().imag
+    with pytest.raises(ValueError, match="conjugate or negative view"):
+        clip_per_example(torch.ones(2, 3), 1.0, add_to=negative)

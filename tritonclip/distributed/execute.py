@@ -37,7 +37,7 @@ from tritonclip.distributed.reduction import (
 from tritonclip.distributed.shards import shard_of
 from tritonclip.distributed.verify import Agreement
 from tritonclip.engine import checks, execute
-from tritonclip.engine.arguments import needs_clip
+from tritonclip.engine.arguments import LabelOf, needs_clip
 from tritonclip.engine.checks import REMEDY, TORCH_REMEDY, raise_if_nonfinite
 from tritonclip.engine.gradients import Gradients, parameters_of
 from tritonclip.engine.norms import Norms
@@ -181,6 +181,7 @@ def add_to_(
     rule: Rule,
     nonfinite: str,
     grad_scale: float | Tensor,
+    label_of: LabelOf,
 ) -> Tensor:
     """Measures a gradient list, and adds it, clipped, to sums, as `execute.add_to_`."""
     plan = gradients.plan
@@ -188,6 +189,7 @@ def add_to_(
         if gradients.error is None:
             try:
                 check(gradients, rule)
+                checks.refuse_sums(sums, label_of)
             except ERRORS as error:
                 gradients.reject_(error)
     elif plan is not None and not plan.ordinary:
@@ -195,12 +197,12 @@ def add_to_(
     if torch.is_grad_enabled() and (
         gradients.sharding or (plan is not None and plan.requires_grad)
     ):
-        return without_grad(add_to_)(gradients, grads, sums, rule, nonfinite, grad_scale)
+        return without_grad(add_to_)(gradients, grads, sums, rule, nonfinite, grad_scale, label_of)
     measured = measure_by(gradients, rule, grad_scale, names_culprits=nonfinite == "error")
     if nonfinite == "error":
         raise_if_nonfinite(gradients, rule, measured.total(), REMEDY, measured.is_finite())
     zero = nonfinite == "zero"
-    return execute.add_to_(gradients, grads, sums, rule, measured, zero_nonfinite=zero)
+    return execute.add_to_(gradients, grads, sums, rule, measured, label_of, zero_nonfinite=zero)
 
 
 @without_grad

@@ -9,9 +9,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from tritonclip.engine.arguments import refuse_fsdp_shards
+from tritonclip.engine.arguments import LabelOf, refuse_fsdp_shards
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.memory import are_apart, find_overlap, memory_of, overlap_error
+from tritonclip.engine.memory import are_apart, find_overlap, has_overlap, memory_of, overlap_error
 from tritonclip.rules import Rule
 
 
@@ -124,6 +124,63 @@ def refuse_shared(lists: Sequence[Gradients]) -> None:
         raise overlap_error(first, second)
 
 
+def refuse_sums(sums: Sequence[Tensor], label_of: LabelOf) -> None:
+    """Refuses tensors that nothing can be added to in place.
+
+    Args:
+        sums: strided or sparse; DTensors too.
+        label_of: names the parameter of the sum at an index.
+
+    Raises:
+        ValueError: names the parameter.
+    """
+    for index, own in enumerate(sums):
+        fault = _fault_of_sum(own)
+        if fault:
+            raise ValueError(
+                f"the .grad of {label_of(index)} {fault}, so no gradient can be added to it; "
+                "nothing was changed: replace it by .grad.detach().clone()"
+            )
+
+
+def _fault_of_sum(own: Tensor) -> str:
+    if own.is_inference() and not torch.is_inference_mode_enabled():
+        return "was made in inference mode"
+    if own.requires_grad and own.is_leaf:
+        return "is a leaf that requires a gradient"
+    local = getattr(own, "_local_tensor", own)
+    if local.layout == torch.strided and not local.is_contiguous() and has_overlap(local):
+        return "has elements that share memory"
+    return ""
+
+
+def refuse_common_memory(
+    sums: Sequence[Tensor], grads: Sequence[Tensor], label_of: LabelOf
+) -> None:
+    """Refuses sums and gradients, one for each, of which two overlap in memory.
+
+    Raises:
+        ValueError: names the parameters of two that are the same tensor.
+    """
+    for tensors in (sums, grads):
+        known: dict[int, int] = {}
+        for index, tensor in enumerate(tensors):
+            first = known.setdefault(id(tensor), index)
+            if first != index:
+                raise ValueError(
+                    f"{label_of(first)} and {label_of(index)} have one tensor as their .grad, "
+                    "which would count twice; nothing was changed: expected a tensor for each"
+                )
+    regions = [region for own in (*sums, *grads) if (region := memory_of(own)) is not None]
+    if find_overlap(regions) is not None:
+        raise ValueError(
+            "a gradient has the memory of another one, or of the sum that it would be added to, "
+            "which backward has then overwritten; expected new memory for every gradient: "
+            "gradient_as_bucket_view=False of DistributedDataParallel. Repeat the step after "
+            "zero_grad(): the sums in .grad may be wrong"
+        )
+
+
 POLICIES = ("propagate", "error", "zero")
 REMEDY = "No gradient was changed. To go on, pass nonfinite='propagate' or 'zero'"
 TORCH_REMEDY = (
@@ -177,8 +234,10 @@ def raise_if_nonfinite(
         if labels
         else f"Every gradient is finite, but their norm does not fit {norm.dtype}"
     )
+    # As in PyTorch's message; others clip tensors too.
+    source = " for gradients from `parameters`" if remedy == TORCH_REMEDY else ""
     raise RuntimeError(
-        f"The total norm of order {rule.norm_type} for gradients from `parameters` is non-finite, "
+        f"The total norm of order {rule.norm_type}{source} is non-finite, "
         f"so it cannot be clipped. {remedy}. {blame}"
     )
 

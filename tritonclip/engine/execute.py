@@ -16,16 +16,19 @@ from torch import Tensor
 from tritonclip.backends.interface import Clip, Limit
 from tritonclip.backends.operators import coefficient_of, wide_dtype
 from tritonclip.engine import misuse, verify
+from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.checks import (
     REMEDY,
     TORCH_REMEDY,
     check,
     raise_if_nonfinite,
+    refuse_common_memory,
     refuse_read_only,
     refuse_sparse_minimum,
+    refuse_sums,
 )
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.memory import are_apart, find_overlap, is_freed, memory_of
+from tritonclip.engine.memory import are_apart, is_freed
 from tritonclip.engine.norms import Norms, measure, measure_by
 from tritonclip.engine.plan import Group
 from tritonclip.engine.units import Units
@@ -162,6 +165,7 @@ def add_to_(
     sums: Sequence[Tensor],
     rule: Rule,
     norms: Norms,
+    label_of: LabelOf,
     *,
     zero_nonfinite: bool,
 ) -> Tensor:
@@ -173,20 +177,24 @@ def add_to_(
         sums: one for each of these. None at all: the gradients are clipped in place.
         rule: of one norm.
         norms: of the rule's norm type.
+        label_of: names the parameter of a sum.
         zero_nonfinite: add nothing where the norm is not finite.
 
     Returns:
         The norm before clipping, divided by the loss scale.
 
     Raises:
-        ValueError: a sum that overlaps in memory with another one or with a gradient.
+        ValueError: a sum that cannot be written, or overlaps in memory with another one or with a
+            gradient.
     """
     plan = gradients.plan
     assert plan is not None
     if not plan.verifying or gradients.sharding is not None or len(grads) != len(plan.spans):
-        return _add_to_(gradients, grads, sums, rule, norms.without_scale(), zero_nonfinite)
+        return _add_to_(
+            gradients, grads, sums, rule, norms.without_scale(), label_of, zero_nonfinite
+        )
     expected, before = verify.Expectation(gradients), [own.clone() for own in sums]
-    norm = _add_to_(gradients, grads, sums, rule, norms.without_scale(), zero_nonfinite)
+    norm = _add_to_(gradients, grads, sums, rule, norms.without_scale(), label_of, zero_nonfinite)
     expected.check_sums(sums or grads, before, rule, zero_nonfinite, norms.grad_scale, norm)
     return norm
 
@@ -197,6 +205,7 @@ def _add_to_(
     sums: Sequence[Tensor],
     rule: Rule,
     norms: Norms,
+    label_of: LabelOf,
     zero_nonfinite: bool,
 ) -> Tensor:
     """As `add_to_`, with norms that carry no loss scale."""
@@ -206,7 +215,8 @@ def _add_to_(
     if addresses is None:
         # Of other forms, or on several processes.
         if gradients.sharding is None and sums:
-            _refuse_common_memory([*sums, *grads])
+            refuse_sums(sums, label_of)
+            refuse_common_memory(sums, grads, label_of)
         norm = _scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=zero_nonfinite).norm
         gradients.finish_writing()
         if sums:
@@ -240,18 +250,6 @@ def _addresses_of(gradients: Gradients, sums: Sequence[Tensor]) -> list[int] | N
     if not are_apart([*known, *addresses], [*plan.spans, *plan.spans]):
         return None
     return None if any(map(is_freed, sums, addresses)) else addresses
-
-
-def _refuse_common_memory(tensors: Sequence[Tensor]) -> None:
-    """Refuses sums and gradients of which two overlap in memory."""
-    regions = [region for tensor in tensors if (region := memory_of(tensor)) is not None]
-    if find_overlap(regions) is not None:
-        raise ValueError(
-            "a gradient has the memory of another one, or of the sum that it would be added to, "
-            "which backward has then overwritten; expected new memory for every gradient: "
-            "gradient_as_bucket_view=False of DistributedDataParallel. Repeat the step after "
-            "zero_grad(): the sums in .grad may be wrong"
-        )
 
 
 def _may_have_written(rule: Rule, grad_scale: float | Tensor, outcome: Outcome) -> bool:

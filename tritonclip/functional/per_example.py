@@ -184,6 +184,10 @@ def clip_per_example(
             # Not from inf, whose derivatives would be NaN.
             limiting = norms if fast else _measure(batches, dtype, per_layer=per_layer)
     weights = [_weights_of(x, limit, dtype, normalize=normalize, fast=fast) for x in limiting]
+    if normalize:
+        # A weight of inf would make gradients of 0 NaN.
+        largest = min(torch.finfo(batch.dtype).max for batch in batches)
+        weights = [own.clamp(max=largest) for own in weights]
     if reduce == "mean":
         weights = [own / n for own in weights]
     weights = _for_each(weights, batches)
@@ -394,8 +398,11 @@ def _limit_of(max_norm: float | Tensor, *, normalize: bool) -> float | Tensor:
     """The limit, one number or element."""
     limit = as_limit_or_tensor("max_norm", max_norm)
     if isinstance(limit, Tensor):
-        return one_element("max_norm", limit)
-    if normalize and limit == math.inf:
+        limit = one_element("max_norm", limit)
+        is_known = is_readable([limit]) and choose.host_decides(limit.device)
+    else:
+        is_known = True
+    if normalize and is_known and limit == math.inf:
         raise ValueError("max_norm must be finite with normalize=True, got inf")
     return limit
 
@@ -466,6 +473,10 @@ def _fault_of_total(total: Tensor, x: Tensor) -> str:
         return f"has dtype {total.dtype} for gradients of {x.dtype}; expected both real or complex"
     if total.dtype.itemsize == 1:
         return f"has dtype {total.dtype}, to which PyTorch cannot add; expected float32"
+    if total.is_conj() or total.is_neg():
+        return (
+            "is a conjugate or negative view; expected a tensor of its own: replace it by clone()"
+        )
     if total.requires_grad:
         return "requires a gradient, so it cannot be written in place; expected a plain buffer"
     if total.is_inference() and not torch.is_inference_mode_enabled():
