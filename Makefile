@@ -72,7 +72,7 @@ doctests: $(INSTALLED)
 	$(PYTEST) --doctest-modules tritonclip
 
 codegen: $(INSTALLED)
-	$(PYTEST) -n $(JOBS) tests/kernels -m codegen
+	$(PYTEST) -n $(JOBS) --dist loadgroup tests/kernels -m codegen
 
 wheel: $(INSTALLED)
 	$(PYTEST) tests/package/test_wheel.py

@@ -316,7 +316,9 @@ AMD = [case for case in ALL if case.target == "gfx942"]
 def over(cases: list[Case], *, fast: bool = False) -> pytest.MarkDecorator:
     """Runs a test for each binary; `fast` leaves out the norm types whose norm has no fast loop."""
     kept = [case for case in cases if not (fast and case.verb == "norm" and case.p == 3.0)]
-    return pytest.mark.parametrize("binary", kept, ids=str, indirect=True, scope="module")
+    # One worker compiles a kernel for all of its tests.
+    grouped = [pytest.param(case, marks=pytest.mark.xdist_group(str(case))) for case in kept]
+    return pytest.mark.parametrize("binary", grouped, ids=map(str, kept), indirect=True)
 
 
 def assert_at_least(found: int, needed: int) -> None:
