@@ -249,8 +249,9 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert anchor in map(_anchor, HEADING.findall(target.read_text())), f"{path}#{anchor}"
 
 
-def test_architecture_names_files_that_exist() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+@pytest.mark.parametrize("page", ["architecture", "decisions"])
+def test_page_names_files_that_exist(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
     folders = ("tritonclip", "kernels", "native", "docs", "tests", "bench")
     files = [
         f"/{file.relative_to(ROOT)}" for name in folders for file in (ROOT / name).rglob("*.*")
