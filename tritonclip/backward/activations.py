@@ -39,7 +39,7 @@ def clip_backward(
     nonfinite: str = "propagate",
     **_unknown: NoReturn,
 ) -> Tensor:
-    r"""Returns `x` unchanged; clips its gradient in backward, before it flows on.
+    """Returns `x` unchanged; clips its gradient in backward, before it flows on.
 
     For recurrent networks, call it on the state at every time step: gradients then cannot grow from
     step to step.
