@@ -36,7 +36,7 @@ def clip_by_value(
             and classes registered with `torch.utils._pytree`. Floating-point or integer, strided or
             sparse COO; any dtypes and devices.
         *bounds: `min` and `max`, both: `clip_by_value(x, -0.5, 0.5)`. A single bound is named,
-            because :class:`ClipByValue` takes a single number for both sides.
+            because :class:`~tritonclip.ClipByValue` takes a single number for both sides.
         min: least value: a number, a tensor that broadcasts to each tensor of `x`, or None for no
             bound. -inf counts as none.
         max: largest value, alike.

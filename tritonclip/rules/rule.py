@@ -196,7 +196,7 @@ class Adaptive:
         raise NotImplementedError
 
     def in_kernel(self) -> tuple[str, tuple[float, float, float, float]] | None:
-        """A kind of :mod:`tritonclip.kernels.adaptive`, with three numbers and `max_norm`.
+        """A kind of `tritonclip.kernels.adaptive`, with three numbers and `max_norm`.
 
         One launch then does what `advance` does. None where no kernel does.
         """
