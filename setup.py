@@ -30,7 +30,7 @@ URLS = read_configuration("pyproject.toml", expand=False)["project"]["urls"]
 def absolute(link: re.Match[str]) -> str:
     """A link of the README to a file of the repository, for a package index."""
     image, text, file, anchor = link.groups(default="")
-    if page := re.fullmatch(r"docs/(.*)\.md", file):
+    if page := re.fullmatch(r"docs/(.*)\.(?:md|rst)", file):
         return f"[{text}]({URLS['Documentation']}/{page[1]}.html{anchor})"
     return f"{image}[{text}]({URLS['Repository']}/{'raw' if image else 'blob'}/main/{file}{anchor})"
 
