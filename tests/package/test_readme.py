@@ -35,7 +35,11 @@ def _sections() -> dict[str, list[str]]:
         # Its blocks need several processes: tests/distributed/test_docs.py runs them.
         if page.stem == "distributed":
             continue
-        for part in re.split(r"^## ", page.read_text(), flags=re.MULTILINE):
+        # The tutorial is one program.
+        parts = [page.read_text()]
+        if page.stem != "tutorial":
+            parts = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
+        for part in parts:
             if blocks := BLOCK.findall(part):
                 title = part.partition("\n")[0].strip("# ")
                 sections[f"{page.stem}-{_anchor(title)}"] = blocks
@@ -130,6 +134,17 @@ def _long_run(names: dict[str, Any]) -> Iterator[None]:
     yield
 
 
+@contextlib.contextmanager
+def _tutorial(names: dict[str, Any]) -> Iterator[None]:
+    """Clipping helps as the page says."""
+    pytest.importorskip("sklearn", reason="needs tritonclip[examples]")
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    assert names["without"] < 0.6
+    assert names["results"][1.0] > 0.75
+
+
 SETTINGS: dict[str, Callable[[dict[str, Any]], contextlib.AbstractContextManager[None]]] = {
     "recipes-pytorch-lightning": _lightning,
     "recipes-hugging-face-trainer": _trainer,
@@ -137,6 +152,7 @@ SETTINGS: dict[str, Callable[[dict[str, Any]], contextlib.AbstractContextManager
     "functional-gradients-of-opacus": _opacus,
     "recipes-muon-and-other-matrix-optimizers": _muon,
     "choosing_max_norm-record-and-ask": _long_run,
+    "tutorial-tutorial-from-no-clipping-to-a-limit": _tutorial,
 }
 
 
