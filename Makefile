@@ -40,7 +40,7 @@ demo: $(FOR_DEMO)
 	$(RUN) examples/train_rnn.py
 	$(RUN) examples/train_transformer.py
 
-test: demo lint types tests doctests codegen
+test: demo lint types tests doctests codegen docs
 	@echo "All checks passed."
 
 # The inner loop: every rule, verb, policy and parameter group, on the native and the torch backend.

@@ -6,6 +6,7 @@ The blocks of the README share their names, those of docs/ with the blocks of th
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
 import re
@@ -128,6 +129,14 @@ def _muon(names: dict[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _compile(names: dict[str, Any]) -> Iterator[None]:
+    """Graphs of torch.compile, without the code that Inductor takes seconds to compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        yield
+
+
+@contextlib.contextmanager
 def _long_run(names: dict[str, Any]) -> Iterator[None]:
     """Some hundred steps."""
     names["loader"] = names["loader"] * 50
@@ -146,11 +155,12 @@ def _tutorial(names: dict[str, Any]) -> Iterator[None]:
 
 
 SETTINGS: dict[str, Callable[[dict[str, Any]], contextlib.AbstractContextManager[None]]] = {
-    "recipes-pytorch-lightning": _lightning,
-    "recipes-hugging-face-trainer": _trainer,
-    "recipes-accelerate": _accelerate,
-    "functional-gradients-of-opacus": _opacus,
+    "trainers-pytorch-lightning": _lightning,
+    "trainers-hugging-face-trainer": _trainer,
+    "trainers-accelerate": _accelerate,
+    "per_example-gradients-of-opacus": _opacus,
     "recipes-muon-and-other-matrix-optimizers": _muon,
+    "compile-torchcompile-and-cuda-graphs": _compile,
     "choosing_max_norm-record-and-ask": _long_run,
     "tutorial-tutorial-from-no-clipping-to-a-limit": _tutorial,
 }
@@ -249,8 +259,9 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert anchor in map(_anchor, HEADING.findall(target.read_text())), f"{path}#{anchor}"
 
 
-def test_architecture_names_files_that_exist() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+@pytest.mark.parametrize("page", ["architecture", "decisions"])
+def test_page_names_files_that_exist(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
     folders = ("tritonclip", "kernels", "native", "docs", "tests", "bench")
     files = [
         f"/{file.relative_to(ROOT)}" for name in folders for file in (ROOT / name).rglob("*.*")
