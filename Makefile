@@ -58,6 +58,7 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff format --check
 	$(RUN) -m ruff check
 	$(RUN) -m bench report --check
+	$(VENV)/bin/zizmor --offline --quiet .github
 
 types: $(INSTALLED)
 	$(RUN) -m mypy

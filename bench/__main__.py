@@ -74,7 +74,7 @@ def need_triton() -> None:
     """Ends with a message where there are no kernels to measure."""
     if not find_spec("triton"):
         raise click.ClickException(
-            "triton is not installed: pip install triton, where there is one"
+            "triton, which compiles the kernels, is not installed: pip install -e '.[triton]'"
         )
 
 
