@@ -27,9 +27,7 @@ def clip_by_value(x: T, *, min: Bound = ..., max: Bound = ...) -> T: ...
 def clip_by_value(
     x: T, *bounds: Bound, min: Bound = None, max: Bound = None, **_unknown: object
 ) -> T:
-    r"""Clamps every element to `[min, max]`, in new memory; NaN stays NaN.
-
-    .. math:: y = \min(\max(x, \text{min}), \text{max})
+    """Clamps every element to `[min, max]`, in new memory; NaN stays NaN.
 
     Args:
         x: a tensor, or a nested structure of tensors and None: dicts, lists, tuples, dataclasses,
