@@ -179,7 +179,8 @@ def digest(rows: Sequence[Row]) -> str:
 @style.context("tritonclip.monitor.figures")
 def draw(rows: Sequence[Row], path: Path, origin: str) -> None:
     """Draws our ratios by one rule as SVG: a line a workload, the dtypes side by side on it."""
-    names, dtypes, steps = (unique(rows, part) for part in ("workload", "dtype", "step"))
+    names, steps = (unique(rows, part) for part in ("workload", "step"))
+    drawn = {(row.case["workload"], row.case["dtype"]) for row in rows}
     figure = Figure(figsize=(8, 1.8 + 0.4 * len(names)))
     panels = figure.subplots(1, len(steps), sharex=True, sharey=True, squeeze=False)[0]
     for axes, step in zip(panels, steps, strict=True):
@@ -198,14 +199,14 @@ def draw(rows: Sequence[Row], path: Path, origin: str) -> None:
     for row in rows:
         workload, dtype, _, step = (row.case[part] for part in CASE)
         axes, colour = panels[steps.index(step)], COLOURS[dtype]
-        beside = unique([one for one in rows if one.case["workload"] == workload], "dtype")
+        beside = [one for one in COLOURS if (workload, one) in drawn]
         y = names.index(workload) + 0.16 * (beside.index(dtype) - (len(beside) - 1) / 2)
         axes.hlines(y, row.get("ratio_lo"), row.get("ratio_hi"), colour, linewidth=1.2)
         (marks[dtype],) = axes.plot(row.get("ratio"), y, MARKERS[dtype], color=colour, ms=5)
     by = BY[rows[0].case["rule"]]
     title = f"Clipping by {by}: time of the best torch variant / tritonclip's"
     figure.supxlabel(f"marks: medians; lines: quartiles\n{origin}", fontsize=7)
-    handles = {one: marks[one] for one in dtypes} | {"slower than torch": slower}
+    handles = {one: marks[one] for one in COLOURS if one in marks} | {"slower than torch": slower}
     figure.legend(
         handles.values(),
         handles,
