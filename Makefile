@@ -39,7 +39,7 @@ $(INSTALLED): $(FOR_DEMO)
 demo: $(FOR_DEMO)
 	$(RUN) -m examples
 
-test: demo lint types tests doctests codegen
+test: demo lint types tests doctests codegen docs
 	@echo "All checks passed."
 
 # The inner loop: every rule, verb, policy and parameter group, on the native and the torch backend.
