@@ -146,7 +146,7 @@ def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequenc
     if rows[0].benchmark != "speed":
         parts = [results.table(rows, border=box.MARKDOWN)]
     elif of_providers:
-        parts = [pivot(rows, CASE, "{provider}", time_cell)]
+        parts = [summary(rows), pivot(rows, CASE, "{provider}", time_cell)]
     else:
         parts = list(_ratios(name, rows))
     return "\n\n".join([*first, *parts, f"Rows: [{name}.json]({TO_RESULTS}/{name}.json).\n"])

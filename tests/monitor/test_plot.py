@@ -243,6 +243,7 @@ def test_save_writes_the_figure(tmp_path, ending):
     if ending == "png":
         assert data.startswith(b"\x89PNG")
     else:
+        assert b"#d55e00" in data, "the style's colour of the recommended limit"
         text = "".join(ET.fromstring(data).itertext())
         assert "gradient norm before clipping" in text
         assert "recommended" in text

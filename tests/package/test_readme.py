@@ -272,6 +272,20 @@ def test_page_names_files_that_exist(page: str) -> None:
     assert {name for name in named if not any(f.endswith(f"/{name}") for f in files)} == set()
 
 
+def test_performance_summary_has_the_results_of_its_pages() -> None:
+    summary = ROOT / "docs" / "performance.md"
+    rows = [line for line in summary.read_text().splitlines() if line.startswith("|")]
+
+    compared = 0
+    for row in rows:
+        results = re.findall(r"(median|worst) (?=([\d.]+x))", row)
+        pages = "".join((summary.parent / path).read_text() for path, _ in LINK.findall(row))
+        said = set(re.findall(r"(median|worst)(?: is)? ([\d.]+x)", pages))
+        assert {*results} <= said, row
+        compared += len(results)
+    assert compared >= 14
+
+
 def test_readme_stays_short() -> None:
     text = README.read_text()
 
