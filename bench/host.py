@@ -30,8 +30,8 @@ from bench import codegen
 from bench.accuracy import Gradients
 from bench.providers import sgd_of
 from bench.results import Row
-from bench.timing import Timed, interleaved, paired, spread
 from bench.workloads import WORKLOADS, Workload
+from tritonclip.samples import Timed, interleaved, paired, spread
 
 # The environment of each part.
 PARTS = {
