@@ -2,8 +2,8 @@
 
 Tables stand between `<!-- bench:NAME -->` and `<!-- /bench -->` in docs/performance/, from the rows
 of bench/results/NAME.json (`<!-- bench:NAME providers -->`: the times of all providers), and
-between `<!-- speed -->` and `<!-- /speed -->` in README.md, from cpu.json. Figures lie beside the
-rows, as NAME-RULE.svg. Rows that were not checked, or found wrong, are refused (`results.checked`).
+between `<!-- speed:NAME -->` and `<!-- /speed -->` in README.md. Figures lie beside the rows, as
+NAME-RULE.svg. Rows that were not checked, or found wrong, are refused (`results.checked`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from bench.results import RefusedError, Row
 from bench.workloads import BY, TWO, WORKLOADS, named
 
 # The markers that pages have.
-PAGES = {"docs/performance/*.md": "bench:NAME", "README.md": "speed"}
+PAGES = {"docs/performance/*.md": "bench:NAME", "README.md": "speed:NAME"}
 SECTION = re.compile(
-    r"(<!-- (speed|bench(?=:)):?([\w-]*)( providers)? -->\n).*?(<!-- /\2 -->)", re.DOTALL
+    r"(<!-- (speed|bench):([\w-]+)( providers)? -->\n).*?(<!-- /\2 -->)", re.DOTALL
 )
 CASE = ("workload", "dtype", "rule", "step")
 # Workloads of the README's table, from short to long.
@@ -115,8 +115,15 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
-def readme_table(rows: Sequence[Row]) -> str:
-    """The README's table and sentence: float32; by value, the worse of both steps."""
+def share_table(rows: Sequence[Row]) -> str:
+    """The README's table of shares of a training step."""
+    share = "{step_share:.1%}".format_map
+    table = pivot(rows, ["model"], "{provider}", lambda row: share(row.values))
+    return f"Clipping's share of a whole training step, float32 on a CPU:\n\n{table}\n"
+
+
+def ratio_table(rows: Sequence[Row]) -> str:
+    """The README's table of ratios: float32; by value, the worse of both steps."""
     shown = []
     for row in ratio_rows(rows):
         workload, dtype, rule, _ = (row.case[part] for part in CASE)
@@ -128,8 +135,8 @@ def readme_table(rows: Sequence[Row]) -> str:
     ordered = [row for _, row in sorted(shown, key=itemgetter(0))]
     table = pivot(ordered, ["workload"], "{step}", partial(ratio_cell, tie="tie"))
     return (
-        f"{table}\n\nfloat32 on a CPU: speed-up over torch's best variant (tie: its quartiles "
-        f"include 1; bold: slower). {summary(rows)}\n"
+        f"Warm calls alone, float32 on a CPU: speed-up over torch's best variant (tie: its quartiles "
+        f"include 1; bold: slower):\n\n{table}\n\n{summary(rows)}\n"
     )
 
 
@@ -225,14 +232,17 @@ def write(root: Path, check: bool = False) -> list[Path]:
 
     def filled(match: re.Match[str]) -> str:
         """A section with its markers; notes the figures that it shows."""
-        start, _, name, of_providers, end = match.groups()
-        path = root / "bench" / "results" / f"{name or 'cpu'}.json"
+        start, kind, name, of_providers, end = match.groups()
+        path = root / "bench" / "results" / f"{name}.json"
         origin, rows = results.checked(path)
         ours = [] if of_providers else ratio_rows(rows)
         for rule in unique(ours, "rule"):
             drawn = [row for row in ours if row.get("rule") == rule]
             figures[path.with_name(f"{path.stem}-{rule}.svg")] = drawn, short_origin(origin)
-        text = section(name, bool(of_providers), origin, rows) if name else readme_table(rows)
+        if kind == "bench":
+            text = section(name, bool(of_providers), origin, rows)
+        else:
+            text = share_table(rows) if rows[0].benchmark == "training" else ratio_table(rows)
         return f"{start}{text}{end}"
 
     texts: dict[Path, str] = {}

@@ -16,7 +16,7 @@ from bench.__main__ import main
 from bench.results import Row
 
 ORIGIN = {"torch": "2.13.0", "commit": "0123abc", "date": "2026-01-02"}
-README = "# Title\n\nbefore\n<!-- speed -->\nstale\n<!-- /speed -->\nafter\n"
+README = "# Title\n\nbefore\n<!-- speed:cpu -->\nstale\n<!-- /speed -->\nafter\n"
 PAGE = "# Performance\n\nbefore\n<!-- bench:cpu -->\nstale\n<!-- /bench -->\nafter\n"
 
 
@@ -199,7 +199,7 @@ def test_every_page_with_tables_is_written_and_others_are_left(place):
 @pytest.mark.parametrize("text", ["no marker", README.replace("<!-- /speed -->", "")])
 def test_report_refuses_a_readme_without_whole_markers(place, text):
     place.readme.write_text(text)
-    assert place.run(refused="README.md: expected <!-- speed -->") == 1
+    assert place.run(refused="README.md: expected <!-- speed:NAME -->") == 1
     assert place.page.read_text() == PAGE
 
 
