@@ -263,7 +263,8 @@ except RuntimeError as error:
         ),
         pytest.param(
             "raise ModuleNotFoundError('No module named triton', name='triton')",
-            'is not installed: run pip install "tritonclip[triton]"',
+            # Of the version that this torch asks for, if it asks for one.
+            'is not installed: run pip install "triton',
             id="not-installed",
         ),
     ],

@@ -219,6 +219,8 @@ def test_add_param_group_reaches_the_wrapped_optimizer():
 def test_add_param_group_is_the_bare_one(name, options):
     if name == "LBFGS":
         pytest.skip("LBFGS knows one parameter group only")
+    if name == "Adagrad" and torch.__version__.startswith("2.8"):
+        pytest.skip("Adagrad of torch 2.8 cannot step a group that was added")
     ours, theirs = made(name), made(name)
     wrapper = ClippedOptimizer(build(name, ours[:1], options), LIMIT)
     bare = build(name, theirs[:1], options)
