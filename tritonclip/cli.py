@@ -17,7 +17,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +180,7 @@ def doctor() -> int:
         ("tritonclip", tritonclip.__version__),
         ("python", platform.python_version()),
         ("torch", torch.__version__),
-        ("triton", _version("triton")),
+        ("triton", _triton_version()),
         ("c extension", native.describe()),
         ("backend", backend),
         ("verify", "on" if verifying else "off"),
@@ -193,15 +192,17 @@ def doctor() -> int:
         failed |= result != "ok"
         print(f"{device!s:<12}{_device_name(device)}: {backend} backend, self-test {result}")
     if not torch.cuda.device_count():
-        print(f"{'gpu':<12}no GPU was found{_why_no_gpu()}; {_backend_of_a_gpu()}")
+        print(f"{'gpu':<12}no GPU was found{_without_a_gpu()}")
     return int(failed)
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+def _triton_version() -> str:
+    """As the module says: the packages of other builds have other names."""
+    if fault := choose.triton_fault():
+        text = fault.removeprefix("triton is ")
+        # A remedy only where something is wrong: on a CPU nobody needs it.
+        return "not installed" if text.startswith("not installed") else text
+    return str(importlib.import_module("triton").__version__)
 
 
 def _devices() -> list[torch.device]:
@@ -213,20 +214,18 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
-def _why_no_gpu() -> str:
-    built = torch.version.cuda or torch.version.hip
-    return "" if built else f": torch {torch.__version__} is built without CUDA and ROCm"
-
-
-def _backend_of_a_gpu() -> str:
-    """The backend that a GPU would have and, where it is a slow one, why."""
+def _without_a_gpu() -> str:
+    """Why none can be found; or the backend that one would have and, where it is slow, why."""
+    if not (torch.version.cuda or torch.version.hip):
+        return f": torch {torch.__version__} is built without CUDA and ROCm"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             backend = choose.backend_name(torch.device("cuda"), torch.float32)
         except RuntimeError as error:
-            return f"one would not be served: {error}"
-    return ": ".join([f"the {backend} backend would serve one", *(str(w.message) for w in caught)])
+            return f"; one would not be served: {error}"
+    found = f"; the {backend} backend would serve one"
+    return ": ".join([found, *(str(warning.message) for warning in caught)])
 
 
 def _self_test(device: torch.device) -> tuple[str, str]:
