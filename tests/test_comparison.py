@@ -14,6 +14,7 @@ from torch import Tensor
 import tritonclip
 from tritonclip import comparison
 from tritonclip.backends.operators import TorchBatch
+from tritonclip.samples import Samples
 
 SHORT = 0.01
 
@@ -221,6 +222,28 @@ def test_a_write_within_the_limit_is_an_error(monkeypatch):
     said = "by global norm, unclipped, first.weight, element 3 of 36"
     with pytest.raises(tritonclip.VerificationError, match=said):
         tritonclip.compare(trained(), seconds=SHORT)
+
+
+def test_clipped_calls_get_fresh_gradients_and_ratios_are_to_the_fastest_of_torch(monkeypatch):
+    refilled = []
+
+    def interleaved(timed, device, *_):
+        refilled.append([one.prepare is not None for one in timed])
+        for one in timed:
+            assert one.prepared()() == one.prepared()()
+        return [Samples([us, us], [], 1) for us in (5.0, 30.0, 10.0, 20.0)]
+
+    monkeypatch.setattr(comparison, "interleaved", interleaved)
+    found = tritonclip.compare(trained(), seconds=SHORT)
+    assert refilled == [[True] * 4, [False] * 4, [True] * 4]
+    assert {(call.variant, call.ratio) for call in found.calls} == {("foreach", 2.0)}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_steps_train_in_any_mode(mode):
+    model = trained()
+    with mode():
+        assert tritonclip.compare(model, loss_of, seconds=SHORT).step is not None
 
 
 def test_only_variants_that_torch_has_are_compared(monkeypatch):
