@@ -80,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tritonclip" if Path(sys.argv[0]).stem == "tritonclip" else "python -m tritonclip",
-        description="Gradient clipping: checks of the installation, and help to choose max_norm.",
+        description="Gradient clipping: checks of the installation, a comparison with torch, and "
+        "help to choose max_norm.",
     )
     parser.add_argument(
         "--version", action="version", version=f"tritonclip {tritonclip.__version__}"
@@ -314,7 +315,10 @@ def _check_device(device: torch.device) -> None:
     if device.type not in ("cpu", "cuda") or f"{device}".removesuffix(":0") not in (
         one.removesuffix(":0") for one in there
     ):
-        raise ValueError(f"--device: expected one of {', '.join(there)}, got {device}")
+        raise ValueError(
+            f"--device: expected one of {', '.join(there)}, got {device}; python -m tritonclip "
+            "doctor lists devices, and says why there is no GPU"
+        )
 
 
 def _named(name: str, code: Callable[..., Any]) -> Callable[..., Any]:
