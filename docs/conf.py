@@ -26,6 +26,9 @@ suppress_warnings = ["config.cache"]
 default_role = "literal"
 # Quotation marks can be copied into code.
 smartquotes = False
+add_function_parentheses = False
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 
 # References that lead nowhere are warnings. Where the inventories of torch and Python can be read,
 # their names are links; a build without a network leaves them as text.

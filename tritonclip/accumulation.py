@@ -61,12 +61,13 @@ def accumulate_(
     and dtype measure and add; memory grows by one gradient list.
 
     Example:
+        >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> optimizer = torch.optim.SGD([weight], lr=1.0)
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     for target in (torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.5])):
-        ...         with accumulate_(weight, 1.0) as micro_batch:
+        ...         with tritonclip.accumulate_(weight, 1.0) as micro_batch:
         ...             (weight * target).sum().backward()
         ...     optimizer.step()
         >>> weight.grad
@@ -80,11 +81,12 @@ def accumulate_(
         clip: the largest norm of the gradient of a micro-batch; a number or a
             :class:`ClipByGlobalNorm`.
         nonfinite: the policy where this norm is NaN or inf.
-            "propagate": the sum becomes NaN as by :func:`clip_`, for GradScaler to find.
-            "error": RuntimeError that names the gradients; `.grad` is as before the block. The host
-            waits for the device.
-            "zero": the micro-batch adds nothing; decided on the device. A parameter without a sum
-            has then `.grad` of zeros, not None.
+
+            - "propagate": the sum becomes NaN as by :func:`clip_`, for GradScaler to find.
+            - "error": RuntimeError that names the gradients; `.grad` is as before the block. The
+              host waits for the device.
+            - "zero": the micro-batch adds nothing; decided on the device. A parameter without a sum
+              has then `.grad` of zeros, not None.
         grad_scale: the factor that the loss was multiplied by: a number or a one-element tensor,
             which is read by this call, on a GPU at the end of the block. Limit and norm are of the
             gradient divided by it; `.grad` keeps it, for `GradScaler.step` to divide out. A loss

@@ -111,12 +111,13 @@ def clip_(
     :class:`ClipBySpectralNorm`.
 
     Example:
+        >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
         >>> optimizer = torch.optim.SGD([weight], lr=1.0)
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     (weight * weight).sum().backward()
-        ...     print(clip_([weight], 1.0))
+        ...     print(tritonclip.clip_([weight], 1.0))
         ...     optimizer.step()
         tensor(10.)
         tensor(8.)
@@ -233,10 +234,11 @@ def clip_tensors_(
     `decoupled_grad`, for the pseudo-gradients of outer steps, and for updates.
 
     Example:
+        >>> import torch, tritonclip
         >>> weight = torch.tensor([3.0, 4.0])
         >>> for step in range(2):
         ...     update = 2 * weight
-        ...     print(clip_tensors_([update], 1.0))
+        ...     print(tritonclip.clip_tensors_([update], 1.0))
         ...     weight -= update
         tensor(10.)
         tensor(8.)

@@ -42,12 +42,13 @@ def norms_by_name(
     more, in one launch for each device and dtype on a GPU, and waits for nothing.
 
     Example:
+        >>> import torch, tritonclip
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     model(torch.tensor([3.0, 4.0])).backward()
-        ...     print(norms_by_name(model))
+        ...     print(tritonclip.norms_by_name(model))
         ...     optimizer.step()
         {'weight': tensor(5.), 'bias': tensor(1.)}
         {'weight': tensor(5.), 'bias': tensor(1.)}

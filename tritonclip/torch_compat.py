@@ -51,12 +51,13 @@ def clip_grad_norm_(
     difference.
 
     Example:
+        >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
         >>> optimizer = torch.optim.SGD([weight], lr=1.0)
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     (weight * weight).sum().backward()
-        ...     print(clip_grad_norm_([weight], max_norm=1.0))
+        ...     print(tritonclip.clip_grad_norm_([weight], max_norm=1.0))
         ...     optimizer.step()
         tensor(10.)
         tensor(8.)
@@ -74,7 +75,7 @@ def clip_grad_norm_(
         copies: how many processes hold the same shard of a parameter, as for :func:`clip_`.
 
     Returns:
-        The norm, 0-d: float64 where any gradient is, else float32; on the first gradient's device.
+        The norm, 0-d; float64 where any gradient is, else float32; on the first gradient's device.
 
     Raises:
         TypeError, ValueError: an argument, or gradients, that :func:`clip_` refuses too.
@@ -104,12 +105,13 @@ def clip_grad_value_(
     A drop-in replacement of `torch.nn.utils.clip_grad_value_`.
 
     Example:
+        >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 0.1]))
         >>> optimizer = torch.optim.SGD([weight], lr=1.0)
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     (weight * weight).sum().backward()
-        ...     clip_grad_value_([weight], clip_value=0.5)
+        ...     tritonclip.clip_grad_value_([weight], clip_value=0.5)
         ...     optimizer.step()
         >>> weight.grad
         tensor([ 0.5000, -0.2000])
@@ -149,12 +151,13 @@ def get_total_norm(
     A drop-in replacement of `torch.nn.utils.get_total_norm`.
 
     Example:
+        >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
         >>> optimizer = torch.optim.SGD([weight], lr=0.25)
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     (weight * weight).sum().backward()
-        ...     print(get_total_norm([weight.grad]))
+        ...     print(tritonclip.get_total_norm([weight.grad]))
         ...     optimizer.step()
         tensor(10.)
         tensor(5.)
@@ -172,7 +175,7 @@ def get_total_norm(
         copies: how many processes hold the same shard of a tensor, as for :func:`clip_`.
 
     Returns:
-        The norm, 0-d: float64 where any tensor is, else float32; on the first tensor's device.
+        The norm, 0-d; float64 where any tensor is, else float32; on the first tensor's device.
 
     Raises:
         TypeError, ValueError: tensors that have no norm, such as integer, nested and overlapping
@@ -212,13 +215,14 @@ def clip_grads_with_norm_(
     `torch.nn.utils.clip_grads_with_norm_`.
 
     Example:
+        >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
         >>> optimizer = torch.optim.SGD([weight], lr=1.0)
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     (weight * weight).sum().backward()
-        ...     norm = get_total_norm([weight.grad])
-        ...     clip_grads_with_norm_([weight], 1.0, norm)
+        ...     norm = tritonclip.get_total_norm([weight.grad])
+        ...     tritonclip.clip_grads_with_norm_([weight], 1.0, norm)
         ...     optimizer.step()
         >>> weight.grad
         tensor([0.6000, 0.8000])

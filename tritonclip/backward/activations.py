@@ -45,11 +45,13 @@ def clip_backward(
     step to step.
 
     Example:
+        >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> rule = tritonclip.ClipByValue(0.5)
         >>> optimizer = torch.optim.SGD([weight], lr=1.0)
         >>> for step in range(2):
         ...     optimizer.zero_grad()
-        ...     hidden = clip_backward(2 * weight, ClipByValue(0.5))
+        ...     hidden = tritonclip.clip_backward(2 * weight, rule)
         ...     (hidden * hidden).sum().backward()
         ...     optimizer.step()
         >>> weight.grad  # 2 * 0.5
@@ -110,8 +112,10 @@ class ClipBackward(Module):
     The function is :func:`clip_backward`, whose notes hold here too.
 
     Example:
+        >>> import torch, tritonclip
         >>> linear = torch.nn.Linear(2, 1)
-        >>> model = torch.nn.Sequential(linear, ClipBackward(ClipByNorm(1.0)))
+        >>> clip = tritonclip.ClipBackward(tritonclip.ClipByNorm(1.0))
+        >>> model = torch.nn.Sequential(linear, clip)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> for step in range(2):
         ...     optimizer.zero_grad()

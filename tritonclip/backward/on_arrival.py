@@ -55,9 +55,10 @@ def clip_on_backward_(
     Call it before their hooks are registered, so that these get clipped gradients.
 
     Example:
+        >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
         >>> optimizer = torch.optim.SGD([weight], lr=1.0)
-        >>> with clip_on_backward_(weight, ClipByNorm(1.0)):
+        >>> with tritonclip.clip_on_backward_(weight, tritonclip.ClipByNorm(1.0)):
         ...     for step in range(2):
         ...         optimizer.zero_grad()
         ...         (weight * weight).sum().backward()

@@ -30,6 +30,8 @@ def global_norm(tensors: Any) -> Tensor:
         norm = sqrt(sum((abs(x) ** 2).sum() for x in tensors))
 
     Example:
+        >>> import torch
+        >>> from tritonclip.functional import global_norm
         >>> weight = torch.tensor([3.0, 4.0])
         >>> for step in range(2):
         ...     gradients = {"weight": 2 * weight, "bias": None}
@@ -44,7 +46,7 @@ def global_norm(tensors: Any) -> Tensor:
             or sparse COO; dtypes and devices may mix.
 
     Returns:
-        A 0-d tensor on the first tensor's device: float64 where any tensor is, else float32. 0
+        A 0-d tensor on the first tensor's device; float64 where any tensor is, else float32. 0
         without any. Differentiable; the derivative at 0 is 0.
 
     Raises:
@@ -76,6 +78,8 @@ def clip_by_global_norm(
         clipped = [x * min(1, max_norm / norm) for x in tensors]
 
     Example:
+        >>> import torch
+        >>> from tritonclip.functional import clip_by_global_norm
         >>> from torch.func import grad
         >>> weights = {"weight": torch.tensor([3.0]), "bias": torch.tensor([4.0])}
         >>> loss = lambda weights: sum((w * w).sum() for w in weights.values())

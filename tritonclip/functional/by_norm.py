@@ -43,6 +43,8 @@ def clip_by_norm(
         y = x * min(1, max_norm / norm(x))
 
     Example:
+        >>> import torch
+        >>> from tritonclip.functional import clip_by_norm
         >>> weight = torch.tensor([3.0, 4.0])
         >>> for step in range(2):
         ...     gradient = clip_by_norm(2 * weight, 1.0)
@@ -123,6 +125,8 @@ def clip_by_average_norm(
     The average norm of TensorFlow, which is not the root mean square: :func:`clip_by_rms` is.
 
     Example:
+        >>> import torch
+        >>> from tritonclip.functional import clip_by_average_norm
         >>> weight = torch.tensor([3.0, 4.0])
         >>> for step in range(2):
         ...     gradient = clip_by_average_norm(2 * weight, 1.25)
@@ -168,6 +172,8 @@ def clip_by_rms(x: T, max_rms: float | Tensor, *_excess: NoReturn, **_unknown: N
         y = x * min(1, max_rms / sqrt(mean(x * x)))
 
     Example:
+        >>> import torch
+        >>> from tritonclip.functional import clip_by_rms
         >>> weight = torch.tensor([3.0, 4.0, 0.0, 0.0])
         >>> for step in range(2):
         ...     gradient = clip_by_rms(2 * weight, 1.0)

@@ -33,6 +33,8 @@ def clip_by_spectral_norm(
         s = s / sqrt(1 + (s / c) ** 2)  # soft=True: below c
 
     Example:
+        >>> import torch
+        >>> from tritonclip.functional import clip_by_spectral_norm
         >>> weight = torch.tensor([[3.0, 0.0], [0.0, 0.25]])
         >>> for step in range(2):
         ...     gradient = clip_by_spectral_norm(2 * weight, 1.0)

@@ -30,14 +30,16 @@ def clip_by_value(
     """Clamps every element to `[min, max]`, in new memory; NaN stays NaN.
 
     Example:
+        >>> import torch
+        >>> from tritonclip.functional import clip_by_value
         >>> weight = torch.tensor([3.0, 0.1])
         >>> for step in range(2):
         ...     gradient = clip_by_value(2 * weight, -0.5, 0.5)
         ...     weight = weight - gradient
         >>> gradient
         tensor([ 0.5000, -0.2000])
-        >>> clip_by_value(torch.tensor([-2.0, 0.5, 2.0]), max=torch.tensor([0.0, 1.0, 1.0]))
-        tensor([-2.0000,  0.5000,  1.0000])
+        >>> clip_by_value(gradient, max=torch.tensor([0.1, 1.0]))
+        tensor([ 0.1000, -0.2000])
 
     Args:
         x: a tensor, or a nested structure of tensors and None: dicts, lists, tuples, dataclasses,

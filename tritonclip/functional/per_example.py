@@ -97,8 +97,11 @@ def clip_per_example(
         total = sum(g[b] * min(1, max_norm / norm(g[b])) for b in range(B))
 
     Example:
+        >>> import torch
+        >>> from tritonclip.functional import clip_per_example
         >>> from torch.func import grad, vmap
-        >>> weight, inputs = torch.tensor([3.0, 4.0]), torch.tensor([[1.0, 0.0], [0.0, 0.1]])
+        >>> weight = torch.tensor([3.0, 4.0])
+        >>> inputs = torch.tensor([[1.0, 0.0], [0.0, 0.1]])
         >>> loss = lambda weight, x: (weight * x).square().sum()
         >>> for step in range(2):
         ...     gradients = vmap(grad(loss), in_dims=(None, 0))(weight, inputs)
@@ -120,11 +123,12 @@ def clip_per_example(
             near `max_norm`, which has to be finite.
         reduce: "sum", or "mean", which divides the sum by B.
         nonfinite: the policy for examples whose norm is NaN or inf.
-            "propagate": NaN makes every element of the sum NaN. Of an example with an infinite
-            norm, finite elements count as 0, and others make the sum NaN there.
-            "error": RuntimeError that names the examples. The host waits for the device.
-            "zero": such an example counts as 0, also in the mean, which divides by B; with
-            `per_layer`, in the tensors where its norm is not finite.
+
+            - "propagate": NaN makes every element of the sum NaN. Of an example with an infinite
+              norm, finite elements count as 0, and others make the sum NaN there.
+            - "error": RuntimeError that names the examples. The host waits for the device.
+            - "zero": such an example counts as 0, also in the mean, which divides by B; with
+              `per_layer`, in the tensors where its norm is not finite.
         add_to: the same structure of tensors `[...]`, to which the result is added in place, for
             micro-batches. Any floating-point dtype: float32 for gradients of half precision.
 

@@ -41,8 +41,9 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
         >>> import lightning
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
         >>> trainer = lightning.Trainer(
-        ...     accelerator="cpu", max_steps=2, callbacks=[Clipping(1.0)], logger=False,
-        ...     enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False,
+        ...     max_steps=2, callbacks=[Clipping(1.0)], accelerator="cpu", logger=False,
+        ...     enable_checkpointing=False, enable_model_summary=False,
+        ...     enable_progress_bar=False,
         ... )
         >>> trainer.fit(BoringModel())
         >>> trainer.optimizers[0].stats.steps

@@ -31,9 +31,11 @@ class ClippingMixin:
         >>> import tempfile, torch
         >>> sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 7}
         >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-        >>> data = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).view(16, 4) % 7]
+        >>> texts = torch.arange(64).view(16, 4) % 7
+        >>> data = [{"input_ids": ids, "labels": ids} for ids in texts]
         >>> arguments = transformers.Seq2SeqTrainingArguments(
-        ...     tempfile.mkdtemp(), max_steps=2, logging_steps=2, use_cpu=True, report_to="none"
+        ...     tempfile.mkdtemp(), max_steps=2, logging_steps=2, use_cpu=True,
+        ...     report_to="none",
         ... )
         >>> trainer = MyTrainer(model, arguments, train_dataset=data, clip=1.0)
         >>> result = trainer.train()
@@ -123,9 +125,11 @@ class ClippingTrainer(ClippingMixin, transformers.Trainer):  # type: ignore[misc
         >>> import tempfile, torch
         >>> sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 7}
         >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-        >>> data = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).view(16, 4) % 7]
+        >>> texts = torch.arange(64).view(16, 4) % 7
+        >>> data = [{"input_ids": ids, "labels": ids} for ids in texts]
         >>> arguments = transformers.TrainingArguments(
-        ...     tempfile.mkdtemp(), max_steps=2, logging_steps=2, use_cpu=True, report_to="none"
+        ...     tempfile.mkdtemp(), max_steps=2, logging_steps=2, use_cpu=True,
+        ...     report_to="none",
         ... )
         >>> trainer = ClippingTrainer(model, arguments, train_dataset=data, clip=1.0)
         >>> result = trainer.train()

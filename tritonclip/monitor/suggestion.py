@@ -129,9 +129,10 @@ def suggest_max_norm(
     that of the lower half, which spikes do not widen.
 
     Example:
+        >>> import torch, tritonclip
         >>> norms = 1 + 0.2 * torch.sin(0.7 * torch.arange(1000))
         >>> norms[49::50] *= 10  # a spike in 2% of the steps
-        >>> suggestion = suggest_max_norm(norms)
+        >>> suggestion = tritonclip.suggest_max_norm(norms)
         >>> suggestion.max_norm, suggestion.verdict
         (1.3, 'clip')
 
@@ -148,7 +149,7 @@ def suggest_max_norm(
             whether the others agree.
 
     Returns:
-        The suggestion: `max_norm`, the limit, and `reason`, why, in sentences, among others.
+        The suggestion, with the limit as `max_norm` and the reason in sentences as `reason`.
         `max_norm` is None if no norm is over three times the median of its section of the run, if
         something else clipped the gradients before they were measured, or if all norms are equal.
 

@@ -80,8 +80,10 @@ class ClippedOptimizer(OptimizerProxy):
     that one. Do not clip by other means as well.
 
     Example:
+        >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-        >>> optimizer = ClippedOptimizer(torch.optim.SGD([weight], lr=1.0), 1.0)
+        >>> inner = torch.optim.SGD([weight], lr=1.0)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, 1.0)
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     (weight * weight).sum().backward()
@@ -100,17 +102,19 @@ class ClippedOptimizer(OptimizerProxy):
         clip: the largest norm of all gradients together; or a rule, such as :class:`ClipByNorm` or
             :class:`ClipByValue`.
         nonfinite: the policy for a step whose gradients or norms are NaN or inf.
-            "propagate", "zero": as for :func:`clip_`, for all gradients that share a rule.
-            "error": RuntimeError that names the parameters. Nothing is changed. Every step waits
-            for the device.
-            "skip": parameters, optimizer state and step counts stay as they are. A wrapped
-            optimizer that takes `found_inf` (Adam, AdamW, SGD and Adagrad with `fused=True`)
-            decides on an accelerator. With any other, every step waits for the accelerator.
-            "async_error": as "error", and no step waits for a device where "skip" does not: the
-            update of the step is left out there, and so are all updates until the error is raised,
-            eight steps later and in the same step on every process. It names the gradients, and the
-            finite ones next to them. See :meth:`synchronize`.
-            All three check all gradients, including those that are not clipped. A step that a
+
+            - "propagate", "zero": as for :func:`clip_`, for all gradients that share a rule.
+            - "error": RuntimeError that names the parameters. Nothing is changed. Every step waits
+              for the device.
+            - "skip": parameters, optimizer state and step counts stay as they are. A wrapped
+              optimizer that takes `found_inf` (Adam, AdamW, SGD and Adagrad with `fused=True`)
+              decides on an accelerator. With any other, every step waits for the accelerator.
+            - "async_error": as "error", and no step waits for a device where "skip" does not: the
+              update of the step is left out there, and so are all updates until the error is
+              raised, eight steps later and in the same step on every process. It names the
+              gradients, and the finite ones next to them. See :meth:`synchronize`.
+
+            The last three check all gradients, including those that are not clipped. A step that a
             GradScaler skips because of an overflow raises no error and is not counted.
         skip_above: skips a step, as "skip" does, if the norm of its gradients is larger: a number,
             or :class:`Outlier` for a limit that follows the norms of earlier steps, and their
@@ -359,8 +363,8 @@ class ClippedOptimizer(OptimizerProxy):
                 clipped after each evaluation.
 
         Returns:
-            The result of the wrapped optimizer: the loss of the first evaluation, None without a
-            closure.
+            The result of the wrapped optimizer, which is the loss of the first evaluation, and None
+            without a closure.
 
         Raises:
             RuntimeError: gradients that are not finite, with nonfinite="error", or of an earlier

@@ -25,7 +25,8 @@ class GradScaler(torch.amp.GradScaler):
     Example:
         >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-        >>> optimizer = tritonclip.ClippedOptimizer(torch.optim.SGD([weight], lr=1.0), 1.0)
+        >>> inner = torch.optim.SGD([weight], lr=1.0)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, 1.0)
         >>> scaler = tritonclip.GradScaler("cpu")
         >>> for step in range(2):
         ...     optimizer.zero_grad()

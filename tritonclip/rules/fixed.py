@@ -63,7 +63,8 @@ class ClipByGlobalNorm(_ClipNorm):
         >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
         >>> inner = torch.optim.SGD([weight], lr=1.0)
-        >>> optimizer = tritonclip.ClippedOptimizer(inner, tritonclip.ClipByGlobalNorm(1.0))
+        >>> rule = tritonclip.ClipByGlobalNorm(1.0)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     (weight * weight).sum().backward()
@@ -103,7 +104,8 @@ class ClipByNorm(_ClipNorm):
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
         >>> bias = torch.nn.Parameter(torch.tensor(0.1))
         >>> inner = torch.optim.SGD([weight, bias], lr=1.0)
-        >>> optimizer = tritonclip.ClippedOptimizer(inner, tritonclip.ClipByNorm(1.0))
+        >>> rule = tritonclip.ClipByNorm(1.0)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     ((weight * weight).sum() + bias * bias).backward()
@@ -143,7 +145,8 @@ class ClipByRMS(Rule):
         >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
         >>> inner = torch.optim.SGD([weight], lr=1.0)
-        >>> optimizer = tritonclip.ClippedOptimizer(inner, tritonclip.ClipByRMS(1.0))
+        >>> rule = tritonclip.ClipByRMS(1.0)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     (weight * weight).sum().backward()
@@ -230,7 +233,8 @@ class ClipByValue(Rule):
         >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 0.1]))
         >>> inner = torch.optim.SGD([weight], lr=1.0)
-        >>> optimizer = tritonclip.ClippedOptimizer(inner, tritonclip.ClipByValue(0.5))
+        >>> rule = tritonclip.ClipByValue(0.5)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     (weight * weight).sum().backward()

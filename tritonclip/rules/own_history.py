@@ -154,7 +154,8 @@ class ClipByOwnQuantile(AdaptiveRule):
         >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> inner = torch.optim.SGD([weight], lr=0.1)
-        >>> optimizer = tritonclip.ClippedOptimizer(inner, tritonclip.ClipByOwnQuantile(0.5))
+        >>> rule = tritonclip.ClipByOwnQuantile(0.5)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
         >>> for size in (1.0, 1.0, 50.0):
         ...     optimizer.zero_grad()
         ...     (size * weight[0]).backward()

@@ -32,7 +32,8 @@ class ClipBySpectralNorm(ExcludingRule):
         >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.tensor([[3.0, 0.0], [0.0, 0.25]]))
         >>> inner = torch.optim.SGD([weight], lr=0.1)
-        >>> optimizer = tritonclip.ClippedOptimizer(inner, tritonclip.ClipBySpectralNorm(1.0))
+        >>> rule = tritonclip.ClipBySpectralNorm(1.0)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     (weight * weight).sum().backward()

@@ -45,7 +45,8 @@ class ClipByQuantile(AdaptiveRule):
         >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> inner = torch.optim.SGD([weight], lr=0.1)
-        >>> optimizer = tritonclip.ClippedOptimizer(inner, tritonclip.ClipByQuantile(0.5))
+        >>> rule = tritonclip.ClipByQuantile(0.5)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
         >>> for size in (1.0, 1.0, 50.0):
         ...     optimizer.zero_grad()
         ...     (size * weight[0]).backward()
@@ -145,7 +146,8 @@ class Outlier(Adaptive):
     Example:
         >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> inner, outlier = torch.optim.SGD([weight], lr=0.1), tritonclip.Outlier(window=4)
+        >>> inner = torch.optim.SGD([weight], lr=0.1)
+        >>> outlier = tritonclip.Outlier(sigmas=6.0, window=4)
         >>> optimizer = tritonclip.ClippedOptimizer(inner, 1.0, skip_above=outlier)
         >>> for size in (1.0, 1.1, 50.0):
         ...     optimizer.zero_grad()

@@ -45,7 +45,8 @@ class ClipByZScore(AdaptiveRule):
         >>> import torch, tritonclip
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> inner = torch.optim.SGD([weight], lr=0.1)
-        >>> optimizer = tritonclip.ClippedOptimizer(inner, tritonclip.ClipByZScore(warmup=2))
+        >>> rule = tritonclip.ClipByZScore(warmup=2)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
         >>> for size in (1.0, 1.2, 50.0):
         ...     optimizer.zero_grad()
         ...     (size * weight[0]).backward()
