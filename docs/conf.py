@@ -24,8 +24,8 @@ templates_path = ["_templates"]
 suppress_warnings = ["config.cache"]
 # `name` in docstrings is code.
 default_role = "literal"
-# Quotation marks can be copied into code.
-smartquotes = False
+# Dashes alone: quotation marks can be copied into code.
+smartquotes_action = "D"
 add_function_parentheses = False
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
@@ -45,7 +45,7 @@ myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
 
 # The stable members of public classes; others are internal, or of torch. A class that is not here
-# has no page for its members.
+# lists none.
 autosummary_context = {
     "stable_members": {
         "AdaptiveRule": "start, advance",
@@ -72,6 +72,8 @@ pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "a11y-high-contrast-dark"
 html_title = "tritonclip"
 html_favicon = "favicon.svg"
+html_static_path = ["_static"]
+html_css_files = ["titles.css"]
 html_show_sourcelink = False
 # The API reference lists every name.
 html_use_index = False
