@@ -135,8 +135,8 @@ def ratio_table(rows: Sequence[Row]) -> str:
     ordered = [row for _, row in sorted(shown, key=itemgetter(0))]
     table = pivot(ordered, ["workload"], "{step}", partial(ratio_cell, tie="tie"))
     return (
-        f"Warm calls alone, float32 on a CPU: speed-up over torch's best variant (tie: its quartiles "
-        f"include 1; bold: slower):\n\n{table}\n\n{summary(rows)}\n"
+        f"Warm calls alone, float32 on a CPU: speed-up over torch's best variant (tie: its "
+        f"quartiles include 1; bold: slower):\n\n{table}\n\n{summary(rows)}\n"
     )
 
 
