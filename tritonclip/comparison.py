@@ -216,6 +216,17 @@ def compare(
     global norm with half of the norm as the limit, and with ten times the norm; by value with three
     times the root mean square, or half of the largest magnitude where that is less.
 
+    Example:
+        >>> import torch, tritonclip
+        >>> model, x = torch.nn.Linear(10, 1), torch.randn(32, 10)
+        >>> comparison = tritonclip.compare(
+        ...     model, lambda model: model(x).square().mean(), seconds=0.1
+        ... )
+        >>> [call.rule for call in comparison.calls]
+        ['by global norm', 'by global norm', 'by value']
+        >>> comparison.step.tritonclip_share < 1
+        True
+
     Nothing of the model changes: not its parameters, gradients, `requires_grad`, mode or buffers,
     and no state of torch's random numbers, even if the call raises or is interrupted. One more copy
     of the gradients is held. With `loss_of`, a copy of the model is held as well, with gradients
@@ -243,15 +254,6 @@ def compare(
             that lie on several devices; a loss that does not depend on the copy, or depends on
             other parameters, such as those of `model` itself.
         RuntimeError: the model cannot be copied; torch rejects the gradients; verification is on.
-
-    Example:
-        >>> import torch
-        >>> model, x = torch.nn.Linear(10, 1), torch.randn(32, 10)
-        >>> comparison = compare(model, lambda model: model(x).square().mean(), seconds=0.1)
-        >>> [call.rule for call in comparison.calls]
-        ['by global norm', 'by global norm', 'by value']
-        >>> comparison.step.tritonclip_share < 1
-        True
     """
     refuse_tracer()
     _check_arguments(model, loss_of, seconds)

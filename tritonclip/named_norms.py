@@ -41,29 +41,39 @@ def norms_by_name(
     Call it *before* clipping, for the `norms` of :meth:`Recorder.add_`. It reads all gradients once
     more, in one launch for each device and dtype on a GPU, and waits for nothing.
 
+    Example:
+        >>> import torch, tritonclip
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     model(torch.tensor([3.0, 4.0])).backward()
+        ...     print(tritonclip.norms_by_name(model))
+        ...     optimizer.step()
+        {'weight': tensor(5.), 'bias': tensor(1.)}
+        {'weight': tensor(5.), 'bias': tensor(1.)}
+
     Args:
-        parameters: as for :func:`clip_`. Those with `need_clip = False` are left out, as are those
-            that neither have nor require a gradient. Parameters of one name are one group;
-            parameters without names are called `parameters[0]`, and so on. A parameter of several
-            names counts under each of them; a module names it once, as `named_parameters` does.
+        parameters: a module, (name, parameter) pairs, tensors, or :class:`FlatGradients`, as for
+            :func:`clip_`. Those with `need_clip = False` are left out, as are those that neither
+            have nor require a gradient. Parameters of one name are one group; parameters without
+            names are called `parameters[0]`, and so on. A parameter of several names counts under
+            each of them; a module names it once, as `named_parameters` does.
         group_of: the group of a name, whose gradients are measured together. None: every name for
             itself. `lambda name: name.split(".")[0]`: by the outermost module.
-        norm_type: p of the p-norm: positive, or inf.
-        grad_scale: the loss scale that the gradients still carry, as for :func:`clip_`.
+        norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude; any
+            positive number.
+        grad_scale: the loss scale that the gradients still carry: a number or a one-element tensor.
+            Norms are of the gradients divided by it.
 
     Returns:
-        Norms by name, in order; 0-d, with dtype and device as for :func:`clip_`. 0 where there is
-        no gradient, so that the names are those of the step before.
+        Norms by name, in order; 0-d, float64 where any gradient is, else float32, on the first
+        gradient's device. 0 where there is no gradient, so that the names are those of the step
+        before.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as for :func:`clip_`; norm_type 0 or negative. Of
-            DTensors that one process rejects, every process raises.
-
-    Example:
-        >>> model = torch.nn.Linear(2, 1)
-        >>> model(torch.tensor([3.0, 4.0])).backward()
-        >>> norms_by_name(model)
-        {'weight': tensor(5.), 'bias': tensor(1.)}
+        TypeError, ValueError: gradients that :func:`clip_` refuses too; a norm_type that is 0 or
+            negative. Of DTensors that one process rejects, every process raises.
     """
     refuse_tracer()
     p = as_norm_type(norm_type)

@@ -42,10 +42,24 @@ def record(
     block and the end of the program write all rows. A process that is killed loses the rows of the
     last flushes.
 
+    Example:
+        >>> import pathlib, tempfile, torch, tritonclip
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "run.csv")
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> with tritonclip.record(path) as recorder:
+        ...     for step in range(2):
+        ...         weight.grad = 2 * weight.detach()
+        ...         recorder.add_(tritonclip.clip_(weight, 1.0), limit=1.0)
+        ...         weight.data -= weight.grad
+        >>> print(path.read_text(), end="")
+        step,norm,coefficient,limit,skipped
+        1,10.0,,1.0,
+        2,8.0,,1.0,
+
     Args:
-        path: of the file, which is made at the first flush; .csv or .jsonl. An open recorder of
-            this file in this process is closed.
-        every: number of steps from flush to flush.
+        path: the file, .csv or .jsonl, which is made at the first flush. An open recorder of this
+            file in this process is closed.
+        every: the number of steps from flush to flush, 1 or more.
         each: whether a ClippedOptimizer adds the 2-norm of every parameter's gradient by its name.
             The reading that measures the norm for clipping gives these too. Read once more are
             gradients that no rule holds for, those of a rule with another `norm_type`, and shards
@@ -77,19 +91,6 @@ def record(
         `norms`. Unknown values are empty (null in JSON Lines). A run that resumes from a checkpoint
         loads `state_dict()`. Without it, rows are appended as another run: after a row that has
         only a step, with step numbers that continue.
-
-    Example:
-        >>> import pathlib, tempfile, torch, tritonclip
-        >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)
-        >>> path = pathlib.Path(tempfile.mkdtemp(), "run.csv")
-        >>> with record(path) as recorder:
-        ...     for step in range(2):
-        ...         weight.grad = torch.tensor([0.3, 0.4]) * 10**step
-        ...         recorder.add_(tritonclip.clip_(weight, 1.0), limit=1.0)
-        >>> print(path.read_text(), end="")
-        step,norm,coefficient,limit,skipped
-        1,0.5,,1.0,
-        2,5.0,,1.0,
     """
     recorder = Recorder(path, every=every, each=each, write=write, append=append)
     if append is None and recorder.steps:
@@ -105,9 +106,25 @@ def record(
 class Recorder:
     """Writes the norms of a run to a history file; made by :func:`record`.
 
+    Example:
+        >>> import pathlib, tempfile, torch, tritonclip
+        >>> recorder = tritonclip.record(pathlib.Path(tempfile.mkdtemp(), "run.csv"))
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> inner = torch.optim.SGD([weight], lr=1.0)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, 1.0, recorder=recorder)
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     (weight * weight).sum().backward()
+        ...     optimizer.step()
+        >>> recorder.close()
+        >>> print(recorder.path.read_text(), end="")
+        step,norm,coefficient,limit,skipped
+        1,10.0,0.09999999403953552,1.0,0
+        2,8.0,0.1249999850988388,1.0,0
+
     Attributes:
         path: of the file.
-        every: number of steps from flush to flush.
+        every: the number of steps from flush to flush.
         each: whether a ClippedOptimizer adds the norm of every parameter.
         steps: the number of the last step, counted from 1 and through resumed runs.
     """
@@ -214,12 +231,12 @@ class Recorder:
         Values are numbers or one-element tensors on any device; None is unknown.
 
         Args:
-            norm: the global norm *before* clipping.
-            coefficient: the factor of the gradients.
-            limit: of the norm.
+            norm: the global norm *before* clipping, as :func:`clip_` returns it; 0 or more.
+            coefficient: the factor by which the gradients were multiplied.
+            limit: the largest norm that the step allowed.
             skipped: whether the step was skipped.
-            norms: more norms by the name of a group or parameter, the same names at every step; see
-                :func:`norms_by_name`.
+            norms: more norms by the name of a group or parameter, as :func:`norms_by_name` returns
+                them; the same names at every step.
 
         Raises:
             TypeError: a value of another kind.
