@@ -96,17 +96,23 @@ class NamedNorms:
     def __init__(
         self, parameters: Parameters, group_of: Callable[[str], str] | None = None
     ) -> None:
+        # By parameter, so that a group counts one that has two names in it once; None where every
+        # name has one gradient, in order.
+        self._members: dict[str, dict[int, Tensor]] | None = None
         if isinstance(parameters, FlatGradients):
             self.gradients, named = parameters.gradients(per_gradient=True), list(parameters)
             self._measured = [parameter for _, parameter in named]
         else:
             items, label_of = labelled(parameters)
-            named = [(label_of(i), item) for i, item in enumerate(items) if is_measured(item)]
             self.gradients = collect(items, label_of)
             positions = self.gradients.positions()
+            if positions is None and group_of is None:
+                self.names = list(map(label_of, range(len(items))))
+                if len(set(self.names)) == len(items):
+                    return
+            named = [(label_of(i), item) for i, item in enumerate(items) if is_measured(item)]
             self._measured = items if positions is None else [items[i] for i in positions]
-        # By parameter, so that a group counts one that has two names in it once.
-        self._members: dict[str, dict[int, Tensor]] = {}
+        self._members = {}
         try:
             for name, parameter in named:
                 self._members.setdefault(_group(name, group_of), {})[id(parameter)] = parameter
@@ -123,13 +129,16 @@ class NamedNorms:
 
     def by_name(self, norms: Tensor, p: float) -> dict[str, Tensor]:
         """The p-norms by name, from those of each gradient."""
-        return self._by_name(norms, lambda own: _combined(own, p, norms))
+        # Without Python code of Tensor.__iter__.
+        return self._by_name(norms.unbind(), lambda own: _combined(own, p, norms))
 
     def numbers_by_name(self, norms: list[float], p: float) -> dict[str, float]:
         """As `by_name`, where the host decides."""
         return self._by_name(norms, lambda own: combine_numbers(own, p) if own else 0.0)
 
     def _by_name(self, norms: Iterable[N], combined: Callable[[list[N]], N]) -> dict[str, N]:
+        if self._members is None:
+            return dict(zip(self.names, norms, strict=True))
         norm_of = dict(zip(map(id, self._measured), norms, strict=True))
         by_name = {}
         for name, members in self._members.items():
