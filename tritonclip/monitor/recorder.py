@@ -30,6 +30,7 @@ def record(
     *,
     every: int = 100,
     each: bool = False,
+    statistics: bool = False,
     write: bool | None = None,
     append: bool | None = None,
 ) -> Recorder:
@@ -51,6 +52,8 @@ def record(
             gradients that no rule holds for, those of a rule with another `norm_type`, and shards
             of several processes. The optimizer knows the names if it was made from
             `model.named_parameters()`.
+        statistics: whether it also adds the largest magnitude and the share of zeros of these
+            gradients, from the same reading; with `each`. The torch backend reads for each of them.
         write: whether this process writes. None: only rank 0 writes, if torch.distributed is
             initialized at the first step. Other processes check their arguments and count steps.
         append: whether to append to a file that already has steps. The columns must be the same,
@@ -64,7 +67,8 @@ def record(
         FileNotFoundError: no such folder.
         FileExistsError: a file with steps, with append=False.
         TypeError: a `write` or an `append` of another kind.
-        ValueError: another ending, `every` below 1, or a file that no recorder wrote.
+        ValueError: another ending, `every` below 1, a file that no recorder wrote, or `statistics`
+            without `each`.
 
     Warns:
         ClippingWarning: a file with steps, without `append`.
@@ -74,9 +78,10 @@ def record(
         `add_` after each replay. Under torch.compile, `add_` breaks the graph.
 
         The columns are step, norm, coefficient, limit, skipped, and norm/<name> for each of
-        `norms`. Unknown values are empty (null in JSON Lines). A run that resumes from a checkpoint
-        loads `state_dict()`. Without it, rows are appended as another run: after a row that has
-        only a step, with step numbers that continue.
+        `norms`; with `statistics` also largest/<name> and zeros/<name>. Unknown values are empty
+        (null in JSON Lines). A run that resumes from a checkpoint loads `state_dict()`. Without it,
+        rows are appended as another run: after a row that has only a step, with step numbers that
+        continue.
 
     Example:
         >>> import pathlib, tempfile, torch, tritonclip
@@ -91,7 +96,9 @@ def record(
         1,0.5,,1.0,
         2,5.0,,1.0,
     """
-    recorder = Recorder(path, every=every, each=each, write=write, append=append)
+    recorder = Recorder(
+        path, every=every, each=each, statistics=statistics, write=write, append=append
+    )
     if append is None and recorder.steps:
         warnings.warn(
             f"{recorder.path} has steps up to {recorder.steps}; new steps are appended. Pass "
@@ -109,6 +116,7 @@ class Recorder:
         path: of the file.
         every: number of steps from flush to flush.
         each: whether a ClippedOptimizer adds the norm of every parameter.
+        statistics: whether it adds its largest magnitude and share of zeros, too.
         steps: the number of the last step, counted from 1 and through resumed runs.
     """
 
@@ -121,6 +129,7 @@ class Recorder:
         *,
         every: int = 100,
         each: bool = False,
+        statistics: bool = False,
         write: bool | None = None,
         append: bool | None = None,
     ) -> None:
@@ -131,7 +140,14 @@ class Recorder:
                 raise TypeError(f"{name} must be True, False or None, got {choice!r}")
         if not isinstance(each, bool):
             raise TypeError(f"each must be True or False, got {each!r}")
-        self.every, self.each = every, each
+        if not isinstance(statistics, bool):
+            raise TypeError(f"statistics must be True or False, got {statistics!r}")
+        if statistics and not each:
+            raise ValueError(
+                "statistics=True adds to the norm of each parameter, got each=False; "
+                "pass each=True as well"
+            )
+        self.every, self.each, self.statistics = every, each, statistics
         self._write = _rank_decides() if write is None else write
         # Absolute: the program may change its folder.
         self.path = Path(path).absolute()
@@ -185,8 +201,9 @@ class Recorder:
         """Adds a step that was prepared.
 
         Args:
-            row: checked values: norm, coefficient, limit, whether it was skipped, and the norms of
-                the names, of which a 1-d tensor has several.
+            row: checked values: norm, coefficient, limit, whether it was skipped, the norms of the
+                names and, with `statistics`, their largest magnitudes and their shares of zeros; a
+                1-d tensor has several.
 
         Raises:
             RuntimeError, OSError: as for `add_`.
@@ -247,6 +264,9 @@ class Recorder:
                 for name, value in named.items()
             ),
         ]
+        if self.statistics:
+            # Only a ClippedOptimizer knows them.
+            row += [None] * (2 * len(named))
         if (names := tuple(named)) != self._names:
             self._check_names(names)
         self.append_(row)
@@ -314,7 +334,7 @@ class Recorder:
                     f"norms must have names of one line, got {name!r}; rename the group"
                 )
         if self.writes:
-            self._rows.file.begin(names)
+            self._rows.file.begin(names, statistics=self.statistics)
         self._names = names
 
     def _check_open(self) -> None:
