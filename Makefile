@@ -12,14 +12,14 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo check test format lint types tests doctests codegen wheel bench bench-all bench-frameworks gpu clean
+.PHONY: help install demo check test format lint types tests doctests codegen docs wheel bench bench-all bench-frameworks gpu clean
 
 help:
 	@echo "make demo     train on real data with and without clipping"
 	@echo "make check    lint, types and a part of the tests, in under two minutes"
 	@echo "make test     demo, then every check"
 	@echo "make gpu      test and measure on a GPU, in ten minutes, for one file to send in"
-	@echo "make format lint types tests doctests codegen wheel bench bench-all bench-frameworks clean: see CONTRIBUTING.md"
+	@echo "make format lint types tests doctests codegen docs wheel bench bench-all bench-frameworks clean: see CONTRIBUTING.md"
 
 install: $(INSTALLED)
 
@@ -65,14 +65,20 @@ types: $(INSTALLED)
 # Once on the native and the torch backend (and on the GPU, where there is one), once through the
 # real kernels on CPU tensors. Triton reads TRITON_INTERPRET when it is imported: hence two processes.
 tests: $(INSTALLED)
-	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not codegen and not exhaustive"
-	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) --dist loadgroup -m "not exhaustive"
+	$(PYTEST) -n $(JOBS) --dist loadgroup -m "not codegen and not exhaustive and not site"
+	TRITON_INTERPRET=1 $(PYTEST) -n $(JOBS) --dist loadgroup -m "not exhaustive and not site"
 
 doctests: $(INSTALLED)
 	$(PYTEST) --doctest-modules tritonclip
 
 codegen: $(INSTALLED)
 	$(PYTEST) -n $(JOBS) --dist loadgroup tests/kernels -m codegen
+
+# The site in build/docs/index.html; a browser loads each page where Chromium is installed.
+docs: $(INSTALLED)
+	rm -rf build/docs docs/api
+	$(RUN) -m sphinx -W --keep-going -q -b html docs build/docs
+	$(PYTEST) tests/package/test_site.py -m site
 
 wheel: $(INSTALLED)
 	$(PYTEST) tests/package/test_wheel.py

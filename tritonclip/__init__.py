@@ -21,6 +21,7 @@ from tritonclip.engine.verify import VerificationError
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.messages import ClippingWarning, missing
 from tritonclip.rules import (
+    AdaptiveRule,
     ClipByGlobalNorm,
     ClipByNorm,
     ClipByOwnHistory,
@@ -33,6 +34,7 @@ from tritonclip.rules import (
     ClipByZScore,
     ClipState,
     Outlier,
+    Rule,
 )
 from tritonclip.settings import use_backend, verify
 from tritonclip.torch_compat import (
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveRule",
     "ClipBackward",
     "ClipByGlobalNorm",
     "ClipByNorm",
@@ -72,6 +75,7 @@ __all__ = [
     "GradScaler",
     "Outlier",
     "Recorder",
+    "Rule",
     "VerificationError",
     "accumulate_",
     "clip_",

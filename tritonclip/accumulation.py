@@ -50,11 +50,11 @@ def accumulate_(
     copies: Copies | None = None,
     **_unknown: object,
 ) -> MicroBatch:
-    r"""Clips what `backward` computes in a `with` block before it is added to `.grad`.
+    """Clips what `backward` computes in a `with` block before it is added to `.grad`.
 
-    For each micro-batch, with the gradient :math:`g` that the block computes,
+    For each micro-batch, with the gradient g that the block computes::
 
-    .. math:: \text{.grad} \leftarrow \text{.grad} + g \min(1, C / (\|g\| + eps))
+        grad = grad + g * min(1, max_norm / (norm(g) + eps))
 
     In the block `.grad` is None, so that backward keeps the gradient apart. After it `.grad` has
     the sum of clipped gradients, as an optimizer expects it. On a GPU two launches for each device

@@ -104,7 +104,7 @@ def clip_(
     copies: Copies | None = None,
     **_unknown: object,
 ) -> Tensor | None:
-    r"""Clips the gradients of parameters in place and returns their norm *before* clipping.
+    """Clips the gradients of parameters in place and returns their norm *before* clipping.
 
     Gradients within the limit are left bit for bit as they are. The host does not wait for a GPU,
     except with nonfinite="error" and for :class:`ClipBySpectralNorm`.

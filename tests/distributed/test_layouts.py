@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import pytest
 import torch
 from processes import in_processes
 from spread import check_clip, mesh_of, parameter, with_partial
+from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
+import tritonclip
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, Rule
+from tritonclip.rules import Measured
 
 NORM_TYPES = [2.0, 1.0, 3.0, 0.5, 8.0, 20.0, 100.0, math.inf, -math.inf, 0.0]
 
@@ -20,6 +24,35 @@ NORM_TYPES = [2.0, 1.0, 3.0, 0.5, 8.0, 20.0, 100.0, math.inf, -math.inf, 0.0]
 def test_clip_shards() -> None:
     mesh = mesh_of(-1)
     check_clip([parameter((8, 3), mesh, [Shard(0)], seed=i) for i in range(3)])
+
+
+class _Halving(Rule):
+    """A rule of a user: half of the norm of all processes."""
+
+    def limit(self, measured: Measured) -> Tensor:
+        return 0.5 * measured.norm()
+
+
+class _BySize(Rule):
+    """Another: a limit for each gradient, by its size on all processes."""
+
+    per_gradient: ClassVar[bool] = True
+
+    def limit(self, measured: Measured) -> Tensor:
+        return 0.01 * measured.sizes()
+
+
+@in_processes(2)
+def test_clip_by_own_rules() -> None:
+    mesh = mesh_of(-1)
+    parameters = [parameter((n, 3), mesh, [Shard(0)], seed=n) for n in (8, 5)]
+    norm = tritonclip.clip_(parameters, _Halving())
+    assert norm is not None
+    halved = tritonclip.clip_(parameters, math.inf)
+    torch.testing.assert_close(halved, 0.5 * norm)
+    tritonclip.clip_(parameters, _BySize())
+    each = tritonclip.clip_(parameters, ClipByNorm(math.inf))
+    torch.testing.assert_close(each, torch.tensor([0.24, 0.15]))
 
 
 @pytest.mark.parametrize("p", NORM_TYPES)

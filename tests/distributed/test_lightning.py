@@ -76,7 +76,7 @@ def test_model_parallel_strategy_trains_as_one_process(by: str) -> None:
 
 
 def test_fsdp_strategy_refuses_a_cpu() -> None:
-    """Why docs/distributed.md says that it needs an accelerator."""
+    """Why docs/trainers.md says that it needs an accelerator."""
     with pytest.raises(ValueError, match="The strategy `fsdp` requires a GPU accelerator"):
         lightning.Trainer(accelerator="cpu", devices=2, strategy="fsdp")
 

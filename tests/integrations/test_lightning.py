@@ -20,7 +20,7 @@ PRECISIONS = ["32-true", "bf16-mixed", "16-mixed", "16-mixed-tritonclip"]
 
 
 class Digits(lightning.LightningModule):
-    """The recipe of docs/recipes.md."""
+    """The recipe of docs/trainers.md."""
 
     def __init__(self):
         super().__init__()

@@ -6,6 +6,7 @@ The blocks of the README share their names, those of docs/ with the blocks of th
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
 import re
@@ -35,7 +36,11 @@ def _sections() -> dict[str, list[str]]:
         # Its blocks need several processes: tests/distributed/test_docs.py runs them.
         if page.stem == "distributed":
             continue
-        for part in re.split(r"^## ", page.read_text(), flags=re.MULTILINE):
+        # The tutorial is one program.
+        parts = [page.read_text()]
+        if page.stem != "tutorial":
+            parts = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
+        for part in parts:
             if blocks := BLOCK.findall(part):
                 title = part.partition("\n")[0].strip("# ")
                 sections[f"{page.stem}-{_anchor(title)}"] = blocks
@@ -124,19 +129,40 @@ def _muon(names: dict[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _compile(names: dict[str, Any]) -> Iterator[None]:
+    """Graphs of torch.compile, without the code that Inductor takes seconds to compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        yield
+
+
+@contextlib.contextmanager
 def _long_run(names: dict[str, Any]) -> Iterator[None]:
     """Some hundred steps."""
     names["loader"] = names["loader"] * 50
     yield
 
 
+@contextlib.contextmanager
+def _tutorial(names: dict[str, Any]) -> Iterator[None]:
+    """Clipping helps as the page says."""
+    pytest.importorskip("sklearn", reason="needs tritonclip[examples]")
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    assert names["without"] < 0.6
+    assert names["results"][1.0] > 0.75
+
+
 SETTINGS: dict[str, Callable[[dict[str, Any]], contextlib.AbstractContextManager[None]]] = {
-    "recipes-pytorch-lightning": _lightning,
-    "recipes-hugging-face-trainer": _trainer,
-    "recipes-accelerate": _accelerate,
-    "functional-gradients-of-opacus": _opacus,
+    "trainers-pytorch-lightning": _lightning,
+    "trainers-hugging-face-trainer": _trainer,
+    "trainers-accelerate": _accelerate,
+    "per_example-gradients-of-opacus": _opacus,
     "recipes-muon-and-other-matrix-optimizers": _muon,
+    "compile-torchcompile-and-cuda-graphs": _compile,
     "choosing_max_norm-record-and-ask": _long_run,
+    "tutorial-tutorial-from-no-clipping-to-a-limit": _tutorial,
 }
 
 
@@ -233,8 +259,9 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert anchor in map(_anchor, HEADING.findall(target.read_text())), f"{path}#{anchor}"
 
 
-def test_architecture_names_files_that_exist() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+@pytest.mark.parametrize("page", ["architecture", "decisions"])
+def test_page_names_files_that_exist(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
     folders = ("tritonclip", "kernels", "native", "docs", "tests", "bench")
     files = [
         f"/{file.relative_to(ROOT)}" for name in folders for file in (ROOT / name).rglob("*.*")

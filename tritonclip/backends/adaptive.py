@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends import choose
-from tritonclip.rules.rule import Adaptive
+from tritonclip.rules.rule import Adaptive, advanced
 
 
 class Parts(NamedTuple):
@@ -53,8 +53,8 @@ def advance(
     ):
         norm = measured.norm().to(values.dtype)
         if rows is None:
-            return rule.advance(values, norm)
-        limit, after = rule.advance(values[rows], norm)
+            return advanced(rule, values, norm)
+        limit, after = advanced(rule, values[rows], norm)
         return limit, values.index_copy(0, rows, after)
     after = values
     if not in_place:

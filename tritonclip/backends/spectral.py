@@ -1,13 +1,13 @@
-r"""Singular values of matrices, measured and clipped by matrix products.
+"""Singular values of matrices, measured and clipped by matrix products.
 
 Matrices of one shape are one stack, [k, small, large], the smaller side first; products are those
 of `torch.bmm` in float32, or float64 for float64. Clipping is a function of the Gram matrix
-:math:`H = G G^T / c^2` times the matrix:
+``H = G @ G.T / c ** 2`` times the matrix::
 
-.. math::
-    \max(H, I)^{-1/2} \, G, \quad \text{or softly} \quad (I + H)^{-1/2} \, G,
+    max(H, I) ** -0.5 @ G
+    (I + H) ** -0.5 @ G  # softly
 
-with :math:`\max(H, I) = I + (D + D \, \text{sign}(D)) / 2` of :math:`D = H - I`. The sign is the
+with ``max(H, I) = I + (D + D @ sign(D)) / 2`` of ``D = H - I``. The sign is the
 limit of the Newton-Schulz iteration, the inverse root that of its coupled form. Each step is scaled
 to the interval that the eigenvalues are known to be in (Chen, Chow, "A stable scaling of
 Newton-Schulz for improving the sign function computation of a Hermitian matrix", 2014). On a CPU
@@ -199,7 +199,7 @@ def _stages(limit: float, *, soft: bool) -> Iterator[tuple[float, float]]:
 
     Args:
         limit: where the largest singular value is 1.
-        soft: limits add up as :math:`1 / c^2`.
+        soft: limits add up as ``1 / c ** 2``.
     """
     if not soft:
         n = max(1, math.ceil(-math.log(limit) / math.log(_RANGE)))

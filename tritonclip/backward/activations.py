@@ -39,7 +39,7 @@ def clip_backward(
     nonfinite: str = "propagate",
     **_unknown: NoReturn,
 ) -> Tensor:
-    r"""Returns `x` unchanged; clips its gradient in backward, before it flows on.
+    """Returns `x` unchanged; clips its gradient in backward, before it flows on.
 
     For recurrent networks, call it on the state at every time step: gradients then cannot grow from
     step to step.
@@ -177,7 +177,8 @@ def rule_for_one(rule: object, name: str) -> ClipByNorm | ClipByValue:
         TypeError: anything that is no rule for a single gradient.
         ValueError: a limit that is a function of the step.
     """
-    if isinstance(rule, ClipByNorm | ClipByValue):
+    # Not a subclass, whose limit would not be asked for.
+    if type(rule) is ClipByNorm or type(rule) is ClipByValue:
         if not rule.fixed:
             raise ValueError(
                 f"{name} sees no steps, but the limit of {rule} is a function of the step; "

@@ -49,7 +49,7 @@ def clip_on_backward_(
     nonfinite: str = "propagate",
     **_unknown: NoReturn,
 ) -> ClippingHandle:
-    r"""Clips the gradient of each parameter in place as soon as backward has accumulated it.
+    """Clips the gradient of each parameter in place as soon as backward has accumulated it.
 
     For optimizers that step inside backward, and free each gradient before the next one is there.
     Call it before their hooks are registered, so that these get clipped gradients.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tritonclip.backends import choose
 from tritonclip.backends.interface import Clip, Limit
 from tritonclip.backends.operators import coefficient_of, wide_dtype
 from tritonclip.engine import misuse, verify
@@ -34,6 +35,7 @@ from tritonclip.engine.plan import Group
 from tritonclip.engine.units import Units
 from tritonclip.modes import is_pre_dispatch, refuse_tracer, without_grad
 from tritonclip.rules import ClipByGlobalNorm, Rule
+from tritonclip.rules.arguments import as_number
 
 
 class Outcome(NamedTuple):
@@ -223,7 +225,7 @@ def _add_to_(
             torch._foreach_add_(list(sums), list(grads))
         assert norm is not None
         return norm
-    limit = _checked_limit(rule.limit(norms), norms)
+    limit = _checked_limit(rule, rule.limit(norms), norms)
     clip = Clip(rule.norm_type, rule.eps, limit, 1.0, zero_nonfinite)
     results, target = [], plan.readable(list(sums))
     for group, batch, partials in zip(plan.groups, norms.batches, norms.partials, strict=True):
@@ -271,8 +273,8 @@ def _scale_groups_(
     plan = gradients.plan
     assert plan is not None
     limit = rule.limit(norms)
-    if type(limit) is not float:
-        limit = _checked_limit(limit, norms)
+    if type(limit) is not float or limit < 0:
+        limit = _checked_limit(rule, limit, norms)
     results: list[tuple[Tensor, float | Tensor]] = []
     clip = Clip(rule.norm_type, rule.eps, limit, grad_scale, zero_nonfinite)
     if not norms.per_gradient:
@@ -379,10 +381,11 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
         expected.check_scale(rule, norm)
 
 
-def _checked_limit(limit: float | list[float] | Tensor, norms: Norms) -> Limit:
+def _checked_limit(rule: Rule, limit: float | list[float] | Tensor, norms: Norms) -> Limit:
     """A rule's limit: a number or a 0-d tensor; or a list or contiguous 1-d tensor of limits.
 
-    There is one limit for each gradient that this process has.
+    There is one limit for each gradient that this process has. Users write rules too. Limits on a
+    device are not read.
     """
     if isinstance(limit, list):
         are_lists = {list}.issuperset(map(type, norms.partials))
@@ -390,12 +393,17 @@ def _checked_limit(limit: float | list[float] | Tensor, norms: Norms) -> Limit:
             return limit
         limit = torch.tensor(limit, dtype=torch.float64, device="cpu")
     if not isinstance(limit, Tensor):
+        limit = as_number(f"the limit of {rule.name}", limit)
+        if limit < 0:
+            raise ValueError(f"the limit of {rule.name} must be 0 or more, got {limit}")
         return limit
+    if choose.host_decides(limit.device) and bool((limit < 0).any()):
+        raise ValueError(f"the limit of {rule.name} must be 0 or more, got {limit.min().item()}")
     if limit.numel() == 1:
         return limit.detach().reshape(())
     if limit.shape != (norms.n_norms,) or not norms.per_gradient:
         raise ValueError(
-            "a rule's limit must be a number, one element, or one for each of "
+            f"the limit of {rule.name} must be a number, one element, or one for each of "
             f"{norms.n_norms} gradients; got shape {tuple(limit.shape)}"
         )
     return norms.own(limit.detach()).contiguous()

@@ -68,6 +68,11 @@ def _write_call(
     return "\n".join([type(rule).__name__, own, nonfinite, str(grad_scale), free, names])
 
 
+def _is_written(rule: Rule) -> bool:
+    """Whether `_read_call` finds a rule again: not one that changes, or of a user's class."""
+    return rule.fixed and getattr(rules, type(rule).__name__, None) is type(rule)
+
+
 @lru_cache(maxsize=64)
 def _read_call(text: str) -> _Call:
     name, own, nonfinite, grad_scale, free, names = text.split("\n", 5)
@@ -314,7 +319,7 @@ def clip_(
     spread = any(type(p) not in WHOLE and hasattr(p, "_spec") for _, p in items)
     if (
         (state is not None or process_group is not None or copies is not None)
-        or not rule.fixed
+        or not _is_written(rule)
         or spread
         or _is_spread(grads)
     ):
@@ -353,7 +358,7 @@ def clip_tensors_(
     grads, names = _collect_tensors(tensors)
     if (
         (state is not None or process_group is not None or copies is not None)
-        or not rule.fixed
+        or not _is_written(rule)
         or _is_spread(grads)
     ):
         return break_graph(  # type: ignore[no-any-return]

@@ -108,7 +108,7 @@ class FlatGradients:
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
-        """All gradients: one 1-d tensor for each device and dtype."""
+        """The memory of all gradients, one 1-d tensor for each device and dtype."""
         return self._buffers
 
     @property

@@ -23,9 +23,11 @@ T = TypeVar("T")
 
 
 def global_norm(tensors: Any) -> Tensor:
-    r"""The 2-norm over all elements of all tensors.
+    """The 2-norm over all elements of all tensors.
 
-    .. math:: \|(x_1, \dots, x_n)\|_2 = \sqrt{\textstyle\sum_i \|x_i\|_2^2}
+    With the absolute values of complex elements::
+
+        norm = sqrt(sum((abs(x) ** 2).sum() for x in tensors))
 
     Args:
         tensors: as for :func:`clip_by_global_norm`.
@@ -60,9 +62,11 @@ def clip_by_global_norm(
     *_excess: NoReturn,
     **_unknown: NoReturn,
 ) -> tuple[T, Tensor]:
-    r"""Scales all tensors by one coefficient if their norm exceeds `max_norm`, in new memory.
+    """Scales all tensors by one coefficient if their norm exceeds `max_norm`, in new memory.
 
-    .. math:: y_i = x_i \cdot \min(1, \text{max\_norm} / \|(x_1, \dots, x_n)\|_2)
+    With the norm of all tensors together::
+
+        clipped = [x * min(1, max_norm / norm) for x in tensors]
 
     Args:
         tensors: a tensor, or a nested structure of tensors and None: lists, dicts, tuples,

@@ -36,9 +36,11 @@ def clip_by_norm(
     *_excess: NoReturn,
     **_unknown: NoReturn,
 ) -> T:
-    r"""Scales each tensor whose norm exceeds `max_norm` to that norm, in new memory.
+    """Scales each tensor whose norm exceeds `max_norm` to that norm, in new memory.
 
-    .. math:: y = x \cdot \min(1, \text{max\_norm} / \|x\|_p)
+    For each tensor x::
+
+        y = x * min(1, max_norm / norm(x))
 
     Args:
         x: a tensor, or a nested structure of tensors and None, each clipped by its own norm: dicts,
@@ -106,9 +108,11 @@ def clip_by_norm(
 def clip_by_average_norm(
     x: T, max_norm: float | Tensor, *_excess: NoReturn, **_unknown: NoReturn
 ) -> T:
-    r"""Scales each tensor whose norm over its number of elements exceeds `max_norm`.
+    """Scales each tensor whose norm over its number of elements exceeds `max_norm`.
 
-    .. math:: y = x \cdot \min(1, \text{max\_norm} \cdot n / \|x\|_2)
+    For each tensor x of n elements::
+
+        y = x * min(1, max_norm / (norm(x) / n))
 
     The average norm of TensorFlow, which is not the root mean square: :func:`clip_by_rms` is.
 
@@ -143,10 +147,11 @@ def clip_by_average_norm(
 
 @reaches_misfit
 def clip_by_rms(x: T, max_rms: float | Tensor, *_excess: NoReturn, **_unknown: NoReturn) -> T:
-    r"""Scales each tensor whose root mean square exceeds `max_rms`.
+    """Scales each tensor whose root mean square exceeds `max_rms`.
 
-    .. math:: y = x / \max(1, \text{rms}(x) / \text{max\_rms}), \quad
-        \text{rms}(x) = \|x\|_2 / \sqrt{n}
+    For each tensor x::
+
+        y = x * min(1, max_rms / sqrt(mean(x * x)))
 
     Args:
         x: as for :func:`clip_by_norm`; all elements of a sparse tensor count.

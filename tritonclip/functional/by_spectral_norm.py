@@ -25,13 +25,12 @@ T = TypeVar("T")
 def clip_by_spectral_norm(
     x: T, c: float, soft: bool = False, *_excess: NoReturn, **_unknown: NoReturn
 ) -> T:
-    r"""Brings the singular values of each matrix that exceed `c` to `c`, in new memory.
+    """Brings the singular values of each matrix that exceed `c` to `c`, in new memory.
 
-    .. math:: y = U \min(\Sigma, c) V^T, \quad x = U \Sigma V^T
+    For each singular value s of `x`::
 
-    Or softly, to singular values :math:`\sigma / \sqrt{1 + \sigma^2 / c^2}`, all below `c`:
-
-    .. math:: y = (I + x x^T / c^2)^{-1/2} x
+        s = min(s, c)  # soft=False
+        s = s / sqrt(1 + (s / c) ** 2)  # soft=True: below c
 
     Args:
         x: a tensor, or a nested structure of tensors and None, each clipped by itself. Real and
@@ -39,7 +38,7 @@ def clip_by_spectral_norm(
             the matrix [out, rest], as the weight of a convolution is. One of fewer, or of one row
             or column, has one singular value, its 2-norm.
         c: largest singular value, 0 or more; inf changes nothing.
-        soft: the second form, which changes every singular value a little.
+        soft: the second formula, which changes every singular value a little.
 
     Returns:
         The same structure with new tensors, which share no memory with `x`, in its dtypes. A matrix
@@ -57,7 +56,7 @@ def clip_by_spectral_norm(
     There is no decomposition on a GPU, only products of float32 matrices (float64 for float64),
     like shapes in one batch, most of them of the smaller side. The largest singular value of the
     result is at most 1e-4 over `c`, relatively (float64: 1e-10), and the result differs from that
-    of an SVD in float64 by at most :math:`10^{-4} c + 10^{-5} \sigma_\max` in spectral norm, before
+    of an SVD in float64 by at most ``1e-4 * c + 1e-5 * largest`` in spectral norm, before
     it is rounded to its dtype. Where PyTorch may use TF32 (`torch.set_float32_matmul_precision`),
     by a hundredfold. The host waits for the device, as often as shapes differ.
 

@@ -27,16 +27,14 @@ def clip_by_value(x: T, *, min: Bound = ..., max: Bound = ...) -> T: ...
 def clip_by_value(
     x: T, *bounds: Bound, min: Bound = None, max: Bound = None, **_unknown: object
 ) -> T:
-    r"""Clamps every element to `[min, max]`, in new memory; NaN stays NaN.
-
-    .. math:: y = \min(\max(x, \text{min}), \text{max})
+    """Clamps every element to `[min, max]`, in new memory; NaN stays NaN.
 
     Args:
         x: a tensor, or a nested structure of tensors and None: dicts, lists, tuples, dataclasses,
             and classes registered with `torch.utils._pytree`. Floating-point or integer, strided or
             sparse COO; any dtypes and devices.
         *bounds: `min` and `max`, both: `clip_by_value(x, -0.5, 0.5)`. A single bound is named,
-            because :class:`ClipByValue` takes a single number for both sides.
+            because :class:`~tritonclip.ClipByValue` takes a single number for both sides.
         min: least value: a number, a tensor that broadcasts to each tensor of `x`, or None for no
             bound. -inf counts as none.
         max: largest value, alike.

@@ -90,11 +90,11 @@ def clip_per_example(
     add_to: T | None = None,
     **_unknown: NoReturn,
 ) -> tuple[T, Any]:
-    r"""Clips the gradient of each example by its norm, and adds up the clipped gradients.
+    """Clips the gradient of each example by its norm, and adds up the clipped gradients.
 
-    .. math:: \sum_b g_b \cdot \min(1, \text{max\_norm} / \|g_b\|_2)
+    For the gradients ``g[b]`` of example b, all tensors together or, with `per_layer`, each::
 
-    Here :math:`g_b` are all tensors of example b, or, with `per_layer`, one of them.
+        total = sum(g[b] * min(1, max_norm / norm(g[b])) for b in range(B))
 
     Args:
         gradients: the gradients of B examples: a tensor `[B, ...]`, or a nested structure of such

@@ -28,7 +28,7 @@ _made: WeakSet[ClippedOptimizer] = WeakSet()
 
 
 class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
-    """Wraps each optimizer of `configure_optimizers` in a :class:`ClippedOptimizer`.
+    """Wraps each optimizer of `configure_optimizers` in a :class:`~tritonclip.ClippedOptimizer`.
 
     Under FSDPStrategy the norm is that of all shards, as under any strategy with DTensors. For
     automatic and manual optimization, accumulation and mixed precision. At the logging interval
@@ -38,7 +38,7 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
     Args:
         clip: a rule, or a number for ClipByGlobalNorm(number); each optimizer has a norm of its
             own. A parameter group may carry another rule under the key `clip`.
-        nonfinite: the policy for NaN and inf; see :class:`ClippedOptimizer`.
+        nonfinite: the policy for NaN and inf; see :class:`~tritonclip.ClippedOptimizer`.
         log: whether to log; waits for the device when it does.
         recorder: handed to each ClippedOptimizer.
 

@@ -18,7 +18,7 @@ except ImportError as error:
 
 
 class ClippingMixin:
-    """Makes a `transformers.Trainer` clip by a :class:`ClippedOptimizer`, and by nothing else.
+    """Makes a `transformers.Trainer` clip by a `ClippedOptimizer`, and by nothing else.
 
     To be named before the class of the trainer, which may be any subclass of Trainer:
     `class MyTrainer(ClippingMixin, trl.SFTTrainer): ...`
@@ -30,7 +30,7 @@ class ClippingMixin:
     Args:
         *args: for the trainer.
         clip: a rule, or a number for ClipByGlobalNorm(number).
-        nonfinite: the policy for NaN and inf; see :class:`ClippedOptimizer`.
+        nonfinite: the policy for NaN and inf; see :class:`~tritonclip.ClippedOptimizer`.
         recorder: handed to the ClippedOptimizer.
         **kwargs: for the trainer.
 
@@ -100,7 +100,7 @@ class ClippingMixin:
 
 
 class ClippingTrainer(ClippingMixin, transformers.Trainer):  # type: ignore[misc]  # untyped
-    """A `transformers.Trainer` with the argument `clip`; see :class:`ClippingMixin`.
+    """A `transformers.Trainer` with the argument `clip`; see `ClippingMixin`.
 
     Example:
         >>> trainer = ClippingTrainer(model, arguments, clip=1.0)  # doctest: +SKIP

@@ -12,7 +12,7 @@ from tritonclip.rules.fixed import (
     by_number,
 )
 from tritonclip.rules.own_history import ClipByOwnHistory, ClipByOwnQuantile
-from tritonclip.rules.rule import Measured, Rule
+from tritonclip.rules.rule import AdaptiveRule, Measured, Rule
 from tritonclip.rules.spectral import ClipBySpectralNorm
 from tritonclip.rules.state import BoundRule, ClipState, Numbering, follow
 from tritonclip.rules.unitwise import ClipByUnitNorm
@@ -20,6 +20,7 @@ from tritonclip.rules.window import ClipByQuantile, LossOutlier, Outlier
 from tritonclip.rules.zscore import ClipByZScore
 
 __all__ = [
+    "AdaptiveRule",
     "BoundRule",
     "ClipByGlobalNorm",
     "ClipByNorm",

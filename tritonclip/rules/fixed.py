@@ -53,10 +53,11 @@ class _ClipNorm(Rule):
 @explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByGlobalNorm(_ClipNorm):
-    r"""Scales all gradients by one coefficient if their norm before clipping exceeds `max_norm`.
+    """Scales all gradients by one coefficient if their norm before clipping exceeds `max_norm`.
 
-    .. math::
-        g \leftarrow g \cdot \min(1, \text{max\_norm} / (\|(g_1, \dots, g_n)\|_p + \text{eps}))
+    With the norm of all gradients together, each gradient g becomes::
+
+        g = g * min(1, max_norm / (norm + eps))
 
     Args:
         max_norm: largest norm of all gradients after clipping; 0 or more, inf clips nothing. Or a
@@ -82,9 +83,11 @@ class ClipByGlobalNorm(_ClipNorm):
 @explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByNorm(_ClipNorm):
-    r"""Scales each gradient whose norm before clipping exceeds `max_norm`, by its own coefficient.
+    """Scales each gradient whose norm before clipping exceeds `max_norm`, by its own coefficient.
 
-    .. math:: g_i \leftarrow g_i \cdot \min(1, \text{max\_norm} / (\|g_i\|_p + \text{eps}))
+    Each gradient g becomes::
+
+        g = g * min(1, max_norm / (norm(g) + eps))
 
     Args:
         max_norm: largest norm of a gradient after clipping; 0 or more, inf clips nothing. Or a
@@ -110,9 +113,11 @@ class ClipByNorm(_ClipNorm):
 @explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByRMS(Rule):
-    r"""Scales each gradient whose root mean square before clipping exceeds `max_rms`.
+    """Scales each gradient whose root mean square before clipping exceeds `max_rms`.
 
-    .. math:: g_i \leftarrow g_i \cdot \min(1, \text{max\_rms} / \sqrt{\text{mean}(g_i^2)})
+    Each gradient g becomes::
+
+        g = g * min(1, max_rms / sqrt(mean(g * g)))
 
     Args:
         max_rms: largest root mean square of a gradient after clipping; 0 or more, inf clips
@@ -191,9 +196,7 @@ def _rounded_bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float,
 @explains_misfits
 @dataclass(frozen=True, slots=True, init=False)
 class ClipByValue(Rule):
-    r"""Clamps every element to `[min, max]`; NaN stays NaN.
-
-    .. math:: g \leftarrow \min(\max(g, \text{min}), \text{max})
+    """Clamps every element to `[min, max]`; NaN stays NaN.
 
     Args:
         min: least value after clipping. As the only argument, it is 0 or more and bounds the

@@ -32,15 +32,15 @@ _FEW = 150
 @explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByOwnHistory(AdaptiveRule):
-    r"""Clips each gradient by the moving average of its own earlier norms.
+    """Clips each gradient by the moving average of its own earlier norms.
 
-    .. math::
-        g_i \leftarrow g_i \cdot \min(1, \text{ratio} \cdot \gamma_i / \|g_i\|), \qquad
-        \gamma_i \leftarrow \text{decay} \cdot \gamma_i + (1 - \text{decay}) \|g_i\|
+    For each gradient g, with its average::
 
-    The average is over norms after clipping. During its first `warmup` norms a gradient is clipped
-    by global norm to `max_norm` instead, and :math:`\gamma_i` is the least of its norms after
-    clipping.
+        g = g * min(1, ratio * average / norm(g))
+        average = decay * average + (1 - decay) * norm(g)  # after clipping
+
+    During its first `warmup` norms a gradient is clipped by global norm to `max_norm` instead, and
+    the average is the least of its norms after clipping.
 
     Args:
         ratio: largest norm of a gradient as a multiple of its average; positive.
@@ -130,18 +130,19 @@ class ClipByOwnHistory(AdaptiveRule):
 @explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByOwnQuantile(AdaptiveRule):
-    r"""Clips each gradient to a quantile of its own last norms before clipping.
+    """Clips each gradient to a quantile of its own last norms before clipping.
 
-    .. math::
-        g_i \leftarrow g_i \cdot \min(1, \min(Q_q(n_{i, t-w+1}, \dots, n_{i, t}),
-        \text{max\_norm}) / n_{i, t})
+    For each gradient g::
 
-    The norm of the current step is one of them. A gradient is compared with nothing but itself, so
-    that layers of any scale are clipped equally often.
+        limit = min(max_norm, numpy.quantile(last_norms, quantile))  # of this gradient
+        g = g * min(1, limit / norm(g))
+
+    The norm of the current step is among the last norms. A gradient is compared with nothing but
+    itself, so that layers of any scale are clipped equally often.
 
     Args:
-        quantile: q, between 0 and 1.
-        window: w, the number of norms remembered for each gradient; 1 or more. NaN, inf and 0 are
+        quantile: between 0 and 1.
+        window: the number of norms remembered for each gradient; 1 or more. NaN, inf and 0 are
             left out.
         max_norm: largest limit; 0 or more. Or a function of the step; see :class:`ClipState`.
 

@@ -1,14 +1,14 @@
-"""The interface of rules: `Rule`, and `Adaptive` for limits that follow earlier norms.
+"""The interface of rules: `Rule`, and `AdaptiveRule` for limits that follow earlier norms.
 
-The engine asks a rule for its numbers, and never checks its class. docs/architecture.md lists the
-edits for a new rule.
+The engine asks a rule for its numbers, and never checks its class. Users write rules too: what
+docs/own_rule.md names is stable, and all other attributes are for the rules of this folder.
+docs/architecture.md lists the edits for one of these.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -18,7 +18,10 @@ from tritonclip.rules.arguments import Schedule, as_number
 
 
 class Measured(Protocol):
-    """The measurements of a call before it writes; none waits for the device."""
+    """The measurements of a call before it writes; none waits for the device.
+
+    Own rules use `norm` and `sizes`.
+    """
 
     def norm(self) -> Tensor:
         """The norm before clipping, divided by the loss scale; costs a launch on a GPU.
@@ -60,24 +63,33 @@ class Measured(Protocol):
 
 
 class Rule:
-    """Base class of all rules.
+    """Base class of all rules. A rule of your own is a subclass that defines `limit`.
+
+    It serves wherever a rule does: in :func:`clip_`, :class:`ClippedOptimizer` and the trainers, on
+    every backend and over several processes. If its limit follows the norms of earlier calls,
+    extend :class:`AdaptiveRule` instead. Other methods and attributes than these are internal.
 
     Attributes:
-        norm_type: p of the p-norm that is measured.
-        eps: added to the norm before the limit is divided by it.
-        known_limit: the limit as a float, if it needs neither a norm nor a state. Any other value
-            means that `limit` has to be called.
-        per_gradient: each gradient has its own norm and coefficient.
-        per_unit: each slice of a gradient along its first dimension has its own coefficient.
-            `limit` is then the largest ratio of a slice's norm to the norm of its weights. `eps` is
-            the smallest norm used for weights.
-        spectral: `limit` is one of singular values, of each gradient as the matrix [out, rest]. Its
-            norm, and what `norm_type` inf stands for, is the largest of them.
-        soft: of a rule that is `spectral`, whether they come near the limit smoothly.
-        clamps: elements are clamped to `bounds`; a norm is measured only where a policy for NaN and
-            inf asks for one.
-        bounds: the least and the largest value of an element, by dtype; only of a rule that
-            clamps.
+        norm_type: p of the p-norm that is measured; 2 by default.
+        eps: added to the norm before the limit is divided by it; 0 by default.
+        per_gradient: whether each gradient has its own norm, limit and coefficient, in place of one
+            of all gradients; False by default.
+
+    Example:
+        >>> import dataclasses, torch, tritonclip
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class ClipSmoothly(tritonclip.Rule):
+        ...     max_norm: float = 1.0
+        ...     def limit(self, measured):
+        ...         return self.max_norm / (1 + self.max_norm / measured.norm())
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> optimizer = tritonclip.ClippedOptimizer(torch.optim.SGD([weight], 0.1), ClipSmoothly())
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     (weight * weight).sum().backward()
+        ...     optimizer.step()
+        >>> weight.grad.norm()  # of a norm of 9.8
+        tensor(0.9076)
     """
 
     __slots__ = ("bounds",)
@@ -86,27 +98,50 @@ class Rule:
     # The arguments that may be functions of the step.
     schedules: ClassVar[tuple[str, ...]] = ()
 
-    norm_type: float
-    eps: float
+    norm_type: float = 2.0
+    eps: float = 0.0
+    # The limit as a float, if it needs neither a norm nor a state. For any other value `limit` has
+    # to be called.
     known_limit: ClassVar[Any] = None
     per_gradient: ClassVar[bool] = False
+    # Each slice of a gradient along its first dimension has its own coefficient. `limit` is then
+    # the largest ratio of a slice's norm to the norm of its weights, and `eps` the smallest norm
+    # used for weights.
     per_unit: ClassVar[bool] = False
+    # `limit` is one of singular values, of each gradient as the matrix [out, rest]. Its norm, and
+    # what `norm_type` inf stands for, is the largest of them.
     spectral: ClassVar[bool] = False
+    # Of a spectral rule: whether singular values come near the limit smoothly.
     soft: bool
+    # Elements are clamped to `bounds`, the least and the largest value by dtype. A norm is measured
+    # only where a policy for NaN and inf asks for one.
     clamps: ClassVar[bool] = False
     bounds: Mapping[torch.dtype, tuple[float, float]]
 
+    def __init_subclass__(cls) -> None:
+        """Drops the parent's `known_limit` where a subclass overrides `limit`."""
+        super().__init_subclass__()
+        if "limit" in vars(cls) and "known_limit" not in vars(cls):
+            cls.known_limit = None
+
     def limit(self, measured: Measured) -> float | list[float] | Tensor:
-        """The largest norm after clipping.
+        """The largest norm after clipping; gradients of a smaller norm are not changed.
 
         Args:
-            measured: the norm before clipping; all norms for a rule that is `per_gradient`.
+            measured: `measured.norm()` is the norm before clipping, a 0-d tensor on the device of
+                the gradients; of all processes, and without the loss scale. For a rule that is
+                `per_gradient` it is 1-d, with the norm of each gradient, and `measured.sizes()` has
+                the numbers of their elements.
 
         Returns:
-            A number, or a list with one for each norm; or a tensor on any device: 0-d, or 1-d with
-            a limit for each norm.
+            A number of 0 or more, or a tensor on any device, 0-d. For a rule that is `per_gradient`
+            also a list or a 1-d tensor with the limit of each gradient.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{self.name} has no limit; expected a method limit(self, measured) that returns the "
+            "largest norm after clipping, such as 0.5 * measured.norm(), or a subclass of "
+            "tritonclip.AdaptiveRule with start and advance"
+        )
 
     @property
     def name(self) -> str:
@@ -172,31 +207,39 @@ class Adaptive:
 
         They would compute the parent's limit.
         """
+        super().__init_subclass__()
         if "advance" in vars(cls):
             for name in ("in_kernel", "on_host", "advance_on_host"):
                 if name not in vars(cls):
                     setattr(cls, name, getattr(Adaptive, name))
 
     def start(self) -> Sequence[float]:
-        """The k numbers of the state before the first call."""
-        raise NotImplementedError
+        """The k numbers of the state before the first call, such as ``(0.0, 0.0)``."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has no start; expected a method start(self) that returns the "
+            "numbers of its state before the first call, such as (0.0, 0.0)"
+        )
 
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The limit for a norm, and the state after that norm.
 
-        A norm that is NaN, inf or 0 must not change the state.
+        A pure function of tensors, which changes neither. A norm that is NaN, inf or 0 must not
+        change the state.
 
         Args:
-            state: float64[k]; float64[n, k] for a rule that is per gradient.
-            norm: before clipping, float64, 0-d; [n] for a rule that is per gradient.
+            state: float64[k]; float64[n, k] for a rule that is `per_gradient`, of n gradients.
+            norm: before clipping, float64, 0-d; [n] for a rule that is `per_gradient`.
 
         Returns:
             The limit, shaped as `norm`, inf where there is none; the new state, shaped as `state`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no advance; expected a method advance(self, state, norm) "
+            "that returns the limit and the new state"
+        )
 
     def in_kernel(self) -> tuple[str, tuple[float, float, float, float]] | None:
-        """A kind of :mod:`tritonclip.kernels.adaptive`, with three numbers and `max_norm`.
+        """A kind of `tritonclip.kernels.adaptive`, with three numbers and `max_norm`.
 
         One launch then does what `advance` does. None where no kernel does.
         """
@@ -217,12 +260,35 @@ class Adaptive:
         """
         norms = torch.tensor(norm, dtype=torch.float64, device="cpu")
         values = torch.frombuffer(state, dtype=torch.float64).view(*norms.shape, -1)
-        limit, after = self.advance(values, norms)
+        limit, after = advanced(self, values, norms)
         return limit.tolist(), array("d", after.flatten().tolist())
 
 
 class AdaptiveRule(Adaptive, Rule):
-    """A rule whose limit follows the norms of earlier calls."""
+    """Base class of rules whose limit follows the norms of earlier calls.
+
+    A rule of your own is a subclass that defines `start` and `advance`. Attributes are those of
+    :class:`Rule`. The state between calls is some numbers, which a :class:`ClippedOptimizer` or a
+    :class:`ClipState` keeps and saves: every class, and every number of numbers, has its own kind.
+
+    Example:
+        >>> import dataclasses, torch, tritonclip
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class ClipByLargest(tritonclip.AdaptiveRule):
+        ...     share: float = 0.5  # of the largest norm so far
+        ...     def start(self):
+        ...         return (0.0,)
+        ...     def advance(self, state, norm):
+        ...         seen = torch.where(norm.isfinite(), norm, 0.0)
+        ...         largest = torch.maximum(state[..., 0], seen)
+        ...         return self.share * largest, largest[..., None]
+        >>> weight, state = torch.zeros(2, requires_grad=True), tritonclip.ClipState()
+        >>> for size in (8.0, 5.0):
+        ...     weight.grad = torch.tensor([0.0, size])
+        ...     norm = tritonclip.clip_(weight, ClipByLargest(), state=state)
+        >>> weight.grad
+        tensor([0., 4.])
+    """
 
     __slots__ = ()
 
@@ -255,9 +321,34 @@ def bounded(limit: Tensor, max_norm: float | Schedule) -> Tensor:
     return limit.clamp(max=as_number("max_norm", max_norm))
 
 
-@lru_cache(maxsize=64)
+def advanced(rule: Adaptive, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    """`rule.advance`, checked: users write it.
+
+    Raises:
+        TypeError: anything but a limit shaped as the norm and a state shaped as the state.
+    """
+    result = rule.advance(state, norm)
+    expected = [norm.shape, state.shape]
+    if isinstance(result, tuple) and [getattr(one, "shape", None) for one in result] == expected:
+        return result
+    got = repr(result)
+    if isinstance(result, tuple):
+        got = str([tuple(one.shape) if isinstance(one, Tensor) else one for one in result])
+    raise TypeError(
+        f"{type(rule).__name__}.advance must return two tensors, a limit of shape "
+        f"{tuple(norm.shape)} as the norm and a state of shape {tuple(state.shape)} as the state; "
+        f"got {got:.80}"
+    )
+
+
 def kind_of(rule: Any) -> str:
     """The class and row length that the state of an adaptive rule must have; "" for other rules."""
     if not isinstance(rule, Adaptive):
         return ""
-    return f"{type(rule).__name__} with {len(rule.start())} numbers"
+    start = rule.start()
+    if not isinstance(start, Sequence):
+        raise TypeError(
+            f"{type(rule).__name__}.start must return the numbers of its state, such as "
+            f"(0.0, 0.0), got {start!r:.80} of type {type(start).__name__}"
+        )
+    return f"{type(rule).__name__} with {len(start)} numbers"

@@ -17,13 +17,12 @@ from tritonclip.signatures import explains_misfits
 @explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipBySpectralNorm(ExcludingRule):
-    r"""Brings the singular values of each gradient that exceed `max_norm` before clipping to it.
+    """Brings the singular values of each gradient that exceed `max_norm` before clipping to it.
 
-    .. math:: G \leftarrow U \min(\Sigma, \text{max\_norm}) V^T, \quad G = U \Sigma V^T
+    For each singular value s of a gradient::
 
-    Or softly:
-
-    .. math:: G \leftarrow (I + G G^T / \text{max\_norm}^2)^{-1/2} G
+        s = min(s, max_norm)  # soft=False
+        s = s / sqrt(1 + (s / max_norm) ** 2)  # soft=True
 
     Unlike a coefficient, this changes the direction of a gradient: few large singular values are
     cut, and the others stay. A gradient is the matrix [out, rest], as that of a convolution is. A
@@ -32,7 +31,7 @@ class ClipBySpectralNorm(ExcludingRule):
     Args:
         max_norm: largest singular value of a gradient after clipping; 0 or more, inf clips nothing.
             Or a function of the step; see :class:`ClipState`.
-        soft: the second form, which changes every singular value a little.
+        soft: the second formula, which changes every singular value a little.
         exclude: parameters without a limit, as for :class:`ClipByUnitNorm`: a module (for its
             present parameters), a parameter, or an iterable of these, such as embeddings.
 

@@ -17,13 +17,11 @@ from tritonclip.signatures import explains_misfits
 @explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByUnitNorm(ExcludingRule):
-    r"""Scales each unit of a gradient whose norm before clipping is large relative to its weights'.
+    """Scales each unit of a gradient whose norm before clipping is large relative to its weights'.
 
-    Adaptive gradient clipping. Each unit :math:`u` has its own coefficient:
+    Adaptive gradient clipping. For each unit, with weights w and gradient g::
 
-    .. math::
-        g_u \leftarrow g_u \cdot \min(1, \text{ratio} \cdot \max(\|w_u\|_2, \text{eps})
-        / \|g_u\|_2)
+        g = g * min(1, ratio * max(norm(w), eps) / norm(g))
 
     The units of a parameter are its slices along the first dimension: the rows of a linear layer,
     the filters of a convolution, the vectors of an embedding. A parameter with fewer than two

@@ -31,17 +31,19 @@ _LEAST_DEVIATION = 1e-6
 @explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByQuantile(AdaptiveRule):
-    r"""Clips by global norm to a quantile of the last norms before clipping.
+    """Clips by global norm to a quantile of the last norms before clipping.
 
-    .. math::
-        g \leftarrow g \cdot \min(1, \min(Q_q(n_{t-w+1}, \dots, n_t), \text{max\_norm}) / n_t)
+    With the norm of all gradients together::
 
-    The norm :math:`n_t` of the current step is one of them, as in AutoClip. With quantile 0.9 about
-    a tenth of the steps is clipped, whatever the scale of the norms.
+        limit = min(max_norm, numpy.quantile(last_norms, quantile))
+        g = g * min(1, limit / norm)
+
+    The norm of the current step is among the last norms, as in AutoClip. With quantile 0.9 about a
+    tenth of the steps is clipped, whatever the scale of the norms.
 
     Args:
-        quantile: q, between 0 and 1.
-        window: w, the number of norms remembered; 1 or more. NaN, inf and 0 are left out.
+        quantile: between 0 and 1.
+        window: the number of norms remembered; 1 or more. NaN, inf and 0 are left out.
         max_norm: largest limit; 0 or more. Or a function of the step; see :class:`ClipState`.
         norm_type: p of the p-norm: positive, inf, -inf, or 0 for the number of nonzero elements.
 
@@ -119,9 +121,11 @@ class ClipByQuantile(AdaptiveRule):
 @explains_misfits
 @dataclass(frozen=True, slots=True)
 class Outlier(Adaptive):
-    r"""The steps that `ClippedOptimizer(skip_above=)` skips: norms far above the last mean.
+    """The steps that `ClippedOptimizer(skip_above=)` skips: norms far above the last mean.
 
-    .. math:: n_t > \text{mean} + \text{sigmas} \cdot \text{std}
+    A step is skipped if its norm before clipping is too large::
+
+        norm > mean + sigmas * std
 
     Mean and sample standard deviation are over the norms before clipping of the last `window`
     steps. Skipped steps count, so that norms that stay at a new level are soon accepted. Nothing

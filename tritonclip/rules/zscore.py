@@ -29,12 +29,13 @@ _LEAST_DEVIATION = 1e-6
 @explains_misfits
 @dataclass(frozen=True, slots=True)
 class ClipByZScore(AdaptiveRule):
-    r"""Clips by global norm where the norm before clipping is far above its moving average.
+    """Clips by global norm where the norm before clipping is far above its moving average.
 
-    .. math::
-        z_t = (n_t - \mu) / (\sigma + 10^{-6}), \qquad
-        \text{limit} = \mu + \text{threshold} \cdot \sigma \cdot \text{threshold} / z_t
-        \quad \text{where } z_t > \text{threshold}
+    With the norm of all gradients together::
+
+        z = (norm - mean) / (std + 1e-6)
+        if z > threshold:
+            limit = mean + threshold * std * threshold / z
 
     The larger the spike, the closer the limit is to the mean. Mean and variance are those of the
     first `warmup` norms, then exponential moving averages. A spike enters them as the norm that it

@@ -1,0 +1,156 @@
+"""The built site (`make docs`) as a reader meets it, in headless Chromium.
+
+With `TRITONCLIP_SCREENSHOTS=FOLDER` each page is also drawn into that folder.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
+SITE = ROOT / "build" / "docs"
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+FLAGS = [
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--no-sandbox",
+]
+WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
+# Wider than the window, or a table that runs out of the column of the text.
+OVERFLOWS = """() => {
+    const right = document.querySelector('article').getBoundingClientRect().right + 1
+    const outside = element => {
+        for (let box = element; box.tagName != 'ARTICLE'; box = box.parentElement)
+            if (getComputedStyle(box).overflowX != 'visible' && box != element) return false
+        return element.getBoundingClientRect().right > right
+    }
+    const wide = [...document.querySelectorAll('article table, article pre, article img')]
+    const page = document.documentElement
+    return [
+        ...wide.filter(outside).map(e => e.outerHTML.slice(0, 200)),
+        ...(page.scrollWidth > page.clientWidth ? ['the page itself'] : []),
+    ]
+}"""
+
+pytestmark = [
+    pytest.mark.site,
+    pytest.mark.skipif(not CHROMIUM, reason="needs Chromium"),
+    pytest.mark.skipif(not SITE.exists(), reason="needs the site that `make docs` builds"),
+]
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Serves files, and logs no request."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    handler = functools.partial(Quiet, directory=str(SITE))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs tritonclip[dev]")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+def _pages() -> list[str]:
+    """Every page that a reader opens; of the reference, all."""
+    return sorted(str(page.relative_to(SITE)) for page in SITE.rglob("*.html"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_pages_load_without_errors_and_fit_their_column(
+    browser: Any, address: str, width: str, scheme: str
+) -> None:
+    size = dict(zip(("width", "height"), WIDTHS[width], strict=True))
+    page = browser.new_page(viewport=size, color_scheme=scheme)
+    faults: list[str] = []
+    page.on("console", lambda m: faults.append(m.text) if m.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    # A request of the last page may be cut off by the next one.
+    page.on(
+        "requestfailed",
+        lambda r: faults.append(r.url) if r.failure != "net::ERR_ABORTED" else None,
+    )
+    folder = os.environ.get("TRITONCLIP_SCREENSHOTS")
+
+    found = {}
+    for name in _pages():
+        page.goto(f"{address}/{name}")
+        faults += page.evaluate(OVERFLOWS)
+        if faults:
+            found[name] = list(faults)
+            faults.clear()
+        if folder and not name.startswith("api/"):
+            page.screenshot(path=f"{folder}/{name.replace('/', '-')}-{width}-{scheme}.png")
+    page.close()
+
+    assert not found
+
+
+# Contrast as WCAG 2 has it: AA asks for 4.5 of text.
+CONTRAST = """() => {
+    const numbers = colour => colour.match(/[\\d.]+/g).map(Number)
+    const light = colour => numbers(colour).slice(0, 3).map(c => c / 255)
+        .map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0)
+    const ratios = []
+    for (const block of document.querySelectorAll('.highlight pre')) {
+        const back = light(getComputedStyle(block.closest('.highlight')).backgroundColor)
+        for (const word of [block, ...block.querySelectorAll('span')]) {
+            const text = light(getComputedStyle(word).color)
+            ratios.push((Math.max(back, text) + 0.05) / (Math.min(back, text) + 0.05))
+        }
+    }
+    return Math.min(...ratios)
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_code_is_readable(browser: Any, address: str, scheme: str) -> None:
+    page = browser.new_page(color_scheme=scheme)
+    page.goto(f"{address}/recipes.html")
+
+    assert page.evaluate(CONTRAST) >= 4.5
+    page.close()
+
+
+@pytest.mark.parametrize(
+    ("word", "title"),
+    [
+        ("clip_grad_norm_", "clip_grad_norm_"),
+        ("FSDP2", "Several processes"),
+        ("NaN", "ClippedOptimizer"),
+    ],
+)
+def test_search_finds(browser: Any, address: str, word: str, title: str) -> None:
+    page = browser.new_page()
+    page.goto(f"{address}/search.html?q={word}")
+    page.wait_for_selector("#search-results .search li a")
+
+    assert title in page.locator("#search-results .search li > a").all_inner_texts()
+    page.close()

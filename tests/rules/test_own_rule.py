@@ -1,0 +1,182 @@
+"""Rules of users: the contract of docs/own_rule.md, and the errors for what breaks it."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from cases import grad_of
+from torch import Tensor
+
+import tritonclip
+from tritonclip import AdaptiveRule, ClipByGlobalNorm, ClippedOptimizer, ClipState, Rule
+from tritonclip.rules import Measured
+
+
+@dataclass(frozen=True)
+class Smooth(Rule):
+    """Brings every norm below `max_norm`."""
+
+    max_norm: float = 1.0
+
+    def limit(self, measured: Measured) -> Tensor:
+        return self.max_norm / (1 + self.max_norm / measured.norm())
+
+
+@dataclass  # Not frozen, and so without a hash.
+class Mean(AdaptiveRule):
+    """A multiple of the mean of the norms before."""
+
+    ratio: float = 2.0
+
+    def start(self) -> tuple[float, float]:
+        return (0.0, 0.0)
+
+    def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        total, n = state.unbind(-1)
+        limit = torch.where(n > 0, self.ratio * total / n, torch.inf)
+        return limit, torch.stack([total + norm, n + 1], dim=-1)
+
+
+def weight_of(grad: list[float], device: torch.device | None = None) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.zeros(2, device=device))
+    weight.grad = torch.tensor(grad, device=device)
+    return weight
+
+
+def three_four(device: torch.device | None = None) -> torch.nn.Parameter:
+    return weight_of([3.0, 4.0], device)
+
+
+@pytest.mark.parametrize(
+    ("norm", "after"), [(4.0, 0.8), (0.0, 0.0), (math.inf, 0.0), (math.nan, math.nan)]
+)
+def test_norm_type_and_eps_have_defaults_that_pass_nan_and_zero(device, norm, after):
+    weight = weight_of([norm, 0.0], device)
+    tritonclip.clip_(weight, Smooth())
+    finite = grad_of(weight)[0 if math.isfinite(norm) else 1].cpu()
+    torch.testing.assert_close(finite, torch.tensor(after), equal_nan=True)
+
+
+def test_a_mutable_rule_follows_norms(device):
+    state = ClipState()
+    for _ in range(2):
+        weight = three_four(device)
+        tritonclip.clip_(weight, Mean(0.1), state=state)
+    assert float(grad_of(weight).norm()) == pytest.approx(0.5)
+
+
+def test_a_subclass_that_overrides_limit_is_asked(device):
+    class Half(ClipByGlobalNorm):
+        def limit(self, measured: Measured) -> Any:
+            return 0.5 * self.max_norm  # type: ignore[operator]
+
+    weight = three_four(device)
+    tritonclip.clip_(weight, Half(1.0))
+    assert float(grad_of(weight).norm()) == pytest.approx(0.5)
+
+
+def test_a_subclass_is_refused_where_its_limit_would_not_be_asked():
+    class Half(tritonclip.ClipByNorm):
+        pass
+
+    with pytest.raises(TypeError, match=r"expects ClipByNorm.* of type Half"):
+        tritonclip.clip_backward(torch.ones(2), Half(1.0))
+
+
+class NoLimit(Rule):
+    """Lacks its method."""
+
+
+class NoStart(AdaptiveRule):
+    """Lacks both methods."""
+
+
+def _limiting(result: Any) -> Rule:
+    class Own(Rule):
+        def limit(self, measured: Measured) -> Any:
+            return result
+
+    return Own()
+
+
+def _advancing(start: Any, advance: Any, *, each: bool = False) -> Rule:
+    class Own(AdaptiveRule):
+        per_gradient: ClassVar[bool] = each
+
+        def start(self) -> Any:
+            return start
+
+        def advance(self, state: Tensor, norm: Tensor) -> Any:
+            return advance(state, norm)
+
+    return Own()
+
+
+WRONG = [
+    pytest.param(NoLimit(), NotImplementedError, "expected a method limit", id="no-limit"),
+    pytest.param(NoStart(), NotImplementedError, "expected a method start", id="no-start"),
+    pytest.param(_limiting(None), TypeError, "limit of Own must be a number", id="none"),
+    pytest.param(_limiting("1"), TypeError, "limit of Own must be a number", id="text"),
+    pytest.param(_limiting(-1.0), ValueError, "0 or more, got -1.0", id="negative"),
+    pytest.param(_limiting([1.0, 2.0]), ValueError, r"got shape \(2,\)", id="too-many"),
+    pytest.param(_advancing(0.0, None), TypeError, r"such as \(0.0, 0.0\), got 0.0", id="start"),
+    pytest.param(
+        _advancing((0.0,), lambda state, norm: norm), TypeError, "two tensors", id="one-result"
+    ),
+    pytest.param(
+        _advancing((0.0,), lambda state, norm: (state, norm), each=True),
+        TypeError,
+        r"a state of shape \(1, 1\) as the state; got \[\(1, 1\), \(1,\)\]",
+        id="swapped",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "error", "message"), WRONG)
+def test_a_wrong_rule_raises_and_changes_nothing(backend, rule, error, message):
+    weight = three_four()
+    with pytest.raises(error, match=message):
+        tritonclip.clip_(weight, rule, state=ClipState())
+    assert grad_of(weight).tolist() == [3.0, 4.0]
+
+
+def test_a_negative_limit_in_a_tensor_on_the_cpu_raises():
+    with pytest.raises(ValueError, match=r"limit of Own must be 0 or more, got -1\.0"):
+        tritonclip.clip_(three_four(), _limiting(torch.tensor(-1.0)))
+
+
+def test_checkpoints_have_the_numbers_of_a_rule_and_groups_the_rule():
+    def wrapper() -> ClippedOptimizer:
+        groups: list[dict[str, Any]] = [
+            {"params": [three_four()], "clip": Smooth()},
+            {"params": [three_four()]},
+        ]
+        return ClippedOptimizer(torch.optim.SGD(groups, lr=0.1), Mean(0.1))
+
+    def loaded(content: Any) -> Any:
+        file = io.BytesIO()
+        torch.save(content, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    first, second = wrapper(), wrapper()
+    first.step()
+    second.load_state_dict(loaded(first.state_dict()))
+    second.step()
+    # The first step had no limit, the second a tenth of its norm.
+    assert float(second.stats.last_limit) == pytest.approx(0.5)
+
+    with torch.serialization.safe_globals([Smooth]):
+        assert loaded([group["clip"] for group in first.param_groups[:1]]) == [Smooth()]
+
+
+def test_torch_compile_runs_the_call_eagerly():
+    clip = torch.compile(lambda weight: tritonclip.clip_(weight, Smooth()), backend="eager")
+    weight = three_four()
+    assert clip(weight) == 5.0
+    assert float(grad_of(weight).norm()) == pytest.approx(5 / 6)
