@@ -267,6 +267,9 @@ def _print_largest(console: Console, history: History) -> None:
                 numbers.append("" if one.zeros is None else f"{one.zeros:.1%}")
             table.add_row(escape(one.name), *numbers)
         console.print(table)
+    if most := history.most_zeros():
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in most.items())
+        console.print(f"most zeros: {shares}", markup=False)
     dead = history.dead()
     for steps in sorted(set(dead.values()), reverse=True):
         names = ", ".join(name for name, own in dead.items() if own == steps)

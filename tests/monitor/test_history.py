@@ -195,6 +195,7 @@ def test_largest_names_have_the_statistics_that_were_recorded(write):
     found = [(one.name, one.magnitude, one.zeros) for one in history.largest()]
     assert found == [("b", 4.0, 0.0), ("group0", None, None), ("a", 0.75, 0.5)]
     assert history.runs[0].largest() == history.largest()
+    assert history.most_zeros() == {"a": 0.5}
 
 
 def test_dead_names_count_the_steps_since_their_last_norm(write):

@@ -274,6 +274,18 @@ class History:
                 found.append(NamedNorm(name, median, float(norms[at]), step, magnitude, zeros))
         return sorted(found, key=lambda one: (-one.median, -one.largest))[:n]
 
+    def most_zeros(self, n: int = 5) -> dict[str, float]:
+        """The names with the largest median shares of zeros, as far as these were recorded.
+
+        Without those that have no zeros, or nothing else.
+
+        Args:
+            n: the largest number of names.
+        """
+        medians = {name: _quantile_of(own, 0.5) for name, own in self.named_zeros.items()}
+        some = {name: share for name, share in medians.items() if share and share < 1}
+        return dict(sorted(some.items(), key=lambda one: -one[1])[:n])
+
     def dead(self) -> dict[str, int]:
         """The names whose norm is 0 at the last step, and for how many steps it has been.
 

@@ -335,6 +335,10 @@ def draw_largest(axes: Axes, history: History, largest: Sequence[NamedNorm]) -> 
     axes.set_xscale("log")
     axes.set_yticks(rows, [_shortened(one.name) for one in largest])
     axes.set_ylim(len(largest) - 0.5, -0.5)
+    for row, one in enumerate(largest):
+        if one.zeros is not None:
+            text, place = f"{_percent(one.zeros)} zeros", axes.get_yaxis_transform()
+            axes.text(1.01, row, text, transform=place, va="center", fontsize=8, color=GREY)
     axes.grid(axis="x", color="0.9", lw=0.6)
     axes.set_axisbelow(True)
     axes.set_xlabel("norms of the largest gradients: 5% to 95% of the steps, median, largest")
