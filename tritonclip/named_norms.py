@@ -227,7 +227,8 @@ class NamedNorms:
     def _zeros_by_name(self, nonzeros: Norms, dtype: torch.dtype) -> dict[str, Tensor]:
         """The share of zeros by name; elements of no gradient are zeros."""
         if self._members is None:
-            return dict(zip(self.names, nonzeros.zeros().to(dtype).unbind(), strict=True))
+            zeros = torch.as_tensor(nonzeros.zeros(), dtype=dtype, device=nonzeros.device)
+            return dict(zip(self.names, zeros.unbind(), strict=True))
         counts = nonzeros.nonzeros()
         sizes = [sum(map(Tensor.numel, own.values())) for own in self._members.values()]
         divisors = upload([max(1, size) for size in sizes], counts.dtype, counts.device)

@@ -246,6 +246,35 @@ def test_a_recorder_that_another_replaced_says_so(path):
         first.add_(1.0)
 
 
+def test_statistics_are_added_to_the_norm_of_each(path):
+    with pytest.raises(TypeError, match="statistics must be True or False"):
+        tritonclip.record(path, each=True, statistics=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pass each=True as well"):
+        tritonclip.record(path, statistics=True)
+
+
+def test_statistics_are_unknown_where_a_loop_adds_norms(path):
+    with tritonclip.record(path, each=True, statistics=True) as recorder:
+        recorder.add_(5.0, norms={"a": 4.0, "b": 3.0})
+    columns = "norm/a,norm/b,largest/a,largest/b,zeros/a,zeros/b"
+    assert path.read_text().splitlines() == [
+        f"step,norm,coefficient,limit,skipped,{columns}",
+        "1,5.0,,,,4.0,3.0,,,,",
+    ]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_file_keeps_its_columns_of_statistics(path, before):
+    with tritonclip.record(path, each=True, statistics=before) as recorder:
+        recorder.add_(5.0, norms={"a": 4.0})
+    other = tritonclip.record(path, each=True, statistics=not before, append=True)
+    with pytest.raises(ValueError, match=rf"norms of a, and .*record\(\.\.\., statistics={before}"):
+        other.add_(5.0, norms={"a": 4.0})
+    with tritonclip.record(path, each=True, statistics=before, append=True) as recorder:
+        recorder.add_(5.0, norms={"a": 4.0})
+        assert recorder.steps == 2
+
+
 @pytest.mark.parametrize("each", ["all", 2])
 def test_each_is_true_or_false(path, each):
     with pytest.raises(TypeError, match="each must be True or False"):

@@ -111,9 +111,16 @@ class Norms:
         counts = zip(self.batches, self.partials, strict=True)
         return self.in_order([batch.norms_each(own, 0.0) for batch, own in counts])
 
-    def zeros(self) -> Tensor:
-        """The share of zeros in each gradient here, from norms of order 0; 1 without elements."""
-        return 1 - self.nonzeros() / self.own(self.sizes()).clamp(min=1)
+    def zeros(self) -> list[float] | Tensor:
+        """The share of zeros in each gradient here, from norms of order 0; 1 without elements.
+
+        Numbers where the host decides, else 1-d.
+        """
+        counts, sizes = self.nonzeros(), self.own(self.sizes())
+        if not choose.host_decides(counts.device):
+            return 1 - counts / sizes.clamp(min=1)
+        pairs = zip(counts.tolist(), sizes.tolist(), strict=True)
+        return [1 - count / size if size else 1.0 for count, size in pairs]
 
     def without_scale(self) -> Norms:
         """The same norms, for a write that leaves the loss scale in the gradients."""

@@ -114,13 +114,10 @@ def _numbers_of(each: Norms) -> Sequence[float | Tensor]:
 
 
 def _shares_of_zeros(each: Norms) -> Sequence[float | Tensor]:
-    """The share of zeros in each gradient, from norms of order 0; 1 where there are no elements."""
+    """The share of zeros in each gradient, from norms of order 0."""
     _verify(each)
-    if choose.host_decides(each.device):
-        sizes = map(Tensor.numel, each.whole())
-        counts = each.nonzeros().tolist()
-        return [1 - n / size if size else 1.0 for n, size in zip(counts, sizes, strict=True)]
-    return [each.zeros()]
+    zeros = each.zeros()
+    return [zeros] if isinstance(zeros, Tensor) else zeros
 
 
 def _verify(each: Norms) -> None:
