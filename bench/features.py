@@ -375,10 +375,15 @@ def record_each() -> Iterator[Comparison]:
         with (
             TemporaryDirectory() as folder,
             tritonclip.record(Path(folder, "run.csv"), each=True) as recorder,
+            tritonclip.record(Path(folder, "all.csv"), each=True, statistics=True) as statistics,
         ):
-            recorded = tritonclip.ClippedOptimizer(sgd_of(parameters), 1e9, recorder=recorder)
+            recorded, with_statistics = (
+                tritonclip.ClippedOptimizer(sgd_of(parameters), 1e9, recorder=one)
+                for one in (recorder, statistics)
+            )
             providers = {
                 "tritonclip": step_of(recorded),
+                "tritonclip, statistics": step_of(with_statistics),
                 "tritonclip, no recorder": step_of(
                     tritonclip.ClippedOptimizer(sgd_of(parameters), 1e9)
                 ),

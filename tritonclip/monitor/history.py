@@ -232,14 +232,7 @@ class History:
         counted = torch.zeros_like(self.norms, dtype=torch.bool)
         for start, end in pairwise((0, *self.joins, len(self))):
             (at,) = torch.where(self.norms[start:end].isfinite() & (self.norms[start:end] > 0))
-            if len(at) <= _SPIKE_WINDOW:
-                continue
-            norms = self.norms[start:end][at]
-            before = norms.unfold(0, _SPIKE_WINDOW, 1)[:-1]
-            mean = before.mean(1)
-            # Norms are right to 1e-6.
-            deviation = torch.maximum(before.std(1, correction=0), 1e-6 * mean)
-            over = norms[_SPIKE_WINDOW:] > mean + _SPIKE_SIGMAS * deviation
+            over = _over_six_sigma(self.norms[start:end][at])
             counted[start + at[_SPIKE_WINDOW:][over]] = True
         return counted
 
@@ -298,6 +291,40 @@ class History:
             if count:
                 counts[name] = count
         return counts
+
+
+def _over_six_sigma(norms: Tensor) -> Tensor:
+    """Which of the norms after the first 128 are spikes; of finite norms over 0, in order."""
+    if len(norms) <= _SPIKE_WINDOW:
+        return torch.zeros(0, dtype=torch.bool, device="cpu")
+    before = norms.unfold(0, _SPIKE_WINDOW, 1)[:-1]
+    mean = before.mean(1)
+    # Norms are right to 1e-6.
+    deviation = torch.maximum(before.std(1, correction=0), 1e-6 * mean)
+    return norms[_SPIKE_WINDOW:] > mean + _SPIKE_SIGMAS * deviation
+
+
+class SpikeCounter:
+    """Counts spikes as `History.spike_score` does, in the norms of one run as they come."""
+
+    def __init__(self) -> None:
+        # Norms at the end, which the next ones are compared with.
+        self._last: list[float] = []
+        self._n_spikes, self._n_norms = 0, 0
+
+    def add_(self, norms: Iterable[float | None]) -> None:
+        """Counts the next norms; those that are unknown, NaN, inf or 0 are left out."""
+        usable = [norm for norm in norms if norm is not None and 0 < norm < math.inf]
+        joined = [*self._last, *usable]
+        over = _over_six_sigma(torch.tensor(joined, dtype=torch.float64, device="cpu"))
+        self._n_spikes += sum(over.tolist())
+        self._n_norms += len(usable)
+        self._last = joined[-_SPIKE_WINDOW:]
+
+    @property
+    def score(self) -> float:
+        """The share of spikes; NaN before 129 norms."""
+        return self._n_spikes / self._n_norms if self._n_norms > _SPIKE_WINDOW else math.nan
 
 
 def _quantile_of(values: Tensor | None, q: float) -> float | None:

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from tritonclip.messages import ClippingWarning, warn_user
 from tritonclip.modes import refuse_tracer
-from tritonclip.monitor.history import COLUMNS, Cell, HistoryFile
+from tritonclip.monitor.history import COLUMNS, Cell, HistoryFile, SpikeCounter
 from tritonclip.monitor.row_buffer import Row, RowBuffer, Value
 
-_SKIPPED = COLUMNS.index("skipped")
+_NORM, _SKIPPED = COLUMNS.index("norm"), COLUMNS.index("skipped")
 # The last recorder of each file in this process, while it is alive.
 _open: weakref.WeakValueDictionary[Path, Recorder] = weakref.WeakValueDictionary()
 
@@ -190,6 +190,16 @@ class Recorder:
     def names(self) -> tuple[str, ...] | None:
         """The names of `norms`, fixed by the first step; None before."""
         return self._names
+
+    @property
+    def spike_score(self) -> float:
+        """SpikeScore of the rows that this recorder wrote; see :func:`suggest_max_norm`.
+
+        The share of the steps whose norm is above the mean plus 6 standard deviations of the 128
+        norms before; NaN before 129 norms, and in a process that does not write. Rows are judged
+        when a flush writes them: nothing waits for the device, and the last rows may be missing.
+        """
+        return self._rows.spikes.score
 
     def prepare(self, names: tuple[str, ...]) -> None:
         """Checks that a step with norms of these names can be added; raises as `add_` does."""
@@ -429,10 +439,11 @@ class _RowWriter:
     Attributes:
         file: of the recorder.
         process: the id of the process that writes; a fork does not.
+        spikes: of the rows that were written.
     """
 
     def __init__(self, file: HistoryFile, every: int) -> None:
-        self.file, self.process = file, os.getpid()
+        self.file, self.process, self.spikes = file, os.getpid(), SpikeCounter()
         self._buffer = RowBuffer(every)
         # On the host, and not yet written.
         self._arrived: list[Row] = []
@@ -449,4 +460,5 @@ class _RowWriter:
         self._arrived += self._buffer.take(wait=wait)
         if self._arrived:
             self.file.append(list(map(_cells_of, self._arrived)))
-            self._arrived = []
+            arrived, self._arrived = self._arrived, []
+            self.spikes.add_(row[_NORM] for row in arrived)
