@@ -37,10 +37,9 @@ $(INSTALLED): $(FOR_DEMO)
 	@touch $@
 
 demo: $(FOR_DEMO)
-	$(RUN) examples/train_rnn.py
-	$(RUN) examples/train_transformer.py
+	$(RUN) -m examples
 
-test: demo lint types tests doctests codegen
+test: demo lint types tests doctests codegen docs
 	@echo "All checks passed."
 
 # The inner loop: every rule, verb, policy and parameter group, on the native and the torch backend.
@@ -58,6 +57,7 @@ lint: $(INSTALLED)
 	$(RUN) -m ruff format --check
 	$(RUN) -m ruff check
 	$(RUN) -m bench report --check
+	$(VENV)/bin/zizmor --offline --quiet .github
 
 types: $(INSTALLED)
 	$(RUN) -m mypy

@@ -1,13 +1,15 @@
-"""Builds the C extension; all else is in pyproject.toml.
+"""Builds the C extension and the README of package indexes; all else is in pyproject.toml.
 
 Without a C compiler tritonclip is installed without it, and says so when it first clips on a CPU.
 """
 
+import re
 import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.config.pyprojecttoml import read_configuration
 
 # One binary for all versions; free-threaded Python has no stable ABI.
 STABLE = not sysconfig.get_config_var("Py_GIL_DISABLED")
@@ -22,7 +24,24 @@ class BuildAnew(build_ext):
         super().build_extension(ext)
 
 
+URLS = read_configuration("pyproject.toml", expand=False)["project"]["urls"]
+
+
+def absolute(link: re.Match[str]) -> str:
+    """A link of the README to a file of the repository, for a package index."""
+    image, text, file, anchor = link.groups(default="")
+    if page := re.fullmatch(r"docs/(.*)\.(?:md|rst)", file):
+        return f"[{text}]({URLS['Documentation']}/{page[1]}.html{anchor})"
+    return f"{image}[{text}]({URLS['Repository']}/{'raw' if image else 'blob'}/main/{file}{anchor})"
+
+
+README = Path("README.md").read_text(encoding="utf-8")
+
 setup(
+    long_description=re.sub(
+        r"(!?)\[([^]]*)\]\((?!https?:)([\w./-]+)(#[\w-]+)?\)", absolute, README
+    ),
+    long_description_content_type="text/markdown",
     cmdclass={"build_ext": BuildAnew},
     ext_modules=[
         Extension(

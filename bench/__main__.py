@@ -74,7 +74,7 @@ def need_triton() -> None:
     """Ends with a message where there are no kernels to measure."""
     if not find_spec("triton"):
         raise click.ClickException(
-            "triton is not installed: pip install triton, where there is one"
+            "triton, which compiles the kernels, is not installed: pip install -e '.[triton]'"
         )
 
 
@@ -158,7 +158,7 @@ def gpu(out):
 @click.option("--check", is_flag=True, help="write nothing; fail where a file is stale")
 @click.option("--root", type=FILE, default=results.RESULTS.parents[1])
 def report(check, root):
-    """Writes the tables of README.md and docs/performance.md from committed rows."""
+    """Writes the tables of README.md and docs/performance/ from committed rows."""
     from bench.report import write
 
     stale = write(root, check)

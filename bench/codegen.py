@@ -1,9 +1,9 @@
 """`python -m bench codegen`: bytes that compiled kernels keep in flight, and that a chip needs.
 
-Arithmetic, no timing: docs/performance.md has the formulas and their limits. Every kernel is
-compiled ahead of time for sm_80, sm_90, sm_100 and gfx942 through Triton's JIT, with the arguments
-and options of its verb. NVIDIA's machine code is read with cuobjdump, AMD's from Triton's assembly;
-no GPU is needed.
+Arithmetic, no timing: docs/performance/codegen.md has the formulas and their limits. Every kernel
+is compiled ahead of time for sm_80, sm_90, sm_100 and gfx942 through Triton's JIT, with the
+arguments and options of its verb. NVIDIA's machine code is read with cuobjdump, AMD's from Triton's
+assembly; no GPU is needed.
 
 This is the one place of the benchmarks that knows the Triton backend and its kernels. Its absent
 GPU, where nothing happens, also serves `host` and tests.

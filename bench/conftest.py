@@ -1,7 +1,7 @@
 """Options, cases, provenance and summary of `pytest bench --benchmark-only`.
 
 Published ratios are paired: every round times all providers of a case in another order
-(`timing.interleaved`). The test that comes first in a case takes its rounds; each hands the samples
+(`tritonclip.samples`). The test that comes first in a case takes its rounds; each hands the samples
 of its provider to pytest-benchmark, through a clock that reads them. Were rounds taken by
 `pedantic`, with the others in its setup and teardown, N providers would be timed N times each.
 """

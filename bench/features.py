@@ -26,9 +26,9 @@ from bench import timing
 from bench.accuracy import Gradients
 from bench.providers import FOREIGN, sgd_of
 from bench.results import Row
-from bench.timing import Timed, paired, spread
 from bench.workloads import WORKLOADS
 from tritonclip.optim.clipped_optimizer import StepNonfinite
+from tritonclip.samples import Timed, interleaved, paired, spread
 
 CPU = torch.device("cpu")
 LEAST, SECONDS = 9, 0.6
@@ -516,7 +516,7 @@ def rows_of(feature: str, comparison: Comparison, seconds: float = SECONDS) -> l
         for name, timed in comparison.providers.items()
     }
     timed = {name: call for name, call in comparison.providers.items() if rows[name].correct}
-    samples = timing.interleaved(list(timed.values()), CPU, LEAST, seconds)
+    samples = interleaved(list(timed.values()), CPU, LEAST, seconds)
     walls = {name: own.walls for name, own in zip(timed, samples, strict=True)}
     for name, own in walls.items():
         rows[name].values = spread("wall_us", own)

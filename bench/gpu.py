@@ -37,9 +37,9 @@ from bench import codegen, results, timing
 from bench.accuracy import EPS, OURS, Gradients, WrongResultError
 from bench.codegen import kernel_module, replaced_launch
 from bench.results import Row
-from bench.timing import Timed
 from bench.workloads import WORKLOADS
 from tritonclip.backends.interface import Clip
+from tritonclip.samples import Timed, sample
 
 # Seconds of each part: 550 in all, because the last question may take longer.
 SHARES = {"tests": 150, "plan": 250, "sweep": 100, "questions": 50}
@@ -345,7 +345,7 @@ def moved(device: torch.device) -> str:
         kept = gradients.parameters
         gradients.allocate()
         clip = partial(tritonclip.clip_, gradients.parameters, 1.0)
-        times.append(timing.sample(Timed(clip), device)[0])
+        times.append(sample(Timed(clip), device)[0])
         del kept
     median, most = statistics.median(times[1:]), max(times[1:])
     return f"first {times[0]:.0f} us, then {median:.0f}, at most {most:.0f}"

@@ -1,8 +1,8 @@
 """`python -m bench host [cpu] [triton] [launches]`: the cost of a call on the host; needs no GPU.
 
-Each part runs in a process by itself. docs/performance.md says what the parts and lists are. CPU
-tensors cannot show the copy of a table to pinned memory, the start of its upload, and the question
-which stream is current.
+Each part runs in a process by itself. docs/performance/host.md says what the parts and lists are.
+CPU tensors cannot show the copy of a table to pinned memory, the start of its upload, and the
+question which stream is current.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from bench import codegen
 from bench.accuracy import Gradients
 from bench.providers import sgd_of
 from bench.results import Row
-from bench.timing import Timed, interleaved, paired, spread
 from bench.workloads import WORKLOADS, Workload
+from tritonclip.samples import Timed, interleaved, paired, spread
 
 # The environment of each part.
 PARTS = {

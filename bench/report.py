@@ -1,9 +1,9 @@
 """`python -m bench report`: from committed rows to tables and figures in README and docs.
 
-Tables stand between `<!-- bench:NAME -->` and `<!-- /bench -->` in docs/performance.md, from the
-rows of bench/results/NAME.json (`<!-- bench:NAME providers -->`: the times of all providers), and
-between `<!-- speed -->` and `<!-- /speed -->` in README.md, from cpu.json. Figures lie beside the
-rows, as NAME-RULE.svg. Rows that were not checked, or found wrong, are refused (`results.checked`).
+Tables stand between `<!-- bench:NAME -->` and `<!-- /bench -->` in docs/performance/, from the rows
+of bench/results/NAME.json (`<!-- bench:NAME providers -->`: the times of all providers), and
+between `<!-- speed:NAME -->` and `<!-- /speed -->` in README.md. Figures lie beside the rows, as
+NAME-RULE.svg. Rows that were not checked, or found wrong, are refused (`results.checked`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+from matplotlib import style
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from rich import box
@@ -28,10 +28,10 @@ from bench import results
 from bench.results import RefusedError, Row
 from bench.workloads import BY, TWO, WORKLOADS, named
 
-# The markers that each page has.
-PAGES = {"docs/performance.md": "bench:NAME", "README.md": "speed"}
+# The markers that pages have.
+PAGES = {"docs/performance/*.md": "bench:NAME", "README.md": "speed:NAME"}
 SECTION = re.compile(
-    r"(<!-- (speed|bench(?=:)):?([\w-]*)( providers)? -->\n).*?(<!-- /\2 -->)", re.DOTALL
+    r"(<!-- (speed|bench):([\w-]+)( providers)? -->\n).*?(<!-- /\2 -->)", re.DOTALL
 )
 CASE = ("workload", "dtype", "rule", "step")
 # Workloads of the README's table, from short to long.
@@ -39,19 +39,24 @@ SHOWN = (
     *("small_1", "small_10", "small_100", "lenet5", "resnet20", "resnet50"),
     *("gpt2_124m", "llama3_8b", "huge_and_small", "tiny_10000"),
 )
-# Provenance that a figure shows; the page shows all.
-IN_FIGURES = ("cpu", "device", "threads", "torch", "commit", "date")
-# Distinct for readers who do not tell red from green.
-LOSS = "#d55e00"
-COLOURS = {"float32": "#0072b2", "bfloat16": "#e69f00", "float16": "#56b4e9", "mixed": "#cc79a7"}
-COLOURS |= {"float64": "#009e73", "slower": LOSS}
-MARKERS = dict(zip(COLOURS, "os^Dvo", strict=True))
-SVG: Any = {"svg.hashsalt": "tritonclip", "svg.fonttype": "none", "font.size": 9}
+# From the pages of docs/performance/.
+TO_RESULTS = "../../bench/results"
+# Provenance that a figure shows, and a page above the fold.
+SHORT = ("cpu", "device", "threads", "torch", "commit", "date")
+# Colours are those of the figure's style.
+SLOWER = "C1"
+COLOURS = {"float32": "C0", "bfloat16": "C4", "float16": "C5", "mixed": "C3", "float64": "C2"}
+MARKERS = dict(zip(COLOURS, "os^Dv", strict=True))
 
 
 def origin_line(origin: dict[str, Any]) -> str:
     """Provenance in one line."""
     return ", ".join(f"{name} {value}" for name, value in origin.items())
+
+
+def short_origin(origin: dict[str, Any]) -> str:
+    """The provenance that readers look for."""
+    return origin_line({key: origin[key] for key in SHORT if key in origin})
 
 
 def unique(rows: Sequence[Row], part: str) -> list[str]:
@@ -60,9 +65,10 @@ def unique(rows: Sequence[Row], part: str) -> list[str]:
 
 
 def ratio_rows(rows: Sequence[Row]) -> list[Row]:
-    """Our rows that have a ratio to torch."""
+    """Our rows that have a ratio to torch, from small workloads to large ones."""
     ours = [r for r in rows if r.benchmark == "speed" and r.get("provider") == "tritonclip"]
-    return [r for r in ours if "ratio" in r.values]
+    order = {name: i for i, name in enumerate(WORKLOADS)}
+    return sorted((r for r in ours if "ratio" in r.values), key=lambda r: order[r.case["workload"]])
 
 
 def ratio_cell(row: Row, tie: str = "") -> str:
@@ -109,8 +115,15 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
-def readme_table(rows: Sequence[Row]) -> str:
-    """The README's table and sentence: float32; by value, the worse of both steps."""
+def share_table(rows: Sequence[Row]) -> str:
+    """The README's table of shares of a training step."""
+    share = "{step_share:.1%}".format_map
+    table = pivot(rows, ["model"], "{provider}", lambda row: share(row.values))
+    return f"Clipping's share of a whole training step, float32 on a CPU:\n\n{table}\n"
+
+
+def ratio_table(rows: Sequence[Row]) -> str:
+    """The README's table of ratios: float32; by value, the worse of both steps."""
     shown = []
     for row in ratio_rows(rows):
         workload, dtype, rule, _ = (row.case[part] for part in CASE)
@@ -122,25 +135,28 @@ def readme_table(rows: Sequence[Row]) -> str:
     ordered = [row for _, row in sorted(shown, key=itemgetter(0))]
     table = pivot(ordered, ["workload"], "{step}", partial(ratio_cell, tie="tie"))
     return (
-        f"{table}\n\nfloat32 on a CPU: speed-up over torch's best variant (tie: its quartiles "
-        f"include 1; bold: slower). {summary(rows)}\n"
+        f"Warm calls alone, float32 on a CPU: speed-up over torch's best variant (tie: its quartiles "
+        f"include 1; bold: slower):\n\n{table}\n\n{summary(rows)}\n"
     )
 
 
 def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequence[Row]) -> str:
     """The text between a section's markers."""
-    first = f"Measured on: {origin_line(origin)}."
+    first = [
+        f"<details>\n<summary>Measured on: {short_origin(origin)}</summary>",
+        f"{origin_line(origin)}\n\n</details>",
+    ]
     if busy := max(row.case.get("busy", 0) for row in rows):
-        first += f" Meanwhile {busy} other processes kept cores busy."
+        first.append(f"Meanwhile {busy} other processes kept cores busy.")
     if after := rows[0].case.get("after"):
-        first += f" Before every call: a {after}."
+        first.append(f"Before every call: a {after}.")
     if rows[0].benchmark != "speed":
         parts = [results.table(rows, border=box.MARKDOWN)]
     elif of_providers:
-        parts = [pivot(rows, CASE, "{provider}", time_cell)]
+        parts = [summary(rows), pivot(rows, CASE, "{provider}", time_cell)]
     else:
         parts = list(_ratios(name, rows))
-    return "\n\n".join([first, *parts, f"Rows: [{name}.json](../bench/results/{name}.json).\n"])
+    return "\n\n".join([*first, *parts, f"Rows: [{name}.json]({TO_RESULTS}/{name}.json).\n"])
 
 
 def _ratios(name: str, rows: Sequence[Row]) -> Iterator[str]:
@@ -149,8 +165,8 @@ def _ratios(name: str, rows: Sequence[Row]) -> Iterator[str]:
     yield summary(rows) + "".join(f" {one.title}: {one.note}." for one in lists if one.note)
     ours = ratio_rows(rows)
     yield pivot(ours, ["workload", "rule"], "{dtype} {step}", ratio_cell)
-    figure = "![Ratio to torch by {}](../bench/results/{}-{}.svg)"
-    yield "\n".join(figure.format(BY[rule], name, rule) for rule in unique(ours, "rule"))
+    for rule in unique(ours, "rule"):
+        yield f"![Ratio to torch by {BY[rule]}]({TO_RESULTS}/{name}-{rule}.svg)"
     if on_gpu := [row for row in rows if "device_us" in row.values and row.get("launches")]:
         yield "Time on the GPU alone, of the host, and launches:"
         times = "{device_us:.1f} us, host {host_us:.0f} us, {launches}".format_map
@@ -167,39 +183,47 @@ def digest(rows: Sequence[Row]) -> str:
     return f"rows sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 
+@style.context("tritonclip.monitor.figures")
 def draw(rows: Sequence[Row], path: Path, origin: str) -> None:
     """Draws our ratios by one rule as SVG: a line a workload, the dtypes side by side on it."""
-    names, dtypes, steps = (unique(rows, part) for part in ("workload", "dtype", "step"))
-    with mpl.rc_context(SVG):
-        figure = Figure(figsize=(9, 2 + 0.4 * len(names)), layout="constrained")
-        panels = figure.subplots(1, len(steps), sharex=True, sharey=True, squeeze=False)[0]
-        for axes, step in zip(panels, steps, strict=True):
-            axes.set(title=step, xscale="log", ylim=(len(names) - 0.5, -0.5))
-            axes.xaxis.set_major_locator(LogLocator(base=2))
-            axes.xaxis.set_major_formatter("{x:g}x")
-            axes.minorticks_off()
-            axes.grid(axis="x", alpha=0.3)
-            axes.axvline(1.0, color="black", linewidth=1.0)
-            axes.axvspan(1e-6, 1.0, color=LOSS, alpha=0.10, linewidth=0)
-        panels[0].set_yticks(range(len(names)), [named("workload", name) for name in names])
-        ends = [row.get(f"ratio{end}") for row in rows for end in ("_lo", "_hi")]
-        panels[0].set_xlim(min(0.8, *ends) / 1.1, max(1.25, *ends) * 1.1)
-        for row in rows:
-            workload, dtype, _, step = (row.case[part] for part in CASE)
-            axes, colour = panels[steps.index(step)], COLOURS[dtype]
-            y = names.index(workload) + 0.18 * (dtypes.index(dtype) - (len(dtypes) - 1) / 2)
-            axes.hlines(y, row.get("ratio_lo"), row.get("ratio_hi"), colour, linewidth=1.2)
-            filled = LOSS if row.get("ratio") < 1 else colour
-            axes.plot(row.get("ratio"), y, MARKERS[dtype], color=filled, mec=colour, ms=5)
-        by = BY[rows[0].case["rule"]]
-        figure.suptitle(f"Clipping by {by}: time of the best torch variant / tritonclip's")
-        note = f"median and quartiles; right of 1x tritonclip is faster\n{origin}"
-        figure.supxlabel(note, fontsize=7)
-        for one in (*dtypes, "slower"):
-            panels[0].plot([], [], MARKERS[one], color=COLOURS[one], label=one)
-        figure.legend(loc="outside right upper", frameon=False)
-        metadata = {"Date": None, "Description": digest(rows), "Title": by}
-        figure.savefig(path, format="svg", metadata=metadata)
+    names, steps = (unique(rows, part) for part in ("workload", "step"))
+    drawn = {(row.case["workload"], row.case["dtype"]) for row in rows}
+    figure = Figure(figsize=(8, 1.8 + 0.4 * len(names)))
+    panels = figure.subplots(1, len(steps), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, step in zip(panels, steps, strict=True):
+        axes.set(title=step, xscale="log", ylim=(len(names) - 0.5, -0.5))
+        axes.xaxis.set_major_locator(LogLocator(base=2))
+        axes.xaxis.set_major_formatter("{x:g}x")
+        axes.minorticks_off()
+        axes.grid(visible=False, axis="y")
+        axes.grid(axis="x")
+        axes.axvline(1.0, color="black", linewidth=1.0)
+        slower = axes.axvspan(1e-6, 1.0, color=SLOWER, alpha=0.12, linewidth=0)
+    panels[0].set_yticks(range(len(names)), [named("workload", name) for name in names])
+    ends = [row.get(f"ratio{end}") for row in rows for end in ("_lo", "_hi")]
+    panels[0].set_xlim(min(0.8, *ends) / 1.1, max(1.25, *ends) * 1.1)
+    marks = {}
+    for row in rows:
+        workload, dtype, _, step = (row.case[part] for part in CASE)
+        axes, colour = panels[steps.index(step)], COLOURS[dtype]
+        beside = [one for one in COLOURS if (workload, one) in drawn]
+        y = names.index(workload) + 0.16 * (beside.index(dtype) - (len(beside) - 1) / 2)
+        axes.hlines(y, row.get("ratio_lo"), row.get("ratio_hi"), colour, linewidth=1.2)
+        (marks[dtype],) = axes.plot(row.get("ratio"), y, MARKERS[dtype], color=colour, ms=5)
+    by = BY[rows[0].case["rule"]]
+    title = f"Clipping by {by}: time of the best torch variant / tritonclip's"
+    figure.supxlabel(f"marks: medians; lines: quartiles\n{origin}", fontsize=7)
+    handles = {one: marks[one] for one in COLOURS if one in marks} | {"slower than torch": slower}
+    figure.legend(
+        handles.values(),
+        handles,
+        title=title,
+        title_fontsize=10,
+        loc="outside upper center",
+        ncols=6,
+    )
+    metadata = {"Date": None, "Description": digest(rows), "Title": by}
+    figure.savefig(path, format="svg", metadata=metadata)
 
 
 def write(root: Path, check: bool = False) -> list[Path]:
@@ -208,28 +232,34 @@ def write(root: Path, check: bool = False) -> list[Path]:
 
     def filled(match: re.Match[str]) -> str:
         """A section with its markers; notes the figures that it shows."""
-        start, _, name, of_providers, end = match.groups()
-        path = root / "bench" / "results" / f"{name or 'cpu'}.json"
+        start, kind, name, of_providers, end = match.groups()
+        path = root / "bench" / "results" / f"{name}.json"
         origin, rows = results.checked(path)
         ours = [] if of_providers else ratio_rows(rows)
-        shown = origin_line({key: origin[key] for key in IN_FIGURES if key in origin})
         for rule in unique(ours, "rule"):
             drawn = [row for row in ours if row.get("rule") == rule]
-            figures[path.with_name(f"{path.stem}-{rule}.svg")] = drawn, shown
-        text = section(name, bool(of_providers), origin, rows) if name else readme_table(rows)
+            figures[path.with_name(f"{path.stem}-{rule}.svg")] = drawn, short_origin(origin)
+        if kind == "bench":
+            text = section(name, bool(of_providers), origin, rows)
+        else:
+            text = share_table(rows) if rows[0].benchmark == "training" else ratio_table(rows)
         return f"{start}{text}{end}"
 
     texts: dict[Path, str] = {}
-    for page, marker in PAGES.items():
-        path, kind = root / page, marker.partition(":")[0]
-        text = path.read_text() if path.exists() else ""
-        whole, started = len(SECTION.findall(text)), text.count(f"<!-- {kind}")
-        if whole == 0 or whole != started:
+    for pattern, marker in PAGES.items():
+        kind = marker.partition(":")[0]
+        pages = {path: path.read_text() for path in sorted(root.glob(pattern))}
+        cut = [
+            path
+            for path, text in pages.items()
+            if len(SECTION.findall(text)) != text.count(f"<!-- {kind}")
+        ]
+        if cut or not any(map(SECTION.search, pages.values())):
             raise RefusedError(
-                f"{path}: expected <!-- {marker} --> and its end <!-- /{kind} --> around each "
-                f"table, found {whole} whole ones of {started}; write the markers where it belongs"
+                f"{', '.join(map(str, cut)) or root / pattern}: expected <!-- {marker} --> and its "
+                f"end <!-- /{kind} --> around each table; write the markers where it belongs"
             )
-        texts[path] = SECTION.sub(filled, text)
+        texts |= {path: SECTION.sub(filled, text) for path, text in pages.items()}
     if check:
         marks = {path: digest(rows) for path, (rows, _) in figures.items()}
         stale = [path for path, text in texts.items() if path.read_text() != text]

@@ -20,8 +20,8 @@ from bench import timing
 from bench.accuracy import Gradients, WrongResultError
 from bench.providers import FOREIGN, IN_PLACE, OUT_OF_PLACE, UNCAPTURED, Entry, Provider
 from bench.results import Row
-from bench.timing import Samples, Timed, paired, spread
 from tritonclip.backends import choose
+from tritonclip.samples import Samples, Timed, interleaved, paired, spread
 
 BASELINES = [one.name for one in (*IN_PLACE, *OUT_OF_PLACE) if one.baseline]
 # Where torch.compile is compared unless asked for, by norm: it takes 10 to 40 seconds a provider on
@@ -102,7 +102,7 @@ def measure(
     if effort and ready:
         calls = [found.timed for found in ready]
         with torch._dynamo.config.patch(error_on_recompile=True):
-            samples = timing.interleaved(calls, gradients.device, effort.samples, effort.seconds)
+            samples = interleaved(calls, gradients.device, effort.samples, effort.seconds)
         walls = {found.provider.name: own.walls for found, own in zip(ready, samples, strict=True)}
         for found, own in zip(ready, samples, strict=True):
             found.walls, values = own.walls, found.row.values

@@ -1,30 +1,27 @@
-"""How time, launches and memory are measured. All times are in microseconds.
+"""How time on the GPU, launches and memory are measured. All times are in microseconds.
 
-Wall: from the call to when all its work is done. Host: from the call, on an idle queue, to its
-return. Device: between two events on the GPU, around a call that was queued long before the GPU got
-to it, with the L2 cache holding something else. Graph: the same for the replay of a CUDA graph of
-the call. On a CPU there is wall time only.
+Wall and host time are sampled by `tritonclip.samples`. Device: between two events on the GPU,
+around a call that was queued long before the GPU got to it, with the L2 cache holding something
+else. Graph: the same for the replay of a CUDA graph of the call. On a CPU there is wall time only.
 """
 
 from __future__ import annotations
 
-import gc
-import math
 import os
-import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from itertools import accumulate, repeat
-from time import perf_counter_ns
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.autograd.profiler import profile
 from torch.profiler import ProfilerActivity
+
+from tritonclip.samples import Timed, sample, synchronize
 
 # The profiler would tell of its own stages on the terminal.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -35,46 +32,11 @@ HEAD_START, CYCLES_PER_US = 4.0, 2_000
 DEVICE_SAMPLES = 15
 # Bytes copied to measure the bandwidth of memory, well beyond every cache.
 COPIED = {"cpu": 2**28, "cuda": 2**30}
-# Calls on a CPU are put together to samples of about this long, so that the clock's cost vanishes.
-# Each by its own time: one call between long ones of others would find its code out of cache.
-SAMPLE_US, MOST_CALLS, MOST_SAMPLES = 1000.0, 50, 300
 # Spins until its parent ends, which Ctrl-C is meant for.
 SPIN = """import os, signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 parent = os.getppid()
 while os.getppid() == parent: sum(range(100_000))"""
-
-
-class Timed(NamedTuple):
-    """A call, and how to prepare it outside the clock; None where nothing has to be prepared."""
-
-    call: Callable[[], Any]
-    prepare: Callable[[], Any] | None = None
-
-    def prepared(self) -> Callable[[], Any]:
-        """The call, after its preparation."""
-        if self.prepare is not None:
-            self.prepare()
-        return self.call
-
-
-class Samples(NamedTuple):
-    """Microseconds a call, one number a sample, the mean of `n_calls`."""
-
-    walls: list[float]
-    hosts: list[float]
-    n_calls: int
-
-
-def paired(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    """The ratio of each pair of samples."""
-    return [a / b for a, b in zip(over, under, strict=True)]
-
-
-def spread(name: str, samples: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles of samples, as values of a row."""
-    low, middle, high = statistics.quantiles(samples, n=4)
-    return {name: middle, f"{name}_lo": low, f"{name}_hi": high}
 
 
 @contextmanager
@@ -87,71 +49,6 @@ def busy_cores(n: int) -> Iterator[None]:
         for process in spinning:
             process.terminate()
             process.wait()
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for all work on the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-@cache
-def clock_us() -> float:
-    """The time between two readings of the clock with nothing in between."""
-    return statistics.median(-(perf_counter_ns() - perf_counter_ns()) / 1e3 for _ in range(1000))
-
-
-def sample(timed: Timed, device: torch.device, n_calls: int = 1) -> tuple[float, float]:
-    """Host and wall time of a call, the mean of `n_calls`."""
-    # A call that is prepared has readings of the clock around it, whose own time is subtracted.
-    n_readings, clock = (1, 0.0) if timed.prepare is None else (n_calls, clock_us())
-    host = wall = 0
-    for _ in range(n_readings):
-        calls = repeat(timed.prepared(), n_calls // n_readings)
-        synchronize(device)
-        start = perf_counter_ns()
-        for call in calls:
-            call()
-        returned = perf_counter_ns()
-        synchronize(device)
-        host, wall = host + returned - start, wall + perf_counter_ns() - start
-    return host / 1e3 / n_calls - clock, wall / 1e3 / n_calls - clock
-
-
-def interleaved(
-    timed: Sequence[Timed],
-    device: torch.device,
-    n_samples: int,
-    seconds: float,
-    *,
-    most_samples: int = MOST_SAMPLES,
-    most_calls: int = MOST_CALLS,
-) -> list[Samples]:
-    """At least `n_samples` of each call, and more for some seconds, without garbage collection.
-
-    They are paired: each round goes through all calls in another order, so that whatever slows the
-    machine down for a while slows all of them.
-    """
-    shuffle = random.Random(0)
-    gc.disable()
-    try:
-        rounds = [[sample(one, device)[1] for one in timed] for _ in range(4)]
-        # The first round warms up.
-        usual = map(statistics.median, zip(*rounds[1:], strict=True))
-        most = most_calls if device.type == "cpu" else 1
-        batches = [min(most, math.ceil(SAMPLE_US / max(time, 1.0))) for time in usual]
-        result = [Samples([], [], n_calls) for n_calls in batches]
-        end = perf_counter_ns() + seconds * 1e9
-        for done in range(most_samples):
-            if done >= n_samples and perf_counter_ns() >= end:
-                break
-            for i in shuffle.sample(range(len(timed)), len(timed)):
-                host, wall = sample(timed[i], device, batches[i])
-                result[i].hosts.append(host)
-                result[i].walls.append(wall)
-    finally:
-        gc.enable()
-    return result
 
 
 def device_us(timed: Timed, device: torch.device, host_us: float) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import tritonclip
 from bench.results import Row
-from bench.timing import spread
+from tritonclip.samples import spread
 
 Clip = Callable[..., object]
 CLIPS: dict[str, Clip] = {

@@ -47,3 +47,5 @@ pygments_dark_style = "a11y-high-contrast-dark"
 html_title = "tritonclip"
 html_favicon = "favicon.svg"
 html_show_sourcelink = False
+# The API reference lists every name.
+html_use_index = False

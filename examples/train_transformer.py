@@ -11,7 +11,8 @@ The text differs between versions of Python, so that the results vary. At ``--le
 the limits that follow the norms fail too; docs/adaptive.md says why.
 
 Run it with ``make demo``, or after ``pip install ".[examples]"`` with
-``python examples/train_transformer.py``.
+``python examples/train_transformer.py``. Beside the figure it writes the norms of a run with the
+fixed limit, for ``python -m tritonclip suggest`` and ``plot``.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from typing import Any
 
 import rich
 import torch
+from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.progress import BarColumn, Progress, TimeRemainingColumn
@@ -48,14 +50,14 @@ class Way:
     skip_above: tritonclip.Outlier | None = None
 
 
-# The palette of Okabe and Ito, which is safe for color-blind readers.
+# Colours are those of the figure's style.
 WAYS = (
-    Way("no clipping", "#D55E00", math.inf),
-    Way("fixed limit 1.0", "#0072B2", 1.0),
-    Way("suggested limit", "#009E73"),
-    Way("percentile", "#CC79A7", tritonclip.ClipByQuantile(0.9, window=100)),
-    Way("z-score", "#E69F00", tritonclip.ClipByZScore()),
-    Way("skipped outliers", "#56B4E9", math.inf, tritonclip.Outlier(sigmas=6.0, window=128)),
+    Way("no clipping", "C1", math.inf),
+    Way("fixed limit 1.0", "C0", 1.0),
+    Way("suggested limit", "C2"),
+    Way("percentile", "C3", tritonclip.ClipByQuantile(0.9, window=100)),
+    Way("z-score", "C4", tritonclip.ClipByZScore()),
+    Way("skipped outliers", "C5", math.inf, tritonclip.Outlier(sigmas=6.0, window=128)),
 )
 
 
@@ -215,34 +217,81 @@ def make_table(histories: dict[str, list[History]]) -> Table:
     return table
 
 
+def conclusion(histories: dict[str, list[History]]) -> str:
+    """Say in a sentence what the runs have shown."""
+
+    def diverged(*names: str) -> str:
+        runs = [run for name in names for run in histories[name]]
+        return f"{sum(math.isinf(run.final_loss) for run in runs)} of {len(runs)} runs"
+
+    first, *limited, last = histories
+    return (
+        f"The transformer diverges in {diverged(first)} without clipping, in {diverged(last)} with "
+        f"outliers skipped, and in {diverged(*limited)} with a limit."
+    )
+
+
+def write_norms(run: History, path: Path) -> None:
+    """Write norms and limits as a recorder does, in place of those of an earlier run."""
+    path.unlink(missing_ok=True)
+    with tritonclip.record(path) as recorder:
+        for norm, limit in zip(run.norms, run.limits, strict=True):
+            recorder.add_(norm, limit=limit)
+
+
+@style.context("tritonclip.monitor.figures")
 def draw(histories: dict[str, list[History]], path: Path) -> None:
-    """Draw the losses from all seeds, and the norms from the worst seed without clipping."""
+    """Draw the losses of all seeds, and the norms of the seed that is worst without clipping."""
     losses = [run.final_loss for run in histories["no clipping"]]
     worst = losses.index(max(losses))
     names = [way.name for way in WAYS]
     rows: list[Any] = [["loss"] * 3, names[:3], names[3:]]
-    figure = Figure(figsize=(10, 7.5), layout="constrained")
+    figure = Figure(figsize=(8, 7))
     axes = figure.subplot_mosaic(rows, height_ratios=[1.6, 1, 1])
     for way in WAYS:
-        for seed, run in enumerate(histories[way.name]):
-            width, label = (2, way.name) if seed == worst else (0.7, None)
-            axes["loss"].plot(smooth(run.losses), color=way.colour, linewidth=width, label=label)
+        draw_losses(axes["loss"], way, histories[way.name])
         draw_norms(axes[way.name], way, histories[way.name][worst])
-    axes["loss"].set(title=f"Training loss (thick: seed {worst})", ylim=(2.2, 4.7))
-    axes["loss"].set_xlabel("step (each point: the mean of the last 25)")
+    axes["loss"].set(
+        title=f"Median and range over seeds (number of seeds: {len(losses)})",
+        xlabel="step (each point: the mean of the last 25)",
+        ylabel="training loss",
+        xlim=axes[names[0]].get_xlim(),
+        ylim=(2.2, 4.7),
+    )
     axes["loss"].legend(loc="upper right", ncols=2)
-    figure.supylabel(f"gradient norm before clipping, seed {worst}", y=0.3, fontsize="medium")
-    figure.supxlabel("step (black: limit; dots: clipped; crosses: skipped)", fontsize="medium")
-    figure.savefig(path, dpi=110)
+    for name in (names[0], names[3]):
+        axes[name].set_ylabel(f"gradient norm\nbefore clipping, seed {worst}")
+    for name in names[3:]:
+        axes[name].set_xlabel("step")
+    marks = {line.get_label(): line for name in names for line in axes[name].lines}
+    legend = figure.legend(handles=marks.values(), loc="outside lower center", ncols=len(marks))
+    for mark in legend.get_lines():
+        # Each panel has another colour: the shapes tell what a mark is.
+        mark.set_color("0.3" if mark.get_linestyle() == "None" else mark.get_color())
+    figure.savefig(path)
+
+
+def draw_losses(axes: Axes, way: Way, runs: Sequence[History]) -> None:
+    """Draw the median over the runs, and their range; a loss that is NaN is the largest."""
+    high = 2 * max(run.losses[0] for run in runs)
+    losses = [[loss if loss < high else high for loss in smooth(run.losses)] for run in runs]
+    diverged = sum(math.isinf(run.final_loss) for run in runs)
+    label = f"{way.name} ({diverged} of {len(runs)} diverged)" if diverged else way.name
+    columns = [*zip(*losses, strict=True)]
+    axes.plot([*map(median, columns)], color=way.colour, label=label)
+    lows, highs = [*map(min, columns)], [*map(max, columns)]
+    axes.fill_between(range(len(columns)), lows, highs, color=way.colour, alpha=0.2, linewidth=0)
 
 
 def draw_norms(axes: Axes, way: Way, run: History) -> None:
     """Draw norms, limits, and a mark on each step that was clipped or skipped."""
-    axes.plot(run.norms, color="0.7", linewidth=0.8)
-    axes.plot(run.limits, color="black", linewidth=1, marker=".", markersize=1.5)
-    for changed, marker in ((run.clipped, "."), (run.skipped, "x")):
+    axes.plot(run.norms, color="0.7", linewidth=0.8, label="norm")
+    axes.plot(run.limits, color="black", linewidth=1, marker=".", markersize=1.5, label="limit")
+    for label, changed, marker in (("clipped", run.clipped, "."), ("skipped", run.skipped, "x")):
         norms = {step: run.norms[step] for step in range(len(changed)) if changed[step]}
-        axes.plot(list(norms), list(norms.values()), marker, color=way.colour, markersize=6)
+        if norms:
+            steps, heights = list(norms), list(norms.values())
+            axes.plot(steps, heights, marker, color=way.colour, markersize=6, label=label)
     axes.set(title=way.name, yscale="log", xlim=(0, len(run.norms)), ylim=(0.2, 30))
 
 
@@ -280,7 +329,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[History]]:
     histories = train_all(settings)
     rich.print(make_table(histories))
     draw(histories, path)
-    print(f"Figure: {path}")
+    norms = path.with_suffix(".csv")
+    write_norms(histories["fixed limit 1.0"][0], norms)
+    print(f"Figure: {path}\nNorms under the fixed limit: {norms}")
     return histories
 
 

@@ -45,6 +45,7 @@ from tritonclip.torch_compat import (
 )
 
 if TYPE_CHECKING:
+    from tritonclip.comparison import compare
     from tritonclip.monitor.recorder import Recorder, record
     from tritonclip.monitor.stats import ClipStats
     from tritonclip.monitor.suggestion import suggest_max_norm
@@ -85,6 +86,7 @@ __all__ = [
     "clip_grads_with_norm_",
     "clip_on_backward_",
     "clip_tensors_",
+    "compare",
     "functional",
     "get_total_norm",
     "norms_by_name",
@@ -102,6 +104,7 @@ _LAZY = {
     "ClippedOptimizer": "optim.clipped_optimizer",
     "GradScaler": "optim.grad_scaler",
     "Recorder": "monitor.recorder",
+    "compare": "comparison",
     "norms_by_name": "named_norms",
     "record": "monitor.recorder",
     "statistics_by_name": "named_norms",

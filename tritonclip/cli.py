@@ -1,22 +1,27 @@
 """The command line: `python -m tritonclip`, installed as `tritonclip`.
 
-`doctor`, the default, needs nothing but the package. `suggest` and `plot` need the extra `monitor`,
-which they import when they run.
+`doctor`, the default, and `compare` need nothing but the package. `suggest` and `plot` need the
+extra `monitor`, which they import when they run.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import inspect
 import math
+import operator
 import platform
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import Module
 
 import tritonclip
 from tritonclip import settings
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
     from tritonclip.monitor.history import History
     from tritonclip.monitor.suggestion import Suggestion
 
+# Of `compare`.
+_NAMED_DTYPES = ("float32", "bfloat16", "float16", "float64")
 # The self-test of a device clips in these dtypes by these rules.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _RULES = (
@@ -46,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(end.code or 0)
     if chosen.command in (None, "doctor"):
         return doctor()
+    if chosen.command == "compare":
+        return compare(chosen.target, chosen.dtype, chosen.device, chosen.seconds)
     try:
         if chosen.command == "plot":
             plot(chosen.file, chosen.out, chosen.warmup, chosen.run)
@@ -79,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, about in (
         ("doctor", "print versions, devices and backends, and run a short self-test"),
+        ("compare", "time clipping by torch and by tritonclip on the gradients of your model"),
         ("suggest", "suggest max_norm from FILE, a recorder's .csv or .jsonl; largest gradients"),
         ("plot", "draw the norms in FILE, with candidates for max_norm and largest gradients"),
     ):
@@ -86,6 +96,9 @@ def _parser() -> argparse.ArgumentParser:
             name, help=about, description=f"{about[0].upper()}{about[1:]}."
         )
         if name == "doctor":
+            continue
+        if name == "compare":
+            _add_compare(command)
             continue
         command.add_argument("file", type=Path, metavar="FILE")
         command.add_argument(
@@ -105,6 +118,39 @@ def _parser() -> argparse.ArgumentParser:
                 "--out", type=Path, help="a .png or .svg file; by default FILE as .png"
             )
     return parser
+
+
+def _add_compare(command: argparse.ArgumentParser) -> None:
+    """The arguments of `compare`."""
+    command.add_argument(
+        "target",
+        metavar="MODULE:NAME",
+        help="a function without arguments, imported from the current folder, that returns a "
+        "module, or (module, loss_of), where loss_of(module) is the loss of a training step; or "
+        "one of these itself",
+    )
+    command.add_argument("--dtype", choices=_NAMED_DTYPES, help="cast the module to it")
+    command.add_argument("--device", type=_device, help="move the module to it: cpu, cuda, cuda:1")
+    command.add_argument(
+        "--seconds", type=_positive, default=4.0, help="about how long to take samples (4)"
+    )
+
+
+def _device(text: str) -> torch.device:
+    try:
+        return torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:1, got {text}") from None
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+    return number
 
 
 def _at_least(least: int) -> Callable[[str], int]:
@@ -133,7 +179,7 @@ def doctor() -> int:
         ("tritonclip", tritonclip.__version__),
         ("python", platform.python_version()),
         ("torch", torch.__version__),
-        ("triton", _version("triton")),
+        ("triton", _triton_version()),
         ("c extension", native.describe()),
         ("backend", backend),
         ("verify", "on" if verifying else "off"),
@@ -145,15 +191,17 @@ def doctor() -> int:
         failed |= result != "ok"
         print(f"{device!s:<12}{_device_name(device)}: {backend} backend, self-test {result}")
     if not torch.cuda.device_count():
-        print(f"{'gpu':<12}no GPU was found{_why_no_gpu()}; {_backend_of_a_gpu()}")
+        print(f"{'gpu':<12}no GPU was found{_without_a_gpu()}")
     return int(failed)
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+def _triton_version() -> str:
+    """As the module says: the packages of other builds have other names."""
+    if fault := choose.triton_fault():
+        text = fault.removeprefix("triton is ")
+        # A remedy only where something is wrong: on a CPU nobody needs it.
+        return "not installed" if text.startswith("not installed") else text
+    return str(importlib.import_module("triton").__version__)
 
 
 def _devices() -> list[torch.device]:
@@ -165,20 +213,18 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
-def _why_no_gpu() -> str:
-    built = torch.version.cuda or torch.version.hip
-    return "" if built else f": torch {torch.__version__} is built without CUDA and ROCm"
-
-
-def _backend_of_a_gpu() -> str:
-    """The backend that a GPU would have and, where it is a slow one, why."""
+def _without_a_gpu() -> str:
+    """Why none can be found; or the backend that one would have and, where it is slow, why."""
+    if not (torch.version.cuda or torch.version.hip):
+        return f": torch {torch.__version__} is built without CUDA and ROCm"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             backend = choose.backend_name(torch.device("cuda"), torch.float32)
         except RuntimeError as error:
-            return f"one would not be served: {error}"
-    return ": ".join([f"the {backend} backend would serve one", *(str(w.message) for w in caught)])
+            return f"; one would not be served: {error}"
+    found = f"; the {backend} backend would serve one"
+    return ": ".join([found, *(str(warning.message) for warning in caught)])
 
 
 def _self_test(device: torch.device) -> tuple[str, str]:
@@ -204,6 +250,155 @@ def _clip_sample(device: torch.device, dtype: torch.dtype, rule: tritonclip.rule
         parameter.grad = random(size, generator=generator).to(device, dtype)
         parameters.append(parameter)
     tritonclip.clip_(parameters, rule)
+
+
+def compare(target: str, dtype: str | None, device: torch.device | None, seconds: float) -> int:
+    """Prints a comparison on the model of a target; returns 1 where there is none.
+
+    Args:
+        target: MODULE:NAME.
+        dtype: to cast the model to; None for its own.
+        device: to move the model to; None for its own.
+        seconds: as for `tritonclip.compare`.
+    """
+    try:
+        if device is not None:
+            _check_device(device)
+        model, loss_of = _model_of(target)
+        model = model.to(device, getattr(torch, dtype) if dtype else None)
+        if loss_of is not None:
+            loss_of = _named("loss_of", loss_of)
+        print(tritonclip.compare(model, loss_of, seconds=seconds))
+    except Exception as error:
+        return _fail(error, dtype, device)
+    return 0
+
+
+class _CodeError(Exception):
+    """An error that the user's code raised, which is its cause."""
+
+
+def _fail(error: Exception, dtype: str | None, device: torch.device | None) -> int:
+    """Prints an error; with its traceback where it is of the user's code."""
+    cause = error.__cause__ if isinstance(error, _CodeError) else error
+    hint = ""
+    if isinstance(error, _CodeError) and cause is not None:
+        traceback.print_exception(cause)
+        if "loss_of" in str(error) and (dtype or device):
+            hint = (
+                "; with --dtype and --device, loss_of has to make its inputs with the dtype and "
+                "on the device of the module that it gets"
+            )
+    if isinstance(cause, SystemExit):
+        hint = '; what a script does belongs under if __name__ == "__main__":'
+    if _is_out_of_memory(cause):
+        hint = (
+            "; the memory must hold one more copy of the gradients and, with loss_of, a copy of "
+            "the module with gradients and two states of AdamW. Expected a smaller model, fewer "
+            "examples in the loss, or --device cpu"
+        )
+    elif not isinstance(error, _CodeError | TypeError | ValueError | RuntimeError):
+        raise error
+    print(f"Error: {error}{hint}", file=sys.stderr)
+    return 1
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    # The allocator of a CPU raises a RuntimeError.
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or "DefaultCPUAllocator" in str(error)
+
+
+def _check_device(device: torch.device) -> None:
+    there = [str(one) for one in _devices()]
+    if device.type not in ("cpu", "cuda") or f"{device}".removesuffix(":0") not in (
+        one.removesuffix(":0") for one in there
+    ):
+        raise ValueError(f"--device: expected one of {', '.join(there)}, got {device}")
+
+
+def _named(name: str, code: Callable[..., Any]) -> Callable[..., Any]:
+    """Code of the user, whose errors say where they come from."""
+
+    def run(*arguments: object) -> Any:
+        try:
+            return code(*arguments)
+        except (Exception, SystemExit) as error:
+            text = f"{name} raised {type(error).__name__}: {error}"
+            raise _CodeError(text.splitlines()[0]) from error
+
+    return run
+
+
+def _model_of(target: str) -> tuple[Module, Callable[..., Any] | None]:
+    """The module of a target and its loss, if it has one."""
+    name, colon, attribute = target.partition(":")
+    if not (name and colon and attribute):
+        raise ValueError(
+            f"expected MODULE:NAME, as in mymodule:make_model, got {target!r}; NAME is a function "
+            "without arguments that returns the model"
+        )
+    found = _attribute_of(_module_of(name), attribute)
+    if isinstance(found, type) or (callable(found) and not isinstance(found, Module)):
+        _check_call(target, found)
+        found, target = _named(f"{target}()", found)(), f"{target}()"
+    model, *rest = found if isinstance(found, tuple) else (found,)
+    if not isinstance(model, Module) or len(rest) > 1 or (rest and not callable(rest[0])):
+        got = type(found).__name__
+        if isinstance(found, tuple):
+            got = f"({', '.join(type(one).__name__ for one in found)})"
+        raise TypeError(
+            f"{target}: expected a torch.nn.Module, or (module, loss_of) with a function "
+            f"loss_of(module) that returns the loss, got {got}"
+        )
+    return model, rest[0] if rest else None
+
+
+def _module_of(name: str) -> Any:
+    """Imports a module, from the current folder too."""
+    folder = str(Path.cwd())
+    if not {"", folder} & set(sys.path):
+        sys.path.insert(0, folder)
+    if name.endswith(".py") or "/" in name:
+        module = ".".join(Path(name).with_suffix("").parts)
+        raise ValueError(f"expected the name of a module, got the path {name}; write {module}:NAME")
+    try:
+        return _named(f"importing {name}", importlib.import_module)(name)
+    except _CodeError as error:
+        missing = error.__cause__
+        # Else the module is there, and imports one that is not.
+        if isinstance(missing, ModuleNotFoundError) and f"{name}.".startswith(f"{missing.name}."):
+            raise ValueError(
+                f"expected a module that can be imported, got {name}; there is no {missing.name} "
+                f"in {folder}, nor is it installed"
+            ) from None
+        raise
+
+
+def _attribute_of(module: Any, name: str) -> Any:
+    try:
+        return operator.attrgetter(name)(module)
+    except AttributeError:
+        close = get_close_matches(name, dir(module), n=1)
+        meant = f"; did you mean {module.__name__}:{close[0]}?" if close else ""
+        raise ValueError(
+            f"expected a name in {module.__name__}, got {name}, which is not in "
+            f"{getattr(module, '__file__', None) or 'its folder'}{meant}"
+        ) from None
+
+
+def _check_call(target: str, function: Callable[..., Any]) -> None:
+    """Refuses a function that cannot be called without arguments."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise TypeError(
+            f"{target}: expected a function without arguments, but {error}; give its arguments "
+            "defaults, or write one that calls it"
+        ) from None
+    except ValueError:
+        # A function in C may have no signature.
+        return
 
 
 def suggest(file: Path, warmup: int | None, run: int | None) -> None:

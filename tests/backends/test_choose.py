@@ -24,7 +24,7 @@ from tritonclip.engine.plan_cache import plans
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 RULES = each_rule(0.1, 0.1)
-NOT_INSTALLED = "triton is not installed: pip install triton"
+NOT_INSTALLED = 'triton is not installed: run pip install "tritonclip[triton]"'
 
 
 @pytest.fixture(autouse=True)
@@ -263,7 +263,7 @@ except RuntimeError as error:
         ),
         pytest.param(
             "raise ModuleNotFoundError('No module named triton', name='triton')",
-            "is not installed: pip install triton",
+            'is not installed: run pip install "tritonclip[triton]"',
             id="not-installed",
         ),
     ],
@@ -280,16 +280,33 @@ def test_triton_that_cannot_be_imported_is_said_once(tmp_path, source, reason):
     assert refusal.startswith(f"the triton backend was asked for, but triton {reason}")
 
 
+@pytest.mark.parametrize(
+    ("platform", "needed", "remedy"),
+    [
+        ("linux", ['triton==3.7.1; platform_system == "Linux"'], 'run pip install "triton==3.7.1"'),
+        ("linux", ["jinja2", "pytorch-triton-rocm==3.4.0"], "pytorch-triton-rocm==3.4.0"),
+        ("linux", ["jinja2"], "tritonclip[triton]"),
+        ("win32", ["jinja2"], "PyPI has it for Linux only: on Windows, run Python in WSL"),
+    ],
+    ids=["cuda", "rocm", "cpu", "windows"],
+)
+def test_remedy_names_the_triton_that_fits_torch(monkeypatch, platform, needed, remedy):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(choose, "requires", {"torch": needed}.get)
+    assert remedy in (choose.triton_fault.__wrapped__() or "")
+
+
 def test_triton_that_is_not_installed_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(choose, "triton_fault", lambda: NOT_INSTALLED)
-    with tritonclip.use_backend("triton"), pytest.raises(RuntimeError, match="pip install triton"):
+    with tritonclip.use_backend("triton"), pytest.raises(RuntimeError, match="is not installed"):
         choose.backend_name(CUDA, torch.float32)
 
 
 def test_triton_that_is_not_installed_is_said_once(monkeypatch):
     """auto falls back to torch, at a price that is named with the remedy."""
     monkeypatch.setattr(choose, "triton_fault", lambda: NOT_INSTALLED)
-    with pytest.warns(UserWarning, match=r"slower torch backend on cuda: .*pip install triton"):
+    with pytest.warns(UserWarning, match=r"torch backend on cuda: .*pip install .tritonclip\[tri"):
         assert type(choose.layout_of([ON_CUDA])) is TorchLayout
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

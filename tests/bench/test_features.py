@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench import features, timing
+from bench import features
 from bench.features import FEATURES, Comparison
-from bench.timing import Samples, Timed
+from tritonclip.samples import Samples, Timed
 
 TRUTH = [torch.tensor([1.0, -2.0], dtype=torch.float64)]
 WALLS = {"tritonclip": 4.0, "loop": 30.0, "best": 12.0}
@@ -18,7 +18,7 @@ def test_ratio_is_over_the_fastest_right_result(monkeypatch):
         assert len(timed) == len(WALLS)
         return [Samples([us, us + 1, us + 2], [], 1) for us in WALLS.values()]
 
-    monkeypatch.setattr(timing, "interleaved", interleaved)
+    monkeypatch.setattr(features, "interleaved", interleaved)
     right = Timed(lambda: [torch.tensor([1.0, -2.0])])
     wrong = Timed(lambda: [torch.tensor([1.0, -2.1])])
     comparison = Comparison("two", {**dict.fromkeys(WALLS, right), "wrong": wrong}, TRUTH)

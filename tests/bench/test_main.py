@@ -47,8 +47,8 @@ def test_interrupt_before_the_first_rows_leaves_the_file_as_it_was(tmp_path):
         ("click", ["accuracy"], "pip install -e '.[dev]'"),
         ("rich", ["--help"], "pip install -e '.[dev]'"),
         ("matplotlib", ["report"], "pip install -e '.[dev]'"),
-        ("triton", ["codegen"], "pip install triton"),
-        ("triton", ["host"], "pip install triton"),
+        ("triton", ["codegen"], "pip install -e '.[triton]'"),
+        ("triton", ["host"], "pip install -e '.[triton]'"),
     ],
     ids=["click", "rich", "matplotlib", "triton-codegen", "triton-host"],
 )

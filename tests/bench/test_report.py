@@ -16,7 +16,7 @@ from bench.__main__ import main
 from bench.results import Row
 
 ORIGIN = {"torch": "2.13.0", "commit": "0123abc", "date": "2026-01-02"}
-README = "# Title\n\nbefore\n<!-- speed -->\nstale\n<!-- /speed -->\nafter\n"
+README = "# Title\n\nbefore\n<!-- speed:cpu -->\nstale\n<!-- /speed -->\nafter\n"
 PAGE = "# Performance\n\nbefore\n<!-- bench:cpu -->\nstale\n<!-- /bench -->\nafter\n"
 
 
@@ -40,13 +40,13 @@ def changed(row: Row, correct: Any = True, values: dict[str, Any] | None = None,
 
 
 class Place:
-    """README, performance page and results in a folder of their own."""
+    """README, a page of docs/performance/ and results in a folder of their own."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.readme, self.page = root / "README.md", root / "docs" / "performance.md"
+        self.readme, self.page = root / "README.md", root / "docs" / "performance" / "cpu.md"
         self.results = root / "bench" / "results"
-        self.page.parent.mkdir()
+        self.page.parent.mkdir(parents=True)
         self.readme.write_text(README)
         self.page.write_text(PAGE)
         self.measured(ROWS)
@@ -172,18 +172,34 @@ def test_report_refuses_a_section_without_results(place):
     assert place.run(refused="gpu.json does not exist") == 1
 
 
-@pytest.mark.parametrize("text", [None, "no marker", PAGE.replace("<!-- /bench -->", "")])
-def test_report_refuses_a_page_without_whole_markers(place, text):
+@pytest.mark.parametrize("text", [None, "no marker"])
+def test_report_refuses_pages_without_any_table(place, text):
     place.page.unlink()
     if text is not None:
         place.page.write_text(text)
-    assert place.run(refused="performance.md: expected <!-- bench:NAME -->") == 1
+    assert place.run(refused="performance/*.md: expected <!-- bench:NAME -->") == 1
+
+
+def test_report_refuses_a_page_with_half_a_marker_and_names_it(place):
+    place.page.with_name("gpu.md").write_text(PAGE.replace("<!-- /bench -->", ""))
+    assert place.run(refused="performance/gpu.md: expected <!-- bench:NAME -->") == 1
+    assert place.page.read_text() == PAGE
+
+
+def test_every_page_with_tables_is_written_and_others_are_left(place):
+    other = place.page.with_name("all.md")
+    other.write_text(PAGE)
+    text = place.page.with_name("method.md")
+    text.write_text("no marker")
+    assert place.run() == 0
+    assert "stale" not in place.page.read_text() + other.read_text()
+    assert text.read_text() == "no marker"
 
 
 @pytest.mark.parametrize("text", ["no marker", README.replace("<!-- /speed -->", "")])
 def test_report_refuses_a_readme_without_whole_markers(place, text):
     place.readme.write_text(text)
-    assert place.run(refused="README.md: expected <!-- speed -->") == 1
+    assert place.run(refused="README.md: expected <!-- speed:NAME -->") == 1
     assert place.page.read_text() == PAGE
 
 
@@ -204,7 +220,7 @@ def test_check_finds_a_page_that_was_edited(place):
 def test_check_finds_everything_that_is_older_than_its_rows(place):
     place.run()
     place.measured([changed(OURS, values=OURS.values | {"ratio": 2.7}), *ROWS[1:]])
-    for name in ("README.md", "performance.md", "cpu-norm.svg"):
+    for name in ("README.md", "performance/cpu.md", "cpu-norm.svg"):
         assert place.run("--check", refused=name) == 1
     # Its rows are the same.
     done = CliRunner().invoke(main, ["report", "--root", str(place.root), "--check"])
@@ -226,7 +242,7 @@ def test_figures_are_svg_with_every_list_and_a_line_at_one(place):
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         texts = {text.strip() for text in root.itertext()}
         assert {title, "1x"} <= texts
-        assert f"](../bench/results/{name})" in place.page.read_text()
+        assert f"](../../bench/results/{name})" in place.page.read_text()
 
 
 def test_figure_is_drawn_the_same_from_the_same_rows(tmp_path):
@@ -238,14 +254,26 @@ def test_figure_is_drawn_the_same_from_the_same_rows(tmp_path):
     assert paths[0].read_bytes() != paths[1].read_bytes()
 
 
-def test_losses_are_drawn_in_their_own_colour(tmp_path):
-    path = tmp_path / "figure.svg"
-    counts = []
-    for ratio in (1.01, 0.99):
-        report.draw([OURS, made("gpt2_124m", "norm", "clipped", ratio)], path, "here")
-        counts.append(path.read_text().count(report.LOSS))
-    won, lost = counts
-    assert lost > won
+def test_legend_names_the_marks_that_are_there(tmp_path):
+    def names(*rows: Row) -> list[str]:
+        path = tmp_path / "figure.svg"
+        report.draw(rows, path, "here")
+        (legend,) = (e for e in ET.parse(path).iter() if e.get("id") == "legend_1")
+        return [text.strip() for text in legend.itertext() if text.strip()][1:]
+
+    assert names(OURS) == ["float32", "slower than torch"]
+    half = changed(LOSS, dtype="bfloat16")
+    assert names(OURS, half) == ["float32", "bfloat16", "slower than torch"]
+
+
+def test_rows_of_tables_and_figures_go_from_small_lists_to_large_ones(place):
+    place.measured([VALUE, changed(OURS, rule="value"), changed(VALUE, workload="small_1")])
+    place.run()
+    names = ["1 small", "GPT-2 124M", "10,000 tiny"]
+    assert [line.split(" | ")[0].strip("| ") for line in place.table(place.page)][2:5] == names
+    drawn = ET.parse(place.results / "cpu-value.svg").getroot()
+    texts = [text.strip() for text in drawn.itertext()]
+    assert sorted(names, key=texts.index) == names
 
 
 def test_ratios_of_others_are_not_counted_as_ours():

@@ -6,11 +6,12 @@ import pytest
 import torch
 from bench_cases import CPU, SMALL, elements, measured
 
-from bench import timing
+from bench import speed
 from bench.accuracy import Gradients, WrongResultError
 from bench.providers import NAMED, SUMMED, Entry, Provider, in_place
 from bench.speed import Effort, bytes_moved, checked
 from bench.workloads import Workload
+from tritonclip.samples import Samples
 
 
 def wrong(gradients: Gradients, rule: str, limit: float) -> Entry:
@@ -77,9 +78,9 @@ def test_ratio_is_to_the_fastest_eager_torch(monkeypatch):
     walls = {"tritonclip": 6.0, "torch": 9.0, "torch foreach": 3.0, "torch compiled": 1.0}
 
     def interleaved(timed, *_):
-        return [timing.Samples([wall] * 2, [wall] * 2, 1) for wall in walls.values()]
+        return [Samples([wall] * 2, [wall] * 2, 1) for wall in walls.values()]
 
-    monkeypatch.setattr(timing, "interleaved", interleaved)
+    monkeypatch.setattr(speed, "interleaved", interleaved)
     monkeypatch.setattr(torch, "compile", lambda call, **_: call)
     rows = measured(Gradients(SMALL, "float32", CPU), "norm", True, [NAMED[n] for n in walls])
     assert [row.get("ratio") for row in rows] == [0.5, 1 / 3, 1.0, 3.0]

@@ -106,7 +106,7 @@ def test_the_legend_names_what_is_there_and_nothing_else(figure):
     names = [text.get_text() for text in legend.get_texts()]
     assert names == [
         *("norm", "median", "limit", "over 6 sigma, SpikeScore 1.5%"),
-        *("clipped", "skipped", "NaN or inf", "zero"),
+        *("clipped", "skipped", "NaN or inf", "zero", "recommended limit"),
     ]
     calm = torch.ones(50, dtype=torch.float64)
     unknown = torch.full_like(calm, math.nan)
@@ -203,6 +203,9 @@ def test_the_ten_largest_norms_stand_below_by_name():
     assert names == ["..." + 45 * "b", *(f"layer{i}.weight" for i in range(11, 2, -1))]
     medians = next(one for one in axes.lines if one.get_label() == "median").get_xdata()
     assert list(medians) == [one.median for one in named_run().largest()]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        *("5% to 95% of the steps", "median", "largest"),
+    ]
     assert axes.get_xscale() == "log"
     assert axes.get_title(loc="left") == "0 in the last step: unused"
 
@@ -240,6 +243,7 @@ def test_save_writes_the_figure(tmp_path, ending):
     if ending == "png":
         assert data.startswith(b"\x89PNG")
     else:
+        assert b"#d55e00" in data, "the style's colour of the recommended limit"
         text = "".join(ET.fromstring(data).itertext())
         assert "gradient norm before clipping" in text
         assert "recommended" in text

@@ -15,6 +15,8 @@ from tritonclip.cli import main
 pytest.importorskip("matplotlib", reason="needs tritonclip[monitor]")
 pytest.importorskip("rich", reason="needs tritonclip[monitor]")
 
+COMMANDS = ("doctor", "compare", "suggest", "plot")
+
 
 @pytest.fixture
 def path(tmp_path):
@@ -192,8 +194,14 @@ def test_a_file_that_is_no_history_ends_with_a_message(tmp_path, capsys, command
 
 @pytest.mark.parametrize(
     "arguments",
-    [["nonsense"], ["suggest"], ["suggest", "a.csv", "--warmup", "-1"], ["plot", "a.csv", "b.png"]],
-    ids=["command", "no file", "warmup", "two files"],
+    [
+        ["nonsense"],
+        ["compare"],
+        ["suggest"],
+        ["suggest", "a.csv", "--warmup", "-1"],
+        ["plot", "a.csv", "b.png"],
+    ],
+    ids=["command", "no target", "no file", "warmup", "two files"],
 )
 def test_wrong_usage_ends_with_status_2(capsys, arguments):
     assert main(arguments) == 2
@@ -204,10 +212,10 @@ def test_wrong_usage_ends_with_status_2(capsys, arguments):
 def test_help_names_every_command(capsys, option):
     assert main([option]) == 0
     printed = capsys.readouterr().out
-    assert all(f"\n    {command} " in printed for command in ("doctor", "plot", "suggest"))
+    assert all(f"\n    {command} " in printed for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", ["doctor", "plot", "suggest"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(capsys, command):
     assert main([command, "-h"]) == 0
     assert f"usage: python -m tritonclip {command}" in capsys.readouterr().out
@@ -272,7 +280,7 @@ def test_import_of_the_package_imports_no_recorder_and_no_extra():
 
 
 def test_public_names_are_listed():
-    names = {"Recorder", "norms_by_name", "record", "suggest_max_norm"}
+    names = {"Recorder", "compare", "norms_by_name", "record", "suggest_max_norm"}
     assert names <= set(tritonclip.__all__)
     assert names <= set(dir(tritonclip))
     assert isinstance(sys.modules["tritonclip"].Recorder, type)

@@ -22,7 +22,7 @@ import tritonclip
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 README = ROOT / "README.md"
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [README, *DOCS]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -270,6 +270,20 @@ def test_page_names_files_that_exist(page: str) -> None:
     named = set(re.findall(r"\w[\w/]*\.(?:py|h|c)\b", text))
 
     assert {name for name in named if not any(f.endswith(f"/{name}") for f in files)} == set()
+
+
+def test_performance_summary_has_the_results_of_its_pages() -> None:
+    summary = ROOT / "docs" / "performance.md"
+    rows = [line for line in summary.read_text().splitlines() if line.startswith("|")]
+
+    compared = 0
+    for row in rows:
+        results = re.findall(r"(median|worst) (?=([\d.]+x))", row)
+        pages = "".join((summary.parent / path).read_text() for path, _ in LINK.findall(row))
+        said = set(re.findall(r"(median|worst)(?: is)? ([\d.]+x)", pages))
+        assert {*results} <= said, row
+        compared += len(results)
+    assert compared >= 14
 
 
 def test_readme_stays_short() -> None:

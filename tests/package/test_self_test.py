@@ -28,35 +28,41 @@ def test_self_test_prints_a_report():
 @pytest.mark.parametrize(
     ("backend", "said"),
     [
-        ("torch", "the torch backend would serve one"),
-        ("native", "one would not be served: the native backend was asked for, but it runs on CPU"),
+        ("torch", "; the torch backend would serve one"),
+        ("native", "; one would not be served: the native backend was asked for, but it runs on"),
     ],
     ids=["torch", "native"],
 )
-def test_self_test_says_that_there_is_no_gpu_and_its_backend(capsys, backend, said):
+def test_self_test_says_that_there_is_no_gpu_and_its_backend(monkeypatch, capsys, backend, said):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     with tritonclip.use_backend(backend):
         main(["doctor"])
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("gpu         no GPU was found")
-    assert said in last
+    assert last.startswith(f"gpu         no GPU was found{said}")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
 @pytest.mark.parametrize("installed", [True, False], ids=["triton", "no triton"])
-def test_self_test_says_why_a_gpu_would_be_slow(installed):
+@pytest.mark.parametrize("cuda", ["13.0", None], ids=["cuda", "cpu"])
+def test_self_test_says_why_a_gpu_would_be_slow(cuda, installed):
+    """A torch without CUDA finds no GPU, and needs no triton."""
     if installed:
         pytest.importorskip("triton")
     blocked = "" if installed else "; sys.modules['triton'] = None"
     done = python(
         "-c",
-        f"import sys{blocked}; from tritonclip.cli import main; sys.exit(main(['doctor']))",
+        f"import sys, torch{blocked}; torch.version.cuda = {cuda!r}\n"
+        "from tritonclip.cli import main; sys.exit(main(['doctor']))",
     )
-    last = done.stdout.splitlines()[-1]
-    if installed:
-        assert last.endswith("the triton backend would serve one")
+    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert (lines["triton"] == "not installed") is not installed
+    if cuda is None:
+        assert lines["gpu"].endswith("is built without CUDA and ROCm")
+    elif installed:
+        assert lines["gpu"].endswith("the triton backend would serve one")
     else:
-        assert "the torch backend would serve one: tritonclip uses its slower torch backend" in last
-        assert "triton is not installed: pip install triton" in last
+        assert "the torch backend would serve one: tritonclip uses its slower" in lines["gpu"]
+        assert "triton is not installed: run pip install" in lines["gpu"]
     assert not done.stderr
 
 

@@ -10,6 +10,7 @@ import torch
 
 from examples import train_transformer
 from examples.train_transformer import QUICK, WARMUP, WAYS, History, Settings
+from tritonclip.monitor.history import read
 
 # One worker trains for all.
 pytestmark = [pytest.mark.usefixtures("fixed_width"), pytest.mark.xdist_group("transformer")]
@@ -75,6 +76,10 @@ def test_main_reports_and_draws(
         assert f"{sum(run.spikes())} of {len(run.spikes())}" in row
         assert f"{fmean(run.clipped[WARMUP:]):.1%}" in row
     assert str(path) in report
+    history = read(path.with_suffix(".csv"))
+    (recorded,) = quick["fixed limit 1.0"]
+    assert history.norms.tolist() == recorded.norms
+    assert history.limits.tolist() == recorded.limits
 
 
 def test_train_repeats_itself_and_starts_anew_from_another_seed() -> None:

@@ -1,6 +1,7 @@
 """The source distribution, and its wheel, run where nothing else of the repository is seen."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
 
 # One worker builds the distributions for all.
 pytestmark = [pytest.mark.wheel, pytest.mark.xdist_group("wheel")]
@@ -114,8 +116,31 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     assert "tritonclip/kernels/__init__.py" in INSTALLED
     # One for all versions of Python; with the functions' types.
     extension = {"tritonclip/backends/_native.abi3.so", "tritonclip/backends/_native.pyi"}
-    assert names - metadata == INSTALLED | extension | {"tritonclip/py.typed"}
+    data = {"tritonclip/py.typed", "tritonclip/monitor/figures.mplstyle"}
+    assert names - metadata == INSTALLED | extension | data
     assert any(name.endswith("/LICENSE") for name in metadata)
+
+
+def test_wheel_describes_itself_with_links_that_lead_somewhere(wheel):
+    """As a package index shows it: no link is relative, and each has its page or file."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = Metadata.from_email(archive.read(name))
+    urls, text = metadata.project_urls, metadata.description
+    assert urls
+    assert text
+    links = re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", text)
+    targets = ["".join(link).partition("#")[0] for link in links]
+    assert [target for target in targets if not target.startswith("https://")] == []
+    pages = [t for t in targets if t.startswith(urls["Documentation"])]
+    files = [t for t in targets if re.match(f"{urls['Repository']}/(raw|blob)/main/", t)]
+    assert pages
+    assert files
+    for page in pages:
+        name = page.removeprefix(urls["Documentation"]).removesuffix(".html")
+        assert (ROOT / f"docs{name}.md").exists(), page
+    for file in files:
+        assert (ROOT / file.partition("/main/")[2]).exists(), file
 
 
 def test_wheel_imports_every_module_from_its_own_files(place, run_clean):

@@ -1,8 +1,10 @@
 """Which backend serves which gradients, and why."""
 
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.metadata import PackageNotFoundError, requires
 
 import torch
 from torch import Tensor
@@ -119,15 +121,30 @@ def triton_fault() -> str | None:
         importlib.import_module("triton")
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":
-            return "triton is not installed: pip install triton"
+            return f"triton is not installed: {_triton_remedy()}"
         if isinstance(error, ModuleNotFoundError) and error.name == "numpy":
             return "triton is installed, and its interpreter needs numpy: pip install numpy"
         # One that was built for other libraries raises all kinds of errors.
         return (
             f"triton is installed but cannot be imported ({type(error).__name__}: {error}): "
-            "install the one that your torch was built with"
+            f"install the one that your torch was built with: {_triton_remedy()}"
         )
     return None
+
+
+def _triton_remedy() -> str:
+    if sys.platform != "linux":
+        return "PyPI has it for Linux only: on Windows, run Python in WSL"
+    return f'run pip install "{_triton_of_torch() or "tritonclip[triton]"}"'
+
+
+def _triton_of_torch() -> str | None:
+    """The requirement of torch's wheel, such as triton==3.7.1 or pytorch-triton-rocm==3.4.0."""
+    try:
+        needed = requires("torch") or []
+    except PackageNotFoundError:
+        return None
+    return next((one.partition(";")[0].strip() for one in needed if "triton" in one), None)
 
 
 # What keeps a backend from a device, with a remedy; nothing where that does not hold.

@@ -97,7 +97,7 @@ class Expectation:
                 # Near the limit, the norm's own error decides whether anything is written.
                 exact = exact and norm * (1 + 1e-5) + rule.eps < max_norm
             mismatches += self._compare(index, expected, exact=exact or erase, slack=slack)
-        _raise(mismatches)
+        raise_mismatches(mismatches)
 
     def check_norm(self, norm_type: float, result: Tensor) -> None:
         """Compares a measured norm, 0-d, or the norms of all gradients, 1-d."""
@@ -125,7 +125,7 @@ class Expectation:
         mismatches: list[str] = []
         for index, before in enumerate(self._before):
             mismatches += self._compare(index, scaled(before, multiplier))
-        _raise(mismatches)
+        raise_mismatches(mismatches)
 
     def check_sums(
         self,
@@ -172,7 +172,7 @@ class Expectation:
                     f"the sum of {self._gradients.label(index)}{list(at)}: got "
                     f"{found[at].item()!r}, expected {expected[at].item()!r}"
                 )
-        _raise(mismatches)
+        raise_mismatches(mismatches)
 
     def _limits(self, rule: Rule, norms: list[float], measured: Norms | None) -> list[float]:
         """The rule's limit for each gradient."""
@@ -219,7 +219,7 @@ class Expectation:
             if not same and not least <= ours <= reference + allowed:
                 noun = "norm" if result.dim() == 0 else f"norm of {label_of(i)}"
                 mismatches.append(f"{noun}: got {ours!r}, expected {reference!r}")
-        _raise(mismatches)
+        raise_mismatches(mismatches)
 
     def _compare(
         self, index: int, expected: Tensor, *, exact: bool = False, slack: float = 0.0
@@ -255,7 +255,8 @@ class Expectation:
         ]
 
 
-def _raise(mismatches: list[str]) -> None:
+def raise_mismatches(mismatches: list[str]) -> None:
+    """Raises VerificationError with the first of some lines, if there are any."""
     if mismatches:
         more = f"; and {len(mismatches) - _REPORTED} more" if len(mismatches) > _REPORTED else ""
         raise VerificationError(

@@ -1,8 +1,8 @@
 """The figure of a history: norms over steps, and their histogram beside candidates for a limit.
 
 Below stand the largest norms by name, if the history has any. Needs matplotlib:
-`pip install "tritonclip[monitor]"`. The colours are those of Okabe and Ito, which colour-blind
-readers can distinguish; each kind of mark has a shape as well.
+`pip install "tritonclip[monitor]"`. Fonts, axes and colours are those of figures.mplstyle; each
+kind of mark has a shape as well.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import torch
+from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -27,7 +27,7 @@ from tritonclip.monitor.suggestion import Candidate, Suggestion
 
 ENDINGS = (".png", ".svg")
 NORM, MEDIAN = "#9ab4c8", "#1f3b57"
-CLIPPED, SKIPPED, NONFINITE, SPIKE = "#e69f00", "#0072b2", "#000000", "#cc79a7"
+CLIPPED, SKIPPED, NONFINITE, SPIKE = "C4", "C0", "black", "C3"
 # Points above which a line is drawn as pixels: a vector graphic would be slow.
 _MANY = 5_000
 # Sections of a run whose medians draw its trend.
@@ -38,14 +38,8 @@ _CROWDED = 200
 _NAME = 0.07
 # Largest number of names, the height of each, and the length of its text.
 _LARGEST, _INCHES, _LETTERS = 10, 0.22, 48
-_STYLE: dict[Any, Any] = {
-    "font.size": 9,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    # Text stays text, and the same figure gives the same file.
-    "svg.fonttype": "none",
-    "svg.hashsalt": "tritonclip",
-}
+# Shared with the examples and the benchmarks.
+STYLE = "tritonclip.monitor.figures"
 
 
 def save(
@@ -73,11 +67,12 @@ def save(
         raise FileNotFoundError(
             f"{path}: expected an existing folder, got {path.absolute().parent}; make it first"
         )
-    with mpl.rc_context(_STYLE):
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-        draw(history, suggestion).savefig(path, dpi=200, metadata=metadata)
+    metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
+    with style.context(STYLE):
+        draw(history, suggestion).savefig(path, metadata=metadata)
 
 
+@style.context(STYLE)
 def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
     """The figure of `save`, which raises the same errors."""
     shown = history.norms.isfinite() & (history.norms > 0)
@@ -90,7 +85,7 @@ def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
     named = history if suggestion is None else history.runs[suggestion.run - 1]
     largest = named.largest(_LARGEST)
     below = _INCHES * len(largest) + 0.8 if largest else 0.0
-    figure = Figure(figsize=(9, 3.6 + below), layout="constrained")
+    figure = Figure(figsize=(9, 3.6 + below))
     upper: Figure | SubFigure = figure
     if largest:
         parts: Any = figure.subfigures(2, 1, height_ratios=(3.6, below))
@@ -118,11 +113,13 @@ def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
     over_steps.set_ylim(min(ends) / 1.3, max(ends) * 1.6)
     draw_histogram(histogram, history.norms[after if after.any() else shown], candidates)
     if suggestion is not None and suggestion.max_norm is not None:
-        over_steps.axhline(suggestion.max_norm, color=RECOMMENDED, lw=1, zorder=1.5)
+        over_steps.axhline(
+            suggestion.max_norm, color=RECOMMENDED, lw=1, label="recommended limit", zorder=1.5
+        )
     _label(over_steps, histogram)
     if numbered is not history:
         over_steps.set_xlabel("step, counted on from run to run")
-    legend = upper.legend(loc="outside lower center", ncols=8, frameon=False, columnspacing=1.2)
+    legend = upper.legend(loc="outside lower center", ncols=8)
     for sample in legend.get_lines():
         sample.set_markersize(5)
     return figure
@@ -244,8 +241,7 @@ def _label(over_steps: Axes, histogram: Axes) -> None:
     over_steps.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
     over_steps.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.9g}"))
     over_steps.yaxis.set_minor_formatter(NullFormatter())
-    over_steps.grid(axis="y", color="0.9", lw=0.6)
-    over_steps.set_axisbelow(True)
+    histogram.grid(visible=False)
     histogram.tick_params(labelleft=False)
     histogram.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _thousands(value)))
     histogram.set_xlabel("number of steps")
@@ -255,7 +251,7 @@ def _thousands(count: float) -> str:
     return f"{count:g}" if count < 1000 else f"{count / 1000:g}k"
 
 
-BAR, GREY, RECOMMENDED = "#b9c9d6", "0.45", "#d55e00"
+BAR, GREY, RECOMMENDED = "#b9c9d6", "0.45", "C1"
 # Least distance of two labels, as a fraction of the axis' height.
 GAP = 0.075
 _BINS = 40
@@ -323,28 +319,31 @@ def _percent(share: float) -> str:
 
 def draw_largest(axes: Axes, history: History, largest: Sequence[NamedNorm]) -> None:
     """Norms by name, a line each: most steps, median, and the largest of all steps."""
-    for row, one in enumerate(largest):
+    ends = []
+    for one in largest:
         norms = history.named_norms[one.name]
         norms = norms[norms.isfinite() & (norms > 0)]
-        low, high = norms.quantile(torch.tensor([0.05, 0.95], dtype=norms.dtype)).tolist()
-        axes.hlines(row, low, high, color=BAR, lw=5)
+        ends.append(norms.quantile(torch.tensor([0.05, 0.95], dtype=norms.dtype)).tolist())
     rows = range(len(largest))
+    lows, highs = zip(*ends, strict=True)
+    axes.hlines(rows, lows, highs, color=BAR, lw=5, label="5% to 95% of the steps")
     medians, spikes = [one.median for one in largest], [one.largest for one in largest]
     axes.plot(medians, rows, ls="", marker="|", ms=9, mew=1.6, color=MEDIAN, label="median")
     axes.plot(spikes, rows, ls="", marker="x", ms=4, color=CLIPPED, label="largest")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     axes.set_xscale("log")
-    axes.set_yticks(rows, [_shortened(one.name) for one in largest])
-    axes.set_ylim(len(largest) - 0.5, -0.5)
+    names = [_shortened(one.name) for one in largest]
     for row, one in enumerate(largest):
         if one.zeros is not None:
-            text, place = f"{_percent(one.zeros)} zeros", axes.get_yaxis_transform()
-            axes.text(1.01, row, text, transform=place, va="center", fontsize=8, color=GREY)
-    axes.grid(axis="x", color="0.9", lw=0.6)
-    axes.set_axisbelow(True)
-    axes.set_xlabel("norms of the largest gradients: 5% to 95% of the steps, median, largest")
+            names[row] += f", {_percent(one.zeros)} zeros"
+    axes.set_yticks(rows, names)
+    axes.set_ylim(len(largest) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+    axes.grid(axis="x")
+    axes.set_xlabel("norms of the largest gradients")
     if dead := history.dead():
-        names = join_names([*map(_shortened, dead)])
-        axes.set_title(f"0 in the last step: {names}", fontsize=8, color=GREY, loc="left")
+        shown = join_names([*map(_shortened, dead)])
+        axes.set_title(f"0 in the last step: {shown}", fontsize=8, color=GREY, loc="left")
 
 
 def _shortened(name: str) -> str:

@@ -1,0 +1,25 @@
+"""Run both examples, and say what they have shown: `make demo`, or `python -m examples`."""
+
+import sys
+from pathlib import Path
+
+from examples import train_rnn, train_transformer
+
+
+def main() -> None:
+    """Train, and end with the result, the figures and the next command."""
+    digits, text = train_rnn.main([]), train_transformer.main([])
+    figures = [module.parse([])[1] for module in (train_rnn, train_transformer)]
+    python = Path(sys.executable)
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    print(
+        f"\n{train_rnn.conclusion(digits)}\n{train_transformer.conclusion(text)}\n\n"
+        f"Figures: {figures[0]}, {figures[1]}\n"
+        f"Next, for a limit from recorded norms: {python} -m tritonclip suggest "
+        f"{figures[1].with_suffix('.csv')}"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""`python -m tritonclip compare MODULE:NAME`: what is printed, and how bad targets end."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from workers import python
+
+import tritonclip
+from tritonclip import cli
+
+SOURCE = """
+import torch
+
+def make_model(width=4):
+    return torch.nn.Linear(width, 2)
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(3, 1)
+
+class Group:
+    model = Net()
+
+def with_loss():
+    return make_model(), lambda model: model(torch.ones(3, 4, dtype=model.weight.dtype)).sum()
+
+def fails():
+    return make_model(), lambda model: model(torch.ones(3, 4)).sum()
+
+def exhausts():
+    return make_model(), lambda model: torch.empty(1 << 60)
+
+def frozen():
+    return make_model().requires_grad_(False)
+
+def raises():
+    raise KeyError("no such size")
+
+def needs(width):
+    return make_model(width)
+
+number = 3
+three = make_model(), 1, 2
+not_a_loss = make_model(), 3.0
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs the command on a name of a module in the current folder; returns status and output."""
+    (tmp_path / "mymodule.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    # Of another test, in another folder.
+    sys.modules.pop("mymodule", None)
+
+    def run(*arguments):
+        status = cli.main(["compare", *arguments, "--seconds", "0.01"])
+        return status, capsys.readouterr()
+
+    yield run
+    sys.modules.pop("mymodule", None)
+
+
+def test_compare_prints_three_calls_and_the_share_of_a_step(tmp_path):
+    """As a program, without any extra."""
+    (tmp_path / "mymodule.py").write_text(SOURCE)
+    for name in ("click", "matplotlib", "rich"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(name={name!r})")
+    target = ("mymodule:with_loss", "--seconds", "0.1")
+    done = python("-m", "tritonclip", "compare", *target, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 gradients of the loss: 10 elements, float32\non cpu")
+    for row in ("by global norm, clipped", "by global norm, unclipped", "by value"):
+        assert f"\n{row} " in done.stdout
+    assert "beside" in done.stdout.partition("share of a training step")[2].splitlines()[0]
+
+
+@pytest.mark.parametrize("name", ["make_model", "Net", "Group.model"])
+def test_compare_takes_functions_classes_and_modules(run, name):
+    status, printed = run(f"mymodule:{name}")
+    assert status == 0, printed.err
+    assert "2 random gradients, because the model has none" in printed.out
+
+
+def test_compare_casts_and_moves_the_model(run):
+    status, printed = run("mymodule:with_loss", "--dtype", "bfloat16", "--device", "cpu")
+    assert status == 0, printed.err
+    assert "10 elements, bfloat16\non cpu" in printed.out
+
+
+# The target, options, and what the error says.
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "no colon": (["mymodule"], "expected MODULE:NAME, as in mymodule:make_model, got 'mymodule'"),
+    "no name": (["mymodule:"], "expected MODULE:NAME"),
+    "no module": (["mymodul:make_model"], "got mymodul; there is no mymodul in "),
+    "no package": (["models.small:make"], "got models.small; there is no models in "),
+    "a path": (["src/mymodule.py:make_model"], "got the path src/mymodule.py; write src.mymodule:"),
+    "no attribute": (["mymodule:make_modle"], "did you mean mymodule:make_model?"),
+    "number": (["mymodule:number"], "mymodule:number: expected a torch.nn.Module, or (module, "),
+    "three": (["mymodule:three"], "returns the loss, got (Linear, int, int)"),
+    "no loss": (["mymodule:not_a_loss"], "returns the loss, got (Linear, float)"),
+    "arguments": (["mymodule:needs"], "a function without arguments, but missing a required"),
+    "frozen": (
+        ["mymodule:frozen"],
+        "expected parameters that require a gradient, got none among 2",
+    ),
+    "raises": (["mymodule:raises"], "mymodule:raises() raised KeyError: 'no such size'"),
+    "dtype of a loss": (
+        ["mymodule:fails", "--dtype", "bfloat16"],
+        "with --dtype and --device, loss_of has to make its inputs with the dtype",
+    ),
+    "memory": (["mymodule:exhausts"], "the memory must hold one more copy of the gradients"),
+    "other device": (["mymodule:make_model", "--device", "meta"], "--device: expected one of cpu"),
+    "absent device": (["mymodule:make_model", "--device", "cuda:99"], "got cuda:99"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_compared_ends_with_a_message(run, arguments, said):
+    status, printed = run(*arguments)
+    assert status == 1
+    assert not printed.out
+    last = printed.err.splitlines()[-1]
+    assert last.startswith("Error: ")
+    assert said in last
+    # Of the user's code only.
+    assert ("Traceback" in printed.err) == (" raised " in last)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import no_such_package", "importing other raised ModuleNotFoundError: No module named"),
+        ("1 +", "importing other raised SyntaxError"),
+        ("import sys; sys.exit(2)", "SystemExit: 2; what a script does belongs under if __name__"),
+    ],
+    ids=["import", "syntax", "exit"],
+)
+def test_an_error_inside_the_users_module_is_shown_with_its_line(run, tmp_path, source, said):
+    (tmp_path / "other.py").write_text(source)
+    status, printed = run("other:make_model")
+    assert status == 1
+    assert said in printed.err.splitlines()[-1]
+    assert f'{tmp_path / "other.py"}", line 1' in printed.err
+    assert "there is no other" not in printed.err
+
+
+def test_a_wrong_result_ends_with_status_1_and_what_differs(run, monkeypatch):
+    real = tritonclip.clip_grad_norm_
+
+    def doubles(parameters, limit):
+        return 2 * real(parameters, limit)
+
+    doubles.__name__ = "clip_grad_norm_"
+    monkeypatch.setattr("tritonclip.comparison.clip_grad_norm_", doubles)
+    status, printed = run("mymodule:make_model")
+    assert status == 1
+    assert "by global norm, clipped, norm: got " in printed.err
+    assert not printed.out
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (["--dtype", "int8"], "invalid choice: 'int8' (choose from"),
+        (["--device", "gpu"], "expected cpu, cuda or cuda:1, got gpu"),
+        (["--seconds", "-1"], "expected a positive number, got -1"),
+        (["--seconds", "many"], "expected a positive number, got many"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_wrong_options_end_with_status_2(capsys, option, said):
+    assert cli.main(["compare", "mymodule:make_model", *option]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_compare_on_a_gpu(run):
+    status, printed = run("mymodule:make_model", "--device", "cuda")
+    assert status == 0, printed.err
+    assert "on cuda:0" in printed.out

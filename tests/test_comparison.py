@@ -1,0 +1,346 @@
+"""`compare` checks and times both libraries on copies, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import grad_of
+from torch import Tensor
+
+import tritonclip
+from tritonclip import comparison
+from tritonclip.backends.operators import TorchBatch
+
+SHORT = 0.01
+
+
+class Tied(torch.nn.Module):
+    """A frozen, a tied and an unused parameter, batch statistics, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(6, 6)
+        self.second = torch.nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.frozen = torch.nn.Linear(6, 6).requires_grad_(False)
+        self.unused = torch.nn.Parameter(torch.ones(5))
+        self.norm = torch.nn.BatchNorm1d(6)
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.dropout(self.norm(self.second(self.first(x)))) + self.frozen(x)
+        return found
+
+
+X = torch.linspace(-1, 1, 48).view(8, 6)
+
+
+def loss_of(model: Any) -> Tensor:
+    loss: Tensor = model(X.to(model.unused.device)).square().mean()
+    return loss
+
+
+def trained() -> Tied:
+    """With gradients."""
+    torch.manual_seed(0)
+    model = Tied()
+    loss_of(model).backward()
+    return model
+
+
+def state(model: torch.nn.Module) -> list[Any]:
+    """All that must not change, with the identity and the version of gradients."""
+    found: list[Any] = [torch.get_rng_state().tolist(), model.training, torch.is_grad_enabled()]
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        found += [name, id(tensor), tensor.tolist(), tensor._version, tensor.requires_grad]
+        if (grad := tensor.grad) is not None:
+            found += [id(grad), grad.tolist(), grad._version, grad.data_ptr()]
+    return found
+
+
+@pytest.mark.parametrize("loss", [None, loss_of], ids=["present", "loss"])
+def test_compare_finds_three_calls_and_the_share_of_a_step(backend, loss):
+    model = trained().to(backend.device)
+    found = tritonclip.compare(model, loss, seconds=SHORT)
+    calls = [(call.rule, call.clipped) for call in found.calls]
+    assert calls == [("by global norm", True), ("by global norm", False), ("by value", True)]
+    for call in found.calls:
+        assert call.variant in ("default", "foreach", "no foreach")
+        assert min(call.torch_us, call.tritonclip_us) > 0
+        assert 0 < call.ratio_lo <= call.ratio <= call.ratio_hi
+    for call in found.calls[:2]:
+        assert call.torch_error is not None
+        assert call.torch_error < 1e-5
+        assert call.tritonclip_error is not None
+        assert call.tritonclip_error < 1e-6
+    assert found.calls[2].torch_error is found.calls[2].tritonclip_error is None
+    # Two biases, one weight for both layers, weight and bias of the batch norm.
+    assert (found.n_gradients, found.n_elements) == (5, 36 + 4 * 6)
+    assert (found.dtypes, found.device) == ((torch.float32,), backend.device)
+    assert found.backends == (backend.name,)
+    assert found.source == ("present" if loss is None else "loss")
+    assert (found.step is None) == (loss is None)
+    if found.step is not None:
+        assert found.step.step_us > 0
+        assert 0 < found.step.torch_share_lo <= found.step.torch_share_hi < 1
+        assert 0 < found.step.tritonclip_share_lo <= found.step.tritonclip_share_hi < 1
+
+
+@pytest.mark.parametrize("loss", [None, loss_of], ids=["present", "loss"])
+def test_compare_changes_nothing_of_the_model(loss):
+    model = trained()
+    before = state(model)
+    tritonclip.compare(model, loss, seconds=SHORT)
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("at", [1, 4])
+def test_compare_changes_nothing_when_a_loss_raises(error, at):
+    model, calls = trained(), []
+
+    def raises(model):
+        calls.append(torch.rand(2))
+        if len(calls) == at:
+            raise error
+        return loss_of(model)
+
+    before = state(model)
+    with pytest.raises(error):
+        tritonclip.compare(model, raises, seconds=SHORT)
+    assert state(model) == before
+
+
+def test_steps_do_not_move_the_copy():
+    losses = []
+
+    def recorded(model):
+        losses.append(loss_of(model.eval()))
+        return losses[-1]
+
+    tritonclip.compare(trained(), recorded, seconds=SHORT)
+    assert len(losses) > 10
+    assert len({loss.item() for loss in losses}) == 1
+
+
+def test_a_model_without_gradients_gets_random_ones_and_the_answer_says_so():
+    model = Tied()
+    before = state(model)
+    found = tritonclip.compare(model, seconds=SHORT)
+    assert state(model) == before
+    assert (found.source, found.n_gradients) == ("random", 6)
+    assert "6 random gradients, because the model has none" in str(found)
+
+
+def test_compare_takes_what_clip_takes():
+    model = trained()
+    model.first.bias.need_clip = False  # type: ignore[attr-defined]
+    flat = torch.nn.Linear(3, 2)
+    for parameters, n in (
+        (model.parameters(), 4),
+        (list(model.named_parameters()) * 2, 4),
+        (model.second.bias, 1),
+        (tritonclip.FlatGradients(flat), 2),
+    ):
+        for parameter in flat.parameters():
+            grad_of(parameter).fill_(2.0) if parameter.grad is not None else None
+        assert tritonclip.compare(parameters, seconds=SHORT).n_gradients == n
+
+
+@pytest.mark.parametrize(
+    ("dtype", "n_calls", "least"),
+    [(torch.bfloat16, 3, 1e-5), (torch.float64, 3, 0.0), (torch.complex64, 2, 0.0)],
+    ids=str,
+)
+def test_norms_are_compared_with_float64_in_every_dtype(dtype, n_calls, least):
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(300, dtype=dtype))
+    weight.grad = torch.randn(300).to(dtype)
+    found = tritonclip.compare(weight, seconds=SHORT)
+    assert len(found.calls) == n_calls
+    errors = [call.torch_error for call in found.calls[:2]]
+    # In bfloat16, torch rounds its norm to three digits.
+    assert all(error is not None and least <= error < 1e-2 for error in errors)
+    ours = [call.tritonclip_error for call in found.calls[:2]]
+    assert all(error is not None and error < 1e-6 for error in ours)
+
+
+def test_an_overflow_of_torch_is_its_error():
+    weight = torch.nn.Parameter(torch.zeros(64, dtype=torch.float16))
+    weight.grad = torch.full((64,), 6e4, dtype=torch.float16)
+    found = tritonclip.compare(weight, seconds=SHORT)
+    assert found.calls[0].torch_error == math.inf
+    assert "inf, " in str(found)
+
+
+@pytest.mark.parametrize(
+    ("verb", "said"),
+    [
+        ("norm", r"by global norm, clipped, norm: got .*, expected "),
+        ("scale_", r"by global norm, clipped, first.weight, element 1 of 36: got .*, expected "),
+        ("clamp_", r"by value, first.weight, element 1 of 36: got .*, expected "),
+    ],
+)
+@pytest.mark.usefixtures("operators")
+def test_a_wrong_result_of_tritonclip_is_an_error_with_both_values(monkeypatch, verb, said):
+    real = getattr(TorchBatch, verb)
+
+    def wrong(batch, *args, **kwargs):
+        result = real(batch, *args, **kwargs)
+        if verb == "norm":
+            return 1.0001 * result
+        target = next(t for t in batch.tensors if t.numel() == 36)
+        target.view(-1)[1] *= 1.0001
+        return result
+
+    monkeypatch.setattr(TorchBatch, verb, wrong)
+    model = trained()
+    before = state(model)
+    with pytest.raises(tritonclip.VerificationError, match=said):
+        tritonclip.compare(model, seconds=SHORT)
+    assert state(model) == before
+
+
+def test_a_write_within_the_limit_is_an_error(monkeypatch):
+    """Of a gradient that clipping at ten times the norm must leave bit for bit as it is."""
+    real = tritonclip.clip_grad_norm_
+
+    def writes(parameters, limit):
+        norm = real(parameters, limit)
+        if limit > norm:
+            grad = grad_of(parameters[0])
+            grad.view(-1)[3] = torch.nextafter(grad.view(-1)[3], torch.tensor(math.inf))
+        return norm
+
+    monkeypatch.setattr("tritonclip.comparison.clip_grad_norm_", writes)
+    writes.__name__ = "clip_grad_norm_"
+    said = "by global norm, unclipped, first.weight, element 3 of 36"
+    with pytest.raises(tritonclip.VerificationError, match=said):
+        tritonclip.compare(trained(), seconds=SHORT)
+
+
+def test_only_variants_that_torch_has_are_compared(monkeypatch):
+    real = torch.nn.utils.clip_grad_value_
+
+    def without_foreach(parameters, limit, foreach=None):
+        if foreach is not False:
+            raise RuntimeError("no foreach here")
+        real(parameters, limit, foreach)
+
+    without_foreach.__name__ = "clip_grad_value_"
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_value_", without_foreach)
+    found = tritonclip.compare(trained(), seconds=SHORT)
+    assert found.calls[2].variant == "no foreach"
+
+
+def test_an_answer_prints_its_numbers_and_what_the_share_needs():
+    times: dict[str, Any] = {"torch_us": 1500.0, "tritonclip_us": 500.0}
+    ratio = {"ratio": 3.0, "ratio_lo": 2.9, "ratio_hi": 3.1}
+    errors = {"torch_error": 2e-3, "tritonclip_error": 0.0}
+    no_errors: dict[str, Any] = {"torch_error": None, "tritonclip_error": None}
+    call = comparison.CallTimes
+    calls = (
+        call("by global norm", True, "foreach", **times, **ratio, **errors),
+        call("by global norm", False, "default", **times, **ratio, **errors),
+        call("by value", True, "no foreach", **times, **ratio, **no_errors),
+    )
+    step = comparison.StepTimes(98_500.0, 1500.0, 500.0, 0.015, 0.01, 0.02, 0.005, 0.004, 0.006)
+    rest = (12, 1_000_000, (torch.float32, torch.bfloat16), torch.device("cpu"), ("native",))
+    lines = str(comparison.Comparison(calls, step, "loss", *rest)).splitlines()
+    assert lines[0] == "12 gradients of the loss: 1,000,000 elements, float32, bfloat16"
+    norm = ["1,500 us (foreach)", "500 us", "3.00x (2.90 to 3.10)", "2e-03, 0e+00"]
+    for words, row in (
+        (["by global norm, clipped", *norm], lines[3]),
+        (["by value", "1,500 us (no foreach)", "500 us", "3.00x (2.90 to 3.10)", "-"], lines[5]),
+        (
+            ["share of a training step", "1.5% (1.0% to 2.0%)", "0.5% (0.4% to 0.6%)", "98.5 ms"],
+            lines[6],
+        ),
+    ):
+        assert [word for word in words if word not in row] == []
+    assert "idle" not in "".join(lines)
+    noisy = str(comparison.Comparison((replace(calls[0], ratio_hi=9.0),), None, "present", *rest))
+    assert "it needs a loss: compare(model, lambda model: ...)" in noisy
+    assert "Compare again when\nit is idle" in noisy
+
+
+def sparse() -> torch.nn.Module:
+    embedding = torch.nn.Embedding(4, 3, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    return embedding
+
+
+def filled(value: float) -> Tensor:
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad = torch.full((4,), value)
+    return weight
+
+
+class Kind(Tensor):
+    """A subclass, as DTensor is one."""
+
+
+# What is compared, the loss, and the error.
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "no gradients": (torch.nn.Linear(2, 2).requires_grad_(False), None, "none among 2; pass the"),
+    "no parameters": (torch.nn.ReLU(), None, "got none among 0; pass the model that is trained"),
+    "optimizer": (torch.optim.SGD([filled(1.0)], lr=0.1), None, "pass the parameters of the"),
+    "text": ("model", None, "expected an iterable of tensors, a tensor, a module"),
+    "nan": ([("w", filled(math.nan))], None, "got NaN or inf in w; expected"),
+    "zero": (filled(0.0), None, "all gradients are 0"),
+    "sparse": (sparse(), None, "gradient of weight is torch.sparse_coo, which torch.nn.utils"),
+    "lazy": (torch.nn.LazyLinear(3), None, "weight has no shape yet; run a forward pass"),
+    "meta": (torch.nn.Linear(2, 2, device="meta"), None, "weight is on meta, where compare"),
+    "subclass": (torch.ones(2).as_subclass(Kind).requires_grad_(), None, "of class Kind"),
+    "parameters": ([filled(1.0)], loss_of, "with loss_of, model must be a module"),
+    "loss": (Tied(), torch.ones(()), "must be a function of a model, .* got Tensor"),
+    "module": (Tied(), torch.nn.MSELoss(), "must be a function of a model, .* got MSELoss"),
+    "no argument": (Tied(), lambda: 1, "must take the model as its only argument: too many"),
+    "number": (Tied(), lambda model: 3.0, "must return the loss, a scalar tensor, got float"),
+    "vector": (Tied(), lambda model: model(X), r"got Tensor of shape \(8, 6\)"),
+    "constant": (Tied(), lambda model: torch.ones(()), "depends on no parameter of the model"),
+}
+
+
+@pytest.mark.parametrize(("model", "loss", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_compared_is_refused(model, loss, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        tritonclip.compare(model, loss, seconds=SHORT)
+
+
+@pytest.mark.parametrize("also", [False, True], ids=["only", "also"])
+def test_a_loss_of_the_model_itself_is_refused_and_writes_no_gradient(also):
+    model = Tied()
+    with pytest.raises(ValueError, match=r"the loss depends on .* of the model that loss_of got"):
+        tritonclip.compare(model, lambda copy: loss_of(model) + also * loss_of(copy))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf, "4"])
+def test_seconds_must_be_positive(seconds):
+    with pytest.raises(ValueError, match="seconds must be a positive number, got"):
+        tritonclip.compare(Tied(), seconds=seconds)
+
+
+def test_compare_refuses_to_time_verification():
+    with tritonclip.verify(), pytest.raises(RuntimeError, match=r"outside of verify\(\)"):
+        tritonclip.compare(trained(), seconds=SHORT)
+
+
+def test_a_model_that_cannot_be_copied_is_named():
+    model = Tied()
+    model.hidden = torch.ones(2, requires_grad=True) * 2
+    with pytest.raises(RuntimeError, match=r"copy.deepcopy\(model\) raised RuntimeError: Only"):
+        tritonclip.compare(model, loss_of)
+
+
+@pytest.mark.gpu
+def test_gradients_on_several_devices_are_refused(cuda_backend):
+    mixed = [filled(1.0), filled(1.0).to("cuda").detach().requires_grad_()]
+    mixed[1].grad = torch.ones(4, device="cuda")
+    with pytest.raises(ValueError, match="on one device, got cpu, cuda:0"):
+        tritonclip.compare(mixed, seconds=SHORT)

@@ -1,0 +1,650 @@
+"""`compare`: what a model gains from tritonclip in place of `torch.nn.utils`.
+
+Both clip copies of the model's own gradients. tritonclip's results are compared with float64 first:
+wrong ones are not timed. Then the calls are timed in turn (`tritonclip.samples`), so that ratios
+hold on a machine that does other work meanwhile.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
+
+from tritonclip import settings
+from tritonclip.backends import choose
+from tritonclip.clipping import Parameters
+from tritonclip.engine.arguments import LabelOf, join_names, labelled, needs_clip
+from tritonclip.engine.verify import (
+    coefficient_of,
+    norm_of,
+    raise_mismatches,
+    scaled,
+    total_of,
+    widened,
+)
+from tritonclip.messages import NamesAttributes
+from tritonclip.modes import outside_inference, refuse_tracer
+from tritonclip.samples import Timed, interleaved, paired, spread
+from tritonclip.torch_compat import clip_grad_norm_, clip_grad_value_
+
+Source = Literal["present", "loss", "random"]
+LossOf = Callable[[Any], Tensor]
+
+# torch's ways to clip, by their `foreach=`.
+_VARIANTS = {"default": None, "foreach": True, "no foreach": False}
+# Added to a norm before a limit is divided by it, by torch and by tritonclip.
+_EPS = 1e-6
+# Fewest samples of each call, and elements that are taken to float64 at once.
+_LEAST, _BLOCK = 5, 2**18
+# Of random gradients.
+_SIGMA = 1e-3
+_SOURCES: dict[Source, str] = {
+    "present": "gradients of the model",
+    "loss": "gradients of the loss",
+    "random": "random gradients, because the model has none",
+}
+
+
+@dataclass(frozen=True)
+class CallTimes(NamesAttributes):
+    """One call, by torch and by tritonclip, on the same gradients.
+
+    Attributes:
+        rule: "by global norm" or "by value".
+        clipped: whether the limit is below the norm, or below the largest magnitude.
+        variant: the fastest of torch's: "default", "foreach" or "no foreach".
+        torch_us: its median time in microseconds.
+        tritonclip_us: that of tritonclip.
+        ratio: torch's time over tritonclip's, the median over paired rounds.
+        ratio_lo: the lower quartile.
+        ratio_hi: the upper quartile.
+        torch_error: of the norm that torch returns, relative to float64; None by value.
+        tritonclip_error: that of tritonclip.
+    """
+
+    rule: str
+    clipped: bool
+    variant: str
+    torch_us: float
+    tritonclip_us: float
+    ratio: float
+    ratio_lo: float
+    ratio_hi: float
+    torch_error: float | None
+    tritonclip_error: float | None
+
+
+@dataclass(frozen=True)
+class StepTimes(NamesAttributes):
+    """Clipping by global norm within a training step: after a backward pass.
+
+    Attributes:
+        step_us: median time of forward, backward and AdamW in microseconds, without clipping.
+        torch_us: that of clipping by the variant of torch that was the fastest by itself.
+        tritonclip_us: that of tritonclip.
+        torch_share: clipping's part of a step, the median over paired rounds.
+        torch_share_lo: the lower quartile.
+        torch_share_hi: the upper quartile.
+        tritonclip_share: clipping's part of a step.
+        tritonclip_share_lo: the lower quartile.
+        tritonclip_share_hi: the upper quartile.
+    """
+
+    step_us: float
+    torch_us: float
+    tritonclip_us: float
+    torch_share: float
+    torch_share_lo: float
+    torch_share_hi: float
+    tritonclip_share: float
+    tritonclip_share_lo: float
+    tritonclip_share_hi: float
+
+
+@dataclass(frozen=True)
+class Comparison(NamesAttributes):
+    """The answer of :func:`compare`; `print` shows it as a table.
+
+    Attributes:
+        calls: by global norm clipped, by global norm unclipped, and by value, which complex
+            gradients have not.
+        step: the share of a training step; None without a loss.
+        source: of the gradients: "present", "loss" or "random".
+        n_gradients: how many there are.
+        n_elements: their elements.
+        dtypes: theirs.
+        device: theirs.
+        backends: that served tritonclip's calls.
+    """
+
+    calls: tuple[CallTimes, ...]
+    step: StepTimes | None
+    source: Source
+    n_gradients: int
+    n_elements: int
+    dtypes: tuple[torch.dtype, ...]
+    device: torch.device
+    backends: tuple[str, ...]
+
+    def __str__(self) -> str:
+        rows = [_HEADS, *map(_cells, self.calls), _step_cells(self.step)]
+        widths = [max(len(row[i]) for row in rows[:-1]) for i in range(len(_HEADS))]
+        # The last cell of the last row goes on under all further columns.
+        for i, cell in enumerate(rows[-1][:-1]):
+            widths[i] = max(widths[i], len(cell))
+        lines = [self._about(), *(_aligned(row, widths) for row in rows), _LEGEND]
+        if any(call.ratio_hi > _STEADY * call.ratio_lo for call in self.calls):
+            lines.append(_UNSTEADY)
+        return "\n".join(lines)
+
+    def _about(self) -> str:
+        """What was compared, in a line."""
+        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        n = torch.get_num_threads()
+        threads = f" with {n} thread{'s' * (n > 1)}" if self.device.type == "cpu" else ""
+        return (
+            f"{self.n_gradients:,} {_SOURCES[self.source]}: {self.n_elements:,} elements, "
+            f"{dtypes}\non {self.device}{threads}; tritonclip's backend: {', '.join(self.backends)}"
+        )
+
+
+_HEADS = ("", "torch", "tritonclip", "ratio", "norm off by")
+_LEGEND = """\
+torch: the fastest of its variants. ratio: its time over tritonclip's, median and quartiles.
+norm off by: torch's norm and tritonclip's, relative to float64. Every element that tritonclip
+clipped was compared with float64, too."""
+_UNSTEADY = """\
+The quartiles of a ratio are far apart, because the machine does other work. Compare again when
+it is idle, or for longer (seconds)."""
+# Times that the upper quartile of a ratio may be over the lower one.
+_STEADY = 2.0
+
+
+def _name(rule: str, clipped: bool) -> str:
+    return rule if rule == "by value" else f"{rule}, {'clipped' if clipped else 'unclipped'}"
+
+
+def _cells(call: CallTimes) -> tuple[str, ...]:
+    errors = "-"
+    if call.torch_error is not None and call.tritonclip_error is not None:
+        errors = f"{call.torch_error:.0e}, {call.tritonclip_error:.0e}"
+    return (
+        _name(call.rule, call.clipped),
+        f"{_time(call.torch_us)} ({call.variant})",
+        _time(call.tritonclip_us),
+        f"{call.ratio:.2f}x ({call.ratio_lo:.2f} to {call.ratio_hi:.2f})",
+        errors,
+    )
+
+
+def _step_cells(step: StepTimes | None) -> tuple[str, ...]:
+    name = "share of a training step"
+    if step is None:
+        return name, "not measured; it needs a loss: compare(model, lambda model: ...)"
+    torchs = step.torch_share, step.torch_share_lo, step.torch_share_hi
+    ours = step.tritonclip_share, step.tritonclip_share_lo, step.tritonclip_share_hi
+    shares = ["{:.1%} ({:.1%} to {:.1%})".format(*three) for three in (torchs, ours)]
+    return name, *shares, f"beside {_time(step.step_us)} of forward, backward and AdamW"
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(map(str.ljust, row, widths)).rstrip()
+
+
+def _time(us: float) -> str:
+    return (
+        f"{us:,.1f} us" if us < 100 else f"{us:,.0f} us" if us < 10_000 else f"{us / 1e3:,.1f} ms"
+    )
+
+
+@outside_inference
+def compare(
+    model: Parameters, loss_of: LossOf | None = None, *, seconds: float = 4.0
+) -> Comparison:
+    """Compares clipping by `torch.nn.utils` and by tritonclip on the gradients of a model.
+
+    The norm and every element of tritonclip's results are compared with float64 first. Then
+    `clip_grad_norm_` and `clip_grad_value_` of both are timed in turn, on the same gradients: by
+    global norm with half of the norm as the limit, and with ten times the norm; by value with three
+    times the root mean square, or half of the largest magnitude where that is less.
+
+    Nothing of the model changes: not its parameters, gradients, `requires_grad`, mode or buffers,
+    and no state of torch's random numbers, even if the call raises or is interrupted. One more copy
+    of the gradients is held. With `loss_of`, a copy of the model is held as well, with gradients
+    and the two states of AdamW.
+
+    Args:
+        model: as `parameters` for :func:`clip_`; a module with `loss_of`. Parameters with
+            `need_clip = False` are left out.
+        loss_of: a function of a model, which runs the forward pass and returns the loss. It gets a
+            copy of `model`, and is called some dozen times. Its gradients are compared, and
+            clipping is timed within training steps of the copy, with AdamW and a learning rate
+            of 0. Anything else that it draws from or reads, such as a data loader, goes on. None:
+            the gradients that the model has are compared, or random ones if it has none.
+        seconds: about how long to take samples. Five rounds are taken in any case: some 20 steps
+            with `loss_of`.
+
+    Returns:
+        Times, ratios, errors and shares; `print` shows them as a table.
+
+    Raises:
+        VerificationError: a result of tritonclip is wrong; names the gradients and both values.
+        TypeError: arguments of another kind; gradients that are sparse, DTensors, or other
+            subclasses of Tensor; `loss_of` that returns no scalar tensor with a graph.
+        ValueError: no parameter with a gradient; gradients that are NaN or inf, that are all 0, or
+            that lie on several devices; a loss that does not depend on the copy, or depends on
+            other parameters, such as those of `model` itself.
+        RuntimeError: the model cannot be copied; torch rejects the gradients; verification is on.
+
+    Example:
+        >>> import torch
+        >>> model, x = torch.nn.Linear(10, 1), torch.randn(32, 10)
+        >>> comparison = compare(model, lambda model: model(x).square().mean(), seconds=0.1)
+        >>> [call.rule for call in comparison.calls]
+        ['by global norm', 'by global norm', 'by value']
+        >>> comparison.step.tritonclip_share < 1
+        True
+    """
+    refuse_tracer()
+    _check_arguments(model, loss_of, seconds)
+    if loss_of is None:
+        return _compared(*_present_or_random(model), None, seconds / len(_CASES))
+    assert isinstance(model, Module)
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with torch.random.fork_rng(sorted(device.index for device in devices)), torch.enable_grad():
+        steps = _Steps(_copied(model), loss_of)
+        return _compared(steps.gradients(), "loss", steps, seconds / (len(_CASES) + 1))
+
+
+def _check_arguments(model: object, loss_of: object, seconds: object) -> None:
+    if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+        raise ValueError(f"seconds must be a positive number, got {seconds!r:.40}")
+    if settings.current().verifying:
+        raise RuntimeError(
+            "verification is on, and a check in float64 would be timed with every call; expected "
+            "compare outside of verify() and without TRITONCLIP_VERIFY: it checks results itself"
+        )
+    if loss_of is None:
+        return
+    if not isinstance(model, Module):
+        raise TypeError(
+            f"with loss_of, model must be a module, which is copied; got {type(model).__name__}"
+        )
+    if not callable(loss_of) or isinstance(loss_of, Module):
+        raise TypeError(
+            "loss_of must be a function of a model, which returns the loss, got "
+            f"{type(loss_of).__name__}; expected lambda model: ..."
+        )
+    try:
+        inspect.signature(loss_of).bind(model)
+    except TypeError as error:
+        raise TypeError(
+            f"loss_of must take the model as its only argument: {error}; expected "
+            "lambda model: ..., which uses the model that it gets"
+        ) from None
+    except ValueError:
+        # A function in C may have no signature.
+        return
+
+
+class _Copies:
+    """Copies of gradients, each in the `.grad` of a tensor of its own.
+
+    Args:
+        parameters: the gradients are of; their memory is shared, and never written.
+        fresh: the gradients, which are never written.
+        label_of: names the i-th.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], fresh: list[Tensor], label_of: LabelOf
+    ) -> None:
+        self.fresh, self.label_of = fresh, label_of
+        self.device = fresh[0].device
+        self.norm = total_of([norm_of(b, 2.0) for f in fresh for b in _blocks(f)], 2.0)
+        self._check()
+        self.parameters = [p.detach().requires_grad_() for p in parameters]
+        self.grads = [f.clone() for f in fresh]
+        for parameter, grad in zip(self.parameters, self.grads, strict=True):
+            parameter.grad = grad
+
+    def _check(self) -> None:
+        devices = {grad.device for grad in self.fresh}
+        if len(devices) > 1:
+            raise ValueError(
+                "compare measures gradients on one device, got "
+                f"{', '.join(sorted(map(str, devices)))}; expected the parameters of one of them"
+            )
+        if not math.isfinite(self.norm):
+            bad = [i for i, f in enumerate(self.fresh) if not bool(f.isfinite().all())]
+            names = join_names([self.label_of(i) for i in bad])
+            raise ValueError(
+                f"gradients must be finite, got NaN or inf in {names}; expected those of a step "
+                "that trains"
+            )
+        if self.norm == 0:
+            raise ValueError(
+                "all gradients are 0, so that nothing can be clipped; expected those of a step "
+                "that trains"
+            )
+
+    def refill(self) -> None:
+        """Gives all copies their first values again."""
+        torch._foreach_copy_(self.grads, self.fresh)
+
+    def free(self) -> None:
+        """Gives the memory back."""
+        self.fresh, self.grads, self.parameters = [], [], []
+
+    def bound(self) -> float:
+        """A limit by value that some elements are beyond."""
+        largest = max(norm_of(block, math.inf) for f in self.fresh for block in _blocks(f))
+        n_elements = sum(f.numel() for f in self.fresh)
+        return min(3 * self.norm / math.sqrt(n_elements), largest / 2)
+
+
+def _blocks(x: Tensor) -> Sequence[Tensor]:
+    blocks: Sequence[Tensor] = x.reshape(-1).split(_BLOCK)
+    return blocks
+
+
+def _present_or_random(model: Parameters) -> tuple[_Copies, Source]:
+    """Of the gradients that are there; of random ones if there are none."""
+    items, label_of = labelled(model)
+    if present := _present(items, label_of):
+        return present, "present"
+    positions = _positions(items, lambda parameter: parameter.requires_grad)
+    if not positions:
+        raise ValueError(
+            f"expected parameters that require a gradient, got none among {len(items)}; pass the "
+            "model that is trained, and set requires_grad before"
+        )
+    parameters = [_plain(items[i], label_of(i)) for i in positions]
+    return _Copies(parameters, _random(parameters), lambda i: label_of(positions[i])), "random"
+
+
+def _present(items: Sequence[Tensor], label_of: LabelOf) -> _Copies | None:
+    """Of the gradients that parameters have; None if there are none."""
+    positions = _positions(items, lambda parameter: parameter.grad is not None)
+    if not positions:
+        return None
+    parameters = [items[i] for i in positions]
+    fresh = [_plain(p.grad, label_of(i)) for i, p in zip(positions, parameters, strict=True)]
+    return _Copies(parameters, fresh, lambda i: label_of(positions[i]))
+
+
+def _positions(items: Sequence[Tensor], is_asked: Callable[[Tensor], bool]) -> list[int]:
+    """Of the parameters that are to be clipped, each once."""
+    first = {id(p): i for i, p in reversed([*enumerate(items)]) if needs_clip(p) and is_asked(p)}
+    return sorted(first.values())
+
+
+def _random(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients that are equal on every run, and draw nothing from torch's random numbers."""
+    of = {p.device: torch.Generator(p.device).manual_seed(0) for p in parameters}
+    return [torch.empty_like(p).normal_(0, _SIGMA, generator=of[p.device]) for p in parameters]
+
+
+def _plain(x: Tensor | None, name: str) -> Tensor:
+    """The tensor itself, if torch and tritonclip can both clip one like it."""
+    assert x is not None
+    reason = ""
+    if is_lazy(x):
+        raise ValueError(f"{name} has no shape yet; run a forward pass before")
+    if type(x) not in (Tensor, Parameter):
+        reason = f"of class {type(x).__name__}, and compare measures whole tensors of one process"
+    elif x.layout != torch.strided:
+        reason = f"{x.layout}, which torch.nn.utils does not clip"
+    elif not (x.is_floating_point() or x.is_complex()):
+        reason = f"of {x.dtype}"
+    elif x.device.type not in ("cpu", "cuda"):
+        reason = f"on {x.device}, where compare does not measure"
+    if reason:
+        raise TypeError(
+            f"the gradient of {name} is {reason}; expected dense floating-point tensors on a CPU "
+            "or on CUDA"
+        )
+    return x.detach()
+
+
+def _copied(model: Module) -> Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise RuntimeError(
+            "loss_of trains a copy of the model, and copy.deepcopy(model) raised "
+            f"{type(error).__name__}: {error}; expected a model that can be copied, or "
+            "compare(model) after backward()"
+        ) from error
+
+
+class _Steps:
+    """Training steps of a copy of the user's model, which do not move it."""
+
+    def __init__(self, model: Module, loss_of: LossOf) -> None:
+        self._model, self._loss_of = model, loss_of
+
+    def gradients(self) -> _Copies:
+        """Of the first loss; the model loses them."""
+        loss = self._loss_of(self._model)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+            raise TypeError(
+                f"loss_of must return the loss, a scalar tensor, got {type(loss).__name__}{shape}; "
+                "expected as in lambda model: model(x).square().mean()"
+            )
+        reached = [variable for variable in _leaves(loss) if isinstance(variable, Parameter)]
+        own = {id(parameter) for parameter in self._model.parameters()}
+        if not own.intersection(map(id, reached)):
+            raise ValueError(
+                "the loss depends on no parameter of the model that loss_of got; expected a loss "
+                "of that model, which is a copy: lambda model: model(x).square().mean()"
+            )
+        if others := [tuple(p.shape) for p in reached if id(p) not in own]:
+            raise ValueError(
+                f"the loss depends on {len(others)} parameters that are not of the model that "
+                f"loss_of got, the first of shape {others[0]}; their gradients would change. "
+                "Expected all parameters in one module, and a loss of the copy that loss_of gets"
+            )
+        loss.backward()
+        copies = _present(*labelled(self._model))
+        if copies is None:
+            raise ValueError("every parameter that the loss depends on has need_clip = False")
+        self._model.zero_grad()
+        return copies
+
+    def measure(
+        self, limit: float, variant: str, device: torch.device, seconds: float
+    ) -> StepTimes:
+        """Times steps, and both clips after a backward pass of their own."""
+        model, foreach = self._model, _VARIANTS[variant]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.0)
+
+        def step() -> None:
+            self._backward()
+            optimizer.step()
+
+        def clip_by_torch() -> None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=foreach)
+
+        def clip() -> None:
+            clip_grad_norm_(model.parameters(), limit)
+
+        timed = [Timed(step), Timed(clip_by_torch, self._backward), Timed(clip, self._backward)]
+        found = interleaved(timed, device, _LEAST, seconds, most_calls=1, warm_up=2)
+        steps, torchs, ours = (one.walls for one in found)
+        return StepTimes(
+            step_us=statistics.median(steps),
+            torch_us=statistics.median(torchs),
+            tritonclip_us=statistics.median(ours),
+            **spread("torch_share", _shares(torchs, steps)),
+            **spread("tritonclip_share", _shares(ours, steps)),
+        )
+
+    def _backward(self) -> None:
+        self._model.zero_grad()
+        self._loss_of(self._model).backward()
+
+
+def _shares(clips: Sequence[float], steps: Sequence[float]) -> list[float]:
+    return paired(clips, [clip + step for clip, step in zip(clips, steps, strict=True)])
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The leaves to which a backward pass from a tensor adds gradients."""
+    if loss.grad_fn is None:
+        yield from [loss] if loss.requires_grad else []
+        return
+    waiting, seen = [loss.grad_fn], {loss.grad_fn}
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        following = {one for one, _ in node.next_functions if one is not None} - seen
+        seen |= following
+        waiting += following
+
+
+class _Case(NamedTuple):
+    """One of the calls that are compared."""
+
+    rule: str
+    clipped: bool
+    limit: Callable[[_Copies], float]
+
+    @property
+    def by_value(self) -> bool:
+        """Whether elements are clamped."""
+        return self.rule == "by value"
+
+    def __str__(self) -> str:
+        return _name(self.rule, self.clipped)
+
+
+_CASES = (
+    _Case("by global norm", True, lambda copies: copies.norm / 2),
+    _Case("by global norm", False, lambda copies: 10 * (copies.norm + _EPS)),
+    _Case("by value", True, _Copies.bound),
+)
+
+
+def _compared(copies: _Copies, source: Source, steps: _Steps | None, seconds: float) -> Comparison:
+    """Compares all calls; `seconds` are of each."""
+    fresh, device = copies.fresh, copies.device
+    is_complex = any(f.is_complex() for f in fresh)
+    cases = [case for case in _CASES if not (is_complex and case.by_value)]
+    dtypes = tuple(dict.fromkeys(f.dtype for f in fresh))
+    n_gradients, n_elements = len(fresh), sum(f.numel() for f in fresh)
+    calls = tuple(_call_times(case, copies, seconds) for case in cases)
+    backends = dict.fromkeys(choose.backend_name(device, d.to_real()) for d in dtypes)
+    step, limit = None, cases[0].limit(copies)
+    # For the states of the optimizer.
+    copies.free()
+    del fresh
+    if steps is not None:
+        step = steps.measure(limit, calls[0].variant, device, seconds)
+    return Comparison(calls, step, source, n_gradients, n_elements, dtypes, device, tuple(backends))
+
+
+def _call_times(case: _Case, copies: _Copies, seconds: float) -> CallTimes:
+    """Checks tritonclip, then times it and the variants of torch in turn."""
+    limit = case.limit(copies)
+    clip = clip_grad_value_ if case.by_value else clip_grad_norm_
+    ours = partial(clip, copies.parameters, limit)
+    copies.refill()
+    norm = ours()
+    _check_clip(case, copies, limit, norm)
+    torchs, norms = _torchs(getattr(torch.nn.utils, clip.__name__), copies, limit)
+    copies.refill()
+    prepare = copies.refill if case.clipped else None
+    timed = [Timed(call, prepare) for call in (ours, *torchs.values())]
+    own, *others = (s.walls for s in interleaved(timed, copies.device, _LEAST, seconds))
+    walls = dict(zip(torchs, others, strict=True))
+    best = min(walls, key=lambda name: statistics.median(walls[name]))
+    return CallTimes(
+        rule=case.rule,
+        clipped=case.clipped,
+        variant=best,
+        torch_us=statistics.median(walls[best]),
+        tritonclip_us=statistics.median(own),
+        **spread("ratio", paired(walls[best], own)),
+        torch_error=_error(norms[best], copies),
+        tritonclip_error=_error(norm, copies),
+    )
+
+
+def _torchs(
+    clip: Callable[..., Any], copies: _Copies, limit: float
+) -> tuple[dict[str, Callable[[], Any]], dict[str, Any]]:
+    """The variants of torch that take these gradients, and the norm that each returns."""
+    calls, norms = dict[str, Callable[[], Any]](), dict[str, Any]()
+    faults: list[Exception] = []
+    for name, foreach in _VARIANTS.items():
+        call = partial(clip, copies.parameters, limit, foreach=foreach)
+        copies.refill()
+        try:
+            norms[name], calls[name] = call(), call
+        except (RuntimeError, TypeError) as error:
+            faults.append(error)
+    if not calls:
+        raise RuntimeError(
+            f"torch.nn.utils.{clip.__name__} rejects these gradients, so that there is nothing to "
+            f"compare with: {faults[0]}"
+        )
+    return calls, norms
+
+
+def _error(norm: Tensor | None, copies: _Copies) -> float | None:
+    return None if norm is None else abs(float(norm) / copies.norm - 1)
+
+
+def _check_clip(case: _Case, copies: _Copies, limit: float, norm: Tensor | None) -> None:
+    """Raises VerificationError where a clip differs from float64."""
+    is_double = all(f.dtype in (torch.float64, torch.complex128) for f in copies.fresh)
+    tolerance = 1e-12 if is_double else 1e-6
+    mismatches = []
+    error = _error(norm, copies)
+    if norm is not None and not (error is not None and error <= tolerance):
+        mismatches.append(f"norm: got {float(norm)!r}, expected {copies.norm!r}")
+    bound = limit if case.by_value else math.inf
+    multiplier = 1.0 if case.by_value else coefficient_of(copies.norm, limit, _EPS)
+    for i, (grad, fresh) in enumerate(zip(copies.grads, copies.fresh, strict=True)):
+        # Within the limit, no bit changes; else the norm and the stored element are rounded.
+        slack = 2 * tolerance + torch.finfo(fresh.dtype).eps / 2 if case.clipped else 0.0
+        mismatches += _mismatch(grad, fresh, multiplier, bound, slack, copies.label_of(i))
+    raise_mismatches([f"{case}, {text}" for text in mismatches])
+
+
+def _mismatch(
+    grad: Tensor, fresh: Tensor, multiplier: float, bound: float, slack: float, name: str
+) -> list[str]:
+    """A line for a gradient of which an element is off by more than some part of it."""
+    info, start = torch.finfo(fresh.dtype), 0
+    least = info.smallest_normal * info.eps if slack else 0.0
+    for block, before in zip(_blocks(grad), _blocks(fresh), strict=True):
+        expected = scaled(before, multiplier)
+        if bound < math.inf:
+            expected = expected.clamp(-bound, bound)
+        off = (widened(block) - expected).abs()
+        # NaN is wrong, too.
+        wrong = ~(off <= slack * expected.abs() + least)
+        if bool(wrong.any()):
+            at = int(wrong.nonzero()[0])
+            return [
+                f"{name}, element {start + at:,} of {grad.numel():,}: got {block[at].item()!r}, "
+                f"expected {expected[at].item()!r}"
+            ]
+        start += len(block)
+    return []
