@@ -455,12 +455,20 @@ def _print_largest(console: Console, history: History) -> None:
 
     if largest := history.largest():
         table = Table(title=f"the largest of {len(history.named_norms)} norms by name")
-        for name in ("", "median", "largest", "at step"):
+        # Of elements, where they were recorded.
+        elements = ("largest element", "zeros") if history.named_zeros else ()
+        for name in ("", "median", "largest", "at step", *elements):
             table.add_column(name, justify="right" if name else "left", overflow="fold")
         for one in largest:
-            numbers = (f"{one.median:.4g}", f"{one.largest:.4g}", str(one.step))
+            numbers = [f"{one.median:.4g}", f"{one.largest:.4g}", str(one.step)]
+            if elements:
+                numbers.append("" if one.magnitude is None else f"{one.magnitude:.4g}")
+                numbers.append("" if one.zeros is None else f"{one.zeros:.1%}")
             table.add_row(escape(one.name), *numbers)
         console.print(table)
+    if most := history.most_zeros():
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in most.items())
+        console.print(f"most zeros: {shares}", markup=False)
     dead = history.dead()
     for steps in sorted(set(dead.values()), reverse=True):
         names = ", ".join(name for name, own in dead.items() if own == steps)
