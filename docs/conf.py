@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from typing import Any
 
 import tritonclip
 
@@ -20,6 +22,13 @@ extensions = [
 ]
 templates_path = ["_templates"]
 suppress_warnings = ["config.cache"]
+# `name` in docstrings is code.
+default_role = "literal"
+# Dashes alone: quotation marks can be copied into code.
+smartquotes_action = "D"
+add_function_parentheses = False
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 
 # References that lead nowhere are warnings. Where the inventories of torch and Python can be read,
 # their names are links; a build without a network leaves them as text.
@@ -35,6 +44,23 @@ myst_enable_extensions = ["colon_fence", "dollarmath"]
 # Headings have the anchors that GitHub gives them.
 myst_heading_anchors = 3
 
+# The stable members of public classes; others are internal, or of torch. A class that is not here
+# lists none.
+autosummary_context = {
+    "stable_members": {
+        "AdaptiveRule": "start, advance",
+        "ClipBackward": "forward",
+        "ClipState": "steps, state_dict, load_state_dict",
+        "ClipStats": "steps, measured_steps, clipped_steps, skipped_steps, consecutive_skips, "
+        "last_coefficient, last_limit, summary, state_dict, load_state_dict",
+        "ClippedOptimizer": "step, zero_grad, synchronize, add_param_group, state_dict, "
+        "load_state_dict, clip, nonfinite, skip_above, loss, max_consecutive_skips, recorder, flat",
+        "FlatGradients": "zero_, attach_, check, buffers, parameters, left_out",
+        "GradScaler": "unscale_, step",
+        "Recorder": "add_, flush, close, state_dict, load_state_dict, is_closed, writes, names",
+        "Rule": "limit",
+    }
+}
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 autodoc_typehints = "none"
@@ -46,6 +72,19 @@ pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "a11y-high-contrast-dark"
 html_title = "tritonclip"
 html_favicon = "favicon.svg"
+html_static_path = ["_static"]
+html_css_files = ["titles.css"]
 html_show_sourcelink = False
 # The API reference lists every name.
 html_use_index = False
+
+
+def link_pages(*event: Any) -> None:
+    """Makes links of the pages that a docstring names as files, for readers of the source."""
+    lines = event[-1]
+    lines[:] = [re.sub(r"\bdocs/(\w+)\.md\b", r":doc:`/\1`", line) for line in lines]
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", link_pages)

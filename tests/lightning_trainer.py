@@ -14,8 +14,6 @@ FITTING = [
     # Advice for real data and real machines.
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:GPU available but not used"),
-    # It copies a tree of torch's in a way that torch no longer likes.
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
 ]
 
 

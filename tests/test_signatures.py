@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import doctest
+import importlib
 import inspect
 import pickle
 import re
@@ -205,6 +208,26 @@ def test_signature_shows_the_arguments_alone(function, shown):
     parameters = inspect.signature(function).parameters
     assert ", ".join(parameters) == shown
     assert next(iter(parameters.values())).default is inspect.Parameter.empty
+
+
+def _public() -> list[Any]:
+    """Every public object, under its name."""
+    modules = [tritonclip, functional]
+    for name in ("lightning", "transformers"):
+        # The packages that they serve are optional.
+        with contextlib.suppress(ImportError):
+            modules.append(importlib.import_module(f"tritonclip.integrations.{name}"))
+    return [
+        pytest.param(getattr(module, name), id=name)
+        for module in modules
+        for name in module.__all__
+    ]
+
+
+@pytest.mark.parametrize("value", _public())
+def test_every_public_name_has_an_example(value):
+    examples = doctest.DocTestParser().get_examples(value.__doc__ or "")
+    assert any(one.want for one in examples)
 
 
 def test_function_can_be_pickled():

@@ -60,51 +60,56 @@ def accumulate_(
     the sum of clipped gradients, as an optimizer expects it. On a GPU two launches for each device
     and dtype measure and add; memory grows by one gradient list.
 
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     for target in (torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.5])):
+        ...         with tritonclip.accumulate_(weight, 1.0) as micro_batch:
+        ...             (weight * target).sum().backward()
+        ...     optimizer.step()
+        >>> weight.grad
+        tensor([0.6000, 1.3000])
+        >>> micro_batch.norm
+        tensor(0.5000)
+
     Args:
-        parameters: as for :func:`clip_`, read once. Parameters with `need_clip = False` accumulate
-            as without the block.
+        parameters: tensors, a module, or (name, parameter) pairs, as for :func:`clip_`; read once.
+            Parameters with `need_clip = False` accumulate as without the block.
         clip: the largest norm of the gradient of a micro-batch; a number or a
             :class:`ClipByGlobalNorm`.
         nonfinite: the policy where this norm is NaN or inf.
-            "propagate": the sum becomes NaN as by :func:`clip_`, for GradScaler to find.
-            "error": RuntimeError that names the gradients; `.grad` is as before the block. The host
-            waits for the device.
-            "zero": the micro-batch adds nothing; decided on the device. A parameter without a sum
-            has then `.grad` of zeros, not None.
+
+            - "propagate": the sum becomes NaN as by :func:`clip_`, for GradScaler to find.
+            - "error": RuntimeError that names the gradients; `.grad` is as before the block. The
+              host waits for the device.
+            - "zero": the micro-batch adds nothing; decided on the device. A parameter without a sum
+              has then `.grad` of zeros, not None.
         grad_scale: the factor that the loss was multiplied by: a number or a one-element tensor,
-            which is read by this call, on a GPU at the end of the block.
-            Limit and norm are of the gradient divided by it; `.grad` keeps it, for
-            `GradScaler.step` to divide out. A loss divided by n has the factor 1 / n, and `.grad`
-            has then the mean of n clipped gradients.
-        process_group: as for :func:`clip_`.
-        copies: as for :func:`clip_`.
+            which is read by this call, on a GPU at the end of the block. Limit and norm are of the
+            gradient divided by it; `.grad` keeps it, for `GradScaler.step` to divide out. A loss
+            divided by n has the factor 1 / n, and `.grad` has then the mean of n clipped gradients.
+        process_group: the processes that share one norm, as for :func:`clip_`.
+        copies: how many processes hold the same shard of a parameter, as for :func:`clip_`.
 
     Returns:
         The block's context manager, which may be entered again. After a block its `norm` is the
         norm of the micro-batch before clipping, a 0-d tensor.
 
     Raises:
-        TypeError: a rule that does not clip by one norm; else as :func:`clip_`.
-        ValueError: as :func:`clip_`; no parameter to clip, without `process_group`; at the end of a
-            block, a `.grad` from before that cannot be written, or that two parameters share.
-        RuntimeError: at the end of a block that left no gradient; at the start of a block within
-            another one on some of its parameters, and of one whose DistributedDataParallel would
-            reduce gradients in it.
+        TypeError: a rule that does not clip by one norm; gradients that :func:`clip_` refuses too.
+        ValueError: no parameter to clip; at the end of a block, a `.grad` from before that cannot
+            be written, or that two parameters share.
+        RuntimeError: a block that left no gradient, a block within another one, or a
+            DistributedDataParallel that would reduce gradients in it.
 
-    If an exception leaves the block, or the block raises, `.grad` is as before, also of parameters
-    with `need_clip = False`, and gradients of the micro-batch are dropped. If Ctrl-C interrupts the
-    addition itself, `.grad` may have a part of the micro-batch: call `zero_grad` and repeat the
-    step.
-
-    Example:
-        >>> weight = torch.zeros(2, requires_grad=True)
-        >>> for target in (torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.5])):
-        ...     with accumulate_(weight, 1.0) as micro_batch:
-        ...         (weight * target).sum().backward()
-        >>> weight.grad
-        tensor([0.6000, 1.3000])
-        >>> micro_batch.norm
-        tensor(0.5000)
+    Notes:
+        If an exception leaves the block, or the block raises, `.grad` is as before, also of
+        parameters with `need_clip = False`, and gradients of the micro-batch are dropped. If Ctrl-C
+        interrupts the addition itself, `.grad` may have a part of the micro-batch: call `zero_grad`
+        and repeat the step.
 
     References:
         Clipping each micro-batch: https://arxiv.org/abs/2605.02701 (2026), and

@@ -106,76 +106,54 @@ def clip_(
 ) -> Tensor | None:
     """Clips the gradients of parameters in place and returns their norm *before* clipping.
 
-    Gradients within the limit are left bit for bit as they are. The host does not wait for a GPU,
-    except with nonfinite="error" and for :class:`ClipBySpectralNorm`.
-
-    Args:
-        parameters: an iterable of tensors, one tensor, a module, or (name, parameter) pairs as
-            `named_parameters()` yields them, read once. Error messages show the names, also those
-            of a module. Parameters without `.grad`, and those with `need_clip = False`, are left
-            out; a gradient that occurs several times counts once. Any floating-point or complex
-            dtype, any device, strided or sparse COO; dtypes and devices may mix. With
-            :class:`FlatGradients` a call does not read each parameter. DTensors are clipped by the
-            norm of all their shards, by one all-reduce: every process must make the call.
-        clip: a rule, such as :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or
-            :class:`ClipByValue`; a number means ClipByGlobalNorm(number).
-        nonfinite: the policy where a norm is NaN or inf (for ClipByValue: where any element is,
-            before the loss scale is divided out). A norm of order 0 hides NaN and inf. A norm of
-            order -inf hides inf.
-            "propagate": as in torch, a NaN norm makes its gradients NaN, and an inf norm makes
-            their finite elements 0; ClipByValue brings inf to its bound and keeps NaN.
-            "error": RuntimeError that names the gradients. No gradient is changed. The host waits
-            for the device.
-            "zero": every gradient becomes 0; decided on the device.
-        grad_scale: the loss scale of the gradients: a number from 2^-126 to 2^126 or a one-element
-            floating-point tensor. Gradients are divided by it in the same pass;
-            limits and norms are of the divided gradients. A tensor on a GPU cannot be checked
-            without a sync: if it is not positive, the result is undefined.
-        state: the memory of a rule whose limit changes from call to call: a :class:`ClipState`, the
-            same at every call. A call that raises leaves it as it was.
-        process_group: the processes whose gradients have one norm, where DTensors do not say so: a
-            ProcessGroup or a DeviceMesh. Plain tensors then differ between processes, as those of
-            pipeline stages do. Along the mesh of DTensors in the same call they count as replicas.
-            DTensors of different meshes are different tensors. For ClipByGlobalNorm, and for the
-            policies of ClipByValue.
-        copies: how many processes of `process_group` hold the same shard, for each parameter: a
-            mapping or a function. None: as the group and the placements say. 0: the parameter is
-            scaled here, and another process counts it in the norm.
-
-    Returns:
-        ClipByGlobalNorm: the norm of all gradients, a 0-d tensor. ClipByNorm, ClipByUnitNorm: the
-        norm of each, a 1-d tensor in order. ClipBySpectralNorm: the largest singular value of each.
-        ClipByValue: None. float64 where any gradient is, else
-        float32, on the first gradient's device.
-
-    Raises:
-        TypeError: parameters or clip of another kind; integer, nested and mkldnn gradients; tensor
-            subclasses other than DTensor; norms of shards of FullyShardedDataParallel without
-            `process_group`; ClipByValue on complex and on Partial gradients; Partial gradients that
-            are no sum or mean; ClipByUnitNorm on sparse gradients, and on DTensors that split rows;
-            ClipBySpectralNorm on complex and sparse gradients, and on DTensors.
-        ValueError: a rule that needs a `state`, or a state of another rule or list; gradients whose
-            elements overlap in memory, that overlap with each other, or whose
-            memory was freed; sparse gradients whose implicit zeros a rule would change or count; an
-            unknown policy; a loss scale that is not positive; DTensors on a part of a mesh, whose
-            other processes may hold other gradients, without `process_group`; a group that cuts
-            through a mesh, `copies` without a group, ClipByNorm and ClipByUnitNorm with one.
-        RuntimeError: a norm that is not finite, with nonfinite="error"; gradients made in inference
-            mode, outside of it; a backend that was asked for and cannot serve; under make_fx and
-            FakeTensorMode a `state`, a limit that changes, and gradients of several processes.
-
-    A call that raises has changed nothing. If Ctrl-C interrupts a call while it writes, some
-    gradients are clipped and others are not, and the `state` may or may not count the call. The
-    next call works as usual. If one of several processes rejects its gradients, all that share the
-    norm raise; on an accelerator the others get a norm of NaN instead.
+    Call it after `backward` and before `optimizer.step()`. Gradients within the limit stay bit for
+    bit as they are. The host does not wait for a GPU, except with nonfinite="error" and for
+    :class:`ClipBySpectralNorm`.
 
     Example:
-        >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)
-        >>> (weight * weight).sum().backward()
-        >>> clip_(weight, 1.0)
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     (weight * weight).sum().backward()
+        ...     print(tritonclip.clip_([weight], 1.0))
+        ...     optimizer.step()
         tensor(10.)
+        tensor(8.)
         >>> weight.grad
         tensor([0.6000, 0.8000])
+
+    Args:
+        parameters: tensors, a module, (name, parameter) pairs, or :class:`FlatGradients`. Messages
+            show the names. Parameters without a gradient or with `need_clip = False` are left out.
+            Floating-point or complex, dense or sparse COO, on any devices. DTensors have one norm
+            over all shards.
+        clip: the largest norm of all gradients together; or a rule, such as :class:`ClipByNorm` or
+            :class:`ClipByValue`.
+        nonfinite: if a norm (for ClipByValue an element) is NaN or inf, "propagate" does as torch,
+            "error" raises and changes nothing, "zero" sets every gradient to 0.
+        grad_scale: the loss scale, a number or a one-element tensor. Gradients are divided by it in
+            the same pass; norm and limit are of the divided gradients.
+        state: a :class:`ClipState`, the same at every call, for a rule whose limit changes.
+        process_group: a ProcessGroup or a DeviceMesh whose processes share one norm, where DTensors
+            do not say so: pipeline stages and plain shards.
+        copies: how many processes of `process_group` hold the same shard, by a mapping or a
+            function of the parameter; 0 where another process counts it.
+
+    Returns:
+        The norm, 0-d; the norm of each gradient, 1-d, for rules that have one for each; None for
+        ClipByValue. float64 where any gradient is, else float32; on the first gradient's device.
+
+    Raises:
+        TypeError: parameters, gradients or a rule of a kind that cannot be clipped.
+        ValueError: a policy, loss scale, `state` or `process_group` that does not fit the call, or
+            gradients that overlap in memory.
+        RuntimeError: a norm that is not finite, with nonfinite="error".
+
+    Notes:
+        A call that raises has changed nothing. docs/clipping.md has the whole contract, and
+        docs/distributed.md that of several processes.
     """
     if _excess or _unknown or clip is ABSENT:
         raise misfit(clip_, _excess, _unknown)
@@ -253,40 +231,44 @@ def clip_tensors_(
     """Clips tensors themselves in place, not their `.grad`; returns their norm *before* clipping.
 
     For gradients that lie elsewhere, such as Megatron's `main_grad` and Transformer Engine's
-    `decoupled_grad`, for the pseudo-gradients of outer steps, and for updates. Rules, policies,
-    results and cost are those of :func:`clip_`.
-
-    Args:
-        tensors: an iterable of tensors, where None is left out, one tensor, or (name, tensor)
-            pairs, read once. Messages name a tensor by its name, or by its position. A tensor that
-            occurs several times counts once. Dtypes, devices and layouts as for :func:`clip_`.
-        clip: a rule other than :class:`ClipByUnitNorm`, which needs weights; a number means
-            ClipByGlobalNorm(number).
-        nonfinite: as for :func:`clip_`.
-        grad_scale: as for :func:`clip_`.
-        state: as for :func:`clip_`, by position in the list: with a rule that remembers the norm of
-            each, every position has a tensor of its own.
-        process_group: as for :func:`clip_`. Every process of the tensors' meshes has to have a
-            tensor of each mesh: no parameters say which there are.
-        copies: as for :func:`clip_`, of tensors.
-
-    Returns:
-        As :func:`clip_`.
-
-    Raises:
-        TypeError: parameters, modules, and other tensors that require grad: this would clip the
-            weights, or write what autograd does not see; ClipByUnitNorm, and a rule with `exclude`;
-            else as :func:`clip_`.
-        ValueError, RuntimeError: as :func:`clip_`.
-
-    A call that raises has changed nothing.
+    `decoupled_grad`, for the pseudo-gradients of outer steps, and for updates.
 
     Example:
-        >>> update = torch.tensor([3.0, 4.0])
-        >>> clip_tensors_([update], 1.0)
-        tensor(5.)
+        >>> import torch, tritonclip
+        >>> weight = torch.tensor([3.0, 4.0])
+        >>> for step in range(2):
+        ...     update = 2 * weight
+        ...     print(tritonclip.clip_tensors_([update], 1.0))
+        ...     weight -= update
+        tensor(10.)
+        tensor(8.)
         >>> update
         tensor([0.6000, 0.8000])
+
+    Args:
+        tensors: tensors, of which None is left out, or (name, tensor) pairs. Messages show the
+            name or the position. A tensor that occurs several times counts once. Kinds as for
+            :func:`clip_`.
+        clip: the largest norm of all tensors together; or a rule, but no :class:`ClipByUnitNorm`,
+            which compares gradients with weights.
+        nonfinite: "propagate", "error" or "zero", as for :func:`clip_`.
+        grad_scale: the loss scale that the tensors are divided by, as for :func:`clip_`.
+        state: a :class:`ClipState`, for a rule whose limit changes. It knows tensors by position: a
+            rule that remembers the norm of each needs a tensor at every position.
+        process_group: the processes that share one norm, as for :func:`clip_`. Each of them has to
+            have a tensor of each mesh: no parameters say which there are.
+        copies: how many processes hold the same shard of a tensor, as for :func:`clip_`.
+
+    Returns:
+        The norm, 0-d or 1-d, or None, as :func:`clip_` returns it.
+
+    Raises:
+        TypeError: parameters, modules and other tensors that require grad: this would clip the
+            weights. Also a rule with `exclude`, and what :func:`clip_` cannot clip.
+        ValueError, RuntimeError: for the reasons of :func:`clip_`.
+
+    Notes:
+        A call that raises has changed nothing.
     """
     if _excess or _unknown or clip is ABSENT:
         raise misfit(clip_tensors_, _excess, _unknown)

@@ -19,14 +19,20 @@ _BETWEEN = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__
 class ClippingWarning(UserWarning):
     """A sign that gradients are not clipped as intended, or more slowly than necessary.
 
-    Each warning is given once, or once a line of the program, and names the remedy.
+    Each warning is given once, or once a line of the program, and names the remedy. A filter turns
+    all of them into errors, or off.
 
     Example:
         >>> import tritonclip
+        >>> weight = torch.nn.Parameter(torch.ones(2))
         >>> with warnings.catch_warnings():
-        ...     warnings.simplefilter("ignore", tritonclip.ClippingWarning)
-        ...     tritonclip.clip_(torch.zeros(3), 1.0)
-        tensor(0.)
+        ...     warnings.simplefilter("error", tritonclip.ClippingWarning)
+        ...     for step in range(3):  # and no backward
+        ...         try:
+        ...             norm = tritonclip.clip_(weight, 1.0)
+        ...         except tritonclip.ClippingWarning as warning:
+        ...             print(str(warning)[:60])
+        3 calls in a row found no gradient in any of these 1 paramet
     """
 
 

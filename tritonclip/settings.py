@@ -112,6 +112,19 @@ class Block:
 def use_backend(name: str) -> Block:
     """Chooses the backend of every call in a block; it overrides TRITONCLIP_BACKEND.
 
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+        >>> with tritonclip.use_backend("torch"):
+        ...     for step in range(2):
+        ...         optimizer.zero_grad()
+        ...         (weight * weight).sum().backward()
+        ...         print(tritonclip.clip_(weight, 1.0))
+        ...         optimizer.step()
+        tensor(10.)
+        tensor(8.)
+
     Args:
         name: "triton", "native" (loops in C on a CPU), "torch" (PyTorch's operators), or "auto":
             triton for CUDA and ROCm tensors where it can be imported, native for CPU tensors where
@@ -122,13 +135,7 @@ def use_backend(name: str) -> Block:
 
     Raises:
         ValueError: another name.
-
-    Example:
-        >>> import torch, tritonclip
-        >>> weight = torch.ones(3, requires_grad=True)
-        >>> weight.sum().backward()
-        >>> with tritonclip.use_backend("torch"):
-        ...     norm = tritonclip.clip_(weight, 1.0)
+        RuntimeError: inside the block, by a call whose tensors the backend cannot serve.
     """
     name = _checked(name, "use_backend")
     return Block(_chosen_backend, name, f"use_backend({name!r})", f"TRITONCLIP_BACKEND={name}")
@@ -137,7 +144,20 @@ def use_backend(name: str) -> Block:
 def verify() -> Block:
     """Checks every call in a block against a plain float64 reference.
 
-    Slow, and it waits for the device.
+    Slow, and it waits for the device. For a whole program set TRITONCLIP_VERIFY=1.
+
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+        >>> with tritonclip.verify():
+        ...     for step in range(2):
+        ...         optimizer.zero_grad()
+        ...         (weight * weight).sum().backward()
+        ...         print(tritonclip.clip_(weight, 1.0))
+        ...         optimizer.step()
+        tensor(10.)
+        tensor(8.)
 
     Returns:
         A context manager, also a decorator of functions. It warns if it is used as neither.
@@ -145,13 +165,6 @@ def verify() -> Block:
     Raises:
         VerificationError: inside the block, by the call whose result differs: names the first
             gradients, their indices, and both values. The gradients are then as the call left them.
-
-    Example:
-        >>> import torch, tritonclip
-        >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)
-        >>> (weight * weight).sum().backward()
-        >>> with tritonclip.verify():
-        ...     norm = tritonclip.clip_(weight, 1.0)
     """
     return Block(_verifying, True, "verify()", "TRITONCLIP_VERIFY=1")
 

@@ -47,31 +47,39 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Limits the global norm of gradients in place; returns the norm *before* clipping.
 
-    A drop-in replacement of `torch.nn.utils.clip_grad_norm_`; docs/differences.md lists
-    every difference.
-
-    Args:
-        parameters: as for :func:`clip_`.
-        max_norm: largest norm, 0 or more.
-        norm_type: p of the p-norm: positive, 0, inf or -inf, also as text.
-        error_if_nonfinite: raise RuntimeError where the norm is NaN or inf, gradients untouched;
-            waits for the device.
-        foreach: accepted for compatibility; there is one implementation.
-        process_group: as for :func:`clip_`.
-        copies: as for :func:`clip_`.
-
-    Returns:
-        The norm, a 0-d tensor: float64 where any gradient is, else float32; on the first gradient's
-        device.
-
-    Raises:
-        As :func:`clip_`.
+    A drop-in replacement of `torch.nn.utils.clip_grad_norm_`. docs/differences.md has every
+    difference.
 
     Example:
-        >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)
-        >>> (weight * weight).sum().backward()
-        >>> clip_grad_norm_([weight], max_norm=1.0)
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     (weight * weight).sum().backward()
+        ...     print(tritonclip.clip_grad_norm_([weight], max_norm=1.0))
+        ...     optimizer.step()
         tensor(10.)
+        tensor(8.)
+
+    Args:
+        parameters: tensors, a module, (name, parameter) pairs or :class:`FlatGradients`, as for
+            :func:`clip_`.
+        max_norm: the largest norm of all gradients together, 0 or more.
+        norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
+            positive number, -inf, or 0, which counts nonzero elements; also as text.
+        error_if_nonfinite: raises RuntimeError if the norm is NaN or inf, and changes nothing. The
+            host waits for the device.
+        foreach: accepted for compatibility; there is one implementation.
+        process_group: the processes that share one norm, as for :func:`clip_`.
+        copies: how many processes hold the same shard of a parameter, as for :func:`clip_`.
+
+    Returns:
+        The norm, 0-d; float64 where any gradient is, else float32; on the first gradient's device.
+
+    Raises:
+        TypeError, ValueError: an argument, or gradients, that :func:`clip_` refuses too.
+        RuntimeError: a norm that is not finite, with `error_if_nonfinite`.
     """
     rule = _by_norm(_as_float("max_norm", max_norm), _as_float("norm_type", norm_type))
     policy = "error" if error_if_nonfinite else "propagate"
@@ -96,13 +104,27 @@ def clip_grad_value_(
 
     A drop-in replacement of `torch.nn.utils.clip_grad_value_`.
 
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 0.1]))
+        >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     (weight * weight).sum().backward()
+        ...     tritonclip.clip_grad_value_([weight], clip_value=0.5)
+        ...     optimizer.step()
+        >>> weight.grad
+        tensor([ 0.5000, -0.2000])
+
     Args:
-        parameters: as for :func:`clip_`.
-        clip_value: largest magnitude, 0 or more.
+        parameters: tensors, a module, (name, parameter) pairs or :class:`FlatGradients`, as for
+            :func:`clip_`.
+        clip_value: the largest magnitude of an element, 0 or more.
         foreach: accepted for compatibility; there is one implementation.
 
     Raises:
-        As :func:`clip_`.
+        TypeError, ValueError: an argument, or gradients, that :func:`clip_` refuses too; complex
+            gradients, which have no order.
     """
     rule = _by_value(_as_float("clip_value", clip_value))
     if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
@@ -124,31 +146,41 @@ def get_total_norm(
     process_group: ProcessGroup | DeviceMesh | None = None,
     copies: Copies | None = None,
 ) -> Tensor:
-    """The norm of all elements of all tensors; writes nothing.
+    """Measures the norm of all elements of all tensors; writes nothing.
 
     A drop-in replacement of `torch.nn.utils.get_total_norm`.
 
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.25)
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     (weight * weight).sum().backward()
+        ...     print(tritonclip.get_total_norm([weight.grad]))
+        ...     optimizer.step()
+        tensor(10.)
+        tensor(5.)
+
     Args:
-        tensors: floating-point or complex: gradients themselves, where None is left out, since
-            parameters give the norm of the weights; or :class:`FlatGradients`.
-        norm_type: p of the p-norm: positive, 0, inf or -inf, also as text.
-        error_if_nonfinite: raise RuntimeError where the norm is NaN or inf; waits for the device.
+        tensors: the gradients themselves, floating-point or complex, of which None is left out
+            (parameters would give the norm of the weights); or :class:`FlatGradients`.
+        norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
+            positive number, -inf, or 0, which counts nonzero elements; also as text.
+        error_if_nonfinite: raises RuntimeError if the norm is NaN or inf. The host waits for the
+            device.
         foreach: accepted for compatibility; there is one implementation.
-        process_group: as for :func:`clip_`. Every process of the tensors' meshes has to have a
-            tensor of each mesh: no parameters say which there are.
-        copies: as for :func:`clip_`, of tensors.
+        process_group: the processes that share one norm, as for :func:`clip_`. Each of them has to
+            have a tensor of each mesh: no parameters say which there are.
+        copies: how many processes hold the same shard of a tensor, as for :func:`clip_`.
 
     Returns:
-        The norm, a 0-d tensor: float64 where any tensor is, else float32; on the first tensor's
-        device.
+        The norm, 0-d; float64 where any tensor is, else float32; on the first tensor's device.
 
     Raises:
-        TypeError, ValueError: tensors that have no norm; see :func:`clip_`.
+        TypeError, ValueError: tensors that have no norm, such as integer, nested and overlapping
+            ones.
         RuntimeError: a norm that is not finite, with `error_if_nonfinite`.
-
-    Example:
-        >>> get_total_norm([torch.tensor([3.0]), torch.tensor([4.0])])
-        tensor(5.)
     """
     order = as_norm_type(_as_float("norm_type", norm_type))
     if is_traced():
@@ -179,31 +211,37 @@ def clip_grads_with_norm_(
 ) -> None:
     """Scales gradients in place by `min(1, max_norm / (total_norm + eps))`.
 
-    For a norm *before* clipping that is known. A drop-in replacement of
+    For a norm *before* clipping that is already known. A drop-in replacement of
     `torch.nn.utils.clip_grads_with_norm_`.
 
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     (weight * weight).sum().backward()
+        ...     norm = tritonclip.get_total_norm([weight.grad])
+        ...     tritonclip.clip_grads_with_norm_([weight], 1.0, norm)
+        ...     optimizer.step()
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
+
     Args:
-        parameters: as for :func:`clip_`.
-        max_norm: largest norm, 0 or more.
-        total_norm: the norm that the gradients count as having: a one-element floating-point
-            tensor on any device, also a DTensor as torch returns, or a number. A negative one
-            raises ValueError; on another device than a CPU, where reading it would wait for the
-            device, it counts by its magnitude.
+        parameters: tensors, a module, (name, parameter) pairs or :class:`FlatGradients`, as for
+            :func:`clip_`.
+        max_norm: the largest norm of all gradients together, 0 or more.
+        total_norm: the norm of the gradients: a number, or a one-element floating-point tensor on
+            any device, also a DTensor as torch returns. A negative one raises ValueError; on a
+            device, where reading it would wait, it counts by its magnitude.
         foreach: accepted for compatibility; there is one implementation.
-        eps: added to the norm; with 0, the exact form of Paddle and TensorFlow, a norm equal to
-            `max_norm` changes nothing.
+        eps: added to the norm; with 0, as in Paddle and TensorFlow, gradients whose norm equals
+            `max_norm` do not change.
         process_group: as for :func:`clip_`; nothing is sent.
         copies: as for :func:`clip_`.
 
     Raises:
-        As :func:`clip_`.
-
-    Example:
-        >>> weight = torch.tensor([3.0, 4.0], requires_grad=True)
-        >>> (weight * weight).sum().backward()
-        >>> clip_grads_with_norm_([weight], 5.0, torch.tensor(20.0), eps=0.0)
-        >>> weight.grad
-        tensor([1.5000, 2.0000])
+        TypeError, ValueError: an argument, or gradients, that :func:`clip_` refuses too.
     """
     rule = ClipByGlobalNorm(_as_float("max_norm", max_norm), math.inf, eps)
     tracing = is_traced()

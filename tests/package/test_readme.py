@@ -5,6 +5,7 @@ The blocks of the README share their names, those of docs/ with the blocks of th
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import itertools
@@ -270,6 +271,18 @@ def test_page_names_files_that_exist(page: str) -> None:
     named = set(re.findall(r"\w[\w/]*\.(?:py|h|c)\b", text))
 
     assert {name for name in named if not any(f.endswith(f"/{name}") for f in files)} == set()
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "api.rst").read_text()
+    listed = set(re.findall(r"^   ([\w.]+)$", text, flags=re.MULTILINE))
+    names = {*tritonclip.__all__, *tritonclip.functional.__all__} - {"functional"}
+    # Not imported: the packages that they serve are optional.
+    for file in (ROOT / "tritonclip" / "integrations").glob("*.py"):
+        if match := re.search(r"^__all__ = (\[.*?\])", file.read_text(), re.MULTILINE | re.DOTALL):
+            names |= {f"{file.stem}.{name}" for name in ast.literal_eval(match[1])}
+
+    assert listed == names
 
 
 def test_performance_summary_has_the_results_of_its_pages() -> None:

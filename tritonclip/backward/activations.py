@@ -44,15 +44,24 @@ def clip_backward(
     For recurrent networks, call it on the state at every time step: gradients then cannot grow from
     step to step.
 
-    The gradient is clipped in place if autograd has just made it and nothing else refers to it,
-    else in a copy. Where the clipping itself is differentiated (`create_graph=True`, torch.func),
-    and in a graph of torch.compile, it is a formula of torch operators.
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> rule = tritonclip.ClipByValue(0.5)
+        >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     hidden = tritonclip.clip_backward(2 * weight, rule)
+        ...     (hidden * hidden).sum().backward()
+        ...     optimizer.step()
+        >>> weight.grad  # 2 * 0.5
+        tensor([1., 1.])
 
     Args:
         x: any tensor; its gradient is clipped as a whole, all examples of a batch by one norm.
-        rule: :class:`ClipByNorm` or :class:`ClipByValue`.
-        nonfinite: the policy for a norm (for ClipByValue: an element) that is NaN or inf; see
-            :func:`clip_`. "error" raises from within `backward`.
+        rule: :class:`ClipByNorm` or :class:`ClipByValue`, with a number as its limit.
+        nonfinite: "propagate", "error" or "zero", for a norm (for ClipByValue: an element) that is
+            NaN or inf; see :func:`clip_`. "error" raises from within `backward`.
 
     Returns:
         A view of `x`. In forward-mode differentiation its tangent is not clipped.
@@ -62,12 +71,10 @@ def clip_backward(
             ClipByValue for a complex `x`.
         ValueError: an unknown policy; "error" in a compiled graph, which cannot wait.
 
-    Example:
-        >>> x = torch.tensor([1.0, -2.0], requires_grad=True)
-        >>> y = clip_backward(x, ClipByValue(0.5))
-        >>> (3 * y).sum().backward()
-        >>> x.grad
-        tensor([0.5000, 0.5000])
+    Notes:
+        The gradient is clipped in place if autograd has just made it and nothing else refers to it,
+        else in a copy. Where the clipping itself is differentiated (`create_graph=True`,
+        torch.func), and in a graph of torch.compile, it is a formula of torch operators.
 
     References:
         Graves, `Generating sequences with recurrent neural networks
@@ -100,16 +107,31 @@ def clip_backward(
 
 @explains_misfits
 class ClipBackward(Module):
-    """:func:`clip_backward` as a module, for `torch.nn.Sequential`.
+    """A module that returns its input, and clips the gradient of it; for `torch.nn.Sequential`.
 
-    Args:
-        rule: :class:`ClipByNorm` or :class:`ClipByValue`.
-        nonfinite: see :func:`clip_backward`.
+    The function is :func:`clip_backward`, whose notes hold here too.
 
     Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), ClipBackward(ClipByNorm(1.0)))
-        >>> model[1]
-        ClipBackward(ClipByNorm(max_norm=1.0, norm_type=2.0, eps=1e-06))
+        >>> import torch, tritonclip
+        >>> linear = torch.nn.Linear(2, 1)
+        >>> clip = tritonclip.ClipBackward(tritonclip.ClipByNorm(1.0))
+        >>> model = torch.nn.Sequential(linear, clip)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     (100 * model(torch.tensor([3.0, 4.0]))).sum().backward()
+        ...     optimizer.step()
+        >>> linear.weight.grad  # the gradient of the output was 100
+        tensor([[3., 4.]])
+
+    Args:
+        rule: :class:`ClipByNorm` or :class:`ClipByValue`, with a number as its limit.
+        nonfinite: "propagate", "error" or "zero", for a norm (for ClipByValue: an element) that is
+            NaN or inf; see :func:`clip_`. "error" raises from within `backward`.
+
+    Raises:
+        TypeError: a rule for several gradients, such as a number.
+        ValueError: an unknown policy.
     """
 
     def __init__(self, rule: ClipByNorm | ClipByValue, *, nonfinite: str = "propagate") -> None:
@@ -119,7 +141,7 @@ class ClipBackward(Module):
         self.nonfinite = nonfinite
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns `x`; see :func:`clip_backward`."""
+        """Returns a view of `x`, whose gradient will be clipped."""
         return clip_backward(x, self.rule, nonfinite=self.nonfinite)
 
     def extra_repr(self) -> str:

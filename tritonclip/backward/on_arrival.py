@@ -54,13 +54,25 @@ def clip_on_backward_(
     For optimizers that step inside backward, and free each gradient before the next one is there.
     Call it before their hooks are registered, so that these get clipped gradients.
 
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+        >>> with tritonclip.clip_on_backward_(weight, tritonclip.ClipByNorm(1.0)):
+        ...     for step in range(2):
+        ...         optimizer.zero_grad()
+        ...         (weight * weight).sum().backward()
+        ...         optimizer.step()
+        >>> weight.grad
+        tensor([0.6000, 0.8000])
+
     Args:
-        parameters: an iterable of tensors, one tensor, a module, or (name, parameter) pairs; read
-            once. Frozen parameters are clipped from the time that they are trained. A parameter
-            with `need_clip = False` when its gradient arrives is left alone.
+        parameters: tensors, a module, or (name, parameter) pairs; read once. Frozen parameters are
+            clipped from the time that they are trained. A parameter with `need_clip = False` when
+            its gradient arrives is left alone.
         rule: :class:`ClipByNorm`, with the norm of each gradient, or :class:`ClipByValue`.
-        nonfinite: the policy for NaN and inf; see :func:`clip_`. "error" raises from within
-            `backward`, when earlier gradients are there already.
+        nonfinite: "propagate", "error" or "zero", for NaN and inf; see :func:`clip_`. "error"
+            raises from within `backward`, when earlier gradients are there already.
 
     Returns:
         A handle; its `remove()` ends the clipping, as does leaving a `with` block of it.
@@ -68,8 +80,8 @@ def clip_on_backward_(
     Raises:
         TypeError: parameters of another kind, or of FullyShardedDataParallel; a rule for several
             gradients, such as a number.
-        ValueError: no parameters; an unknown policy; parameters that are not leaves of the
-            graph; parameters that have hooks already, which would get gradients before clipping.
+        ValueError: no parameters; an unknown policy; parameters that are not leaves of the graph;
+            parameters that have hooks already, which would get gradients before clipping.
 
     Warns:
         UserWarning: the module is a DistributedDataParallel, which averages gradients afterwards.
@@ -77,14 +89,6 @@ def clip_on_backward_(
     Notes:
         A gradient is clipped each time that backward adds to it: with accumulation over
         micro-batches, the sum so far.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
-        >>> handle = clip_on_backward_(weight, ClipByValue(0.5))
-        >>> (3 * weight).sum().backward()
-        >>> weight.grad
-        tensor([0.5000, 0.5000])
-        >>> handle.remove()
     """
     if _excess or _unknown or rule is ABSENT:
         raise misfit(clip_on_backward_, _excess, _unknown)

@@ -26,7 +26,24 @@ _REPORTED = 3
 
 
 class VerificationError(RuntimeError):
-    """The result of a call differs from that of the float64 reference."""
+    """The result of a call differs from that of the float64 reference; see :func:`verify`.
+
+    It names the first gradients that differ, the index of an element, and both values. Gradients
+    are then as the call left them. Nothing is wrong with the model: please report it.
+
+    Example:
+        >>> import tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> weight.grad = torch.ones(2)
+        >>> try:
+        ...     with tritonclip.verify():
+        ...         norm = tritonclip.clip_(weight, 1.0)
+        ... except tritonclip.VerificationError as error:
+        ...     print(error)
+        ... else:
+        ...     print("the norm", norm, "is right")
+        the norm tensor(1.4142) is right
+    """
 
 
 class Expectation:

@@ -31,17 +31,31 @@ class FlatGradients:
     not grow with the number of parameters (for :class:`ClipByNorm`, only if dtypes mix). One memset
     sets all gradients to zero, one all-reduce sums them.
 
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> flat = tritonclip.FlatGradients([weight])
+        >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+        >>> for step in range(2):
+        ...     flat.zero_()  # in place of optimizer.zero_grad()
+        ...     (weight * weight).sum().backward()
+        ...     print(tritonclip.clip_(flat, 1.0))
+        ...     optimizer.step()
+        tensor(10.)
+        tensor(8.)
+        >>> flat.buffers
+        (tensor([0.6000, 0.8000]),)
+
     Gradients are never None then: set them to 0 by :meth:`zero_`, or by
     `optimizer.zero_grad(set_to_none=False)`. A parameter that took no part in a step has a gradient
     of 0 in place of None: optimizers apply momentum and weight decay to it. `backward` adds to the
     buffers in place.
 
     Args:
-        parameters: an iterable of tensors, one tensor, a module, or (name, parameter) pairs, whose
-            names appear in error messages. Each counts once. Those that require no gradient or have
-            `need_clip = False` are left out: neither in the buffers nor clipped. The values of
-            existing gradients are kept. Dtypes are floating-point or complex; dtypes and devices
-            may mix.
+        parameters: tensors, a module, or (name, parameter) pairs, whose names appear in error
+            messages. Each counts once. Those that require no gradient or have `need_clip = False`
+            are left out: neither in the buffers nor clipped. The values of existing gradients are
+            kept. Dtypes are floating-point or complex; dtypes and devices may mix.
 
     Raises:
         TypeError: an argument without tensors; tensor subclasses; gradients that are sparse or of
@@ -68,19 +82,6 @@ class FlatGradients:
         makes gradients views of its buckets. FSDP is not supported.
 
         Gradients whose size is a multiple of 16 bytes come first, so that each starts at one.
-
-    Example:
-        >>> import tritonclip
-        >>> layer = torch.nn.Linear(2, 1, bias=False)
-        >>> flat = FlatGradients(layer.parameters())
-        >>> layer(torch.tensor([3.0, 4.0])).backward()
-        >>> tritonclip.clip_(flat, 1.0)
-        tensor(5.)
-        >>> flat.buffers
-        (tensor([0.6000, 0.8000]),)
-        >>> flat.zero_()
-        >>> layer.weight.grad
-        tensor([[0., 0.]])
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class FlatGradients:
         Call it after gradients were replaced, or the model moved to another device or dtype.
 
         Raises:
-            TypeError, ValueError: as for the constructor; nothing is changed.
+            TypeError, ValueError: parameters that the constructor refuses; nothing is changed.
             RuntimeError: a parameter that no longer exists; nothing is changed.
         """
         named = list(self)
@@ -170,7 +171,7 @@ class FlatGradients:
         torch._foreach_zero_(list(self._buffers))
 
     def check(self) -> None:
-        """Checks every parameter.
+        """Checks every parameter, in a time that grows with their number.
 
         Raises:
             RuntimeError: names the parameters that no longer exist; whose gradient is no longer a

@@ -1,4 +1,15 @@
-"""Clipping as functions of tensors: out of place, and differentiable."""
+"""Clipping as functions of tensors: out of place, and differentiable.
+
+Example:
+    >>> import torch
+    >>> from tritonclip import functional
+    >>> weight = torch.tensor([3.0, 4.0])
+    >>> for step in range(2):
+    ...     gradient, norm = functional.clip_by_global_norm(2 * weight, 1.0)
+    ...     weight = weight - gradient
+    >>> gradient, norm
+    (tensor([0.6000, 0.8000]), tensor(8.))
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -23,25 +23,34 @@ T = TypeVar("T")
 
 
 def global_norm(tensors: Any) -> Tensor:
-    """The 2-norm over all elements of all tensors.
+    """Measures the 2-norm of all elements of all tensors; differentiable.
 
     With the absolute values of complex elements::
 
         norm = sqrt(sum((abs(x) ** 2).sum() for x in tensors))
 
+    Example:
+        >>> import torch
+        >>> from tritonclip.functional import global_norm
+        >>> weight = torch.tensor([3.0, 4.0])
+        >>> for step in range(2):
+        ...     gradients = {"weight": 2 * weight, "bias": None}
+        ...     print(global_norm(gradients))
+        ...     weight = weight - 0.25 * gradients["weight"]
+        tensor(10.)
+        tensor(5.)
+
     Args:
-        tensors: as for :func:`clip_by_global_norm`.
+        tensors: a tensor, or a nested structure of tensors and None: dicts, lists, tuples,
+            dataclasses, and classes registered with `torch.utils._pytree`. Real or complex, strided
+            or sparse COO; dtypes and devices may mix.
 
     Returns:
-        A 0-d tensor on the first tensor's device: float64 where any tensor is, else float32. 0
+        A 0-d tensor on the first tensor's device; float64 where any tensor is, else float32. 0
         without any. Differentiable; the derivative at 0 is 0.
 
     Raises:
         TypeError: a leaf that is no plain floating-point or complex tensor.
-
-    Example:
-        >>> global_norm({"weight": torch.tensor([3.0]), "bias": torch.tensor([4.0])})
-        tensor(5.)
 
     References:
         TensorFlow, `tf.linalg.global_norm`; optax, `optax.global_norm`.
@@ -68,13 +77,27 @@ def clip_by_global_norm(
 
         clipped = [x * min(1, max_norm / norm) for x in tensors]
 
+    Example:
+        >>> import torch
+        >>> from tritonclip.functional import clip_by_global_norm
+        >>> from torch.func import grad
+        >>> weights = {"weight": torch.tensor([3.0]), "bias": torch.tensor([4.0])}
+        >>> loss = lambda weights: sum((w * w).sum() for w in weights.values())
+        >>> for step in range(2):
+        ...     clipped, norm = clip_by_global_norm(grad(loss)(weights), 1.0)
+        ...     weights = {name: w - clipped[name] for name, w in weights.items()}
+        >>> clipped
+        {'weight': tensor([0.6000]), 'bias': tensor([0.8000])}
+        >>> norm
+        tensor(8.)
+
     Args:
-        tensors: a tensor, or a nested structure of tensors and None: lists, dicts, tuples,
+        tensors: a tensor, or a nested structure of tensors and None: dicts, lists, tuples,
             dataclasses, and classes registered with `torch.utils._pytree`. Real or complex, strided
-            or sparse COO, whose values at one index are added up first; dtypes and devices may mix.
-            A tensor that occurs several times counts each time.
-        max_norm: largest norm over all tensors, 0 or more: a number or a one-element tensor, which
-            may have a derivative. A negative or NaN tensor raises on a CPU; elsewhere, where
+            or sparse COO, whose values at one index are added up first; dtypes and devices
+            may mix. A tensor that occurs several times counts each time.
+        max_norm: the largest norm over all tensors, 0 or more: a number or a one-element tensor,
+            which may have a derivative. A negative or NaN tensor raises on a CPU; elsewhere, where
             reading it would wait, the result is undefined.
         use_norm: a norm that is known, used in place of a computed one; checked as `max_norm` is.
 
@@ -87,18 +110,11 @@ def clip_by_global_norm(
         TypeError: a leaf that is no plain floating-point or complex tensor.
         ValueError: a limit or a norm that is negative or NaN, or has several elements.
 
-    There is no eps: a norm equal to `max_norm` changes nothing. A NaN makes every tensor NaN; inf
-    makes the finite elements 0. `max_norm=inf` changes nothing. Both results
-    have derivatives of first and second order everywhere: at the limit the mean of both sides, at 0
-    that of the identity.
-
-    Example:
-        >>> gradients = [torch.tensor([3.0]), None, torch.tensor([4.0])]
-        >>> clipped, norm = clip_by_global_norm(gradients, 1.0)
-        >>> clipped
-        [tensor([0.6000]), None, tensor([0.8000])]
-        >>> norm
-        tensor(5.)
+    Notes:
+        There is no eps: a norm equal to `max_norm` changes nothing. A NaN makes every tensor NaN;
+        inf makes the finite elements 0. `max_norm=inf` changes nothing. Both results have
+        derivatives of first and second order everywhere: at the limit the mean of both sides, at 0
+        that of the identity.
 
     References:
         TensorFlow, `tf.clip_by_global_norm`; optax, `clip_by_global_norm`; Pascanu, Mikolov,

@@ -42,18 +42,32 @@ def clip_by_norm(
 
         y = x * min(1, max_norm / norm(x))
 
+    Example:
+        >>> import torch
+        >>> from tritonclip.functional import clip_by_norm
+        >>> weight = torch.tensor([3.0, 4.0])
+        >>> for step in range(2):
+        ...     gradient = clip_by_norm(2 * weight, 1.0)
+        ...     weight = weight - gradient
+        >>> gradient
+        tensor([0.6000, 0.8000])
+        >>> clip_by_norm(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0, dim=1)
+        tensor([[0.6000, 0.8000],
+                [0.3000, 0.4000]])
+
     Args:
-        x: a tensor, or a nested structure of tensors and None, each clipped by its own norm: dicts,
-            lists, tuples, dataclasses, and classes registered with `torch.utils._pytree`. Real or
-            complex, strided or sparse COO; any dtypes and devices.
-        max_norm: largest norm, 0 or more; a floating-point tensor where limits differ or have
+        x: a tensor, or a nested structure of tensors and None: dicts, lists, tuples, dataclasses,
+            and classes registered with `torch.utils._pytree`. Each tensor is clipped
+            by its own norm. Real or complex, strided or sparse COO; any dtypes and devices.
+        max_norm: the largest norm, 0 or more; a floating-point tensor where limits differ or have
             derivatives: of one element, or, with `dim`, one that broadcasts to the norms. A
             negative or NaN element raises on a CPU; elsewhere, where reading it would wait, the
             result is undefined.
         dim: dimensions over which a norm is taken, one norm for each index of the others, as the
             axes of TensorFlow: `dim=1` clips each row of a matrix, `dim=(1, 2, 3)` each example of
             a batch. None: all. Of a sparse tensor, dense dimensions only.
-        norm_type: p of the p-norm: positive, inf, -inf, or 0 for the number of nonzero elements.
+        norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
+            positive number, -inf, or 0, which counts nonzero elements.
 
     Returns:
         The same structure with new tensors, which share no memory with `x`, in its dtypes.
@@ -63,19 +77,13 @@ def clip_by_norm(
         ValueError: a limit that is negative, NaN or does not broadcast; a `norm_type` that names no
             norm; dimensions that a tensor does not have.
 
-    There is no eps: a norm equal to `max_norm` changes nothing. A NaN makes all elements under its
-    norm NaN; an inf makes the finite ones 0. Two norms can be finite all the same: that of order 0,
-    which only counts elements, and that of order -inf, which is the smallest magnitude; the other
-    elements then stay finite. `max_norm=inf` changes nothing. Derivatives of first and second order
-    exist everywhere: at the limit the mean of both sides, at 0 that of the identity. The derivative
-    of a norm of 0 is 0.
-
-    Example:
-        >>> clip_by_norm(torch.tensor([3.0, 4.0]), 1.0)
-        tensor([0.6000, 0.8000])
-        >>> clip_by_norm(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0, dim=1)
-        tensor([[0.6000, 0.8000],
-                [0.3000, 0.4000]])
+    Notes:
+        There is no eps: a norm equal to `max_norm` changes nothing. A NaN makes all elements under
+        its norm NaN; an inf makes the finite ones 0. Two norms can be finite all the same: that of
+        order 0, which only counts elements, and that of order -inf, which is the smallest
+        magnitude; the other elements then stay finite. `max_norm=inf` changes nothing. Derivatives
+        of first and second order exist everywhere: at the limit the mean of both sides, at 0 that
+        of the identity. The derivative of a norm of 0 is 0.
 
     References:
         TensorFlow, `tf.clip_by_norm`; Keras, `clipnorm` and `MaxNorm`.
@@ -108,7 +116,7 @@ def clip_by_norm(
 def clip_by_average_norm(
     x: T, max_norm: float | Tensor, *_excess: NoReturn, **_unknown: NoReturn
 ) -> T:
-    """Scales each tensor whose norm over its number of elements exceeds `max_norm`.
+    """Scales each tensor whose norm over its number of elements exceeds `max_norm`, in new memory.
 
     For each tensor x of n elements::
 
@@ -116,19 +124,29 @@ def clip_by_average_norm(
 
     The average norm of TensorFlow, which is not the root mean square: :func:`clip_by_rms` is.
 
+    Example:
+        >>> import torch
+        >>> from tritonclip.functional import clip_by_average_norm
+        >>> weight = torch.tensor([3.0, 4.0])
+        >>> for step in range(2):
+        ...     gradient = clip_by_average_norm(2 * weight, 1.25)
+        ...     weight = weight - gradient
+        >>> gradient
+        tensor([1.5000, 2.0000])
+
     Args:
-        x: as for :func:`clip_by_norm`; all elements of a sparse tensor count.
-        max_norm: largest average norm, 0 or more: a number or a one-element tensor.
+        x: a tensor, or a nested structure of tensors and None: dicts, lists, tuples, dataclasses,
+            and classes registered with `torch.utils._pytree`. Each tensor is clipped
+            by itself; all elements of a sparse one count. Real or complex, any dtypes and devices.
+        max_norm: the largest average norm, 0 or more: a number or a one-element tensor.
 
     Returns:
-        As :func:`clip_by_norm`, with the same derivatives.
+        The same structure with new tensors, which share no memory with `x`, in its dtypes. NaN,
+        inf and derivatives are as those of :func:`clip_by_norm`.
 
     Raises:
-        As :func:`clip_by_norm`.
-
-    Example:
-        >>> clip_by_average_norm(torch.tensor([3.0, 4.0]), 1.25)
-        tensor([1.5000, 2.0000])
+        TypeError: a leaf that is no plain floating-point or complex tensor.
+        ValueError: a limit that is negative or NaN, or has several elements.
 
     References:
         TensorFlow, `tf.compat.v1.clip_by_average_norm`.
@@ -147,25 +165,35 @@ def clip_by_average_norm(
 
 @reaches_misfit
 def clip_by_rms(x: T, max_rms: float | Tensor, *_excess: NoReturn, **_unknown: NoReturn) -> T:
-    """Scales each tensor whose root mean square exceeds `max_rms`.
+    """Scales each tensor whose root mean square exceeds `max_rms`, in new memory.
 
     For each tensor x::
 
         y = x * min(1, max_rms / sqrt(mean(x * x)))
 
+    Example:
+        >>> import torch
+        >>> from tritonclip.functional import clip_by_rms
+        >>> weight = torch.tensor([3.0, 4.0, 0.0, 0.0])
+        >>> for step in range(2):
+        ...     gradient = clip_by_rms(2 * weight, 1.0)
+        ...     weight = weight - gradient
+        >>> gradient
+        tensor([1.2000, 1.6000, 0.0000, 0.0000])
+
     Args:
-        x: as for :func:`clip_by_norm`; all elements of a sparse tensor count.
-        max_rms: largest root mean square, 0 or more: a number or a one-element tensor.
+        x: a tensor, or a nested structure of tensors and None: dicts, lists, tuples, dataclasses,
+            and classes registered with `torch.utils._pytree`. Each tensor is clipped
+            by itself; all elements of a sparse one count. Real or complex, any dtypes and devices.
+        max_rms: the largest root mean square, 0 or more: a number or a one-element tensor.
 
     Returns:
-        As :func:`clip_by_norm`, with the same derivatives.
+        The same structure with new tensors, which share no memory with `x`, in its dtypes. NaN,
+        inf and derivatives are as those of :func:`clip_by_norm`.
 
     Raises:
-        As :func:`clip_by_norm`.
-
-    Example:
-        >>> clip_by_rms(torch.tensor([3.0, 4.0, 0.0, 0.0]), 1.0)
-        tensor([1.2000, 1.6000, 0.0000, 0.0000])
+        TypeError: a leaf that is no plain floating-point or complex tensor.
+        ValueError: a limit that is negative or NaN, or has several elements.
 
     References:
         optax, `clip_by_block_rms`; Shazeer, Stern, `Adafactor: Adaptive Learning Rates with

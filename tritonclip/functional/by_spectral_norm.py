@@ -32,19 +32,31 @@ def clip_by_spectral_norm(
         s = min(s, c)  # soft=False
         s = s / sqrt(1 + (s / c) ** 2)  # soft=True: below c
 
+    Example:
+        >>> import torch
+        >>> from tritonclip.functional import clip_by_spectral_norm
+        >>> weight = torch.tensor([[3.0, 0.0], [0.0, 0.25]])
+        >>> for step in range(2):
+        ...     gradient = clip_by_spectral_norm(2 * weight, 1.0)
+        ...     weight = weight - 0.1 * gradient
+        >>> gradient
+        tensor([[1.0000, 0.0000],
+                [0.0000, 0.4000]])
+        >>> clip_by_spectral_norm(2 * weight, 1.0, soft=True)
+        tensor([[0.9844, 0.0000],
+                [0.0000, 0.3048]])
+
     Args:
-        x: a tensor, or a nested structure of tensors and None, each clipped by itself. Real and
-            strided, of any floating-point dtypes and devices. One of more than two dimensions is
-            the matrix [out, rest], as the weight of a convolution is. One of fewer, or of one row
-            or column, has one singular value, its 2-norm.
-        c: largest singular value, 0 or more; inf changes nothing.
+        x: a tensor, or a nested structure of tensors and None: dicts, lists, tuples, dataclasses,
+            and classes registered with `torch.utils._pytree`. Each tensor is clipped
+            by itself. Real and strided, of any floating-point dtypes and devices. One of more than
+            two dimensions is the matrix [out, rest], as the weight of a convolution is. One of
+            fewer, or of one row or column, has one singular value, its 2-norm.
+        c: the largest singular value, 0 or more; inf changes nothing.
         soft: the second formula, which changes every singular value a little.
 
     Returns:
-        The same structure with new tensors, which share no memory with `x`, in its dtypes. A matrix
-        of which a bound shows that no singular value exceeds `c` keeps all bits: of its 2-norm,
-        else of a Schatten norm of order 512. Softly, one whose singular values are so far below `c`
-        that the change is less than the rounding of float32.
+        The same structure with new tensors, which share no memory with `x`, in its dtypes.
 
     Raises:
         TypeError: a leaf that is no plain floating-point tensor, or is complex or sparse; `c` that
@@ -53,25 +65,23 @@ def clip_by_spectral_norm(
         RuntimeError: inside of make_fx, torch.jit.trace, FakeTensorMode and torch.func.vmap, where
             no value can be read.
 
-    There is no decomposition on a GPU, only products of float32 matrices (float64 for float64),
-    like shapes in one batch, most of them of the smaller side. The largest singular value of the
-    result is at most 1e-4 over `c`, relatively (float64: 1e-10), and the result differs from that
-    of an SVD in float64 by at most ``1e-4 * c + 1e-5 * largest`` in spectral norm, before
-    it is rounded to its dtype. Where PyTorch may use TF32 (`torch.set_float32_matmul_precision`),
-    by a hundredfold. The host waits for the device, as often as shapes differ.
+    Notes:
+        There is no decomposition on a GPU, only products of float32 matrices (float64 for float64),
+        like shapes in one batch, most of them of the smaller side. The largest singular value of
+        the result is at most 1e-4 over `c`, relatively (float64: 1e-10), and the result differs
+        from that of an SVD in float64 by at most ``1e-4 * c + 1e-5 * largest`` in spectral norm,
+        before it is rounded to its dtype. Where PyTorch may use TF32
+        (`torch.set_float32_matmul_precision`), by a hundredfold. The host waits for the device, as
+        often as shapes differ.
 
-    A matrix with a NaN becomes NaN; an inf makes its finite elements 0. First derivatives are those
-    of the products, which keep about 40 matrices of the smaller side; at the limit, where that of
-    the hard form jumps, it is smooth within 1e-3 of `c`. torch.compile breaks the graph.
+        A matrix of which a bound shows that no singular value exceeds `c` keeps all bits: of its
+        2-norm, else of a Schatten norm of order 512. Softly, one whose singular values are so far
+        below `c` that the change is less than the rounding of float32.
 
-    Example:
-        >>> x = torch.tensor([[3.0, 0.0], [0.0, 0.5]])
-        >>> clip_by_spectral_norm(x, 1.0)
-        tensor([[1.0000, 0.0000],
-                [0.0000, 0.5000]])
-        >>> clip_by_spectral_norm(x, 1.0, soft=True)
-        tensor([[0.9487, 0.0000],
-                [0.0000, 0.4472]])
+        A matrix with a NaN becomes NaN; an inf makes its finite elements 0. First derivatives are
+        those of the products, which keep about 40 matrices of the smaller side; at the limit, where
+        that of the hard form jumps, it is smooth within 1e-3 of `c`. torch.compile breaks the
+        graph.
 
     References:
         `Gradient clipping beyond vector norms <https://arxiv.org/abs/2605.11838>`_, 2026; Jiang,

@@ -29,18 +29,27 @@ def clip_by_value(
 ) -> T:
     """Clamps every element to `[min, max]`, in new memory; NaN stays NaN.
 
+    Example:
+        >>> import torch
+        >>> from tritonclip.functional import clip_by_value
+        >>> weight = torch.tensor([3.0, 0.1])
+        >>> for step in range(2):
+        ...     gradient = clip_by_value(2 * weight, -0.5, 0.5)
+        ...     weight = weight - gradient
+        >>> gradient
+        tensor([ 0.5000, -0.2000])
+        >>> clip_by_value(gradient, max=torch.tensor([0.1, 1.0]))
+        tensor([ 0.1000, -0.2000])
+
     Args:
         x: a tensor, or a nested structure of tensors and None: dicts, lists, tuples, dataclasses,
-            and classes registered with `torch.utils._pytree`. Floating-point or integer, strided or
-            sparse COO; any dtypes and devices.
+            and classes registered with `torch.utils._pytree`. Floating-point or integer,
+            strided or sparse COO; any dtypes and devices.
         *bounds: `min` and `max`, both: `clip_by_value(x, -0.5, 0.5)`. A single bound is named,
             because :class:`~tritonclip.ClipByValue` takes a single number for both sides.
-        min: least value: a number, a tensor that broadcasts to each tensor of `x`, or None for no
-            bound. -inf counts as none.
-        max: largest value, alike.
-
-    Bounds are rounded to the dtype of `x` first; a finite number stays finite there. Where bounds
-    that are tensors cross, so that `min > max`, the result is `max`, as of `torch.clamp`.
+        min: the least value: a number, a tensor that broadcasts to each tensor of `x`, or None for
+            no bound. -inf counts as none.
+        max: the largest value, alike; inf counts as none.
 
     Returns:
         The same structure with new tensors, which share no memory with `x`, in its dtypes.
@@ -51,15 +60,14 @@ def clip_by_value(
         ValueError: no bound; numbers with `min > max`, or NaN; a bound that does not broadcast;
             bounds of sparse tensors that exclude 0 or are tensors; a fraction for integers.
 
-    Derivatives of first and second order exist everywhere, in the bounds too: on a bound the mean
-    of both sides, one half, as of `torch.minimum`. On a GPU this is one operator of PyTorch, which
-    reads and writes once.
+    Notes:
+        Bounds are rounded to the dtype of `x` first; a finite number stays finite there. Where
+        bounds that are tensors cross, so that `min > max`, the result is `max`, as of
+        `torch.clamp`.
 
-    Example:
-        >>> clip_by_value(torch.tensor([-2.0, 0.5, 2.0]), -1.0, 1.0)
-        tensor([-1.0000, 0.5000, 1.0000])
-        >>> clip_by_value(torch.tensor([-2.0, 0.5, 2.0]), max=torch.tensor([0.0, 1.0, 1.0]))
-        tensor([-2.0000, 0.5000, 1.0000])
+        Derivatives of first and second order exist everywhere, in the bounds too: on a bound the
+        mean of both sides, one half, as of `torch.minimum`. On a GPU this is one operator of
+        PyTorch, which reads and writes once.
 
     References:
         TensorFlow, `tf.clip_by_value`; optax, `optax.clip`; Keras, `clipvalue`.

@@ -96,23 +96,39 @@ def clip_per_example(
 
         total = sum(g[b] * min(1, max_norm / norm(g[b])) for b in range(B))
 
+    Example:
+        >>> import torch
+        >>> from tritonclip.functional import clip_per_example
+        >>> from torch.func import grad, vmap
+        >>> weight = torch.tensor([3.0, 4.0])
+        >>> inputs = torch.tensor([[1.0, 0.0], [0.0, 0.1]])
+        >>> loss = lambda weight, x: (weight * x).square().sum()
+        >>> for step in range(2):
+        ...     gradients = vmap(grad(loss), in_dims=(None, 0))(weight, inputs)
+        ...     total, norms = clip_per_example(gradients, 1.0)
+        ...     weight = weight - total
+        >>> total
+        tensor([1.0000, 0.0784])
+        >>> norms
+        tensor([4.0000, 0.0784])
+
     Args:
         gradients: the gradients of B examples: a tensor `[B, ...]`, or a nested structure of such
             tensors and None, as for :func:`clip_by_global_norm`, strided. torch.func's
             `vmap(grad(loss))` returns them, and Opacus leaves them in `grad_sample`.
-        max_norm: largest norm of an example, 0 or more: a number or a one-element tensor. With
+        max_norm: the largest norm of an example, 0 or more: a number or a one-element tensor. With
             `per_layer` that of each tensor. 0 gives sums of 0.
-        per_layer: each tensor has norms of its own.
+        per_layer: gives each tensor norms of its own.
         normalize: scales by max_norm / (norm + 0.01), up and down: the norm of every example comes
             near `max_norm`, which has to be finite.
         reduce: "sum", or "mean", which divides the sum by B.
         nonfinite: the policy for examples whose norm is NaN or inf.
-            "propagate": as :func:`clip_by_global_norm`: NaN makes every element of the sum NaN. Of
-            an example with an infinite norm, finite elements count as 0, and others make the sum
-            NaN there.
-            "error": RuntimeError that names the examples. The host waits for the device.
-            "zero": such an example counts as 0, also in the mean, which divides by B; with
-            `per_layer`, in the tensors where its norm is not finite.
+
+            - "propagate": NaN makes every element of the sum NaN. Of an example with an infinite
+              norm, finite elements count as 0, and others make the sum NaN there.
+            - "error": RuntimeError that names the examples. The host waits for the device.
+            - "zero": such an example counts as 0, also in the mean, which divides by B; with
+              `per_layer`, in the tensors where its norm is not finite.
         add_to: the same structure of tensors `[...]`, to which the result is added in place, for
             micro-batches. Any floating-point dtype: float32 for gradients of half precision.
 
@@ -123,33 +139,26 @@ def clip_per_example(
 
     Raises:
         TypeError: a leaf that is no plain strided floating-point or complex tensor.
-        ValueError: no tensor at all; tensors without a first dimension, or with different ones; a
-            limit that is negative, NaN or has several elements, or infinite with `normalize`; the
-            mean of no example; an unknown policy or reduction; `add_to` of another structure, shape
-            or device, with elements that overlap or memory of the gradients.
+        ValueError: tensors without a common first dimension; a limit that is negative, NaN or, with
+            `normalize`, infinite; the mean of no example; an unknown policy or reduction; `add_to`
+            of another structure, shape or device, or that overlaps with itself or the gradients.
         RuntimeError: norms that are not finite, with nonfinite="error"; `add_to` where the call is
             recorded by autograd.
 
-    A call that raises has changed nothing. There is no eps: an example whose norm equals `max_norm`
-    is not changed. Coefficients and sums are float32, float64 for float64, and are rounded once to
-    narrower dtypes. Gradients are copied in pieces, at most 16 million elements at a time, where
-    they are of half precision, where memory has examples inside of another dimension, as vmap makes
-    the gradient of an embedding, and where examples are left out; as a whole only where elements
-    have gaps in between. Without examples the sum is 0. Derivatives are those of PyTorch's
-    operators, which keep copies as large as the gradients: detach the parameters where none are
-    wanted.
+    Notes:
+        The function adds no noise and counts no privacy budget. The sum changes by at most
+        `max_norm`, up to rounding, when an example is added or removed; with `per_layer`, by
+        `max_norm` times the root of the number of tensors.
 
-    The function adds no noise and counts no privacy budget. The sum changes by at most `max_norm`,
-    up to rounding, when an example is added or removed; with `per_layer`, by `max_norm` times the
-    root of the number of tensors.
+        A call that raises has changed nothing. There is no eps: an example whose norm equals
+        `max_norm` is not changed. Coefficients and sums are float32, float64 for float64, and are
+        rounded once to narrower dtypes. Without examples the sum is 0.
 
-    Example:
-        >>> gradients = {"weight": torch.tensor([[3.0], [0.3]]), "bias": torch.tensor([4.0, 0.4])}
-        >>> total, norms = clip_per_example(gradients, 1.0)
-        >>> total
-        {'weight': tensor([0.9000]), 'bias': tensor(1.2000)}
-        >>> norms
-        tensor([5.0000, 0.5000])
+        Gradients are copied in pieces, at most 16 million elements at a time, where they are of
+        half precision, where memory has examples inside of another dimension, as vmap makes the
+        gradient of an embedding, and where examples are left out; as a whole only where elements
+        have gaps in between. Derivatives are those of PyTorch's operators, which keep copies as
+        large as the gradients: detach the parameters where none are wanted.
 
     References:
         Abadi et al., `Deep Learning with Differential Privacy <https://arxiv.org/abs/1607.00133>`_,

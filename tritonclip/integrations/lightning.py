@@ -23,6 +23,8 @@ except ImportError as error:
     except ImportError:
         raise needs("lightning", error) from error
 
+__all__ = ["Clipping"]
+
 # Wrappers of all callbacks.
 _made: WeakSet[ClippedOptimizer] = WeakSet()
 
@@ -35,12 +37,24 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
     of the trainer it logs `clip/norm`, `clip/coefficient` and `clip/clipped_share`; of several
     optimizers the i-th has the prefix `clip<i>/`. Checkpoints carry the statistics.
 
+    Example:
+        >>> import lightning
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> trainer = lightning.Trainer(
+        ...     max_steps=2, callbacks=[Clipping(1.0)], accelerator="cpu", logger=False,
+        ...     enable_checkpointing=False, enable_model_summary=False,
+        ...     enable_progress_bar=False,
+        ... )
+        >>> trainer.fit(BoringModel())
+        >>> trainer.optimizers[0].stats.steps
+        tensor(2)
+
     Args:
-        clip: a rule, or a number for ClipByGlobalNorm(number); each optimizer has a norm of its
-            own. A parameter group may carry another rule under the key `clip`.
+        clip: the largest norm of all gradients of an optimizer; or a rule. A parameter group may
+            carry another rule under the key `clip`.
         nonfinite: the policy for NaN and inf; see :class:`~tritonclip.ClippedOptimizer`.
         log: whether to log; waits for the device when it does.
-        recorder: handed to each ClippedOptimizer.
+        recorder: a recorder for each ClippedOptimizer, made by :func:`~tritonclip.record`.
 
     Raises:
         TypeError, ValueError: a `clip` that is no rule.
@@ -51,10 +65,6 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
         and under DeepSpeed, which clips in its engine. It raises a ValueError where an optimizer is
         a ClippedOptimizer already, or a module has `need_clip = False`, which belongs on
         parameters.
-
-    Example:
-        >>> import lightning
-        >>> trainer = lightning.Trainer(callbacks=[Clipping(1.0)])  # doctest: +SKIP
     """
 
     def __init__(

@@ -16,12 +16,31 @@ try:
 except ImportError as error:
     raise needs("transformers", error) from error
 
+__all__ = ["ClippingMixin", "ClippingTrainer"]
+
 
 class ClippingMixin:
     """Makes a `transformers.Trainer` clip by a `ClippedOptimizer`, and by nothing else.
 
-    To be named before the class of the trainer, which may be any subclass of Trainer:
-    `class MyTrainer(ClippingMixin, trl.SFTTrainer): ...`
+    Name it before the class of the trainer, which may be any subclass of Trainer, such as
+    `trl.SFTTrainer`.
+
+    Example:
+        >>> class MyTrainer(ClippingMixin, transformers.Seq2SeqTrainer):
+        ...     pass
+        >>> import tempfile, torch
+        >>> sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 7}
+        >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+        >>> texts = torch.arange(64).view(16, 4) % 7
+        >>> data = [{"input_ids": ids, "labels": ids} for ids in texts]
+        >>> arguments = transformers.Seq2SeqTrainingArguments(
+        ...     tempfile.mkdtemp(), max_steps=2, logging_steps=2, use_cpu=True,
+        ...     report_to="none",
+        ... )
+        >>> trainer = MyTrainer(model, arguments, train_dataset=data, clip=1.0)
+        >>> result = trainer.train()
+        {'loss': ..., 'clip/norm': ...}
+        {'train_runtime': ...}
 
     The clipping of the Trainer is turned off: `max_grad_norm` becomes 0. At the Trainer's logging
     interval `clip/norm`, `clip/coefficient` and `clip/clipped_share` stand beside the loss.
@@ -29,9 +48,9 @@ class ClippingMixin:
 
     Args:
         *args: for the trainer.
-        clip: a rule, or a number for ClipByGlobalNorm(number).
+        clip: the largest norm of all gradients together; or a rule.
         nonfinite: the policy for NaN and inf; see :class:`~tritonclip.ClippedOptimizer`.
-        recorder: handed to the ClippedOptimizer.
+        recorder: a recorder for the ClippedOptimizer, made by :func:`~tritonclip.record`.
         **kwargs: for the trainer.
 
     Raises:
@@ -100,10 +119,29 @@ class ClippingMixin:
 
 
 class ClippingTrainer(ClippingMixin, transformers.Trainer):  # type: ignore[misc]  # untyped
-    """A `transformers.Trainer` with the argument `clip`; see `ClippingMixin`.
+    """A `transformers.Trainer` with the argument `clip`; all else is as for `ClippingMixin`.
 
     Example:
-        >>> trainer = ClippingTrainer(model, arguments, clip=1.0)  # doctest: +SKIP
+        >>> import tempfile, torch
+        >>> sizes = {"n_layer": 1, "n_embd": 8, "n_head": 1, "vocab_size": 7}
+        >>> model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+        >>> texts = torch.arange(64).view(16, 4) % 7
+        >>> data = [{"input_ids": ids, "labels": ids} for ids in texts]
+        >>> arguments = transformers.TrainingArguments(
+        ...     tempfile.mkdtemp(), max_steps=2, logging_steps=2, use_cpu=True,
+        ...     report_to="none",
+        ... )
+        >>> trainer = ClippingTrainer(model, arguments, train_dataset=data, clip=1.0)
+        >>> result = trainer.train()
+        {'loss': ..., 'clip/norm': ...}
+        {'train_runtime': ...}
+
+    Args:
+        *args: for the Trainer.
+        clip: the largest norm of all gradients together; or a rule.
+        nonfinite: the policy for NaN and inf; see :class:`~tritonclip.ClippedOptimizer`.
+        recorder: a recorder for the ClippedOptimizer, made by :func:`~tritonclip.record`.
+        **kwargs: for the Trainer.
     """
 
 

@@ -30,22 +30,37 @@ _LAST = ("last_norm", "last_coefficient", "last_limit", "consecutive_skips")
 
 
 class ClipStats(NamesAttributes):
-    """Norms, coefficients and counts of a :class:`ClippedOptimizer`; only `summary` waits for them.
+    """Norms, coefficients and counts of a :class:`ClippedOptimizer`, its attribute `stats`.
 
-    All are tensors on the device of the optimizer's first parameter.
+    All are 0-d tensors on the device of the optimizer's first parameter. Only `summary` waits for
+    the device.
+
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> inner = torch.optim.SGD([weight], lr=1.0)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, 9.0)
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     (weight * weight).sum().backward()
+        ...     optimizer.step()
+        >>> optimizer.stats.clipped_steps, optimizer.stats.last_norm
+        (tensor(1), tensor(8.0000))
+        >>> optimizer.stats.summary()["clipped_share"]
+        0.5
 
     Attributes:
-        last_norm: the norm *before* clipping at the last step under the wrapper's rule; 0-d,
-            floating-point. For a rule that is per gradient, the largest norm. NaN for ClipByValue,
-            which measures no norm, and before the first step.
-        last_coefficient: the factor of the gradients at the last step under the same rule; 0-d. The
+        last_norm: the norm *before* clipping at the last step under the wrapper's rule,
+            floating-point. For a rule with a norm for each gradient, the largest. NaN for
+            ClipByValue, which measures no norm, and before the first step.
+        last_coefficient: the factor of the gradients at the last step under the same rule. The
             least one for a rule with a coefficient for each gradient or unit. 1 if nothing was
             clipped.
-        last_limit: the largest norm that the same rule allowed at the last step; 0-d. NaN if
-            gradients had different limits, for ClipByValue, and before the first step.
-        group_norms: `last_norm` of each parameter group that has its own rule, by the number of the
-            group.
-        group_coefficients: `last_coefficient` of these groups.
+        last_limit: the largest norm that the same rule allowed at the last step. NaN if gradients
+            had different limits, for ClipByValue, and before the first step.
+        group_norms: a dict with the `last_norm` of each parameter group that has its own rule, by
+            the number of the group.
+        group_coefficients: a dict with the `last_coefficient` of these groups.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,14 +98,14 @@ class ClipStats(NamesAttributes):
 
     @property
     def last_coefficient(self) -> Tensor:
-        """See the class; 0-d, of the dtype of `last_norm`."""
+        """The factor of the gradients at the last step; 0-d, of the dtype of `last_norm`."""
         last = as_tensor(self._coefficient, self.last_norm)
         # A copy: steps that are not yet counted need the original.
         return last.clone() if last is self._coefficient else last
 
     @property
     def last_limit(self) -> Tensor:
-        """See the class; 0-d, of the dtype of `last_norm`."""
+        """The largest norm allowed at the last step; 0-d, of the dtype of `last_norm`."""
         return as_tensor(self._limit, self.last_norm)
 
     def summary(self) -> dict[str, float | int]:
@@ -198,12 +213,12 @@ class ClipStats(NamesAttributes):
         return f"<ClipStats on {self._counts.device}; summary() reads it>"
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of all tensors but those of single groups."""
+        """Copies of all tensors but those of single groups, by name."""
         counts = dict(zip(COUNTS, self._counts.read().clone(), strict=True))
         return counts | {name: getattr(self, name).clone() for name in _LAST}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads the result of `state_dict`; missing entries are reset."""
+        """Loads the result of `state_dict`; entries that are missing begin anew."""
         self.group_norms.clear()
         self.group_coefficients.clear()
         self._counts.load(state)

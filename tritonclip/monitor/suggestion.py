@@ -128,22 +128,30 @@ def suggest_max_norm(
     log norm, relative to the median of its section of the run; the interquartile range is twice
     that of the lower half, which spikes do not widen.
 
+    Example:
+        >>> import torch, tritonclip
+        >>> norms = 1 + 0.2 * torch.sin(0.7 * torch.arange(1000))
+        >>> norms[49::50] *= 10  # a spike in 2% of the steps
+        >>> suggestion = tritonclip.suggest_max_norm(norms)
+        >>> suggestion.max_norm, suggestion.verdict
+        (1.3, 'clip')
+
     Args:
         history: the file of a recorder; the recorder, which then writes its rows; or norms in
             order, as a 1-d tensor or numbers. The run may have been clipped, if the norms are those
             before clipping.
-        warmup: number of steps to leave out at the start of each run. None: found from blocks of
-            the first fifth of a run. The warm-up ends with the last block whose median is outside
-            of the middle 90% of the second fifth.
-        run: number of the run, from 1 on, if the file has several: a recorder appended to it
+        warmup: the number of steps to leave out at the start of each run. None: found from blocks
+            of the first fifth of a run. The warm-up ends with the last block whose median is
+            outside of the middle 90% of the second fifth.
+        run: the number of the run, from 1 on, if the file has several: a recorder appended to it
             without a checkpoint, or its step numbers start again. None: the last run with at least
             100 steps after the warm-up, or else with at least 20; `reason` names it, and says
             whether the others agree.
 
     Returns:
-        The suggestion. `max_norm` is None if no norm is over three times the median of its section
-        of the run, if something else clipped the gradients before they were measured, or if all
-        norms are equal.
+        The suggestion, with the limit as `max_norm` and the reason in sentences as `reason`.
+        `max_norm` is None if no norm is over three times the median of its section of the run, if
+        something else clipped the gradients before they were measured, or if all norms are equal.
 
     Raises:
         FileNotFoundError: no such file.
@@ -153,13 +161,6 @@ def suggest_max_norm(
 
     Notes:
         Everything is computed on the host; reading norms from a device waits for it.
-
-    Example:
-        >>> norms = 1 + 0.2 * torch.sin(0.7 * torch.arange(1000))
-        >>> norms[49::50] *= 10
-        >>> suggestion = suggest_max_norm(norms)
-        >>> suggestion.max_norm, suggestion.verdict
-        (1.3, 'clip')
 
     References:
         Tukey, Exploratory Data Analysis, 1977 (the fence). Seetharaman et al., AutoClip: Adaptive

@@ -79,56 +79,60 @@ class ClippedOptimizer(OptimizerProxy):
     optimizer that it wraps. Pass it to schedulers, GradScaler, checkpoints and trainers in place of
     that one. Do not clip by other means as well.
 
-    A parameter group may carry a rule under the key `clip`. Groups without the key share the
-    wrapper's rule, under one norm. A group with a rule has a separate norm. With None a group is
-    not clipped. A parameter with `need_clip = False` is left out.
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> inner = torch.optim.SGD([weight], lr=1.0)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, 1.0)
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     (weight * weight).sum().backward()
+        ...     optimizer.step()
+        >>> weight.data
+        tensor([1.8000, 2.4000])
+        >>> optimizer.stats.last_norm, optimizer.stats.clipped_steps
+        (tensor(8.), tensor(2))
 
-    With a closure, gradients are clipped after each evaluation. The statistics have the norm of the
-    first evaluation, and the smallest coefficient of all.
-
-    Under a GradScaler, gradients are unscaled before they are clipped, with or without a call of
-    `unscale_`. The library's :class:`GradScaler` reads them once, torch's reads them twice.
-
-    Public methods and attributes of the wrapped optimizer, such as `train` and `eval` of
-    schedule-free optimizers, are those of the wrapper too. Methods that update parameters without
-    `step`, such as `first_step` and `second_step` of SAM, raise AttributeError. An attribute that
-    is set on the wrapper is not set on the wrapped optimizer, which is `optimizer.optimizer`.
+    A parameter group may carry a rule under the key `clip`, and has then a norm of its own; None
+    clips nothing. Groups without the key share the wrapper's rule, under one norm. A parameter with
+    `need_clip = False` is left out.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
-        clip: a rule, such as :class:`ClipByGlobalNorm`, :class:`ClipByNorm` or
-            :class:`ClipByValue`. A number means ClipByGlobalNorm(number). Checkpoints contain the
-            state of adaptive rules.
+        clip: the largest norm of all gradients together; or a rule, such as :class:`ClipByNorm` or
+            :class:`ClipByValue`.
         nonfinite: the policy for a step whose gradients or norms are NaN or inf.
-            "propagate", "zero": as for :func:`clip_`, for all gradients that share a rule.
-            "error": RuntimeError that names the parameters. Nothing is changed. Every step waits
-            for the device.
-            "skip": parameters, optimizer state and step counts stay as they are. A wrapped
-            optimizer that takes `found_inf` (Adam, AdamW, SGD and Adagrad with `fused=True`)
-            decides on an accelerator. With any other, every step waits for the accelerator.
-            "async_error": as "error", and no step waits for a device where "skip" does not: the
-            update of the step is left out there, and so are all updates until the error is raised,
-            eight steps later and in the same step on every process. It names the gradients, and the
-            finite ones next to them. See :meth:`synchronize`.
-            All three check all gradients, including those that are not clipped. A step that a
+
+            - "propagate", "zero": as for :func:`clip_`, for all gradients that share a rule.
+            - "error": RuntimeError that names the parameters. Nothing is changed. Every step waits
+              for the device.
+            - "skip": parameters, optimizer state and step counts stay as they are. A wrapped
+              optimizer that takes `found_inf` (Adam, AdamW, SGD and Adagrad with `fused=True`)
+              decides on an accelerator. With any other, every step waits for the accelerator.
+            - "async_error": as "error", and no step waits for a device where "skip" does not: the
+              update of the step is left out there, and so are all updates until the error is
+              raised, eight steps later and in the same step on every process. It names the
+              gradients, and the finite ones next to them. See :meth:`synchronize`.
+
+            The last three check all gradients, including those that are not clipped. A step that a
             GradScaler skips because of an overflow raises no error and is not counted.
         skip_above: skips a step, as "skip" does, if the norm of its gradients is larger: a number,
             or :class:`Outlier` for a limit that follows the norms of earlier steps, and their
-            losses, if the attribute `loss` is set before each step. The norm is the
-            2-norm before clipping of all gradients that are clipped; inf is larger, NaN is not. Of
-            a closure, the first evaluation counts. None skips no step.
+            losses, if the attribute `loss` is set before each step. The norm is the 2-norm before
+            clipping of all gradients that are clipped; inf is larger, NaN is not. Of a closure, the
+            first evaluation counts. None skips no step.
         max_consecutive_skips: the number of skipped steps in a row at which `step` raises
             RuntimeError. None raises none, and warns at 100. If steps do not wait for a GPU, the
-            error comes eight steps later, in the same step on every process. Replaceable.
-        recorder: of :func:`record`. It takes norm, coefficient and limit of every step, whether the
-            step was skipped, and the norms of groups that have a rule. Replaceable. Copies of the
-            wrapper have no recorder.
-        flat: the :class:`FlatGradients` of the optimizer's parameters. Replaceable. Steps then do
-            not read every parameter, unless a group has a rule, and `zero_grad` sets gradients to
-            0, never to None.
-        process_group: the processes whose gradients have one norm, where DTensors do not say so;
-            see :func:`clip_`.
-        copies: the number of processes that hold the same shard of a parameter; see :func:`clip_`.
+            error comes eight steps later, in the same step on every process.
+        recorder: a recorder made by :func:`record`. It takes norm, coefficient and limit of every
+            step, whether the step was skipped, and the norms of groups that have a rule. Copies of
+            the wrapper have no recorder.
+        flat: the :class:`FlatGradients` of the optimizer's parameters. Steps then do not read every
+            parameter, unless a group has a rule, and `zero_grad` sets gradients to 0, never to
+            None.
+        process_group: the processes whose gradients have one norm, where DTensors do not say so, as
+            for :func:`clip_`.
+        copies: how many processes hold the same shard of a parameter, as for :func:`clip_`.
 
     Attributes:
         optimizer: the wrapped optimizer.
@@ -140,9 +144,20 @@ class ClippedOptimizer(OptimizerProxy):
             parameters; `max_consecutive_skips` although no step is skipped.
 
     Notes:
-        Between a step that is not finite and its "async_error", parameters, state and rules are
-        those before that step, in checkpoints and copies too. A checkpoint that is loaded then ends
-        the wait.
+        Public methods and attributes of the wrapped optimizer, such as `train` and `eval` of
+        schedule-free optimizers, are those of the wrapper too. Methods that update parameters
+        without `step`, such as `first_step` and `second_step` of SAM, raise AttributeError. An
+        attribute that is set on the wrapper is not set on the wrapped optimizer.
+
+        Under a GradScaler, gradients are unscaled before they are clipped, with or without a call
+        of `unscale_`. The library's :class:`GradScaler` reads them once, torch's reads them twice.
+
+        With a closure, gradients are clipped after each evaluation. The statistics have the norm of
+        the first evaluation, and the smallest coefficient of all. "skip", "error" and "async_error"
+        evaluate it before the wrapped optimizer does, and refuse an optimizer that changes
+        parameters or gradients before its first evaluation. LBFGS evaluates several times in a
+        step: a copy of parameters and state is kept, and restored if a later evaluation is not
+        finite.
 
         Checkpoints do not contain rules: like the class of the optimizer, they are part of the
         program. `state_dict` is that of the wrapped optimizer, with the statistics and the norms
@@ -150,24 +165,13 @@ class ClippedOptimizer(OptimizerProxy):
         `torch.distributed.checkpoint` finds the wrapper's part in the parameter groups, under the
         key `tritonclip`.
 
-        With a closure, "skip", "error" and "async_error" evaluate it before the wrapped optimizer
-        does. They refuse an optimizer that changes parameters or gradients before its first
-        evaluation. LBFGS evaluates several times in a step: a copy of parameters and state is kept,
-        and restored if a later evaluation is not finite.
+        Between a step that is not finite and its "async_error", parameters, state and rules are
+        those before that step, in checkpoints and copies too. A checkpoint that is loaded then ends
+        the wait.
 
         A step that raises before it updates parameters, for example by Ctrl-C, can be repeated: the
         next step does not divide or clip the same gradients again. If some of them were written and
         others not, it raises RuntimeError, and new gradients are needed.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-        >>> optimizer = ClippedOptimizer(torch.optim.SGD([weight], lr=1.0), 1.0)
-        >>> (weight * weight).sum().backward()
-        >>> optimizer.step()
-        >>> weight.data
-        tensor([2.4000, 3.2000])
-        >>> optimizer.stats.last_norm
-        tensor(10.)
 
     References:
         Paddle, `Optimizer(grad_clip=)`; Keras, `Optimizer(global_clipnorm=)`.
@@ -225,7 +229,7 @@ class ClippedOptimizer(OptimizerProxy):
 
     @property
     def clip(self) -> Rule:
-        """The rule for all groups that carry none; may be replaced, by a number too."""
+        """The rule for all groups that carry none. A rule or a number replaces it."""
         return self._partition.rule
 
     @clip.setter
@@ -234,7 +238,7 @@ class ClippedOptimizer(OptimizerProxy):
 
     @property
     def flat(self) -> FlatGradients | None:
-        """The gradients as one buffer for each device and dtype, if any; replaceable."""
+        """The gradients as one buffer for each device and dtype, None without. May be replaced."""
         return self._partition.flat
 
     @flat.setter
@@ -243,7 +247,7 @@ class ClippedOptimizer(OptimizerProxy):
 
     @property
     def nonfinite(self) -> str:
-        """The policy for a step that is not finite."""
+        """The policy for a step that is not finite. May be replaced."""
         return self._nonfinite
 
     @nonfinite.setter
@@ -258,7 +262,7 @@ class ClippedOptimizer(OptimizerProxy):
 
     @property
     def skip_above(self) -> float | Outlier | None:
-        """The largest norm of a step that is not skipped; replaceable."""
+        """The largest norm of a step that is not skipped, None for any. May be replaced."""
         return self._log.states.skip_above
 
     @skip_above.setter
@@ -284,7 +288,7 @@ class ClippedOptimizer(OptimizerProxy):
 
     @property
     def max_consecutive_skips(self) -> int | None:
-        """Skipped steps in a row at which a step raises; replaceable."""
+        """The number of skipped steps in a row at which a step raises. May be replaced."""
         return self._log.watch.most
 
     @max_consecutive_skips.setter
@@ -293,7 +297,7 @@ class ClippedOptimizer(OptimizerProxy):
 
     @property
     def recorder(self) -> Recorder | None:
-        """The recorder that takes the norms of every step, if any; replaceable."""
+        """The recorder that takes the norms of every step, None without. May be replaced."""
         return self._log.recorder
 
     @recorder.setter
@@ -359,8 +363,8 @@ class ClippedOptimizer(OptimizerProxy):
                 clipped after each evaluation.
 
         Returns:
-            The result of the wrapped optimizer: the loss of the first evaluation, None without a
-            closure.
+            The result of the wrapped optimizer, which is the loss of the first evaluation, and None
+            without a closure.
 
         Raises:
             RuntimeError: gradients that are not finite, with nonfinite="error", or of an earlier
@@ -659,7 +663,14 @@ class ClippedOptimizer(OptimizerProxy):
             warn_of_nothing(n_parameters)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group, which may carry a rule under the key `clip`."""
+        """Adds a parameter group, which may carry a rule under the key `clip`.
+
+        Args:
+            param_group: a dict with the key "params", as for any optimizer.
+
+        Raises:
+            ValueError: a rule under a misspelt key; a wrapper that has :class:`FlatGradients`.
+        """
         if isinstance(param_group, dict):
             check_group(len(self.param_groups), param_group, options_of(self.optimizer))
         if self.flat is not None:

@@ -22,27 +22,44 @@ class GradScaler(torch.amp.GradScaler):
     measure the scaled gradients: their norm shows an overflow, and if they have to be written, one
     pass unscales and clips them. A norm that does not fit its dtype is an overflow, too.
 
-    As with torch's, the wrapper's `step` is not called at an overflow. It is not called either at a
-    step that the wrapper skips. The exception is a wrapped optimizer that decides on the device:
-    the host then cannot know, and calls `step`.
-
-    With any other optimizer, and after `unscale_`, it behaves as torch's does. It takes the same
-    arguments, and loads and saves the same checkpoints. Pass the wrapper: an optimizer that has a
-    wrapper raises ValueError.
-
     Example:
-        >>> scaler = GradScaler("cpu")
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> optimizer = ClippedOptimizer(torch.optim.SGD([weight], lr=1.0), 1.0)
-        >>> scaler.scale(weight.sum()).backward()
-        >>> scaler.step(optimizer)
-        >>> scaler.update()
-        >>> weight.data
-        tensor([0.2929, 0.2929])
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> inner = torch.optim.SGD([weight], lr=1.0)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, 1.0)
+        >>> scaler = tritonclip.GradScaler("cpu")
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     scaler.scale((weight * weight).sum()).backward()
+        ...     scaler.step(optimizer)
+        ...     scaler.update()
+        >>> optimizer.stats.last_norm, weight.data
+        (tensor(8.), tensor([1.8000, 2.4000]))
+
+    Args:
+        device: "cuda" by default, or another type of device, such as "cpu"; then all arguments of
+            `torch.amp.GradScaler`.
+
+    Notes:
+        As with torch's, the wrapper's `step` is not called at an overflow. It is not called either
+        at a step that the wrapper skips. The exception is a wrapped optimizer that decides on the
+        device: the host then cannot know, and calls `step`.
+
+        With any other optimizer, and after `unscale_`, it behaves as torch's does, and loads and
+        saves the same checkpoints. Pass the wrapper: an optimizer that has a wrapper raises
+        ValueError.
     """
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divides the gradients by the scale; see torch's."""
+        """Divides the gradients by the scale, before they are read or changed by hand.
+
+        Args:
+            optimizer: the wrapper, or any optimizer that has none.
+
+        Raises:
+            ValueError: an optimizer that has a wrapper.
+            RuntimeError: a second call before `update`.
+        """
         _refuse_inner(optimizer)
         if isinstance(optimizer, ClippedOptimizer) and optimizer._amp.on_device is not None:
             # Called by `step`.
@@ -51,7 +68,19 @@ class GradScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Unscales, clips and updates, unless a gradient is NaN or inf; see torch's."""
+        """Unscales, clips and updates, unless a gradient is NaN or inf.
+
+        Args:
+            optimizer: the wrapper, or any optimizer that has none.
+            *args: of its `step`; no closure.
+            **kwargs: of its `step`.
+
+        Returns:
+            The result of its `step`; None for a step that is left out.
+
+        Raises:
+            ValueError: an optimizer that has a wrapper.
+        """
         _refuse_inner(optimizer)
         if not self._enabled or not isinstance(optimizer, ClippedOptimizer):
             return super().step(optimizer, *args, **kwargs)

@@ -59,20 +59,30 @@ class ClipByGlobalNorm(_ClipNorm):
 
         g = g * min(1, max_norm / (norm + eps))
 
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> inner = torch.optim.SGD([weight], lr=1.0)
+        >>> rule = tritonclip.ClipByGlobalNorm(1.0)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     (weight * weight).sum().backward()
+        ...     optimizer.step()
+        >>> optimizer.stats.last_norm, weight.grad
+        (tensor(8.), tensor([0.6000, 0.8000]))
+
     Args:
-        max_norm: largest norm of all gradients after clipping; 0 or more, inf clips nothing. Or a
-            function of the step; see :class:`ClipState`.
-        norm_type: p of the p-norm: positive, inf, -inf, or 0 for the number of nonzero elements.
+        max_norm: the largest norm of all gradients together after clipping; 0 or more, inf clips
+            nothing. Or a function of the step; :class:`ClipState` has an example.
+        norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
+            positive number, -inf, or 0, which counts nonzero elements.
         eps: added to the norm; 1e-6 as in `torch.nn.utils.clip_grad_norm_`. With 0, as in Paddle
             and TensorFlow, gradients whose norm equals `max_norm` do not change.
 
     Raises:
-        ValueError: a limit that is negative or NaN, a `norm_type` that is not the order of a norm.
+        ValueError: a limit or `eps` that is negative or NaN, or no order of a norm.
         TypeError: an argument that is not a number.
-
-    Example:
-        >>> ClipByGlobalNorm(1.0)
-        ClipByGlobalNorm(max_norm=1.0, norm_type=2.0, eps=1e-06)
 
     References:
         Pascanu, Mikolov, Bengio, `On the difficulty of training recurrent neural networks
@@ -89,19 +99,31 @@ class ClipByNorm(_ClipNorm):
 
         g = g * min(1, max_norm / (norm(g) + eps))
 
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> bias = torch.nn.Parameter(torch.tensor(0.1))
+        >>> inner = torch.optim.SGD([weight, bias], lr=1.0)
+        >>> rule = tritonclip.ClipByNorm(1.0)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     ((weight * weight).sum() + bias * bias).backward()
+        ...     optimizer.step()
+        >>> weight.grad, bias.grad
+        (tensor([0.6000, 0.8000]), tensor(-0.2000))
+
     Args:
-        max_norm: largest norm of a gradient after clipping; 0 or more, inf clips nothing. Or a
-            function of the step; see :class:`ClipState`.
-        norm_type: p of the p-norm: positive, inf, -inf, or 0 for the number of nonzero elements.
-        eps: added to the norm; see :class:`ClipByGlobalNorm`.
+        max_norm: the largest norm of a gradient after clipping; 0 or more, inf clips nothing.
+            Or a function of the step; :class:`ClipState` has an example.
+        norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
+            positive number, -inf, or 0, which counts nonzero elements.
+        eps: added to the norm; 1e-6 as in torch. With 0, as in Paddle and TensorFlow, a gradient
+            whose norm equals `max_norm` does not change.
 
     Raises:
-        ValueError: a limit that is negative or NaN, a `norm_type` that is not the order of a norm.
+        ValueError: a limit or `eps` that is negative or NaN, or no order of a norm.
         TypeError: an argument that is not a number.
-
-    Example:
-        >>> ClipByNorm(1.0, eps=0.0)
-        ClipByNorm(max_norm=1.0, norm_type=2.0, eps=0.0)
 
     References:
         Paddle, `ClipGradByNorm`; TensorFlow, `clip_by_norm`.
@@ -119,9 +141,22 @@ class ClipByRMS(Rule):
 
         g = g * min(1, max_rms / sqrt(mean(g * g)))
 
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> inner = torch.optim.SGD([weight], lr=1.0)
+        >>> rule = tritonclip.ClipByRMS(1.0)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     (weight * weight).sum().backward()
+        ...     optimizer.step()
+        >>> weight.grad, weight.grad.square().mean().sqrt()
+        (tensor([0.8485, 1.1314]), tensor(1.0000))
+
     Args:
-        max_rms: largest root mean square of a gradient after clipping; 0 or more, inf clips
-            nothing. Or a function of the step; see :class:`ClipState`.
+        max_rms: the largest root mean square of a gradient after clipping; 0 or more, inf clips
+            nothing. Or a function of the step; :class:`ClipState` has an example.
 
     Raises:
         ValueError: a limit that is negative or NaN.
@@ -130,10 +165,6 @@ class ClipByRMS(Rule):
     Notes:
         :func:`clip_` returns the 2-norms of the gradients. For complex gradients the root mean
         square is that of the moduli.
-
-    Example:
-        >>> ClipByRMS(1.0)
-        ClipByRMS(max_rms=1.0)
 
     References:
         Shazeer, Stern, `Adafactor: Adaptive Learning Rates with Sublinear Memory Cost
@@ -198,24 +229,34 @@ def _rounded_bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float,
 class ClipByValue(Rule):
     """Clamps every element to `[min, max]`; NaN stays NaN.
 
-    Args:
-        min: least value after clipping. As the only argument, it is 0 or more and bounds the
-            absolute value: `ClipByValue(0.5)` is `ClipByValue(-0.5, 0.5)`.
-        max: largest value after clipping. Both may be functions of the step; see
-            :class:`ClipState`.
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 0.1]))
+        >>> inner = torch.optim.SGD([weight], lr=1.0)
+        >>> rule = tritonclip.ClipByValue(0.5)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     (weight * weight).sum().backward()
+        ...     optimizer.step()
+        >>> weight.grad
+        tensor([ 0.5000, -0.2000])
+        >>> tritonclip.ClipByValue(-1.0, 0.25)
+        ClipByValue(min=-1.0, max=0.25)
 
-    Bounds are rounded to the gradient's dtype first; a finite bound stays finite. A bound may be a
-    one-element tensor on the CPU, which is read once, when the rule is made.
+    Args:
+        min: the least value after clipping. As the only argument, it is 0 or more and bounds the
+            absolute value: `ClipByValue(0.5)` is `ClipByValue(-0.5, 0.5)`.
+        max: the largest value after clipping. Both may be functions of the step; :class:`ClipState`
+            has an example.
 
     Raises:
         ValueError: `min > max`, a NaN, or a single bound that is negative.
         TypeError: an argument that is not a number.
 
-    Example:
-        >>> ClipByValue(0.5)
-        ClipByValue(min=-0.5, max=0.5)
-        >>> ClipByValue(-1.0, 0.25)
-        ClipByValue(min=-1.0, max=0.25)
+    Notes:
+        Bounds are rounded to the gradient's dtype first; a finite bound stays finite. A bound may
+        be a one-element tensor on the CPU, which is read once, when the rule is made.
 
     References:
         Paddle, `ClipGradByValue`; TensorFlow, `clip_by_value`.

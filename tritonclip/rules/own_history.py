@@ -42,27 +42,37 @@ class ClipByOwnHistory(AdaptiveRule):
     During its first `warmup` norms a gradient is clipped by global norm to `max_norm` instead, and
     the average is the least of its norms after clipping.
 
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> inner = torch.optim.SGD([weight], lr=0.1)
+        >>> rule = tritonclip.ClipByOwnHistory(warmup=1, max_norm=10.0)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> for size in (1.0, 1.0, 50.0):
+        ...     optimizer.zero_grad()
+        ...     (size * weight[0]).backward()
+        ...     optimizer.step()
+        >>> weight.grad
+        tensor([1.0500, 0.0000])
+
     Args:
-        ratio: largest norm of a gradient as a multiple of its average; positive.
-        decay: of the average, between 0 and 1.
-        warmup: number of norms of a gradient before it is clipped by its average; 1 or more. Norms
-            that are NaN, inf or 0 do not count, so that an idle expert, or a LoRA matrix whose
-            first gradient is 0, has its warm-up once it has norms. AdaGC counts steps, and a
+        ratio: the largest norm of a gradient, as a multiple of its average; positive.
+        decay: the weight of the average so far against a new norm, between 0 and 1: with 0.98 the
+            average reaches back some 50 norms.
+        warmup: the number of norms of a gradient before it is clipped by its average; 1 or more.
+            Norms that are NaN, inf or 0 do not count, so that an idle expert, or a LoRA matrix
+            whose first gradient is 0, has its warm-up once it has norms. AdaGC counts steps, and a
             gradient that was 0 once stays 0 for ever.
-        max_norm: largest global norm during the warm-up, and largest limit of a gradient after it;
-            0 or more. AdaGC has no such limit after the warm-up. Or a function of the step; see
-            :class:`ClipState`.
+        max_norm: the largest global norm during the warm-up, and the largest limit of a gradient
+            after it; 0 or more. AdaGC has no such limit after the warm-up. Or a function of the
+            step; :class:`ClipState` has an example.
 
     Raises:
         ValueError, TypeError: an argument that is out of range, or no number.
 
     Notes:
-        In :func:`clip_` it needs a :class:`ClipState`, and the same parameters in the same order at
-        every call.
-
-    Example:
-        >>> ClipByOwnHistory(warmup=50)
-        ClipByOwnHistory(ratio=1.05, decay=0.98, warmup=50, max_norm=1.0)
+        In :func:`clip_` it needs a :class:`ClipState`; a :class:`ClippedOptimizer` keeps one.
+        Pass the same parameters in the same order at every call.
 
     References:
         Wang, Xu, Jia et al., `AdaGC: Improving Training Stability for Large Language Model
@@ -140,26 +150,37 @@ class ClipByOwnQuantile(AdaptiveRule):
     The norm of the current step is among the last norms. A gradient is compared with nothing but
     itself, so that layers of any scale are clipped equally often.
 
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> inner = torch.optim.SGD([weight], lr=0.1)
+        >>> rule = tritonclip.ClipByOwnQuantile(0.5)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> for size in (1.0, 1.0, 50.0):
+        ...     optimizer.zero_grad()
+        ...     (size * weight[0]).backward()
+        ...     optimizer.step()
+        >>> weight.grad
+        tensor([1., 0.])
+
     Args:
-        quantile: between 0 and 1.
+        quantile: the share of norms that are not clipped, between 0 and 1: 0.9 clips the largest
+            tenth.
         window: the number of norms remembered for each gradient; 1 or more. NaN, inf and 0 are
             left out.
-        max_norm: largest limit; 0 or more. Or a function of the step; see :class:`ClipState`.
+        max_norm: the largest limit; 0 or more. Or a function of the step; :class:`ClipState` has an
+            example.
 
     Raises:
         ValueError, TypeError: an argument that is out of range, or no number.
 
     Notes:
-        In :func:`clip_` it needs a :class:`ClipState`, and the same parameters in the same order at
-        every call.
+        In :func:`clip_` it needs a :class:`ClipState`; a :class:`ClippedOptimizer` keeps one.
+        Pass the same parameters in the same order at every call.
 
         It succeeds `percentile_clipping` of bitsandbytes, which 0.50 no longer has. There 5 means
         the sixth smallest of the last 100 norms, here `ClipByOwnQuantile(0.05)`, interpolated
         between neighbors. There the window begins full of the first norm.
-
-    Example:
-        >>> ClipByOwnQuantile(0.95)
-        ClipByOwnQuantile(quantile=0.95, window=100, max_norm=inf)
 
     References:
         bitsandbytes 0.49, `percentile_clipping`; Seetharaman, Wichern, Pardo, Le Roux, `AutoClip:

@@ -83,7 +83,8 @@ class Rule:
         ...     def limit(self, measured):
         ...         return self.max_norm / (1 + self.max_norm / measured.norm())
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-        >>> optimizer = tritonclip.ClippedOptimizer(torch.optim.SGD([weight], 0.1), ClipSmoothly())
+        >>> inner = torch.optim.SGD([weight], lr=0.1)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, ClipSmoothly())
         >>> for step in range(2):
         ...     optimizer.zero_grad()
         ...     (weight * weight).sum().backward()

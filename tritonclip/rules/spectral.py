@@ -28,12 +28,26 @@ class ClipBySpectralNorm(ExcludingRule):
     cut, and the others stay. A gradient is the matrix [out, rest], as that of a convolution is. A
     vector, and a matrix of one row or column, has one singular value, its 2-norm.
 
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([[3.0, 0.0], [0.0, 0.25]]))
+        >>> inner = torch.optim.SGD([weight], lr=0.1)
+        >>> rule = tritonclip.ClipBySpectralNorm(1.0)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     (weight * weight).sum().backward()
+        ...     optimizer.step()
+        >>> weight.grad
+        tensor([[1.0000, 0.0000],
+                [0.0000, 0.4000]])
+
     Args:
-        max_norm: largest singular value of a gradient after clipping; 0 or more, inf clips nothing.
-            Or a function of the step; see :class:`ClipState`.
+        max_norm: the largest singular value of a gradient after clipping; 0 or more, inf clips
+            nothing. Or a function of the step; :class:`ClipState` has an example.
         soft: the second formula, which changes every singular value a little.
-        exclude: parameters without a limit, as for :class:`ClipByUnitNorm`: a module (for its
-            present parameters), a parameter, or an iterable of these, such as embeddings.
+        exclude: parameters without a limit, such as embeddings: a module (for its present
+            parameters), a parameter, or an iterable of these, as for :class:`ClipByUnitNorm`.
 
     Raises:
         ValueError: a limit that is negative or NaN.
@@ -44,23 +58,13 @@ class ClipBySpectralNorm(ExcludingRule):
         at most 1% too small, and never too large but for rounding. Exact are the norms of vectors.
         Accuracy of the gradients, and which of them keep all bits:
         :func:`tritonclip.functional.clip_by_spectral_norm`. They cost matrix products in every
-        call, of which `docs/performance.md` has the share in a step; the host waits for a GPU.
+        call, of which docs/performance.md has the share in a step; the host waits for a GPU.
         Complex and sparse gradients are refused. So are DTensors, whose shards have other singular
         values than the matrix. Plain tensors that are shards of one matrix, as Megatron's, cannot
         be told from whole ones: each would be clipped by itself.
 
         NaN and inf count as in :class:`ClipByNorm`: a NaN spreads to its gradient, an inf makes
         its finite elements 0, unless a policy says otherwise.
-
-    Example:
-        >>> import torch, tritonclip
-        >>> weight = torch.zeros(2, 2, requires_grad=True)
-        >>> weight.grad = torch.tensor([[3.0, 0.0], [0.0, 0.5]])
-        >>> tritonclip.clip_(weight, ClipBySpectralNorm(1.0))
-        tensor([3.])
-        >>> weight.grad
-        tensor([[1.0000, 0.0000],
-                [0.0000, 0.5000]])
 
     References:
         `Gradient clipping beyond vector norms <https://arxiv.org/abs/2605.11838>`_, 2026; Jiang,

@@ -21,29 +21,34 @@ Values: TypeAlias = "Tensor | array[float]"
 class ClipState:
     """The state of one rule for one list of parameters, kept from call to call.
 
-    Two kinds of rules need one: rules whose limit follows the norms of earlier calls, and rules
-    whose limit is a function of the step, such as
-    ``ClipByGlobalNorm(lambda step: 10.0 if step < 100 else 1.0)``. The step is an int, the number
-    of earlier calls. A :class:`ClippedOptimizer` keeps these states itself; its step is the number
-    of earlier calls of its `step`, skipped ones included.
-
-    A state refuses another list than its own. It knows a list by the number of parameters and by
-    the first one, while that is alive; for a rule that remembers the norm of each gradient, by all
-    parameters in their order. A copied or loaded state accepts any list of that length.
-
-    Norms are remembered where they are measured, on the gradients' device; no call waits for it. In
-    a captured CUDA graph each replay updates the norms, but the step stays that of the capture.
+    Make one before the loop and pass it to :func:`clip_` at every call. Two kinds of rules need
+    one: rules whose limit follows the norms of earlier calls, and rules whose limit is a function
+    of the step, an int that counts earlier calls from 0. A :class:`ClippedOptimizer` keeps these
+    states itself; its step is the number of earlier calls of its `step`, skipped ones included.
 
     Example:
-        >>> from tritonclip import ClipByQuantile, clip_
-        >>> weight = torch.tensor([0.0, 0.0], requires_grad=True)
-        >>> state = ClipState()
-        >>> rule = ClipByQuantile(0.5, window=100)
-        >>> for size in (1.0, 1.0, 50.0):
-        ...     weight.grad = torch.tensor([0.0, size])
-        ...     norm = clip_(weight, rule, state=state)
-        >>> weight.grad
-        tensor([0., 1.])
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> rule = tritonclip.ClipByGlobalNorm(lambda step: 5.0 if step < 1 else 1.0)
+        >>> state = tritonclip.ClipState()
+        >>> for step in range(2):
+        ...     weight.grad = 2 * weight.detach()
+        ...     norm = tritonclip.clip_(weight, rule, state=state)
+        ...     print(weight.grad)
+        tensor([3.0000, 4.0000])
+        tensor([0.6000, 0.8000])
+
+    Attributes:
+        steps: the number of calls so far.
+
+    Notes:
+        A state refuses another list than its own. It knows a list by the number of parameters and
+        by the first one, while that is alive; for a rule that remembers the norm of each gradient,
+        by all parameters in their order. A copied or loaded state accepts any list of that length.
+
+        Norms are remembered where they are measured, on the gradients' device; no call waits for
+        it. In a captured CUDA graph each replay updates the norms, but the step stays that of the
+        capture.
     """
 
     # Pickles of earlier versions have none of these.

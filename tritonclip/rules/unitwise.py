@@ -27,10 +27,24 @@ class ClipByUnitNorm(ExcludingRule):
     the filters of a convolution, the vectors of an embedding. A parameter with fewer than two
     dimensions is one unit.
 
+    Example:
+        >>> import torch, tritonclip
+        >>> layer = torch.nn.Linear(2, 2, bias=False)
+        >>> _ = layer.weight.data.copy_(torch.tensor([[3.0, 4.0], [0.6, 0.8]]))
+        >>> inner = torch.optim.SGD(layer.parameters(), lr=1.0)
+        >>> rule = tritonclip.ClipByUnitNorm(0.1)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> for step in range(2):
+        ...     optimizer.zero_grad()
+        ...     (0.5 * layer.weight).sum().backward()
+        ...     optimizer.step()
+        >>> layer.weight.grad.norm(dim=1)
+        tensor([0.4506, 0.0901])
+
     Args:
-        ratio: largest norm of a unit's gradient, as a multiple of the norm of its weights; 0 or
-            more, inf clips nothing. Or a function of the step; see :class:`ClipState`.
-        eps: smallest norm used for weights, so that weights that start at 0 can grow; 0 or
+        ratio: the largest norm of a unit's gradient, as a multiple of the norm of its weights; 0 or
+            more, inf clips nothing. Or a function of the step; :class:`ClipState` has an example.
+        eps: the smallest norm used for weights, so that weights that start at 0 can grow; 0 or
             more, finite.
         exclude: parameters without a limit: a module (for its present parameters), a parameter, or
             an iterable of these. The authors exclude the last linear layer. Gradients of excluded
@@ -49,17 +63,6 @@ class ClipByUnitNorm(ExcludingRule):
         coefficients are computed in float64; nothing waits for the device. timm has the same units.
         optax expects the output dimension last, and takes a matrix of one row or column for one
         unit.
-
-    Example:
-        >>> import torch, tritonclip
-        >>> layer = torch.nn.Linear(2, 2, bias=False)
-        >>> _ = layer.weight.data.copy_(torch.tensor([[3.0, 4.0], [0.6, 0.8]]))
-        >>> layer.weight.grad = torch.tensor([[0.3, 0.4], [0.3, 0.4]])
-        >>> tritonclip.clip_(layer, ClipByUnitNorm(0.1))
-        tensor([0.7071])
-        >>> layer.weight.grad
-        tensor([[0.3000, 0.4000],
-                [0.0600, 0.0800]])
 
     References:
         Brock, De, Smith, Simonyan, `High-performance large-scale image recognition without

@@ -41,22 +41,33 @@ class ClipByQuantile(AdaptiveRule):
     The norm of the current step is among the last norms, as in AutoClip. With quantile 0.9 about a
     tenth of the steps is clipped, whatever the scale of the norms.
 
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> inner = torch.optim.SGD([weight], lr=0.1)
+        >>> rule = tritonclip.ClipByQuantile(0.5)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> for size in (1.0, 1.0, 50.0):
+        ...     optimizer.zero_grad()
+        ...     (size * weight[0]).backward()
+        ...     optimizer.step()
+        >>> optimizer.stats.last_norm, optimizer.stats.last_limit
+        (tensor(50.), tensor(1.))
+
     Args:
-        quantile: between 0 and 1.
+        quantile: the share of steps that are not clipped, between 0 and 1.
         window: the number of norms remembered; 1 or more. NaN, inf and 0 are left out.
-        max_norm: largest limit; 0 or more. Or a function of the step; see :class:`ClipState`.
-        norm_type: p of the p-norm: positive, inf, -inf, or 0 for the number of nonzero elements.
+        max_norm: the largest limit; 0 or more. Or a function of the step; :class:`ClipState` has an
+            example.
+        norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
+            positive number, -inf, or 0, which counts nonzero elements.
 
     Raises:
         ValueError, TypeError: an argument that is out of range, or no number.
 
     Notes:
-        In :func:`clip_` it needs a :class:`ClipState`. AutoClip remembers all norms: it follows a
-        drift slowly, and a single NaN stays for ever.
-
-    Example:
-        >>> ClipByQuantile(0.5, window=100)
-        ClipByQuantile(quantile=0.5, window=100, max_norm=inf, norm_type=2.0)
+        In :func:`clip_` it needs a :class:`ClipState`; a :class:`ClippedOptimizer` keeps one.
+        AutoClip remembers all norms: it follows a drift slowly, and a single NaN stays for ever.
 
     References:
         Seetharaman, Wichern, Pardo, Le Roux, `AutoClip: Adaptive Gradient Clipping for Source
@@ -132,16 +143,26 @@ class Outlier(Adaptive):
     is skipped before half of the window is filled. Losses are judged in the same way, where they
     are given: see the attribute `loss` of :class:`ClippedOptimizer`.
 
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> inner = torch.optim.SGD([weight], lr=0.1)
+        >>> outlier = tritonclip.Outlier(sigmas=6.0, window=4)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, 1.0, skip_above=outlier)
+        >>> for size in (1.0, 1.1, 50.0):
+        ...     optimizer.zero_grad()
+        ...     (size * weight[0]).backward()
+        ...     optimizer.step()
+        >>> optimizer.stats.skipped_steps
+        tensor(1)
+
     Args:
-        sigmas: distance from the mean in standard deviations; positive.
-        window: number of norms remembered; 4 or more. NaN, inf and 0 are left out.
+        sigmas: the distance from the mean at which a norm is an outlier, in standard deviations;
+            positive.
+        window: the number of norms remembered; 4 or more. NaN, inf and 0 are left out.
 
     Raises:
         ValueError, TypeError: an argument that is out of range, or no number.
-
-    Example:
-        >>> Outlier(sigmas=6.0)
-        Outlier(sigmas=6.0, window=128)
 
     References:
         OLMo-core, `SkipStepOptimizer`; Levanter, `skip_bad_steps`.

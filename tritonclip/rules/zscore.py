@@ -41,25 +41,36 @@ class ClipByZScore(AdaptiveRule):
     first `warmup` norms, then exponential moving averages. A spike enters them as the norm that it
     was clipped to.
 
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> inner = torch.optim.SGD([weight], lr=0.1)
+        >>> rule = tritonclip.ClipByZScore(warmup=2)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
+        >>> for size in (1.0, 1.2, 50.0):
+        ...     optimizer.zero_grad()
+        ...     (size * weight[0]).backward()
+        ...     optimizer.step()
+        >>> optimizer.stats.last_norm, optimizer.stats.last_limit
+        (tensor(50.), tensor(1.1013))
+
     Args:
-        threshold: largest z-score that is not clipped; positive.
-        decay: of the moving averages, between 0 and 1.
-        warmup: number of norms before the first spike can be found; 2 or more. NaN, inf and 0 do
-            not count.
-        max_norm: largest limit, also during the warm-up; 0 or more. ZClip uses 1. Or a function of
-            the step; see :class:`ClipState`.
-        norm_type: p of the p-norm: positive, inf, -inf, or 0 for the number of nonzero elements.
+        threshold: the largest z-score that is not clipped, in standard deviations; positive.
+        decay: the weight of mean and variance so far against a new norm, between 0 and 1: with 0.97
+            they reach back some 33 norms.
+        warmup: the number of norms before the first spike can be found; 2 or more. NaN, inf and 0
+            do not count.
+        max_norm: the largest limit, also during the warm-up; 0 or more. ZClip uses 1.
+            Or a function of the step; :class:`ClipState` has an example.
+        norm_type: the order of the norm: 2 is the Euclidean norm, inf the largest magnitude. Any
+            positive number, -inf, or 0, which counts nonzero elements.
 
     Raises:
         ValueError, TypeError: an argument that is out of range, or no number.
 
     Notes:
-        In :func:`clip_` it needs a :class:`ClipState`. In ZClip a single NaN turns the rule off for
-        ever.
-
-    Example:
-        >>> ClipByZScore(max_norm=1.0)
-        ClipByZScore(threshold=2.5, decay=0.97, warmup=25, max_norm=1.0, norm_type=2.0)
+        In :func:`clip_` it needs a :class:`ClipState`; a :class:`ClippedOptimizer` keeps one.
+        In ZClip a single NaN turns the rule off for ever.
 
     References:
         Kumar, Owen, Chowdhury, Güra, `ZClip: Adaptive Spike Mitigation for LLM Pre-Training
