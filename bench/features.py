@@ -65,6 +65,42 @@ def norms_by_name() -> Iterator[Comparison]:
         yield Comparison(WORKLOADS[workload].title, providers, truth, 1e-2)
 
 
+def statistics_by_name() -> Iterator[Comparison]:
+    """Norm, largest magnitude and share of zeros of each gradient, as numbers by name."""
+    for workload, dtype in itertools.product(("small_10", "resnet50"), ("float32", "bfloat16")):
+        gradients = Gradients(WORKLOADS[workload], dtype, CPU)
+        named = [(str(i), parameter) for i, parameter in enumerate(gradients.parameters)]
+
+        def ours(named=named) -> list[Tensor]:
+            found = tritonclip.statistics_by_name(named).values()
+            return [torch.stack(column) for column in zip(*found, strict=True)]
+
+        def loop(named=named) -> list[Tensor]:
+            grads = [p.grad for _, p in named]
+            rows = [
+                (g.norm().item(), g.abs().max().item(), 1 - g.count_nonzero().item() / g.numel())
+                for g in grads
+            ]
+            return [torch.tensor(column) for column in zip(*rows, strict=True)]
+
+        def foreach(named=named) -> list[Tensor]:
+            grads = [p.grad for _, p in named]
+            norms = torch.stack(torch._foreach_norm(grads)).tolist()
+            largest = torch.stack([g.abs().max() for g in grads]).tolist()
+            counts = torch.stack([g.count_nonzero() for g in grads]).tolist()
+            zeros = [1 - n / g.numel() for n, g in zip(counts, grads, strict=True)]
+            return [torch.tensor(column) for column in (norms, largest, zeros)]
+
+        wide = [p.grad.double() for p in gradients.parameters if p.grad is not None]
+        truth = [
+            torch.stack([x.norm() for x in wide]),
+            torch.stack([x.abs().max() for x in wide]),
+            torch.stack([(x == 0).double().mean() for x in wide]),
+        ]
+        providers = {"tritonclip": Timed(ours), "loop": Timed(loop), "foreach": Timed(foreach)}
+        yield Comparison(f"{WORKLOADS[workload].title}, {dtype}", providers, truth, 1e-2)
+
+
 # The matrices of the two layers of examples/train_transformer.py, and of one of GPT-2's twelve.
 _MATRICES = {
     "transformer of make demo": [(144, 48), (48, 48), (192, 48), (48, 192)] * 2,
@@ -339,10 +375,15 @@ def record_each() -> Iterator[Comparison]:
         with (
             TemporaryDirectory() as folder,
             tritonclip.record(Path(folder, "run.csv"), each=True) as recorder,
+            tritonclip.record(Path(folder, "all.csv"), each=True, statistics=True) as statistics,
         ):
-            recorded = tritonclip.ClippedOptimizer(sgd_of(parameters), 1e9, recorder=recorder)
+            recorded, with_statistics = (
+                tritonclip.ClippedOptimizer(sgd_of(parameters), 1e9, recorder=one)
+                for one in (recorder, statistics)
+            )
             providers = {
                 "tritonclip": step_of(recorded),
+                "tritonclip, statistics": step_of(with_statistics),
                 "tritonclip, no recorder": step_of(
                     tritonclip.ClippedOptimizer(sgd_of(parameters), 1e9)
                 ),
@@ -443,6 +484,7 @@ FEATURES: dict[str, Callable[[], Iterator[Comparison]]] = {
     "accumulate_": accumulate,
     "clip_tensors_": clip_tensors,
     "norms_by_name": norms_by_name,
+    "statistics_by_name": statistics_by_name,
     "spectral_norm": spectral_norm,
     "spectral_step": spectral_step,
     "error_without_wait": error_without_wait,

@@ -7,9 +7,20 @@
 #include <cpuid.h>
 #endif
 
-/* The parts of a norm of order 2, 1, inf and 0, of an inner product, and of the number of elements at a
- * bound; the verbs that write. */
-typedef enum { SUM_SQUARES, SUM_MAGNITUDES, LARGEST, COUNT, DOT, COUNT_AT_BOUNDS, MULTIPLY, CLAMP, COMBINE } Verb;
+/* The parts of a norm of order 2, 1, inf and 0, of those of order 2, inf and 0 at once, of an inner
+ * product, and of the number of elements at a bound; the verbs that write. */
+typedef enum {
+    SUM_SQUARES,
+    SUM_MAGNITUDES,
+    LARGEST,
+    COUNT,
+    STATISTICS,
+    DOT,
+    COUNT_AT_BOUNDS,
+    MULTIPLY,
+    CLAMP,
+    COMBINE
+} Verb;
 
 #define ISA plain
 #define TARGET

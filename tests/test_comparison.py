@@ -14,6 +14,7 @@ from torch import Tensor
 import tritonclip
 from tritonclip import comparison
 from tritonclip.backends.operators import TorchBatch
+from tritonclip.samples import Samples
 
 SHORT = 0.01
 
@@ -133,7 +134,7 @@ def test_a_model_without_gradients_gets_random_ones_and_the_answer_says_so():
     found = tritonclip.compare(model, seconds=SHORT)
     assert state(model) == before
     assert (found.source, found.n_gradients) == ("random", 6)
-    assert "6 random gradients, because the model has none" in str(found)
+    assert "random gradients, because the model has none: 6 with " in str(found)
 
 
 def test_compare_takes_what_clip_takes():
@@ -223,6 +224,28 @@ def test_a_write_within_the_limit_is_an_error(monkeypatch):
         tritonclip.compare(trained(), seconds=SHORT)
 
 
+def test_clipped_calls_get_fresh_gradients_and_ratios_are_to_the_fastest_of_torch(monkeypatch):
+    refilled = []
+
+    def interleaved(timed, device, *_):
+        refilled.append([one.prepare is not None for one in timed])
+        for one in timed:
+            assert one.prepared()() == one.prepared()()
+        return [Samples([us, us], [], 1) for us in (5.0, 30.0, 10.0, 20.0)]
+
+    monkeypatch.setattr(comparison, "interleaved", interleaved)
+    found = tritonclip.compare(trained(), seconds=SHORT)
+    assert refilled == [[True] * 4, [False] * 4, [True] * 4]
+    assert {(call.variant, call.ratio) for call in found.calls} == {("foreach", 2.0)}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_steps_train_in_any_mode(mode):
+    model = trained()
+    with mode():
+        assert tritonclip.compare(model, loss_of, seconds=SHORT).step is not None
+
+
 def test_only_variants_that_torch_has_are_compared(monkeypatch):
     real = torch.nn.utils.clip_grad_value_
 
@@ -251,21 +274,21 @@ def test_an_answer_prints_its_numbers_and_what_the_share_needs():
     step = comparison.StepTimes(98_500.0, 1500.0, 500.0, 0.015, 0.01, 0.02, 0.005, 0.004, 0.006)
     rest = (12, 1_000_000, (torch.float32, torch.bfloat16), torch.device("cpu"), ("native",))
     lines = str(comparison.Comparison(calls, step, "loss", *rest)).splitlines()
-    assert lines[0] == "12 gradients of the loss: 1,000,000 elements, float32, bfloat16"
+    assert lines[0] == "gradients of the loss: 12 with 1,000,000 elements, float32, bfloat16"
     norm = ["1,500 us (foreach)", "500 us", "3.00x (2.90 to 3.10)", "2e-03, 0e+00"]
     for words, row in (
         (["by global norm, clipped", *norm], lines[3]),
         (["by value", "1,500 us (no foreach)", "500 us", "3.00x (2.90 to 3.10)", "-"], lines[5]),
-        (
-            ["share of a training step", "1.5% (1.0% to 2.0%)", "0.5% (0.4% to 0.6%)", "98.5 ms"],
-            lines[6],
-        ),
     ):
         assert [word for word in words if word not in row] == []
+    assert lines[6:8] == [
+        "share of a training step: torch 1.5% (1.0% to 2.0%), tritonclip 0.5% (0.4% to 0.6%),",
+        "beside 98.5 ms of forward, backward and AdamW",
+    ]
     assert "idle" not in "".join(lines)
     noisy = str(comparison.Comparison((replace(calls[0], ratio_hi=9.0),), None, "present", *rest))
     assert "it needs a loss: compare(model, lambda model: ...)" in noisy
-    assert "Compare again when\nit is idle" in noisy
+    assert "Compare again\nwhen it is idle" in noisy
 
 
 def sparse() -> torch.nn.Module:
@@ -291,6 +314,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "optimizer": (torch.optim.SGD([filled(1.0)], lr=0.1), None, "pass the parameters of the"),
     "text": ("model", None, "expected an iterable of tensors, a tensor, a module"),
     "nan": ([("w", filled(math.nan))], None, "got NaN or inf in w; expected"),
+    "large": (filled(3e38), None, r"within the range of torch.float32, got a norm of 6e\+38"),
     "zero": (filled(0.0), None, "all gradients are 0"),
     "sparse": (sparse(), None, "gradient of weight is torch.sparse_coo, which torch.nn.utils"),
     "lazy": (torch.nn.LazyLinear(3), None, "weight has no shape yet; run a forward pass"),
@@ -310,6 +334,21 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
 def test_what_cannot_be_compared_is_refused(model, loss, said):
     with pytest.raises((TypeError, ValueError), match=said):
         tritonclip.compare(model, loss, seconds=SHORT)
+
+
+def test_gradients_that_are_not_clipped_are_left_out_of_the_copy_too():
+    model = trained()
+    model.norm.weight.need_clip = False  # type: ignore[attr-defined]
+    assert tritonclip.compare(model, loss_of, seconds=SHORT).n_gradients == 4
+    for parameter in model.parameters():
+        parameter.need_clip = False  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="the loss depends on has need_clip = False; expected"):
+        tritonclip.compare(model, loss_of, seconds=SHORT)
+
+
+def test_subnormal_gradients_are_right():
+    found = tritonclip.compare(filled(1e-42), seconds=SHORT)
+    assert found.calls[0].clipped
 
 
 @pytest.mark.parametrize("also", [False, True], ids=["only", "also"])

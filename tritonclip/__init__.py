@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from tritonclip.monitor.recorder import Recorder, record
     from tritonclip.monitor.stats import ClipStats
     from tritonclip.monitor.suggestion import suggest_max_norm
-    from tritonclip.named_norms import norms_by_name
+    from tritonclip.named_norms import norms_by_name, statistics_by_name
     from tritonclip.optim.clipped_optimizer import ClippedOptimizer
     from tritonclip.optim.grad_scaler import GradScaler
 
@@ -91,6 +91,7 @@ __all__ = [
     "get_total_norm",
     "norms_by_name",
     "record",
+    "statistics_by_name",
     "suggest_max_norm",
     "use_backend",
     "verify",
@@ -106,6 +107,7 @@ _LAZY = {
     "compare": "comparison",
     "norms_by_name": "named_norms",
     "record": "monitor.recorder",
+    "statistics_by_name": "named_norms",
     "suggest_max_norm": "monitor.suggestion",
 }
 

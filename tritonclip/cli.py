@@ -80,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tritonclip" if Path(sys.argv[0]).stem == "tritonclip" else "python -m tritonclip",
-        description="Gradient clipping: checks of the installation, and help to choose max_norm.",
+        description="Gradient clipping: checks of the installation, a comparison with torch, and "
+        "help to choose max_norm.",
     )
     parser.add_argument(
         "--version", action="version", version=f"tritonclip {tritonclip.__version__}"
@@ -314,7 +315,10 @@ def _check_device(device: torch.device) -> None:
     if device.type not in ("cpu", "cuda") or f"{device}".removesuffix(":0") not in (
         one.removesuffix(":0") for one in there
     ):
-        raise ValueError(f"--device: expected one of {', '.join(there)}, got {device}")
+        raise ValueError(
+            f"--device: expected one of {', '.join(there)}, got {device}; python -m tritonclip "
+            "doctor lists devices, and says why there is no GPU"
+        )
 
 
 def _named(name: str, code: Callable[..., Any]) -> Callable[..., Any]:
@@ -451,12 +455,20 @@ def _print_largest(console: Console, history: History) -> None:
 
     if largest := history.largest():
         table = Table(title=f"the largest of {len(history.named_norms)} norms by name")
-        for name in ("", "median", "largest", "at step"):
+        # Of elements, where they were recorded.
+        elements = ("largest element", "zeros") if history.named_zeros else ()
+        for name in ("", "median", "largest", "at step", *elements):
             table.add_column(name, justify="right" if name else "left", overflow="fold")
         for one in largest:
-            numbers = (f"{one.median:.4g}", f"{one.largest:.4g}", str(one.step))
+            numbers = [f"{one.median:.4g}", f"{one.largest:.4g}", str(one.step)]
+            if elements:
+                numbers.append("" if one.magnitude is None else f"{one.magnitude:.4g}")
+                numbers.append("" if one.zeros is None else f"{one.zeros:.1%}")
             table.add_row(escape(one.name), *numbers)
         console.print(table)
+    if most := history.most_zeros():
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in most.items())
+        console.print(f"most zeros: {shares}", markup=False)
     dead = history.dead()
     for steps in sorted(set(dead.values()), reverse=True):
         names = ", ".join(name for name, own in dead.items() if own == steps)

@@ -11,7 +11,7 @@ import copy
 import inspect
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from tritonclip import settings
 from tritonclip.backends import choose
 from tritonclip.clipping import Parameters
-from tritonclip.engine.arguments import LabelOf, join_names, labelled, needs_clip
+from tritonclip.engine.arguments import LabelOf, check_marks, join_names, labelled, needs_clip
 from tritonclip.engine.verify import (
     coefficient_of,
     norm_of,
@@ -138,12 +138,10 @@ class Comparison(NamesAttributes):
     backends: tuple[str, ...]
 
     def __str__(self) -> str:
-        rows = [_HEADS, *map(_cells, self.calls), _step_cells(self.step)]
-        widths = [max(len(row[i]) for row in rows[:-1]) for i in range(len(_HEADS))]
-        # The last cell of the last row goes on under all further columns.
-        for i, cell in enumerate(rows[-1][:-1]):
-            widths[i] = max(widths[i], len(cell))
-        lines = [self._about(), *(_aligned(row, widths) for row in rows), _LEGEND]
+        rows = [_HEADS, *map(_cells, self.calls)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines = [self._about(), *table, _share(self.step), _LEGEND]
         if any(call.ratio_hi > _STEADY * call.ratio_lo for call in self.calls):
             lines.append(_UNSTEADY)
         return "\n".join(lines)
@@ -154,19 +152,19 @@ class Comparison(NamesAttributes):
         n = torch.get_num_threads()
         threads = f" with {n} thread{'s' * (n > 1)}" if self.device.type == "cpu" else ""
         return (
-            f"{self.n_gradients:,} {_SOURCES[self.source]}: {self.n_elements:,} elements, "
+            f"{_SOURCES[self.source]}: {self.n_gradients:,} with {self.n_elements:,} elements, "
             f"{dtypes}\non {self.device}{threads}; tritonclip's backend: {', '.join(self.backends)}"
         )
 
 
 _HEADS = ("", "torch", "tritonclip", "ratio", "norm off by")
 _LEGEND = """\
-torch: the fastest of its variants. ratio: its time over tritonclip's, median and quartiles.
-norm off by: torch's norm and tritonclip's, relative to float64. Every element that tritonclip
-clipped was compared with float64, too."""
+torch: the fastest of its variants. ratio: torch's time over tritonclip's, median and
+quartiles. norm off by: torch's norm and tritonclip's, relative to float64. All elements
+of tritonclip's results were compared with float64, too."""
 _UNSTEADY = """\
-The quartiles of a ratio are far apart, because the machine does other work. Compare again when
-it is idle, or for longer (seconds)."""
+The quartiles of a ratio are far apart, because the machine does other work. Compare again
+when it is idle, or for longer (seconds)."""
 # Times that the upper quartile of a ratio may be over the lower one.
 _STEADY = 2.0
 
@@ -188,18 +186,17 @@ def _cells(call: CallTimes) -> tuple[str, ...]:
     )
 
 
-def _step_cells(step: StepTimes | None) -> tuple[str, ...]:
+def _share(step: StepTimes | None) -> str:
     name = "share of a training step"
     if step is None:
-        return name, "not measured; it needs a loss: compare(model, lambda model: ...)"
+        return f"{name}: not measured; it needs a loss: compare(model, lambda model: ...)"
     torchs = step.torch_share, step.torch_share_lo, step.torch_share_hi
     ours = step.tritonclip_share, step.tritonclip_share_lo, step.tritonclip_share_hi
     shares = ["{:.1%} ({:.1%} to {:.1%})".format(*three) for three in (torchs, ours)]
-    return name, *shares, f"beside {_time(step.step_us)} of forward, backward and AdamW"
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(map(str.ljust, row, widths)).rstrip()
+    return (
+        f"{name}: torch {shares[0]}, tritonclip {shares[1]},\n"
+        f"beside {_time(step.step_us)} of forward, backward and AdamW"
+    )
 
 
 def _time(us: float) -> str:
@@ -304,19 +301,17 @@ class _Copies:
     """Copies of gradients, each in the `.grad` of a tensor of its own.
 
     Args:
-        parameters: the gradients are of; their memory is shared, and never written.
         fresh: the gradients, which are never written.
         label_of: names the i-th.
     """
 
-    def __init__(
-        self, parameters: Iterable[Tensor], fresh: list[Tensor], label_of: LabelOf
-    ) -> None:
+    def __init__(self, fresh: list[Tensor], label_of: LabelOf) -> None:
         self.fresh, self.label_of = fresh, label_of
         self.device = fresh[0].device
         self.norm = total_of([norm_of(b, 2.0) for f in fresh for b in _blocks(f)], 2.0)
         self._check()
-        self.parameters = [p.detach().requires_grad_() for p in parameters]
+        # Nothing reads or writes the tensors that have the gradients: they need no memory.
+        self.parameters = [f.detach().requires_grad_() for f in fresh]
         self.grads = [f.clone() for f in fresh]
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
             parameter.grad = grad
@@ -328,12 +323,14 @@ class _Copies:
                 "compare measures gradients on one device, got "
                 f"{', '.join(sorted(map(str, devices)))}; expected the parameters of one of them"
             )
-        if not math.isfinite(self.norm):
+        self.dtype = torch.float64 if any(map(_is_double, self.fresh)) else torch.float32
+        if not self.norm < torch.finfo(self.dtype).max / 100:
             bad = [i for i, f in enumerate(self.fresh) if not bool(f.isfinite().all())]
-            names = join_names([self.label_of(i) for i in bad])
+            got = f"NaN or inf in {join_names([self.label_of(i) for i in bad])}"
             raise ValueError(
-                f"gradients must be finite, got NaN or inf in {names}; expected those of a step "
-                "that trains"
+                f"gradients must be finite, and their norm within the range of {self.dtype}, got "
+                f"{got if bad else f'a norm of {self.norm:.3g}'}; expected those of a step that "
+                "trains"
             )
         if self.norm == 0:
             raise ValueError(
@@ -356,6 +353,10 @@ class _Copies:
         return min(3 * self.norm / math.sqrt(n_elements), largest / 2)
 
 
+def _is_double(x: Tensor) -> bool:
+    return x.dtype in (torch.float64, torch.complex128)
+
+
 def _blocks(x: Tensor) -> Sequence[Tensor]:
     blocks: Sequence[Tensor] = x.reshape(-1).split(_BLOCK)
     return blocks
@@ -373,7 +374,7 @@ def _present_or_random(model: Parameters) -> tuple[_Copies, Source]:
             "model that is trained, and set requires_grad before"
         )
     parameters = [_plain(items[i], label_of(i)) for i in positions]
-    return _Copies(parameters, _random(parameters), lambda i: label_of(positions[i])), "random"
+    return _Copies(_random(parameters), lambda i: label_of(positions[i])), "random"
 
 
 def _present(items: Sequence[Tensor], label_of: LabelOf) -> _Copies | None:
@@ -381,9 +382,8 @@ def _present(items: Sequence[Tensor], label_of: LabelOf) -> _Copies | None:
     positions = _positions(items, lambda parameter: parameter.grad is not None)
     if not positions:
         return None
-    parameters = [items[i] for i in positions]
-    fresh = [_plain(p.grad, label_of(i)) for i, p in zip(positions, parameters, strict=True)]
-    return _Copies(parameters, fresh, lambda i: label_of(positions[i]))
+    fresh = [_plain(items[i].grad, label_of(i)) for i in positions]
+    return _Copies(fresh, lambda i: label_of(positions[i]))
 
 
 def _positions(items: Sequence[Tensor], is_asked: Callable[[Tensor], bool]) -> list[int]:
@@ -421,6 +421,8 @@ def _plain(x: Tensor | None, name: str) -> Tensor:
 
 
 def _copied(model: Module) -> Module:
+    # Notes marks of need_clip, which the copies of parameters have then, too.
+    check_marks(model)
     try:
         return copy.deepcopy(model)
     except Exception as error:
@@ -462,7 +464,10 @@ class _Steps:
         loss.backward()
         copies = _present(*labelled(self._model))
         if copies is None:
-            raise ValueError("every parameter that the loss depends on has need_clip = False")
+            raise ValueError(
+                "every parameter that the loss depends on has need_clip = False; expected one that "
+                "is clipped"
+            )
         self._model.zero_grad()
         return copies
 
@@ -614,11 +619,11 @@ def _error(norm: Tensor | None, copies: _Copies) -> float | None:
 
 def _check_clip(case: _Case, copies: _Copies, limit: float, norm: Tensor | None) -> None:
     """Raises VerificationError where a clip differs from float64."""
-    is_double = all(f.dtype in (torch.float64, torch.complex128) for f in copies.fresh)
-    tolerance = 1e-12 if is_double else 1e-6
-    mismatches = []
-    error = _error(norm, copies)
-    if norm is not None and not (error is not None and error <= tolerance):
+    tolerance = 1e-12 if all(map(_is_double, copies.fresh)) else 1e-6
+    info, mismatches = torch.finfo(copies.dtype), []
+    # Below the least normal number, a norm is right to one unit in the last place.
+    allowed = tolerance * copies.norm + info.smallest_normal * info.eps
+    if norm is not None and not abs(float(norm) - copies.norm) <= allowed:
         mismatches.append(f"norm: got {float(norm)!r}, expected {copies.norm!r}")
     bound = limit if case.by_value else math.inf
     multiplier = 1.0 if case.by_value else coefficient_of(copies.norm, limit, _EPS)

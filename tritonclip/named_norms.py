@@ -1,11 +1,11 @@
-"""`norms_by_name`: the norm of each parameter's gradient, or of each group of them."""
+"""Norms and statistics of each parameter's gradient, or of each group of them, by name."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,16 +13,18 @@ from torch import Tensor
 from tritonclip.backends.native import combine_numbers
 from tritonclip.backends.operators import wide_dtype
 from tritonclip.clipping import Parameters
-from tritonclip.distributed.execute import is_reduced, measure_by
+from tritonclip.distributed.execute import is_reduced, measure_by, measure_statistics
 from tritonclip.distributed.gradients import ERRORS, collect
 from tritonclip.engine import verify
 from tritonclip.engine.arguments import labelled, needs_clip
 from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.norms import Norms
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.messages import warn_user
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import ClipByNorm
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
+from tritonclip.rules.state import upload
 
 N = TypeVar("N", float, Tensor)
 
@@ -87,6 +89,66 @@ def norms_by_name(
     return named.by_name(named.measure(p, scale), p)
 
 
+class GradientStatistics(NamedTuple):
+    """Numbers of one gradient, 0-d, floating-point.
+
+    Attributes:
+        norm: the 2-norm.
+        largest: the largest magnitude.
+        zeros: the share of elements that are 0.
+    """
+
+    norm: Tensor
+    largest: Tensor
+    zeros: Tensor
+
+
+@torch.compiler.disable
+@without_grad
+def statistics_by_name(
+    parameters: Parameters,
+    *,
+    group_of: Callable[[str], str] | None = None,
+    grad_scale: float | Tensor | None = None,
+) -> dict[str, GradientStatistics]:
+    """Measures norm, largest magnitude and share of zeros of each gradient; changes nothing.
+
+    A share of zeros that grows while training in float16 shows that elements underflow: the loss
+    scale is too small. All 1 is a dead gradient. Call it *before* clipping. It reads all gradients
+    once, in one launch for each device and dtype on a GPU, and waits for nothing.
+
+    Args:
+        parameters: as for :func:`norms_by_name`.
+        group_of: the group of a name, as there.
+        grad_scale: the loss scale that the gradients still carry, as for :func:`clip_`.
+
+    Returns:
+        `norm`, `largest` and `zeros` by name, in order; 0-d, with dtype and device as for
+        :func:`clip_`. Where there is no gradient, norm and largest are 0 and zeros is 1.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as for :func:`norms_by_name`.
+
+    Notes:
+        NaN counts as no zero, and makes norm and largest NaN. Magnitudes of complex gradients are
+        moduli. PyTorch's operators, complex gradients, and shards of several processes take a
+        reading for each of the three.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1, bias=False)
+        >>> model(torch.tensor([3.0, 0.0, 0.0, -4.0])).backward()
+        >>> statistics_by_name(model)["weight"]
+        GradientStatistics(norm=tensor(5.), largest=tensor(4.), zeros=tensor(0.5000))
+    """
+    refuse_tracer()
+    scale = as_grad_scale(grad_scale)
+    named = NamedNorms(parameters, group_of)
+    columns = named.statistics_by_name(named.measure_statistics(scale))
+    return dict(
+        zip(named.names, map(GradientStatistics, *(own.values() for own in columns)), strict=True)
+    )
+
+
 class NamedNorms:
     """The gradients whose norms have names.
 
@@ -106,17 +168,23 @@ class NamedNorms:
     def __init__(
         self, parameters: Parameters, group_of: Callable[[str], str] | None = None
     ) -> None:
+        # By parameter, so that a group counts one that has two names in it once; None where every
+        # name has one gradient, in order.
+        self._members: dict[str, dict[int, Tensor]] | None = None
         if isinstance(parameters, FlatGradients):
             self.gradients, named = parameters.gradients(per_gradient=True), list(parameters)
             self._measured = [parameter for _, parameter in named]
         else:
             items, label_of = labelled(parameters)
-            named = [(label_of(i), item) for i, item in enumerate(items) if is_measured(item)]
             self.gradients = collect(items, label_of)
             positions = self.gradients.positions()
+            if positions is None and group_of is None:
+                self.names, self._measured = list(map(label_of, range(len(items)))), items
+                if len(set(self.names)) == len(items):
+                    return
+            named = [(label_of(i), item) for i, item in enumerate(items) if is_measured(item)]
             self._measured = items if positions is None else [items[i] for i in positions]
-        # By parameter, so that a group counts one that has two names in it once.
-        self._members: dict[str, dict[int, Tensor]] = {}
+        self._members = {}
         try:
             for name, parameter in named:
                 self._members.setdefault(_group(name, group_of), {})[id(parameter)] = parameter
@@ -126,20 +194,65 @@ class NamedNorms:
 
     def measure(self, p: float, grad_scale: float | Tensor | None) -> Tensor:
         """The p-norm of each gradient, 1-d; raises an error of this process, or of others."""
+        self._warn()
+        return _measured(self.gradients, p, 1.0 if grad_scale is None else grad_scale)
+
+    def measure_statistics(self, grad_scale: float | Tensor | None) -> Sequence[Norms]:
+        """Norms of each gradient of order 2, inf and 0, none of no gradients; raises likewise."""
+        self._warn()
         gradients, scale = self.gradients, 1.0 if grad_scale is None else grad_scale
-        if gradients.plan is None and (text := gradients.warning()):
+        if gradients.plan is None:
+            return ()
+        expected = verify.Expectation(gradients) if gradients.plan.verifying else None
+        measured = measure_statistics(gradients, scale)
+        if expected is not None and not is_reduced(gradients):
+            for norms in measured:
+                expected.check_norms(norms.norm_type, scale, norms.total())
+        return measured
+
+    def _warn(self) -> None:
+        if self.gradients.plan is None and (text := self.gradients.warning()):
             warn_user(text)
-        return _measured(gradients, p, scale)
 
     def by_name(self, norms: Tensor, p: float) -> dict[str, Tensor]:
         """The p-norms by name, from those of each gradient."""
-        return self._by_name(norms, lambda own: _combined(own, p, norms))
+        # Without Python code of Tensor.__iter__.
+        return self._by_name(norms.unbind(), lambda own: _combined(own, p, norms))
+
+    def statistics_by_name(self, measured: Sequence[Norms]) -> list[dict[str, Tensor]]:
+        """Norms, largest magnitudes and shares of zeros by name, from what was measured."""
+        if not measured:
+            nothing = torch.zeros(0, dtype=torch.float32, device=self.gradients.device)
+            columns = [self.by_name(nothing, 2.0) for _ in range(3)]
+            columns[2] = {name: zero + 1 for name, zero in columns[2].items()}
+            return columns
+        norms, largest, nonzeros = measured
+        totals = norms.total()
+        return [
+            self.by_name(totals, 2.0),
+            self.by_name(largest.total(), math.inf),
+            self._zeros_by_name(nonzeros, totals.dtype),
+        ]
+
+    def _zeros_by_name(self, nonzeros: Norms, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The share of zeros by name; elements of no gradient are zeros."""
+        if self._members is None:
+            zeros = torch.as_tensor(nonzeros.zeros(), dtype=dtype, device=nonzeros.device)
+            return dict(zip(self.names, zeros.unbind(), strict=True))
+        counts = nonzeros.nonzeros()
+        sizes = [sum(map(Tensor.numel, own.values())) for own in self._members.values()]
+        divisors = upload([max(1, size) for size in sizes], counts.dtype, counts.device)
+        by_name = self.by_name(counts, 0.0)
+        shares = 1 - torch.stack(list(by_name.values())) / divisors
+        return dict(zip(by_name, shares.to(dtype).unbind(), strict=True))
 
     def numbers_by_name(self, norms: list[float], p: float) -> dict[str, float]:
         """As `by_name`, where the host decides."""
         return self._by_name(norms, lambda own: combine_numbers(own, p) if own else 0.0)
 
     def _by_name(self, norms: Iterable[N], combined: Callable[[list[N]], N]) -> dict[str, N]:
+        if self._members is None:
+            return dict(zip(self.names, norms, strict=True))
         norm_of = dict(zip(map(id, self._measured), norms, strict=True))
         by_name = {}
         for name, members in self._members.items():
@@ -187,6 +300,8 @@ def _combined(norms: list[Tensor], p: float, like: Tensor) -> Tensor:
     if len(norms) < 2:
         return norms[0] if norms else like.new_zeros(())
     stacked = torch.stack(norms).to(wide_dtype(like.device))
+    if p == 0:
+        return stacked.sum().to(like.dtype)
     largest = stacked.max()
     if p == math.inf:
         return largest.to(like.dtype)

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
 import reference
 import torch
 from processes import in_processes
-from spread import assert_same_everywhere, collectives_of, mesh_of, whole
+from spread import (
+    assert_same_everywhere,
+    collectives_of,
+    local,
+    mesh_of,
+    parameter,
+    whole,
+    with_partial,
+)
 from torch import distributed as dist
+from torch.distributed.tensor import Partial, Replicate, Shard
 from transformer import Transformer, loss_of, shard, tokens
 
 import tritonclip
+from tritonclip.monitor.history import read
 
 
 @in_processes(2, 4)
@@ -28,3 +43,49 @@ def test_norms_by_name_are_of_whole_gradients() -> None:
     torch.testing.assert_close(
         found.double(), torch.tensor([*expected.values()], dtype=torch.float64), rtol=1e-6, atol=0
     )
+
+
+@in_processes(2, 4)
+def test_statistics_are_of_whole_gradients() -> None:
+    """Zeros are counted and magnitudes compared over all shards; padding counts as nothing."""
+    mesh = mesh_of(-1)
+    parameters: dict[str, Any] = {
+        "uneven": parameter((5, 3), mesh, [Shard(0)], seed=1),
+        "scarce": parameter((1, 4), mesh, [Shard(0)], seed=2),
+        "copied": parameter((6,), mesh, [Replicate()], seed=3),
+        "double": parameter((7,), mesh, [Shard(0)], seed=4, dtype=torch.float64),
+        "missing": parameter((3,), mesh, [Shard(0)]),
+    }
+    for own in parameters.values():
+        pieces = local(own.grad)
+        pieces[pieces.abs() < 0.5] = 0.0
+    parameters["missing"].grad = None
+    parts = parameters["parts"] = parameter((6,), mesh, [Replicate()])
+    with_partial(parts, [Partial()])
+    local(parts.grad)[2:4] = 0.0
+    wholes = {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None}
+    wholes["missing"] = torch.zeros(3)
+    expected = [
+        (float(grad.double().norm()), float(grad.abs().max()), float((grad == 0).double().mean()))
+        for grad in map(wholes.__getitem__, parameters)
+    ]
+
+    del parameters["parts"]
+    found, count = collectives_of(lambda: tritonclip.statistics_by_name(parameters.items()))
+    assert count == 2
+    parameters["parts"] = parts
+    found |= tritonclip.statistics_by_name([("parts", parts)])
+    numbers = [[*map(float, found[name])] for name in parameters]
+    torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected), rtol=1e-6, atol=0)
+    assert_same_everywhere(torch.tensor(numbers))
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.csv")
+        with tritonclip.record(path, each=True, statistics=True, write=True) as recorder:
+            sgd = torch.optim.SGD([*parameters.items()], lr=0.1)
+            tritonclip.ClippedOptimizer(sgd, 0.1, recorder=recorder).step()
+        history = read(path)
+    for name, own in zip(parameters, expected, strict=True):
+        kinds = (history.named_norms, history.named_largest, history.named_zeros)
+        recorded = [float(kind[name]) for kind in kinds]
+        assert recorded == pytest.approx(own, rel=1e-6)

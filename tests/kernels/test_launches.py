@@ -133,15 +133,21 @@ def test_accumulate_launches_twice_for_every_dtype(device, launches):
     assert names(launches) == [*GLOBAL, "norm_kernel", "add_kernel"]
 
 
+@pytest.mark.parametrize("statistics", [False, True])
 @pytest.mark.parametrize(("rule", "expected"), [RULES[0], RULES[3], RULES[5]])
-def test_norms_by_name_of_a_step_read_no_gradient_again(tmp_path, device, launches, rule, expected):
+def test_norms_by_name_of_a_step_read_no_gradient_again(
+    tmp_path, device, launches, rule, expected, statistics
+):
     """The norm of all and that of each, for the recorder, are put together from partial norms."""
     params = parameters(of_sizes((9, CHUNK + 1, 0), torch.float32, device))
-    with tritonclip.record(tmp_path / "run.csv", each=True) as recorder:
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path, each=True, statistics=statistics) as recorder:
         optimizer = torch.optim.SGD(params, lr=0.1)
         tritonclip.ClippedOptimizer(optimizer, rule, recorder=recorder).step()
     total = "scale_kernel" if rule.norm_type == 2.0 and not rule.per_gradient else EACH[1]
-    assert names(launches) == ["norm_kernel", total, "scale_each_kernel", expected[-1]]
+    # Largest magnitudes and nonzeros take one each.
+    each = ["scale_each_kernel"] * (3 if statistics else 1)
+    assert names(launches) == ["norm_kernel", total, *each, expected[-1]]
 
 
 STATES = [

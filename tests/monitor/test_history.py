@@ -179,8 +179,23 @@ def test_largest_orders_names_by_median_and_leaves_out_dead_ones(write):
         "6,9,,6,nan,0,nan\n"
     )
     largest = read(write("a.csv", text)).largest()
-    assert largest == [("b", 6.0, 7.0, 5), ("a", 2.0, 3.0, 5), ("spike", 1.0, 900.0, 4)]
+    expected = [("b", 6.0, 7.0, 5), ("a", 2.0, 3.0, 5), ("spike", 1.0, 900.0, 4)]
+    assert largest == [(*one, None, None) for one in expected]
     assert read(write("a.csv", text)).largest(2) == largest[:2]
+
+
+def test_largest_names_have_the_statistics_that_were_recorded(write):
+    text = (
+        "norm,norm/a,norm/b,norm/group0,largest/a,largest/b,largest/group0,zeros/a,zeros/b\n"
+        "9,1,5,2,0.5,4,,0.25,0\n"
+        "9,1,5,2,nan,inf,,0.75,0\n"
+        "9,1,5,2,0.75,3,,0.5,0\n"
+    )
+    history = read(write("a.csv", text))
+    found = [(one.name, one.magnitude, one.zeros) for one in history.largest()]
+    assert found == [("b", 4.0, 0.0), ("group0", None, None), ("a", 0.75, 0.5)]
+    assert history.runs[0].largest() == history.largest()
+    assert history.most_zeros() == {"a": 0.5}
 
 
 def test_dead_names_count_the_steps_since_their_last_norm(write):

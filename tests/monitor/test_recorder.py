@@ -246,6 +246,59 @@ def test_a_recorder_that_another_replaced_says_so(path):
         first.add_(1.0)
 
 
+@pytest.mark.parametrize("every", [1, 7, 100])
+def test_spike_score_is_that_of_the_rows_that_were_written(path, every):
+    generator = torch.Generator().manual_seed(0)
+    norms = (1 + torch.rand(400, generator=generator)).tolist()
+    norms[150] = norms[300] = 9.0
+    for at, bad in ((5, float("nan")), (200, float("inf")), (250, 0.0)):
+        norms[at] = bad
+    with tritonclip.record(path, every=every) as recorder:
+        for step, norm in enumerate(norms, start=1):
+            recorder.add_(torch.tensor(norm, dtype=torch.float64))
+            if step == 128:
+                recorder.flush()
+                assert recorder.spike_score != recorder.spike_score
+    assert recorder.spike_score == read(path).spike_score == 2 / 397
+
+
+def test_spike_score_is_unknown_where_nothing_is_written(path):
+    recorder = tritonclip.record(path, write=False)
+    for _ in range(200):
+        recorder.add_(1.0)
+    recorder.close()
+    assert recorder.spike_score != recorder.spike_score
+
+
+def test_statistics_are_added_to_the_norm_of_each(path):
+    with pytest.raises(TypeError, match="statistics must be True or False"):
+        tritonclip.record(path, each=True, statistics=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pass each=True as well"):
+        tritonclip.record(path, statistics=True)
+
+
+def test_statistics_are_unknown_where_a_loop_adds_norms(path):
+    with tritonclip.record(path, each=True, statistics=True) as recorder:
+        recorder.add_(5.0, norms={"a": 4.0, "b": 3.0})
+    columns = "norm/a,norm/b,largest/a,largest/b,zeros/a,zeros/b"
+    assert path.read_text().splitlines() == [
+        f"step,norm,coefficient,limit,skipped,{columns}",
+        "1,5.0,,,,4.0,3.0,,,,",
+    ]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_file_keeps_its_columns_of_statistics(path, before):
+    with tritonclip.record(path, each=True, statistics=before) as recorder:
+        recorder.add_(5.0, norms={"a": 4.0})
+    other = tritonclip.record(path, each=True, statistics=not before, append=True)
+    with pytest.raises(ValueError, match=rf"norms of a, and .*record\(\.\.\., statistics={before}"):
+        other.add_(5.0, norms={"a": 4.0})
+    with tritonclip.record(path, each=True, statistics=before, append=True) as recorder:
+        recorder.add_(5.0, norms={"a": 4.0})
+        assert recorder.steps == 2
+
+
 @pytest.mark.parametrize("each", ["all", 2])
 def test_each_is_true_or_false(path, each):
     with pytest.raises(TypeError, match="each must be True or False"):

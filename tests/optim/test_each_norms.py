@@ -22,6 +22,7 @@ from tritonclip import (
     ClipByNorm,
     ClipByOwnHistory,
     ClipByQuantile,
+    ClipBySpectralNorm,
     ClipByUnitNorm,
     ClipByValue,
     ClippedOptimizer,
@@ -30,10 +31,14 @@ from tritonclip import (
 
 
 def rows_after(
-    path: Path, make: Callable[[Any], ClippedOptimizer], prepare: Sequence[Callable[[], object]]
+    path: Path,
+    make: Callable[[Any], ClippedOptimizer],
+    prepare: Sequence[Callable[[], object]],
+    *,
+    statistics: bool = False,
 ) -> list[dict[str, str]]:
     """The rows of steps, each after its preparation, of an optimizer that is given a recorder."""
-    with tritonclip.record(path, each=True) as recorder:
+    with tritonclip.record(path, each=True, statistics=statistics) as recorder:
         optimizer = make(recorder)
         for one in prepare:
             one()
@@ -49,28 +54,63 @@ def each_of(row: dict[str, str]) -> Tensor:
 
 
 def step_of(
-    tmp_path: Path, params: list[Tensor], rule: Any = 1.0, **options: Any
+    tmp_path: Path,
+    params: list[Tensor],
+    rule: Any = 1.0,
+    *,
+    statistics: bool = False,
+    **options: Any,
 ) -> dict[str, str]:
     """The row of one step with the gradients that are there."""
 
     def make(recorder: Any) -> ClippedOptimizer:
         return ClippedOptimizer(sgd(params), rule, recorder=recorder, **options)
 
-    (row,) = rows_after(tmp_path / "run.csv", make, [lambda: None])
+    (row,) = rows_after(tmp_path / "run.csv", make, [lambda: None], statistics=statistics)
     return row
+
+
+def statistics_of(row: dict[str, str]) -> list[tuple[float, ...]]:
+    """Norm, largest magnitude and share of zeros by name, in order; NaN where unknown."""
+    cells = [
+        [float(cell or "nan") for name, cell in row.items() if name.startswith(kind)]
+        for kind in ("norm/", "largest/", "zeros/")
+    ]
+    return [*zip(*cells, strict=True)]
+
+
+def assert_statistics(row: dict[str, str], grads: Sequence[Tensor]) -> None:
+    expected = [
+        (
+            reference.norms([grad])[0],
+            reference.norms([grad], math.inf)[0],
+            float((grad == 0).double().mean()) if grad.numel() else 1.0,
+        )
+        for grad in grads
+    ]
+    for found, own in zip(statistics_of(row), expected, strict=True):
+        assert found == pytest.approx(own, rel=1e-6)
+
+
+def some_zeros(params: Sequence[Tensor]) -> list[Tensor]:
+    """Gives gradients, some of whose elements are 0; copies of them."""
+    give_grads(params)
+    grad_of(params[0])[0] = 0.0
+    grad_of(params[1])[1:] = 0.0
+    return copies(map(grad_of, params))
 
 
 def count_readings(monkeypatch: pytest.MonkeyPatch, verbs: type[Any]) -> list[object]:
     """The batches that were measured from now on, once for each time."""
     readings: list[object] = []
-    for name in ("norm", "two_norms"):
+    for name in ("norm", "two_norms", "statistics"):
         real = getattr(verbs, name)
 
         def counted(batch: Any, *arguments: Any, real: Any = real, **options: Any) -> Any:
             readings.append(batch)
             before = len(readings)
             result = real(batch, *arguments, **options)
-            # The torch backend measures the norm of all by that of each.
+            # The torch backend measures the norm of all by that of each, and statistics one by one.
             del readings[before:]
             return result
 
@@ -100,6 +140,23 @@ def test_gradients_are_read_once(tmp_path, device, verbs, monkeypatch, rule, n):
     assert float(row["norm"]) == pytest.approx(
         reference.total_norm(grads, rule.norm_type if n == 2 else 2.0), rel=1e-6
     )
+
+
+@pytest.mark.parametrize(("rule", "n"), RULES)
+def test_statistics_come_from_the_same_reading(tmp_path, device, verbs, monkeypatch, rule, n):
+    params = new_params(device=device)
+    grads = some_zeros(params)
+    readings = count_readings(monkeypatch, verbs)
+    row = step_of(tmp_path, params, rule, statistics=True)
+    assert len(readings) == n
+    assert_statistics(row, grads)
+
+
+@pytest.mark.parametrize("rule", [ClipByUnitNorm(0.5), ClipBySpectralNorm(0.5)], ids=str)
+def test_statistics_beside_rules_of_other_norms(tmp_path, device, rule):
+    params = new_params(device=device)
+    grads = some_zeros(params)
+    assert_statistics(step_of(tmp_path, params, rule, statistics=True), grads)
 
 
 def test_units_give_the_norm_of_each(tmp_path, device):
@@ -149,12 +206,14 @@ def test_norms_that_are_not_finite_stay_with_their_gradient(tmp_path, device, va
     assert math.isnan(bad) if math.isnan(value) else bad == math.inf
 
 
-def test_recording_changes_no_bit_of_a_step(tmp_path, backend, device):
+@pytest.mark.parametrize("statistics", [False, True])
+def test_recording_changes_no_bit_of_a_step(tmp_path, backend, device, statistics):
     if backend.name == "torch":
         pytest.skip("the torch backend adds up the norms of all gradients in another order")
     sizes = (3, CHUNK + 1, 5 * CHUNK)
     trained = []
-    for recorder in (None, tritonclip.record(tmp_path / "run.csv", each=True)):
+    path = tmp_path / "run.csv"
+    for recorder in (None, tritonclip.record(path, each=True, statistics=statistics)):
         params = parameters([normal(n, device=device, seed=n) for n in sizes])
         optimizer = ClippedOptimizer(sgd(params), 0.1, recorder=recorder)
         optimizer.step()
@@ -162,10 +221,11 @@ def test_recording_changes_no_bit_of_a_step(tmp_path, backend, device):
     assert_bits(*trained)
 
 
-def test_nothing_waits_for_the_device():
+@pytest.mark.parametrize("statistics", [False, True])
+def test_nothing_waits_for_the_device(statistics):
     """Parameters whose values nobody can read: whoever asks for one gets a RuntimeError."""
     params = parameters([torch.empty(n, device="meta") for n in (3, 9000)])
-    recorder = tritonclip.record("run.csv", each=True, write=False)
+    recorder = tritonclip.record("run.csv", each=True, statistics=statistics, write=False)
     optimizer = ClippedOptimizer(sgd(params), 1.0, recorder=recorder)
     for _ in range(2):
         optimizer.step()
@@ -189,6 +249,40 @@ def test_every_group_has_its_norms(tmp_path, device):
     found = {name: float(row[f"norm/param_groups[{name}]['params'][0]"]) for name in range(3)}
     assert list(found.values()) == pytest.approx(reference.norms(grads), rel=1e-6)
     assert float(row["norm/group1"]) == pytest.approx(found[1], rel=1e-6)
+
+
+def test_statistics_of_groups_and_of_parameters_that_are_not_clipped(tmp_path, device):
+    params = new_params(device=device)
+    grads = some_zeros(params)
+
+    def make(recorder):
+        return ClippedOptimizer(SGD(groups_of(params), lr=0.1), 1.0, recorder=recorder)
+
+    (row,) = rows_after(tmp_path / "run.csv", make, [lambda: None], statistics=True)
+    # The norm of a rule has none.
+    assert (row["largest/group1"], row["zeros/group1"]) == ("", "")
+    assert_statistics({k: cell for k, cell in row.items() if "group1" not in k}, grads)
+
+
+def test_statistics_where_a_gradient_is_missing_or_unscaled(tmp_path, device):
+    params = new_params(device=device)
+    some_zeros(params)
+    params[0].grad = None
+    grads = copies(map(grad_of, params[1:]))
+
+    def scaled() -> None:
+        for param, grad in zip(params[1:], grads, strict=True):
+            param.grad = grad.to(device) * 8
+        optimizer.grad_scale = torch.tensor(8.0, device=device)
+
+    with tritonclip.record(tmp_path / "run.csv", each=True, statistics=True) as recorder:
+        optimizer = ClippedOptimizer(SGD(params, lr=0.1, fused=True), 1e9, recorder=recorder)
+        scaled()
+        optimizer.step()
+    with (tmp_path / "run.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    assert statistics_of(row)[0] == (0.0, 0.0, 1.0)
+    assert_statistics(row, [torch.zeros(3), *grads])
 
 
 def test_parameters_without_a_gradient_or_to_be_left_out(tmp_path, device):
@@ -268,6 +362,16 @@ def test_gradients_in_buffers_are_read_once(tmp_path, device, verbs, monkeypatch
     coefficient = 0.5 / (reference.total_norm(grads) + 1e-6)
     for param, grad in zip(params, grads, strict=True):
         torch.testing.assert_close(grad_of(param).cpu(), grad * coefficient)
+
+
+def test_gradients_in_buffers_have_statistics(tmp_path, device):
+    params = new_params(device=device)
+    flat = FlatGradients([("a", params[0]), ("b", params[1]), ("c", params[2])])
+    for seed, param in enumerate(params):
+        grad_of(param).copy_(normal(param.shape, seed=seed))
+    grad_of(params[1])[1:] = 0.0
+    grads = copies(map(grad_of, params))
+    assert_statistics(step_of(tmp_path, params, 0.5, flat=flat, statistics=True), grads)
 
 
 @pytest.mark.parametrize("policy", ["error", "skip", "zero"])

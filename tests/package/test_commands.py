@@ -6,6 +6,7 @@ import random
 import sys
 
 import pytest
+import torch
 from workers import python
 
 import tritonclip
@@ -105,6 +106,27 @@ def test_suggest_prints_the_largest_gradients_and_names_dead_ones(tmp_path, caps
     assert printed.endswith("0 in the last 40 steps: dead\n0 in the last step: late\n")
     assert main(["plot", str(path), "--out", str(tmp_path / "run.svg")]) == 0
     assert "body[0]" in (tmp_path / "run.svg").read_text()
+
+
+def test_suggest_prints_the_statistics_that_were_recorded(tmp_path, capsys):
+    path = tmp_path / "run.csv"
+    model = torch.nn.Linear(4, 2)
+    with tritonclip.record(path, each=True, statistics=True) as recorder:
+        sgd = torch.optim.SGD(model.named_parameters(), lr=0.0)
+        optimizer = tritonclip.ClippedOptimizer(sgd, 1.0, recorder=recorder)
+        for step in range(40):
+            for size, param in enumerate(model.parameters(), start=1):
+                param.grad = torch.full_like(param, size + step % 7)
+            assert model.weight.grad is not None
+            model.weight.grad[:, : 2 + step % 2] = 0.0
+            optimizer.step()
+    assert main(["suggest", str(path)]) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split("│")[1:-1] for line in printed.splitlines() if line.startswith("│ weight")]
+    assert [cell.strip() for cell in rows[0]][-2:] == ["7", "62.5%"]
+    assert printed.endswith("most zeros: weight 62.5%\n")
+    assert main(["plot", str(path), "--out", str(tmp_path / "run.svg")]) == 0
+    assert "62% zeros" in (tmp_path / "run.svg").read_text()
 
 
 def test_suggest_leaves_out_the_warmup_that_is_given(path, capsys):

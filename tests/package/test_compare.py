@@ -73,17 +73,17 @@ def test_compare_prints_three_calls_and_the_share_of_a_step(tmp_path):
     target = ("mymodule:with_loss", "--seconds", "0.1")
     done = python("-m", "tritonclip", "compare", *target, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("2 gradients of the loss: 10 elements, float32\non cpu")
+    assert done.stdout.startswith("gradients of the loss: 2 with 10 elements, float32\non cpu")
     for row in ("by global norm, clipped", "by global norm, unclipped", "by value"):
         assert f"\n{row} " in done.stdout
-    assert "beside" in done.stdout.partition("share of a training step")[2].splitlines()[0]
+    assert "\nshare of a training step: torch " in done.stdout
 
 
 @pytest.mark.parametrize("name", ["make_model", "Net", "Group.model"])
 def test_compare_takes_functions_classes_and_modules(run, name):
     status, printed = run(f"mymodule:{name}")
     assert status == 0, printed.err
-    assert "2 random gradients, because the model has none" in printed.out
+    assert "random gradients, because the model has none: 2 with" in printed.out
 
 
 def test_compare_casts_and_moves_the_model(run):

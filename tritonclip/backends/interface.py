@@ -70,6 +70,15 @@ class Batch(Protocol):
             Partial norms as `norm` returns them, without and with `per_gradient`.
         """
 
+    def statistics(self) -> tuple[PartialNorms, PartialNorms, PartialNorms, PartialNorms]:
+        """Measures 2-norms, and of each gradient the largest magnitude and the nonzeros.
+
+        By one reading, but in PyTorch's operators.
+
+        Returns:
+            As `two_norms`; then partial norms of order inf and 0, as with `per_gradient`.
+        """
+
     def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms of all groups, 0-d."""
 

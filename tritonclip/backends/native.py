@@ -36,7 +36,7 @@ from tritonclip.backends.operators import (
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Of the functions and their arguments, as in `native/module.c`: a binary may be older.
-INTERFACE = 10
+INTERFACE = 11
 
 _MODULE = "tritonclip.backends._native"
 
@@ -178,7 +178,15 @@ class NativeBatch:
 
     def two_norms(self) -> tuple[PartialNorms, PartialNorms]:
         """Measures the 2-norms of all gradients, as `norm` does, and of each."""
-        total, each = loops.two_norms(*self._list)
+        return self._two_norms(*loops.two_norms(*self._list))
+
+    def statistics(self) -> tuple[PartialNorms, PartialNorms, PartialNorms, PartialNorms]:
+        """Measures 2-norms, as `two_norms`, and norms of each gradient of order inf and 0."""
+        total, each, largest, counts = loops.statistics(*self._list)
+        return *self._two_norms(total, each), largest, counts
+
+    def _two_norms(self, total: float, each: list[float]) -> tuple[list[float], list[float]]:
+        """The 2-norms of all gradients and of each as partial norms."""
         norms = [total]
         if self.layout.is_double:
             self._measure_extremes_(each, per_gradient=True)

@@ -97,6 +97,11 @@ class TorchBatch:
         norms = self.norm(2.0, per_gradient=True)
         return norms, norms
 
+    def statistics(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Measures 2-norms, and norms of each gradient of order inf and 0: a reading for each."""
+        largest, counts = (self.norm(p, per_gradient=True) for p in (math.inf, 0.0))
+        return *self.two_norms(), largest, counts
+
     def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms, 0-d."""
         norm = combine(as_tensor(norms), norm_type)

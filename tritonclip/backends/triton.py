@@ -73,26 +73,36 @@ class TritonBatch:
 
     def two_norms(self) -> tuple[Tensor, Tensor]:
         """Measures the 2-norms of all gradients, as `norm` does to the bit, and of each."""
-        return self._measure(2.0, whole=True, each=True)
+        norms, each, _, _ = self._measure(2.0, whole=True, each=True)
+        return norms, each
 
-    def _measure(self, norm_type: float, *, whole: bool, each: bool) -> tuple[Any, Any]:
-        """Partial norms by one launch: one a program, one a chunk, or both; else None."""
+    def statistics(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Measures 2-norms, as `two_norms`, and norms of each gradient of order inf and 0."""
+        return self._measure(2.0, whole=True, each=True, statistics=True)
+
+    def _measure(
+        self, norm_type: float, *, whole: bool, each: bool, statistics: bool = False
+    ) -> tuple[Any, Any, Any, Any]:
+        """Partial norms by one launch: one a program, and one a chunk of three orders; or None."""
         table = self._table
         programs, device = table.programs[OCCUPANCY_3X80], table.device
         norms = torch.empty(programs, dtype=torch.float64, device=device) if whole else None
-        own = torch.empty(table.n_chunks, dtype=torch.float64, device=device) if each else None
+        by_chunk = [
+            torch.empty(table.n_chunks, dtype=torch.float64, device=device) if wanted else None
+            for wanted in (each, statistics, statistics)
+        ]
         launch.launch(
             norm.norm_kernel,
             device,
             programs,
             OCCUPANCY_3X80,
-            (*table.arguments, norms, own, table.n_chunks),
+            (*table.arguments, norms, *by_chunk, table.n_chunks),
             DTYPE=launch.TL_DTYPES[table.dtype],
             P=norm_type,
             CHUNK=CHUNK,
             BLOCK=norm.block_of(table.dtype.itemsize, norm_type),
         )
-        return norms, own
+        return norms, *by_chunk  # type: ignore[return-value]  # one for each order
 
     def total(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms, 0-d."""

@@ -40,8 +40,9 @@ from tritonclip.engine import checks, execute
 from tritonclip.engine.arguments import LabelOf, needs_clip
 from tritonclip.engine.checks import REMEDY, TORCH_REMEDY, raise_if_nonfinite
 from tritonclip.engine.gradients import Gradients, parameters_of
-from tritonclip.engine.norms import Norms
+from tritonclip.engine.norms import EACH_ORDERS, Norms
 from tritonclip.engine.norms import measure_by as measure_whole_by
+from tritonclip.engine.norms import measure_each as measure_whole_each
 from tritonclip.engine.units import Units, weight_of
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import ClipByNorm, Rule
@@ -65,6 +66,10 @@ class ReducedNorms(Norms):
         assert plan is not None
         norm = unscaled(self.reduced, self.norm_type, self.grad_scale).to(plan.dtype)
         return norm if self.per_gradient else norm.reshape(())
+
+    def nonzeros(self) -> Tensor:
+        """Norms of order 0 of each gradient here, of all shards."""
+        return self.own(self.reduced)
 
     def without_scale(self) -> Norms:
         """The same norms, for a write that leaves the loss scale in the gradients."""
@@ -283,6 +288,18 @@ def measure_by(
     (measured,) = run_exchanges([exchange(gradients, rule, grad_scale)])
     _raise_error(gradients, names_culprits=names_culprits)
     return measured
+
+
+def measure_statistics(gradients: Gradients, grad_scale: float | Tensor = 1.0) -> tuple[Norms, ...]:
+    """Measures the norm of each gradient of order 2, inf and 0: shards once for each order."""
+    if not is_reduced(gradients):
+        return measure_whole_each(gradients, grad_scale, statistics=True)[1:]
+    rules = [ClipByNorm(math.inf, p) for p in EACH_ORDERS]
+    if gradients.error is not None and not is_awaited(gradients, rules[0]):
+        raise gradients.error
+    measured = run_exchanges([exchange(gradients, rule, grad_scale) for rule in rules])
+    _raise_error(gradients, names_culprits=False)
+    return tuple(measured)
 
 
 def exchange(

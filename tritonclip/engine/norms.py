@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -104,6 +105,22 @@ class Norms:
                 for batch, partials in zip(self.batches, self.partials, strict=True)
             ]
         )
+
+    def nonzeros(self) -> Tensor:
+        """Norms of order 0 of each gradient here, exactly: wide, 1-d."""
+        counts = zip(self.batches, self.partials, strict=True)
+        return self.in_order([batch.norms_each(own, 0.0) for batch, own in counts])
+
+    def zeros(self) -> list[float] | Tensor:
+        """The share of zeros in each gradient here, from norms of order 0; 1 without elements.
+
+        Numbers where the host decides, else 1-d.
+        """
+        counts, sizes = self.nonzeros(), self.own(self.sizes())
+        if not choose.host_decides(counts.device):
+            return 1 - counts / sizes.clamp(min=1)
+        pairs = zip(counts.tolist(), sizes.tolist(), strict=True)
+        return [1 - count / size if size else 1.0 for count, size in pairs]
 
     def without_scale(self) -> Norms:
         """The same norms, for a write that leaves the loss scale in the gradients."""
@@ -216,32 +233,54 @@ def measure(
     return _measure_groups(gradients, norm_type, per_gradient, grad_scale, by_gradient=by_gradient)
 
 
-def measure_two_norms(
-    gradients: Gradients, grad_scale: float | Tensor = 1.0
-) -> tuple[Norms, Norms]:
-    """Measures the 2-norms of a list that is not empty, of all and of each, by one reading."""
+# Orders of the norms of each gradient that `measure_each` gives.
+EACH_ORDERS = (2.0, math.inf, 0.0)
+
+
+def measure_each(
+    gradients: Gradients, grad_scale: float | Tensor = 1.0, *, statistics: bool = False
+) -> tuple[Norms, ...]:
+    """Measures the 2-norms of a list that is not empty, of all and of each, by one reading.
+
+    With `statistics` also norms of each of order inf and 0. Those of complex gradients, which are
+    no norms of pairs, take more readings.
+    """
     plan = gradients.plan
     assert plan is not None
     refuse_tracer()
     batches: list[Batch] = []
     partials: list[PartialNorms] = []
-    each: list[PartialNorms] = []
+    orders = EACH_ORDERS if statistics else EACH_ORDERS[:1]
+    each: list[tuple[PartialNorms, ...]] = []
+    # For orders other than 2, where elements are no pairs.
+    measuring: list[Batch] = []
     for group in plan.groups:
         tensors, addresses = gradients.readable, gradients.addresses
         if group.indices is not None:
             tensors, addresses = gradients.of_group(group.indices)
-        batch = group.layout.bind(tensors, addresses)
-        own, own_each = batch.two_norms()
+        batch = moduli = group.layout.bind(tensors, addresses)
+        if statistics and group.pairs:
+            layout = torch_layout(group.device)
+            layout.dtype = plan.dtype
+            moduli = layout.bind([moduli_of(tensor) for tensor in tensors], None)
+            own, *own_each = batch.two_norms()
+            own_each += [moduli.norm(p, per_gradient=True) for p in orders[1:]]
+        else:
+            own, *own_each = batch.statistics() if statistics else batch.two_norms()
         batches.append(batch)
+        measuring.append(moduli)
         partials.append(own)
-        each.append(own_each)
+        each.append(tuple(own_each))
     if len(partials) > 1:
         partials = _join(partials, [group.device for group in plan.groups])
-    kept = [(group.layout, own) for group, own in zip(plan.groups, each, strict=True)]
-    return (
-        Norms(batches, partials, 2.0, False, grad_scale, gradients, by_gradient=kept),
-        Norms(batches, each, 2.0, True, grad_scale, gradients),
-    )
+    kept = [(group.layout, own[0]) for group, own in zip(plan.groups, each, strict=True)]
+    whole = Norms(batches, partials, 2.0, False, grad_scale, gradients, by_gradient=kept)
+    of_each = [
+        Norms(batches if p == 2.0 else measuring, [*own], p, True, grad_scale, gradients)
+        for p, own in zip(orders, zip(*each, strict=True), strict=True)
+    ]
+    of_each[0].by_gradient = kept
+    return whole, *of_each
 
 
 @without_grad

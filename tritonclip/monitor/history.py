@@ -114,6 +114,8 @@ def _json_cell(cell: Cell) -> Cell:
 COLUMNS = ("step", "norm", "coefficient", "limit", "skipped")
 # Begins the columns of named norms, so that no name collides with those above.
 _PREFIX = "norm/"
+# The same, and of their largest magnitudes and shares of zeros, where these are recorded.
+_PREFIXES = (_PREFIX, "largest/", "zeros/")
 # The numbers of a step, by column.
 # A spike, as SpikeScore counts it: norms before it, and the distance from their mean in deviations.
 _SPIKE_WINDOW, _SPIKE_SIGMAS = 128, 6.0
@@ -129,12 +131,16 @@ class NamedNorm(NamedTuple):
         median: of the norms.
         largest: of the norms.
         step: of the largest.
+        magnitude: the largest of an element in all steps; None where unknown, as is zeros.
+        zeros: the median share of elements that are 0.
     """
 
     name: str
     median: float
     largest: float
     step: int
+    magnitude: float | None = None
+    zeros: float | None = None
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,8 @@ class History:
         limits: limits of the norm; NaN where unknown.
         skipped: 1 for steps that were skipped; NaN where unknown.
         named_norms: norms of groups or parameters, by name.
+        named_largest: their largest magnitudes, as far as they were recorded.
+        named_zeros: their shares of zeros; likewise.
         joins: positions at which a run begins after another one: where a recorder appended to the
             file without a checkpoint, or where the step numbers start again.
         replaced: the number of rows left out because a run resumed from an earlier step.
@@ -161,6 +169,8 @@ class History:
     named_norms: Mapping[str, Tensor] = field(default_factory=dict)
     joins: tuple[int, ...] = ()
     replaced: int = 0
+    named_largest: Mapping[str, Tensor] = field(default_factory=dict)
+    named_zeros: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -168,6 +178,10 @@ class History:
     @property
     def runs(self) -> tuple[History, ...]:
         """The runs, in order."""
+
+        def cut(columns: Mapping[str, Tensor], start: int, end: int) -> dict[str, Tensor]:
+            return {name: values[start:end] for name, values in columns.items()}
+
         return tuple(
             History(
                 self.steps[start:end],
@@ -175,8 +189,10 @@ class History:
                 self.coefficients[start:end],
                 self.limits[start:end],
                 self.skipped[start:end],
-                {name: norms[start:end] for name, norms in self.named_norms.items()},
+                cut(self.named_norms, start, end),
                 replaced=self.replaced,
+                named_largest=cut(self.named_largest, start, end),
+                named_zeros=cut(self.named_zeros, start, end),
             )
             for start, end in pairwise((0, *self.joins, len(self)))
         )
@@ -216,14 +232,7 @@ class History:
         counted = torch.zeros_like(self.norms, dtype=torch.bool)
         for start, end in pairwise((0, *self.joins, len(self))):
             (at,) = torch.where(self.norms[start:end].isfinite() & (self.norms[start:end] > 0))
-            if len(at) <= _SPIKE_WINDOW:
-                continue
-            norms = self.norms[start:end][at]
-            before = norms.unfold(0, _SPIKE_WINDOW, 1)[:-1]
-            mean = before.mean(1)
-            # Norms are right to 1e-6.
-            deviation = torch.maximum(before.std(1, correction=0), 1e-6 * mean)
-            over = norms[_SPIKE_WINDOW:] > mean + _SPIKE_SIGMAS * deviation
+            over = _over_six_sigma(self.norms[start:end][at])
             counted[start + at[_SPIKE_WINDOW:][over]] = True
         return counted
 
@@ -253,8 +262,22 @@ class History:
             if (norms[finite] > 0).any():
                 at = int(norms.where(finite, -1.0).argmax())
                 median, step = float(norms[finite].quantile(0.5)), int(self.steps[at])
-                found.append(NamedNorm(name, median, float(norms[at]), step))
+                magnitude = _quantile_of(self.named_largest.get(name), 1.0)
+                zeros = _quantile_of(self.named_zeros.get(name), 0.5)
+                found.append(NamedNorm(name, median, float(norms[at]), step, magnitude, zeros))
         return sorted(found, key=lambda one: (-one.median, -one.largest))[:n]
+
+    def most_zeros(self, n: int = 5) -> dict[str, float]:
+        """The names with the largest median shares of zeros, as far as these were recorded.
+
+        Without those that have no zeros, or nothing else.
+
+        Args:
+            n: the largest number of names.
+        """
+        medians = {name: _quantile_of(own, 0.5) for name, own in self.named_zeros.items()}
+        some = {name: share for name, share in medians.items() if share and share < 1}
+        return dict(sorted(some.items(), key=lambda one: -one[1])[:n])
 
     def dead(self) -> dict[str, int]:
         """The names whose norm is 0 at the last step, and for how many steps it has been.
@@ -270,13 +293,54 @@ class History:
         return counts
 
 
+def _over_six_sigma(norms: Tensor) -> Tensor:
+    """Which of the norms after the first 128 are spikes; of finite norms over 0, in order."""
+    if len(norms) <= _SPIKE_WINDOW:
+        return torch.zeros(0, dtype=torch.bool, device="cpu")
+    before = norms.unfold(0, _SPIKE_WINDOW, 1)[:-1]
+    mean = before.mean(1)
+    # Norms are right to 1e-6.
+    deviation = torch.maximum(before.std(1, correction=0), 1e-6 * mean)
+    return norms[_SPIKE_WINDOW:] > mean + _SPIKE_SIGMAS * deviation
+
+
+class SpikeCounter:
+    """Counts spikes as `History.spike_score` does, in the norms of one run as they come."""
+
+    def __init__(self) -> None:
+        # Norms at the end, which the next ones are compared with.
+        self._last: list[float] = []
+        self._n_spikes, self._n_norms = 0, 0
+
+    def add_(self, norms: Iterable[float | None]) -> None:
+        """Counts the next norms; those that are unknown, NaN, inf or 0 are left out."""
+        usable = [norm for norm in norms if norm is not None and 0 < norm < math.inf]
+        joined = [*self._last, *usable]
+        over = _over_six_sigma(torch.tensor(joined, dtype=torch.float64, device="cpu"))
+        self._n_spikes += sum(over.tolist())
+        self._n_norms += len(usable)
+        self._last = joined[-_SPIKE_WINDOW:]
+
+    @property
+    def score(self) -> float:
+        """The share of spikes; NaN before 129 norms."""
+        return self._n_spikes / self._n_norms if self._n_norms > _SPIKE_WINDOW else math.nan
+
+
+def _quantile_of(values: Tensor | None, q: float) -> float | None:
+    """A quantile of the numbers that are finite; None without any."""
+    finite = None if values is None else values[values.isfinite()]
+    return float(finite.quantile(q)) if finite is not None and len(finite) else None
+
+
 def read(path: str | os.PathLike[str]) -> History:
     """Reads a history file, written by a :class:`Recorder` or another program.
 
     Args:
         path: a .csv or .jsonl file with a column `norm`. The columns `step`, `coefficient`, `limit`
-            and `skipped` are optional, and so are named norms in columns `norm/<name>`. Other
-            columns are not read. Rows without a norm are left out.
+            and `skipped` are optional, and so are named norms in columns `norm/<name>`, with
+            `largest/<name>` and `zeros/<name>`. Other columns are not read. Rows without a norm are
+            left out.
 
     Returns:
         The steps in order. If step numbers repeat because a run resumed from an earlier checkpoint,
@@ -370,7 +434,7 @@ def _numbers(number: int, cells: dict[str, Cell]) -> _Row | None:
         raise ValueError(f"line {number}: expected a column 'norm', got columns {found}")
     if cells["norm"] is None:
         return None
-    wanted = [name for name in cells if name in COLUMNS or name.startswith(_PREFIX)]
+    wanted = [name for name in cells if name in COLUMNS or name.startswith(_PREFIXES)]
     row = {name: _number(number, name, cells[name]) for name in wanted}
     if row["norm"] < 0:
         raise ValueError(f"line {number}: expected norm 0 or more, got {row['norm']}")
@@ -400,6 +464,10 @@ def _history(runs: list[list[_Row]], replaced: int) -> History:
         values = [row.get(name, torch.nan) for row in rows]
         return torch.tensor(values, dtype=torch.float64, device="cpu")
 
+    named = [
+        {name.removeprefix(own): column(name) for name in names if name.startswith(own)}
+        for own in _PREFIXES
+    ]
     steps = column("step") if "step" in names else torch.arange(1, len(rows) + 1, device="cpu")
     return History(
         steps.long(),
@@ -407,9 +475,10 @@ def _history(runs: list[list[_Row]], replaced: int) -> History:
         column("coefficient"),
         column("limit"),
         column("skipped"),
-        {name.removeprefix(_PREFIX): column(name) for name in names if name.startswith(_PREFIX)},
+        named[0],
         tuple(accumulate(len(run) for run in runs[:-1])),
         replaced,
+        *named[1:],
     )
 
 
@@ -470,18 +539,26 @@ class HistoryFile:
             ) from None
         self._columns = tuple(rows[0])
 
-    def begin(self, names: Sequence[str]) -> None:
+    def begin(self, names: Sequence[str], *, statistics: bool = False) -> None:
         """Fixes the columns, at the first row.
 
         Args:
             names: of the named norms.
+            statistics: whether each name also has a largest magnitude and a share of zeros.
 
         Raises:
             ValueError: the file has other columns.
         """
-        columns = (*COLUMNS, *(_PREFIX + name for name in names))
+        kinds = _PREFIXES if statistics else _PREFIXES[:1]
+        columns = (*COLUMNS, *(kind + name for kind in kinds for name in names))
         if self._columns is not None and columns != self._columns:
-            had = [name.removeprefix(_PREFIX) for name in self._columns[len(COLUMNS) :]]
+            had = [c.removeprefix(_PREFIX) for c in self._columns if c.startswith(_PREFIX)]
+            if had == [*names]:
+                found = "no largest magnitudes and zeros" if statistics else "them as well"
+                raise ValueError(
+                    f"{self.path} has norms of {join_names(had)}, and {found}; expected the same "
+                    f"columns: record(..., statistics={not statistics}), or {_ANOTHER}"
+                )
             raise ValueError(
                 f"{self.path} has norms of {join_names(had)}; expected the same names, got "
                 f"{join_names(names)}: pass the same norms, or {_ANOTHER}"

@@ -332,14 +332,18 @@ def draw_largest(axes: Axes, history: History, largest: Sequence[NamedNorm]) -> 
     axes.plot(spikes, rows, ls="", marker="x", ms=4, color=CLIPPED, label="largest")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     axes.set_xscale("log")
-    axes.set_yticks(rows, [_shortened(one.name) for one in largest])
+    names = [_shortened(one.name) for one in largest]
+    for row, one in enumerate(largest):
+        if one.zeros is not None:
+            names[row] += f", {_percent(one.zeros)} zeros"
+    axes.set_yticks(rows, names)
     axes.set_ylim(len(largest) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
     axes.grid(axis="x")
     axes.set_xlabel("norms of the largest gradients")
     if dead := history.dead():
-        names = join_names([*map(_shortened, dead)])
-        axes.set_title(f"0 in the last step: {names}", fontsize=8, color=GREY, loc="left")
+        shown = join_names([*map(_shortened, dead)])
+        axes.set_title(f"0 in the last step: {shown}", fontsize=8, color=GREY, loc="left")
 
 
 def _shortened(name: str) -> str:

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from tritonclip.messages import ClippingWarning, warn_user
 from tritonclip.modes import refuse_tracer
-from tritonclip.monitor.history import COLUMNS, Cell, HistoryFile
+from tritonclip.monitor.history import COLUMNS, Cell, HistoryFile, SpikeCounter
 from tritonclip.monitor.row_buffer import Row, RowBuffer, Value
 
-_SKIPPED = COLUMNS.index("skipped")
+_NORM, _SKIPPED = COLUMNS.index("norm"), COLUMNS.index("skipped")
 # The last recorder of each file in this process, while it is alive.
 _open: weakref.WeakValueDictionary[Path, Recorder] = weakref.WeakValueDictionary()
 
@@ -30,6 +30,7 @@ def record(
     *,
     every: int = 100,
     each: bool = False,
+    statistics: bool = False,
     write: bool | None = None,
     append: bool | None = None,
 ) -> Recorder:
@@ -65,6 +66,8 @@ def record(
             gradients that no rule holds for, those of a rule with another `norm_type`, and shards
             of several processes. The optimizer knows the names if it was made from
             `model.named_parameters()`.
+        statistics: whether it also adds the largest magnitude and the share of zeros of these
+            gradients, from the same reading; with `each`. The torch backend reads for each of them.
         write: whether this process writes. None: only rank 0 writes, if torch.distributed is
             initialized at the first step. Other processes check their arguments and count steps.
         append: whether to append to a file that already has steps. The columns must be the same,
@@ -78,7 +81,8 @@ def record(
         FileNotFoundError: no such folder.
         FileExistsError: a file with steps, with append=False.
         TypeError: a `write` or an `append` of another kind.
-        ValueError: another ending, `every` below 1, or a file that no recorder wrote.
+        ValueError: another ending, `every` below 1, a file that no recorder wrote, or `statistics`
+            without `each`.
 
     Warns:
         ClippingWarning: a file with steps, without `append`.
@@ -88,11 +92,14 @@ def record(
         `add_` after each replay. Under torch.compile, `add_` breaks the graph.
 
         The columns are step, norm, coefficient, limit, skipped, and norm/<name> for each of
-        `norms`. Unknown values are empty (null in JSON Lines). A run that resumes from a checkpoint
-        loads `state_dict()`. Without it, rows are appended as another run: after a row that has
-        only a step, with step numbers that continue.
+        `norms`; with `statistics` also largest/<name> and zeros/<name>. Unknown values are empty
+        (null in JSON Lines). A run that resumes from a checkpoint loads `state_dict()`. Without it,
+        rows are appended as another run: after a row that has only a step, with step numbers that
+        continue.
     """
-    recorder = Recorder(path, every=every, each=each, write=write, append=append)
+    recorder = Recorder(
+        path, every=every, each=each, statistics=statistics, write=write, append=append
+    )
     if append is None and recorder.steps:
         warnings.warn(
             f"{recorder.path} has steps up to {recorder.steps}; new steps are appended. Pass "
@@ -126,6 +133,7 @@ class Recorder:
         path: of the file.
         every: the number of steps from flush to flush.
         each: whether a ClippedOptimizer adds the norm of every parameter.
+        statistics: whether it adds its largest magnitude and share of zeros, too.
         steps: the number of the last step, counted from 1 and through resumed runs.
     """
 
@@ -138,6 +146,7 @@ class Recorder:
         *,
         every: int = 100,
         each: bool = False,
+        statistics: bool = False,
         write: bool | None = None,
         append: bool | None = None,
     ) -> None:
@@ -148,7 +157,14 @@ class Recorder:
                 raise TypeError(f"{name} must be True, False or None, got {choice!r}")
         if not isinstance(each, bool):
             raise TypeError(f"each must be True or False, got {each!r}")
-        self.every, self.each = every, each
+        if not isinstance(statistics, bool):
+            raise TypeError(f"statistics must be True or False, got {statistics!r}")
+        if statistics and not each:
+            raise ValueError(
+                "statistics=True adds to the norm of each parameter, got each=False; "
+                "pass each=True as well"
+            )
+        self.every, self.each, self.statistics = every, each, statistics
         self._write = _rank_decides() if write is None else write
         # Absolute: the program may change its folder.
         self.path = Path(path).absolute()
@@ -192,6 +208,16 @@ class Recorder:
         """The names of `norms`, fixed by the first step; None before."""
         return self._names
 
+    @property
+    def spike_score(self) -> float:
+        """SpikeScore of the rows that this recorder wrote; see :func:`suggest_max_norm`.
+
+        The share of the steps whose norm is above the mean plus 6 standard deviations of the 128
+        norms before; NaN before 129 norms, and in a process that does not write. Rows are judged
+        when a flush writes them: nothing waits for the device, and the last rows may be missing.
+        """
+        return self._rows.spikes.score
+
     def prepare(self, names: tuple[str, ...]) -> None:
         """Checks that a step with norms of these names can be added; raises as `add_` does."""
         self._check_open()
@@ -202,8 +228,9 @@ class Recorder:
         """Adds a step that was prepared.
 
         Args:
-            row: checked values: norm, coefficient, limit, whether it was skipped, and the norms of
-                the names, of which a 1-d tensor has several.
+            row: checked values: norm, coefficient, limit, whether it was skipped, the norms of the
+                names and, with `statistics`, their largest magnitudes and their shares of zeros; a
+                1-d tensor has several.
 
         Raises:
             RuntimeError, OSError: as for `add_`.
@@ -264,6 +291,9 @@ class Recorder:
                 for name, value in named.items()
             ),
         ]
+        if self.statistics:
+            # Only a ClippedOptimizer knows them.
+            row += [None] * (2 * len(named))
         if (names := tuple(named)) != self._names:
             self._check_names(names)
         self.append_(row)
@@ -331,7 +361,7 @@ class Recorder:
                     f"norms must have names of one line, got {name!r}; rename the group"
                 )
         if self.writes:
-            self._rows.file.begin(names)
+            self._rows.file.begin(names, statistics=self.statistics)
         self._names = names
 
     def _check_open(self) -> None:
@@ -426,10 +456,11 @@ class _RowWriter:
     Attributes:
         file: of the recorder.
         process: the id of the process that writes; a fork does not.
+        spikes: of the rows that were written.
     """
 
     def __init__(self, file: HistoryFile, every: int) -> None:
-        self.file, self.process = file, os.getpid()
+        self.file, self.process, self.spikes = file, os.getpid(), SpikeCounter()
         self._buffer = RowBuffer(every)
         # On the host, and not yet written.
         self._arrived: list[Row] = []
@@ -446,4 +477,5 @@ class _RowWriter:
         self._arrived += self._buffer.take(wait=wait)
         if self._arrived:
             self.file.append(list(map(_cells_of, self._arrived)))
-            self._arrived = []
+            arrived, self._arrived = self._arrived, []
+            self.spikes.add_(row[_NORM] for row in arrived)

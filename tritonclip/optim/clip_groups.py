@@ -35,7 +35,7 @@ from tritonclip.engine.checks import (
     refuse_shared,
 )
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.norms import Norms, measure_by, measure_two_norms
+from tritonclip.engine.norms import Norms, measure_by, measure_each
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.flat.view_watch import zero_gradient_
@@ -57,6 +57,7 @@ _UNLIMITED = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
 _TWO_NORM = ClipByGlobalNorm(math.inf, eps=0.0)
 # Measures each gradient, and limits none.
 EACH = ClipByNorm(math.inf)
+_LARGEST_EACH, _NONZEROS_EACH = ClipByNorm(math.inf, math.inf), ClipByNorm(math.inf, 0.0)
 NONFINITE_REMEDY = (
     "Neither gradients nor parameters were changed. To go on, drop the gradients by zero_grad(), "
     "or set nonfinite to 'propagate', 'zero' or 'skip'"
@@ -78,6 +79,9 @@ class ClipGroup:
         two_norm: the 2-norm, where `norms` are of another order and one was requested.
         by_name: a recorder takes the norm of each gradient.
         each: the 2-norm of each gradient, where a recorder takes it.
+        with_statistics: the recorder also takes the next two.
+        largest_each: the largest magnitude of each gradient.
+        nonzeros_each: how many elements of each gradient are not 0, as its norm of order 0.
         bound_rule: the rule, bound to its state for one step, if its limit changes between steps.
     """
 
@@ -91,6 +95,9 @@ class ClipGroup:
     two_norm: Norms | None = None
     by_name: bool = False
     each: Norms | None = None
+    with_statistics: bool = False
+    largest_each: Norms | None = None
+    nonzeros_each: Norms | None = None
     bound_rule: BoundRule | None = None
 
     @property
@@ -109,17 +116,22 @@ class ClipGroup:
     ) -> None:
         """Measures the norms that a rule asks for, and keeps them as one of the attributes.
 
-        From the same reading come 2-norms of each gradient, if a recorder takes them. With
-        `by_gradient` the norms tell which gradients are finite.
+        From the same reading come the norms of each gradient that a recorder takes, but for norms
+        by unit beside statistics. With `by_gradient` the norms tell which gradients are finite.
         """
-        if not self.by_name or rule.norm_type != 2.0:
-            norms = measure_by(self.gradients, rule, grad_scale, by_gradient=by_gradient)
-        elif rule.per_gradient:
-            norms = self.each = measure_by(
-                self.gradients, rule, grad_scale, by_gradient=by_gradient
+        gradients, norms = self.gradients, None
+        takes_each = self.by_name and rule.norm_type == 2.0
+        if takes_each and (self.with_statistics or not rule.per_gradient):
+            whole, self.each, *others = measure_each(
+                gradients, grad_scale, statistics=self.with_statistics
             )
-        else:
-            norms, self.each = measure_two_norms(self.gradients, grad_scale)
+            if others:
+                self.largest_each, self.nonzeros_each = others
+            norms = self.each if rule.per_gradient else whole
+        if norms is None or rule.per_unit:
+            norms = measure_by(gradients, rule, grad_scale, by_gradient=by_gradient)
+            if takes_each:
+                self.each = norms
         setattr(self, field, norms)
 
     def norm(self) -> float | Tensor:
@@ -443,7 +455,12 @@ def requests(
             found.append(NormRequest(group, EACH, "each"))
         elif two_norm and not group.unclipped:
             found.append(NormRequest(group, _TWO_NORM, "two_norm"))
-    return found + [NormRequest(group, group.rule, "norms") for group in recorded]
+    for group in recorded:
+        found.append(NormRequest(group, group.rule, "norms"))
+        if group.with_statistics:
+            found.append(NormRequest(group, _LARGEST_EACH, "largest_each"))
+            found.append(NormRequest(group, _NONZEROS_EACH, "nonzeros_each"))
+    return found
 
 
 def hides_nonfinite(rule: Rule) -> bool:

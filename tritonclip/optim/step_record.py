@@ -1,7 +1,8 @@
 """The norms of a step for a recorder: of all gradients, of groups with a rule, of each parameter.
 
-The norm of each parameter comes from the reading that measures the clip groups. Others are read
-once more: gradients that no rule holds for, and shards of which other processes have more.
+The norm of each parameter, its largest magnitude and its share of zeros come from the reading that
+measures the clip groups. Others are read once more: gradients that no rule holds for, and shards of
+which other processes have more.
 """
 
 from __future__ import annotations
@@ -67,38 +68,64 @@ def _names_of_measured(group: ClipGroup, names: Sequence[str]) -> list[str]:
     return [name for name, p in zip(names, parameters, strict=True) if is_measured(p)]
 
 
-def _norms_by_name(group: ClipGroup, names: Sequence[str]) -> dict[str, float | Tensor]:
-    """The norms of a clip group's gradients by name.
+# Numbers of one kind by name: norms, largest magnitudes, or shares of zeros. Those of no gradient.
+_Column = dict[str, float | Tensor]
+_NOTHING = (0.0, 0.0, 1.0)
 
-    0 where there is no gradient; none for one that is an earlier one again.
+
+def _columns_by_name(group: ClipGroup, names: Sequence[str]) -> list[_Column]:
+    """Norms of a clip group's gradients by name, and statistics if a recorder takes them.
+
+    `_NOTHING` where there is no gradient; none for one that is an earlier one again.
     """
-    own: dict[str, float | Tensor] = {}
+    columns: list[_Column] = [{} for _ in range(3 if group.with_statistics else 1)]
     positions = group.gradients.positions()
     if positions is not None:
-        parameters = _parameters_in(group)
-        own = {
-            name: 0.0
-            for name, p in zip(names, parameters, strict=True)
+        absent = [
+            name
+            for name, p in zip(names, _parameters_in(group), strict=True)
             if is_measured(p) and p.grad is None
-        }
+        ]
+        columns = [dict.fromkeys(absent, nothing) for nothing in _NOTHING[: len(columns)]]
         names = [names[i] for i in positions]
+    for column, values in zip(columns, _values_of(group), strict=False):
+        numbers = chain.from_iterable(
+            value if isinstance(value, Tensor) else (value,) for value in values
+        )
+        column.update(zip(names, numbers, strict=True))
+    return columns
+
+
+def _values_of(group: ClipGroup) -> list[Sequence[float | Tensor]]:
+    """Each gradient's norm and statistics: numbers, or a tensor where the host does not decide."""
     if group.each is None:
-        return own
-    values = chain.from_iterable(
-        value if isinstance(value, Tensor) else (value,) for value in _values_of(group.each)
-    )
-    return own | dict(zip(names, values, strict=True))
+        return []
+    values = [_numbers_of(group.each)]
+    if group.largest_each is not None and group.nonzeros_each is not None:
+        values += [_numbers_of(group.largest_each), _shares_of_zeros(group.nonzeros_each)]
+    return values
 
 
-def _values_of(each: Norms) -> Sequence[float | Tensor]:
-    """The norm of each gradient: numbers, or one tensor of all where the host does not decide."""
+def _numbers_of(each: Norms) -> Sequence[float | Tensor]:
+    """The norm of each gradient."""
+    _verify(each)
+    numbers = each.numbers()
+    return numbers if isinstance(numbers, list) else [each.total()]
+
+
+def _shares_of_zeros(each: Norms) -> Sequence[float | Tensor]:
+    """The share of zeros in each gradient, from norms of order 0."""
+    _verify(each)
+    zeros = each.zeros()
+    return [zeros] if isinstance(zeros, Tensor) else zeros
+
+
+def _verify(each: Norms) -> None:
     plan = each.gradients.plan
     assert plan is not None
     if plan.verifying:
         expected = verify.Expectation(each.gradients)
         expected.check_norms(each.norm_type, each.grad_scale, each.total())
-    numbers = each.numbers()
-    return numbers if isinstance(numbers, list) else [each.total()]
 
 
 class StepRecord:
@@ -140,7 +167,8 @@ class StepRecord:
         self._is_whole = False
         # Gradients that are measured for the recorder alone.
         self._named: NamedNorms | None = None
-        # The norm of all, and those by name, in this order; a 1-d tensor has several of them.
+        # The norm of all, and those by name, in this order, and then, if the recorder takes them,
+        # largest magnitudes and shares of zeros; a 1-d tensor has several of them.
         self._norms: list[float | Tensor | None] = []
         self._order: tuple[str, ...] = ()
         if not recorder.each:
@@ -153,7 +181,7 @@ class StepRecord:
             if found is not None:
                 self._clipped, self._names = clipped, found
                 for group in clipped:
-                    group.by_name = True
+                    group.by_name, group.with_statistics = True, recorder.statistics
                 n_named, n = sum(map(len, found)), sum([len(group["params"]) for group in groups])
                 if flat is not None or n_named == n:
                     return
@@ -174,6 +202,7 @@ class StepRecord:
             self.refusal = error
             return
         recorded = ClipGroup(self._named.gradients, EACH, unclipped=True)
+        recorded.with_statistics = recorder.statistics
         if recorded.is_spread:
             self.clip_groups.append(recorded)
 
@@ -203,7 +232,8 @@ class StepRecord:
     def measure(self, clip_groups: Sequence[ClipGroup], grad_scale: float | Tensor) -> None:
         """Takes the norms of a step that is measured, and not written yet."""
         norm: float | Tensor | None = None
-        own: dict[str, float | Tensor] = {}
+        columns: list[_Column] = [{} for _ in range(3 if self._recorder.statistics else 1)]
+        own = columns[0]
         for group in clip_groups:
             if not group.has_norm:
                 continue
@@ -214,19 +244,35 @@ class StepRecord:
         if norm is None:
             # By value, and where every group has a rule, no rule of the wrapper measures a norm.
             norm, _ = global_norm_of(clip_groups, grad_scale)
-        if self._is_whole and (measured_each := self._clipped[0].each) is not None:
-            self._norms = [norm, *_values_of(measured_each)]
+        if self._is_whole and self._clipped[0].each is not None:
+            self._norms = [norm, *chain.from_iterable(_values_of(self._clipped[0]))]
             return
-        for group, names in zip(self._clipped, self._names, strict=True):
-            own |= _norms_by_name(group, names)
-        if (named := self._named) is not None:
-            measured = self.clip_groups[0].norms if self.clip_groups else None
-            each = named.measure(2.0, self._grad_scale) if measured is None else measured.total()
-            if choose.host_decides(each.device):
-                own |= named.numbers_by_name(each.tolist(), 2.0)
-            else:
-                own |= named.by_name(each, 2.0)
-        self._norms = [norm, *map(own.get, self._order)]
+        found = [
+            _columns_by_name(group, names)
+            for group, names in zip(self._clipped, self._names, strict=True)
+        ]
+        if self._named is not None:
+            found.append(self._columns_of_named(self._named))
+        for of_group in found:
+            for column, of_names in zip(columns, of_group, strict=True):
+                column |= of_names
+        self._norms = [norm, *(column.get(name) for column in columns for name in self._order)]
+
+    def _columns_of_named(self, named: NamedNorms) -> list[_Column]:
+        """Norms by name, and statistics, of gradients that are measured for the recorder alone."""
+        group = self.clip_groups[0] if self.clip_groups else None
+        measured = None if group is None else group.norms
+        if self._recorder.statistics:
+            statistics: Sequence[Norms] = ()
+            if group is None:
+                statistics = named.measure_statistics(self._grad_scale)
+            elif group.norms and group.largest_each and group.nonzeros_each:
+                statistics = (group.norms, group.largest_each, group.nonzeros_each)
+            return [{**column} for column in named.statistics_by_name(statistics)]
+        each = named.measure(2.0, self._grad_scale) if measured is None else measured.total()
+        if choose.host_decides(each.device):
+            return [{**named.numbers_by_name(each.tolist(), 2.0)}]
+        return [{**named.by_name(each, 2.0)}]
 
     def add_to(
         self, recorder: Recorder, outcomes: Outcomes | None, skipped: Tensor | bool | None
