@@ -80,6 +80,67 @@ def test_a_subclass_that_overrides_limit_is_asked(device):
     assert float(grad_of(weight).norm()) == pytest.approx(0.5)
 
 
+class Halving:
+    def limit(self, measured: Measured) -> Any:
+        return 0.5 * measured.norm()
+
+
+class LimitOne:
+    def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ones_like(norm), state
+
+
+def test_a_mixin_that_overrides_limit_is_asked(device):
+    class Half(Halving, ClipByGlobalNorm):
+        pass
+
+    weight = three_four(device)
+    tritonclip.clip_(weight, Half(100.0))
+    assert float(grad_of(weight).norm()) == pytest.approx(2.5)
+
+
+def test_a_mixin_that_overrides_advance_is_asked(device):
+    class One(LimitOne, tritonclip.ClipByZScore):
+        pass
+
+    weight = three_four(device)
+    tritonclip.clip_(weight, One(), state=ClipState())
+    assert float(grad_of(weight).norm()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("parent", "instead"),
+    [
+        (tritonclip.ClipByValue, "extend ClipByGlobalNorm or Rule instead"),
+        (tritonclip.ClipByOwnHistory, "override advance instead"),
+        (AdaptiveRule, "override advance instead"),
+    ],
+)
+def test_a_limit_that_nothing_would_ask_is_refused(parent, instead):
+    with pytest.raises(TypeError, match=f"Half overrides limit, .*{instead}"):
+        type("Half", (Halving, parent), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("eps", -10.0, ValueError, "eps must be 0 or more, got -10.0"),
+        ("eps", math.nan, ValueError, "eps must be 0 or more, got nan"),
+        ("eps", None, TypeError, "eps must be a number, got None"),
+        ("norm_type", "2", TypeError, "norm_type must be a number, got '2'"),
+        ("norm_type", -1.0, ValueError, "norm_type must be positive, 0, inf or -inf, got -1.0"),
+    ],
+)
+def test_a_wrong_order_or_eps_raises_at_the_first_use(name, value, error, message):
+    rule = type("Own", (Halving, Rule), {name: value})()
+    weight = three_four()
+    with pytest.raises(error, match=f"Own: {message}"):
+        tritonclip.clip_(weight, rule)
+    assert grad_of(weight).tolist() == [3.0, 4.0]
+    with pytest.raises(error, match=f"Own: {message}"):
+        ClippedOptimizer(torch.optim.SGD([weight], lr=0.1), rule)
+
+
 def test_a_subclass_is_refused_where_its_limit_would_not_be_asked():
     class Half(tritonclip.ClipByNorm):
         pass
@@ -123,7 +184,12 @@ WRONG = [
     pytest.param(_limiting(None), TypeError, "limit of Own must be a number", id="none"),
     pytest.param(_limiting("1"), TypeError, "limit of Own must be a number", id="text"),
     pytest.param(_limiting(-1.0), ValueError, "0 or more, got -1.0", id="negative"),
-    pytest.param(_limiting([1.0, 2.0]), ValueError, r"got shape \(2,\)", id="too-many"),
+    pytest.param(
+        _limiting([1.0, 2.0]),
+        ValueError,
+        r"or one element, got shape \(2,\); .* set per_gradient = True",
+        id="too-many",
+    ),
     pytest.param(_advancing(0.0, None), TypeError, r"such as \(0.0, 0.0\), got 0.0", id="start"),
     pytest.param(
         _advancing((0.0,), lambda state, norm: norm), TypeError, "two tensors", id="one-result"

@@ -160,10 +160,14 @@ def test_limits_may_have_gaps_or_be_one(device, make):
     )
 
 
-@pytest.mark.parametrize(("rule", "n"), [(GivenEach, 3), (Given, 1)], ids=["each", "global"])
-def test_limits_of_another_number_are_refused(device, rule, n):
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [(GivenEach, "one for each of 3 gradients"), (Given, "set per_gradient = True")],
+    ids=["each", "global"],
+)
+def test_limits_of_another_number_are_refused(device, rule, said):
     grads = of_sizes((5, 40, 3), torch.float32, device)
     before = copies(grads)
-    with pytest.raises(ValueError, match=f"one for each of {n} gradients"):
+    with pytest.raises(ValueError, match=said):
         clipped(grads, rule(torch.ones(2, device=device)))
     assert_bits(grads, before)

@@ -46,6 +46,7 @@ from tritonclip.engine.norms import measure_each as measure_whole_each
 from tritonclip.engine.units import Units, weight_of
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import ClipByNorm, Rule
+from tritonclip.rules.rule import check_norm
 
 
 @dataclass(slots=True)
@@ -307,6 +308,7 @@ def exchange(
 ) -> Exchange[ReducedNorms]:
     """As `measure_by`, with other exchanges; the caller raises the error of a rejected list."""
     assert isinstance(gradients, ShardedGradients)
+    check_norm(rule)
     if rule.per_unit:
         return _exchange_of_units(gradients, rule, grad_scale)
     return _exchange(

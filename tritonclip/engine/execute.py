@@ -401,7 +401,12 @@ def _checked_limit(rule: Rule, limit: float | list[float] | Tensor, norms: Norms
         raise ValueError(f"the limit of {rule.name} must be 0 or more, got {limit.min().item()}")
     if limit.numel() == 1:
         return limit.detach().reshape(())
-    if limit.shape != (norms.n_norms,) or not norms.per_gradient:
+    if not norms.per_gradient:
+        raise ValueError(
+            f"the limit of {rule.name} must be a number or one element, got shape "
+            f"{tuple(limit.shape)}; for a limit for each gradient, set per_gradient = True"
+        )
+    if limit.shape != (norms.n_norms,):
         raise ValueError(
             f"the limit of {rule.name} must be a number, one element, or one for each of "
             f"{norms.n_norms} gradients; got shape {tuple(limit.shape)}"

@@ -21,7 +21,7 @@ from tritonclip.engine.spectra import batches_of
 from tritonclip.engine.units import Units
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import Rule
-from tritonclip.rules.rule import Adaptive
+from tritonclip.rules.rule import Adaptive, check_norm
 from tritonclip.rules.state import upload
 
 
@@ -190,6 +190,7 @@ def measure_by(
     by_gradient: bool = False,
 ) -> Norms:
     """Measures the norms that a rule asks for."""
+    check_norm(rule)
     if rule.per_unit:
         return measure_units(gradients, rule, grad_scale)
     if rule.spectral:

@@ -7,6 +7,7 @@ docs/architecture.md lists the edits for one of these.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
@@ -14,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from tritonclip.rules.arguments import Schedule, as_number
+from tritonclip.rules.arguments import Schedule, as_eps, as_norm_type, as_number
 
 
 class Measured(Protocol):
@@ -60,6 +61,14 @@ class Measured(Protocol):
 
         Positions are None where every parameter has a gradient.
         """
+
+
+def _overrides(cls: type, method: str, form: str) -> bool:
+    """Whether the class that defines `method` comes before the one that defines `form`."""
+    defined = [
+        next(i for i, one in enumerate(cls.__mro__) if n in vars(one)) for n in (method, form)
+    ]
+    return defined[0] < defined[1]
 
 
 class Rule:
@@ -120,10 +129,20 @@ class Rule:
     bounds: Mapping[torch.dtype, tuple[float, float]]
 
     def __init_subclass__(cls) -> None:
-        """Drops the parent's `known_limit` where a subclass overrides `limit`."""
+        """Drops `known_limit` where a class or mixin overrides the `limit` that it stands for.
+
+        Raises:
+            TypeError: a `limit` that overrides that of a rule that clamps, which asks for none.
+        """
         super().__init_subclass__()
-        if "limit" in vars(cls) and "known_limit" not in vars(cls):
+        if _overrides(cls, "limit", "known_limit"):
             cls.known_limit = None
+        if cls.clamps is True and _overrides(cls, "limit", "clamps"):
+            raise TypeError(
+                f"{cls.__name__} overrides limit, but its parent clamps elements and asks for no "
+                "limit of a norm; extend ClipByGlobalNorm or Rule instead. Bounds that change are "
+                "functions of the step: ClipByValue(lambda step: ...)"
+            )
 
     def limit(self, measured: Measured) -> float | list[float] | Tensor:
         """The largest norm after clipping; gradients of a smaller norm are not changed.
@@ -204,15 +223,14 @@ class Adaptive:
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
-        """Drops the parent's other forms of `advance` where a subclass overrides it.
+        """Drops other forms of `advance` where a class or mixin overrides it.
 
         They would compute the parent's limit.
         """
         super().__init_subclass__()
-        if "advance" in vars(cls):
-            for name in ("in_kernel", "on_host", "advance_on_host"):
-                if name not in vars(cls):
-                    setattr(cls, name, getattr(Adaptive, name))
+        for name in ("in_kernel", "on_host", "advance_on_host"):
+            if _overrides(cls, "advance", name):
+                setattr(cls, name, getattr(Adaptive, name))
 
     def start(self) -> Sequence[float]:
         """The k numbers of the state before the first call, such as ``(0.0, 0.0)``."""
@@ -293,6 +311,19 @@ class AdaptiveRule(Adaptive, Rule):
 
     __slots__ = ()
 
+    def __init_subclass__(cls) -> None:
+        """Refuses a `limit`, which nothing would ask.
+
+        Raises:
+            TypeError: a class or mixin that overrides `limit`.
+        """
+        super().__init_subclass__()
+        if cls.limit is not AdaptiveRule.limit:
+            raise TypeError(
+                f"{cls.__name__} overrides limit, but the limit of an adaptive rule comes from "
+                "advance(self, state, norm); override advance instead"
+            )
+
     def limit(self, measured: Measured) -> Tensor:
         """Always raises: only a `BoundRule` knows the norms of earlier calls."""
         raise needs_state(self.name)
@@ -301,6 +332,23 @@ class AdaptiveRule(Adaptive, Rule):
     def fixed(self) -> bool:
         """Never."""
         return False
+
+
+def check_norm(rule: Rule) -> None:
+    """Checks `norm_type` and `eps`, which rules of users may set to anything.
+
+    Raises:
+        TypeError, ValueError: no number; or one that is out of range.
+    """
+    p, eps = rule.norm_type, rule.eps
+    # Every call that measures a norm passes here.
+    if type(p) is type(eps) is float and p >= 0 and 0 <= eps < math.inf:
+        return
+    try:
+        as_norm_type(as_number("norm_type", p))
+        as_eps(eps)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{rule.name}: {error}") from None
 
 
 def needs_state(name: str) -> ValueError:
