@@ -1,7 +1,7 @@
 """The command line: `python -m tritonclip`, installed as `tritonclip`.
 
-`doctor`, the default, and `compare` need nothing but the package. `suggest` and `plot` need the
-extra `monitor`, which they import when they run.
+`doctor`, the default, and `compare` need nothing but the package. The tables of `suggest` and the
+figure of `plot` need the extra `monitor`, which they import when they run.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(
             f"python -m tritonclip {chosen.command} needs {package}, which is not installed; "
-            'expected the extra: pip install "tritonclip[monitor]". Without it there is '
-            "python -m tritonclip doctor",
+            'expected the extra: pip install "tritonclip[monitor]". python -m tritonclip suggest '
+            "works without it",
             file=sys.stderr,
         )
         return 1
@@ -406,26 +406,31 @@ def _check_call(target: str, function: Callable[..., Any]) -> None:
 
 
 def suggest(file: Path, warmup: int | None, run: int | None) -> None:
-    """Prints candidates for max_norm, the suggestion and its reason."""
-    from rich.console import Console
-
+    """Prints the suggestion and its reason; where rich is installed, with tables."""
     from tritonclip.monitor.history import read
 
     history = read(file)
     suggestion = tritonclip.suggest_max_norm(history, warmup=warmup, run=run)
+    of_run = f" of run {suggestion.run}" if history.joins else ""
+    counted = f"{suggestion.steps} steps{of_run} after a warm-up of {suggestion.warmup}"
+    lines = [f"{counted}; {_left_out(suggestion)}.", suggestion.reason]
+    if not math.isnan(suggestion.spike_score):
+        lines.insert(1, f"SpikeScore: {suggestion.spike_score:.2%}")
+    limit = "none" if suggestion.max_norm is None else f"{suggestion.max_norm:g}"
+    only = ", if the limit has to be fixed" if suggestion.verdict == "drift" else ""
+    result = f"max_norm: {limit}{only}"
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        print(*lines, result, sep="\n")
+        print('For tables of candidates and of norms by name: pip install "tritonclip[monitor]"')
+        return
     # Lines wide enough for the table, where they do not end up in a terminal.
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     if suggestion.candidates:
         console.print(_table(suggestion))
-    of_run = f" of run {suggestion.run}" if history.joins else ""
-    counted = f"{suggestion.steps} steps{of_run} after a warm-up of {suggestion.warmup}"
-    console.print(f"{counted}; left out: {_left_out(suggestion)}.")
-    if not math.isnan(suggestion.spike_score):
-        console.print(f"SpikeScore: {suggestion.spike_score:.2%}")
-    console.print(suggestion.reason)
-    limit = "none" if suggestion.max_norm is None else f"{suggestion.max_norm:g}"
-    only = ", if the limit has to be fixed" if suggestion.verdict == "drift" else ""
-    console.print(f"max_norm: {limit}{only}", style="bold")
+    console.print("\n".join(lines))
+    console.print(result, style="bold")
     _print_largest(console, history.run(suggestion.run))
 
 
@@ -478,7 +483,8 @@ def _print_largest(console: Console, history: History) -> None:
 
 def _left_out(suggestion: Suggestion) -> str:
     counts = ((suggestion.nonfinite, "NaN or inf"), (suggestion.zeros, "0"))
-    return ", ".join(f"{n} that are {kind}" for n, kind in counts if n) or "none"
+    found = ", ".join(f"{n} that are {kind}" for n, kind in counts if n)
+    return f"left out: {found}" if found else "no norm is NaN, inf or 0"
 
 
 def plot(file: Path, out: Path | None, warmup: int | None, run: int | None) -> None:

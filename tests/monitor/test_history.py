@@ -208,6 +208,13 @@ def test_dead_names_count_the_steps_since_their_last_norm(write):
     assert read(write("a.csv", text)).dead() == {"always": 3, "lately": 1}
 
 
+def test_columns_of_other_programs_that_begin_like_statistics_are_not_read(write):
+    text = "norm,norm/a,zeros/a,zeros/b,largest/b\n9,1,0.5,many,huge\n"
+    history = read(write("a.csv", text))
+    assert [*history.named_zeros] == ["a"]
+    assert not history.named_largest
+
+
 def test_files_without_norms_by_name_have_no_largest_and_no_dead(write):
     history = read(write("a.csv", "norm\n0\n0\n"))
     assert history.largest() == []

@@ -262,6 +262,17 @@ def test_spike_score_is_that_of_the_rows_that_were_written(path, every):
     assert recorder.spike_score == read(path).spike_score == 2 / 397
 
 
+def test_spike_score_begins_anew_after_a_rollback(path):
+    with tritonclip.record(path) as recorder:
+        for step in range(250):
+            recorder.add_(1000.0 if step >= 150 and step % 2 else 1.0 + step % 7 / 10)
+        recorder.load_state_dict({"steps": 150})
+        for step in range(150):
+            recorder.add_(1.0 + step % 7 / 10)
+        recorder.flush()
+        assert recorder.spike_score == 0.0
+
+
 def test_spike_score_is_unknown_where_nothing_is_written(path):
     recorder = tritonclip.record(path, write=False)
     for _ in range(200):

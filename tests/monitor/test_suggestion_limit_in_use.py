@@ -69,6 +69,25 @@ def test_a_limit_in_use_is_not_to_stay_where_the_norm_drifts(tmp_path):
     assert "but does not follow the norm." in suggestion.reason
 
 
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (float("inf"), "No limit was in use: try also "),
+        (None, "If no limit was in use, try also "),
+    ],
+    ids=["inf", "unknown"],
+)
+def test_lower_limits_are_named_where_none_is_known(tmp_path, limit, said):
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path) as recorder:
+        for norm in norms_of(spikes=0.03):
+            recorder.add_(float(norm), limit=limit)
+    suggestion = tritonclip.suggest_max_norm(path)
+    max_norm = suggestion.max_norm
+    assert max_norm is not None
+    assert suggestion.reason.endswith(f" {said}{max_norm / 2:.2g} and {max_norm / 5:.2g}.")
+
+
 def test_limits_that_changed_are_no_candidates(tmp_path):
     path = tmp_path / "run.csv"
     with tritonclip.record(path) as recorder:

@@ -78,14 +78,18 @@ def test_suggest_names_a_limit_beside_drift_as_second_best(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("bad", "said"),
-    [([], "none"), (["nan"], "1 that are NaN or inf"), (["0", "0"], "2 that are 0")],
+    [
+        ([], "no norm is NaN, inf or 0"),
+        (["nan"], "left out: 1 that are NaN or inf"),
+        (["0", "0"], "left out: 2 that are 0"),
+    ],
     ids=["none", "nan", "zero"],
 )
 def test_suggest_counts_only_what_was_left_out(tmp_path, capsys, bad, said):
     path = tmp_path / "run.csv"
     path.write_text("\n".join(["norm", *bad, *(str(1 + i % 7) for i in range(40))]))
     assert main(["suggest", str(path)]) == 0
-    assert f"; left out: {said}.\n" in capsys.readouterr().out
+    assert f"; {said}.\n" in capsys.readouterr().out
 
 
 def test_suggest_prints_the_largest_gradients_and_names_dead_ones(tmp_path, capsys):
@@ -235,15 +239,23 @@ def test_commands_run_as_a_program(path):
     assert "expected a name that ends in .png or .svg" in failed.stderr
 
 
-@pytest.mark.parametrize(
-    ("package", "command"), [("matplotlib", "plot"), ("numpy", "plot"), ("rich", "suggest")]
-)
-def test_a_missing_extra_is_named_with_the_command_that_installs_it(package, command):
-    blocked = f"import sys; sys.modules[{package!r}] = None; sys.argv[1:] = [{command!r}, 'a.csv']"
+def test_suggest_prints_its_result_without_rich(path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    suggestion = tritonclip.suggest_max_norm(path)
+    assert main(["suggest", str(path)]) == 0
+    *_, reason, limit, remedy = capsys.readouterr().out.splitlines()
+    assert (reason, limit) == (suggestion.reason, f"max_norm: {suggestion.max_norm:g}")
+    assert remedy.endswith('pip install "tritonclip[monitor]"')
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "numpy"])
+def test_a_missing_extra_is_named_with_the_command_that_installs_it(package):
+    blocked = f"import sys; sys.modules[{package!r}] = None; sys.argv[1:] = ['plot', 'a.csv']"
     done = python("-c", f"{blocked}\nfrom tritonclip.cli import main\nsys.exit(main(sys.argv[1:]))")
     assert done.returncode == 1
     assert f"needs {package}, which is not installed" in done.stderr
     assert 'pip install "tritonclip[monitor]"' in done.stderr
+    assert "tritonclip suggest works without it" in done.stderr
     assert "Traceback" not in done.stderr
 
 

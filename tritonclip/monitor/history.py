@@ -434,7 +434,13 @@ def _numbers(number: int, cells: dict[str, Cell]) -> _Row | None:
         raise ValueError(f"line {number}: expected a column 'norm', got columns {found}")
     if cells["norm"] is None:
         return None
-    wanted = [name for name in cells if name in COLUMNS or name.startswith(_PREFIXES)]
+    # Columns of other programs may begin alike: one with a norm beside it is ours.
+    wanted = [
+        name
+        for name in cells
+        if name in COLUMNS
+        or (name.startswith(_PREFIXES) and _PREFIX + name.partition("/")[2] in cells)
+    ]
     row = {name: _number(number, name, cells[name]) for name in wanted}
     if row["norm"] < 0:
         raise ValueError(f"line {number}: expected norm 0 or more, got {row['norm']}")

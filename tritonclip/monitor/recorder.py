@@ -215,6 +215,7 @@ class Recorder:
         The share of the steps whose norm is above the mean plus 6 standard deviations of the 128
         norms before; NaN before 129 norms, and in a process that does not write. Rows are judged
         when a flush writes them: nothing waits for the device, and the last rows may be missing.
+        `load_state_dict` begins the score anew.
         """
         return self._rows.spikes.score
 
@@ -332,18 +333,22 @@ class Recorder:
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues after the step of a checkpoint.
+        """Continues after the step of a checkpoint; begins `spike_score` anew.
 
-        The file keeps the rows of later steps; of rows with the same step, readers take the last.
+        All rows so far are written first. The file keeps the rows of later steps; of rows with
+        the same step, readers take the last.
 
         Raises:
             ValueError: not the result of `state_dict`.
+            OSError, RuntimeError: as for `flush`.
         """
         steps = state.get("steps")
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
             raise ValueError(
                 f"expected the result of Recorder.state_dict(), {{'steps': number}}, got {state!r}"
             )
+        self._rows.flush()
+        self._rows.spikes = SpikeCounter()
         self.steps = steps
         self._rows.file.resumes = True
 

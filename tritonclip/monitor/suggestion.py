@@ -260,6 +260,8 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
     has_candidates = verdict not in ("clipped before", "constant")
     n_nonfinite = len(run) - n_finite
     reason += _on_limit_in_use(norms, verdict, in_use)
+    if recommended is not None and not len(limits):
+        reason += _on_no_limit(run, recommended)
     if is_of_other_norm:
         reason += (
             " The limits of the run are not of this norm: steps over them were not clipped, as "
@@ -473,6 +475,14 @@ def _on_limit_in_use(norms: Tensor, verdict: Verdict, in_use: float | None) -> s
     if share < _LEAST_SHARE:
         return f"{use}, less than the tail."
     return f"{use}, and may stay." if verdict == "clip" else f"{use}, but does not follow the norm."
+
+
+def _on_no_limit(run: History, recommended: float) -> str:
+    """A sentence for a run that is not known to have a limit; unclipped norms may be too large."""
+    lower = f"{_short(recommended / 2)} and {_short(recommended / 5)}"
+    if bool(run.limits.isinf().any()):
+        return f" No limit was in use: try also {lower}."
+    return f" If no limit was in use, try also {lower}."
 
 
 def _on_replaced(run: History) -> str:
