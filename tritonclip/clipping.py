@@ -107,8 +107,8 @@ def clip_(
     """Clips the gradients of parameters in place and returns their norm *before* clipping.
 
     Call it after `backward` and before `optimizer.step()`. Gradients within the limit stay bit for
-    bit as they are. The host does not wait for a GPU, except with nonfinite="error" and for
-    :class:`ClipBySpectralNorm`.
+    bit as they are; a norm within the rule's `eps` of the limit counts as over it. The host does
+    not wait for a GPU, except with nonfinite="error" and for :class:`ClipBySpectralNorm`.
 
     Example:
         >>> import torch, tritonclip
@@ -131,19 +131,21 @@ def clip_(
             over all shards.
         clip: the largest norm of all gradients together; or a rule, such as :class:`ClipByNorm` or
             :class:`ClipByValue`.
-        nonfinite: if a norm (for ClipByValue an element) is NaN or inf, "propagate" does as torch,
-            "error" raises and changes nothing, "zero" sets every gradient to 0.
+        nonfinite: if a norm (for ClipByValue an element) is NaN or inf, "propagate" behaves like
+            torch, "error" raises and changes nothing, "zero" sets every gradient to 0.
         grad_scale: the loss scale, a number or a one-element tensor. Gradients are divided by it in
             the same pass; norm and limit are of the divided gradients.
         state: a :class:`ClipState`, the same at every call, for a rule whose limit changes.
         process_group: a ProcessGroup or a DeviceMesh whose processes share one norm, where DTensors
             do not say so: pipeline stages and plain shards.
         copies: how many processes of `process_group` hold the same shard, by a mapping or a
-            function of the parameter; 0 where another process counts it.
+            function of the parameter, so that it counts once. Or 0: leave the shard out of the norm
+            here, because another process counts it.
 
     Returns:
         The norm, 0-d; the norm of each gradient, 1-d, for rules that have one for each; None for
-        ClipByValue. float64 where any gradient is, else float32; on the first gradient's device.
+        ClipByValue. float64 if any gradient is float64, else float32; on the first gradient's
+        device.
 
     Raises:
         TypeError: parameters, gradients or a rule of a kind that cannot be clipped.

@@ -63,26 +63,27 @@ _MATCHES = {
     "adaptive_clip_grad": "ClipByUnitNorm",
     "adaptive_grad_clip": "ClipByUnitNorm",
     "apply_if_finite": 'ClippedOptimizer(..., nonfinite="skip")',
-    "clip": "clip_, out of place functional.clip_by_value",
+    "clip": "clip_ (in place) or functional.clip_by_value (out of place)",
     "clip_by_average_norm": "functional.clip_by_average_norm",
-    "clip_by_block_rms": "ClipByRMS, out of place functional.clip_by_rms",
-    "clip_by_global_norm": "functional.clip_by_global_norm, in place clip_",
-    "clip_by_norm": "functional.clip_by_norm, in place clip_ with ClipByNorm",
-    "clip_by_rms": "functional.clip_by_rms, in place clip_ with ClipByRMS",
-    "clip_by_spectral_norm": "functional.clip_by_spectral_norm, in place clip_ with "
-    "ClipBySpectralNorm",
-    "clip_by_value": "functional.clip_by_value, in place clip_ with ClipByValue",
+    "clip_by_block_rms": "ClipByRMS (in place) or functional.clip_by_rms (out of place)",
+    "clip_by_global_norm": "functional.clip_by_global_norm (out of place) or clip_ (in place)",
+    "clip_by_norm": "functional.clip_by_norm (out of place) or clip_ with ClipByNorm (in place)",
+    "clip_by_rms": "functional.clip_by_rms (out of place) or clip_ with ClipByRMS (in place)",
+    "clip_by_spectral_norm": "functional.clip_by_spectral_norm (out of place) or clip_ with "
+    "ClipBySpectralNorm (in place)",
+    "clip_by_value": "functional.clip_by_value (out of place) or clip_ with ClipByValue (in place)",
     "clip_grad": "clip_",
     "clip_grad_norm": "clip_grad_norm_",
     "clip_grad_value": "clip_grad_value_",
     "clip_gradients": "clip_",
     "clip_grads_with_norm": "clip_grads_with_norm_",
     "dispatch_clip_grad": "clip_",
-    "spectral_hardcap": "functional.clip_by_spectral_norm, in place clip_ with ClipBySpectralNorm",
+    "spectral_hardcap": "functional.clip_by_spectral_norm (out of place) or clip_ with "
+    "ClipBySpectralNorm (in place)",
     "differentially_private_aggregate": "functional.clip_per_example, without its noise",
     "per_example_global_norm_clip": "functional.clip_per_example",
     "per_example_layer_norm_clip": "functional.clip_per_example, with per_layer=True",
-    "global_norm": "get_total_norm, differentiable functional.global_norm",
+    "global_norm": "get_total_norm, or functional.global_norm (differentiable)",
 }
 
 
@@ -107,10 +108,7 @@ def missing(module: ModuleType, name: str) -> AttributeError | ImportError:
         return AttributeError(
             f"module {module.__name__!r} has no attribute {name!r}", name=name, obj=module
         )
-    text = (
-        f"module {module.__name__!r} has no attribute {name!r}, which is called "
-        f"tritonclip.{match} here"
-    )
+    text = f"module {module.__name__!r} has no attribute {name!r}; here it is tritonclip.{match}"
     # `from module import name` replaces an AttributeError by its own, an ImportError it keeps.
     frame = sys._getframe(2)
     if opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM":

@@ -69,7 +69,7 @@ def norms_by_name(
             Norms are of the gradients divided by it.
 
     Returns:
-        Norms by name, in order; 0-d, float64 where any gradient is, else float32, on the first
+        Norms by name, in order; 0-d, float64 if any gradient is float64, else float32, on the first
         gradient's device. 0 where there is no gradient, so that the names are those of the step
         before.
 
@@ -114,8 +114,9 @@ def statistics_by_name(
     """Measures norm, largest magnitude and share of zeros of each gradient; changes nothing.
 
     A share of zeros that grows while training in float16 shows that elements underflow: the loss
-    scale is too small. All 1 is a dead gradient. Call it *before* clipping. It reads all gradients
-    once, in one launch for each device and dtype on a GPU, and waits for nothing.
+    scale is too small. A norm of 0 is a dead gradient; a share of 1 may be rounded. Call it
+    *before* clipping. It reads all gradients once, in one launch for each device and dtype on a
+    GPU, and waits for nothing.
 
     Args:
         parameters: as for :func:`norms_by_name`.

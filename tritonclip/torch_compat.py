@@ -75,7 +75,8 @@ def clip_grad_norm_(
         copies: how many processes hold the same shard of a parameter, as for :func:`clip_`.
 
     Returns:
-        The norm, 0-d; float64 where any gradient is, else float32; on the first gradient's device.
+        The norm, 0-d; float64 if any gradient is float64, else float32; on the first gradient's
+        device.
 
     Raises:
         TypeError, ValueError: an argument, or gradients, that :func:`clip_` refuses too.
@@ -175,7 +176,7 @@ def get_total_norm(
         copies: how many processes hold the same shard of a tensor, as for :func:`clip_`.
 
     Returns:
-        The norm, 0-d; float64 where any tensor is, else float32; on the first tensor's device.
+        The norm, 0-d; float64 if any tensor is float64, else float32; on the first tensor's device.
 
     Raises:
         TypeError, ValueError: tensors that have no norm, such as integer, nested and overlapping

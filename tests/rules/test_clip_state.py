@@ -347,3 +347,12 @@ def test_rows_of_another_shape_are_of_another_rule():
     state.load_state_dict(saved)
     with pytest.raises(ValueError, match="state"):
         tritonclip.clip_(weights, rule, state=state)
+
+
+def test_its_text_counts_calls():
+    state, weight = ClipState(), torch.nn.Parameter(torch.ones(2))
+    rule = tritonclip.ClipByGlobalNorm(lambda step: 1.0)
+    for expected in ("0 calls", "1 call", "2 calls"):
+        assert repr(state) == f"<ClipState of no norms after {expected}>"
+        weight.grad = torch.ones(2)
+        tritonclip.clip_(weight, rule, state=state)

@@ -82,7 +82,7 @@ class Plan:
         staged: indices of gradients that are read from a copy.
         views: gradients that verbs do not read in their shape.
         device: of results: the first gradient's.
-        dtype: of results: float64 where any gradient is, else float32.
+        dtype: of results: float64 if any gradient is float64, else float32.
         sparse: indices of sparse gradients, of which the values are clipped.
         pairs: complex gradients are among them.
         empty: no gradient has an element.

@@ -46,7 +46,7 @@ def global_norm(tensors: Any) -> Tensor:
             or sparse COO; dtypes and devices may mix.
 
     Returns:
-        A 0-d tensor on the first tensor's device; float64 where any tensor is, else float32. 0
+        A 0-d tensor on the first tensor's device; float64 if any tensor is float64, else float32. 0
         without any. Differentiable; the derivative at 0 is 0.
 
     Raises:

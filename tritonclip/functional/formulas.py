@@ -23,7 +23,7 @@ _WIDE = frozenset({torch.float64, torch.complex128})
 
 
 def result_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """The dtype of norms: float64 where any tensor is, else float32."""
+    """The dtype of norms: float64 if any tensor is float64, else float32."""
     narrow = _WIDE.isdisjoint({x.dtype for x in tensors})
     return torch.float32 if narrow else torch.float64
 

@@ -134,7 +134,7 @@ def clip_per_example(
 
     Returns:
         The same structure of tensors `[...]`, in the dtypes of the gradients; or `add_to`. And the
-        norms before clipping, `[B]`: float64 where any tensor is, else float32, on the first
+        norms before clipping, `[B]`: float64 if any tensor is float64, else float32, on the first
         tensor's device; with `per_layer` the same structure of them, each on its tensor's device.
 
     Raises:

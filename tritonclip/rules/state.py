@@ -310,7 +310,8 @@ class ClipState:
             self._values.copy_(values)
 
     def __repr__(self) -> str:
-        return f"<ClipState of {self._kind or 'no norms'} after {self._steps} calls>"
+        calls = "1 call" if self._steps == 1 else f"{self._steps} calls"
+        return f"<ClipState of {self._kind or 'no norms'} after {calls}>"
 
 
 def _other_parameter(position: int, known: Tensor, parameter: Tensor) -> ValueError:
