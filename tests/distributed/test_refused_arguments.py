@@ -21,7 +21,9 @@ from tritonclip import (
     ClippedOptimizer,
     ClipState,
     FlatGradients,
+    Rule,
 )
+from tritonclip.rules import Measured
 
 
 def _flat() -> tuple[nn.Module, FlatGradients]:
@@ -129,6 +131,23 @@ def test_clip_with_a_bad_argument_in_one_process_raises_everywhere(what: str) ->
         options = make()
     grads = [one.grad for one in named.values()]
     check_raises(lambda: tritonclip.clip_(named.items(), rule, **options), error, message, grads)
+
+
+class Own(Rule):
+    def limit(self, measured: Measured) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize(("name", "value"), [("eps", -1.0), ("norm_type", "2")])
+@in_processes(2)
+def test_clip_with_a_bad_rule_in_one_process_raises_everywhere(name: str, value: Any) -> None:
+    named = named_parameters()
+    rule = Own()
+    if is_first():
+        setattr(rule, name, value)
+    grads = [one.grad for one in named.values()]
+    error = TypeError if value == "2" else ValueError
+    check_raises(lambda: tritonclip.clip_(named.items(), rule), error, f"Own: {name}", grads)
 
 
 RULES = [ClipByQuantile(0.5, 4), ClipByOwnHistory()]

@@ -172,9 +172,13 @@ def clip_(
     """Clips a gradient list; `remedy` ends the message of nonfinite="error"."""
     if isinstance(gradients, ShardedGradients) and gradients.error is None:
         try:
+            check_norm(rule)
             check(gradients, rule)
         except ERRORS as error:
             gradients.reject_(error)
+            if type(rule.norm_type) is not float:
+                # Other processes wait for a norm of any order.
+                rule = ClipByNorm(math.inf) if rule.per_gradient else execute.unlimited(2.0)
     if not is_reduced(gradients):
         return execute.clip_(gradients, rule, nonfinite, grad_scale, remedy=remedy)
     return _clip_reduced_(gradients, rule, nonfinite, grad_scale, remedy)
@@ -308,7 +312,6 @@ def exchange(
 ) -> Exchange[ReducedNorms]:
     """As `measure_by`, with other exchanges; the caller raises the error of a rejected list."""
     assert isinstance(gradients, ShardedGradients)
-    check_norm(rule)
     if rule.per_unit:
         return _exchange_of_units(gradients, rule, grad_scale)
     return _exchange(
