@@ -73,7 +73,8 @@ pygments_dark_style = "a11y-high-contrast-dark"
 html_title = "tritonclip"
 html_favicon = "favicon.svg"
 html_static_path = ["_static"]
-html_css_files = ["titles.css"]
+html_css_files = ["site.css"]
+html_js_files = [("menu.js", {"defer": "defer"})]
 html_show_sourcelink = False
 # The API reference lists every name.
 html_use_index = False

@@ -98,7 +98,7 @@ def test_readme_gets_a_short_table_and_the_worst_case(place):
         "| 10,000 tiny |  |  | tie |",
     ]
     worst = "the worst 0.63x (GPT-2 124M, float32, by global norm, clipped)"
-    assert f"Over all 4 cases the median is 1.25x, {worst}, and 50% are below 1.0x." in text
+    assert f"Over all 4 cases the median is 1.25x, {worst}; 50% are below 1.0x." in text
 
 
 def test_readme_leaves_out_other_dtypes_workloads_and_rules(place):

@@ -143,7 +143,7 @@ def test_code_is_readable(browser: Any, address: str, scheme: str) -> None:
     ("word", "title"),
     [
         ("clip_grad_norm_", "clip_grad_norm_"),
-        ("FSDP2", "Several processes"),
+        ("FSDP2", "Distributed training"),
         ("NaN", "ClippedOptimizer"),
     ],
 )
