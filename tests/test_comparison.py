@@ -368,7 +368,8 @@ def test_both_clip_the_same_parameters_in_a_step(monkeypatch):
     assert sizes == {found.n_elements}
 
 
-def test_more_seconds_take_more_samples(monkeypatch):
+@pytest.mark.parametrize("loss", [None, loss_of], ids=["present", "loss"])
+def test_more_seconds_take_more_samples(monkeypatch, loss):
     """By a clock that goes on by 10 ms with each sample of a call."""
     n_taken = []
 
@@ -380,7 +381,7 @@ def test_more_seconds_take_more_samples(monkeypatch):
     monkeypatch.setattr(samples, "perf_counter_ns", lambda: len(n_taken) * 10_000_000)
     for seconds in (10, 100):
         n_taken.clear()
-        tritonclip.compare(trained(), seconds=seconds)
+        tritonclip.compare(trained(), loss, seconds=seconds)
         assert len(n_taken) == pytest.approx(100 * seconds, rel=0.1)
 
 
@@ -407,6 +408,8 @@ def test_a_loss_of_the_model_itself_is_refused_and_writes_no_gradient(also):
 
 def test_buffers_are_restored_when_a_loss_runs_the_model_itself():
     model = trained()
+    # Nothing can write to it.
+    model.register_buffer("expanded", torch.ones(1).expand(6))
     before = [buffer.tolist() for buffer in model.buffers()]
     tritonclip.compare(model, lambda copy: loss_of(copy) + loss_of(model).detach(), seconds=SHORT)
     assert [buffer.tolist() for buffer in model.buffers()] == before
