@@ -10,9 +10,10 @@ import pytest
 import torch
 from cases import grad_of
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import tritonclip
-from tritonclip import comparison
+from tritonclip import comparison, samples
 from tritonclip.backends.operators import TorchBatch
 from tritonclip.samples import Samples
 
@@ -41,7 +42,7 @@ X = torch.linspace(-1, 1, 48).view(8, 6)
 
 
 def loss_of(model: Any) -> Tensor:
-    loss: Tensor = model(X.to(model.unused.device)).square().mean()
+    loss: Tensor = model(X.to(model.unused)).square().mean()
     return loss
 
 
@@ -116,14 +117,16 @@ def test_compare_changes_nothing_when_a_loss_raises(error, at):
     assert state(model) == before
 
 
-def test_steps_do_not_move_the_copy():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_steps_do_not_move_the_copy(dtype):
+    """In float16, squares of gradients are 0, as the usual epsilon of AdamW."""
     losses = []
 
     def recorded(model):
         losses.append(loss_of(model.eval()))
         return losses[-1]
 
-    tritonclip.compare(trained(), recorded, seconds=SHORT)
+    tritonclip.compare(trained().to(dtype), recorded, seconds=SHORT)
     assert len(losses) > 10
     assert len({loss.item() for loss in losses}) == 1
 
@@ -227,7 +230,7 @@ def test_a_write_within_the_limit_is_an_error(monkeypatch):
 def test_clipped_calls_get_fresh_gradients_and_ratios_are_to_the_fastest_of_torch(monkeypatch):
     refilled = []
 
-    def interleaved(timed, device, *_):
+    def interleaved(timed, device, *_, **__):
         refilled.append([one.prepare is not None for one in timed])
         for one in timed:
             assert one.prepared()() == one.prepared()()
@@ -288,7 +291,10 @@ def test_an_answer_prints_its_numbers_and_what_the_share_needs():
     assert "idle" not in "".join(lines)
     noisy = str(comparison.Comparison((replace(calls[0], ratio_hi=9.0),), None, "present", *rest))
     assert "it needs a loss: compare(model, lambda model: ...)" in noisy
-    assert "Compare again\nwhen it is idle" in noisy
+    assert "\nCompare again when it is idle" in noisy
+    for name in ("torch_share_hi", "tritonclip_share_hi"):
+        shares = replace(step, **{name: 0.5})
+        assert "\nCompare again when" in str(comparison.Comparison(calls, shares, "loss", *rest))
 
 
 def sparse() -> torch.nn.Module:
@@ -346,6 +352,47 @@ def test_gradients_that_are_not_clipped_are_left_out_of_the_copy_too():
         tritonclip.compare(model, loss_of, seconds=SHORT)
 
 
+def test_both_clip_the_same_parameters_in_a_step(monkeypatch):
+    """torch does not know need_clip."""
+    model, real, sizes = trained(), torch.nn.utils.clip_grad_norm_, set()
+    model.norm.weight.need_clip = False  # type: ignore[attr-defined]
+
+    def recorded(parameters, *args, **kwargs):
+        parameters = list(parameters)
+        sizes.add(sum(p.numel() for p in parameters if p.grad is not None))
+        return real(parameters, *args, **kwargs)
+
+    recorded.__name__ = "clip_grad_norm_"
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", recorded)
+    found = tritonclip.compare(model, loss_of, seconds=SHORT)
+    assert sizes == {found.n_elements}
+
+
+@pytest.mark.parametrize("loss", [None, loss_of], ids=["present", "loss"])
+def test_more_seconds_take_more_samples(monkeypatch, loss):
+    """By a clock that goes on by 10 ms with each sample of a call."""
+    n_taken = []
+
+    def sample(timed, device, n_calls=1):
+        n_taken.append(n_calls)
+        return 1.0, 1.0
+
+    monkeypatch.setattr(samples, "sample", sample)
+    monkeypatch.setattr(samples, "perf_counter_ns", lambda: len(n_taken) * 10_000_000)
+    for seconds in (10, 100):
+        n_taken.clear()
+        tritonclip.compare(trained(), loss, seconds=seconds)
+        assert len(n_taken) == pytest.approx(100 * seconds, rel=0.1)
+
+
+def test_gradients_made_in_inference_mode_are_compared():
+    weight = torch.nn.Parameter(torch.ones(4))
+    with torch.inference_mode():
+        weight.grad = torch.arange(4.0)
+    assert tritonclip.compare(weight, seconds=SHORT).n_gradients == 1
+    assert grad_of(weight).tolist() == [0, 1, 2, 3]
+
+
 def test_subnormal_gradients_are_right():
     found = tritonclip.compare(filled(1e-42), seconds=SHORT)
     assert found.calls[0].clipped
@@ -357,6 +404,46 @@ def test_a_loss_of_the_model_itself_is_refused_and_writes_no_gradient(also):
     with pytest.raises(ValueError, match=r"the loss depends on .* of the model that loss_of got"):
         tritonclip.compare(model, lambda copy: loss_of(model) + also * loss_of(copy))
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_buffers_are_restored_when_a_loss_runs_the_model_itself():
+    model = trained()
+    # Nothing can write to it.
+    model.register_buffer("expanded", torch.ones(1).expand(6))
+    before = [buffer.tolist() for buffer in model.buffers()]
+    tritonclip.compare(model, lambda copy: loss_of(copy) + loss_of(model).detach(), seconds=SHORT)
+    assert [buffer.tolist() for buffer in model.buffers()] == before
+    with pytest.raises(ValueError, match="their gradients would change"):
+        tritonclip.compare(model, lambda copy: loss_of(copy) + loss_of(model))
+    assert [buffer.tolist() for buffer in model.buffers()] == before
+
+
+def test_a_loss_of_a_tensor_that_gets_gradients_is_refused():
+    scale = torch.ones(6, requires_grad=True)
+    with pytest.raises(ValueError, match=r"gradient, 1 in number, the first of shape \(6,\);"):
+        tritonclip.compare(Tied(), lambda model: (model(X) * scale).mean())
+    assert scale.grad is None
+
+
+def test_a_loss_may_make_tensors_that_require_a_gradient():
+    """As for a penalty on the gradient of the input, and for checkpointing."""
+
+    def penalized(model):
+        x = X.clone().requires_grad_()
+        loss = model(x).square().mean()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + grad.square().mean()
+
+    assert tritonclip.compare(trained(), penalized, seconds=SHORT).step is not None
+
+
+def test_reentrant_checkpointing_of_the_whole_model_is_named():
+    def checkpointed(model):
+        x = X.clone().requires_grad_()
+        return checkpoint(model, x, use_reentrant=True).square().mean()
+
+    with pytest.raises(ValueError, match=r"use_reentrant=False where torch\.utils\.check"):
+        tritonclip.compare(trained(), checkpointed)
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf, "4"])

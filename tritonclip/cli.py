@@ -288,7 +288,7 @@ def _fail(error: Exception, dtype: str | None, device: torch.device | None) -> i
         if "loss_of" in str(error) and (dtype or device):
             hint = (
                 "; with --dtype and --device, loss_of has to make its inputs with the dtype and "
-                "on the device of the module that it gets"
+                "on the device of the module that it gets: x.to(next(module.parameters()))"
             )
     if isinstance(cause, SystemExit):
         hint = '; what a script does belongs under if __name__ == "__main__":'
@@ -386,7 +386,7 @@ def _attribute_of(module: Any, name: str) -> Any:
         close = get_close_matches(name, dir(module), n=1)
         meant = f"; did you mean {module.__name__}:{close[0]}?" if close else ""
         raise ValueError(
-            f"expected a name in {module.__name__}, got {name}, which is not in "
+            f"expected a name in {module.__name__}, got {name!r}, which is not in "
             f"{getattr(module, '__file__', None) or 'its folder'}{meant}"
         ) from None
 

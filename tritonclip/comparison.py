@@ -7,11 +7,13 @@ hold on a machine that does other work meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -45,8 +47,11 @@ LossOf = Callable[[Any], Tensor]
 _VARIANTS = {"default": None, "foreach": True, "no foreach": False}
 # Added to a norm before a limit is divided by it, by torch and by tritonclip.
 _EPS = 1e-6
-# Fewest samples of each call, and elements that are taken to float64 at once.
-_LEAST, _BLOCK = 5, 2**18
+# Fewest and most samples of each call, so that only the time ends them, and elements that are taken
+# to float64 at once.
+_LEAST, _MOST, _BLOCK = 5, sys.maxsize, 2**18
+# Where compare measures.
+_DEVICES = ("cpu", "cuda")
 # Of random gradients.
 _SIGMA = 1e-3
 _SOURCES: dict[Source, str] = {
@@ -142,7 +147,11 @@ class Comparison(NamesAttributes):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         lines = [self._about(), *table, _share(self.step), _LEGEND]
-        if any(call.ratio_hi > _STEADY * call.ratio_lo for call in self.calls):
+        quartiles = [(call.ratio_lo, call.ratio_hi) for call in self.calls]
+        if (step := self.step) is not None:
+            quartiles.append((step.torch_share_lo, step.torch_share_hi))
+            quartiles.append((step.tritonclip_share_lo, step.tritonclip_share_hi))
+        if any(high > _STEADY * low for low, high in quartiles):
             lines.append(_UNSTEADY)
         return "\n".join(lines)
 
@@ -163,9 +172,9 @@ torch: the fastest of its variants. ratio: torch's time over tritonclip's, media
 quartiles. norm off by: torch's norm and tritonclip's, relative to float64. All elements
 of tritonclip's results were compared with float64, too."""
 _UNSTEADY = """\
-The quartiles of a ratio are far apart, because the machine does other work. Compare again
-when it is idle, or for longer (seconds)."""
-# Times that the upper quartile of a ratio may be over the lower one.
+The quartiles of a ratio or a share are far apart, because the machine does other work.
+Compare again when it is idle, or for longer (seconds)."""
+# Times that an upper quartile may be over the lower one.
 _STEADY = 2.0
 
 
@@ -252,7 +261,7 @@ def compare(
             subclasses of Tensor; `loss_of` that returns no scalar tensor with a graph.
         ValueError: no parameter with a gradient; gradients that are NaN or inf, that are all 0, or
             that lie on several devices; a loss that does not depend on the copy, or depends on
-            other parameters, such as those of `model` itself.
+            other tensors that require a gradient, such as parameters of `model` itself.
         RuntimeError: the model cannot be copied; torch rejects the gradients; verification is on.
     """
     refuse_tracer()
@@ -261,7 +270,9 @@ def compare(
         return _compared(*_present_or_random(model), None, seconds / len(_CASES))
     assert isinstance(model, Module)
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    with torch.random.fork_rng(sorted(device.index for device in devices)), torch.enable_grad():
+    generators = torch.random.fork_rng(sorted(device.index for device in devices))
+    # A loss may run the forward pass of `model` itself.
+    with _restored(model.buffers()), generators, torch.enable_grad():
         steps = _Steps(_copied(model), loss_of)
         return _compared(steps.gradients(), "loss", steps, seconds / (len(_CASES) + 1))
 
@@ -297,6 +308,25 @@ def _check_arguments(model: object, loss_of: object, seconds: object) -> None:
         return
 
 
+@contextlib.contextmanager
+def _restored(buffers: Iterable[Tensor]) -> Iterator[None]:
+    """Gives dense tensors that change in place their values back."""
+    kept = [(buffer, buffer.detach().clone()) for buffer in buffers if _is_dense(buffer)]
+    try:
+        yield
+    finally:
+        for buffer, values in kept:
+            # Batch norms change no version.
+            if not torch.equal(buffer, values):
+                buffer.data.copy_(values)
+
+
+def _is_dense(x: Tensor) -> bool:
+    is_plain = type(x) is Tensor and x.layout == torch.strided and x.device.type in _DEVICES
+    # Outside inference mode, nothing writes to a tensor that was made in it.
+    return is_plain and not x.is_inference()
+
+
 class _Copies:
     """Copies of gradients, each in the `.grad` of a tensor of its own.
 
@@ -310,9 +340,9 @@ class _Copies:
         self.device = fresh[0].device
         self.norm = total_of([norm_of(b, 2.0) for f in fresh for b in _blocks(f)], 2.0)
         self._check()
-        # Nothing reads or writes the tensors that have the gradients: they need no memory.
-        self.parameters = [f.detach().requires_grad_() for f in fresh]
         self.grads = [f.clone() for f in fresh]
+        # Nothing reads the tensors that have the gradients: they need no memory but the gradients'.
+        self.parameters = [grad.detach().requires_grad_() for grad in self.grads]
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
             parameter.grad = grad
 
@@ -410,7 +440,7 @@ def _plain(x: Tensor | None, name: str) -> Tensor:
         reason = f"{x.layout}, which torch.nn.utils does not clip"
     elif not (x.is_floating_point() or x.is_complex()):
         reason = f"of {x.dtype}"
-    elif x.device.type not in ("cpu", "cuda"):
+    elif x.device.type not in _DEVICES:
         reason = f"on {x.device}, where compare does not measure"
     if reason:
         raise TypeError(
@@ -441,26 +471,19 @@ class _Steps:
 
     def gradients(self) -> _Copies:
         """Of the first loss; the model loses them."""
-        loss = self._loss_of(self._model)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
-            raise TypeError(
-                f"loss_of must return the loss, a scalar tensor, got {type(loss).__name__}{shape}; "
-                "expected as in lambda model: model(x).square().mean()"
-            )
-        reached = [variable for variable in _leaves(loss) if isinstance(variable, Parameter)]
-        own = {id(parameter) for parameter in self._model.parameters()}
-        if not own.intersection(map(id, reached)):
-            raise ValueError(
-                "the loss depends on no parameter of the model that loss_of got; expected a loss "
-                "of that model, which is a copy: lambda model: model(x).square().mean()"
-            )
-        if others := [tuple(p.shape) for p in reached if id(p) not in own]:
-            raise ValueError(
-                f"the loss depends on {len(others)} parameters that are not of the model that "
-                f"loss_of got, the first of shape {others[0]}; their gradients would change. "
-                "Expected all parameters in one module, and a loss of the copy that loss_of gets"
-            )
+        loss = self._loss()
+        if others := self._others(loss):
+            # Leaves that a loss makes, as inputs that require a gradient, are new in each call.
+            del loss
+            loss = self._loss()
+            again = {*map(id, _leaves(loss))}
+            if kept := [tuple(leaf.shape) for leaf in others if id(leaf) in again]:
+                raise ValueError(
+                    "the loss depends on tensors that are not of the model that loss_of got and "
+                    f"require a gradient, {len(kept)} in number, the first of shape {kept[0]}; "
+                    "their gradients would change. Expected all parameters in one module, a loss "
+                    "of the copy that loss_of gets, and detach() for other tensors"
+                )
         loss.backward()
         copies = _present(*labelled(self._model))
         if copies is None:
@@ -471,26 +494,56 @@ class _Steps:
         self._model.zero_grad()
         return copies
 
+    def _loss(self) -> Tensor:
+        loss = self._loss_of(self._model)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+            raise TypeError(
+                f"loss_of must return the loss, a scalar tensor, got {type(loss).__name__}{shape}; "
+                "expected as in lambda model: model(x).square().mean()"
+            )
+        return loss
+
+    def _others(self, loss: Tensor) -> list[Tensor]:
+        """The leaves that are not of the copy; raises if no parameter of it is among them."""
+        parameters = {*map(id, self._model.parameters())}
+        reached = [*_leaves(loss)]
+        if not parameters.intersection(map(id, reached)):
+            raise ValueError(
+                "the loss depends on no parameter of the model that loss_of got; expected a loss "
+                "of that model, which is a copy: lambda model: model(x).square().mean(), and "
+                "use_reentrant=False where torch.utils.checkpoint runs the whole model, because "
+                "reentrant checkpointing hides its parameters"
+            )
+        own = parameters.union(map(id, self._model.buffers()))
+        return [leaf for leaf in reached if id(leaf) not in own]
+
     def measure(
         self, limit: float, variant: str, device: torch.device, seconds: float
     ) -> StepTimes:
         """Times steps, and both clips after a backward pass of their own."""
         model, foreach = self._model, _VARIANTS[variant]
         trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=0.0)
+        # torch clips parameters with need_clip = False, too.
+        clipped = [p for p in trained if needs_clip(p)]
+        # The usual 1e-8 is 0 in float16, where an update of 0 / 0 would make parameters NaN.
+        eps = 1e-4 if any(p.dtype == torch.float16 for p in trained) else 1e-8
+        optimizer = torch.optim.AdamW(trained, lr=0.0, eps=eps)
 
         def step() -> None:
             self._backward()
             optimizer.step()
 
         def clip_by_torch() -> None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=foreach)
+            torch.nn.utils.clip_grad_norm_(clipped, limit, foreach=foreach)
 
         def clip() -> None:
-            clip_grad_norm_(model.parameters(), limit)
+            clip_grad_norm_(clipped, limit)
 
         timed = [Timed(step), Timed(clip_by_torch, self._backward), Timed(clip, self._backward)]
-        found = interleaved(timed, device, _LEAST, seconds, most_calls=1, warm_up=2)
+        found = interleaved(
+            timed, device, _LEAST, seconds, most_samples=_MOST, most_calls=1, warm_up=2
+        )
         steps, torchs, ours = (one.walls for one in found)
         return StepTimes(
             step_us=statistics.median(steps),
@@ -577,7 +630,8 @@ def _call_times(case: _Case, copies: _Copies, seconds: float) -> CallTimes:
     copies.refill()
     prepare = copies.refill if case.clipped else None
     timed = [Timed(call, prepare) for call in (ours, *torchs.values())]
-    own, *others = (s.walls for s in interleaved(timed, copies.device, _LEAST, seconds))
+    found = interleaved(timed, copies.device, _LEAST, seconds, most_samples=_MOST)
+    own, *others = (samples.walls for samples in found)
     walls = dict(zip(torchs, others, strict=True))
     best = min(walls, key=lambda name: statistics.median(walls[name]))
     return CallTimes(

@@ -97,10 +97,11 @@ def interleaved(
     most_calls: int = MOST_CALLS,
     warm_up: int = WARM_UP,
 ) -> list[Samples]:
-    """At least `n_samples` of each call, and more for some seconds, without garbage collection.
+    """At least `n_samples` of each call, and more for some seconds.
 
     They are paired: each round goes through all calls in another order, so that whatever slows the
-    machine down for a while slows all of them. `warm_up` rounds come first: two or more.
+    machine down for a while slows all of them. `warm_up` rounds come first: two or more. Garbage is
+    collected between rounds only.
     """
     shuffle = random.Random(0)
     collects = gc.isenabled()
@@ -116,6 +117,9 @@ def interleaved(
         for done in range(most_samples):
             if done >= n_samples and perf_counter_ns() >= end:
                 break
+            if done and done % MOST_SAMPLES == 0:
+                # Cycles that the calls leave behind would fill the memory.
+                gc.collect()
             for i in shuffle.sample(range(len(timed)), len(timed)):
                 host, wall = sample(timed[i], device, batches[i])
                 result[i].hosts.append(host)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,11 @@ from workers import python
 
 import tritonclip
 from tritonclip import cli
+
+ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
+PAGE = (ROOT / "docs" / "comparing.md").read_text()
+BLOCK = PAGE.partition("```python\n")[2].partition("```")[0]
+COMMANDS = re.findall(r"^python -m tritonclip compare .*$", PAGE, re.MULTILINE)
 
 SOURCE = """
 import torch
@@ -92,6 +100,18 @@ def test_compare_casts_and_moves_the_model(run):
     assert "10 elements, bfloat16\non cpu" in printed.out
 
 
+@pytest.mark.parametrize("line", COMMANDS, ids=["float32", "bfloat16"])
+def test_commands_of_the_page_run_on_its_module(run, tmp_path, line):
+    (tmp_path / "mymodule.py").write_text(BLOCK)
+    words = shlex.split(line)
+    assert words[:4] == ["python", "-m", "tritonclip", "compare"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    status, printed = run(*(device if word == "cuda" else word for word in words[4:]))
+    assert status == 0, printed.err
+    assert "gradients of the loss: 8 with 1,052,672 elements, " in printed.out
+    assert ("bfloat16" in line) == ("elements, bfloat16\n" in printed.out)
+
+
 # The target, options, and what the error says.
 REFUSED: dict[str, tuple[list[str], str]] = {
     "no colon": (["mymodule"], "expected MODULE:NAME, as in mymodule:make_model, got 'mymodule'"),
@@ -100,6 +120,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no package": (["models.small:make"], "got models.small; there is no models in "),
     "a path": (["src/mymodule.py:make_model"], "got the path src/mymodule.py; write src.mymodule:"),
     "no attribute": (["mymodule:make_modle"], "did you mean mymodule:make_model?"),
+    "nothing": (["mymodule:nothing"], "got 'nothing', which is not in "),
     "number": (["mymodule:number"], "mymodule:number: expected a torch.nn.Module, or (module, "),
     "three": (["mymodule:three"], "returns the loss, got (Linear, int, int)"),
     "no loss": (["mymodule:not_a_loss"], "returns the loss, got (Linear, float)"),
