@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: help install demo check test format lint types tests doctests codegen docs wheel bench bench-all bench-frameworks gpu clean
 
 help:
-	@echo "make demo     train on real data with and without clipping"
+	@echo "make demo     train on real data with and without clipping, in two minutes once installed"
 	@echo "make check    lint, types and a part of the tests, in under two minutes"
 	@echo "make test     demo, then every check"
 	@echo "make gpu      test and measure on a GPU, in ten minutes, for one file to send in"
