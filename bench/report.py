@@ -110,9 +110,10 @@ def summary(rows: Sequence[Row]) -> str:
     ratios = [float(row.get("ratio")) for row in ours]
     workload, dtype, rule, step = (named(part, ours[0].case[part]) for part in CASE)
     lost = sum(ratio < 1 for ratio in ratios) / len(ratios)
+    share = f"{lost:.0%} are" if lost else "none is"
     return (
         f"Over all {len(ours)} cases the median is {statistics.median(ratios):.2f}x, the worst "
-        f"{ratios[0]:.2f}x ({workload}, {dtype}, by {rule}, {step}); {lost:.0%} are below 1.0x."
+        f"{ratios[0]:.2f}x ({workload}, {dtype}, by {rule}, {step}); {share} below 1.0x."
     )
 
 
@@ -135,9 +136,12 @@ def ratio_table(rows: Sequence[Row]) -> str:
             shown.append((place, replace(row, case=row.case | step)))
     ordered = [row for _, row in sorted(shown, key=itemgetter(0))]
     table = pivot(ordered, ["workload"], "{step}", partial(ratio_cell, tie="tie"))
+    used = {"tie": "tie: no clear difference", "**": "bold: slower"}
+    signs = "; ".join(text for sign, text in used.items() if sign in table)
+    signs = f" ({signs})" if signs else ""
     return (
-        "Speed-up of one call over torch's fastest variant, float32 on a CPU (tie: no clear "
-        f"difference; bold: slower):\n\n{table}\n\n{summary(rows)}\n"
+        f"Speed-up of one call over torch's fastest variant, float32 on a CPU{signs}:\n\n"
+        f"{table}\n\n{summary(rows)}\n"
     )
 
 
