@@ -283,8 +283,10 @@ def test_imports_point_down_the_list_of_folders() -> None:
     for file in (ROOT / "tritonclip").rglob("*.py"):
         name, *_ = file.relative_to(ROOT / "tritonclip").with_suffix("").parts
         for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
             source = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else []:
+            for alias in node.names:
                 path = f"{source}{alias.name}".replace("backends._native", "native")
                 package, room, *_ = (*path.split("."), "")
                 if package == "tritonclip" and room in level:
