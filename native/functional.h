@@ -1,4 +1,4 @@
-/* Clipping out of place, of plain tensors that need no derivative: `tritonclip/functional/by_loops.py` calls
+/* Clipping out of place, of plain tensors that need no derivative: `tritonclip/functional/c_loops.py` calls
  * these functions, and `_native.pyi` describes them.
  */
 #pragma once

@@ -19,7 +19,7 @@ from tritonclip.distributed.gradients import collect_tensors
 from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.checks import POLICIES, REMEDY, unknown_policy
 from tritonclip.engine.plan_cache import PlanCache
-from tritonclip.functional.by_engine import filled
+from tritonclip.functional.coefficients import filled
 from tritonclip.functional.formulas import norm_of, result_dtype
 from tritonclip.modes import is_traced
 from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue

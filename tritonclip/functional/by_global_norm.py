@@ -8,14 +8,10 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.operators import wide_dtype
-from tritonclip.functional import by_loops, derivatives, formulas
-from tritonclip.functional.by_engine import (
-    as_limit_or_tensor,
-    coefficients_of,
-    norm_of_all,
-    one_element,
-    scaled,
-)
+from tritonclip.functional import c_loops, derivatives, formulas
+from tritonclip.functional.coefficients import as_limit_or_tensor, coefficients_of, one_element
+from tritonclip.functional.norms import norm_of_all
+from tritonclip.functional.products import scaled
 from tritonclip.functional.trees import Tree
 from tritonclip.signatures import ABSENT, misfit, reaches_misfit
 
@@ -56,7 +52,7 @@ def global_norm(tensors: Any) -> Tensor:
         TensorFlow, `tf.linalg.global_norm`; optax, `optax.global_norm`.
     """
     tree = Tree(tensors, "tensors")
-    norm = by_loops.norm_of(tree.leaves)
+    norm = c_loops.norm_of(tree.leaves)
     if norm is not None:
         return norm
     values = tree.check()
@@ -124,7 +120,7 @@ def clip_by_global_norm(
     if _excess or _unknown or max_norm is ABSENT:
         raise misfit(clip_by_global_norm, _excess, _unknown)
     tree = Tree(tensors, "tensors")
-    made = by_loops.clipped(tree.leaves, max_norm, use_norm)
+    made = c_loops.clipped(tree.leaves, max_norm, use_norm)
     if made is not None:
         return tree.rebuild(made[0]), made[1]
     values, limit = tree.check(), as_limit_or_tensor("max_norm", max_norm)

@@ -11,15 +11,10 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.operators import wide_dtype
-from tritonclip.functional import by_loops, derivatives, formulas
-from tritonclip.functional.by_engine import (
-    as_limit_or_tensor,
-    coefficient_over,
-    coefficients_of,
-    norms_of_each,
-    norms_over,
-    scaled,
-)
+from tritonclip.functional import c_loops, derivatives, formulas
+from tritonclip.functional.coefficients import as_limit_or_tensor, coefficient_over, coefficients_of
+from tritonclip.functional.norms import norms_of_each, norms_over
+from tritonclip.functional.products import scaled
 from tritonclip.functional.trees import Tree
 from tritonclip.rules.arguments import as_norm_type
 from tritonclip.signatures import ABSENT, misfit, reaches_misfit
@@ -90,24 +85,15 @@ def clip_by_norm(
     """
     if _excess or _unknown or max_norm is ABSENT:
         raise misfit(clip_by_norm, _excess, _unknown)
+    if dim is None:
+        return _clip_each(x, max_norm, "max_norm", norm_type=norm_type)
     tree = Tree(x, "x")
-    made = by_loops.clipped_each(tree.leaves, max_norm, norm_type) if dim is None else None
-    if made is not None:
-        return tree.rebuild(made[0])  # type: ignore[no-any-return]
     values = tree.check()
     order, limit = as_norm_type(norm_type), as_limit_or_tensor("max_norm", max_norm)
-    if dim is None:
-        if order == -math.inf and tree.is_sparse:
-            raise ValueError(
-                "norm_type=-inf is not supported for sparse tensors, whose implicit zeros count; "
-                "expected another norm_type, or tensors made dense with to_dense()"
-            )
-        clipped = _clip_each(values, [limit], "max_norm", order)
-    else:
-        clipped = [
-            _clip_over(value, _dims_of(tensor, dim), limit, order)
-            for tensor, value in zip(tree.tensors, values, strict=True)
-        ]
+    clipped = [
+        _clip_over(value, _dims_of(tensor, dim), limit, order)
+        for tensor, value in zip(tree.tensors, values, strict=True)
+    ]
     result: T = tree.rebuild(clipped)
     return result
 
@@ -153,14 +139,7 @@ def clip_by_average_norm(
     """
     if _excess or _unknown or max_norm is ABSENT:
         raise misfit(clip_by_average_norm, _excess, _unknown)
-    tree = Tree(x, "x")
-    made = by_loops.clipped_each(tree.leaves, max_norm, power=1.0)
-    if made is not None:
-        return tree.rebuild(made[0])  # type: ignore[no-any-return]
-    values, limit = tree.check(), as_limit_or_tensor("max_norm", max_norm)
-    limits = [_times(limit, tensor.numel()) for tensor in tree.tensors]
-    result: T = tree.rebuild(_clip_each(values, limits, "max_norm"))
-    return result
+    return _clip_each(x, max_norm, "max_norm", power=1.0)
 
 
 @reaches_misfit
@@ -201,13 +180,36 @@ def clip_by_rms(x: T, max_rms: float | Tensor, *_excess: NoReturn, **_unknown: N
     """
     if _excess or _unknown or max_rms is ABSENT:
         raise misfit(clip_by_rms, _excess, _unknown)
+    return _clip_each(x, max_rms, "max_rms", power=0.5)
+
+
+def _clip_each(
+    x: T, max_norm: float | Tensor, name: str, *, norm_type: float = 2.0, power: float = 0.0
+) -> T:
+    """Each tensor by its own norm, divided by its number of elements to a power."""
     tree = Tree(x, "x")
-    made = by_loops.clipped_each(tree.leaves, max_rms, power=0.5)
+    made = c_loops.clipped_each(tree.leaves, max_norm, norm_type, power)
     if made is not None:
         return tree.rebuild(made[0])  # type: ignore[no-any-return]
-    values, limit = tree.check(), as_limit_or_tensor("max_rms", max_rms)
-    limits = [_times(limit, math.sqrt(tensor.numel())) for tensor in tree.tensors]
-    result: T = tree.rebuild(_clip_each(values, limits, "max_rms"))
+    values = tree.check()
+    order, limit = as_norm_type(norm_type), as_limit_or_tensor(name, max_norm)
+    if order == -math.inf and tree.is_sparse:
+        raise ValueError(
+            "norm_type=-inf is not supported for sparse tensors, whose implicit zeros count; "
+            "expected another norm_type, or tensors made dense with to_dense()"
+        )
+    limits = [limit]
+    if power:
+        # A power of 0.5 is not always rounded as the root.
+        root = math.sqrt if power == 0.5 else float
+        limits = [_times(limit, root(tensor.numel())) for tensor in tree.tensors]
+    clipped: list[Tensor] = []
+    if values and order == 2 and derivatives.are_recorded(values, limits):
+        clipped, _ = derivatives.clip(values, limits, name, each=True)
+    elif values:
+        norms, dtype = norms_of_each(values, order), formulas.result_dtype(values)
+        clipped = scaled(values, coefficients_of(norms, limits, dtype, name))
+    result: T = tree.rebuild(clipped)
     return result
 
 
@@ -217,23 +219,6 @@ def _times(limit: float | Tensor, factor: float) -> float | Tensor:
         # Of a tensor without elements, inf times 0 would be NaN.
         return limit
     return factor * (limit.to(wide_dtype(limit.device)) if isinstance(limit, Tensor) else limit)
-
-
-def _clip_each(
-    values: list[Tensor],
-    limits: Sequence[float | Tensor],
-    name: str,
-    norm_type: float = 2.0,
-) -> list[Tensor]:
-    """Each tensor by its own norm: the limits are one for all, or one for each."""
-    if not values:
-        return []
-    if norm_type == 2 and derivatives.are_recorded(values, limits):
-        return derivatives.clip(values, limits, name, each=True)[0]
-    norms = norms_of_each(values, norm_type)
-    dtype = formulas.result_dtype(values)
-    coefficients = coefficients_of(norms, limits, dtype, name)
-    return scaled(values, coefficients)
 
 
 def _clip_over(x: Tensor, dim: tuple[int, ...], limit: float | Tensor, norm_type: float) -> Tensor:

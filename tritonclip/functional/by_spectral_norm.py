@@ -11,8 +11,9 @@ from torch import Tensor
 from tritonclip.backends import spectral
 from tritonclip.backends.operators import wide_dtype
 from tritonclip.engine.traced import break_graph
-from tritonclip.functional.by_engine import norms_of_each, scaled
 from tritonclip.functional.by_norm import clip_by_norm
+from tritonclip.functional.norms import norms_of_each
+from tritonclip.functional.products import scaled
 from tritonclip.functional.trees import Tree
 from tritonclip.modes import is_jit_traced, refuse_tracer
 from tritonclip.rules.arguments import as_flag, as_limit

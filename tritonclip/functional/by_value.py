@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.native import loops
-from tritonclip.functional import by_loops
-from tritonclip.functional.by_engine import broadcasts, filled, is_readable, needs_grad
+from tritonclip.functional import c_loops
+from tritonclip.functional.coefficients import broadcasts, filled
+from tritonclip.functional.norms import is_readable, needs_grad
 from tritonclip.functional.trees import Tree
 from tritonclip.rules.arguments import as_number
 from tritonclip.signatures import misfit, reaches_misfit
@@ -76,7 +77,7 @@ def clip_by_value(
         raise misfit(clip_by_value, (), _unknown)
     min, max = bounds if len(bounds) == 2 and min is max is None else _named(bounds, min, max)
     # A tree would take a fifth of the time of one small tensor.
-    clamped = loops.clamped(x, torch.empty_like, min, max) if by_loops.serve() else None
+    clamped = loops.clamped(x, torch.empty_like, min, max) if c_loops.serve() else None
     return _clip(x, min, max) if clamped is None else clamped
 
 
@@ -87,7 +88,7 @@ def _clip(x: T, min: Bound, max: Bound) -> T:
     low, high = _bound("min", min, none=-math.inf), _bound("max", max, none=math.inf)
     tree = Tree(x, "x", ordered=True)
     clamped = None
-    if by_loops.serve():
+    if c_loops.serve():
         clamped = loops.clamped(tree.leaves, torch.empty_like, min, max)
     if clamped is None:
         clamped = _clamped_leaves(tree, low, high)
@@ -110,7 +111,7 @@ def _clamped_leaves(
     _check_numbers(low, high, sparse=tree.is_sparse)
     # The derivative of torch.clamp is another one for elements on a bound alone, and for NaN.
     if is_readable(values) and not (
-        needs_grad(values) and by_loops.have_at_bounds(values, low, high)
+        needs_grad(values) and c_loops.have_at_bounds(values, low, high)
     ):
         return _clamped_by_numbers(values, low, high)
     return [_clamped(value, low, high) for value in values]

@@ -17,15 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonclip.functional import by_loops, formulas
-from tritonclip.functional.by_engine import (
-    coefficients_of,
-    is_readable,
-    needs_grad,
-    norm_of_all,
-    norms_of_each,
-    scaled,
-)
+from tritonclip.functional import c_loops, formulas
+from tritonclip.functional.coefficients import coefficients_of
+from tritonclip.functional.norms import is_readable, needs_grad, norm_of_all, norms_of_each
+from tritonclip.functional.products import scaled
 
 
 def are_recorded(tensors: Sequence[Tensor], limits: Sequence[object]) -> bool:
@@ -83,12 +78,12 @@ def _clipped(
 ) -> tuple[list[Tensor], Tensor]:
     """As `clip`, where autograd records nothing."""
     if each:
-        found = by_loops.clipped_each(tensors, limits[0] if len(limits) == 1 else list(limits))
+        found = c_loops.clipped_each(tensors, limits[0] if len(limits) == 1 else list(limits))
         if found is not None:
             code = "d" if dtype == torch.float64 else "f"
             return found[0], torch.frombuffer(array(code, found[1]), dtype=dtype).double()
     else:
-        made = by_loops.clipped(tensors, limits[0])
+        made = c_loops.clipped(tensors, limits[0])
         if made is not None:
             return made[0], made[1].double()
     norms = norms_of_each(tensors, 2.0) if each else norm_of_all(tensors)
@@ -105,7 +100,7 @@ def _slopes_by_loops(
     each: bool,
 ) -> list[Tensor] | None:
     """The derivatives in plain tensors; None for others, and where they are differentiated."""
-    if torch.is_grad_enabled() or norms.device.type != "cpu" or not by_loops.serve():
+    if torch.is_grad_enabled() or norms.device.type != "cpu" or not c_loops.serve():
         return None
     known = norms.tolist() if each else [norms.item()]
     try:
@@ -118,7 +113,7 @@ def _slopes_by_loops(
     if not any(outer) and all(pair == (1.0, 0.0) for pair in found):
         return grads
     grads = [g if g.is_contiguous() else g.contiguous() for g in grads]
-    products = by_loops.dots(tensors, grads)
+    products = c_loops.dots(tensors, grads)
     if products is None:
         return None
     factors = [
@@ -127,11 +122,11 @@ def _slopes_by_loops(
             known, found, products if each else [sum(products)], outer, strict=True
         )
     ]
-    if not by_loops.are_moderate([*coefficients, *factors]):
+    if not c_loops.are_moderate([*coefficients, *factors]):
         return None
     if each:
-        return by_loops.combined(tensors, grads, factors, coefficients)
-    return by_loops.combined(tensors, grads, factors[0], coefficients[0])
+        return c_loops.combined(tensors, grads, factors, coefficients)
+    return c_loops.combined(tensors, grads, factors[0], coefficients[0])
 
 
 def _coefficient(norm: float, limit: float) -> tuple[float, float]:

@@ -18,16 +18,14 @@ from tritonclip.backends.operators import wide_dtype
 from tritonclip.engine.arguments import join_names
 from tritonclip.engine.checks import POLICIES, unknown_policy
 from tritonclip.engine.memory import find_overlap, has_overlap, memory_of
-from tritonclip.functional import by_loops, formulas
-from tritonclip.functional.by_engine import (
+from tritonclip.functional import c_loops, formulas
+from tritonclip.functional.coefficients import (
     as_limit_or_tensor,
     coefficient_over,
     filled,
-    is_readable,
-    needs_grad,
-    norms_of_rows,
     one_element,
 )
+from tritonclip.functional.norms import is_readable, needs_grad, norms_of_rows
 from tritonclip.functional.trees import Tree
 from tritonclip.signatures import ABSENT, misfit, reaches_misfit
 
@@ -316,7 +314,7 @@ def _measure(batches: Sequence[_Batch], dtype: torch.dtype, *, per_layer: bool) 
             joined = torch.stack([x.to(device) for x in norms])
             norms = [formulas.norm_of(joined, 2.0, (0,)).view(-1)]
         return [formulas.within(x, dtype) for x in norms]
-    known = by_loops.norms_of_rows(pages)
+    known = c_loops.norms_of_rows(pages)
     if known is None:
         rows = norms_of_rows([x if x.dim() == 2 else x.flatten(0, 1) for x in pages])
         norms = [

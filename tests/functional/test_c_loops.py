@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, functional
 from tritonclip.backends.native import loops
-from tritonclip.functional import by_loops
+from tritonclip.functional import c_loops
 
 if loops is None:
     pytest.skip("tritonclip was installed without its C extension", allow_module_level=True)
@@ -41,11 +41,11 @@ functions = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTION
 def reading(request):
     """Tensors are read by DLPack where PyTorch has its functions for C, and by attributes else."""
     if request.param == "attributes":
-        by_loops.introduce(None)
+        c_loops.introduce(None)
     elif not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         pytest.skip("this PyTorch has no functions of DLPack for C")
     yield
-    by_loops.introduce()
+    c_loops.introduce()
 
 
 def make(dtype):
@@ -79,7 +79,7 @@ def by_others(monkeypatch):
 
     def run(function, *arguments):
         with monkeypatch.context() as patched:
-            patched.setattr(by_loops, "serve", lambda: False)
+            patched.setattr(c_loops, "serve", lambda: False)
             return function(*arguments)
 
     return run

@@ -1,0 +1,173 @@
+"""Products of tensors and coefficients, in new memory; derivatives as for norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonclip.backends import choose
+from tritonclip.backends.operators import ARITHMETIC, wide_dtype
+from tritonclip.engine import execute
+from tritonclip.functional import c_loops, formulas
+from tritonclip.functional.norms import is_readable, list_of, needs_grad
+from tritonclip.rules import Rule
+
+# The least normal number of float32.
+_TINY = 2.0**-126
+# The factor of one tensor: a number if the host knows it.
+Coefficient = float | Tensor
+
+
+def scaled(tensors: Sequence[Tensor], coefficients: Sequence[Coefficient]) -> list[Tensor]:
+    """New tensors, each times its coefficient.
+
+    Args:
+        tensors: of any dtypes and devices.
+        coefficients: one for each tensor, or one for all: numbers, or tensors in a wide dtype, 0-d
+            or of as many dimensions as the tensor.
+    """
+    numbers = [c for c in coefficients if not isinstance(c, Tensor)]
+    if len(numbers) == len(coefficients):
+        products = c_loops.scaled(list(tensors), numbers[0] if len(numbers) == 1 else numbers)
+        if products is not None:
+            return products  # type: ignore[no-any-return]
+    if any(dtype.is_complex for dtype in {x.dtype for x in tensors}):
+        return _scaled_pairs(tensors, coefficients)
+    if is_readable(tensors) and not needs_grad(tensors):
+        if len(numbers) == len(coefficients):
+            return _multiples(tensors, numbers)
+        (one, *others) = coefficients
+        if not others and isinstance(one, Tensor) and one.dim() == 0 and not needs_grad([one]):
+            return _products_of_all(tensors, one)
+    own = list(coefficients) * (len(tensors) if len(coefficients) == 1 else 1)
+    return [_scaled_one(x, c) for x, c in zip(tensors, own, strict=True)]
+
+
+def _scaled_pairs(tensors: Sequence[Tensor], coefficients: Sequence[Coefficient]) -> list[Tensor]:
+    """As `scaled`, with complex tensors among the others."""
+    pairs = [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in tensors]
+    if len(coefficients) == len(tensors):
+        coefficients = [
+            c.unsqueeze(-1) if x.is_complex() and isinstance(c, Tensor) and c.dim() else c
+            for c, x in zip(coefficients, tensors, strict=True)
+        ]
+    return [
+        torch.view_as_complex(product) if x.is_complex() else product
+        for product, x in zip(scaled(pairs, coefficients), tensors, strict=True)
+    ]
+
+
+def _scaled_one(x: Tensor, coefficient: Coefficient) -> Tensor:
+    if not isinstance(coefficient, Tensor):
+        return _times(x, coefficient)
+    if not is_readable([x]):
+        return formulas.product_of(x, coefficient)
+    if needs_grad([x, coefficient]):
+        product: Tensor = _Product.apply(x, coefficient)  # type: ignore[no-untyped-call]
+        return product
+    return _product(x, coefficient)
+
+
+class _Product(torch.autograd.Function):
+    """A real tensor times a coefficient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, coefficient: Tensor) -> Tensor:
+        ctx.save_for_backward(x, coefficient)
+        return _product(x, coefficient)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, coefficient = ctx.saved_tensors
+        of_x, of_coefficient = None, None
+        if ctx.needs_input_grad[0]:
+            # By operators that torch can batch, as for is_grads_batched=True.
+            of_x = formulas.product_of(grad, coefficient)
+        if ctx.needs_input_grad[1]:
+            wide = wide_dtype(x.device)
+            total = (grad.to(wide) * x.to(wide)).sum_to_size(coefficient.shape)
+            of_coefficient = total.to(coefficient.device)
+        return of_x, of_coefficient
+
+
+def _product(x: Tensor, coefficient: Tensor) -> Tensor:
+    """As `formulas.product_of`, in the narrowest dtype that gives its bits."""
+    narrow = formulas.arithmetic_of(x.dtype)
+    factor = coefficient.to(x.device, narrow)
+    if x.dtype in ARITHMETIC and x.dim():
+        # A 0-d factor would be rounded to a half type first.
+        factor = factor.reshape(factor.shape or (1,))
+        return torch.mul(x, factor, out=torch.empty_like(x))
+    return (x.to(narrow) * factor).to(x.dtype)
+
+
+def _times(x: Tensor, number: float) -> Tensor:
+    """As `_product`: torch multiplies half types by a number in float32."""
+    if 0 < number < _TINY:
+        # Of a list with others of float64: float32 would hold some of its digits.
+        return (x.to(torch.float64) * number).to(x.dtype)
+    if x.dtype in ARITHMETIC:
+        return x * number
+    return (x.to(torch.float32) * number).to(x.dtype)
+
+
+def _products_of_all(tensors: Sequence[Tensor], coefficient: Tensor) -> list[Tensor]:
+    """Products with one coefficient on the device, in few calls."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, x in enumerate(tensors):
+        groups.setdefault((x.device, x.dtype), []).append(index)
+    products: list[Tensor] = list(tensors)
+    for indices in groups.values():
+        own = _products_of_group([tensors[i] for i in indices], coefficient)
+        for i, product in zip(indices, own, strict=True):
+            products[i] = product
+    return products
+
+
+def _multiples(tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
+    """Tensors times a number for each, or one for all."""
+    one = numbers[0] if len(numbers) == 1 else None
+    if not _takes_foreach(tensors) or any(0 < number < _TINY for number in numbers):
+        factors = numbers if one is None else [one] * len(tensors)
+        return [_times(x, factor) for x, factor in zip(tensors, factors, strict=True)]
+    if one is None:
+        return list(torch._foreach_mul(list(tensors), numbers))
+    return list(torch._foreach_mul(list(tensors), one))
+
+
+def _takes_foreach(tensors: Sequence[Tensor]) -> bool:
+    """Whether torch's foreach functions take tensors: neither float8 nor lazily negated ones."""
+    known = {x.dtype for x in tensors}.issubset(ARITHMETIC)
+    return known and not any(map(Tensor.is_neg, tensors))
+
+
+def _products_of_group(tensors: list[Tensor], coefficient: Tensor) -> list[Tensor]:
+    """Products of tensors of one device and dtype with a coefficient on the device."""
+    device, dtype = tensors[0].device, tensors[0].dtype
+    factor = coefficient.to(device, formulas.arithmetic_of(dtype))
+    if dtype == factor.dtype and _takes_foreach(tensors):
+        return list(torch._foreach_mul(tensors, factor))
+    if choose.backend_name(device, dtype) != "triton":
+        return [_product(x, factor) for x in tensors]
+    # Foreach rounds a factor to a half type first; kernels, which scale in place, do not.
+    copies = [torch.empty_like(x) for x in tensors]
+    torch._foreach_copy_(copies, [x.resolve_neg() for x in tensors])
+    execute.scale_(list_of(copies), _FixedCoefficient(factor), torch.ones_like(factor))
+    return copies
+
+
+class _FixedCoefficient(Rule):
+    """A rule that scales by a given coefficient, as if the norm were 1."""
+
+    norm_type = float("inf")
+    eps = 0.0
+
+    def __init__(self, coefficient: Tensor) -> None:
+        self._coefficient = coefficient
+
+    def limit(self, norm: object) -> Tensor:
+        """The coefficient itself."""
+        return self._coefficient
