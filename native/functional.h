@@ -48,7 +48,7 @@ static PyObject *has_at_bounds(PyObject *module, PyObject *const *arguments, Py_
     if (!(low <= high)) return Py_NewRef(Py_None);
     Job job;
     Leaves leaves;
-    int is_read = read_leaves(&job, &leaves, COUNT_AT_BOUNDS, arguments[0], Py_None);
+    int is_read = read_leaves(&job, &leaves, COUNT_AT_BOUNDS, arguments[0], NULL);
     PyObject *result = NULL;
     if (is_read == 1) {
         job.low = low, job.high = high;
@@ -180,8 +180,11 @@ static PyObject *clipped_each(PyObject *module, PyObject *const *arguments, Py_s
     }
     for (int64_t i = 0; norms && is_done == 1 && i < job.n; i++) {
         Gradient *gradient = job.gradients + i;
-        double norm = number_at(norms, (Py_ssize_t)i);
-        double own = has_list ? number_at(arguments[2], (Py_ssize_t)i) : limit_of(limit, gradient->size, power);
+        double norm = PyFloat_AsDouble(PyList_GetItem(norms, (Py_ssize_t)i)), own;
+        if (!has_list)
+            own = limit_of(limit, gradient->size, power);
+        else if (!read_number(arguments[2], (Py_ssize_t)i, &own))
+            break;
         gradient->factor = coefficient_of(norm, own, 0, leaves.are_wide);
         is_done = is_known(&job, &leaves, norm) && !(power && leaves.have_pairs);
     }
@@ -217,7 +220,7 @@ static PyObject *measured(PyObject *module, PyObject *const *arguments, Py_ssize
     Job job;
     Leaves leaves;
     PyObject *result = NULL;
-    int is_done = read_leaves(&job, &leaves, SUM_SQUARES, arguments[0], Py_None);
+    int is_done = read_leaves(&job, &leaves, SUM_SQUARES, arguments[0], NULL);
     if (is_done == 1) {
         double norm;
         run(&job);
@@ -236,7 +239,7 @@ static PyObject *measured_each(PyObject *module, PyObject *const *arguments, Py_
     Job job;
     Leaves leaves;
     PyObject *result = NULL;
-    int is_done = read_leaves(&job, &leaves, verb, arguments[0], Py_None);
+    int is_done = read_leaves(&job, &leaves, verb, arguments[0], NULL);
     if (is_done == 1) {
         run(&job);
         result = parts_of_each(&job);
@@ -253,7 +256,7 @@ static PyObject *dots(PyObject *module, PyObject *const *arguments, Py_ssize_t n
     Job job;
     Leaves leaves, others;
     PyObject *result = NULL;
-    int is_done = read_pairs(&job, &leaves, &others, DOT, arguments, Py_None);
+    int is_done = read_pairs(&job, &leaves, &others, DOT, arguments, NULL);
     if (is_done == 1) {
         run(&job);
         result = parts_of_each(&job);
@@ -271,8 +274,7 @@ static PyObject *combined(PyObject *module, PyObject *const *arguments, Py_ssize
     int is_done = read_pairs(&job, &leaves, &others, COMBINE, arguments, arguments[2]);
     if (is_done == 1 && !(read_factors(&job, arguments[3]) && has_numbers(arguments[4], (Py_ssize_t)job.n))) is_done = -1;
     for (int64_t i = 0; is_done == 1 && i < job.n; i++)
-        job.gradients[i].other_factor = number_at(arguments[4], (Py_ssize_t)i);
-    if (PyErr_Occurred()) is_done = -1;
+        if (!read_number(arguments[4], (Py_ssize_t)i, &job.gradients[i].other_factor)) is_done = -1;
     if (is_done == 1) {
         run(&job);
         result = made_of(&leaves);

@@ -66,7 +66,7 @@ typedef struct {
 typedef struct {
     Verb verb;
     long threads;
-    int64_t n, n_parts, n_elements;
+    int64_t n, n_rows, n_parts, n_elements;
     Gradient *gradients;
     /* Of verbs that measure: the part of every block of rows that have no place for a norm; of STATISTICS
      * behind these sums of squares as many largest magnitudes, and as many counts. */
@@ -88,7 +88,7 @@ static int64_t blocks_of(int64_t size) { return (size + BLOCK - 1) / BLOCK; }
 /* Makes a job with room for n gradients; 0 without memory. */
 static int make_job(Job *job, Verb verb, long threads, int64_t n) {
     job->verb = verb, job->threads = threads;
-    job->n = job->n_parts = job->n_elements = job->n_tasks = job->next_task = 0;
+    job->n = job->n_rows = job->n_parts = job->n_elements = job->n_tasks = job->next_task = 0;
     job->gradients = job->few_gradients, job->parts = job->few_parts, job->places = NULL;
     return n <= FEW || (job->gradients = malloc(sizeof(Gradient) * (size_t)n));
 }
@@ -103,7 +103,7 @@ static Gradient *add_gradient(Job *job, long code, char *elements, int64_t rows,
     gradient->first_part = job->n_parts;
     gradient->norms = NULL, gradient->factors = &gradient->factor;
     if (rows == 1 || length > BLOCK) job->n_parts += rows * blocks_of(length);
-    job->n_elements += gradient->size;
+    job->n_rows += rows, job->n_elements += gradient->size;
     return gradient;
 }
 
@@ -214,7 +214,8 @@ static void do_tasks(void *argument) {
 
 /* Cuts the list into tasks; 0 without memory for them. */
 static int cut(Job *job) {
-    int64_t least = job->n_elements / (TASKS * job->threads);
+    /* However many threads, no product overflows. */
+    int64_t least = job->n_elements / TASKS / job->threads;
     if (least < BLOCK) least = BLOCK;
     job->places = malloc(sizeof(Place) * (size_t)(job->n_elements / least + 2));
     if (!job->places) return 0;

@@ -3,7 +3,8 @@
  *
  * A gradient is an address and a number of contiguous elements; `_native.pyi` describes the
  * functions. Of Python only the stable ABI is used, and nothing of PyTorch but its threads: one
- * binary serves all versions, but for those of free-threaded Python.
+ * binary serves all versions, but for those of free-threaded Python. Wrong arguments raise; an address
+ * is trusted, but for 0.
  */
 #include <Python.h>
 #include <float.h>
@@ -14,6 +15,8 @@
 #define INTERFACE 11
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
+/* Elements, or rows, of a list at most: int64 holds as many bytes, and sums of rounded ones. */
+#define MOST (INT64_MAX / 64)
 /* A norm of float64 of order 2 is known where it is 0, or lies from the first up to the second. */
 #define LEAST_NORM 0x1p-450
 #define LARGEST_NORM 0x1p450
@@ -32,12 +35,18 @@ static void run(Job *job) {
     PyEval_RestoreThread(state);
 }
 
-/* The int64 that bytes hold, n of them; NULL with an error of Python. */
-static const char *read_numbers(PyObject *bytes, Py_ssize_t n) {
-    const char *numbers = PyBytes_AsString(bytes);
-    if (!numbers || PyBytes_Size(bytes) == n * (Py_ssize_t)sizeof(int64_t)) return numbers;
-    PyErr_SetString(PyExc_ValueError, "expected as many sizes as addresses");
-    return NULL;
+/* The length of a list; -1 with an error of Python. */
+static Py_ssize_t length_of(PyObject *list) {
+    if (PyList_Check(list)) return PyList_Size(list);
+    PyErr_Format(PyExc_TypeError, "expected a list, got %R", Py_TYPE(list));
+    return -1;
+}
+
+/* Whether bytes hold n of int64; else an error of Python. */
+static int has_integers(PyObject *bytes, Py_ssize_t n) {
+    if (PyBytes_Size(bytes) == n * (Py_ssize_t)sizeof(int64_t)) return 1;
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "expected as many sizes as addresses");
+    return 0;
 }
 
 /* One of the int64 that bytes hold. */
@@ -47,36 +56,86 @@ static int64_t number_of(PyObject *bytes, Py_ssize_t i) {
     return number;
 }
 
+/* The code of a dtype; -1 with an error of Python. */
+static long read_dtype(PyObject *code) {
+    long dtype = PyLong_AsLong(code);
+    if (dtype >= 0 && dtype < N_DTYPES) return dtype;
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "expected a known dtype, got %ld", dtype);
+    return -1;
+}
+
+/* An address; NULL, with an error of Python unless it may be 0. */
+static void *read_address(PyObject *number, int may_be_0) {
+    void *address = PyLong_AsVoidPtr(number);
+    if (!address && !may_be_0 && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "expected the address of memory, got 0");
+    return address;
+}
+
+/* Adds a gradient to a job that has room for it; 0 with an error of Python. */
+static int read_gradient(Job *job, long dtype, PyObject *number, int64_t rows, int64_t length, int may_be_absent) {
+    int64_t size;
+    if (rows < 0 || rows > MOST - job->n_rows || length < 0 || __builtin_mul_overflow(rows, length, &size) ||
+        size > MOST - job->n_elements) {
+        PyErr_SetString(PyExc_ValueError, "expected sizes of 0 or more, whose sum int64 holds");
+        return 0;
+    }
+    char *address = read_address(number, may_be_absent || !size);
+    if (!address && PyErr_Occurred()) return 0;
+    add_gradient(job, dtype, address, rows, length);
+    return 1;
+}
+
 /* Makes a job from the arguments that all verbs have; 0 with an error of Python.
  *
  * addresses: a list of ints; sizes: bytes of as many int64; dtype: its code; threads: at most. By unit,
  * sizes are those of the units; rows: how many each gradient has, as sizes; else NULL.
  */
 static int read_job(Job *job, Verb verb, PyObject *const *arguments, PyObject *rows) {
-    Py_ssize_t n = PyList_Size(arguments[0]);
-    const char *sizes = n < 0 ? NULL : read_numbers(arguments[1], n);
-    const char *counts = sizes && rows ? read_numbers(rows, n) : NULL;
-    if (!sizes || (rows && !counts)) return 0;
-    long dtype = PyLong_AsLong(arguments[2]), threads = PyLong_AsLong(arguments[3]);
-    if (PyErr_Occurred()) return 0;
-    if (dtype < 0 || dtype >= N_DTYPES) {
-        PyErr_SetString(PyExc_ValueError, "expected a known dtype");
+    long dtype = read_dtype(arguments[2]), threads = dtype < 0 ? 0 : PyLong_AsLong(arguments[3]);
+    if (threads < 1) {
+        if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "expected 1 thread or more, got %ld", threads);
         return 0;
     }
-    int has_room = make_job(job, verb, threads, n);
-    for (Py_ssize_t i = 0; has_room && i < n; i++) {
-        int64_t n_rows = rows ? number_of(rows, i) : 1;
-        add_gradient(job, dtype, PyLong_AsVoidPtr(PyList_GetItem(arguments[0], i)), n_rows, number_of(arguments[1], i));
+    /* No code of Python runs from here on, which might change the list. */
+    Py_ssize_t n = length_of(arguments[0]);
+    if (n < 0 || !has_integers(arguments[1], n) || (rows && !has_integers(rows, n))) return 0;
+    int is_made = make_job(job, verb, threads, n), is_read = is_made;
+    for (Py_ssize_t i = 0; is_read && i < n; i++) {
+        int64_t n_rows = rows ? number_of(rows, i) : 1, length = number_of(arguments[1], i);
+        is_read = read_gradient(job, dtype, PyList_GetItem(arguments[0], i), n_rows, length, rows != NULL);
     }
-    if (!has_room || !make_parts(job)) PyErr_NoMemory();
-    if (!PyErr_Occurred()) return 1;
-    free_job(job);
-    return 0;
+    if (!is_made || (is_read && !(is_read = make_parts(job)))) PyErr_NoMemory();
+    if (!is_read) free_job(job);
+    return is_read;
 }
 
 static int has_arguments(Py_ssize_t got, Py_ssize_t expected) {
     if (got == expected) return 1;
     PyErr_Format(PyExc_TypeError, "expected %zd arguments, got %zd", expected, got);
+    return 0;
+}
+
+/* Reads n numbers; 0 with an error of Python. */
+static int read_doubles(PyObject *const *arguments, int n, double *numbers) {
+    for (int i = 0; i < n; i++)
+        if ((numbers[i] = PyFloat_AsDouble(arguments[i])) == -1 && PyErr_Occurred()) return 0;
+    return 1;
+}
+
+/* Reads a number, or that of an index in a list of numbers; 0 with an error of Python. */
+static int read_number(PyObject *numbers, Py_ssize_t i, double *number) {
+    /* The list may lose it meanwhile. */
+    PyObject *own = Py_XNewRef(PyList_Check(numbers) ? PyList_GetItem(numbers, i) : numbers);
+    *number = PyFloat_AsDouble(own);
+    Py_XDECREF(own);
+    return *number != -1 || !PyErr_Occurred();
+}
+
+/* Whether an argument is a number, or a list of n; else an error of Python. */
+static int has_numbers(PyObject *numbers, Py_ssize_t n) {
+    if (!PyList_Check(numbers) || PyList_Size(numbers) == n) return 1;
+    PyErr_Format(PyExc_ValueError, "expected %zd numbers, got %zd", n, PyList_Size(numbers));
     return 0;
 }
 
@@ -175,31 +234,20 @@ static double coefficient_of(double norm, double limit, double eps, int wide) {
     return wide ? limit / bound : (double)((float)limit / (float)bound);
 }
 
-/* A number, or that of an index in a list of numbers. */
-static double number_at(PyObject *numbers, Py_ssize_t i) {
-    return PyFloat_AsDouble(PyList_Check(numbers) ? PyList_GetItem(numbers, i) : numbers);
-}
-
-/* Whether an argument is a number, or a list of n; else an error of Python. */
-static int has_numbers(PyObject *numbers, Py_ssize_t n) {
-    if (!PyList_Check(numbers) || PyList_Size(numbers) == n) return 1;
-    PyErr_Format(PyExc_ValueError, "expected %zd numbers, got %zd", n, PyList_Size(numbers));
-    return 0;
-}
-
 static PyObject *coefficients(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     if (!has_arguments(n_arguments, 4)) return NULL;
-    Py_ssize_t n = PyList_Size(arguments[0]);
-    double eps = PyFloat_AsDouble(arguments[2]), least = 1;
-    int wide = PyObject_IsTrue(arguments[3]);
-    if (PyErr_Occurred() || !has_numbers(arguments[1], n)) return NULL;
+    double eps, least = 1;
+    int wide = read_doubles(arguments + 2, 1, &eps) ? PyObject_IsTrue(arguments[3]) : -1;
+    Py_ssize_t n = wide < 0 ? -1 : length_of(arguments[0]);
+    if (n < 0 || !has_numbers(arguments[1], n)) return NULL;
     PyObject *result = PyList_New(n);
     for (Py_ssize_t i = 0; result && i < n; i++) {
-        double norm = PyFloat_AsDouble(PyList_GetItem(arguments[0], i));
-        double coefficient = coefficient_of(norm, number_at(arguments[1], i), eps, wide);
+        double norm, limit, coefficient = 0;
+        int is_read = read_number(arguments[0], i, &norm) && read_number(arguments[1], i, &limit);
+        if (is_read) coefficient = coefficient_of(norm, limit, eps, wide);
         if (coefficient < least || coefficient != coefficient) least = coefficient;
-        PyObject *own = PyErr_Occurred() ? NULL : PyFloat_FromDouble(coefficient);
+        PyObject *own = is_read ? PyFloat_FromDouble(coefficient) : NULL;
         if (!own || PyList_SetItem(result, i, own)) Py_CLEAR(result);
     }
     return result ? Py_BuildValue("(Nd)", result, least) : NULL;
@@ -209,8 +257,8 @@ static PyObject *coefficients(PyObject *module, PyObject *const *arguments, Py_s
 static int read_factors(Job *job, PyObject *numbers) {
     int is_valid = has_numbers(numbers, (Py_ssize_t)job->n);
     for (int64_t i = 0; is_valid && i < job->n; i++)
-        job->gradients[i].factor = number_at(numbers, (Py_ssize_t)i);
-    return is_valid && !PyErr_Occurred();
+        is_valid = read_number(numbers, (Py_ssize_t)i, &job->gradients[i].factor);
+    return is_valid;
 }
 
 static PyObject *multiply(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
@@ -225,12 +273,12 @@ static PyObject *add(PyObject *module, PyObject *const *arguments, Py_ssize_t n_
     (void)module;
     Job job;
     if (!has_arguments(n_arguments, 6) || !read_job(&job, COMBINE, arguments, NULL)) return NULL;
-    double factor = PyFloat_AsDouble(arguments[4]);
-    if (PyList_Size(arguments[5]) != (Py_ssize_t)job.n && !PyErr_Occurred())
-        PyErr_SetString(PyExc_ValueError, "expected a sum for each gradient");
+    double factor = 0;
+    Py_ssize_t n = read_doubles(arguments + 4, 1, &factor) ? length_of(arguments[5]) : -1;
+    if (n >= 0 && n != (Py_ssize_t)job.n) PyErr_SetString(PyExc_ValueError, "expected a sum for each gradient");
     for (int64_t i = 0; !PyErr_Occurred() && i < job.n; i++) {
         Gradient *gradient = job.gradients + i;
-        gradient->target = PyLong_AsVoidPtr(PyList_GetItem(arguments[5], (Py_ssize_t)i));
+        gradient->target = read_address(PyList_GetItem(arguments[5], (Py_ssize_t)i), !gradient->size);
         gradient->others = gradient->target, gradient->factor = factor, gradient->other_factor = 1;
     }
     return finish(&job);
@@ -240,11 +288,11 @@ static PyObject *add(PyObject *module, PyObject *const *arguments, Py_ssize_t n_
 static PyObject *clip(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     if (!has_arguments(n_arguments, 11)) return NULL;
-    double order = PyFloat_AsDouble(arguments[4]), limit = PyFloat_AsDouble(arguments[5]);
-    double eps = PyFloat_AsDouble(arguments[6]), scale = PyFloat_AsDouble(arguments[7]);
-    int wide = PyObject_IsTrue(arguments[8]);
+    double numbers[4] = {0};
+    int wide = read_doubles(arguments + 4, 4, numbers) ? PyObject_IsTrue(arguments[8]) : -1;
+    double order = numbers[0], limit = numbers[1], eps = numbers[2], scale = numbers[3];
     Job job;
-    if (PyErr_Occurred() || !measure(&job, arguments, 5)) return NULL;
+    if (wide < 0 || !measure(&job, arguments, 5)) return NULL;
     double norm = norm_of(&job, 0, job.n_parts);
     free_job(&job);
     if (wide && order == 2 && is_extreme(norm)) return Py_NewRef(Py_None);
@@ -269,8 +317,8 @@ static PyObject *clamp(PyObject *module, PyObject *const *arguments, Py_ssize_t 
     (void)module;
     Job job;
     if (!has_arguments(n_arguments, 6) || !read_job(&job, CLAMP, arguments, NULL)) return NULL;
-    job.low = PyFloat_AsDouble(arguments[4]);
-    job.high = PyFloat_AsDouble(arguments[5]);
+    double bounds[2];
+    if (read_doubles(arguments + 4, 2, bounds)) job.low = bounds[0], job.high = bounds[1];
     return finish(&job);
 }
 
@@ -287,9 +335,9 @@ static PyObject *unit_norms(PyObject *module, PyObject *const *arguments, Py_ssi
     Job job;
     if (!has_arguments(n_arguments, 6)) return NULL;
     if (!read_job(&job, SUM_SQUARES, arguments, arguments[4])) return NULL;
-    double *norms = PyLong_AsVoidPtr(arguments[5]), *own = norms;
+    double *norms = read_address(arguments[5], !job.n_rows), *own = norms;
     PyObject *unknown = PyErr_Occurred() ? NULL : PyList_New(0);
-    for (int64_t i = 0; i < job.n; own += job.gradients[i++].rows)
+    for (int64_t i = 0; unknown && i < job.n; own += job.gradients[i++].rows)
         if (job.gradients[i].length <= BLOCK) job.gradients[i].norms = own;
     if (unknown) run(&job);
     for (int64_t i = 0; unknown && i < job.n; i++) {
@@ -329,27 +377,38 @@ static double factor_of(double coefficient, double scale, int wide, int is_doubl
 static PyObject *unit_factors(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     if (!has_arguments(n_arguments, 7)) return NULL;
-    const double *norms = PyLong_AsVoidPtr(arguments[0]);
+    double numbers[2], least = 1;
+    int wide = read_doubles(arguments + 3, 2, numbers) ? PyObject_IsTrue(arguments[5]) : -1, fits = 1;
+    long dtype = wide < 0 ? -1 : read_dtype(arguments[6]);
+    if (dtype < 0) return NULL;
+    double eps = numbers[0], scale = numbers[1];
     Py_ssize_t n = PyBytes_Size(arguments[1]) / (Py_ssize_t)sizeof(int64_t);
-    double eps = PyFloat_AsDouble(arguments[3]), scale = PyFloat_AsDouble(arguments[4]), least = 1;
-    int wide = PyObject_IsTrue(arguments[5]), is_double = PyLong_AsLong(arguments[6]) == FLOAT64, fits = 1;
-    if (PyErr_Occurred() || !has_numbers(arguments[2], n)) return NULL;
+    if (!has_integers(arguments[1], n) || !has_numbers(arguments[2], n)) return NULL;
     int64_t n_units = 0;
-    for (Py_ssize_t i = 0; i < n; i++) n_units += number_of(arguments[1], i);
+    for (Py_ssize_t i = 0; i < n; i++) {
+        int64_t rows = number_of(arguments[1], i);
+        if (rows < 0 || rows > MOST - n_units) {
+            PyErr_SetString(PyExc_ValueError, "expected 0 rows or more, whose sum int64 holds");
+            return NULL;
+        }
+        n_units += rows;
+    }
+    const double *norms = read_address(arguments[0], !n_units);
+    if (PyErr_Occurred()) return NULL;
     PyObject *changed = PyList_New(0), *result = NULL;
     PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)sizeof(double) * n_units);
     double *factors = bytes ? (double *)(void *)PyBytes_AsString(bytes) : NULL;
     for (Py_ssize_t i = 0; changed && factors && i < n; i++) {
-        double ratio = number_at(arguments[2], i);
-        int is_changed = 0;
-        for (int64_t row = number_of(arguments[1], i); row; row--, norms++, factors++) {
+        double ratio;
+        int is_read = read_number(arguments[2], i, &ratio), is_changed = 0;
+        for (int64_t row = is_read ? number_of(arguments[1], i) : 0; row; row--, norms++, factors++) {
             double coefficient = unit_coefficient(*norms / scale, norms[n_units], ratio, eps);
             if (!wide) coefficient = (float)coefficient;
             if (coefficient < least || coefficient != coefficient) least = coefficient;
-            *factors = factor_of(coefficient, scale, wide, is_double);
+            *factors = factor_of(coefficient, scale, wide, dtype == FLOAT64);
             is_changed |= *factors != 1, fits &= !(*factors < 0);
         }
-        if (PyErr_Occurred() || (is_changed && !append_index(changed, i))) Py_CLEAR(changed);
+        if (!is_read || (is_changed && !append_index(changed, i))) Py_CLEAR(changed);
     }
     if (changed && bytes)
         result = fits ? Py_BuildValue("(OOd)", bytes, changed, least) : Py_NewRef(Py_None);
@@ -363,11 +422,10 @@ static PyObject *multiply_units(PyObject *module, PyObject *const *arguments, Py
     Job job;
     if (!has_arguments(n_arguments, 6) || !read_job(&job, MULTIPLY, arguments, arguments[4])) return NULL;
     const double *factors = (const double *)(const void *)PyBytes_AsString(arguments[5]);
-    int64_t n_units = 0;
-    for (int64_t i = 0; factors && i < job.n; n_units += job.gradients[i++].rows)
-        job.gradients[i].factors = factors + n_units;
-    if (factors && PyBytes_Size(arguments[5]) != n_units * (Py_ssize_t)sizeof(double))
+    if (factors && PyBytes_Size(arguments[5]) != job.n_rows * (Py_ssize_t)sizeof(double))
         PyErr_SetString(PyExc_ValueError, "expected a factor for each unit");
+    for (int64_t i = 0; !PyErr_Occurred() && i < job.n; factors += job.gradients[i++].rows)
+        job.gradients[i].factors = factors;
     return finish(&job);
 }
 
@@ -385,8 +443,8 @@ static int compare_starts(const void *left, const void *right) {
 static PyObject *are_apart(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     if (!has_arguments(n_arguments, 2)) return NULL;
-    Py_ssize_t n = PyList_Size(arguments[0]), kept = 0;
-    if (n < 0 || PyList_Size(arguments[1]) != n) {
+    Py_ssize_t n = length_of(arguments[0]), kept = 0;
+    if (n < 0 || length_of(arguments[1]) != n) {
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "expected a span for each address");
         return NULL;
     }
@@ -422,11 +480,17 @@ static PyObject *know(PyObject *module, PyObject *const *arguments, Py_ssize_t n
     };
     enum { N_KNOWN = sizeof known / sizeof *known };
     if (!has_arguments(n_arguments, N_KNOWN + 1)) return NULL;
+    if (!PyDict_Check(arguments[2]))
+        return PyErr_Format(PyExc_TypeError, "expected codes in a dict, got %R", Py_TYPE(arguments[2]));
     const DLPackExchange *exchange = NULL;
     PyObject *capsule = arguments[N_KNOWN];
     if (capsule != Py_None && !(exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api"))) return NULL;
     torch.view = exchange && exchange->major == 1 ? exchange->view : NULL;
-    for (int i = 0; i < N_KNOWN; i++) Py_XDECREF(*known[i]), *known[i] = Py_NewRef(arguments[i]);
+    for (int i = 0; i < N_KNOWN; i++) {
+        PyObject *earlier = *known[i];
+        *known[i] = Py_NewRef(arguments[i]);
+        Py_XDECREF(earlier);
+    }
     return Py_NewRef(Py_None);
 }
 

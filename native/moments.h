@@ -28,15 +28,16 @@ static double advance_average(double *row, double norm, const Averaging *by) {
 static PyObject *advance_averages(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     if (!has_arguments(n_arguments, 7)) return NULL;
-    double *rows = PyLong_AsVoidPtr(arguments[0]), numbers[5];
-    Py_ssize_t n = PyList_Size(arguments[1]);
-    for (int i = 0; i < 5; i++) numbers[i] = PyFloat_AsDouble(arguments[2 + i]);
+    double numbers[5];
+    Py_ssize_t n = read_doubles(arguments + 2, 5, numbers) ? length_of(arguments[1]) : -1;
+    double *rows = n < 0 ? NULL : read_address(arguments[0], !n);
     if (PyErr_Occurred()) return NULL;
     Averaging by = {numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]};
     PyObject *limits = PyList_New(n);
     for (Py_ssize_t i = 0; limits && i < n; i++) {
-        double norm = PyFloat_AsDouble(PyList_GetItem(arguments[1], i));
-        PyObject *limit = PyErr_Occurred() ? NULL : PyFloat_FromDouble(advance_average(rows + 2 * i, norm, &by));
+        double norm;
+        int is_read = read_number(arguments[1], i, &norm);
+        PyObject *limit = is_read ? PyFloat_FromDouble(advance_average(rows + 2 * i, norm, &by)) : NULL;
         if (!limit || PyList_SetItem(limits, i, limit)) Py_CLEAR(limits);
     }
     return limits;
@@ -76,25 +77,29 @@ static double quantile_of(double *x, Py_ssize_t n, double q) {
 static PyObject *advance_quantiles(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     if (!has_arguments(n_arguments, 5)) return NULL;
-    double *row = PyLong_AsVoidPtr(arguments[0]);
-    Py_ssize_t n = PyList_Size(arguments[1]), window = PyLong_AsSsize_t(arguments[3]);
-    double q = PyFloat_AsDouble(arguments[2]), max_norm = PyFloat_AsDouble(arguments[4]);
+    double q, max_norm;
+    if (!read_doubles(arguments + 2, 1, &q) || !read_doubles(arguments + 4, 1, &max_norm)) return NULL;
+    Py_ssize_t window = PyLong_AsSsize_t(arguments[3]), n = PyErr_Occurred() ? -1 : length_of(arguments[1]);
+    double *row = n < 0 ? NULL : read_address(arguments[0], !n);
+    if (!PyErr_Occurred() && !(q >= 0 && q <= 1 && window >= 1 && window <= MOST))
+        PyErr_SetString(PyExc_ValueError, "expected a quantile from 0 to 1 of a window of 1 norm or more");
     if (PyErr_Occurred()) return NULL;
     double *known = PyMem_Malloc((size_t)window * sizeof *known);
     if (!known) return PyErr_NoMemory();
     PyObject *limits = PyList_New(n);
     for (Py_ssize_t i = 0; limits && i < n; i++, row += window + 1) {
-        double norm = PyFloat_AsDouble(PyList_GetItem(arguments[1], i));
+        double norm;
+        int is_read = read_number(arguments[1], i, &norm);
         /* A number of norms that none can be, as in a damaged checkpoint, would point beyond the row. */
         if (!(row[window] >= 0 && row[window] < 0x1p53)) row[window] = 0;
-        if (norm > 0 && norm < INFINITY) {
+        if (is_read && norm > 0 && norm < INFINITY) {
             row[(Py_ssize_t)row[window] % window] = norm;
             row[window] += 1;
         }
         Py_ssize_t n_known = row[window] < (double)window ? (Py_ssize_t)row[window] : window;
         memcpy(known, row, (size_t)n_known * sizeof *known);
         double quantile = quantile_of(known, n_known, q);
-        PyObject *limit = PyErr_Occurred() ? NULL : PyFloat_FromDouble(max_norm < quantile ? max_norm : quantile);
+        PyObject *limit = is_read ? PyFloat_FromDouble(max_norm < quantile ? max_norm : quantile) : NULL;
         if (!limit || PyList_SetItem(limits, i, limit)) Py_CLEAR(limits);
     }
     PyMem_Free(known);
@@ -104,9 +109,10 @@ static PyObject *advance_quantiles(PyObject *module, PyObject *const *arguments,
 static PyObject *mean_and_deviation(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     if (!has_arguments(n_arguments, 2)) return NULL;
-    const double *numbers = PyLong_AsVoidPtr(arguments[0]);
     Py_ssize_t n = PyLong_AsSsize_t(arguments[1]);
-    if (PyErr_Occurred()) return NULL;
+    if (n < 2 && !PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "expected 2 numbers or more, got %zd", n);
+    const double *numbers = PyErr_Occurred() ? NULL : read_address(arguments[0], 0);
+    if (!numbers) return NULL;
     double sum = 0, squares = 0;
     for (Py_ssize_t i = 0; i < n; i++) sum += numbers[i];
     double mean = sum / (double)n;

@@ -35,10 +35,9 @@ static struct {
     int (*view)(void *, DLTensor *);
 } torch;
 
-enum { DTYPE, IS_CPU, IS_NESTED, REQUIRES_GRAD, IS_CONJ, IS_NEG, IS_CONTIGUOUS, NUMEL, DATA_PTR, STRIDE, N_NAMES };
+enum { DTYPE, IS_CPU, IS_NESTED, REQUIRES_GRAD, IS_CONJ, IS_NEG, IS_CONTIGUOUS, NUMEL, DATA_PTR, N_NAMES };
 static const char *const spellings[N_NAMES] = {
-    "dtype", "is_cpu", "is_nested", "requires_grad", "is_conj",
-    "is_neg", "is_contiguous", "numel", "data_ptr", "stride",
+    "dtype", "is_cpu", "is_nested", "requires_grad", "is_conj", "is_neg", "is_contiguous", "numel", "data_ptr",
 };
 static PyObject *names[N_NAMES];
 
@@ -115,29 +114,36 @@ static int ask_for_elements(PyObject *x, Elements *elements) {
     return address >= 0;
 }
 
-/* Whether two tensors of one shape have the same strides; -1 with an error of Python. */
-static int share_strides(PyObject *x, const DLTensor *view, PyObject *y, const DLTensor *other_view) {
-    if (torch.view) {
-        for (int i = 0; i < view->n_dims; i++)
-            if (view->shape[i] != 1 && view->strides[i] != other_view->strides[i]) return 0;
-        return 1;
+/* Whether the elements of two tensors lie in the same order, without gaps. Where they were read by
+ * attributes, these have to be contiguous. */
+static int share_order(const Elements *x, const Elements *y) {
+    const DLTensor *view = &x->dl, *other = &y->dl;
+    if (x->code != y->code || x->size != y->size) return 0;
+    if (x->is_contiguous && y->is_contiguous) return 1;
+    if (!torch.view || view->n_dims != other->n_dims) return 0;
+    int64_t span = 1;
+    for (int i = 0; i < view->n_dims; i++) {
+        if (view->shape[i] != other->shape[i]) return 0;
+        if (view->shape[i] != 1 && view->strides[i] != other->strides[i]) return 0;
+        span += (view->shape[i] - 1) * view->strides[i];
     }
-    PyObject *own = call(x, STRIDE), *other = own ? call(y, STRIDE) : NULL;
-    int same = other ? PyObject_RichCompareBool(own, other, Py_EQ) : -1;
-    Py_XDECREF(own);
-    Py_XDECREF(other);
-    return same;
+    return span == x->size;
 }
 
 static int read_elements(PyObject *x, Elements *elements) {
     return torch.view ? view_elements(x, elements) : ask_for_elements(x, elements);
 }
 
+static int is_plain(PyObject *x) {
+    PyObject *class = (PyObject *)Py_TYPE(x);
+    return class == torch.tensor || class == torch.parameter;
+}
+
 /* A norm as a tensor that `create` makes; NULL where it makes another, or with an error of Python. */
 static PyObject *tensor_of(double norm, int is_wide, PyObject *create) {
     Elements elements;
     PyObject *made = PyObject_CallFunctionObjArgs(create, is_wide ? torch.wide_number : torch.number, NULL);
-    int is_made = made && read_elements(made, &elements) && elements.address && elements.size == 1;
+    int is_made = made && is_plain(made) && read_elements(made, &elements) && elements.address && elements.size == 1;
     if (!is_made || elements.code != (is_wide ? FLOAT64 : FLOAT32)) {
         Py_XDECREF(made);
         return NULL;
@@ -192,18 +198,13 @@ static PyObject *made_of(const Leaves *leaves) {
     return list;
 }
 
-static int is_plain(PyObject *x) {
-    PyObject *class = (PyObject *)Py_TYPE(x);
-    return class == torch.tensor || class == torch.parameter;
-}
-
 /* Whether autograd would record operations on a tensor; -1 with an error of Python. */
 static int is_recorded(PyObject *x) {
     int requires_grad = has(x, REQUIRES_GRAD);
     return requires_grad == 1 ? is_true(PyObject_CallNoArgs(torch.is_recording)) : requires_grad;
 }
 
-/* Adds a tensor to a job that measures, and, with `create`, the one that it makes like it as its target; 0
+/* Adds a tensor to a job that measures, and the one that `create`, or NULL, makes like it as its target; 0
  * where the tensor is not plain, or with an error of Python. */
 static int add_tensor(Job *job, Leaves *leaves, PyObject *x, PyObject *create, PyObject **made) {
     Elements elements, own;
@@ -219,14 +220,12 @@ static int add_tensor(Job *job, Leaves *leaves, PyObject *x, PyObject *create, P
     leaves->are_mixed |= job->gradients->code != elements.code;
     leaves->are_wide |= elements.code % PAIRS == FLOAT64;
     leaves->have_pairs |= are_pairs;
-    if (create == Py_None) return elements.is_contiguous;
-    if (!(*made = PyObject_CallFunctionObjArgs(create, x, NULL)) || !read_elements(*made, &own)) return 0;
+    if (!create) return elements.is_contiguous;
     /* A mode may have made another one. */
-    if (own.code != elements.code || own.size != elements.size || (own.size && !own.address)) return 0;
+    *made = PyObject_CallFunctionObjArgs(create, x, NULL);
+    if (!*made || !is_plain(*made) || !read_elements(*made, &own) || (own.size && !own.address)) return 0;
     gradient->target = own.address;
-    if (elements.is_contiguous) return own.is_contiguous;
-    /* It has the strides of one that is dense in memory, in any order of its dimensions, and of no other. */
-    return share_strides(x, &elements.dl, *made, &own.dl) == 1;
+    return share_order(&elements, &own);
 }
 
 /* Whether a tensor that was not read is left to operators; else an interrupt came. Those without memory, such
@@ -237,7 +236,8 @@ static int is_refused(void) {
     return 1;
 }
 
-/* Makes a job of leaves: 1; 0 where operators have to serve them; -1 with an error of Python. */
+/* Makes a job of leaves, and new tensors unless `create` is NULL: 1; 0 where operators have to serve them; -1
+ * with an error of Python. */
 static int read_leaves(Job *job, Leaves *leaves, Verb verb, PyObject *argument, PyObject *create) {
     make_job(job, verb, 1, 0);
     if (!take_leaves(leaves, argument)) return -1;
@@ -268,11 +268,10 @@ static int read_leaves(Job *job, Leaves *leaves, Verb verb, PyObject *argument, 
 static int add_other(Gradient *gradient, PyObject *x, PyObject *other) {
     Elements elements, own;
     if (!is_plain(other) || !read_elements(x, &elements) || !read_elements(other, &own)) return 0;
-    if (own.code != elements.code || own.size != elements.size || (own.size && !own.address)) return 0;
-    if (is_true(call(other, IS_NEG)) || (own.code >= PAIRS && is_true(call(other, IS_CONJ)))) return 0;
+    if ((own.size && !own.address) || is_true(call(other, IS_NEG))) return 0;
+    if (own.code >= PAIRS && is_true(call(other, IS_CONJ))) return 0;
     gradient->others = own.address;
-    if (own.is_contiguous && elements.is_contiguous) return 1;
-    return share_strides(x, &elements.dl, other, &own.dl) == 1;
+    return share_order(&elements, &own);
 }
 
 /* Reads a list of tensors, and as many others beside them; as `read_leaves`. */

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+from array import array
+from contextlib import suppress
 from ctypes import c_float
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +24,12 @@ from native_lists import (
     listed,
     norm_of,
 )
+from workers import python
 
 from tritonclip.backends import native
 from tritonclip.backends.native import loops
 from tritonclip.engine import memory
+from tritonclip.functional import by_loops
 
 if loops is None:
     pytest.skip("tritonclip was installed without its C extension", allow_module_level=True)
@@ -277,23 +283,109 @@ def test_many_runs_are_sorted():
     assert not loops.are_apart(starts, [8] * 9_999 + [9 * 8])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (([1], b"", 2, 1), ValueError),
-        (([], b"", 4, 1), ValueError),
-        (([], b"", -1, 1), ValueError),
-        ((["a"], bytes(8), 2, 1), TypeError),
-        (((), b"", 2, 1), SystemError),
-        (([], "", 2, 1), TypeError),
-        (([], b"", 2), TypeError),
-    ],
-    ids=["sizes", "dtype", "negative", "address", "tuple", "text", "too few"],
-)
-def test_wrong_arguments_raise(arguments, error):
-    for verb in (loops.norm, loops.norms):
-        with pytest.raises(error):
-            verb(*arguments, 2.0)
+class Unsure:
+    def __bool__(self):
+        raise ValueError("neither")
+
+
+def packed(*numbers):
+    return array("q", numbers).tobytes()
+
+
+NUMBERS = torch.arange(64, dtype=torch.float64)
+AT, HUGE, NAN = NUMBERS.data_ptr(), 2**70, math.nan
+NO_SIZES = ("", None, b"", bytes(7), packed(-1), packed(2**62), packed(2, 2))
+NO_NUMBER = ("a", None, [1.0], 10**400)
+# By kind of argument, a right one and wrong ones.
+KINDS = {
+    "addresses": ([AT], ((AT,), None, 5, [], [None], [HUGE], [0], [AT, AT])),
+    "addresses or 0": ([AT], ((AT,), None, 5, [], [None], [HUGE], [AT, AT])),
+    "sizes": (packed(2), NO_SIZES),
+    "rows": (packed(2), NO_SIZES),
+    "counts": (packed(2), ("", None, *NO_SIZES[3:-1])),
+    "dtype": (3, (-1, 4, HUGE, "a", None, 3.0)),
+    "threads": (1, (0, -1, HUGE, "a", None, 1.0)),
+    "order": (2.0, (*NO_NUMBER, 3.0, NAN)),
+    "number": (1.0, NO_NUMBER),
+    "flag": (True, (Unsure(),)),
+    "numbers": ([1.0], ((1.0,), None, 5, ["a"], [None], [10**400])),
+    "factors": (1.0, ("a", None, 10**400, [], ["a"], [1.0, 1.0])),
+    "address": (AT, (0, HUGE, "a", None, 1.0)),
+    "share": (0.5, (*NO_NUMBER, -0.1, 1.5, NAN)),
+    "window": (2, (0, -1, 2**60, 2**62, HUGE, "a", None)),
+    "many": (2, (1, 0, -5, HUGE, "a", None)),
+    "bytes": (bytes(16), ("", None, b"", bytes(8), bytes(17))),
+    "call": (id, (None, "a", lambda _: 1 / 0)),
+    "any": (None, ()),
+    "leaves": ([NUMBERS], (5, "a", [5], (NUMBERS,), [[NUMBERS]])),
+    "like": (torch.empty_like, (5, None, lambda x: 5, lambda x: x[:2], lambda x: x.float())),
+    "bound": (1.0, ("a", NAN, True, [1.0])),
+    "limit": (1.0, ("a", -1, NAN, True, [1.0, 1.0])),
+}
+LIST = "addresses, sizes, dtype, threads"
+BY_UNIT = "addresses or 0, sizes, dtype, threads, rows"
+VERBS = {
+    "norm": f"{LIST}, order",
+    "norms": f"{LIST}, order",
+    "two_norms": LIST,
+    "statistics": LIST,
+    "coefficients": "numbers, factors, number, flag",
+    "multiply_": f"{LIST}, factors",
+    "add_": f"{LIST}, number, addresses",
+    "unit_norms": f"{BY_UNIT}, address",
+    "unit_factors": "address, counts, factors, number, number, flag, dtype",
+    "multiply_units_": f"{BY_UNIT}, bytes",
+    "clip_": f"{LIST}, order, number, number, number, flag, call, any",
+    "clamp_": f"{LIST}, number, number",
+    "are_apart": "addresses or 0, addresses or 0",
+    "advance_averages": "address, numbers, number, number, number, number, number",
+    "advance_quantiles": "address, numbers, share, window, number",
+    "mean_and_deviation": "address, many",
+    "set_portable": "flag",
+    "clamped": "leaves, like, bound, any",
+    "has_at_bounds": "leaves, bound, any",
+    "clipped": "leaves, like, limit, any",
+    "clipped_each": "leaves, like, limit, order, number",
+    "scaled": "leaves, like, factors",
+    "measured": "leaves, like",
+    "measured_each": "leaves, order",
+    "dots": "leaves, leaves",
+    "combined": "leaves, leaves, like, factors, factors",
+}
+# Operators serve what these functions cannot.
+LEFT = {"leaves", "like"}
+
+
+def call_wrongly():
+    """Prints calls with one wrong argument, and whether they were taken or changed memory."""
+    by_loops.introduce()
+    for verb, names in VERBS.items():
+        kinds = names.split(", ")
+        right = [KINDS[kind][0] for kind in kinds]
+        wrong = [(i, value) for i, kind in enumerate(kinds) for value in KINDS[kind][1]]
+        calls = [(i, value, [*right[:i], value, *right[i + 1 :]]) for i, value in wrong]
+        for i, value, call in (*calls, (len(kinds), "one more", [*right, None])):
+            print(end=f"\n{verb}, argument {i}: {str(value)[:20]!r}", flush=True)
+            NUMBERS.copy_(torch.arange(64) + 2)
+            with suppress(TypeError, ValueError, OverflowError, MemoryError, ZeroDivisionError):
+                found = getattr(loops, verb)(*call)
+                if found is not None or not LEFT.intersection(kinds):
+                    print(end=" was taken")
+            if not torch.equal(NUMBERS, torch.arange(64) + 2.0):
+                print(end=" changed memory")
+
+
+def test_wrong_arguments_raise_and_change_nothing():
+    """In another process, which a fault may end: its last line then says of what."""
+    folder = Path(__file__).parent
+    done = python(
+        *("-X", "faulthandler", "-c", "import test_native; test_native.call_wrongly()"),
+        PYTHONPATH=f"{folder}{os.pathsep}{folder.parent}",
+    )
+    _, *lines = done.stdout.split("\n")
+    assert done.returncode == 0, (lines[-1], done.stderr)
+    assert not [line for line in lines if line.endswith(("was taken", "changed memory"))]
+    assert {line.split(",")[0] for line in lines} == {*VERBS}
 
 
 def test_factors_and_spans_have_to_be_as_many():
@@ -305,6 +397,22 @@ def test_factors_and_spans_have_to_be_as_many():
     with pytest.raises(ValueError, match="a span for each"):
         loops.are_apart([1, 2], [1])
     assert_bits([x], [normal(3)])
+
+
+def test_an_argument_that_empties_the_list_is_refused():
+    class Emptying:
+        def __index__(self):
+            addresses.clear()
+            return 2
+
+    addresses = [AT]
+    with pytest.raises(ValueError, match="as many sizes as addresses"):
+        loops.norm(addresses, packed(2), Emptying(), 1, 2.0)
+
+
+def test_more_threads_than_any_machine_has_are_those_of_torch():
+    x = normal(loops.SHARED)
+    assert norm_of([x], 2**60) == norm_of([x])
 
 
 def test_nothing_is_measured_and_written():

@@ -333,6 +333,23 @@ def test_strides_are_those_of_operators(function, by_others):
         assert ours.stride() == theirs.stride()
 
 
+@pytest.mark.parametrize(
+    "other",
+    [normal(6), normal(8).as_strided((2, 3), (1, 3)), normal((3, 2))],
+    ids=["fewer dimensions", "another shape", "other strides"],
+)
+def test_sums_of_elements_in_another_order_are_left_to_operators(other):
+    x = normal((2, 3)).t()
+    assert by_loops.combined([x], [other], 1.0, 1.0) is None
+
+
+def test_new_tensors_with_gaps_are_left_to_operators():
+    memory = normal(9)
+    x = memory[4:5].expand(4)
+    assert loops.scaled([x], lambda x: x, 2.0) is None
+    assert_bits([memory], [normal(9)])
+
+
 @functions
 def test_many_tensors_and_threads_change_no_bit(function, set_threads, by_others):
     tensors = [normal(n, seed=n) for n in (*range(70), 3 * loops.SHARED + 5, BLOCK, 0)]

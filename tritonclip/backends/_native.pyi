@@ -2,7 +2,8 @@
 
 `addresses` and `sizes` are of contiguous gradients of one dtype: the first byte of each, and its
 elements as bytes of int64. `dtype` is a code of `native.CODES`. At most `threads` threads
-share a list of SHARED elements or more. Memory that is not there ends the process.
+share a list of SHARED elements or more. Wrong arguments raise; an address is trusted, but for 0:
+memory that is not there ends the process.
 
 Other functions take `leaves`, a tensor or a list of tensors and None, make new tensors by
 `create`, as `torch.empty_like` does, write to them, and return them in place of the leaves. They
@@ -171,7 +172,7 @@ def know(
         is_recording: whether autograd records operations.
         n_threads: the threads of PyTorch.
         hypot: Python's, of any number of floats.
-        exchange: DLPack's functions for C; None to read attributes.
+        exchange: DLPack's functions for C; None to read attributes, of contiguous tensors.
     """
 
 def clamped(leaves: Any, create: Callable[[Tensor], Tensor], low: Any, high: Any, /) -> Any:
