@@ -93,8 +93,11 @@ def answer(question: str, text: str, correct: bool | None = None) -> Row:
     return Row("gpu", {"question": question}, {"answer": " ".join(text.split())[:200]}, correct)
 
 
-def finished(command: Sequence[str], end: float) -> tuple[str, bool | None]:
-    """Runs a command whose output is shown: how it ended, and whether well; None if cut off."""
+def finished(command: Sequence[str], end: float, grace: float = 10) -> tuple[str, bool | None]:
+    """Runs a command whose output is shown: how it ended, and whether well; None if cut off.
+
+    Cut off, it has some seconds of grace.
+    """
     start = monotonic()
     process = subprocess.Popen(command)
     try:
@@ -103,10 +106,11 @@ def finished(command: Sequence[str], end: float) -> tuple[str, bool | None]:
         # As Ctrl-C: pytest sums up what it has.
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(10)
+            process.wait(grace)
         return f"cut off after {end - start:.0f} s", None
     finally:
         process.kill()
+        process.wait()
     how = "yes" if status == 0 else f"no, exit status {status}"
     return f"{how}, in {monotonic() - start:.0f} s", status == 0
 

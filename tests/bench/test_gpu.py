@@ -81,9 +81,11 @@ def test_all_parts_fit_ten_minutes():
     assert sum(gpu.SHARES.values()) <= 550
 
 
-def test_a_command_is_cut_off_where_its_share_ends():
+@pytest.mark.parametrize("grace", [10, 0], ids=["interrupted", "killed"])
+def test_a_command_is_cut_off_where_its_share_ends(grace):
+    # Of a process that is left without waiting for it Python warns.
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    assert gpu.finished(command, monotonic() + 0.5) == ("cut off after 0 s", None)
+    assert gpu.finished(command, monotonic() + 0.5, grace) == ("cut off after 0 s", None)
 
 
 @pytest.mark.parametrize(("status", "text"), [(0, "yes, in"), (3, "no, exit status 3, in")])
