@@ -51,18 +51,35 @@ def mutants(session: nox.Session) -> None:
     goes on where it was ended; it begins anew for another commit. Tests that fork, start processes
     or interpret kernels are not asked about lines that only these run.
     """
-    commit = str(session.run("git", "rev-parse", "--short", "HEAD", external=True, silent=True))
-    copy = Path(session.create_tmp(), commit.strip())
-    if not copy.exists():
-        session.run("git", "clone", "--quiet", ".", str(copy), external=True)
-    session.chdir(copy)
-    # What an earlier run left changed.
-    session.run("git", "checkout", "--quiet", ".", external=True)
+    copy = enter_copy(session)
     install(session)
     session.install("-c", "constraints.txt", "cosmic-ray==8.7.0", "coverage==7.17.3")
     session.run(
         "python", "tests/mutants.py", "--results", f"../{copy.name}-results", *session.posargs
     )
+
+
+@nox.session
+def sanitize(session: nox.Session) -> None:
+    """Run the tests of the loops in C, of the last commit, under GCC's sanitizers; on Linux."""
+    enter_copy(session)
+    flags = (
+        "-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+    )
+    install(session, CC="gcc", CFLAGS=flags, LDFLAGS=flags)
+    # Both before Python: one looks for exceptions of C++ where it starts, which torch throws.
+    found = [
+        str(session.run("gcc", f"-print-file-name={name}", external=True, silent=True)).strip()
+        for name in ("libasan.so", "libstdc++.so")
+    ]
+    # Python never frees all of its memory; a test asks for more than there is.
+    options = "detect_leaks=0:allocator_may_return_null=1"
+    environment = {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": options}
+    built = "from tritonclip.backends import native; assert native.loops, native.fault"
+    session.run("python", "-c", built, env=environment)
+    tests = [*map(str, sorted(Path("tests/backends").glob("test_native*.py")))]
+    tests += ["tests/functional/test_by_loops.py", "tests/rules/test_adaptive.py"]
+    session.run("python", "-m", "pytest", "-n2", *tests, *session.posargs, env=environment)
 
 
 @nox.session
@@ -79,10 +96,23 @@ def answers(session: nox.Session) -> None:
     session.run("python", "tests/answers.py", *session.posargs)
 
 
-def install(session: nox.Session) -> None:
+def enter_copy(session: nox.Session) -> Path:
+    """Go to a copy of the last commit, which a session may change."""
+    commit = str(session.run("git", "rev-parse", "--short", "HEAD", external=True, silent=True))
+    copy = Path(session.create_tmp(), commit.strip())
+    if not copy.exists():
+        session.run("git", "clone", "--quiet", ".", str(copy), external=True)
+    session.chdir(copy)
+    # What an earlier run left changed.
+    session.run("git", "checkout", "--quiet", ".", external=True)
+    return copy
+
+
+def install(session: nox.Session, **environment: str) -> None:
     """Install the pinned test environment, without build isolation as the Makefile does."""
     session.install("-c", "constraints.txt", "setuptools")
-    session.install("-c", "constraints.txt", "--no-build-isolation", "-e", ".[test]")
+    tests = ("--no-build-isolation", "-e", ".[test]")
+    session.install("-c", "constraints.txt", *tests, env=environment)
 
 
 def check_kernels(session: nox.Session) -> None:
