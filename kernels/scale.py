@@ -167,7 +167,6 @@ def scale_each_kernel(
     grad_scale_ptr,
     erase_ptr,
     n_chunks: tl.int32,
-    first_norm: tl.int32,
     max_norm_stride: tl.int32,
     max_norm_bits: tl.int64,
     eps_bits: tl.int64,
@@ -185,11 +184,11 @@ def scale_each_kernel(
     not once a chunk.
 
     pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; tensor_of_chunk_ptr:
-    int32[n_chunks]; norms_ptr: float64[any], of which norms_ptr[first_norm + chunk] belongs to this
-    table; norm_ptr, coefficient_ptr: float32 or float64 [n_tensors], written by the program that
-    holds the gradient's first chunk; max_norm_ptr: any float [1] with max_norm_stride 0, or
-    [n_tensors] with 1, or None; grad_scale_ptr: any float [1], or None; erase_ptr: uint8[1],
-    whether to write zeros, or None. Without WRITE no gradient is touched.
+    int32[n_chunks]; norms_ptr: float64[n_chunks]; norm_ptr, coefficient_ptr: float32 or float64
+    [n_tensors], written by the program that holds the gradient's first chunk; max_norm_ptr: any
+    float [1] with max_norm_stride 0, or [n_tensors] with 1, or None; grad_scale_ptr: any float [1],
+    or None; erase_ptr: uint8[1], whether to write zeros, or None. Without WRITE no gradient is
+    touched.
     """
     pid = tl.program_id(0)
     RESULT: tl.constexpr = norm_ptr.dtype.element_ty
@@ -213,7 +212,7 @@ def scale_each_kernel(
         )
         if tensor != known_tensor:
             known_tensor = tensor
-            first = first_norm + tl.load(first_chunks_ptr + tensor).to(tl.int32)
+            first = tl.load(first_chunks_ptr + tensor).to(tl.int32)
             n_own = tl.maximum(tl.cdiv(tl.load(sizes_ptr + tensor), CHUNK), 1).to(tl.int32)
             max_norm = load_number(max_norm_ptr, max_norm_bits, tensor * max_norm_stride)
             if n_own == 1:

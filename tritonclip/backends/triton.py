@@ -227,7 +227,6 @@ class TritonBatch:
                 divisor,
                 clip.erase.view(torch.uint8) if isinstance(clip.erase, Tensor) else None,
                 table.n_chunks,
-                0,
                 int(limit is not None and limit.dim() == 1),
                 *bits,
             ),
