@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from processes import in_processes
-from spread import check_clip, mesh_of, parameter, with_partial
+from spread import check_clip, mesh_of, parameter, whole, with_partial
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import tritonclip
+from tritonclip import ClipByRMS, ClippedOptimizer
 from tritonclip.distributed import shards
+from tritonclip.engine.norms import Norms
+from tritonclip.monitor.history import read
 
 
 def _list(mesh: Any, **options: Any) -> list[Any]:
@@ -47,6 +52,54 @@ def test_lists_that_differ_within() -> None:
     for _ in range(2):
         for middle in middles:
             check_clip([ends[0], middle, ends[1]], collectives=None)
+
+
+@pytest.mark.parametrize("how", ["clip", "tensors", "step"])
+@in_processes(2)
+def test_limits_by_size_are_of_the_whole_shape(how: str) -> None:
+    """Shards of 8 rows and of 7 have one shape in the first process."""
+    mesh, rule = mesh_of(-1), ClipByRMS(0.1)
+    for shape in ((8, 5), (7, 5), (3, 5), (1, 5)):
+        one = parameter(shape, mesh, [Shard(0)], seed=1)
+        if how == "clip":
+            with tritonclip.verify():
+                tritonclip.clip_([one], rule)
+        elif how == "tensors":
+            with tritonclip.verify():
+                tritonclip.clip_tensors_([one.grad], rule)
+        else:
+            ClippedOptimizer(torch.optim.SGD([one], lr=0.1), rule).step()
+        rms = whole(one.grad).square().mean().sqrt()
+        assert float(rms) == pytest.approx(0.1, rel=1e-6)
+
+
+@in_processes(2)
+def test_verify_finds_a_limit_by_the_size_of_another_list() -> None:
+    one = parameter((7, 5), mesh_of(-1), [Shard(0)], seed=1)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tritonclip.verify(),
+        pytest.raises(tritonclip.VerificationError),
+    ):
+        patch.setattr(Norms, "sizes", lambda norms: torch.tensor([40.0]))
+        tritonclip.clip_([one], ClipByRMS(0.1))
+
+
+@in_processes(2)
+def test_shares_of_zeros_are_of_the_whole_shape() -> None:
+    mesh = mesh_of(-1)
+    for rows in (10, 9):
+        one = parameter((rows, 5), mesh, [Shard(0)], seed=1)
+        one.grad.to_local()[0] = 0
+        zeros = 10 / (rows * 5)
+        named = [("weight", one)]
+        found = tritonclip.statistics_by_name(named)["weight"].zeros
+        assert float(found) == pytest.approx(zeros, rel=1e-6)
+        path = Path(tempfile.mkdtemp(), "run.csv")
+        with tritonclip.record(path, each=True, statistics=True, write=True) as recorder:
+            inner = torch.optim.SGD(named, lr=0.1)
+            ClippedOptimizer(inner, 1.0, recorder=recorder).step()
+        assert float(read(path).named_zeros["weight"]) == pytest.approx(zeros, rel=1e-6)
 
 
 @in_processes(2)

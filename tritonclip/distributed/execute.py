@@ -106,11 +106,9 @@ class ReducedNorms(Norms):
         return own
 
     def whole(self) -> Sequence[Tensor]:
-        """The parameters that are to be clipped."""
-        sources = self.gradients.sources
-        if sources is None:
-            return self.gradients.tensors
-        return [p for p in sources if needs_clip(p)]
+        """The parameters that are to be clipped, or the tensors; DTensors have the whole shape."""
+        assert isinstance(self.gradients, ShardedGradients)
+        return self.gradients.wanted
 
     def positions(self) -> tuple[Sequence[int] | None, int]:
         """The positions of parameters to be clipped among all, and the number of all."""

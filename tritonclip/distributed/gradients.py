@@ -140,6 +140,7 @@ class ShardedGradients(Gradients):
         device: of the first parameter; the others as for :class:`Gradients`.
 
     Attributes:
+        wanted: the parameters, as handed over.
         tensors: of DTensors the local shards.
         sharding: how the list lies over processes.
         wrappers: DTensors around the tensors, whose versions count too.
@@ -153,6 +154,7 @@ class ShardedGradients(Gradients):
     """
 
     sharding: Sharding
+    wanted: Sequence[Tensor]
     wrappers: Sequence[Tensor]
     absent: Sequence[Tensor]
     error: Exception | None = None
@@ -170,7 +172,7 @@ class ShardedGradients(Gradients):
         cache: PlanCache = plans,
         views: Any = None,
     ) -> None:
-        self._parameters, self._processes = parameters, processes
+        self.wanted, self._processes = parameters, processes
         self.label_of_parameter, self._cache = label_of_parameter, cache
         self.device, self.label_of = device, label_of
         self.sources, self.argument = sources, argument
@@ -180,7 +182,7 @@ class ShardedGradients(Gradients):
             self.reject_(error)
 
     def _take(self, grads: Sequence[Tensor | None], views: Any = None) -> None:
-        shards = local_shards(self._parameters, grads, self._processes, self.label_of_parameter)
+        shards = local_shards(self.wanted, grads, self._processes, self.label_of_parameter)
         self.sharding, self.wrappers, self.absent = shards.sharding, shards.wrappers, shards.absent
         self.plan = self.addresses = self.distinct = self.versions = None
         super().__init__(
@@ -237,7 +239,7 @@ class ShardedGradients(Gradients):
         if self.error is not None:
             # Dropped already; the others get the first error.
             return
-        nothing = [None] * len(self._parameters)
+        nothing = [None] * len(self.wanted)
         try:
             self._take(nothing)
         except (TypeError, ValueError):
@@ -253,7 +255,7 @@ class ShardedGradients(Gradients):
         """As of :class:`Gradients`; its processes still find each other."""
         twin = super().without_tensors()
         assert isinstance(twin, ShardedGradients)
-        twin.wrappers = ()
+        twin.wrappers = twin.wanted = ()
         return twin
 
     def shard(self, index: int) -> LocalShard:

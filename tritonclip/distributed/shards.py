@@ -366,7 +366,7 @@ def local_shards(
         forms = [g._spec if isinstance(g, kind) else False if g is None else None for g in grads]
     user = processes or _NOBODY
     n_copies = _numbers_of_copies(parameters, user.copies)
-    ends = [getattr(spec, "placements", spec) for spec in (*specs[:1], *specs[-1:])]
+    ends = [_form_of(spec) for spec in (*specs[:1], *specs[-1:])]
     key = len(specs), *ends, id(user.group), *map(id, user.meshes)
     known = _known.get(key)
     if known is None or not known.serves(specs, forms, n_copies):
@@ -402,9 +402,12 @@ def _alike(a: Any, b: Any) -> bool:
     if a is b:
         return True
     mesh = mesh_of(a)
-    if mesh is None or mesh is not mesh_of(b):
-        return False
-    return bool(a.placements == b.placements) and dtype_of(a) == dtype_of(b)
+    return mesh is not None and mesh is mesh_of(b) and _form_of(a) == _form_of(b)
+
+
+def _form_of(spec: Any) -> Any:
+    """Placements, and shape and dtype of the whole: shards of other wholes may look alike here."""
+    return spec if mesh_of(spec) is None else (spec.placements, spec.tensor_meta)
 
 
 def _keep(key: tuple[object, ...], known: _Known) -> None:

@@ -196,8 +196,9 @@ class Expectation:
         own = norms if rule.per_gradient else norms[0]
         sizes = [grad.numel() for grad in self._before]
         if measured is not None and measured.is_checked:
-            # Of whole gradients.
-            sizes = measured.own(measured.sizes()).tolist()
+            # Of whole gradients, by the list itself: a plan may be of another one.
+            wholes = [float(tensor.numel()) for tensor in measured.whole()]
+            sizes = measured.own(torch.tensor(wholes, device=measured.device)).tolist()
         given = rule.limit(
             ReferenceNorms(torch.tensor(own, dtype=torch.float64, device="cpu"), sizes)
         )
