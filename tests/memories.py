@@ -87,7 +87,7 @@ class Follower:
         if self._make is not None:
             left = self._state.state_dict()
             assert left["steps"] == self._left["steps"]
-            assert_remembers(self.rule, self._left["values"], left["values"])
+            assert_remembers(self.rule, values_of(self._left), values_of(left))
 
     def truths(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor], places: Sequence[int]
@@ -157,8 +157,14 @@ def remembered(arena: Arena, state: ClipState | None) -> dict[str, Tensor | None
     """Copies of the norms that are remembered for an arena, by owner: "rule" and "outliers"."""
     if isinstance(arena, OptimizerArena):
         memory = arena.optimizer.state_dict()["tritonclip"].get("memory", {})
-        return {owner: saved["values"] for owner, saved in memory.items()}
-    return {"rule": None if state is None else state.state_dict()["values"]}
+        return {owner: values_of(saved) for owner, saved in memory.items()}
+    return {"rule": None if state is None else values_of(state.state_dict())}
+
+
+def values_of(saved: dict[str, Any]) -> Tensor | None:
+    """The values in the result of `ClipState.state_dict`, as a tensor."""
+    values = saved["values"]
+    return None if values is None else torch.tensor(values, dtype=torch.float64)
 
 
 def assert_remembers(rule: Any, before: Tensor | None, after: Tensor | None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import tempfile
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +26,8 @@ from spread import (
 from torch import distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import Shard
 from training import MODES, SCALERS
 
@@ -36,6 +40,7 @@ from tritonclip import (
     ClipByRMS,
     ClipByZScore,
     ClippedOptimizer,
+    ClipState,
     Outlier,
 )
 from tritonclip.optim.watches import LAG
@@ -151,7 +156,8 @@ def test_loss_of_one_process_skips_the_step_everywhere(is_sharded: bool) -> None
             wrapper.loss = torch.tensor(20.0)
         wrapper.step()
     assert int(wrapper.stats.skipped_steps) == 1
-    assert_same_everywhere(wrapper.state_dict()["tritonclip"]["memory"]["losses"]["values"])
+    values = wrapper.state_dict()["tritonclip"]["memory"]["losses"]["values"]
+    assert_same_everywhere(torch.tensor(values))
 
 
 @pytest.mark.parametrize("scaler", SCALERS)
@@ -303,7 +309,7 @@ def test_limits_that_follow_are_those_of_one_process(rule):
     assert int(optimizer.stats.skipped_steps) == int(other.stats.skipped_steps)
     for state in optimizer.state_dict()["tritonclip"].get("memory", {}).values():
         if state["values"] is not None:
-            assert_same_everywhere(state["values"].nan_to_num(-1))
+            assert_same_everywhere(torch.tensor(state["values"]).nan_to_num(-1))
 
 
 @pytest.mark.parametrize("rule", [ClipByOwnHistory(warmup=1, max_norm=math.inf), ClipByQuantile()])
@@ -347,3 +353,40 @@ def test_memories_follow_groups_and_shards_that_move(rule: Any) -> None:
     after = norms(0, 100.0)
     if rule.per_gradient:
         assert after[0] == pytest.approx([1.05 * norm for norm in before[0][1:]], rel=1e-5)
+
+
+@pytest.mark.parametrize("rule", [ClipByOwnHistory(warmup=1), ClipByQuantile(0.5, 4)])
+@in_processes(2)
+def test_memories_come_back_from_a_distributed_checkpoint(rule: Any) -> None:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    model, states = sharded_network(), [ClipState(), ClipState()]
+    wrappers = [
+        ClippedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.0), rule, skip_above=Outlier(5.0, 6)
+        )
+        for _ in range(2)
+    ]
+
+    def train(at: int, steps: range) -> list[torch.Tensor]:
+        for step in steps:
+            clip = partial(tritonclip.clip_, model, rule, state=states[at])
+            for call in (wrappers[at].step, clip):
+                model.zero_grad()
+                loss_of(model, step).backward()
+                call()
+        return [whole(grad) for grad in grads_of(model.parameters())]
+
+    train(0, range(3))
+    saved, template = (
+        dict[str, Any](clip=state, optimizer=wrapper.state_dict())
+        for state, wrapper in zip(states, wrappers, strict=True)
+    )
+    save(saved, checkpoint_id=folder[0])
+    load(template, checkpoint_id=folder[0])
+    wrappers[1].load_state_dict(template["optimizer"])
+    for ours, theirs in zip(train(1, range(3, 5)), train(0, range(3, 5)), strict=True):
+        assert torch.equal(ours, theirs)
+    memories = [str(wrapper.state_dict()["tritonclip"]["memory"]) for wrapper in wrappers]
+    assert memories[0] == memories[1]
+    assert states[0].steps == states[1].steps == 5

@@ -159,7 +159,7 @@ def test_clip_interrupted_anywhere_leaves_a_state_of_before_or_after():
     ours.fill(1)
     tritonclip.clip_(ours.params, ours.rule, state=state)
     after = state.state_dict()["values"]
-    assert not torch.equal(before, after)
+    assert before != after
     n, ended = 1, False
     while not ended:
         state = new_state()
@@ -171,7 +171,7 @@ def test_clip_interrupted_anywhere_leaves_a_state_of_before_or_after():
         except KeyboardInterrupt:
             pass
         left = state.state_dict()["values"]
-        assert torch.equal(left, before) or torch.equal(left, after)
+        assert left in (before, after)
         n += 7
 
 

@@ -118,7 +118,7 @@ def test_a_checkpoint_of_another_rule_is_refused():
     before = other.state_dict()
     with pytest.raises(ValueError, match=r"ClipByQuantile.*the program has ClipByZScore.*delete"):
         other.load_state_dict(saved)
-    torch.testing.assert_close(other.state_dict(), before, equal_nan=True)
+    assert repr(other.state_dict()) == repr(before)
     del saved["tritonclip"]["memory"]["rule"]
     other.load_state_dict(saved)
 
@@ -155,8 +155,8 @@ def test_a_step_tried_again_after_a_checkpoint_is_remembered(rule):
     other.load_state_dict(saved)
     other.step()
     ours, theirs = (o.state_dict()["tritonclip"]["memory"] for o in (other, optimizer))
-    assert {owner: state["steps"] for owner, state in ours.items()} == {"rule": 6, "outliers": 6}
     for owner in ("rule", "outliers"):
+        assert ours[owner]["steps"] == 6
         values = [state[owner]["values"] for state in (ours, theirs)]
         torch.testing.assert_close(*values, rtol=0, atol=0, equal_nan=True)
 

@@ -62,7 +62,7 @@ def own_state(optimizer: ClippedOptimizer) -> list[Tensor]:
     """Statistics, calls, and the states of rules, as a checkpoint has them."""
     own = optimizer.state_dict()["tritonclip"]
     states = [state["values"] for state in own.pop("memory", {}).values()]
-    return [*own.values(), *(values for values in states if values is not None)]
+    return [*own.values(), *(torch.tensor(values) for values in states if values is not None)]
 
 
 def count_before_error(step: Callable[[], Any], message: str) -> int:

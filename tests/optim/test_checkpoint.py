@@ -24,6 +24,7 @@ from tritonclip import (
     ClipByQuantile,
     ClipByValue,
     ClippedOptimizer,
+    ClipState,
     FlatGradients,
     Outlier,
     clip_,
@@ -358,3 +359,61 @@ def test_state_dict_outside_of_torchs_checkpoint_is_as_ever():
     assert not any("tritonclip" in group for group in optimizer.state_dict()["param_groups"])
     assert optimizer.param_groups is optimizer.optimizer.param_groups
     assert optimizer.state is optimizer.optimizer.state
+
+
+MEMORIES = [ClipByQuantile(0.5, 5), ClipByOwnHistory(warmup=2)]
+
+
+def saved_and_read(folder: Path, saved: Any, template: Any) -> None:
+    from torch.distributed.checkpoint.state_dict_loader import load as read
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
+        save(saved, checkpoint_id=folder, no_dist=_is_alone())
+        read(template, checkpoint_id=folder, no_dist=_is_alone())
+
+
+@pytest.mark.parametrize("is_begun", [False, True], ids=["new", "begun"])
+@pytest.mark.parametrize("rule", MEMORIES, ids=repr)
+def test_state_of_clip_comes_back(tmp_path, rule, is_begun):
+    """Into a new state, which knows no shape of its values, and into one of another length."""
+    weights, state, loaded = [*layers(0).parameters()], ClipState(), ClipState()
+
+    def clip(state: ClipState, sizes: range) -> list[torch.Tensor]:
+        for size in sizes:
+            for weight in weights:
+                weight.grad = torch.full_like(weight, 1.0 + size % 3)
+            clip_(weights, rule, state=state)
+        return [grad_of(weight).clone() for weight in weights]
+
+    clip(state, range(4))
+    if is_begun:
+        clip_(weights[:2], rule, state=loaded)
+    saved_and_read(tmp_path, {"clip": state}, {"clip": loaded})
+    assert loaded.steps == 4
+    assert_bits(clip(loaded, range(4, 8)), clip(state, range(4, 8)))
+
+
+@pytest.mark.parametrize("how", ["itself", "its-state-dict"])
+@pytest.mark.parametrize("rule", MEMORIES, ids=repr)
+def test_wrapper_that_is_saved_without_helpers_comes_back(tmp_path, rule, how):
+    """A new one has the same keys."""
+
+    def one(seed: int) -> tuple[torch.nn.Module, ClippedOptimizer]:
+        model, optimizer = program(partial(SGD, lr=0.05), seed, flat=False, rule=False)
+        optimizer.clip, optimizer.skip_above = rule, Outlier(2.0, 4)
+        return model, optimizer
+
+    (model, optimizer), (twin, other) = one(0), one(9)
+    train(model, optimizer, range(5))
+    if how == "itself":
+        saved_and_read(tmp_path, {"optimizer": optimizer}, {"optimizer": other})
+    else:
+        template = {"optimizer": other.state_dict()}
+        saved_and_read(tmp_path, {"optimizer": optimizer.state_dict()}, template)
+        other.load_state_dict(template["optimizer"])
+    twin.load_state_dict(model.state_dict())
+    for pair in ((model, optimizer), (twin, other)):
+        train(*pair, range(5, 9))
+    assert_same_run((model, optimizer), (twin, other))

@@ -48,9 +48,9 @@ def test_state_dict_is_a_copy():
     state = ClipState()
     run(ClipByZScore(), state, range(3))
     saved = state.state_dict()
-    before = saved["values"].clone()
+    before = list(saved["values"])
     run(ClipByZScore(), state, range(3))
-    assert torch.equal(saved["values"], before)
+    assert saved["values"] == before
 
 
 @pytest.mark.parametrize("rule", ADAPTIVE)
@@ -62,7 +62,7 @@ def test_a_call_that_raises_leaves_the_state(rule):
     with pytest.raises(RuntimeError, match="non-finite"):
         tritonclip.clip_(weights, rule, state=state, nonfinite="error")
     after = state.state_dict()
-    assert torch.equal(after["values"].nan_to_num(-1), before["values"].nan_to_num(-1))
+    assert repr(after["values"]) == repr(before["values"])
     assert after["steps"] == before["steps"]
 
 
@@ -73,7 +73,7 @@ def test_a_norm_that_is_no_measure_leaves_the_values(rule, value):
     run(rule, state, range(1))
     before = state.state_dict()["values"]
     tritonclip.clip_(parameters([of_norm(value), of_norm(value, 3)]), rule, state=state)
-    assert torch.equal(state.state_dict()["values"].nan_to_num(-1), before.nan_to_num(-1))
+    assert repr(state.state_dict()["values"]) == repr(before)
 
 
 @pytest.mark.parametrize("other", [ClipByZScore(), ClipByQuantile(0.7, 21)], ids=["rule", "window"])
@@ -110,7 +110,7 @@ def test_a_state_refuses_another_list(rule, n, fresh):
         {"kind": 7, "steps": 1, "parameters": 1, "values": None},
         {"kind": "", "steps": -3, "parameters": 1, "values": None},
         {"kind": "", "steps": 0, "parameters": -1, "values": None},
-        {"kind": "", "steps": 0, "parameters": None, "values": [1.0]},
+        {"kind": "", "steps": 0, "parameters": None, "values": [1.0, []]},
     ],
     ids=repr,
 )
@@ -220,7 +220,7 @@ def test_values_saved_in_float32_go_on_in_float64():
     rule, state, loaded = ClipByQuantile(0.5, 9), ClipState(), ClipState()
     run(rule, state, range(5))
     saved = state.state_dict()
-    loaded.load_state_dict({**saved, "values": saved["values"].float()})
+    loaded.load_state_dict({**saved, "values": torch.tensor(saved["values"])})
     for one in (state, loaded):
         run(rule, one, range(5, 10))
     torch.testing.assert_close(
@@ -289,7 +289,8 @@ def test_a_pickle_of_an_earlier_version_goes_on():
     """Whose values are a tensor, and which has no numbers."""
     rule, state, old = ClipByQuantile(0.5, 9), ClipState(), ClipState()
     run(rule, state, range(12))
-    attributes = state.__getstate__() | {"_values": state.state_dict()["values"]}
+    values = torch.tensor(state.state_dict()["values"], dtype=torch.float64)
+    attributes = state.__getstate__() | {"_values": values}
     for name in ("_numbers", "_shape", "_known_rule"):
         del attributes[name]
     vars(old).clear()
@@ -306,7 +307,7 @@ def test_copies_of_a_state_go_their_own_ways(rule):
     run(rule, state, range(12))
     before = state.state_dict()["values"]
     run(rule, copy.copy(state), range(12, 30))
-    assert torch.equal(state.state_dict()["values"].nan_to_num(-1), before.nan_to_num(-1))
+    assert repr(state.state_dict()["values"]) == repr(before)
 
 
 @pytest.mark.parametrize("rule", ADAPTIVE)
@@ -330,10 +331,11 @@ def test_a_damaged_count_of_norms_starts_anew(spoil):
     weight.grad = torch.ones(2)
     tritonclip.clip_(weight, rule, state=state)
     saved = state.state_dict()
+    saved["values"] = torch.tensor(saved["values"])
     spoil(saved["values"][:, -1])
     state.load_state_dict(saved)
     tritonclip.clip_(weight, rule, state=state)
-    assert float(state.state_dict()["values"][0, -1]) == 1.0
+    assert state.state_dict()["values"][0][-1] == 1.0
 
 
 def test_rows_of_another_shape_are_of_another_rule():

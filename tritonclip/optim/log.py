@@ -102,11 +102,11 @@ class StepLog:
         """The steps before the first that will raise; waits for the device if any may."""
         return self.states.steps - self.errors.n_left_out()
 
-    def state_dict(self, groups: Groups) -> dict[str, Any]:
-        """The wrapper's own part of a checkpoint of these groups."""
+    def state_dict(self, groups: Groups, rules: dict[str, Rule]) -> dict[str, Any]:
+        """The wrapper's own part of a checkpoint of these groups, for all rules of the program."""
         own: dict[str, Any] = self.stats.state_dict()
         own["calls"] = torch.tensor(self.n_steps(), device="cpu")
-        states = self.states.state_dict(groups)
+        states = self.states.state_dict(groups, rules)
         if states:
             own["memory"] = states
         if self.recorder is not None:

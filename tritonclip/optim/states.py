@@ -304,14 +304,24 @@ class RuleStates:
             limit = limit.to(number.device)
         return number > limit, (state, values)
 
-    def state_dict(self, groups: Groups) -> dict[str, Any]:
-        """Copies of all states, for groups and parameters in the order in which they stand now."""
+    def state_dict(self, groups: Groups, rules: Mapping[str, Rule] | None = None) -> dict[str, Any]:
+        """Copies of all states, for groups and parameters in the order in which they stand now.
+
+        Args:
+            groups: of the optimizer.
+            rules: those of the program, by owner: all that may remember something have a state,
+                for checkpoints are loaded into a new one with the same keys.
+        """
         rows: Sequence[int] = ()
         if self.has_rules:
             self.meet(groups)
             found, n = self.rows([p for group in groups for p in group["params"]])
             rows = range(n) if found is None else found
-        return {owner: state.state_dict(rows) for owner, state in self._states.items()}
+        owners = [owner for owner, rule in (rules or {}).items() if not rule.fixed]
+        if rules and isinstance(self.skip_above, Outlier):
+            owners += [_OUTLIERS, _LOSSES]
+        states = {**dict.fromkeys(owners, ClipState()), **self._states}
+        return {owner: state.state_dict(rows) for owner, state in states.items()}
 
     def copy(self, groups: Groups) -> RuleStates:
         """A copy that meets the copies of groups and parameters in the order of these."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 from weakref import ref
 
@@ -89,7 +90,10 @@ class ClipState:
         return BoundRule(rule.at(self._steps), self, in_place=True)
 
     def state_dict(self, rows: Sequence[int] | None = None) -> dict[str, Any]:
-        """A copy of the state: `kind`, `steps`, `parameters`, and `values`, a tensor or None.
+        """A copy of the state: `kind`, `steps`, `parameters`, and `values`, numbers or None.
+
+        No tensors: `torch.distributed.checkpoint` loads them by their shape, which a new state
+        does not know.
 
         Args:
             rows: the rows to copy, in order, of a rule that remembers the norm of each gradient;
@@ -99,7 +103,7 @@ class ClipState:
         if values is not None and rows is not None and values.dim() == 2:
             values = self._at(values, rows)
         known = {"kind": self._kind, "steps": self._steps, "parameters": self._n_parameters}
-        return {**known, "values": None if values is None else values.clone()}
+        return {**known, "values": None if values is None else values.tolist()}
 
     @outside_inference
     def _as_tensor(self) -> Tensor | None:
@@ -132,16 +136,20 @@ class ClipState:
             self._start = rule.start()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads the result of `state_dict`; its tensor is copied on its own device.
+        """Loads the result of `state_dict`, also with values as a tensor, which is copied.
 
         Raises:
             ValueError: anything else.
         """
+        if isinstance(state, dict) and isinstance(state.get("values"), list):
+            with suppress(TypeError, ValueError):
+                rows = torch.tensor(state["values"], dtype=torch.float64, device="cpu")
+                state = {**state, "values": rows}
         if not _is_state(state):
             raise ValueError(
                 "expected the result of ClipState.state_dict(), a dict with kind (a str), steps "
-                "(an int), parameters (an int or None) and values (a floating-point tensor or "
-                f"None), got {state!r:.200}"
+                "(an int), parameters (an int or None) and values (numbers, or None), "
+                f"got {state!r:.200}"
             )
         values = state["values"]
         # Never an inference tensor, which no later call could write to.
@@ -453,6 +461,11 @@ class BoundRule(Rule):
         """As the rule's."""
         low, high = self.rule.interval()
         return low, high
+
+    @property
+    def state(self) -> ClipState:
+        """Between calls."""
+        return self._state
 
     @property
     def keeps_zero(self) -> bool:
