@@ -22,7 +22,7 @@ from tritonclip.engine.gradients import Gradients
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import ClipByGlobalNorm, ClipByValue, Rule
-from tritonclip.rules.arguments import as_limit, as_norm_type, check_one_float
+from tritonclip.rules.arguments import as_limit, as_norm_type, check_one_float, local_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -307,6 +307,8 @@ def _as_float(name: str, number: object) -> float:
     if number is None:
         remedy = "leave it out for 2.0" if name == "norm_type" else "float('inf') clips nothing"
         raise TypeError(f"{name} must be a number, got None; {remedy}")
+    if isinstance(number, Tensor):
+        number = local_number(name, number)
     try:
         return float(number)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:

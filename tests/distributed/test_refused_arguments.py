@@ -10,9 +10,10 @@ import pytest
 import torch
 from processes import in_processes
 from refusing import check_raises, is_first, named_parameters, overlap
-from spread import assert_same_everywhere, collectives_of, parameter
+from spread import assert_same_everywhere, collectives_of, mesh_of, parameter
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import tritonclip
 from tritonclip import (
@@ -148,6 +149,49 @@ def test_clip_with_a_bad_rule_in_one_process_raises_everywhere(name: str, value:
     grads = [one.grad for one in named.values()]
     error = TypeError if value == "2" else ValueError
     check_raises(lambda: tritonclip.clip_(named.items(), rule), error, f"Own: {name}", grads)
+
+
+class OwnLimit(Rule):
+    def __init__(self, number: Any) -> None:
+        self._number = number
+
+    def limit(self, measured: Measured) -> Any:
+        return self._number
+
+
+NUMBERS: dict[str, Callable[[dict[str, Any], Any], object]] = {
+    "grad-scale": lambda named, n: tritonclip.clip_(named.items(), 0.5, grad_scale=n),
+    "max-norm": lambda named, n: tritonclip.clip_(named.items(), n),
+    "max-norm-of-torch": lambda named, n: tritonclip.clip_grad_norm_(list(named.values()), n),
+    "bound": lambda named, n: tritonclip.clip_(named.items(), tritonclip.ClipByValue(n)),
+    "bound-of-torch": lambda named, n: tritonclip.clip_grad_value_(list(named.values()), n),
+    "own": lambda named, n: tritonclip.clip_(named.items(), OwnLimit(n)),
+    "skip-above": lambda named, n: ClippedOptimizer(
+        torch.optim.SGD([*named.items()]), 0.5, skip_above=n
+    ),
+    "scale-of-step": lambda named, n: setattr(
+        ClippedOptimizer(torch.optim.SGD([*named.items()]), 0.5), "grad_scale", n
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+@in_processes(2)
+def test_number_of_which_a_process_has_a_part_is_refused(what: str) -> None:
+    """A term of a sum, or one row of which the other process has none."""
+    named, mesh = named_parameters(), mesh_of(-1)
+    placements: list[Placement] = [Partial(), Shard(0)]
+    for placement in placements:
+        own = torch.full((1,), 0.5)
+        if placement.is_shard() and not is_first():
+            own = own[:0]
+        number = DTensor.from_local(
+            own, mesh, [placement], run_check=False, shape=torch.Size([1]), stride=(1,)
+        )
+        message = r"must be one number on all processes.*full_tensor\(\)"
+        with pytest.raises(ValueError, match=message):
+            NUMBERS[what](named, number)
+    NUMBERS[what](named, DTensor.from_local(torch.full((1,), 0.5), mesh, [Replicate()]))
 
 
 RULES = [ClipByQuantile(0.5, 4), ClipByOwnHistory()]

@@ -35,7 +35,7 @@ from tritonclip.engine.plan import Group
 from tritonclip.engine.units import Units
 from tritonclip.modes import is_pre_dispatch, refuse_tracer, without_grad
 from tritonclip.rules import ClipByGlobalNorm, Rule
-from tritonclip.rules.arguments import as_number
+from tritonclip.rules.arguments import as_number, local_number
 
 
 class Outcome(NamedTuple):
@@ -225,7 +225,7 @@ def _add_to_(
             torch._foreach_add_(list(sums), list(grads))
         assert norm is not None
         return norm
-    limit = _checked_limit(rule, rule.limit(norms), norms)
+    limit = checked_limit(rule, rule.limit(norms), norms)
     clip = Clip(rule.norm_type, rule.eps, limit, 1.0, zero_nonfinite)
     results, target = [], plan.readable(list(sums))
     for group, batch, partials in zip(plan.groups, norms.batches, norms.partials, strict=True):
@@ -274,7 +274,7 @@ def _scale_groups_(
     assert plan is not None
     limit = rule.limit(norms)
     if type(limit) is not float or limit < 0:
-        limit = _checked_limit(rule, limit, norms)
+        limit = checked_limit(rule, limit, norms)
     results: list[tuple[Tensor, float | Tensor]] = []
     clip = Clip(rule.norm_type, rule.eps, limit, grad_scale, zero_nonfinite)
     if not norms.per_gradient:
@@ -381,7 +381,7 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
         expected.check_scale(rule, norm)
 
 
-def _checked_limit(rule: Rule, limit: float | list[float] | Tensor, norms: Norms) -> Limit:
+def checked_limit(rule: Rule, limit: float | list[float] | Tensor, norms: Norms) -> Limit:
     """A rule's limit: a number or a 0-d tensor; or a list or contiguous 1-d tensor of limits.
 
     There is one limit for each gradient that this process has. Users write rules too. Limits on a
@@ -397,6 +397,8 @@ def _checked_limit(rule: Rule, limit: float | list[float] | Tensor, norms: Norms
         if limit < 0:
             raise ValueError(f"the limit of {rule.name} must be 0 or more, got {limit}")
         return limit
+    if type(limit) is not Tensor:
+        limit = local_number(f"the limit of {rule.name}", limit)
     if choose.host_decides(limit.device) and bool((limit < 0).any()):
         raise ValueError(f"the limit of {rule.name} must be 0 or more, got {limit.min().item()}")
     if limit.numel() == 1:

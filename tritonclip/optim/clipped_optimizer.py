@@ -61,6 +61,7 @@ from tritonclip.optim.step import RAISING, Step, either
 from tritonclip.optim.step_record import ParameterNames, StepRecord, as_recorder
 from tritonclip.optim.watches import SkipWatch
 from tritonclip.rules import Outlier, Rule
+from tritonclip.rules.arguments import local_number
 from tritonclip.signatures import ABSENT, explains_misfits
 
 if TYPE_CHECKING:
@@ -323,6 +324,8 @@ class ClippedOptimizer(OptimizerProxy):
 
     @grad_scale.setter
     def grad_scale(self, scale: Any) -> None:
+        if isinstance(scale, Tensor) and type(scale) is not Tensor:
+            scale = local_number("grad_scale", scale)
         setattr(self._amp, "scale" if called_from(GRAD_SCALER) else "user_scale", scale)
 
     @grad_scale.deleter

@@ -27,6 +27,8 @@ def as_number(name: str, value: object) -> float:
     if type(value) is float:
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        if type(value) is not torch.Tensor:
+            value = local_number(name, value)
         if value.device.type != "cpu":
             raise TypeError(
                 f"{name} must be a number or a one-element tensor on the CPU, got one on "
@@ -38,6 +40,25 @@ def as_number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
     return float(value)
+
+
+def local_number(name: str, number: torch.Tensor) -> torch.Tensor:
+    """A tensor itself, or the local one of a DTensor that all processes have.
+
+    Raises:
+        ValueError: a DTensor of which each process has a part, and would read another number.
+    """
+    placements = getattr(number, "placements", None)
+    if placements is None:
+        return number
+    if not all(placement.is_replicate() for placement in placements):
+        raise ValueError(
+            f"{name} must be one number on all processes, got a DTensor with the placements "
+            f"{placements}, of which each process has a part; pass its full_tensor(), which all "
+            "processes call"
+        )
+    local: torch.Tensor = number.to_local()  # type: ignore[attr-defined]
+    return local
 
 
 def as_limit(name: str, value: object) -> float:
@@ -163,6 +184,8 @@ def as_grad_scale(grad_scale: object) -> float | torch.Tensor:
     if grad_scale is None:
         return 1.0
     if isinstance(grad_scale, torch.Tensor):
+        if type(grad_scale) is not torch.Tensor:
+            grad_scale = local_number("grad_scale", grad_scale)
         check_one_float("grad_scale", grad_scale)
         if grad_scale.device.type != "cpu" or is_traced():
             return grad_scale.detach()
