@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip.distributed import execute as sharded
-from tritonclip.distributed.gradients import ERRORS, collect, collect_tensors
+from tritonclip.distributed.gradients import collect, collect_tensors, error_of
 from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.engine import execute, misuse, traced
 from tritonclip.engine.arguments import as_list
@@ -303,10 +303,12 @@ def clip_tensors_(
     gradients = collect_tensors(tensors, processes=processes, writes=True)
     if state is not None and rule.per_gradient:
         n, n_distinct = len(as_list(tensors)), len(gradients.tensors)
-        if n_distinct != n:
-            raise ValueError(
-                f"a state of {rule.name} remembers a norm for each position, got {n_distinct} "
-                f"tensors at {n} positions; expected one at each, and none twice"
+        if n_distinct != n and error_of(gradients) is None:
+            gradients.reject_(
+                ValueError(
+                    f"a state of {rule.name} remembers a norm for each position, got {n_distinct} "
+                    f"tensors at {n} positions; expected one at each, and none twice"
+                )
             )
     return _clip_collected_(gradients, tensors, rule, nonfinite, grad_scale, state)
 
@@ -331,9 +333,13 @@ def _clip_collected_(
             refuse_other_model(rule, _all_of(argument, gradients))
         if following is not None:
             following.meet(_members_of(argument, gradients))
-    except ERRORS as error:
+    except Exception as error:
+        # Also of a function of the step.
         gradients.reject_(error)
     clip_list_ = execute.clip_ if gradients.sharding is None else sharded.clip_
+    if gradients.sharding is None and gradients.plan is not None and gradients.plan.verifying:
+        # Replicas of DistributedDataParallel.
+        sharded.verify_agreement(gradients, "clip", rule, scale, nonfinite)
     norm = clip_list_(gradients, rule, nonfinite, scale)
     if following is not None:
         following.commit()

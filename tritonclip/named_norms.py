@@ -13,8 +13,13 @@ from torch import Tensor
 from tritonclip.backends.native import combine_numbers
 from tritonclip.backends.operators import wide_dtype
 from tritonclip.clipping import Parameters
-from tritonclip.distributed.execute import is_reduced, measure_by, measure_statistics
-from tritonclip.distributed.gradients import ERRORS, collect
+from tritonclip.distributed.execute import (
+    is_reduced,
+    measure_by,
+    measure_statistics,
+    verify_agreement,
+)
+from tritonclip.distributed.gradients import collect
 from tritonclip.engine import verify
 from tritonclip.engine.arguments import labelled, needs_clip
 from tritonclip.engine.gradients import Gradients
@@ -189,7 +194,7 @@ class NamedNorms:
         try:
             for name, parameter in named:
                 self._members.setdefault(_group(name, group_of), {})[id(parameter)] = parameter
-        except ERRORS as error:
+        except Exception as error:
             self.gradients.reject_(error)
         self.names = list(self._members)
 
@@ -290,6 +295,7 @@ def _measured(gradients: Gradients, p: float, grad_scale: float | Tensor) -> Ten
     if gradients.plan is None:
         return torch.zeros(0, dtype=torch.float32, device=gradients.device)
     expected = verify.Expectation(gradients) if gradients.plan.verifying else None
+    verify_agreement(gradients, "norms_by_name", _of_order(p), grad_scale)
     norms = measure_by(gradients, _of_order(p), grad_scale).total()
     if expected is not None and not is_reduced(gradients):
         expected.check_norms(p, grad_scale, norms)

@@ -10,13 +10,15 @@ import pytest
 import torch
 from processes import in_processes
 from refusing import check_raises, is_first, named_parameters, overlap
-from spread import assert_same_everywhere, collectives_of, mesh_of, parameter
+from spread import assert_same_everywhere, collectives_of, local, mesh_of, parameter
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import tritonclip
 from tritonclip import (
+    AdaptiveRule,
+    ClipByGlobalNorm,
     ClipByOwnHistory,
     ClipByQuantile,
     ClippedOptimizer,
@@ -149,6 +151,83 @@ def test_clip_with_a_bad_rule_in_one_process_raises_everywhere(name: str, value:
     grads = [one.grad for one in named.values()]
     error = TypeError if value == "2" else ValueError
     check_raises(lambda: tritonclip.clip_(named.items(), rule), error, f"Own: {name}", grads)
+
+
+def _fail(step: int) -> float:
+    if is_first():
+        raise KeyError("no limit")
+    return 0.5
+
+
+class Failing(Rule):
+    def limit(self, measured: Measured) -> float:
+        return _fail(0)
+
+
+class Negative(Rule):
+    def limit(self, measured: Measured) -> float:
+        return -1.0 if is_first() else 0.5
+
+
+class FailingAdaptive(AdaptiveRule):
+    def start(self) -> tuple[float]:
+        return (0.0,)
+
+    def advance(self, state: Any, norm: Any) -> Any:
+        return norm * _fail(0), state
+
+
+LIMITS: dict[str, tuple[Rule, type[Exception], type[Exception], str]] = {
+    "schedule": (ClipByGlobalNorm(_fail), KeyError, RuntimeError, "no limit"),
+    "own": (Failing(), KeyError, RuntimeError, "no limit"),
+    "negative": (Negative(), ValueError, ValueError, "must be 0 or more"),
+    "adaptive": (FailingAdaptive(), KeyError, RuntimeError, "no limit"),
+}
+
+
+@pytest.mark.parametrize("call", ["clip", "step"])
+@pytest.mark.parametrize("what", LIMITS)
+@in_processes(2)
+def test_limit_that_fails_in_one_process_raises_everywhere(what: str, call: str) -> None:
+    named = named_parameters()
+    rule, error, others, message = LIMITS[what]
+    optimizer = ClippedOptimizer(torch.optim.SGD([*named.items()], lr=0.1), rule)
+    weights = [local(one.detach()).clone() for one in named.values()]
+
+    def run() -> object:
+        if call == "step":
+            return optimizer.step()
+        state = ClipState() if what in ("schedule", "adaptive") else None
+        return tritonclip.clip_(named.items(), rule, state=state)
+
+    grads = [one.grad for one in named.values()]
+    for _ in range(2):
+        check_raises(run, error if is_first() else others, message, grads)
+    for one, was in zip(named.values(), weights, strict=True):
+        assert torch.equal(local(one.detach()), was)
+    optimizer.clip = 0.5
+    optimizer.step()
+    assert_same_everywhere(optimizer.stats.last_norm)
+
+
+@pytest.mark.parametrize("what", ["bad", "missing"])
+@in_processes(2)
+def test_clip_tensors_with_a_state_raises_everywhere(what: str) -> None:
+    mesh, rule = mesh_of(-1), ClipByOwnHistory()
+    tensors: list[Any] = [parameter((6, 2), mesh, [Shard(0)], seed=i).grad for i in range(2)]
+    grads, message = tensors[:1], "share memory"
+    if is_first() and what == "bad":
+        tensors[1] = DTensor.from_local(torch.ones(1, 1).expand(3, 2), mesh, [Shard(0)])
+    elif what == "missing":
+        message = "got 1 tensors at 2 positions"
+        if is_first():
+            tensors[1] = tensors[0]
+    check_raises(
+        lambda: tritonclip.clip_tensors_(tensors, rule, state=ClipState()),
+        ValueError,
+        message,
+        grads,
+    )
 
 
 class OwnLimit(Rule):

@@ -1,4 +1,4 @@
-"""verify() over several processes: right calls pass, wrong lists and copies are found."""
+"""verify() over several processes: right calls pass; calls, lists and copies that differ do not."""
 
 from __future__ import annotations
 
@@ -11,13 +11,25 @@ import reference
 import torch
 from cases import assert_norm
 from processes import in_processes
-from spread import mesh_of, parameter, values, with_partial
+from refusing import is_first
+from spread import grads_of, local, mesh_of, network, parameter, values, with_partial
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 import tritonclip
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
+from tritonclip import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByOwnHistory,
+    ClipByQuantile,
+    ClipByValue,
+    ClippedOptimizer,
+    ClipState,
+    Outlier,
+    Rule,
+)
 from tritonclip.distributed import reduction
 
 
@@ -87,7 +99,7 @@ def test_verify_finds_lists_that_differ(rule: Any) -> None:
         del parameters[1]
     with (
         tritonclip.verify(),
-        pytest.raises(ValueError, match=r"at position 1, rank 0 has .*rank 1"),
+        pytest.raises(ValueError, match=r"at position 1: rank 0 has .*rank 1"),
     ):
         tritonclip.clip_(parameters, rule)
 
@@ -163,3 +175,241 @@ def test_verify_finds_numbers_of_copies_that_are_wrong() -> None:
         tritonclip.clip_([one], 1.0, process_group=dist.group.WORLD, copies={one: 2})
     with tritonclip.verify():
         tritonclip.clip_([one], 1.0, process_group=dist.group.WORLD)
+
+
+class _Own(Rule):
+    def __init__(self, max_norm: float) -> None:
+        self.max_norm = max_norm
+
+    def limit(self, measured: Any) -> float:
+        return self.max_norm
+
+
+def _twins() -> dict[str, Any]:
+    """Two parameters of one shape."""
+    mesh = mesh_of(-1)
+    return {name: parameter((6, 3), mesh, [Shard(0)], seed=ord(name)) for name in "ab"}
+
+
+def _clip(named: dict[str, Any], clip: Any = 0.5, **options: Any) -> object:
+    return tritonclip.clip_(named.items(), clip, **options)
+
+
+def _state_after(named: dict[str, Any], rule: Any, n: int) -> ClipState:
+    """A state after some calls, of all processes, that the others forget."""
+    state, other = ClipState(), ClipState()
+    for at in range(2):
+        grads = [one.grad for one in named.values()]
+        for one in named.values():
+            one.grad = one.grad.clone()
+        _clip(named, rule, state=state if at < n else other)
+        for one, grad in zip(named.values(), grads, strict=True):
+            one.grad = grad
+    return state
+
+
+# For each: the call of a process, given whether it is the first; and what the error names.
+CALLS: dict[str, tuple[Callable[[dict[str, Any], bool], object], str]] = {
+    "limit": (lambda named, first: _clip(named, 0.5 if first else 0.25), "the rule"),
+    "order": (lambda named, first: _clip(named, ClipByGlobalNorm(0.5, 1 + first)), "the rule"),
+    "maximum": (
+        lambda named, first: _clip(named, ClipByGlobalNorm(0.5, math.inf if first else 2.0)),
+        "the rule",
+    ),
+    "each": (lambda named, first: _clip(named, ClipByNorm(0.5) if first else 0.5), "the rule"),
+    "value": (lambda named, first: _clip(named, ClipByValue(0.5) if first else 0.5), "the rule"),
+    "own": (lambda named, first: _clip(named, _Own(0.5 if first else 0.25)), "the rule"),
+    "schedule": (
+        lambda named, first: _clip(
+            named, ClipByGlobalNorm(lambda step: 0.5 + first), state=ClipState()
+        ),
+        "the rule",
+    ),
+    "quantile": (
+        lambda named, first: _clip(
+            named, ClipByQuantile(0.5 if first else 0.9, 4), state=ClipState()
+        ),
+        "the rule",
+    ),
+    "state": (
+        lambda named, first: _clip(
+            named,
+            ClipByQuantile(0.5, 4),
+            state=_state_after(named, ClipByQuantile(0.5, 4), 1 + first),
+        ),
+        "the state",
+    ),
+    "state-of-each": (
+        lambda named, first: _clip(
+            named, ClipByOwnHistory(), state=_state_after(named, ClipByOwnHistory(), 1 + first)
+        ),
+        "the state",
+    ),
+    "policy": (
+        lambda named, first: _clip(named, nonfinite="zero" if first else "propagate"),
+        "the policy",
+    ),
+    "policy-of-values": (
+        lambda named, first: _clip(
+            named, ClipByValue(0.5), nonfinite="error" if first else "propagate"
+        ),
+        "the policy",
+    ),
+    "loss-scale": (lambda named, first: _clip(named, grad_scale=2.0 + first), "the loss scale"),
+    "order-of-parameters": (
+        lambda named, first: _clip(named if first else dict(reversed(named.items()))),
+        "the parameter at position 0: rank 0 has a of",
+    ),
+    "group": (
+        lambda named, first: _clip(
+            {"plain": parameter((5 + first,), None)},
+            0.5 + first,
+            process_group=dist.group.WORLD,
+        ),
+        "the rule",
+    ),
+    "call": (
+        lambda named, first: (
+            tritonclip.norms_by_name(named.items())
+            if first
+            else tritonclip.statistics_by_name(named.items())
+        ),
+        "the call",
+    ),
+    "total": (
+        lambda named, first: (
+            tritonclip.get_total_norm(grads_of(named.values())) if first else _clip(named)
+        ),
+        "the call",
+    ),
+    "given": (
+        lambda named, first: tritonclip.clip_grads_with_norm_(
+            named.values(), 0.5, torch.tensor(1.0 + first)
+        ),
+        "the total norm",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+@in_processes(2)
+def test_verify_finds_calls_that_differ(what: str) -> None:
+    named = _twins()
+    call, message = CALLS[what]
+    before = [local(grad).clone() for grad in grads_of(named.values())]
+    with (
+        tritonclip.verify(),
+        pytest.raises(ValueError, match=rf"differ in {message}.* and rank 1 has"),
+    ):
+        call(named, is_first())
+    for grad, was in zip(grads_of(named.values()), before, strict=True):
+        assert torch.equal(local(grad), was)
+    dist.barrier()
+
+
+def _step(named: dict[str, Any], clip: Any = 0.5, **options: Any) -> None:
+    loss, scale = options.pop("loss", None), options.pop("grad_scale", None)
+    optimizer = ClippedOptimizer(torch.optim.SGD([*named.items()], lr=0.1), clip, **options)
+    if loss is not None:
+        optimizer.loss = loss
+    if scale is not None:
+        optimizer.grad_scale = scale
+    optimizer.step()
+
+
+def _step_after(named: dict[str, Any], first: bool) -> None:
+    """A step of processes of which one has loaded the norms of an earlier run."""
+    optimizer = ClippedOptimizer(
+        torch.optim.SGD([*named.items()], lr=0.1), 0.5, skip_above=Outlier(window=16)
+    )
+    saved = optimizer.state_dict()
+    optimizer.step()
+    if first:
+        optimizer.load_state_dict(saved)
+    with tritonclip.verify():
+        optimizer.step()
+
+
+STEPS: dict[str, tuple[Callable[[dict[str, Any], bool], object], str]] = {
+    "limit": (lambda named, first: _step(named, 0.5 if first else 0.25), "the rule"),
+    "quantile": (
+        lambda named, first: _step(named, ClipByQuantile(0.5 if first else 0.9, 4)),
+        "the rule",
+    ),
+    "value": (lambda named, first: _step(named, ClipByValue(0.5 + first)), "the rule"),
+    "policy": (
+        lambda named, first: _step(named, nonfinite="zero" if first else "propagate"),
+        "the policy",
+    ),
+    "skip-above": (lambda named, first: _step(named, skip_above=1e3 + first), "skip_above"),
+    "outlier": (
+        lambda named, first: _step(named, skip_above=Outlier(6.0 + first)),
+        "skip_above",
+    ),
+    "loss": (
+        lambda named, first: _step(named, skip_above=Outlier(), loss=1.0 if first else None),
+        "optimizer.loss",
+    ),
+    "loss-scale": (lambda named, first: _step(named, grad_scale=2.0 + first), "the loss scale"),
+    "order-of-parameters": (
+        lambda named, first: _step(named if first else dict(reversed(named.items()))),
+        "the parameter at position 0 of the optimizer: rank 0 has a of",
+    ),
+    "group": (
+        lambda named, first: _step(
+            {"plain": parameter((5 + first,), None)},
+            0.5 + first,
+            process_group=dist.group.WORLD,
+        ),
+        "the rule",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", STEPS)
+@in_processes(2)
+def test_verify_finds_steps_that_differ(what: str) -> None:
+    named = _twins()
+    step, message = STEPS[what]
+    weights = [local(one.detach()).clone() for one in named.values()]
+    with (
+        tritonclip.verify(),
+        pytest.raises(ValueError, match=rf"differ in {message}.* and rank 1 has"),
+    ):
+        step(named, is_first())
+    for one, was in zip(named.values(), weights, strict=True):
+        assert torch.equal(local(one.detach()), was)
+    dist.barrier()
+
+
+@in_processes(2)
+def test_verify_finds_steps_whose_states_differ() -> None:
+    with pytest.raises(ValueError, match="differ in the state of outliers"):
+        _step_after(_twins(), is_first())
+    dist.barrier()
+
+
+@in_processes(2)
+def test_verify_finds_replicas_of_ddp_that_differ() -> None:
+    model = DistributedDataParallel(network())
+    model(values((4, 3), dist.get_rank())).square().sum().backward()
+    before = [grad.clone() for grad in grads_of(model.parameters())]
+    with tritonclip.verify():
+        tritonclip.clip_(model, math.inf)
+        with pytest.raises(ValueError, match="differ in the rule: rank 0"):
+            tritonclip.clip_(model, 0.5 + is_first())
+    for grad, was in zip(grads_of(model.parameters()), before, strict=True):
+        assert torch.equal(grad, was)
+
+
+@in_processes(2)
+def test_verify_passes_rules_without_text() -> None:
+    """A function's text, and an object's, has an address, which differs between processes."""
+    addresses = [[object() for _ in range(7 * dist.get_rank())]]
+    named, state = _twins(), ClipState()
+    with tritonclip.verify():
+        _clip(named, _Own(0.5))
+        for _ in range(2):
+            _clip(named, ClipByGlobalNorm(lambda step: 1.0 + step), state=state)
+            _step(named, ClipByNorm(lambda step: 1.0 + step))
+    assert len(addresses) == 1

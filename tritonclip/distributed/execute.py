@@ -7,6 +7,7 @@ has, and enters the same collectives.
 When one process rejects its gradients, all processes raise and none hangs: it enters the reduction
 as if it had none, and marks its numbers. On a CPU, where numbers are read at once, all raise before
 anything is written. On an accelerator the others have the norm NaN, as for a NaN of that process.
+A limit that is the user's code is asked for before the first write, and its error raised on all.
 """
 
 from __future__ import annotations
@@ -19,13 +20,22 @@ from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tritonclip.backends.adaptive import Parts
 from tritonclip.backends.interface import Layout, PartialNorms
 from tritonclip.backends.operators import as_tensor, unscaled
-from tritonclip.distributed.gradients import ERRORS, ShardedGradients
+from tritonclip.distributed.agreement import (
+    Replicas,
+    agree,
+    describe_parameters,
+    describe_rule,
+    describe_state,
+    raise_if_any,
+)
+from tritonclip.distributed.gradients import ERRORS, ShardedGradients, error_of
 from tritonclip.distributed.partial_sums import PartialSum, measure_sums, norms_of
-from tritonclip.distributed.process_groups import everyones
+from tritonclip.distributed.process_groups import domain_of, everyones
 from tritonclip.distributed.reduction import (
     Exchange,
     MeasuredShards,
@@ -35,7 +45,6 @@ from tritonclip.distributed.reduction import (
     run_exchanges,
 )
 from tritonclip.distributed.shards import shard_of
-from tritonclip.distributed.verify import Agreement
 from tritonclip.engine import checks, execute
 from tritonclip.engine.arguments import LabelOf, needs_clip
 from tritonclip.engine.checks import REMEDY, TORCH_REMEDY, raise_if_nonfinite
@@ -45,8 +54,8 @@ from tritonclip.engine.norms import measure_by as measure_whole_by
 from tritonclip.engine.norms import measure_each as measure_whole_each
 from tritonclip.engine.units import Units, weight_of
 from tritonclip.modes import refuse_tracer, without_grad
-from tritonclip.rules import ClipByNorm, Rule
-from tritonclip.rules.rule import check_norm
+from tritonclip.rules import BoundRule, ClipByNorm, ClipState, Rule
+from tritonclip.rules.rule import Adaptive, check_norm
 
 
 @dataclass(slots=True)
@@ -122,6 +131,45 @@ class ReducedNorms(Norms):
 def is_reduced(gradients: Gradients) -> TypeGuard[ShardedGradients]:
     """Whether the norms of a list are reduced over processes."""
     return gradients.plan is not None and gradients.plan.reduction is not None
+
+
+def verify_agreement(
+    gradients: Gradients,
+    call: str,
+    rule: Rule,
+    grad_scale: float | Tensor = 1.0,
+    nonfinite: str = "propagate",
+    *,
+    total_norm: Tensor | None = None,
+) -> None:
+    """Under `verify()`, raises on every process where they differ in a call that they share.
+
+    Also of replicas on which DistributedDataParallel keeps whole gradients, if it was passed.
+    """
+    if gradients.plan is None or not gradients.plan.verifying:
+        return
+    if is_reduced(gradients):
+        domain, one_list = gradients.sharding.domain, gradients.sharding.one_list
+        wanted, label_of = gradients.wanted, gradients.label_of_parameter
+    elif isinstance(gradients.argument, DistributedDataParallel):
+        domain, one_list = domain_of([], gradients.argument.process_group), True
+        wanted, label_of = gradients.tensors, gradients.label
+    else:
+        return
+    own = {
+        "the call": call,
+        "the rule": describe_rule(rule),
+        "the policy for NaN and inf": nonfinite,
+        "the loss scale": repr(float(grad_scale)),
+    }
+    if total_norm is not None:
+        own["the total norm"] = repr(float(total_norm))
+    if isinstance(rule, BoundRule):
+        own["the state"] = describe_state(rule.state.state_dict())
+    # Tensors that are no gradients of known parameters may be others elsewhere, under one norm.
+    if one_list and (gradients.sources is not None or rule.per_gradient):
+        own |= describe_parameters(wanted, label_of)
+    agree(own, error_of(gradients), domain)
 
 
 def check(gradients: Gradients, rule: Rule) -> None:
@@ -206,6 +254,8 @@ def add_to_(
         gradients.sharding or (plan is not None and plan.requires_grad)
     ):
         return without_grad(add_to_)(gradients, grads, sums, rule, nonfinite, grad_scale, label_of)
+    if gradients.sharding:
+        verify_agreement(gradients, "accumulate_", rule, grad_scale, nonfinite)
     measured = measure_by(gradients, rule, grad_scale, names_culprits=nonfinite == "error")
     if nonfinite == "error":
         raise_if_nonfinite(gradients, rule, measured.total(), REMEDY, measured.is_finite())
@@ -221,6 +271,7 @@ def _clip_reduced_(
     grad_scale: float | Tensor,
     remedy: str,
 ) -> Tensor | None:
+    verify_agreement(gradients, "clip", rule, grad_scale, nonfinite)
     if rule.clamps and nonfinite == "propagate":
         # Nobody waits.
         _raise_error(gradients, names_culprits=False)
@@ -231,10 +282,42 @@ def _clip_reduced_(
         measured = measure_by(gradients, rule, scale, names_culprits=nonfinite == "error")
         if nonfinite == "error":
             raise_if_nonfinite(gradients, rule, measured.total(), remedy, measured.is_finite())
+        if is_own(rule):
+            rule = limited(rule)
+            ask_limits([(rule, measured)])
     outcome = execute.write_(
         gradients, rule, measured, grad_scale, zero_nonfinite=nonfinite == "zero"
     )
     return outcome.norm
+
+
+def is_own(rule: Rule) -> bool:
+    """Whether a limit is code of the user's, which may raise on one process alone."""
+    kind: Any = type(getattr(rule, "rule", rule))
+    limit = kind.advance if issubclass(kind, Adaptive) else kind.limit
+    module = str(getattr(limit, "__module__", ""))
+    return not (rule.clamps or module.startswith("tritonclip."))
+
+
+def limited(rule: Rule) -> BoundRule:
+    """The rule, which then asks for its limit once."""
+    return rule if isinstance(rule, BoundRule) else BoundRule(rule, ClipState())
+
+
+def ask_limits(measured: Sequence[tuple[BoundRule, Norms]]) -> None:
+    """Asks for limits of measured lists of one domain, before the first write.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: on every process, where one has no valid limit.
+    """
+    error: Exception | None = None
+    for rule, norms in measured:
+        try:
+            execute.checked_limit(rule, rule.limit(norms), norms)
+        except Exception as found:
+            error = error or found
+    first = measured[0][1].gradients
+    raise_if_any(error, first.sharding.domain, first.device)
 
 
 @without_grad
@@ -256,6 +339,8 @@ def total_norm(
             checks.refuse_sparse_minimum(gradients, norm_type)
         except ValueError as error:
             gradients.reject_(error)
+    policy = "error" if error_if_nonfinite else "propagate"
+    verify_agreement(gradients, "get_total_norm", rule, nonfinite=policy)
     norm = measure_by(gradients, rule, names_culprits=error_if_nonfinite).total()
     if error_if_nonfinite:
         raise_if_nonfinite(gradients, rule, norm, TORCH_REMEDY)
@@ -265,6 +350,7 @@ def total_norm(
 def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
     """Scales a gradient list by the coefficient of a norm that is given; nothing is sent."""
     if isinstance(gradients, ShardedGradients):
+        verify_agreement(gradients, "clip_grads_with_norm_", rule, total_norm=norm)
         _raise_error(gradients, names_culprits=False)
     execute.scale_(gradients, rule, norm)
 
@@ -298,6 +384,7 @@ def measure_statistics(gradients: Gradients, grad_scale: float | Tensor = 1.0) -
     if not is_reduced(gradients):
         return measure_whole_each(gradients, grad_scale, statistics=True)[1:]
     rules = [ClipByNorm(math.inf, p) for p in EACH_ORDERS]
+    verify_agreement(gradients, "statistics_by_name", rules[0], grad_scale)
     if gradients.error is not None and not is_awaited(gradients, rules[0]):
         raise gradients.error
     measured = run_exchanges([exchange(gradients, rule, grad_scale) for rule in rules])
@@ -333,10 +420,7 @@ def _exchange(
     reduction = plan.reduction
     if not per_gradient and (uncovered := reduction.sharding.domain.uncovered):
         raise ValueError(uncovered)
-    agreement = None
-    if plan.verifying:
-        _raise_everywhere(gradients)
-        agreement = Agreement(gradients, norm_type)
+    replicas = Replicas(gradients, norm_type) if plan.verifying else None
     batches, own, sums = [], [], []
     kept: list[tuple[Layout, PartialNorms]] = []
     for group, shards in zip(plan.groups, reduction.shard_groups, strict=True):
@@ -369,8 +453,8 @@ def _exchange(
         gradients,
         partial(reduction.norm, own, norm_type, each=per_gradient, sums=measure_own_sums),
     )
-    if agreement is not None:
-        agreement.check(reduced, each=per_gradient)
+    if replicas is not None:
+        replicas.check(reduced, each=per_gradient)
     partials = []
     for group, shards, batch in zip(plan.groups, reduction.shard_groups, batches, strict=True):
         whole = reduced
@@ -515,28 +599,8 @@ def _reduced_norm(
     except Rejected:
         # Of which one process has the reason.
         pass
-    _raise_everywhere(gradients)
+    agree({}, gradients.error, gradients.sharding.domain)
     raise AssertionError("a process reported an error but sent no message")
-
-
-def _raise_everywhere(gradients: ShardedGradients) -> None:
-    """Raises the error of this process, or the first of others; each calls this, and waits.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as that process does.
-    """
-    own, message = gradients.error, None
-    if own is not None:
-        message = next(i for i, kind in enumerate(ERRORS) if isinstance(own, kind)), str(own)
-    everyone = everyones(message, gradients.sharding.domain)
-    if own is not None:
-        raise own
-    for rank, found in everyone.items():
-        if found is not None:
-            at, message = found
-            raise ERRORS[at](
-                f"rank {rank} raised, so no gradient was clipped on any rank: {message}"
-            )
 
 
 def _raise_error(gradients: ShardedGradients, *, names_culprits: bool) -> None:

@@ -178,7 +178,7 @@ class ShardedGradients(Gradients):
         self.sources, self.argument = sources, argument
         try:
             self._take(grads, views)
-        except ERRORS as error:
+        except Exception as error:
             self.reject_(error)
 
     def _take(self, grads: Sequence[Tensor | None], views: Any = None) -> None:
@@ -242,7 +242,7 @@ class ShardedGradients(Gradients):
         nothing = [None] * len(self.wanted)
         try:
             self._take(nothing)
-        except (TypeError, ValueError):
+        except Exception:
             # Numbers of copies may be wrong in this process only.
             if self._processes is not None:
                 self._processes = self._processes._replace(copies=None)

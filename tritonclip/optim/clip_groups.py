@@ -9,7 +9,7 @@ or a policy needs one, however many clip groups there are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import NamedTuple, NoReturn
@@ -20,10 +20,11 @@ from torch.optim import Optimizer
 
 from tritonclip.backends import choose
 from tritonclip.backends.native import combine_numbers
+from tritonclip.distributed.agreement import agree, describe_parameters, describe_rule
 from tritonclip.distributed.execute import check as check_gradients
-from tritonclip.distributed.execute import exchange, is_awaited
-from tritonclip.distributed.gradients import ERRORS, collect, collect_all, error_of
-from tritonclip.distributed.process_groups import Processes, domain_of, everyones
+from tritonclip.distributed.execute import exchange, is_awaited, is_reduced
+from tritonclip.distributed.gradients import collect, collect_all, error_of
+from tritonclip.distributed.process_groups import Processes, domain_of
 from tritonclip.distributed.reduction import run_exchanges
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine import execute
@@ -105,6 +106,13 @@ class ClipGroup:
         """Whether other processes have shards of the gradients, or may have."""
         plan = self.gradients.plan
         return plan is not None and plan.reduction is not None
+
+    @property
+    def owner(self) -> str:
+        """Names the rule's parameter groups in messages."""
+        if self.unclipped:
+            return "unclipped parameters"
+        return "the optimizer" if self.index is None else f"param_groups[{self.index}]"
 
     @property
     def has_norm(self) -> bool:
@@ -417,10 +425,7 @@ class NormRequest(NamedTuple):
 
     def describe(self) -> str:
         """Owner, class and order of the rule; they must agree in all processes."""
-        group = self.group
-        owner = "shared" if group.index is None else f"[{group.index}]"
-        owner = "unclipped" if group.unclipped else owner
-        return f"{owner}: {self.rule.name} of order {self.rule.norm_type}"
+        return f"{self.group.owner}: {self.rule.name} of order {self.rule.norm_type}"
 
 
 def requests(
@@ -586,7 +591,7 @@ def refused(check: Callable[[], None], groups: Sequence[ClipGroup]) -> Exception
     """
     try:
         check()
-    except ERRORS as error:
+    except Exception as error:
         spread = [group.gradients for group in groups if group.is_spread]
         for gradients in spread:
             gradients.reject_(error)
@@ -672,31 +677,36 @@ def nearest_finite(found: Sequence[tuple[Gradients, Sequence[bool]]], param_grou
     return f"; the nearest finite ones in the order of the parameters: {', '.join(nearest)}"
 
 
-def refuse_other_steps(
-    requests: Sequence[NormRequest], param_groups: Groups, processes: Processes | None
+def verify_agreement(
+    groups: Sequence[ClipGroup],
+    requests: Sequence[NormRequest],
+    describe: Callable[[], Mapping[str, str]],
+    refusal: Exception | None,
+    param_groups: Groups,
+    processes: Processes | None,
 ) -> None:
-    """Refuses, under `verify()`, a step in which processes would send different norms.
-
-    Every process of the step calls this, and waits for the others.
+    """Under `verify()`, raises on every process where they differ in a step that they share.
 
     Args:
+        groups: of the step.
         requests: all norms of the step.
+        describe: gives text of what else has to agree, by name.
+        refusal: the error of this process, which is raised on all.
         param_groups: of the optimizer.
         processes: the processes that the gradients are spread over.
-
-    Raises:
-        ValueError: a process with other rules or policies than the first one's.
     """
     meshes = meshes_of(p for group in param_groups for p in group["params"])
     if not meshes and processes is None:
         return
-    domain = domain_of(meshes, None if processes is None else processes.group)
-    forms = everyones([one.describe() for one in requests if one.group.is_spread], domain)
-    first, *others = forms
-    for rank in others:
-        if forms[rank] != forms[first]:
-            raise ValueError(
-                "the processes of one step measure different norms: "
-                f"rank {first} {forms[first]}, rank {rank} {forms[rank]}; expected the same rules, "
-                "policies and parameter groups in the same order everywhere"
-            )
+    own = {"the call": "a step of ClippedOptimizer", **describe()}
+    names = [group.owner for group in groups if group.is_spread]
+    own["the parameter groups with a rule"] = ", ".join(names)
+    for group in groups:
+        gradients = group.gradients
+        if is_reduced(gradients):
+            own[f"the rule of {group.owner}"] = describe_rule(group.rule)
+            if gradients.sharding.one_list:
+                found = describe_parameters(gradients.wanted, gradients.label_of_parameter)
+                own |= {f"{name} of {group.owner}": text for name, text in found.items()}
+    own["the norms to measure"] = str([one.describe() for one in requests if one.group.is_spread])
+    agree(own, refusal, domain_of(meshes, None if processes is None else processes.group))

@@ -616,7 +616,7 @@ class ClippedOptimizer(OptimizerProxy):
             zero_nonfinite=policy == "zero",
             record=record,
         )
-        step.measure(refusal, partition.processes, raises_if_nonfinite=raises_if_nonfinite)
+        step.measure(refusal, partition.processes, policy, raises_if_nonfinite=raises_if_nonfinite)
         return step
 
     def _raises_if_nonfinite(self) -> bool:

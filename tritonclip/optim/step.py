@@ -6,7 +6,7 @@ refused. A step that fails after that is kept: the next one goes on with the gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
+from tritonclip.distributed.agreement import describe_rule, describe_state
+from tritonclip.distributed.execute import ask_limits, is_own, limited
 from tritonclip.distributed.gradients import error_of
 from tritonclip.distributed.process_groups import Processes
 from tritonclip.engine.checks import nonfinite_indices
@@ -31,14 +33,14 @@ from tritonclip.optim.clip_groups import (
     nonfinite_of,
     refuse,
     refuse_nonfinite,
-    refuse_other_steps,
     refused,
     requests,
+    verify_agreement,
 )
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.states import Judgement, RuleStates
 from tritonclip.optim.step_record import StepRecord
-from tritonclip.rules import Numbering, Rule
+from tritonclip.rules import Numbering, Outlier, Rule
 from tritonclip.rules.rule import Adaptive
 
 # Policies for which the host raises an error.
@@ -99,6 +101,8 @@ class Step:
         self.held: Tensor | None = None
         self.stop: Tensor | None = None
         self.outcomes: Outcomes | None = None
+        # Clip groups over processes whose limits are asked before the first write.
+        self._own: Sequence[ClipGroup] = ()
         # The clip group that is written, or was last.
         self._writing: ClipGroup | None = None
         # Of a step that failed: its gradients and their versions, and whether the next goes on.
@@ -109,6 +113,7 @@ class Step:
         self,
         refusal: Exception | None,
         processes: Processes | None,
+        policy: str,
         *,
         raises_if_nonfinite: Callable[[], bool] | None,
     ) -> None:
@@ -117,6 +122,7 @@ class Step:
         Args:
             refusal: the error for gradients that cannot be clipped, if that is known already.
             processes: the processes that the gradients are spread over.
+            policy: for NaN and inf.
             raises_if_nonfinite: whether `raise_if_nonfinite` comes next where a norm is NaN.
 
         Raises:
@@ -158,10 +164,11 @@ class Step:
             two_norm=self._states.skip_above is not None or not (record is None or has_shared),
         )
         if settings.current().verifying:
-            refuse_other_steps(needed, self.param_groups, processes)
+            error = refusal or next(filter(None, map(_error_of, (*groups, *recorded))), None)
+            describe = partial(self._describe, policy)
+            verify_agreement(groups, needed, describe, error, self.param_groups, processes)
         measure_requests(needed, self._grad_scale, by_gradient=self.by_gradient)
-        refusals = (error_of(group.gradients) for group in (*groups, *recorded))
-        refusal = refusal or next(filter(None, refusals), None)
+        refusal = refusal or next(filter(None, map(_error_of, (*groups, *recorded))), None)
         if refusal is not None:
             if raises_if_nonfinite is not None and raises_if_nonfinite():
                 with suppress(RuntimeError):
@@ -169,6 +176,23 @@ class Step:
             raise refusal
         if record is not None:
             record.measure(groups, self._grad_scale)
+        own = [one for one in groups if one.is_spread and one.norms and is_own(one.rule)]
+        for group in own:
+            group.rule = limited(group.rule)
+        self._own = own
+
+    def _describe(self, policy: str) -> dict[str, str]:
+        """Text of what processes of one step have to agree on, beside rules and gradients."""
+        states, above = self._states, self._states.skip_above
+        known = {
+            "the policy for NaN and inf": policy,
+            "the loss scale": repr(float(self._grad_scale)),
+            "skip_above": describe_rule(above) if isinstance(above, Outlier) else str(above),
+            "optimizer.loss": "none" if states.loss is None else "a loss",
+        }
+        for owner, state in states.state_dict(self.param_groups).items():
+            known[f"the state of {owner}"] = describe_state(state)
+        return known
 
     def _is_usual(self, group: ClipGroup) -> bool:
         """Whether nothing refuses the only clip group, and no other norm of it is needed yet."""
@@ -251,6 +275,8 @@ class Step:
         scale.
         """
         outcomes: Outcomes = {}
+        if self._own:
+            ask_limits([(one.rule, one.norms) for one in self._own])  # type: ignore[misc]  # bound
         for group in self.clip_groups:
             self._writing = group
             if not group.unclipped:
@@ -273,9 +299,11 @@ class Step:
 
     def fail(self, error: BaseException) -> bool:
         """Whether the failed step may have written gradients, which it then knows from others."""
-        is_refusal = self.outcomes is None and isinstance(error, TypeError | ValueError)
-        if is_refusal and self.clip_groups and self._writing in (None, self.clip_groups[0]):
-            # By the first rule, before it wrote anything.
+        is_refusal = isinstance(error, TypeError | ValueError)
+        if self.outcomes is None and (
+            self._writing is None or (is_refusal and self._writing is self.clip_groups[0])
+        ):
+            # By a rule, before the first of them wrote anything.
             return False
         self._verdict = None
         self._left = [(grad, version_of(grad)) for grad in self.written_to()]
@@ -330,6 +358,10 @@ class Step:
             # The step goes on as it was judged.
             again = states.judge(self.outlier.norm, known=self.outlier)
             self.outlier = again._replace(flag=self.outlier.flag)
+
+
+def _error_of(group: ClipGroup) -> Exception | None:
+    return error_of(group.gradients)
 
 
 def version_of(tensor: Tensor) -> int:

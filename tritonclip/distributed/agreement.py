@@ -1,24 +1,101 @@
-"""Under `verify()`: whether processes that share a norm agree, and the norm once more, plainly.
+"""Whether processes that share a norm agree, and the errors that one of them raises on all.
 
-They have to have the same parameters in the same order, unless the user names a group; and shards
-that count as copies of each other have to have one norm.
+Under `verify()` they have to be about to do the same with the same parameters, and shards that
+count as copies of each other have to have one norm. The reduced norm is computed again, plainly.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.gradients import ShardedGradients
+from tritonclip.distributed.gradients import ERRORS, ShardedGradients
 from tritonclip.distributed.partial_sums import PartialSum, sums_of, zeros_for
-from tritonclip.distributed.process_groups import everyones
+from tritonclip.distributed.process_groups import Domain, all_reduce, everyones
 from tritonclip.distributed.shards import where
-from tritonclip.engine.arguments import needs_clip
+from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.verify import VerificationError, norm_of
+
+
+def raise_if_any(error: Exception | None, domain: Domain, device: torch.device) -> None:
+    """Raises on every process where one has an error; where none has, each sends one number."""
+    flag = torch.full((1,), float(error is not None), dtype=torch.float32, device=device)
+    if bool(all_reduce(flag, domain.groups, domain, largest=True)):
+        agree({}, error, domain)
+
+
+def agree(own: Mapping[str, str], error: Exception | None, domain: Domain) -> None:
+    """Raises on every process where one has an error, or where they do not agree.
+
+    Args:
+        own: text of this process by name, the same text in each of them.
+        error: of this process.
+        domain: the processes; each of them calls this, and waits.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: the error of this process, or the first of others.
+        ValueError: says what differs, and which process has what.
+    """
+    message = None
+    if error is not None:
+        kind = next((i for i, kind in enumerate(ERRORS) if isinstance(error, kind)), None)
+        message = kind, str(error) if kind is not None else f"{type(error).__name__}: {error}"
+    everyone = everyones((message, dict(own)), domain)
+    if error is not None:
+        raise error
+    for rank, (found, _) in everyone.items():
+        if found is not None:
+            kind, text = found
+            raise (RuntimeError if kind is None else ERRORS[kind])(
+                f"rank {rank} raised, so no gradient was clipped on any rank: {text}"
+            )
+    for name in dict.fromkeys(name for _, texts in everyone.values() for name in texts):
+        holders: dict[str, list[str]] = {}
+        for rank, (_, texts) in everyone.items():
+            holders.setdefault(texts.get(name, "nothing"), []).append(f"rank {rank}")
+        if len(holders) > 1:
+            shown = " and ".join(f"{', '.join(at)} has {text}" for text, at in holders.items())
+            raise ValueError(
+                f"processes that share a norm differ in {name}: {shown}; expected the same rules, "
+                "policies, states and parameters in the same order on all of them. For processes "
+                "with other parameters, pass process_group="
+            )
+
+
+def describe_rule(rule: Any) -> str:
+    """The name of a rule, and its numbers; of one that is bound to its state, those of the call."""
+    rule = getattr(rule, "rule", rule)
+    # Of a class that is no dataclass, attributes take the place of arguments.
+    public = [name for name in getattr(rule, "__dict__", ()) if not name.startswith("_")]
+    names = dict.fromkeys((*rule.__match_args__, "norm_type", "eps", *public))
+    values = {name: getattr(rule, name, None) for name in names}
+    shown = (
+        f"{name}={value!r}" if isinstance(value, Real | str) else f"{name}: {type(value).__name__}"
+        for name, value in values.items()
+    )
+    return f"{type(rule).__name__}({', '.join(shown)})"
+
+
+def describe_state(state: Mapping[str, Any]) -> str:
+    """The result of `ClipState.state_dict`, with a checksum of the digits of its values."""
+    digits = repr(state["values"]).encode()
+    return f"{state['kind'] or 'no norms'} after {state['steps']} calls, {crc32(digits):x}"
+
+
+def describe_parameters(parameters: Sequence[Tensor], label_of: LabelOf) -> dict[str, str]:
+    """Name, shape, dtype and placements of each parameter, by its position."""
+    return {
+        f"the parameter at position {at}": f"{label_of(at)} of shape {tuple(one.shape)}, "
+        f"{one.dtype} and placements {getattr(one, 'placements', 'of a plain tensor')}"
+        for at, one in enumerate(parameters)
+    }
+
 
 # Copies that processes computed each by itself may differ by rounding; other shards differ by more.
 _COPIES = 1e-3
@@ -37,22 +114,18 @@ class _Entry(NamedTuple):
     empty: bool
 
 
-class Agreement:
+class Replicas:
     """The gradients of all processes of a domain, compared before their norms are reduced.
 
     Every process of the domain makes one, and waits for the others.
 
     Raises:
-        ValueError: lists of parameters that differ; copies that are none.
+        ValueError: copies that are none.
     """
 
     def __init__(self, gradients: ShardedGradients, norm_type: float) -> None:
         sharding = gradients.sharding
         self._norm_type, self._one_list = norm_type, sharding.one_list
-        self._n_parameters = sharding.n_parameters
-        lists = everyones(_layouts(gradients), sharding.domain)
-        if sharding.one_list:
-            _check_lists(lists)
         self._entries: dict[int, list[_Entry]] = everyones(
             _entries(gradients, norm_type) + _sums(gradients, norm_type), sharding.domain
         )
@@ -133,32 +206,6 @@ class Agreement:
                     f"reference to {right!r}. This is a bug in tritonclip or in its compiler: use "
                     "tritonclip.use_backend('torch') and report it"
                 )
-
-
-def _layouts(gradients: ShardedGradients) -> list[tuple[Any, ...]]:
-    """The parameters of this process, as far as they are the same in every process."""
-    wanted = [p for p in gradients.sources or () if needs_clip(p)]
-    return [(tuple(p.shape), str(p.dtype), str(getattr(p, "placements", "plain"))) for p in wanted]
-
-
-def _check_lists(lists: dict[int, list[tuple[Any, ...]]]) -> None:
-    """Refuses processes with other parameters than the first one's."""
-    first, *others = lists
-    for rank in others:
-        ours, theirs = lists[first], lists[rank]
-        if ours != theirs:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
-                min(len(ours), len(theirs)),
-            )
-            shown = [
-                f"{side[at]}" if at < len(side) else "no such parameter" for side in (ours, theirs)
-            ]
-            raise ValueError(
-                f"the processes of one mesh clip different parameters: at position {at}, rank "
-                f"{first} has {shown[0]} and rank {rank} {shown[1]}; expected the same "
-                "parameters in the same order everywhere, or process_group="
-            )
 
 
 def _entries(gradients: ShardedGradients, norm_type: float) -> list[_Entry]:
