@@ -236,9 +236,9 @@ class Partition:
         """Reads the rules of the parameter groups; raises as `rules_of` does."""
         self._own_rules = rules_of(self.groups)
 
-    def rules(self) -> dict[str, Rule]:
-        """All rules of the program, by their keys in a checkpoint."""
-        own = rules_of(self.groups).items()
+    def rules(self, *, anew: bool = True) -> dict[str, Rule]:
+        """All rules of the program, by their keys in a checkpoint; read `anew`, or as last."""
+        own = (rules_of(self.groups) if anew else self._own_rules).items()
         return {key_of(None): self.rule, **{key_of(i): rule for i, rule in own if rule}}
 
     def present(self) -> list[Tensor]:

@@ -696,7 +696,9 @@ class ClippedOptimizer(OptimizerProxy):
     def _save(self, *, in_groups: bool) -> dict[str, Any]:
         # Also here, for optimizers that do not run their hooks.
         saved = without_rules(self.optimizer, self.optimizer.state_dict())
-        own = self._log.state_dict(self.optimizer.param_groups, self._partition.rules())
+        # Rules that no step could take are no reason not to save.
+        rules = self._partition.rules(anew=False)
+        own = self._log.state_dict(self.optimizer.param_groups, rules)
         return with_own(saved, own) if in_groups else {**saved, STATS_KEY: own}
 
     def _load(self, state_dict: dict[str, Any]) -> None:
