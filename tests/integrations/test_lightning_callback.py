@@ -252,9 +252,31 @@ def test_policy_reaches_the_wrapper(tmp_path):
 
 
 def test_recorder_reaches_the_wrapper(tmp_path, recorders):
-    trainer_of(tmp_path, Clipping(MAX_NORM, recorder="ours")).fit(TwoOptimizers(), loader())
+    ours = cast(Any, "ours")
+    trainer_of(tmp_path, Clipping(MAX_NORM, recorder=ours)).fit(Digits(), loader())
 
-    assert recorders == ["ours", "ours"]
+    assert recorders == ["ours"]
+
+
+def test_each_of_several_optimizers_has_its_recorder(tmp_path):
+    recorders = [tritonclip.record(tmp_path / f"{i}.csv") for i in range(2)]
+    trainer = trainer_of(tmp_path, Clipping(MAX_NORM, recorder=recorders))
+
+    trainer.fit(TwoOptimizers(), loader())
+
+    assert [one.recorder for one in trainer.optimizers] == recorders
+    assert [one.steps for one in recorders] == [BATCHES, BATCHES]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_other_numbers_of_recorders_than_of_optimizers_are_refused(tmp_path, n):
+    recorders = [tritonclip.record(tmp_path / f"{i}.csv") for i in range(n)]
+    trainer = trainer_of(
+        tmp_path, Clipping(MAX_NORM, recorder=recorders if n > 1 else recorders[0])
+    )
+
+    with pytest.raises(ValueError, match=f"a recorder for each of the 2 optimizers, got {n}"):
+        trainer.fit(TwoOptimizers(), loader())
 
 
 class DeepSpeedStrategy(SingleDeviceStrategy):

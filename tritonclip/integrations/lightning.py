@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
 
 from tritonclip.engine.arguments import check_marks
 from tritonclip.integrations.trainers import metrics_of, needs
+from tritonclip.monitor.recorder import Recorder
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite
 from tritonclip.optim.misuse import wrapper_of
 from tritonclip.rules import Rule, as_rule
@@ -54,7 +56,8 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
             carry another rule under the key `clip`.
         nonfinite: the policy for NaN and inf; see :class:`~tritonclip.ClippedOptimizer`.
         log: whether to log; waits for the device when it does.
-        recorder: a recorder for each ClippedOptimizer, made by :func:`~tritonclip.record`.
+        recorder: a recorder made by :func:`~tritonclip.record`; for several optimizers a list with
+            one for each, in their order.
 
     Raises:
         TypeError, ValueError: a `clip` that is no rule.
@@ -63,8 +66,8 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
         `fit` raises a RuntimeError where Lightning would clip too, by `gradient_clip_val` or by
         `configure_gradient_clipping` of the module, where the trainer has two of these callbacks,
         and under DeepSpeed, which clips in its engine. It raises a ValueError where an optimizer is
-        a ClippedOptimizer already, or a module has `need_clip = False`, which belongs on
-        parameters.
+        a ClippedOptimizer already, where there are more or fewer recorders than optimizers, or
+        where a module has `need_clip = False`, which belongs on parameters.
     """
 
     def __init__(
@@ -73,7 +76,7 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
         *,
         nonfinite: StepNonfinite = "propagate",
         log: bool = True,
-        recorder: Any = None,
+        recorder: Recorder | Sequence[Recorder] | None = None,
     ) -> None:
         self.clip, self.nonfinite, self.recorder = as_rule(clip), nonfinite, recorder
         # Lightning puts a method at the name `log`.
@@ -113,8 +116,19 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wraps the optimizers, before their checkpoints are loaded."""
         check_marks(pl_module)
-        options = _options_for(trainer.strategy.model)
-        trainer.strategy.optimizers = [self._wrap(one, options) for one in trainer.optimizers]
+        options, n = _options_for(trainer.strategy.model), len(trainer.optimizers)
+        recorders = self.recorder if isinstance(self.recorder, list | tuple) else [self.recorder]
+        if self.recorder is None:
+            recorders = [None] * n
+        if len(recorders) != n:
+            raise ValueError(
+                f"expected a recorder for each of the {n} optimizers, got {len(recorders)}; pass "
+                "Clipping(..., recorder=[...]) a list, each with another path"
+            )
+        trainer.strategy.optimizers = [
+            self._wrap(inner, {**options, "recorder": recorder})
+            for inner, recorder in zip(trainer.optimizers, recorders, strict=True)
+        ]
         self._logged_step = trainer.global_step
 
     def _wrap(self, inner: Any, options: dict[str, Any]) -> ClippedOptimizer:
@@ -122,10 +136,8 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
         if isinstance(known, ClippedOptimizer) and known in _made:
             # A module that keeps its optimizer is fitted once more.
             known.clip, known.nonfinite = self.clip, self.nonfinite
-            known.recorder = self.recorder
+            known.recorder = options["recorder"]
             return known
-        if self.recorder is not None:
-            options = {**options, "recorder": self.recorder}
         wrapper = ClippedOptimizer(inner, self.clip, nonfinite=self.nonfinite, **options)
         _made.add(wrapper)
         return wrapper
