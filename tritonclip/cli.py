@@ -26,6 +26,7 @@ from torch.nn import Module
 import tritonclip
 from tritonclip import settings
 from tritonclip.backends import choose, native
+from tritonclip.messages import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -116,7 +117,9 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name == "plot":
             command.add_argument(
-                "--out", type=Path, help="a .png or .svg file; by default FILE as .png"
+                "--out",
+                type=Path,
+                help="a .png or .svg file; by default FILE as .png, if there is none",
             )
     return parser
 
@@ -366,6 +369,8 @@ def _module_of(name: str) -> Any:
     if name.endswith(".py") or "/" in name:
         module = ".".join(Path(name).with_suffix("").parts)
         raise ValueError(f"expected the name of a module, got the path {name}; write {module}:NAME")
+    if name.startswith("."):
+        raise ValueError(f"expected the whole name of a module, got {name}; write package.module")
     try:
         return _named(f"importing {name}", importlib.import_module)(name)
     except _CodeError as error:
@@ -411,7 +416,7 @@ def suggest(file: Path, warmup: int | None, run: int | None) -> None:
 
     history = read(file)
     suggestion = tritonclip.suggest_max_norm(history, warmup=warmup, run=run)
-    of_run = f" of run {suggestion.run}" if history.joins else ""
+    of_run = f" of run {suggestion.run}" if len(history.spans) > 1 else ""
     counted = f"{suggestion.steps} steps{of_run} after a warm-up of {suggestion.warmup}"
     lines = [f"{counted}; {_left_out(suggestion)}.", suggestion.reason]
     if not math.isnan(suggestion.spike_score):
@@ -455,8 +460,8 @@ def _table(suggestion: Suggestion) -> Table:
 
 def _print_largest(console: Console, history: History) -> None:
     """Prints the largest norms by name, and the names of dead gradients, if any are known."""
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     if largest := history.largest():
         table = Table(title=f"the largest of {len(history.named_norms)} norms by name")
@@ -469,16 +474,16 @@ def _print_largest(console: Console, history: History) -> None:
             if elements:
                 numbers.append("" if one.magnitude is None else f"{one.magnitude:.4g}")
                 numbers.append("" if one.zeros is None else f"{one.zeros:.1%}")
-            table.add_row(escape(one.name), *numbers)
+            table.add_row(Text(printable(one.name)), *numbers)
         console.print(table)
     if most := history.most_zeros():
-        shares = ", ".join(f"{name} {share:.1%}" for name, share in most.items())
-        console.print(f"most zeros: {shares}", markup=False)
+        shares = ", ".join(f"{printable(name)} {share:.1%}" for name, share in most.items())
+        console.print(Text(f"most zeros: {shares}"))
     dead = history.dead()
     for steps in sorted(set(dead.values()), reverse=True):
-        names = ", ".join(name for name, own in dead.items() if own == steps)
+        names = ", ".join(printable(name) for name, own in dead.items() if own == steps)
         since = "last step" if steps == 1 else f"last {steps} steps"
-        console.print(f"0 in the {since}: {names}", markup=False)
+        console.print(Text(f"0 in the {since}: {names}"))
 
 
 def _left_out(suggestion: Suggestion) -> str:
@@ -495,9 +500,11 @@ def plot(file: Path, out: Path | None, warmup: int | None, run: int | None) -> N
     history = read(file)
     if run is not None:
         history = history.run(run)
-    out = out or file.with_suffix(".png")
-    figure.save(out, history, _suggestion(history, warmup))
-    print(out)
+    target = out or file.with_suffix(".png")
+    if out is None and target.exists():
+        raise FileExistsError(f"{target} exists; to replace it, write --out {target}")
+    figure.save(target, history, _suggestion(history, warmup))
+    print(target)
 
 
 def _suggestion(history: History, warmup: int | None) -> Suggestion | None:

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from tritonclip import settings
 from tritonclip.backends import choose
 from tritonclip.clipping import Parameters
-from tritonclip.engine.arguments import LabelOf, check_marks, join_names, labelled, needs_clip
+from tritonclip.engine.arguments import LabelOf, check_marks, labelled, needs_clip
 from tritonclip.engine.verify import (
     coefficient_of,
     norm_of,
@@ -35,7 +35,7 @@ from tritonclip.engine.verify import (
     total_of,
     widened,
 )
-from tritonclip.messages import NamesAttributes
+from tritonclip.messages import NamesAttributes, join_names
 from tritonclip.modes import outside_inference, refuse_tracer
 from tritonclip.samples import Timed, interleaved, paired, spread
 from tritonclip.torch_compat import clip_grad_norm_, clip_grad_value_

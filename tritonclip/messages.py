@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from dis import opname
 from pathlib import Path
 from types import ModuleType
@@ -44,6 +45,19 @@ def warn_user(message: str, category: type[Warning] = ClippingWarning) -> None:
         level += 1
         frame = frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+def printable(name: str) -> str:
+    """A name as one line of text: characters that cannot be shown become Python's escapes."""
+    if name.isprintable():
+        return name
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+
+
+def join_names(names: Sequence[str], most: int = 8) -> str:
+    """The first names, for a message or a figure."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(map(printable, names[:most])) or "no names") + more
 
 
 # Our name for each name in torch, Paddle, TensorFlow, optax, timm and papers.

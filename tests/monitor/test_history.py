@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 
@@ -27,12 +28,12 @@ def write(tmp_path):
         ("a.csv", "norm\n1.5\n2\n"),
         ("a.csv", "step,norm\n1,1.5\n2,2\n"),
         ("a.csv", "\ufeffstep, norm ,loss\r\n1,1.5,a\r\n2,2,\r\n"),
-        ("a.csv", "step,norm\n1,1.5\n\n2,2"),
+        ("a.csv", "step,norm\n1,1.5\n\n2,2\n"),
         ("a.CSV", "step,norm,lr\n1,1.5,\n1.0,,0.1\n2.0,2,\n"),
-        ("a.jsonl", '{"norm": 1.5, "lr": "x"}\n\n{"norm": 2}'),
+        ("a.jsonl", '{"norm": 1.5, "lr": "x"}\n\n{"norm": 2}\n'),
         ("a.jsonl", '{"step": 1, "norm": "1.5"}\n{"step": 2, "norm": 2, "extra": [1]}\n'),
     ],
-    ids=["norms", "steps", "spreadsheet", "no end", "gaps", "json", "json text"],
+    ids=["norms", "steps", "spreadsheet", "blank", "gaps", "json", "json text"],
 )
 def test_read_takes_files_from_elsewhere(write, name, text):
     history = read(write(name, text))
@@ -66,7 +67,7 @@ def test_coefficients_decide_before_limits(write):
 
 
 def test_rows_of_a_resumed_run_take_the_place_of_earlier_ones(write):
-    text = "step,norm\n1,1\n2,2\n3,99\n4,99\n3,3\n4,4\n5,99\n5,5\n"
+    text = "run,step,norm\n1,1,1\n1,2,2\n1,3,99\n1,4,99\n1,3,3\n1,4,4\n1,5,99\n1,5,5\n"
     history = read(write("a.csv", text))
     assert history.steps.tolist() == [1, 2, 3, 4, 5]
     assert history.norms.tolist() == [1, 2, 3, 4, 5]
@@ -77,24 +78,30 @@ def test_rows_of_a_resumed_run_take_the_place_of_earlier_ones(write):
     ("steps", "runs"),
     [
         ([1, 2, 3, 1, 2], [[1, 2, 3], [1, 2]]),
-        ([5, 6, 5, 6, 7, 6, 3, 4], [[5, 6], [5, 6], [3, 4]]),
-        ([1, 2, None, 3, 4], [[1, 2], [3, 4]]),
-        ([1, 2, 3, None, 4, 5, 2, 3], [[1, 2, 3]]),
-        ([1, 2, 1, 1, 2], [[1, 2], [1, 2]]),
-        ([1, 1, 1, 2, 2], [[1, 2]]),
-        ([3, 2, 1], [[1]]),
+        ([1, 2, 3, 3, 4], [[1, 2, 3, 4]]),
+        ([5, 6, 5, 6, 7, 6, 3, 4], [[5, 6], [5, 6, 7], [6], [3, 4]]),
+        ([3, 2, 1], [[3], [2], [1]]),
     ],
-    ids=["again", "from before", "join", "older checkpoint", "at once", "each twice", "backwards"],
+    ids=["again", "twice", "from before", "backwards"],
 )
-def test_a_run_begins_where_steps_start_again_or_a_recorder_went_on(write, steps, runs):
-    """None stands for the row of a recorder that goes on."""
-    lines, last = ["step,norm,coefficient,limit,skipped\n"], 0
-    for step in steps:
-        lines.append(f"{last},,,,\n" if step is None else f"{step},1,,,\n")
-        last = step or last
-    history = read(write("a.csv", "".join(lines)))
+def test_without_a_column_a_run_begins_where_steps_fall(write, steps, runs):
+    history = read(write("a.csv", "step,norm\n" + "".join(f"{step},1\n" for step in steps)))
     assert [run.steps.tolist() for run in history.runs] == runs
-    assert history.replaced == len([s for s in steps if s]) - sum(map(len, runs))
+    assert history.replaced == len(steps) - sum(map(len, runs))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "run,step,norm\nb,1,1\na,1,2\nb,2,3\na,1,4\n"),
+        ("a.csv", "run,norm\nb,1\na,4\nb,3\n"),
+        ("a.jsonl", '{"run": 7, "norm": 1}\n{"run": null, "norm": 4}\n{"run": 7, "norm": 3}\n'),
+    ],
+    ids=["names", "no steps", "json"],
+)
+def test_the_column_run_tells_runs_apart(write, name, text):
+    history = read(write(name, text))
+    assert [run.norms.tolist() for run in history.runs] == [[1.0, 3.0], [4.0]]
 
 
 @pytest.mark.parametrize(
@@ -102,9 +109,10 @@ def test_a_run_begins_where_steps_start_again_or_a_recorder_went_on(write, steps
     [
         ("a.csv", "step,norm,limit\n1,1,1\n2,2,1\n3,"),
         ("a.csv", "step,norm\n1,1\n2,2\n3,4.5e-"),
+        ("a.csv", "step,norm\n1,1\n2,2\n3,3.2"),
         ("a.jsonl", '{"step": 1, "norm": 1}\n{"step": 2, "norm": 2}\n{"step": 3, "no'),
     ],
-    ids=["csv", "number", "json"],
+    ids=["csv", "number", "shorter number", "json"],
 )
 def test_a_last_line_that_was_cut_off_is_left_out(write, name, text):
     assert read(write(name, text)).norms.tolist() == [1.0, 2.0]
@@ -123,11 +131,13 @@ def test_a_last_line_that_was_cut_off_is_left_out(write, name, text):
         ("a.csv", "norm\n1\n-2\n", "line 3: expected norm 0 or more, got -2.0"),
         ("a.csv", "norm,step\n1,1.5\n", "line 2: expected step to be a whole number, got 1.5"),
         ("a.csv", "norm,step\n1,\n", "line 2: expected step to be a whole number, got nan"),
-        ("a.csv", "norm\nhello", "line 2: expected norm to be a number"),
+        ("a.csv", "norm,step\n1,1e300\n", r"line 2: expected step to be a whole .*, got 1e\+300"),
         ("a.csv", b"\x89PNG\r\n\x1a\n\xff\xfe", "expected text in UTF-8, got other bytes"),
         ("a.csv", 'norm\n"' + "1" * 200_000 + '"\n', "expected comma-separated values"),
         ("a.jsonl", "step,norm\n1,2\n", "line 1: expected a JSON object"),
-        ("a.jsonl", "[1, 2]\n", r"line 1: expected a JSON object, got \[1, 2\]"),
+        ("a.jsonl", "[1, 2]\n", r"line 1: expected a JSON object, got '\[1, 2\]'"),
+        ("a.jsonl", "[" * 200_000 + "\n", "line 1: expected a JSON object: maximum recursion"),
+        ("a.jsonl", '{"norm": 1, "run": []}\n', "line 1: expected run to be a number, got list"),
         ("a.jsonl", '{"norm": 1}\n{"norm": [2]}\n', "line 2: expected norm to be a number"),
         ("a.jsonl", '{"norm": 1}\n{"loss": 2}\n', "line 2: expected a column 'norm'"),
         ("a.jsonl", '{"norm": 1, "step": 1}\n{"norm": 2}\n', "line 2: expected 'step' in every"),
@@ -148,7 +158,7 @@ def test_read_says_where_there_is_no_file(tmp_path):
 
 def test_read_refuses_a_folder(tmp_path):
     (tmp_path / "run.csv").mkdir()
-    with pytest.raises(ValueError, match="got a folder; pass the file in it"):
+    with pytest.raises(ValueError, match="expected a file, got a folder"):
         read(tmp_path / "run.csv")
 
 
@@ -157,17 +167,28 @@ def test_read_refuses_other_endings(write):
         read(write("a.txt", "norm\n1\n"))
 
 
-def test_rows_without_a_norm_from_elsewhere_are_no_joins(write):
-    text = "step,norm,loss\n1,1,3\n1,,\n2,2,3\n2,,4\n3,3,3\n"
-    history = read(write("a.csv", text))
-    assert (history.norms.tolist(), history.joins) == ([1.0, 2.0, 3.0], ())
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_read_refuses_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "run.csv")
+    with pytest.raises(ValueError, match="expected a file, got a device"):
+        read(tmp_path / "run.csv")
 
 
-def test_rows_without_steps_join_no_runs(write):
-    """Whatever stands between them."""
-    join = '{"step":1,"norm":null,"coefficient":null,"limit":null,"skipped":null}'
-    history = read(write("a.jsonl", f'{{"norm":1}}\n{join}\n{{"norm":2}}\n'))
-    assert (history.norms.tolist(), history.joins) == ([1.0, 2.0], ())
+def test_a_norm_with_too_many_digits_is_infinite(write):
+    assert read(write("a.jsonl", '{"norm": ' + "9" * 400 + "}\n")).norms.tolist() == [math.inf]
+
+
+def test_a_file_with_new_names_in_every_row_is_refused(write):
+    """A table of rows by names would grow with the square of the file."""
+    text = "".join(f'{{"norm": 1, "norm/{i}": 1}}\n' for i in range(6000))
+    with pytest.raises(ValueError, match=r"expected the same columns in most rows, got 1\d+ col"):
+        read(write("a.jsonl", text))
+
+
+def test_names_that_a_hundredth_of_the_rows_have_are_read(write):
+    some = ", ".join(f'"norm/{i}": 1' for i in range(100))
+    rows = [f'{{"norm": 1, {some}}}\n', *['{"norm": 1}\n'] * 99]
+    assert len(read(write("a.jsonl", "".join(rows * 200))).named_norms) == 100
 
 
 def test_largest_orders_names_by_median_and_leaves_out_dead_ones(write):

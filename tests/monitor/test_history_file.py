@@ -17,7 +17,7 @@ import tritonclip
 from tritonclip.monitor import recorder as recorder_module
 from tritonclip.monitor.history import read
 
-COLUMNS = ["step", "norm", "coefficient", "limit", "skipped"]
+COLUMNS = ["run", "step", "norm", "coefficient", "limit", "skipped"]
 ENDINGS = ["csv", "jsonl"]
 
 
@@ -30,7 +30,7 @@ def test_csv_is_plain(path):
     with tritonclip.record(path) as recorder:
         recorder.add_(torch.tensor(0.5), limit=1.0, skipped=False, norms={"a, b": 0.25})
     assert path.read_text() == (
-        'step,norm,coefficient,limit,skipped,"norm/a, b"\n1,0.5,,1.0,0,0.25\n'
+        'run,step,norm,coefficient,limit,skipped,"norm/a, b"\n1,1,0.5,,1.0,0,0.25\n'
     )
 
 
@@ -46,7 +46,12 @@ def test_json_lines_are_strict_json(tmp_path):
     rows = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
     assert [row["norm"] for row in rows] == ["NaN", "Infinity", 1.5]
-    assert rows[0] == dict.fromkeys(COLUMNS) | {"step": 1, "norm": "NaN", "skipped": False}
+    assert rows[0] == dict.fromkeys(COLUMNS) | {
+        "run": 1,
+        "step": 1,
+        "norm": "NaN",
+        "skipped": False,
+    }
     norms = read(path).norms.tolist()
     assert math.isnan(norms[0])
     assert norms[1:] == [math.inf, 1.5]
@@ -79,7 +84,7 @@ def test_record_appends_to_a_file(tmp_path, ending):
     assert history.steps.tolist() == [1, 2, 3, 4, 5, 6]
     assert history.norms.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert history.named_norms["body"].tolist() == [1.0] * 6
-    assert history.joins == (3,)
+    assert [len(run) for run in history.runs] == [3, 3]
 
 
 def test_record_warns_that_it_appends(path):
@@ -128,10 +133,12 @@ def test_record_resumes_after_an_earlier_checkpoint(path):
     history = read(path)
     assert history.steps.tolist() == [1, 2, 3, 4]
     assert history.norms.tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert (history.joins, history.replaced) == ((), 2)
+    assert (len(history.runs), history.replaced) == (1, 2)
 
 
-@pytest.mark.parametrize("state", [{}, {"steps": -1}, {"steps": 1.5}, {"steps": True}], ids=str)
+@pytest.mark.parametrize(
+    "state", [{}, {"steps": -1}, {"steps": 1.5}, {"steps": True}, {"steps": 1, "run": 0}], ids=str
+)
 def test_load_refuses_a_state_that_is_none(path, state):
     recorder = tritonclip.record(path)
     with pytest.raises(ValueError, match=r"expected the result of Recorder\.state_dict"):
@@ -152,20 +159,64 @@ def test_record_resumes_after_a_crash_in_the_middle_of_a_line(tmp_path, ending):
     assert read(path).norms.tolist() == [1.0, 1.0, 2.0]
 
 
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_record_resumes_after_a_crash_at_any_byte(tmp_path, ending):
+    path = tmp_path / f"run.{ending}"
+    with tritonclip.record(path) as recorder:
+        for norm in (1.25, 2.25):
+            recorder.add_(norm, norms={"body": norm})
+    data = path.read_bytes()
+    for size in range(len(data)):
+        path.write_bytes(data[:size])
+        n = max(data[:size].count(b"\n") - (ending == "csv"), 0)
+        with tritonclip.record(path, append=True) as recorder:
+            assert recorder.steps == n
+            recorder.add_(9.0, norms={"body": 8.0})
+        history = read(path)
+        assert history.norms.tolist() == [*[1.25, 2.25][:n], 9.0]
+        assert history.named_norms["body"].tolist() == [*[1.25, 2.25][:n], 8.0]
+        assert len(history.runs) == (2 if n else 1)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_record_resumes_an_earlier_run_and_leaves_the_others(tmp_path, ending):
+    path, states = tmp_path / f"run.{ending}", []
+    for norms in ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0]):
+        with tritonclip.record(path, append=True) as recorder:
+            for norm in norms:
+                recorder.add_(norm)
+                states.append(recorder.state_dict())
+    with tritonclip.record(path, append=True) as recorder:
+        recorder.load_state_dict(states[1])
+        recorder.add_(30.0)
+    with tritonclip.record(path, append=True) as recorder:
+        recorder.load_state_dict({"steps": 2})
+        recorder.add_(7.0)
+    history = read(path)
+    assert [run.steps.tolist() for run in history.runs] == [[1, 2, 3], [4, 5, 6], [3]]
+    assert history.norms.tolist() == [1.0, 2.0, 30.0, 4.0, 5.0, 6.0, 7.0]
+    assert history.replaced == 1
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("run.csv", "time,loss\n1,2\n"),
-        ("run.csv", "step,norm\n1,2\n"),
-        ("run.csv", "step,norm,coefficient,limit,skipped\n"),
-        ("run.csv", "step,norm,coefficient,limit,skipped\nx,1,,,\n"),
+        ("run.csv", "run,step,norm\n1,1,2\n"),
+        ("run.csv", "run,step,norm,coefficient,limit,skipped\n1,x,1,,,\n"),
         ("run.csv", "no line break"),
+        ("run.csv", "\n"),
         ("run.csv", "\xff\n\xff\n"),
         ("run.jsonl", "[1, 2]\n"),
         ("run.jsonl", '{"loss": 1}\n'),
         ("run.jsonl", "{\n"),
+        ("run.jsonl", '{"run": "exp", "step": 1, "norm": 2}'),
+        ("run.jsonl", "[" * 200_000 + "\n"),
     ],
-    ids=["other", "fewer", "empty", "step", "text", "bytes", "array", "object", "no json"],
+    ids=[
+        *("other", "fewer", "step", "text", "line", "bytes", "array", "object", "no json"),
+        *("cut", "nested"),
+    ],
 )
 def test_record_refuses_a_file_that_no_recorder_wrote(tmp_path, name, text):
     path = tmp_path / name
@@ -180,7 +231,7 @@ def test_record_refuses_a_file_with_other_columns(path):
         recorder.add_(1.0, norms={"body": 1.0})
     before = path.read_text()
     recorder = tritonclip.record(path, append=True)
-    with pytest.raises(ValueError, match=r"norms of body; expected the same.*got head"):
+    with pytest.raises(ValueError, match=r"norm/body; expected the same, got norm/head"):
         recorder.add_(1.0, norms={"head": 1.0})
     recorder.close()
     assert path.read_text() == before
@@ -273,9 +324,7 @@ def test_a_new_recorder_of_a_file_closes_the_old_one(path):
     second.add_(2.0)
     second.close()
     assert first.is_closed
-    assert [line.split(",")[:2] for line in path.read_text().splitlines()[1:]] == [
-        ["1", "1.0"],
-        # Tells the rows of the recorders apart.
-        ["1", ""],
-        ["2", "2.0"],
+    assert [line.split(",")[:3] for line in path.read_text().splitlines()[1:]] == [
+        ["1", "1", "1.0"],
+        ["2", "2", "2.0"],
     ]

@@ -31,12 +31,25 @@ def run(n: int = 400, limit: float = 2.0) -> History:
     norms[[7, 9]], norms[11] = math.nan, 0.0
     norms[13] = math.inf
     return History(
-        torch.arange(1001, n + 1001),
-        norms,
-        torch.full_like(norms, math.nan),
-        torch.full_like(norms, limit),
-        skipped,
+        {
+            "step": torch.arange(1001, n + 1001),
+            "norm": norms,
+            "limit": torch.full_like(norms, limit),
+            "skipped": skipped,
+        }
     )
+
+
+def changed(history: History, **columns: torch.Tensor) -> History:
+    """The history with other columns."""
+    return replace(history, columns={**history.columns, **columns})
+
+
+def in_runs(history: History, *begins: int) -> History:
+    """The history with a run from each of these positions on."""
+    number = torch.zeros(len(history))
+    number[[0, *begins]] = 1
+    return changed(history, run=number.cumsum(0))
 
 
 @pytest.fixture
@@ -73,8 +86,7 @@ def test_a_limit_that_follows_the_norm_is_drawn_as_it_was():
     history = run()
     limits = torch.linspace(4.0, 1.0, 400, dtype=torch.float64)
     limits[:3] = math.inf
-    history = History(history.steps, history.norms, history.coefficients, limits, history.skipped)
-    drawn = line(plot.draw(history), "limit")[1]
+    drawn = line(plot.draw(changed(history, limit=limits)), "limit")[1]
     assert all(map(math.isnan, drawn[:3]))
     assert drawn[3:] == limits[3:].tolist()
 
@@ -108,9 +120,7 @@ def test_the_legend_names_what_is_there_and_nothing_else(figure):
         *("norm", "median", "limit", "over 6 sigma, SpikeScore 1.5%"),
         *("clipped", "skipped", "NaN or inf", "zero", "recommended limit"),
     ]
-    calm = torch.ones(50, dtype=torch.float64)
-    unknown = torch.full_like(calm, math.nan)
-    bare = plot.draw(History(torch.arange(50), calm, unknown, unknown, unknown))
+    bare = plot.draw(History({"norm": torch.ones(50, dtype=torch.float64)}))
     assert [text.get_text() for text in bare.legends[0].get_texts()] == ["norm", "median"]
 
 
@@ -124,7 +134,7 @@ def test_warmup_is_shaded():
 
 
 def test_a_line_with_its_name_stands_where_each_run_begins():
-    joined = replace(run(), joins=(190, 200))
+    joined = in_runs(run(), 190, 200)
     suggestion = suggest_max_norm(joined)
     figure: Any = plot.draw(joined, suggestion)
     over_steps, bars = figure.axes
@@ -138,7 +148,7 @@ def test_a_line_with_its_name_stands_where_each_run_begins():
 
 
 def test_names_of_many_runs_stand_where_they_have_room():
-    figure: Any = plot.draw(replace(run(), joins=tuple(range(2, 400, 2))))
+    figure: Any = plot.draw(in_runs(run(), *range(2, 400, 2)))
     places = [(text.xy[0], text.xyann[1]) for text in figure.axes[0].texts]
     assert {height for _, height in places} == {3, 13, 23}
     for height in (3, 13, 23):
@@ -148,7 +158,7 @@ def test_names_of_many_runs_stand_where_they_have_room():
 
 def test_runs_with_the_same_steps_stand_side_by_side():
     history = run()
-    twice = replace(history, steps=torch.cat([history.steps[:200]] * 2), joins=(200,))
+    twice = in_runs(changed(history, step=torch.cat([history.steps[:200]] * 2)), 200)
     figure: Any = plot.draw(twice)
     over_steps = figure.axes[0]
     begins = [one.get_xdata()[0] for one in over_steps.lines if one.get_color() == plot.GREY]
@@ -193,8 +203,8 @@ def named_run(n: int = 12) -> History:
     """A run with norms by name, each larger than the one before, and one that is 0."""
     history = run()
     names = [*(f"layer{i}.weight" for i in range(n)), "a." + 60 * "b"]
-    norms = {name: history.norms * 2.0**i for i, name in enumerate(names)}
-    return replace(history, named_norms={**norms, "unused": torch.zeros_like(history.norms)})
+    norms = {f"norm/{name}": history.norms * 2.0**i for i, name in enumerate(names)}
+    return changed(history, **norms, **{"norm/unused": torch.zeros_like(history.norms)})
 
 
 def test_the_ten_largest_norms_stand_below_by_name():
@@ -211,12 +221,9 @@ def test_the_ten_largest_norms_stand_below_by_name():
 
 
 def test_norms_by_name_are_those_of_the_run_that_is_suggested_for():
-    first, history = named_run(), run()
-    joined = replace(
-        first,
-        joins=(300,),
-        named_norms={"a": torch.cat([history.norms[:300], torch.zeros(100)]), "b": history.norms},
-    )
+    norms = run().norms
+    named = {"norm/a": torch.cat([norms[:300], torch.zeros(100)]), "norm/b": norms}
+    joined = in_runs(changed(run(), **named), 300)
     suggestion = suggest_max_norm(joined)
     assert suggestion.run == 2
     axes = plot.draw(joined, suggestion).axes[0]
@@ -227,7 +234,7 @@ def test_norms_by_name_are_those_of_the_run_that_is_suggested_for():
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
 def test_norms_by_name_without_one_to_draw_leave_the_figure_as_it_is(value):
     history = run()
-    unknown = replace(history, named_norms={"a": torch.full_like(history.norms, value)})
+    unknown = changed(history, **{"norm/a": torch.full_like(history.norms, value)})
     assert len(plot.draw(unknown).axes) == len(plot.draw(history).axes) == 2
 
 
@@ -252,8 +259,7 @@ def test_save_writes_the_figure(tmp_path, ending):
 @pytest.mark.parametrize("n", [1, 2, 15, 25_000])
 def test_short_and_long_runs_are_drawn(tmp_path, n):
     norms = torch.linspace(1.0, 2.0, n, dtype=torch.float64)
-    unknown = torch.full_like(norms, math.nan)
-    history = History(torch.arange(n), norms, unknown, torch.full_like(norms, 1.5), unknown)
+    history = History({"norm": norms, "limit": torch.full_like(norms, 1.5)})
     path = tmp_path / "run.svg"
     plot.save(path, history)
     # Many steps are an image inside, which opens at once.
@@ -263,9 +269,8 @@ def test_short_and_long_runs_are_drawn(tmp_path, n):
 @pytest.mark.parametrize("norm", [0.0, math.nan, math.inf])
 def test_a_run_without_norms_to_draw_is_refused(tmp_path, norm):
     norms = torch.full((9,), norm, dtype=torch.float64)
-    unknown = torch.full_like(norms, math.nan)
     with pytest.raises(ValueError, match=r"expected a finite norm over 0 to draw.*'error'"):
-        plot.save(tmp_path / "a.png", History(torch.arange(9), norms, unknown, unknown, unknown))
+        plot.save(tmp_path / "a.png", History({"norm": norms}))
     assert not list(tmp_path.iterdir())
 
 

@@ -15,7 +15,7 @@ import tritonclip
 def test_step_numbers_that_repeat_are_remarked_on(tmp_path):
     path = tmp_path / "run.csv"
     rows = [*enumerate(norms_of(300), 1), *enumerate(norms_of(300, seed=1), 2)]
-    path.write_text("step,norm\n" + "".join(f"{step},{norm}\n" for step, norm in rows))
+    path.write_text("run,step,norm\n" + "".join(f"1,{step},{norm}\n" for step, norm in rows))
     suggestion = tritonclip.suggest_max_norm(path, warmup=0)
     assert (suggestion.steps, suggestion.run) == (301, 1)
     assert "only the later rows count: 299 earlier ones were left out" in suggestion.reason
@@ -23,7 +23,7 @@ def test_step_numbers_that_repeat_are_remarked_on(tmp_path):
 
 def test_too_few_steps_name_the_replaced_ones(tmp_path):
     path = tmp_path / "run.csv"
-    path.write_text("step,norm\n" + "".join(f"{step},1\n" for step in [*range(300), 1, 2]))
+    path.write_text("run,step,norm\n" + "".join(f"1,{n},1\n" for n in [*range(300), 1, 2]))
     with pytest.raises(ValueError, match=r"got 3 in 3 steps; .*299 earlier ones were left out"):
         tritonclip.suggest_max_norm(path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import xml.etree.ElementTree as ET
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from workers import python
 
 import tritonclip
 from tritonclip.cli import main
+from tritonclip.messages import printable
 
 pytest.importorskip("matplotlib", reason="needs tritonclip[monitor]")
 pytest.importorskip("rich", reason="needs tritonclip[monitor]")
@@ -164,6 +166,35 @@ def test_plot_writes_a_figure_and_prints_its_path(path, tmp_path, capsys, out):
     assert main(["plot", str(path), *options]) == 0
     assert capsys.readouterr().out == f"{target}\n"
     assert target.stat().st_size > 5000
+
+
+def test_plot_replaces_a_figure_only_where_it_is_named(path, capsys):
+    target = path.with_suffix(".png")
+    target.write_text("mine")
+    assert main(["plot", str(path)]) == 1
+    assert f"write --out {target}" in capsys.readouterr().err
+    assert target.read_text() == "mine"
+    assert main(["plot", str(path), "--out", str(target)]) == 0
+    assert target.stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    "name", ["$\\frac{$", "\ud800", "\x1b[31m", ":smile: [bold]", "a\nb", " a, 'b\" "]
+)
+def test_names_are_shown_as_text(tmp_path, capsys, name):
+    """Neither as formulas, nor as markup, nor as codes of a terminal."""
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path) as recorder:
+        for step in range(40):
+            recorder.add_(4.0 + step % 7, norms={name: 2.0, f"{name}dead": 0.0})
+    assert main(["suggest", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"│ {printable(name)} │" in printed
+    assert printed.endswith(f"0 in the last 40 steps: {printable(name)}dead\n")
+    assert printed.replace("\n", "").isprintable()
+    assert main(["plot", str(path), "--out", str(tmp_path / "run.svg")]) == 0
+    figure = "".join(ET.parse(tmp_path / "run.svg").getroot().itertext())
+    assert printable(name).strip() in figure
 
 
 def test_plot_draws_a_run_that_is_too_short_for_a_suggestion(tmp_path, capsys):

@@ -119,6 +119,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no module": (["mymodul:make_model"], "got mymodul; there is no mymodul in "),
     "no package": (["models.small:make"], "got models.small; there is no models in "),
     "a path": (["src/mymodule.py:make_model"], "got the path src/mymodule.py; write src.mymodule:"),
+    "a dot": (
+        [".mymodule:make_model"],
+        "the whole name of a module, got .mymodule; write package.",
+    ),
     "no attribute": (["mymodule:make_modle"], "did you mean mymodule:make_model?"),
     "nothing": (["mymodule:nothing"], "got 'nothing', which is not in "),
     "number": (["mymodule:number"], "mymodule:number: expected a torch.nn.Module, or (module, "),

@@ -16,8 +16,8 @@ from tritonclip.clipping import clip_
 from tritonclip.distributed import execute
 from tritonclip.distributed.gradients import collect
 from tritonclip.engine import traced
-from tritonclip.engine.arguments import FSDP_MARK, join_names, with_labels
-from tritonclip.messages import warn_user
+from tritonclip.engine.arguments import FSDP_MARK, with_labels
+from tritonclip.messages import join_names, warn_user
 from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import ClipByNorm, ClipByValue
 from tritonclip.signatures import ABSENT, misfit, reaches_misfit

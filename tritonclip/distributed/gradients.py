@@ -22,7 +22,6 @@ from tritonclip.engine.arguments import (
     LabelOf,
     as_list,
     device_of,
-    join_names,
     names_at,
     positions_to_clip,
     refuse_parameters,
@@ -32,6 +31,7 @@ from tritonclip.engine.arguments import (
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.plan import NewPlan, Plan, empty_plan, make_plan
 from tritonclip.engine.plan_cache import PlanCache, plans
+from tritonclip.messages import join_names
 
 # What gradients and arguments that cannot be clipped raise.
 ERRORS = (TypeError, ValueError, RuntimeError)

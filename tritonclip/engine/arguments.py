@@ -38,12 +38,6 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return parameter.grad if needs_clip(parameter) else None
 
 
-def join_names(names: Sequence[str]) -> str:
-    """Names for a message, at most eight of them."""
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
-
-
 class Unclipped:
     """Parameters with `need_clip = False`: marks their copies when it is copied with them."""
 

@@ -16,13 +16,13 @@ from tritonclip.engine.arguments import (
     LabelOf,
     are_fsdp_shards,
     gradient_of,
-    join_names,
     may_be_fsdp_shards,
     names_at,
 )
 from tritonclip.engine.plan import NewPlan, Plan, make_plan, unique_indices
 from tritonclip.engine.plan_cache import PlanCache, plans
 from tritonclip.engine.staging import copy_of, write_back_
+from tritonclip.messages import join_names
 from tritonclip.modes import is_observed, refuse_tracer
 
 

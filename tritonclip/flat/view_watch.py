@@ -9,8 +9,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tritonclip.engine.arguments import join_names
 from tritonclip.flat.layout import Views, is_clipped, is_same, is_wanted
+from tritonclip.messages import join_names
 
 # Addresses compared at every call beside the first and the last.
 _COMPARED = 16

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tritonclip.backends import choose
 from tritonclip.backends.operators import wide_dtype
-from tritonclip.engine.arguments import join_names
 from tritonclip.engine.checks import POLICIES, unknown_policy
 from tritonclip.engine.memory import find_overlap, has_overlap, memory_of
 from tritonclip.functional import c_loops, formulas
@@ -27,6 +26,7 @@ from tritonclip.functional.coefficients import (
 )
 from tritonclip.functional.norms import is_readable, needs_grad, norms_of_rows
 from tritonclip.functional.trees import Tree
+from tritonclip.messages import join_names
 from tritonclip.signatures import ABSENT, misfit, reaches_misfit
 
 T = TypeVar("T")

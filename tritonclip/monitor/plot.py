@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from torch import Tensor
 
-from tritonclip.monitor.history import History, NamedNorm, join_names
+from tritonclip.messages import join_names, printable
+from tritonclip.monitor.history import History, NamedNorm
 from tritonclip.monitor.suggestion import Candidate, Suggestion
 
 ENDINGS = (".png", ".svg")
@@ -95,11 +95,11 @@ def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
     over_steps.set_yscale("log")
     _draw_norms(over_steps, history)
     _draw_marks(over_steps, history)
-    if history.joins:
+    if len(history.spans) > 1:
         _draw_begins(over_steps, history)
     after = shown.clone()
     if suggestion is not None:
-        start, end = [*pairwise((0, *history.joins, len(history)))][suggestion.run - 1]
+        start, end = history.spans[suggestion.run - 1]
         warm = history.steps[start : min(start + suggestion.warmup, end)].tolist()
         if warm:
             over_steps.axvspan(warm[0], warm[-1], color="0.93", lw=0, label="warm-up")
@@ -128,10 +128,12 @@ def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
 def _counted_on(history: History) -> History:
     """The history with steps that rise throughout, also if runs have the same step numbers."""
     steps = history.steps.clone()
-    for start in history.joins:
+    for start, _ in history.spans[1:]:
         if steps[start] <= steps[start - 1]:
             steps[start:] += steps[start - 1] + 1 - steps[start]
-    return history if steps.equal(history.steps) else replace(history, steps=steps)
+    if steps.equal(history.steps):
+        return history
+    return replace(history, columns={**history.columns, "step": steps})
 
 
 def _draw_norms(axes: Axes, history: History) -> None:
@@ -166,7 +168,7 @@ def _draw_norms(axes: Axes, history: History) -> None:
 
 def _draw_begins(axes: Axes, history: History) -> None:
     """A line at the begin of each run, with the run's name above the axis if there is room."""
-    begins = history.steps[[0, *history.joins]].tolist()
+    begins = [int(history.steps[start]) for start, _ in history.spans]
     width = (int(history.steps[-1]) - begins[0]) * _NAME
     # The end of the last name in each of three lines above the axis.
     ends = [-math.inf] * 3
@@ -336,16 +338,18 @@ def draw_largest(axes: Axes, history: History, largest: Sequence[NamedNorm]) -> 
     for row, one in enumerate(largest):
         if one.zeros is not None:
             names[row] += f", {_percent(one.zeros)} zeros"
-    axes.set_yticks(rows, names)
+    # A dollar sign begins no formula.
+    axes.set_yticks(rows, names, parse_math=False)
     axes.set_ylim(len(largest) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
     axes.grid(axis="x")
     axes.set_xlabel("norms of the largest gradients")
     if dead := history.dead():
-        shown = join_names([*map(_shortened, dead)])
-        axes.set_title(f"0 in the last step: {shown}", fontsize=8, color=GREY, loc="left")
+        title = f"0 in the last step: {join_names([*map(_shortened, dead)], 4)}"
+        axes.set_title(title, fontsize=8, color=GREY, loc="left", parse_math=False)
 
 
 def _shortened(name: str) -> str:
-    """A name without its beginning, if it is long."""
+    """A name to be shown, without its beginning if it is long."""
+    name = printable(name)
     return name if len(name) <= _LETTERS else f"...{name[3 - _LETTERS :]}"

@@ -15,12 +15,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tritonclip.messages import ClippingWarning, warn_user
+from tritonclip.messages import ClippingWarning, join_names, printable, warn_user
 from tritonclip.modes import refuse_tracer
-from tritonclip.monitor.history import COLUMNS, Cell, HistoryFile, SpikeCounter
+from tritonclip.monitor.history import SpikeCounter
+from tritonclip.monitor.history_file import COLUMNS, Cell, HistoryFile
 from tritonclip.monitor.row_buffer import Row, RowBuffer, Value
 
-_NORM, _SKIPPED = COLUMNS.index("norm"), COLUMNS.index("skipped")
+# Of the numbers of a row, which has no run, and of its cells.
+_NORM, _SKIPPED = COLUMNS.index("norm") - 1, COLUMNS.index("skipped")
 # The last recorder of each file in this process, while it is alive.
 _open: weakref.WeakValueDictionary[Path, Recorder] = weakref.WeakValueDictionary()
 
@@ -53,9 +55,9 @@ def record(
         ...         recorder.add_(tritonclip.clip_(weight, 1.0), limit=1.0)
         ...         weight.data -= weight.grad
         >>> print(path.read_text(), end="")
-        step,norm,coefficient,limit,skipped
-        1,10.0,,1.0,
-        2,8.0,,1.0,
+        run,step,norm,coefficient,limit,skipped
+        1,1,10.0,,1.0,
+        1,2,8.0,,1.0,
 
     Args:
         path: the file, .csv or .jsonl, which is made at the first flush. An open recorder of this
@@ -91,11 +93,11 @@ def record(
         A recorder cannot be copied or pickled, and a fork cannot use it. With a CUDA graph, call
         `add_` after each replay. Under torch.compile, `add_` breaks the graph.
 
-        The columns are step, norm, coefficient, limit, skipped, and norm/<name> for each of
+        The columns are run, step, norm, coefficient, limit, skipped, and norm/<name> for each of
         `norms`; with `statistics` also largest/<name> and zeros/<name>. Unknown values are empty
-        (null in JSON Lines). A run that resumes from a checkpoint loads `state_dict()`. Without it,
-        rows are appended as another run: after a row that has only a step, with step numbers that
-        continue.
+        (null in JSON Lines). Characters of a name that cannot be printed, such as a line break, are
+        written as Python's escapes. A run that resumes from a checkpoint loads `state_dict()`.
+        Without it, rows are appended as another run, with step numbers that continue.
     """
     recorder = Recorder(
         path, every=every, each=each, statistics=statistics, write=write, append=append
@@ -125,9 +127,9 @@ class Recorder:
         ...     optimizer.step()
         >>> recorder.close()
         >>> print(recorder.path.read_text(), end="")
-        step,norm,coefficient,limit,skipped
-        1,10.0,0.09999999403953552,1.0,0
-        2,8.0,0.1249999850988388,1.0,0
+        run,step,norm,coefficient,limit,skipped
+        1,1,10.0,0.09999999403953552,1.0,0
+        1,2,8.0,0.1249999850988388,1.0,0
 
     Attributes:
         path: of the file.
@@ -329,28 +331,31 @@ class Recorder:
         self.close()
 
     def state_dict(self) -> dict[str, int]:
-        """The number of the last step, for a checkpoint."""
-        return {"steps": self.steps}
+        """The numbers of the last step and of the run in the file, for a checkpoint."""
+        return {"steps": self.steps, "run": self._rows.file.run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues after the step of a checkpoint; begins `spike_score` anew.
+        """Continues the run of a checkpoint after its step; begins `spike_score` anew.
 
-        All rows so far are written first. The file keeps the rows of later steps; of rows with
-        the same step, readers take the last.
+        All rows so far are written first. The file keeps the rows of later steps; of rows of a run
+        with the same step, readers take the last.
+
+        Args:
+            state: the result of `state_dict`; without `run`, the recorder continues its own run.
 
         Raises:
             ValueError: not the result of `state_dict`.
             OSError, RuntimeError: as for `flush`.
         """
-        steps = state.get("steps")
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        steps, run = state.get("steps"), state.get("run", self._rows.file.run)
+        if type(steps) is not int or type(run) is not int or steps < 0 or run < 1:
             raise ValueError(
-                f"expected the result of Recorder.state_dict(), {{'steps': number}}, got {state!r}"
+                "expected the result of Recorder.state_dict(), {'steps': number, 'run': number}, "
+                f"got {state!r}"
             )
         self._rows.flush()
         self._rows.spikes = SpikeCounter()
-        self.steps = steps
-        self._rows.file.resumes = True
+        self.steps, self._rows.file.run = steps, run
 
     def _check_names(self, names: tuple[str, ...]) -> None:
         if self._names is not None:
@@ -358,13 +363,16 @@ class Recorder:
             raise ValueError(
                 f"norms must have the same names at every step; at step {self.steps + 1} expected "
                 f"{len(self._names)} names, got {len(names)}; different: "
-                f"{', '.join(changed[:4])}. Make a new recorder for other names"
+                f"{join_names(changed, 4)}. Make a new recorder for other names"
             )
         for name in names:
-            if not isinstance(name, str) or not name or "\n" in name or "\r" in name:
-                raise ValueError(
-                    f"norms must have names of one line, got {name!r}; rename the group"
-                )
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"norms must have names, got {name!r}; rename the group")
+        if len(set(map(printable, names))) < len(names):
+            raise ValueError(
+                f"norms must have names that differ when printed, got {join_names(names)}; rename "
+                "the group"
+            )
         if self.writes:
             self._rows.file.begin(names, statistics=self.statistics)
         self._names = names
@@ -446,11 +454,12 @@ def _checked_value(
     return number
 
 
-def _cells_of(row: Row) -> list[Cell]:
+def _cells_of(run: int, row: Row) -> list[Cell]:
     """The cells of a row: the step as a whole number, `skipped` as a truth value."""
-    step, skipped = row[0], row[_SKIPPED]
+    step = row[0]
     assert step is not None
-    cells: list[Cell] = [int(step), *row[1:]]
+    cells: list[Cell] = [run, int(step), *row[1:]]
+    skipped = cells[_SKIPPED]
     cells[_SKIPPED] = None if skipped is None else bool(skipped)
     return cells
 
@@ -481,6 +490,6 @@ class _RowWriter:
         self._buffer.send_()
         self._arrived += self._buffer.take(wait=wait)
         if self._arrived:
-            self.file.append(list(map(_cells_of, self._arrived)))
+            self.file.append([_cells_of(self.file.run, row) for row in self._arrived])
             arrived, self._arrived = self._arrived, []
             self.spikes.add_(row[_NORM] for row in arrived)

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.messages import NamesAttributes
+from tritonclip.messages import NamesAttributes, join_names
 from tritonclip.monitor.history import History, read
 from tritonclip.monitor.recorder import Recorder
 
@@ -144,7 +144,7 @@ def suggest_max_norm(
             of the first fifth of a run. The warm-up ends with the last block whose median is
             outside of the middle 90% of the second fifth.
         run: the number of the run, from 1 on, if the file has several: a recorder appended to it
-            without a checkpoint, or its step numbers start again. None: the last run with at least
+            without a checkpoint, or its step numbers fall. None: the last run with at least
             100 steps after the warm-up, or else with at least 20; `reason` names it, and says
             whether the others agree.
 
@@ -208,9 +208,7 @@ def _as_history(history: object) -> History:
         norms = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     if (norms < 0).any():
         raise ValueError(f"{expected}; got a negative one, {float(norms.nan_to_num().min())}")
-    unknown = torch.full_like(norms, torch.nan)
-    steps = torch.arange(1, len(norms) + 1, device="cpu")
-    return History(steps, norms, unknown, unknown, unknown)
+    return History({"norm": norms})
 
 
 def _usable(run: History, warmup: int | None) -> tuple[Tensor, int]:
@@ -510,11 +508,11 @@ def _on_runs(number: int, runs: Mapping[int, History], others: Mapping[int, str 
     differ = [f"{n} ({other})" for n, other in others.items() if other]
     short = [str(n) for n, other in others.items() if other is None]
     if agree:
-        remarks += f" Runs that agree: {_few(agree)}."
+        remarks += f" Runs that agree: {join_names(agree)}."
     if differ:
-        remarks += f" Runs that do not agree: {_few(differ)}; choose one by run= or --run."
+        remarks += f" Runs that do not agree: {join_names(differ)}; choose one by run= or --run."
     if short:
-        remarks += f" Runs with too few steps: {_few(short)}."
+        remarks += f" Runs with too few steps: {join_names(short)}."
     return remarks
 
 
@@ -531,8 +529,3 @@ def _short(number: float, digits: int = 2) -> str:
 def _listed(words: Iterable[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} and {last}"
-
-
-def _few(words: Sequence[str]) -> str:
-    shown = ", ".join(words[:8])
-    return shown if len(words) <= 8 else f"{shown} and {len(words) - 8} more"

@@ -8,9 +8,9 @@ import torch
 from torch.optim import Optimizer
 
 from tritonclip.distributed.process_groups import Processes
-from tritonclip.engine.arguments import join_names
 from tritonclip.flat.flat_gradients import FlatGradients, refuse_copies
 from tritonclip.flat.layout import is_wanted
+from tritonclip.messages import join_names
 from tritonclip.rules import Rule, as_rule
 
 Groups = Sequence[Mapping[str, Any]]
