@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
+import tritonclip
+from tritonclip.messages import printable
 from tritonclip.monitor.history import read
 
 
@@ -240,3 +245,70 @@ def test_files_without_norms_by_name_have_no_largest_and_no_dead(write):
     history = read(write("a.csv", "norm\n0\n0\n"))
     assert history.largest() == []
     assert history.dead() == {}
+
+
+# Real lines, parts of which a file of another program, or a broken one, may have.
+_LINES = {
+    "csv": b"run,step,norm,coefficient,limit,skipped,norm/a,zeros/a\n1,1,2.5,0.4,1.0,0,2.0,0.5\n",
+    "jsonl": b'{"run": 1, "step": 1, "norm": 2.5, "skipped": true, "norm/a": [1], "x": null}\n',
+}
+_PIECES = [
+    *(b"\n", b",", b'"', b"{", b"[" * 3000, b"9" * 400, b"-", b"1e300", b"NaN", b"null", b"\x00"),
+    *(b"\r", b"\xff", b"\\ud800", b"\x1b", b"norm/", b"step", b"run", b"\xef\xbb\xbf", b"true"),
+]
+
+
+@hypothesis.given(
+    ending=st.sampled_from([*_LINES]),
+    repeats=st.integers(0, 4),
+    edits=st.lists(
+        st.tuples(
+            st.integers(0, 400),
+            st.integers(0, 20),
+            st.sampled_from(_PIECES) | st.binary(max_size=20),
+        ),
+        max_size=8,
+    ),
+)
+def test_read_gives_a_history_of_any_bytes_or_a_value_error(
+    tmp_path_factory, ending, repeats, edits
+):
+    """Real rows, in which bytes are replaced by others; `record` takes or refuses them."""
+    data = _LINES[ending] * repeats
+    for at, n, piece in edits:
+        data = data[:at] + piece + data[at + n :]
+    path = tmp_path_factory.mktemp("runs") / f"run.{ending}"
+    path.write_bytes(data)
+    said = ""
+    try:
+        history = read(path)
+        assert all(len(column) == len(history) for column in history.columns.values())
+        assert sum(map(len, history.runs)) == len(history) > 0
+    except ValueError as error:
+        said = str(error)
+    assert said.isprintable()
+    assert len(said) < 1000
+    with contextlib.suppress(ValueError):
+        tritonclip.record(path, append=True)
+    assert path.read_bytes() == data
+
+
+@hypothesis.given(
+    names=st.lists(
+        st.text(st.characters() | st.sampled_from("$\\\n\r ,\"'[]:\x1b\ud800\u2028\t"), min_size=1),
+        min_size=1,
+        max_size=4,
+        unique_by=printable,
+    ),
+    ending=st.sampled_from(["csv", "jsonl"]),
+)
+def test_read_gives_the_names_back_as_they_are_printed(tmp_path_factory, names, ending):
+    path = tmp_path_factory.mktemp("runs") / f"run.{ending}"
+    for _ in range(2):
+        with tritonclip.record(path, append=True) as recorder:
+            recorder.add_(1.0, norms={name: float(i) for i, name in enumerate(names)})
+    named = read(path).named_norms
+    assert {name: norms.tolist() for name, norms in named.items()} == {
+        printable(name): [float(i)] * 2 for i, name in enumerate(names)
+    }
+    assert all(map(str.isprintable, named))

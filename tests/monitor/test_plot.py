@@ -8,9 +8,12 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
+from tritonclip.messages import printable
 from tritonclip.monitor.history import History
 from tritonclip.monitor.suggestion import suggest_max_norm
 
@@ -229,6 +232,28 @@ def test_norms_by_name_are_those_of_the_run_that_is_suggested_for():
     axes = plot.draw(joined, suggestion).axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["b"]
     assert axes.get_title(loc="left") == "0 in the last step: a"
+
+
+# A character of a script that the font lacks is drawn as a box, with a warning.
+@pytest.mark.filterwarnings("ignore:Glyph:UserWarning")
+@hypothesis.settings(max_examples=6)
+@hypothesis.given(
+    names=st.lists(
+        st.text(st.characters() | st.sampled_from("$$$\\{}_^\n\x1b\ud800"), max_size=60),
+        min_size=8,
+        max_size=8,
+        unique=True,
+    )
+)
+def test_any_names_are_drawn(tmp_path_factory, names):
+    norms = run().norms
+    zeros = torch.zeros_like(norms)
+    named = {f"norm/{name}": norms if i < 4 else zeros for i, name in enumerate(names)}
+    path = tmp_path_factory.mktemp("figures") / "run.svg"
+    plot.save(path, changed(run(), **named))
+    text = "".join(ET.parse(path).getroot().itertext())
+    for name in names[:4]:
+        assert printable(name)[-20:].strip() in text
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])

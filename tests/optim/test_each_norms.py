@@ -357,7 +357,7 @@ def test_gradients_in_buffers_are_read_once(tmp_path, device, verbs, monkeypatch
     readings = count_readings(monkeypatch, verbs)
     row = step_of(tmp_path, params, 0.5, flat=flat)
     assert len(readings) == 1
-    assert list(row)[5:] == ["norm/a", "norm/b", "norm/c"]
+    assert list(row)[6:] == ["norm/a", "norm/b", "norm/c"]
     assert_norm(each_of(row), reference.norms(grads))
     coefficient = 0.5 / (reference.total_norm(grads) + 1e-6)
     for param, grad in zip(params, grads, strict=True):
