@@ -258,6 +258,9 @@ _PIECES = [
 ]
 
 
+@hypothesis.example("jsonl", 1, [(0, 400, b"[" * 200_000 + b"\n")])
+@hypothesis.example("jsonl", 1, [(30, 3, b"9" * 400)])
+@hypothesis.example("csv", 1, [(57, 1, b"1e300")])
 @hypothesis.given(
     ending=st.sampled_from([*_LINES]),
     repeats=st.integers(0, 4),
@@ -284,6 +287,7 @@ def test_read_gives_a_history_of_any_bytes_or_a_value_error(
         history = read(path)
         assert all(len(column) == len(history) for column in history.columns.values())
         assert sum(map(len, history.runs)) == len(history) > 0
+        assert history.steps.tolist() == history.columns["step"].tolist()
     except ValueError as error:
         said = str(error)
     assert said.isprintable()
