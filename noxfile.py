@@ -78,7 +78,7 @@ def sanitize(session: nox.Session) -> None:
     built = "from tritonclip.backends import native; assert native.loops, native.fault"
     session.run("python", "-c", built, env=environment)
     tests = [*map(str, sorted(Path("tests/backends").glob("test_native*.py")))]
-    tests += ["tests/functional/test_by_loops.py", "tests/rules/test_adaptive.py"]
+    tests += ["tests/functional/test_c_loops.py", "tests/rules/test_adaptive.py"]
     session.run("python", "-m", "pytest", "-n2", *tests, *session.posargs, env=environment)
 
 

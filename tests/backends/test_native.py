@@ -29,7 +29,7 @@ from workers import python
 from tritonclip.backends import native
 from tritonclip.backends.native import loops
 from tritonclip.engine import memory
-from tritonclip.functional import by_loops
+from tritonclip.functional import c_loops
 
 if loops is None:
     pytest.skip("tritonclip was installed without its C extension", allow_module_level=True)
@@ -358,7 +358,7 @@ LEFT = {"leaves", "like"}
 
 def call_wrongly():
     """Prints calls with one wrong argument, and whether they were taken or changed memory."""
-    by_loops.introduce()
+    c_loops.introduce()
     for verb, names in VERBS.items():
         kinds = names.split(", ")
         right = [KINDS[kind][0] for kind in kinds]

@@ -340,7 +340,7 @@ def test_strides_are_those_of_operators(function, by_others):
 )
 def test_sums_of_elements_in_another_order_are_left_to_operators(other):
     x = normal((2, 3)).t()
-    assert by_loops.combined([x], [other], 1.0, 1.0) is None
+    assert c_loops.combined([x], [other], 1.0, 1.0) is None
 
 
 def test_new_tensors_with_gaps_are_left_to_operators():
