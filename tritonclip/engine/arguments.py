@@ -1,19 +1,15 @@
 """The parameters in the user's argument: tensors, a module, or (name, parameter) pairs.
 
-A module is walked once, which also finds marks of need_clip. `copy.deepcopy` makes parameters
-without attributes: a note in the module, which is copied with it, marks the copies of parameters
-that had `need_clip = False`.
+A module is walked once, which also finds marks of need_clip.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from types import MethodType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -24,8 +20,6 @@ from torch.optim import Optimizer
 PLAIN = frozenset({Tensor, Parameter})
 # A module that overrides one of these may have other parameters than a walk finds.
 _METHODS = ("parameters", "named_parameters", "named_modules", "_named_members")
-# The attribute of modules that keeps the note.
-_NOTE = "_tritonclip_unclipped"
 
 
 def needs_clip(parameter: Tensor) -> bool:
@@ -36,25 +30,6 @@ def needs_clip(parameter: Tensor) -> bool:
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """The gradient of a parameter that is to be clipped."""
     return parameter.grad if needs_clip(parameter) else None
-
-
-class Unclipped:
-    """Parameters with `need_clip = False`: marks their copies when it is copied with them."""
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = [ref(parameter) for parameter in parameters]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unclipped:
-        there = [p for weak in self._parameters if (p := weak()) is not None]
-        # Those that were marked to be clipped since are left out.
-        copies = [copy.deepcopy(p, memo) for p in there if not needs_clip(p)]
-        for parameter in copies:
-            parameter.need_clip = False  # type: ignore[attr-defined]
-        return Unclipped(copies)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Pickled parameters keep their attributes; who loads a model may lack tritonclip.
-        return list, ()
 
 
 def parameters_of(module: Module) -> list[Tensor]:
@@ -71,7 +46,7 @@ def parameters_of(module: Module) -> list[Tensor]:
 
 
 def check_marks(module: Module) -> None:
-    """Refuses marks on modules, and notes those on parameters; raises as above."""
+    """Refuses marks on modules; raises as above."""
     _walk(module)
 
 
@@ -88,14 +63,9 @@ def _walk(module: Module) -> list[Tensor]:
         attributes = one.__dict__
         if "need_clip" in attributes and not attributes["need_clip"]:
             _refuse_mark(module, one)
-        unclipped = []
         for parameter in one._parameters.values():
             if parameter is not None:
                 found.setdefault(id(parameter), parameter)
-                if not needs_clip(parameter):
-                    unclipped.append(parameter)
-        if unclipped and not torch.compiler.is_compiling():
-            attributes[_NOTE] = Unclipped(unclipped)
         waiting.extend(reversed(one._modules.values()))
     return list(found.values())
 
