@@ -233,17 +233,6 @@ def test_copy_leaves_out_what_the_original_left_out(again):
     assert len(other) == 2
 
 
-@COPIED
-def test_copy_without_its_parameters_says_so(again):
-    params = parameters_of(SHAPES[:3])
-    other = again(FlatGradients(params))
-    for call in (other.check, other.zero_, other.attach_, lambda: tritonclip.clip_(other, 1.0)):
-        with pytest.raises(
-            RuntimeError, match=r"parameters\[0\], .*\[2\] no longer exists.*deleted"
-        ):
-            call()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_gradients_of_whole_vectors_begin_at_vectors(dtype):
     """Ragged ones come last, so that kernels read the others 16 bytes at a time."""

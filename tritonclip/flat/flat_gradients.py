@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from copy import copy
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from tritonclip.engine.arguments import labelled, needs_clip
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.layout import Views, is_wanted, lay_out, refuse
-from tritonclip.flat.view_watch import ViewWatch, present
+from tritonclip.flat.view_watch import ViewWatch
 from tritonclip.modes import is_pre_dispatch, n_dispatch_modes, refuse_tracer, without_grad
 from tritonclip.signatures import explains_misfits
 
@@ -66,17 +65,17 @@ class FlatGradients:
     Notes:
         Every call outside of torch.compile checks, in constant time, that no view was dropped, and
         compares the addresses of the first, the last and 16 others, different ones in each call.
-        Noticed at once: `zero_grad(set_to_none=True)`, an assignment to `.grad`,
-        `backward(create_graph=True)`, and a parameter that another one replaced
-        (`load_state_dict(assign=True)`). Noticed after some calls: a move of a submodule
-        (`model.layer.to(...)`), `need_clip = False` set later, and a parameter that was left out
-        and is trained now (16 of these are compared at every call, too). Not noticed: a view or a
-        replaced parameter that other code keeps alive; a parameter frozen later, which keeps a
-        gradient of 0. :meth:`check` and `verify()` find all of these but a replaced parameter,
-        which a :class:`ClippedOptimizer` finds in its groups.
+        Noticed at once: `zero_grad(set_to_none=True)`, an assignment to `.grad`, a move of a
+        submodule (`model.layer.to(...)`), and `backward(create_graph=True)`. Noticed after some
+        calls: a dropped view that other code keeps alive, `need_clip = False` set later, and a
+        parameter that was left out and is trained now (16 of these are compared at every call,
+        too). :meth:`check` and `verify()` find all of these, and a parameter frozen later,
+        which keeps a gradient of 0.
 
-        It keeps no parameter alive: copy or pickle it together with its model or optimizer.
-        `share_memory()` moves buffers and views together, and they stay in use.
+        It keeps its parameters alive. It does not notice that another parameter takes the place of
+        one (`load_state_dict(assign=True)`): make a new one then. A :class:`ClippedOptimizer` finds
+        it in its groups. Copy or pickle it together with its model or optimizer. `share_memory()`
+        moves buffers and views together, and they stay in use.
 
         DistributedDataParallel needs `gradient_as_bucket_view=False`, its default: otherwise DDP
         makes gradients views of its buckets. FSDP is not supported.
@@ -103,8 +102,7 @@ class FlatGradients:
     def _hold_(
         self, named: Iterable[tuple[str, Tensor]], left_out: Iterable[tuple[str, Tensor]]
     ) -> None:
-        self._named = [(label, ref(parameter)) for label, parameter in named]
-        self._left_out = [(label, ref(parameter)) for label, parameter in left_out]
+        self._named, self._left_out = list(named), list(left_out)
         self.attach_()
 
     @property
@@ -120,17 +118,11 @@ class FlatGradients:
     @property
     def left_out(self) -> list[Tensor]:
         """The parameters that it was given and does not hold, in order."""
-        # torch.compile cannot trace an assignment within a comprehension.
-        found = [weak() for _, weak in self._left_out]
-        return [parameter for parameter in found if parameter is not None]
+        return [parameter for _, parameter in self._left_out]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and parameters, as `named_parameters()` yields them.
-
-        Raises:
-            RuntimeError: a parameter that no longer exists.
-        """
-        return iter(present(self._named))
+        """Names and parameters, as `named_parameters()` yields them."""
+        return iter(self._named)
 
     def __len__(self) -> int:
         return len(self._named)
@@ -143,17 +135,15 @@ class FlatGradients:
 
         Raises:
             TypeError, ValueError: parameters that the constructor refuses; nothing is changed.
-            RuntimeError: a parameter that no longer exists; nothing is changed.
         """
-        named = list(self)
-        refuse(named)
-        views = lay_out(named)
+        refuse(self._named)
+        views = lay_out(self._named)
         grads = list(views)
-        for (_, parameter), view in zip(named, grads, strict=True):
+        for (_, parameter), view in zip(self._named, grads, strict=True):
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
         # From here on nothing fails.
-        for (_, parameter), view in zip(named, grads, strict=True):
+        for (_, parameter), view in zip(self._named, grads, strict=True):
             parameter.grad = view
         self._watch = ViewWatch(self._named, self._left_out, views)
         self._views, self._buffers = views, views.buffers
@@ -174,8 +164,8 @@ class FlatGradients:
         """Checks every parameter, in a time that grows with their number.
 
         Raises:
-            RuntimeError: names the parameters that no longer exist; whose gradient is no longer a
-                view of the buffers; that were frozen or got `need_clip = False` later, or lost it.
+            RuntimeError: names the parameters whose gradient is no longer a view of the buffers;
+                that were frozen or got `need_clip = False` later, or lost it.
         """
         self._watch.check_all()
 
@@ -213,6 +203,8 @@ class FlatGradients:
         planned = self._planned.get(key)
         if planned is None or (processes is not None and processes.copies is not None):
             planned = list_of(self._views, processes, per_gradient=per_gradient)
+            # The list may have memory of the buffers, too.
+            self._watch.read_addresses_()
             # A rejected list has other versions.
             if planned.versions is not None:
                 self._planned[key] = planned
@@ -237,11 +229,10 @@ class FlatGradients:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = [(label, p) for label, weak in self._left_out if (p := weak()) is not None]
         return {
-            "named": list(self),
-            "left_out": left_out,
-            "unclipped": [not needs_clip(parameter) for _, parameter in left_out],
+            "named": self._named,
+            "left_out": self._left_out,
+            "unclipped": [not needs_clip(parameter) for _, parameter in self._left_out],
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
