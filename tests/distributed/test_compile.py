@@ -81,8 +81,8 @@ REFUSED_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], dict[str, Any], type[Ex
     "other-model": (
         lambda _: ClipByUnitNorm(exclude=torch.nn.Parameter(torch.ones(2))),
         {},
-        RuntimeError,
-        "are gone",
+        ValueError,
+        "none of which is among",
     ),
 }
 

@@ -72,8 +72,9 @@ def refuse_other_model(rule: Rule, parameters: Sequence[Tensor]) -> None:
     if rule.excludes and parameters and True not in rule.exempt(parameters):
         raise ValueError(
             f"exclude of {rule.name} names {rule.excludes} parameters, none of which is among the "
-            f"{len(parameters)} given here: was the model copied? Make the rule of this model's "
-            "parameters, or copy.deepcopy((model, rule)) in one call"
+            f"{len(parameters)} given here: was the model copied, or were its parameters "
+            "replaced? Make the rule of this model's parameters, after fully_shard, or "
+            "copy.deepcopy((model, rule)) in one call"
         )
 
 

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-from weakref import ref
 
 from torch import Tensor
 from torch.nn import Module
@@ -14,42 +13,26 @@ _EXPECTED = "exclude must be a module, a parameter, or an iterable of these"
 
 
 class Excluded:
-    """Parameters that a rule sets no limit for, compared by identity and not kept alive.
+    """Parameters that a rule sets no limit for, compared by identity and kept alive.
 
     A deep or unpickled copy excludes the copies of the parameters, so copy a rule in one call with
     their model or optimizer.
 
     Args:
         parameters: tensors.
+
+    Attributes:
+        parameters: as given.
     """
 
-    __slots__ = ("_ids", "_refs")
+    __slots__ = ("_ids", "parameters")
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._refs = tuple(map(ref, parameters))
+        self.parameters = tuple(parameters)
         self._ids = tuple(map(id, parameters))
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters.
-
-        Raises:
-            RuntimeError: one of them no longer exists.
-        """
-        # torch.compile cannot trace an assignment within a comprehension.
-        found = [one() for one in self._refs]
-        alive = [parameter for parameter in found if parameter is not None]
-        if len(alive) < len(self._refs):
-            raise RuntimeError(
-                f"{len(self._refs) - len(alive)} of {len(self._refs)} parameters that exclude "
-                "named are gone: they were replaced in the model, the model was deleted, or the "
-                "rule was loaded without it; expected parameters that exist: make the rule once "
-                "the model is complete (after fully_shard), and copy it in one call with the model"
-            )
-        return alive
-
     def __len__(self) -> int:
-        return len(self._refs)
+        return len(self.parameters)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Excluded) and self._ids == other._ids
@@ -58,7 +41,7 @@ class Excluded:
         return hash(self._ids)
 
     def __repr__(self) -> str:
-        return f"<{len(self)} parameters>" if self._refs else "None"
+        return f"<{len(self)} parameters>" if self.parameters else "None"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Excluded, (self.parameters,)

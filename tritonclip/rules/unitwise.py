@@ -49,8 +49,8 @@ class ClipByUnitNorm(ExcludingRule):
         exclude: parameters without a limit: a module (for its present parameters), a parameter, or
             an iterable of these. The authors exclude the last linear layer. Gradients of excluded
             parameters are still measured, divided by the loss scale, and zeroed under
-            nonfinite="zero"; `need_clip = False` leaves a parameter out altogether. A rule keeps no
-            parameter alive. A call whose parameters include none of the excluded ones raises
+            nonfinite="zero"; `need_clip = False` leaves a parameter out altogether. A rule keeps
+            them alive. A call whose parameters include none of the excluded ones raises
             ValueError.
 
     Raises:
