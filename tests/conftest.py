@@ -241,11 +241,8 @@ def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mistakes of the program are unknown, as in a new process."""
-    for name, value in (("_was_noticed", False), ("_was_warned", False)):
-        monkeypatch.setattr(misuse, name, value)
-    for name in ("calls", "_remembers"):
-        monkeypatch.setattr(misuse, name, 0)
-    misuse.remembered.clear()
+    monkeypatch.setattr(misuse, "_was_warned", False)
+    monkeypatch.setattr(misuse, "calls", 0)
     misuse._in_vain.clear()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import grad_of, normal, parameters
+from cases import grad_of, normal, same_parameters
 from torch import Tensor
 
 import tritonclip
@@ -153,7 +153,7 @@ def run(rule: Any, state: ClipState, steps: range) -> list[Tensor]:
     grads = []
     for step in steps:
         size = norms(60, seed=5)[step]
-        weights = parameters([of_norm(size), of_norm(1.0, 3)])
+        weights = same_parameters([of_norm(size), of_norm(1.0, 3)])
         tritonclip.clip_(weights, rule, state=state)
         grads += [grad_of(weight) for weight in weights]
     return grads

@@ -344,7 +344,7 @@ def _clip_collected_(
     if following is not None:
         following.commit()
     if misuse.calls:
-        misuse.look(gradients, rule)
+        misuse.look(gradients)
     return norm
 
 

@@ -94,7 +94,7 @@ def clip_grad_norm_(
         clip_list_ = execute.clip_ if gradients.sharding is None else sharded.clip_
         norm = clip_list_(gradients, rule, policy, remedy=TORCH_REMEDY)
         if misuse.calls:
-            misuse.look(gradients, rule)
+            misuse.look(gradients)
     return cast(Tensor, norm)
 
 
@@ -135,7 +135,7 @@ def clip_grad_value_(
         clip_list_ = execute.clip_ if gradients.sharding is None else sharded.clip_
         clip_list_(gradients, rule)
         if misuse.calls:
-            misuse.look(gradients, rule)
+            misuse.look(gradients)
 
 
 def get_total_norm(
@@ -265,7 +265,7 @@ def clip_grads_with_norm_(
         gradients = _collect(parameters, foreach, processes)
         sharded.scale_(gradients, rule, total_norm)
         if misuse.calls:
-            misuse.look(gradients, rule)
+            misuse.look(gradients)
 
 
 def _collect(

@@ -390,3 +390,21 @@ def test_memories_come_back_from_a_distributed_checkpoint(rule: Any) -> None:
     memories = [str(wrapper.state_dict()["tritonclip"]["memory"]) for wrapper in wrappers]
     assert memories[0] == memories[1]
     assert states[0].steps == states[1].steps == 5
+
+
+@pytest.mark.parametrize(
+    "rule", [tritonclip.ClipByQuantile(0.9), tritonclip.ClipByOwnHistory()], ids=lambda r: r.name
+)
+@in_processes(2)
+def test_model_of_fsdp2_moves_after_a_step(rule: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    fully_shard(model)
+    optimizer = ClippedOptimizer(torch.optim.AdamW(model.parameters()), rule)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(torch.ones(2, 4)) ** 2).sum().backward()
+        optimizer.step()
+        model.cpu()
+    assert int(optimizer.stats.steps) == 2

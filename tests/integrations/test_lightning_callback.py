@@ -320,3 +320,18 @@ def test_marks_on_modules_are_refused(tmp_path):
 def test_other_clips_than_rules_are_refused():
     with pytest.raises(TypeError, match="clip must be a number"):
         Clipping(cast(Any, "1.0"))
+
+
+class ClipsByHand(Manual):
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        self.manual_backward(loss_of(self.model, batch))
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_callback_warns_of_another_clip_to_the_same_limit(tmp_path):
+    trainer = trainer_of(tmp_path, epochs=12 // BATCHES + 1)
+    with pytest.warns(tritonclip.ClippingWarning, match="something else clips to the same limit"):
+        trainer.fit(ClipsByHand(), loader())

@@ -306,3 +306,14 @@ def test_marks_on_modules_are_refused(tmp_path):
 def test_other_clips_than_rules_are_refused():
     with pytest.raises(TypeError, match="clip must be a number"):
         ClippingTrainer(clip=cast(Any, "1.0"))
+
+
+class ClipByTorch(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, model, **_):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+
+
+def test_trainer_warns_of_another_clip_to_the_same_limit(tmp_path):
+    trainer = trainer_of(tmp_path, callbacks=[ClipByTorch()], num_train_epochs=3)
+    with pytest.warns(tritonclip.ClippingWarning, match="something else clips to the same limit"):
+        trainer.train()

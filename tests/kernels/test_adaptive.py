@@ -15,7 +15,16 @@ from typing import Any
 import histories
 import pytest
 import torch
-from cases import CHUNK, INTERPRETED, assert_bits, grad_of, no_sync, normal, parameters
+from cases import (
+    CHUNK,
+    INTERPRETED,
+    assert_bits,
+    grad_of,
+    no_sync,
+    normal,
+    parameters,
+    same_parameters,
+)
 from graphs import captured
 from histories import ADAPTIVE, of_norm
 from interrupts import InterruptAtBytecode
@@ -71,7 +80,7 @@ def clip_and_compare(rule: Any, state: ClipState, grads: Sequence[Tensor], **opt
         values = torch.tensor(rule.start(), dtype=torch.float64, device=grads[0].device)
         values = values.expand(n, -1) if rule.per_gradient else values
     values = values.to(grads[0].device)
-    weights = parameters([grad.clone() for grad in grads])
+    weights = same_parameters([grad.clone() for grad in grads])
     norms = tritonclip.clip_(weights, rule, state=state, **options)
     limits, after = advanced(rule, values, norms)
     torch.testing.assert_close(values_of(state), after.cpu(), **CLOSE)
@@ -130,7 +139,7 @@ def test_max_norm_may_be_a_function_of_the_step(backend, rule):
     scheduled = type(rule)(**numbers | {"max_norm": lambda step: 0.5 / (1 + step)})
     state = ClipState()
     for step in range(3):
-        (weight,) = parameters([of_norm(9.0).to(backend.device)])
+        (weight,) = same_parameters([of_norm(9.0).to(backend.device)])
         tritonclip.clip_(weight, scheduled, state=state)
         assert float(grad_of(weight).norm()) == pytest.approx(0.5 / (1 + step), rel=1e-12)
 
@@ -169,7 +178,9 @@ def test_a_quantile_of_any_window(backend, window, kind):
         state = loaded(values, rule, backend.device)
         norm = float(values.nanmedian()) if n else 2.0
         norm = norm if norm > 1e-30 else 1.0
-        (weight,) = parameters([torch.tensor([norm], dtype=torch.float64, device=backend.device)])
+        (weight,) = same_parameters(
+            [torch.tensor([norm], dtype=torch.float64, device=backend.device)]
+        )
         tritonclip.clip_(weight, rule, state=state)
         limit, after = rule.advance(values, torch.tensor(norm, dtype=torch.float64))
         torch.testing.assert_close(values_of(state).cpu(), after, **CLOSE)
@@ -186,7 +197,7 @@ def test_the_norm_that_is_the_limit_clips_nothing(backend):
         sizes = (7, 3 * CHUNK + 5, 300)
         before = [normal(n, torch.float32, backend.device, seed=step + n) for n in sizes]
         grads = [grad.clone() for grad in before]
-        tritonclip.clip_(parameters(grads), rule, state=state)
+        tritonclip.clip_(same_parameters(grads), rule, state=state)
         assert_bits(grads, before)
 
 
@@ -199,8 +210,8 @@ def test_a_resumed_device_has_the_same_bits(backend, rule):
         resumed.load_state_dict(state.state_dict())
         grads = [of_norm(norm).to(backend.device), of_norm(1.0, 3).to(backend.device)]
         again = [grad.clone() for grad in grads]
-        tritonclip.clip_(parameters(grads), rule, state=state)
-        tritonclip.clip_(parameters(again), rule, state=resumed)
+        tritonclip.clip_(same_parameters(grads), rule, state=state)
+        tritonclip.clip_(same_parameters(again), rule, state=resumed)
         assert_bits(again, grads)
         assert_bits([values_of(resumed)], [values_of(state)])
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
 from clip_stats import COUNTS, KEYS, grouped
+from serving import decided_on_device
 from torch.optim import SGD
 from training import give_grads, new_params, sgd, wrapped
 
-from tritonclip import ClippedOptimizer, ClipStats
+from tritonclip import ClippedOptimizer, ClippingWarning, ClipStats
 
 
 def test_statistics_follow_a_model_that_was_moved():
@@ -107,3 +109,57 @@ def test_stats_that_name_their_attributes_are_copied():
     assert pickle.loads(pickle.dumps(stats)).summary()["steps"] == 0
     with pytest.raises(AttributeError, match=r"no attribute '_private'$"):
         _ = stats._private  # type: ignore[attr-defined]
+
+
+def stats_of_run(limit, before=None, steps=40, **options):
+    """Statistics of gradients whose norms are about 3; `before` is another clip's limit."""
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.zeros(60)) for _ in range(3)]
+    optimizer = ClippedOptimizer(SGD(weights, lr=0.1, **options), limit, nonfinite="skip")
+    for _ in range(steps):
+        for weight in weights:
+            weight.grad = torch.randn(60) * (1 + 0.5 * torch.rand(())) * 0.2
+        if before is not None:
+            torch.nn.utils.clip_grad_norm_(weights, before)
+        optimizer.step()
+    return optimizer.stats
+
+
+CLIPPED_BEFORE = "steps had a norm at the limit, and none .* something else clips to the same limit"
+
+
+@pytest.mark.parametrize("limit", [0.1, 1.0, 2.5])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_summary_warns_once_where_something_clips_first(limit, fused):
+    with decided_on_device() if fused else nullcontext():
+        stats = stats_of_run(limit, before=limit, fused=fused)
+    with pytest.warns(ClippingWarning, match=CLIPPED_BEFORE) as caught:
+        stats.summary()
+    assert [warning.filename for warning in caught] == [__file__]
+    stats.summary()
+
+
+@pytest.mark.parametrize(
+    ("limit", "before"),
+    [(1.0, None), (2.9, None), (50.0, None), (2.0, 3.0), (3.0, 2.0)],
+    ids=["clipped", "clipped-sometimes", "never", "looser-before", "tighter-before"],
+)
+def test_summary_does_not_warn_where_nothing_clips_to_the_same_limit_first(limit, before):
+    stats_of_run(limit, before).summary()
+
+
+def test_summary_does_not_warn_of_a_norm_at_the_limit_by_chance():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = ClippedOptimizer(sgd([weight]), 1.0)
+    for step in range(100):
+        weight.grad = torch.tensor([1.0 if step % 20 == 7 else 0.3])
+        optimizer.step()
+    assert optimizer.stats.summary()["clipped_steps"] == 5
+
+
+def test_summary_does_not_warn_of_statistics_of_an_earlier_version():
+    saved = stats_of_run(1.0).state_dict()
+    del saved["well_clipped_steps"]
+    stats = ClipStats(torch.device("cpu"))
+    stats.load_state_dict(saved)
+    assert stats.summary()["clipped_steps"] == 40

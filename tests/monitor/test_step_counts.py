@@ -47,6 +47,9 @@ class _Recorder(TorchDispatchMode):
             operator(*args, **kwargs)
 
 
+CLIPPED = {"steps", "measured_steps", "clipped_steps"}
+
+
 def by_name(counts):
     return dict(zip(COUNTS, counts.read().tolist(), strict=True))
 
@@ -80,6 +83,7 @@ def test_add_counts_a_step_as_clipped_once_where_any_coefficient_is_below_1(coef
     counts = StepCounts(CPU)
     counts.add(coefficients)
     expected = {"steps": 1, "measured_steps": 1, "clipped_steps": clipped, "skipped_steps": 0}
+    expected["well_clipped_steps"] = clipped * (coefficients != [1 - 2**-40])
     assert by_name(counts) == expected
     # Reading adds nothing.
     assert by_name(counts) == expected
@@ -103,6 +107,7 @@ def test_add_counts_as_many_coefficients_as_there_are(n):
         "steps": n,
         "measured_steps": n,
         "clipped_steps": clipped,
+        "well_clipped_steps": clipped,
         "skipped_steps": 0,
     }
 
@@ -130,8 +135,9 @@ def test_add_calls_no_operator(coefficients):
     ("coefficients", "names"),
     [
         pytest.param([], {"steps"}, id="none"),
-        pytest.param([0.5], {"steps", "measured_steps", "clipped_steps"}, id="number"),
-        pytest.param(tensors(0.5), {"steps", "measured_steps", "clipped_steps"}, id="tensor"),
+        pytest.param([0.5], CLIPPED | {"well_clipped_steps"}, id="number"),
+        pytest.param(tensors(0.5), CLIPPED | {"well_clipped_steps"}, id="tensor"),
+        pytest.param(tensors(1 - 1e-6), CLIPPED, id="tensor_at_the_limit"),
         pytest.param(tensors(1.0), {"steps", "measured_steps"}, id="tensor_1"),
     ],
 )
@@ -190,7 +196,11 @@ def test_steps_stay_where_a_read_fails(error, monkeypatch):
         patch.setattr(torch, "stack", fail)
         with pytest.raises(error):
             counts.read()
-    assert by_name(counts) == dict.fromkeys(COUNTS, 3) | {"clipped_steps": 2, "skipped_steps": 0}
+    assert by_name(counts) == dict.fromkeys(COUNTS, 2) | {
+        "steps": 3,
+        "measured_steps": 3,
+        "skipped_steps": 0,
+    }
 
 
 def test_counts_loaded_to_another_device_are_there():
@@ -208,7 +218,7 @@ def flag(value):
 @pytest.mark.parametrize(
     ("overflow", "skip", "names", "in_a_row"),
     [
-        pytest.param(flag(False), None, {"steps", "measured_steps", "clipped_steps"}, 0, id="no"),
+        pytest.param(flag(False), None, CLIPPED | {"well_clipped_steps"}, 0, id="no"),
         pytest.param(flag(True), None, set(), 0, id="overflow"),
         pytest.param(None, flag(True), {"skipped_steps"}, 1, id="skip"),
         pytest.param(flag(True), flag(True), set(), 0, id="both"),
@@ -247,5 +257,6 @@ def test_steps_that_were_not_read_yet_are_kept(change):
         "steps": 2,
         "measured_steps": 2,
         "clipped_steps": 2,
+        "well_clipped_steps": 2,
         "skipped_steps": 0,
     }

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from cases import assert_bits, copies, grad_of, normal
+from serving import decided_on_device
 from torch import Tensor
 from torch.optim import SGD
 from training import PLAIN_AND_FUSED, SCALERS, give_grads, new_params, sgd, state_of, wrapped
@@ -207,7 +209,8 @@ def test_a_step_that_overflows_is_not_remembered(rule, make, scaler):
     assert_bits(params, copies(twins))
 
 
-def test_a_step_that_a_later_evaluation_undoes_is_not_remembered():
+@pytest.mark.parametrize("decided", [nullcontext, decided_on_device], ids=["host", "device"])
+def test_a_step_that_a_later_evaluation_undoes_is_not_remembered(decided):
     params, optimizer = wrapped(
         lambda p: torch.optim.LBFGS(p, 0.1, 4), ClipByQuantile(0.5, 9), nonfinite="skip"
     )
@@ -220,9 +223,10 @@ def test_a_step_that_a_later_evaluation_undoes_is_not_remembered():
         (loss * factors.pop()).backward()
         return loss
 
-    for later in (1.0, math.nan):
-        factors[:] = [*[later] * 8, 1.0]
-        optimizer.step(closure)
+    with decided():
+        for later in (1.0, math.nan):
+            factors[:] = [*[later] * 8, 1.0]
+            optimizer.step(closure)
     memory = optimizer.state_dict()["tritonclip"]["memory"]["rule"]
     assert optimizer.stats.summary()["skipped_steps"] == 1
     assert (int(memory["values"][-1]), memory["steps"]) == (1, 2)

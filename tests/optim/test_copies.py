@@ -88,7 +88,15 @@ def test_copy_counts_as_a_wrapper(copied):
         ClippedOptimizer(target.optimizer, LIMIT)
 
 
-def test_shallow_copy_is_refused_as_a_second_wrapper():
-    _, wrapper = one_weight()
-    with pytest.raises(ValueError, match="is wrapped already"):
-        copy(wrapper)
+def test_shallow_copy_shares_everything_with_the_wrapper():
+    weight, wrapper = one_weight()
+    twin = copy(wrapper)
+    twin.step()
+    wrapper.step()
+    assert twin.optimizer is wrapper.optimizer
+    assert twin.stats is wrapper.stats
+    assert int(wrapper.stats.steps) == 2
+    assert weight.tolist() == [-3.0, -4.0]
+    assert isinstance(twin, ClippedOptimizer)
+    with pytest.raises(ValueError, match="optimizer is a ClippedOptimizer"):
+        ClippedOptimizer(twin, LIMIT)

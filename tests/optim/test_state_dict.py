@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import math
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from cases import grad_of
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from optimizers import (
     EVERY,
     LIMIT,
@@ -20,8 +24,19 @@ from optimizers import (
     train,
 )
 from torch.optim import SGD
+from torch.utils._pytree import tree_map_only
 
-from tritonclip import ClipByNorm, ClippedOptimizer
+from tritonclip import (
+    ClipByNorm,
+    ClipByOwnHistory,
+    ClipByOwnQuantile,
+    ClipByQuantile,
+    ClipByZScore,
+    ClippedOptimizer,
+    ClipState,
+    Outlier,
+    clip_,
+)
 
 
 @pytest.mark.parametrize(
@@ -132,3 +147,152 @@ def test_state_dict_loads_with_weights_only(name, options):
     expected = wrapper.state_dict()
     assert loaded.pop("param_groups") == expected.pop("param_groups")
     torch.testing.assert_close(loaded, expected, rtol=0, atol=0, equal_nan=True)
+
+
+RULES = {
+    "fixed": ClipByNorm(0.5),
+    "quantile": ClipByQuantile(0.5, 4),
+    "zscore": ClipByZScore(warmup=2),
+    "own-history": ClipByOwnHistory(warmup=1),
+    "own-quantile": ClipByOwnQuantile(0.5, 4),
+}
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.text(max_size=3),
+    st.just(b"bytes"),
+    st.sampled_from([[], {}, [1], {"a": 1}, (), object(), torch.ones(()).to_sparse()]),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.builds(
+        lambda value, shape, dtype: torch.full(shape, value, dtype=torch.float64).to(dtype),
+        st.sampled_from([0.0, 1.0, -1.0, 1e300, math.nan, math.inf, -math.inf]),
+        st.sampled_from([(), (1,), (1, 1), (0,), (2, 5), (5,), (3, 2), (2, 2, 2)]),
+        st.sampled_from(
+            [torch.float64, torch.float32, torch.float16, torch.int64, torch.bool, torch.complex64]
+        ),
+    ),
+)
+
+
+def optimizer_with(rule: Any) -> tuple[list[torch.nn.Parameter], ClippedOptimizer]:
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    inner = SGD(weights, lr=0.1, momentum=0.9)
+    return weights, ClippedOptimizer(inner, rule, skip_above=Outlier(window=6), nonfinite="skip")
+
+
+def step_with(weights: list[torch.nn.Parameter], optimizer: ClippedOptimizer, size: float) -> None:
+    for weight in weights:
+        weight.grad = torch.tensor([size, 1.0])
+    optimizer.loss = size
+    optimizer.step()
+
+
+def in_numbers(optimizer: ClippedOptimizer) -> str:
+    """The state of an optimizer as a text, in which NaN equals NaN."""
+    return repr(tree_map_only(torch.Tensor, torch.Tensor.tolist, optimizer.state_dict()))
+
+
+def damage(data: st.DataObject, state: dict[Any, Any]) -> None:
+    """Replaces, removes or adds an entry, or an element of a tensor, somewhere in a state."""
+    at, key = state, data.draw(st.sampled_from([*state, "new"]))
+    while isinstance(at.get(key), dict) and at[key] and data.draw(st.integers(0, 3)):
+        at = at[key]
+        key = data.draw(st.sampled_from([*at, "new"]))
+    found = at.get(key)
+    if isinstance(found, torch.Tensor) and found.dim() and data.draw(st.booleans()):
+        where = data.draw(st.integers(0, found.numel() - 1))
+        found.view(-1)[where] = data.draw(st.floats())
+    elif key in at and data.draw(st.integers(0, 3)) == 0:
+        del at[key]
+    else:
+        at[key] = deepcopy(data.draw(JUNK))
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@settings(max_examples=60, deadline=None, phases=[Phase.generate])
+@given(data=st.data())
+def test_damaged_state_is_refused_as_a_whole_or_goes_on(rule, data):
+    weights, source = optimizer_with(rule)
+    for size in (1.0, 3.0, 2.0):
+        step_with(weights, source, size)
+    saved = deepcopy(source.state_dict())
+    for _ in range(data.draw(st.integers(1, 2))):
+        damage(data, saved["tritonclip"])
+    weights, target = optimizer_with(rule)
+    step_with(weights, target, 7.0)
+    before = in_numbers(target)
+    try:
+        target.load_state_dict(saved)
+    except ValueError:
+        assert in_numbers(target) == before
+    for size in (2.0, 5.0):
+        step_with(weights, target, size)
+    target.load_state_dict(deepcopy(target.state_dict()))
+    assert all(math.isfinite(number) for weight in weights for number in weight.tolist())
+    target.stats.summary()
+
+
+@pytest.mark.parametrize("rule", [*RULES.values()][1:], ids=[*RULES][1:])
+@settings(max_examples=60, deadline=None, phases=[Phase.generate])
+@given(data=st.data())
+def test_damaged_clip_state_is_refused_or_goes_on(rule, data):
+    weights, state = optimizer_with(rule)[0], ClipState()
+    for size in (1.0, 3.0):
+        for weight in weights:
+            weight.grad = torch.tensor([size, 1.0])
+        clip_(weights, rule, state=state)
+    saved = state.state_dict()
+    damage(data, saved)
+    other = ClipState()
+    for weight in weights:
+        weight.grad = torch.tensor([3.0, 4.0])
+    try:
+        other.load_state_dict(saved)
+        clip_(weights, rule, state=other)
+    except ValueError:
+        assert [grad_of(weight).tolist() for weight in weights] == [[3.0, 4.0]] * 2
+    else:
+        assert float(grad_of(weights[0]).norm()) <= 5.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("memory", None),
+        ("calls", 2**70),
+        ("calls", torch.tensor(math.inf)),
+        ("steps", torch.tensor(-1)),
+        ("consecutive_skips", torch.zeros(1, 1, dtype=torch.int64)),
+        ("last_norm", "5"),
+        ("recorder", {"steps": 2**70}),
+        ("recorder", [1]),
+    ],
+    ids=str,
+)
+def test_damaged_entry_is_named_and_nothing_is_loaded(name, value):
+    _, source = one_weight(momentum=0.5)
+    source.step()
+    saved = source.state_dict()
+    saved["tritonclip"][name] = value
+    _, target = one_weight(momentum=0.5)
+    before = deepcopy(target.state_dict())
+    with pytest.raises(ValueError, match=name.title() if name == "recorder" else name):
+        target.load_state_dict(saved)
+    assert_same_state(target.state_dict(), before)
+    assert int(target.stats.steps) == 0
+
+
+@pytest.mark.parametrize("damaged", [b"no archive", 5, "text"])
+def test_damaged_bytes_in_a_group_are_refused(damaged):
+    _, source = one_weight()
+    saved = source.state_dict()
+    saved["param_groups"][0]["tritonclip"] = damaged
+    with pytest.raises(ValueError, match="must be bytes that state_dict"):
+        one_weight()[1].load_state_dict(saved)
+
+
+@pytest.mark.parametrize("state", [None, [], {}, {"param_groups": 3}, {"param_groups": [3]}])
+def test_what_is_no_checkpoint_is_refused(state):
+    with pytest.raises(ValueError, match=r"expected the result of state_dict\(\)"):
+        one_weight()[1].load_state_dict(state)

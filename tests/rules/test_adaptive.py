@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import histories
 import pytest
 import torch
-from cases import INTERPRETED, NoHostRead, grad_of, no_sync, normal, parameters
+from cases import INTERPRETED, NoHostRead, grad_of, no_sync, normal, parameters, same_parameters
 from histories import ADAPTIVE, of_norm
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -53,7 +53,7 @@ GLOBAL = [
 def test_clip_follows_the_reference_over_400_steps(device, rule, make, numbers):
     reference, state, seen = make(*numbers), ClipState(), 0
     for norm in histories.norms()[:STEPS]:
-        (weight,) = parameters([of_norm(norm).to(device)])
+        (weight,) = same_parameters([of_norm(norm).to(device)])
         before = grad_of(weight).clone()
         found = tritonclip.clip_(weight, rule, state=state)
         limit = reference(norm)
@@ -76,7 +76,7 @@ def test_clip_by_own_history_follows_the_reference_over_400_steps(device, bad):
     series[2][:40] = [0.0] * 40
     seen = 0
     for norms in list(zip(*series, strict=True))[:STEPS]:
-        weights = parameters([of_norm(norm).to(device) for norm in norms])
+        weights = same_parameters([of_norm(norm).to(device) for norm in norms])
         tritonclip.clip_(weights, rule, state=state)
         for weight, norm, limit in zip(weights, norms, reference(norms), strict=True):
             after = float(grad_of(weight).norm())
@@ -97,7 +97,7 @@ def test_clip_by_own_quantile_follows_the_reference_over_400_steps(device, q, wi
     series = [histories.norms(seed=seed) for seed in (1, 2, 3)]
     seen = 0
     for step, norms in enumerate(list(zip(*series, strict=True))[:STEPS]):
-        weights = parameters([of_norm(norm).to(device) for norm in norms])
+        weights = same_parameters([of_norm(norm).to(device) for norm in norms])
         if step % 7 == 3:
             weights[1].grad = None
         tritonclip.clip_(weights, rule, state=state)
@@ -243,7 +243,7 @@ class HalfOfLargestEach(HalfOfLargest):
 def test_a_rule_of_tensors_serves_every_backend(device, rule):
     state, limits = ClipState(), []
     for size in (1.0, 8.0, 5.0):
-        (weight,) = parameters([of_norm(size).to(device)])
+        (weight,) = same_parameters([of_norm(size).to(device)])
         tritonclip.clip_(weight, rule, state=state)
         limits.append(float(grad_of(weight).norm()))
     assert limits == pytest.approx([0.5, 4.0, 4.0], rel=RELATIVE)
@@ -261,7 +261,7 @@ class TenthOfQuantile(ClipByQuantile):
 def test_a_subclass_that_writes_advance_anew_is_asked_on_every_backend(device):
     rule, state = TenthOfQuantile(0.5, 8), ClipState()
     for _ in range(2):
-        (weight,) = parameters([of_norm(1.0).to(device)])
+        (weight,) = same_parameters([of_norm(1.0).to(device)])
         tritonclip.clip_(weight, rule, state=state)
         assert float(grad_of(weight).norm()) == pytest.approx(0.1, rel=RELATIVE)
 
@@ -315,7 +315,7 @@ def test_clip_waits_for_no_device(backend, rule):
     state = ClipState()
     for step in range(15):
         grads = [of_norm(2.0 + step), of_norm(1.0)]
-        weights = parameters([grad.to(backend.device) for grad in grads])
+        weights = same_parameters([grad.to(backend.device) for grad in grads])
         with no_sync() if backend.device.type == "cuda" else NoHostRead():
             tritonclip.clip_(weights, rule, state=state)
 
@@ -325,7 +325,7 @@ def test_max_norm_bounds_every_limit(rule):
     """For its own history, in the warm-up."""
     bounded, state = dataclasses.replace(rule, max_norm=0.25), ClipState()
     for step in range(8):
-        (weight,) = parameters([of_norm(1.0 + step)])
+        (weight,) = same_parameters([of_norm(1.0 + step)])
         tritonclip.clip_(weight, bounded, state=state)
         assert float(grad_of(weight).norm()) == pytest.approx(0.25, rel=RELATIVE)
 
@@ -333,7 +333,7 @@ def test_max_norm_bounds_every_limit(rule):
 def test_a_quantile_follows_a_new_level_after_its_window():
     rule, state = ClipByQuantile(0.5, 8), ClipState()
     for size in [1.0] * 20 + [100.0] * 8:
-        (weight,) = parameters([of_norm(size)])
+        (weight,) = same_parameters([of_norm(size)])
         tritonclip.clip_(weight, rule, state=state)
     assert float(grad_of(weight).norm()) == pytest.approx(100.0)
 
@@ -384,7 +384,7 @@ SCHEDULED: list[Any] = [
 def test_a_limit_may_be_a_function_of_the_step(kind, formula):
     rule, state = kind(lambda step: 0.5 / (1 + step)), ClipState()
     for step in range(4):
-        (weight,) = parameters([of_norm(100.0)])
+        (weight,) = same_parameters([of_norm(100.0)])
         expected = formula(grad_of(weight).clone(), 0.5 / (1 + step))
         tritonclip.clip_(weight, rule, state=state)
         torch.testing.assert_close(grad_of(weight), expected, rtol=1e-12, atol=0.0)
@@ -447,7 +447,7 @@ def test_limits_are_of_unscaled_gradients(scale):
     plain, scaled = ClipState(), ClipState()
     rule = ClipByQuantile(0.5, 9)
     for step in range(9):
-        ours, theirs = parameters([of_norm(1.0 + step) * scale, of_norm(1.0 + step)])
+        ours, theirs = same_parameters([of_norm(1.0 + step) * scale, of_norm(1.0 + step)])
         tritonclip.clip_(ours, rule, state=scaled, grad_scale=scale)
         tritonclip.clip_(theirs, rule, state=plain)
         assert torch.equal(grad_of(ours), grad_of(theirs))
@@ -461,7 +461,7 @@ def test_verify_accepts_every_rule(device, rule):
             grads = [normal(40, device=device, seed=step) * step, normal((3, 5), device=device)]
             if step == 3:
                 grads[0][7] = math.inf
-            tritonclip.clip_(parameters(grads), rule, state=state)
+            tritonclip.clip_(same_parameters(grads), rule, state=state)
 
 
 def test_clip_with_a_state_breaks_the_graph_and_clips_the_same():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import assert_bits, copies, grad_of, parameters
+from cases import assert_bits, copies, grad_of, parameters, same_parameters
 from torch import Tensor
 from training import give_grads, sgd, wrapped
 
@@ -19,7 +19,7 @@ from tritonclip import ClipByQuantile, ClipByRMS, ClipByZScore, ClipState, Outli
 
 def after(rule: Any, state: ClipState, size: float) -> float:
     """The norm after clipping a gradient of this norm."""
-    (weight,) = parameters([torch.tensor([0.0, size], dtype=torch.float64)])
+    (weight,) = same_parameters([torch.tensor([0.0, size], dtype=torch.float64)])
     tritonclip.clip_(weight, rule, state=state)
     return float(grad_of(weight).norm())
 
@@ -150,7 +150,7 @@ def test_bitsandbytes_clips_each_tensor_by_its_own_percentile():
     for _ in range(120):
         norms = np.exp(random.normal(size=2)) * (1.0, 100.0)
         history.append(norms)
-        weights = parameters([torch.tensor([norm]) for norm in norms])
+        weights = same_parameters([torch.tensor([norm]) for norm in norms])
         tritonclip.clip_(weights, rule, state=state)
         window = np.sort(history[-100:], axis=0)
         if len(window) == 100:

@@ -347,15 +347,10 @@ class Recorder:
             ValueError: not the result of `state_dict`.
             OSError, RuntimeError: as for `flush`.
         """
-        steps, run = state.get("steps"), state.get("run", self._rows.file.run)
-        if type(steps) is not int or type(run) is not int or steps < 0 or run < 1:
-            raise ValueError(
-                "expected the result of Recorder.state_dict(), {'steps': number, 'run': number}, "
-                f"got {state!r}"
-            )
+        steps, run = saved_place(state)
         self._rows.flush()
         self._rows.spikes = SpikeCounter()
-        self.steps, self._rows.file.run = steps, run
+        self.steps, self._rows.file.run = steps, run or self._rows.file.run
 
     def _check_names(self, names: tuple[str, ...]) -> None:
         if self._names is not None:
@@ -413,6 +408,23 @@ class Recorder:
     def __repr__(self) -> str:
         state = ", closed" if self.is_closed else ""
         return f"<Recorder of {self.path}, {self.steps} steps{state}>"
+
+
+def saved_place(state: object) -> tuple[int, int | None]:
+    """Step and run of a recorder's saved state; its own run where none was saved.
+
+    Raises:
+        ValueError: not the result of `Recorder.state_dict`.
+    """
+    saved = state if isinstance(state, Mapping) else {}
+    steps, run = saved.get("steps"), saved.get("run")
+    is_known = type(steps) is int and (run is None or type(run) is int)
+    if not (is_known and 0 <= steps < 2**53 and (run is None or 0 < run < 2**53)):
+        raise ValueError(
+            "expected the result of Recorder.state_dict(), {'steps': number, 'run': number}, got "
+            f"{state!r:.80}. Nothing was loaded"
+        )
+    return steps, run
 
 
 def _rank_decides() -> bool | None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.messages import NamesAttributes
+from tritonclip.messages import NamesAttributes, warn_user
 from tritonclip.monitor.step_counts import COUNTS, StepCounts
 
 
@@ -26,6 +26,10 @@ class Clipped(NamedTuple):
 
 # By parameter group, None for the wrapper's rule; the value is None for a rule without a norm.
 Outcomes = dict[int | None, Clipped | None]
+# Counts that a summary leaves out.
+_NOT_SHOWN = ("measured_steps", "well_clipped_steps")
+# Clipped steps, all of them at the limit, that are warned of.
+_SUSPICIOUS = 10
 _LAST = ("last_norm", "last_coefficient", "last_limit", "consecutive_skips")
 
 
@@ -70,6 +74,7 @@ class ClipStats(NamesAttributes):
         self.last_norm = self._nan()
         self.group_norms: dict[int, Tensor] = {}
         self.group_coefficients: dict[int, Tensor] = {}
+        self._was_warned = False
 
     @property
     def steps(self) -> Tensor:
@@ -89,7 +94,7 @@ class ClipStats(NamesAttributes):
     @property
     def skipped_steps(self) -> Tensor:
         """Steps skipped by nonfinite="skip" or skip_above, not by a GradScaler; 0-d int64."""
-        return self._counts.read()[3].clone()
+        return self._counts.read()[-1].clone()
 
     @property
     def consecutive_skips(self) -> Tensor:
@@ -119,6 +124,10 @@ class ClipStats(NamesAttributes):
         Raises:
             RuntimeError: parameters on the device meta.
 
+        Warns:
+            UserWarning: ten steps or more were clipped, and no norm was more than 2e-5 of the limit
+                above it: something else clips first.
+
         Example:
             >>> ClipStats(torch.device("cpu")).summary()["steps"]
             0
@@ -144,11 +153,24 @@ class ClipStats(NamesAttributes):
             counts = counts.double()
             row = torch.cat([counts, torch.stack([f.to(counts) for f in floats])]).tolist()
         numbers = {name: int(n) for name, n in zip(COUNTS, row, strict=False)}
-        n_measured = numbers.pop("measured_steps")
+        n_measured, n_well_clipped = map(numbers.pop, _NOT_SHOWN)
+        self._warn_if_clipped_before(numbers["clipped_steps"], n_well_clipped)
         share = numbers["clipped_steps"] / n_measured if n_measured else torch.nan
         names = ("norm", "coefficient", "limit", *by_group)
         measured = dict(zip(names, row[len(COUNTS) :], strict=True))
         return {**measured, **numbers, "clipped_share": share}
+
+    def _warn_if_clipped_before(self, n_clipped: int, n_well_clipped: int) -> None:
+        """Warns, once, where every clipped norm was at the limit."""
+        if n_clipped < _SUSPICIOUS or n_well_clipped or self._was_warned:
+            return
+        self._was_warned = True
+        warn_user(
+            f"all {n_clipped} clipped steps had a norm at the limit, and none had one above it, as "
+            "if something else clips to the same limit first, so that these statistics are not of "
+            "gradients before clipping; expected one of the two: remove the other (an option of "
+            "the trainer, torch.nn.utils.clip_grad_norm_, clip_), or use the bare optimizer"
+        )
 
     def record_(
         self, outcomes: Outcomes, overflow: Tensor | None = None, skip: Tensor | None = None
@@ -218,17 +240,33 @@ class ClipStats(NamesAttributes):
         return counts | {name: getattr(self, name).clone() for name in _LAST}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads the result of `state_dict`; entries that are missing begin anew."""
+        """Loads the result of `state_dict`; entries that are missing begin anew.
+
+        Raises:
+            ValueError: an entry of another kind; nothing is loaded.
+        """
+        if not isinstance(state, dict):
+            raise ValueError(f"expected the result of ClipStats.state_dict(), got {state!r:.80}")
+        last = [_saved_number(name, state.get(name, self._nan())) for name in _LAST[:3]]
+        self._counts.load(state)
         self.group_norms.clear()
         self.group_coefficients.clear()
-        self._counts.load(state)
-        for name, own in (
-            ("last_norm", "last_norm"),
-            ("last_coefficient", "_coefficient"),
-            ("last_limit", "_limit"),
-        ):
-            last = torch.as_tensor(state.get(name, self._nan()), device=self._counts.device)
-            setattr(self, own, last.clone())
+        device = self._counts.device
+        self.last_norm, self._coefficient, self._limit = (
+            self._nan() if number.is_meta else number.to(device, copy=True) for number in last
+        )
+
+
+def _saved_number(name: str, value: object) -> Tensor:
+    """A number in a saved state, a 0-d floating-point tensor."""
+    if type(value) in (float, int):
+        value = torch.tensor(float(value), device="cpu")  # type: ignore[arg-type]  # a number
+    if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 0:
+        return value.detach()
+    raise ValueError(
+        f"{name} of a saved state must be a number or a 0-d floating-point tensor, got "
+        f"{value!r:.80}; expected the result of state_dict(). Nothing was loaded"
+    )
 
 
 def as_tensor(number: float | Tensor, like: Tensor) -> Tensor:

@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 from tritonclip.modes import is_captured, is_pre_dispatch, n_dispatch_modes, outside_inference
+from tritonclip.rules.arguments import saved_count
 
 # In this order in one tensor, which moves in one copy.
-COUNTS = ("steps", "measured_steps", "clipped_steps", "skipped_steps")
+COUNTS = ("steps", "measured_steps", "clipped_steps", "well_clipped_steps", "skipped_steps")
+# A coefficient between it and 1 is that of a norm at the limit, as another clip with the same limit
+# leaves it: that adds up to 1e-6 to the norm it divides by, and so does the rule.
+BARELY = 1 - 2e-5
+_IN_A_ROW = "consecutive_skips"
 # Steps that are kept until one launch counts them all. A coefficient on a GPU keeps a block of 512
 # bytes meanwhile; to count it alone would take two launches.
 KEPT = 64
@@ -33,9 +38,10 @@ class StepCounts:
         self.consecutive_skips = zeros((), dtype=torch.int64, device=device)
         # Spares a step without skips an operation.
         self._may_have_skipped = False
-        # For each step taken: whether it measured a norm; whether it was clipped, or a 0-d
-        # coefficient on the device that is below 1 if it was.
-        self._kept: deque[tuple[bool, bool | Tensor]] = deque()
+        # Of each step taken, the coefficients: numbers, or a 0-d tensor on the device.
+        self._kept: deque[Sequence[float] | Tensor] = deque()
+        # A step with a coefficient below the first was clipped, below the second well clipped.
+        self._bounds = torch.linspace(1.0, BARELY, 2, device=device)
 
     @property
     def device(self) -> torch.device:
@@ -43,7 +49,7 @@ class StepCounts:
         return self._counts.device
 
     def read(self) -> Tensor:
-        """All counts in the order of COUNTS, int64[4]; later steps change the tensor.
+        """All counts in the order of COUNTS, int64[5]; later steps change the tensor.
 
         Raises:
             RuntimeError: a CUDA graph is captured, whose replays would count steps again.
@@ -83,23 +89,20 @@ class StepCounts:
             # Replays repeat the device's work, not the host's.
             self._counts[: 1 + bool(coefficients)].add_(1)
             if coefficients:
-                self._counts[2].add_(_is_clipped(coefficients, device))
+                self._counts[2:4].add_(self._are_below(coefficients))
             return
-        clipped: bool | Tensor
         if {float}.issuperset(map(type, coefficients)):
-            # Below 1, and NaN is not; without entering Python code.
-            clipped = any(map((1.0).__gt__, coefficients))  # type: ignore[arg-type]  # all float
+            self._kept.append(coefficients)  # type: ignore[arg-type]  # all float
         elif len(coefficients) == 1 and isinstance(coefficients[0], Tensor):
-            clipped = coefficients[0].to(device)
+            self._kept.append(coefficients[0].to(device))
         else:
-            clipped = ~_is_clipped(coefficients, device)
-        self._kept.append((bool(coefficients), clipped))
+            self._kept.append(self._least(coefficients))
         if len(self._kept) >= KEPT:
             self._count_kept()
 
     def add_skipped(self) -> None:
         """Counts a skipped step."""
-        self._counts[3].add_(1)
+        self._counts[-1].add_(1)
         self.consecutive_skips.add_(1)
         self._may_have_skipped = True
 
@@ -107,18 +110,20 @@ class StepCounts:
         """Moves all counts."""
         self._counts = self.read().to(device)
         self.consecutive_skips = self.consecutive_skips.to(device)
+        self._bounds = self._bounds.to(device)
 
-    def load(self, counts: Mapping[str, Tensor | int]) -> None:
-        """Loads counts by name; missing ones become 0."""
-        own = self.read()
-        for i, name in enumerate(COUNTS):
-            own[i].fill_(counts.get(name, 0))
-        self.consecutive_skips.fill_(counts.get("consecutive_skips", 0))
+    def load(self, counts: Mapping[str, object]) -> None:
+        """Loads counts by name; missing ones become 0, but clipped steps count as well clipped."""
+        counts = {"well_clipped_steps": counts.get("clipped_steps", 0), **counts}
+        numbers = {name: saved_count(name, counts.get(name, 0)) for name in (*COUNTS, _IN_A_ROW)}
+        self.consecutive_skips.fill_(numbers.pop(_IN_A_ROW))
+        for own, number in zip(self.read(), numbers.values(), strict=True):
+            own.fill_(number)
         self._may_have_skipped = True
 
     def _count_kept(self) -> None:
         """Counts the kept steps; an error or an interrupt leaves them kept."""
-        steps: list[tuple[bool, bool | Tensor]] = []
+        steps: list[Sequence[float] | Tensor] = []
         try:
             while self._kept:
                 steps.append(self._kept.popleft())
@@ -134,22 +139,27 @@ class StepCounts:
             raise
         self._counts.add_(more)
 
-    def _sums(self, steps: Sequence[tuple[bool, bool | Tensor]]) -> Tensor:
-        """The counts of these steps, int64[4]."""
-        known, coefficients = [len(steps), 0, 0, 0], []
-        for measured, clipped in steps:
-            known[1] += measured
-            if isinstance(clipped, Tensor):
-                coefficients.append(clipped)
-            else:
-                known[2] += clipped
+    def _sums(self, steps: Sequence[Sequence[float] | Tensor]) -> Tensor:
+        """The counts of these steps, int64[5]."""
+        known, coefficients = [len(steps), 0, 0, 0, 0], []
+        for step in steps:
+            if isinstance(step, Tensor):
+                known[1] += 1
+                coefficients.append(step)
+            elif step:
+                # NaN is not below.
+                known[1] += 1
+                known[2] += any(number < 1 for number in step)
+                known[3] += any(number < BARELY for number in step)
         if not coefficients and self.device.type == "cpu":
             return torch.frombuffer(array("q", known), dtype=torch.int64)
         # An upload would wait for the device.
-        sums = [torch.full((), n, dtype=torch.int64, device=self.device) for n in known]
+        sums = torch.stack(
+            [torch.full((), n, dtype=torch.int64, device=self.device) for n in known]
+        )
         if coefficients:
-            sums[2] += (torch.stack(coefficients) < 1).sum()
-        return torch.stack(sums)
+            sums[2:4] += (torch.stack(coefficients)[:, None] < self._bounds).sum(0)
+        return sums
 
     def _add_uncertain(
         self,
@@ -158,24 +168,27 @@ class StepCounts:
         skip: Tensor | None,
     ) -> None:
         """As `add`, for a step of which only the device knows whether it was taken."""
-        no = torch.zeros((), dtype=torch.bool, device=self.device)
-        overflow = no if overflow is None else overflow
+        no = torch.zeros(1, dtype=torch.bool, device=self.device)
+        overflow = no if overflow is None else overflow.reshape(1)
         skip = no if skip is None else skip & ~overflow
         taken = ~(overflow | skip)
-        measured = clipped = no
+        measured, clipped = no, no.expand(2)
         if coefficients:
-            measured, clipped = taken, _is_clipped(coefficients, self.device) & taken
-        self._counts.add_(torch.stack([taken, measured, clipped, skip]))
-        self.consecutive_skips.add_(skip).mul_(~taken)
+            measured, clipped = taken, self._are_below(coefficients) & taken
+        self._counts.add_(torch.cat([taken, measured, clipped, skip]))
+        self.consecutive_skips.add_(skip[0]).mul_(~taken[0])
         self._may_have_skipped = True
 
+    def _are_below(self, coefficients: Sequence[float | Tensor]) -> Tensor:
+        """Whether any coefficient is below each of the bounds; NaN is not. bool[2]."""
+        return self._least(coefficients).reshape(1) < self._bounds
 
-def _is_clipped(coefficients: Sequence[float | Tensor], device: torch.device) -> Tensor:
-    """Whether any coefficient is below 1; NaN is not. 0-d bool."""
-    flags = [
-        coefficient.to(device) < 1
-        if isinstance(coefficient, Tensor)
-        else torch.full((), coefficient < 1, dtype=torch.bool, device=device)
-        for coefficient in coefficients
-    ]
-    return flags[0] if len(flags) == 1 else torch.stack(flags).any()
+    def _least(self, coefficients: Sequence[float | Tensor]) -> Tensor:
+        """The least coefficient that is not NaN, 0-d."""
+        numbers = [
+            coefficient.to(self.device)
+            if isinstance(coefficient, Tensor)
+            else torch.full((), coefficient, device=self.device)
+            for coefficient in coefficients
+        ]
+        return numbers[0] if len(numbers) == 1 else torch.stack(numbers).nan_to_num(nan=1.0).amin()

@@ -94,13 +94,29 @@ def with_own(state_dict: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "param_groups": groups}
 
 
-def split_own(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A checkpoint without the wrapper's own part, and this; empty where there is none."""
-    groups = state_dict["param_groups"]
+def split_own(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """A checkpoint without the wrapper's own part, and this; empty where there is none.
+
+    Raises:
+        ValueError: what is no checkpoint of an optimizer.
+    """
+    groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
+    if not (isinstance(groups, list) and all(isinstance(g, dict) for g in groups)):
+        raise ValueError(
+            "expected the result of state_dict() of a ClippedOptimizer or of the wrapped one: a "
+            f"dict with param_groups, a list of dicts, got {state_dict!r:.80}"
+        )
     found = [group[STATS_KEY] for group in groups if STATS_KEY in group]
     groups = [{k: v for k, v in group.items() if k != STATS_KEY} for group in groups]
     own = state_dict.get(STATS_KEY, {})
     if found and found[0] is not None:
-        own = torch.load(io.BytesIO(found[0]), map_location="cpu", weights_only=True)
+        try:
+            own = torch.load(io.BytesIO(found[0]), map_location="cpu", weights_only=True)
+        except Exception as error:
+            # Whatever damaged bytes raise.
+            raise ValueError(
+                f"the entry {STATS_KEY!r} of a parameter group must be bytes that state_dict() "
+                f"saved, got {found[0]!r:.40}, which cannot be read. Nothing was loaded"
+            ) from error
     rest = {key: value for key, value in state_dict.items() if key != STATS_KEY}
     return {**rest, "param_groups": groups}, own

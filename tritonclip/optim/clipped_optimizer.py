@@ -10,7 +10,6 @@ from torch.optim import LBFGS, Optimizer
 
 from tritonclip.backends import choose
 from tritonclip.distributed.process_groups import Copies, check_processes
-from tritonclip.engine import misuse
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder
@@ -45,7 +44,6 @@ from tritonclip.optim.misuse import (
     OfRule,
     check_optimizer,
     guard_,
-    warn_if_clipped,
     warn_of_nothing,
 )
 from tritonclip.optim.param_groups import (
@@ -126,8 +124,8 @@ class ClippedOptimizer(OptimizerProxy):
             RuntimeError. None raises none, and warns at 100. If steps do not wait for a GPU, the
             error comes eight steps later, in the same step on every process.
         recorder: a recorder made by :func:`record`. It takes norm, coefficient and limit of every
-            step, whether the step was skipped, and the norms of groups that have a rule. Copies of
-            the wrapper have no recorder.
+            step, whether the step was skipped, and the norms of groups that have a rule. Deep
+            copies of the wrapper have no recorder.
         flat: the :class:`FlatGradients` of the optimizer's parameters. Steps then do not read every
             parameter, unless a group has a rule, and `zero_grad` sets gradients to 0, never to
             None.
@@ -212,9 +210,8 @@ class ClippedOptimizer(OptimizerProxy):
         self._amp = Handshake()
         # From the first gradient that a step writes, until it has updated the parameters.
         self._unfinished: Step | None = None
-        # The first steps with a gradient, after which calls of `clip_` are looked out for, and the
-        # steps before them.
-        self._watches, self._in_vain = 2, 0
+        # Steps without a gradient so far; None once one was found, and where that was warned of.
+        self._in_vain: int | None = 0
         # Last: where anything raises, this does not count as a wrapper.
         keep_rules_out_(optimizer)
         self._guard = guard_(optimizer, self)
@@ -414,8 +411,8 @@ class ClippedOptimizer(OptimizerProxy):
         vars(self.optimizer).pop("found_inf", None)
         result = self.optimizer.step() if stop is None else step_unless(self.optimizer, stop)
         self._unfinished = None
-        if self._watches:
-            self._watch()
+        if self._in_vain is not None:
+            self._look_for_gradients(self._in_vain + 1)
         self._log.add(step)
         return result, True
 
@@ -492,8 +489,6 @@ class ClippedOptimizer(OptimizerProxy):
                 else:
                     skips = skips or flag
             self._unfinished = None
-            if misuse.remembered:
-                warn_if_clipped(step.written_to(), scaled=grad_scale is not None)
 
         found_inf = amp.found_inf
         step.overflow = found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else None
@@ -650,19 +645,14 @@ class ClippedOptimizer(OptimizerProxy):
     def _before_unscaling(self) -> None:
         if self._unfinished is not None:
             self._unfinished.refuse_unscaling(self._partition.present())
-        if misuse.remembered:
-            warn_if_clipped(self._partition.present(), scaled=True)
 
     @torch.compiler.disable
-    def _watch(self) -> None:
-        """Looks out for mistakes that pass in silence, after one of the first steps."""
-        misuse.watch()
-        if self._partition.present():
-            self._watches, self._in_vain = self._watches - 1, 0
-            return
-        self._in_vain += 1
+    def _look_for_gradients(self, n_steps: int) -> None:
+        """Warns of the first steps, if none of them found a gradient."""
         n_parameters = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        if self._in_vain == IN_VAIN and n_parameters:
+        found = bool(self._partition.present())
+        self._in_vain = None if found or n_steps == IN_VAIN else n_steps
+        if n_steps == IN_VAIN and n_parameters and not found:
             warn_of_nothing(n_parameters)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -703,10 +693,15 @@ class ClippedOptimizer(OptimizerProxy):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         rest, own = split_own(state_dict)
-        device = first_device(self.optimizer.param_groups)
-        loaded = self._log.loaded(own, self._partition.rules(), device)
+        loaded = self._log.loaded(own, self._partition.rules(), self.optimizer.param_groups)
         self.optimizer.load_state_dict(with_present_rules(self.optimizer, rest))
         self._log.restore(*loaded, self.optimizer.param_groups)
+
+    def __copy__(self) -> ClippedOptimizer:
+        """A wrapper that shares everything with this one, as shallow copies of optimizers do."""
+        twin = ClippedOptimizer.__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
 
     def __getstate__(self) -> dict[str, Any]:
         states = self._log.states.copy(self.optimizer.param_groups)
@@ -725,8 +720,6 @@ class ClippedOptimizer(OptimizerProxy):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         optimizer, states = state["optimizer"], state["memory"]
-        # A shallow copy would be a second wrapper.
-        check_optimizer(optimizer)
         for number, position in state["unclipped"]:
             # Copies of parameters have no attributes.
             optimizer.param_groups[number]["params"][position].need_clip = False

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from tritonclip.modes import without_grad
-from tritonclip.monitor.recorder import Recorder
+from tritonclip.monitor.recorder import Recorder, saved_place
 from tritonclip.monitor.stats import ClipStats
-from tritonclip.optim.param_groups import Groups
+from tritonclip.optim.param_groups import Groups, first_device
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step import Step
 from tritonclip.optim.step_record import ParameterNames
 from tritonclip.optim.watches import ErrorWatch, LeftOut, SkipWatch
 from tritonclip.rules import Rule
+from tritonclip.rules.arguments import saved_count
 
 
 class StepLog:
@@ -114,27 +115,36 @@ class StepLog:
         return own
 
     def loaded(
-        self, own: dict[str, Any], rules: dict[str, Rule], device: torch.device
+        self, own: object, rules: dict[str, Rule], groups: Groups
     ) -> tuple[ClipStats, RuleStates, dict[str, Any] | None]:
         """Loads a checkpoint into new objects; this log stays as it is until `restore`.
 
         Args:
             own: the result of `state_dict`.
             rules: those of the program, by their keys in a checkpoint.
-            device: of the optimizer.
+            groups: of the optimizer.
 
         Returns:
             Statistics, states, and the recorder's state or None, for `restore`.
 
         Raises:
-            ValueError: norms that were remembered for another rule.
+            ValueError: norms that were remembered for another rule; anything but the result of
+                `state_dict`.
         """
+        if not isinstance(own, dict):
+            raise ValueError(
+                f"the part of the ClippedOptimizer in a saved state must be a dict, got {own!r:.80}"
+                "; expected the result of its state_dict(). Nothing was loaded"
+            )
         own = dict(own)
         states = RuleStates(self.states.skip_above)
-        states.load_state_dict(own.pop("memory", {}), rules)
-        states.steps = int(own.pop("calls", 0))
+        n_parameters = sum(len(group["params"]) for group in groups)
+        states.load_state_dict(own.pop("memory", {}), rules, n_parameters)
+        states.steps = saved_count("calls", own.pop("calls", 0))
         recorded = own.pop("recorder", None)
-        stats = ClipStats(device)
+        if recorded is not None:
+            saved_place(recorded)
+        stats = ClipStats(first_device(groups))
         stats.load_state_dict(own)
         return stats, states, recorded
 

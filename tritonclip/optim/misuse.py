@@ -1,21 +1,19 @@
 """Mistakes around a ClippedOptimizer: refused, or warned of where they would pass in silence.
 
-An optimizer is wrapped in a second one, or stepped past its wrapper; gradients are clipped before
-the wrapper clips them, or are never there; a number is set that belongs to a rule.
+An optimizer is wrapped in a second one, or stepped past its wrapper; gradients are never there; a
+number is set that belongs to a rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 from weakref import ref
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonclip.engine import misuse
 from tritonclip.messages import warn_user
 
 # Steps in a row without a gradient that are warned of.
@@ -84,32 +82,6 @@ def opened(optimizer: Optimizer) -> Iterator[None]:
         guard.open = before
 
 
-def warn_if_clipped(grads: Sequence[Tensor], *, scaled: bool) -> None:
-    """Warns, of the gradients of a step, if `clip_` was called for them.
-
-    Args:
-        grads: gradients, or the buffers that hold them.
-        scaled: they still carry the loss scale of a GradScaler, as they did when they were clipped.
-    """
-    if not misuse.is_noticed(grads):
-        return
-    if scaled:
-        warn_user(
-            "clip_, or a function with torch's name, was called for gradients that still carry the "
-            "loss scale of the GradScaler, so that it clipped them to far too small a norm, and "
-            "the ClippedOptimizer clips them after it; expected no call: the ClippedOptimizer "
-            "clips unscaled gradients. To clip by a call, use the bare optimizer, and call "
-            "scaler.unscale_(optimizer) first"
-        )
-    else:
-        warn_user(
-            "clip_, or a function with torch's name, was called for these gradients, and the "
-            "ClippedOptimizer clips them after it, so that its statistics are not of gradients "
-            "before clipping; expected one of the two: remove the call, or use the bare optimizer. "
-            "To measure only, call get_total_norm"
-        )
-
-
 def warn_of_nothing(n_parameters: int) -> None:
     """Warns of the first steps of a wrapper, none of which found a gradient."""
     warn_user(
@@ -150,8 +122,7 @@ def check_optimizer(optimizer: object) -> None:
 
 
 def _is_wrapper(optimizer: Optimizer) -> bool:
-    inner = vars(optimizer).get("optimizer")
-    return isinstance(inner, Optimizer) and wrapper_of(inner) is optimizer
+    return isinstance(vars(optimizer).get("_guard"), StepGuard)
 
 
 def _remedy(refused: object) -> str:

@@ -8,7 +8,6 @@ from functools import lru_cache
 from numbers import Real
 from operator import is_
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -118,7 +117,8 @@ class RuleStates:
     """The states of the rules of an optimizer, and of its test for outliers.
 
     A state follows its group, and a history its parameter, wherever they stand. Their positions
-    count in checkpoints and in copies only.
+    count in checkpoints and in copies only. Parameters that were met are kept alive, also where no
+    group has them any more, as `optimizer.state` keeps them.
 
     Attributes:
         steps: calls of the wrapper's `step` so far, which functions of the step are given.
@@ -135,7 +135,7 @@ class RuleStates:
         self._groups: list[Mapping[str, Any]] | None = None
         self._ids: list[list[int]] = []
         # By id: a parameter, and the row of its history in every state.
-        self._rows: dict[int, tuple[ref[Tensor], int]] = {}
+        self._rows: dict[int, tuple[Tensor, int]] = {}
         self._n_rows = 0
         # Whether the rows of all groups' parameters are all rows in order.
         self._in_order = False
@@ -183,37 +183,30 @@ class RuleStates:
         home = {i: index for index in gone for i in self._ids[index]}
         for index, group in enumerate(groups):
             if before[index] is None:
-                homes = (home.get(id(p)) for p in group["params"] if self._row_of(p) is not None)
+                homes = (home.get(id(p)) for p in group["params"] if id(p) in self._rows)
                 before[index] = next((i for i in homes if i in gone), None)
                 gone.discard(before[index])
         return before
 
     def _number(self, groups: Groups, before: Sequence[int | None]) -> None:
         """Gives every parameter a row: its own, that of the one that it replaces, or a new one."""
-        rows, known = self._rows, self._row_of
-        here = {id(p) for group in groups for p in group["params"] if known(p) is not None}
-        numbered = {i: row for i, row in rows.items() if row[0]() is not None}
+        numbered = dict(self._rows)
+        gone = numbered.keys() - {id(p) for group in groups for p in group["params"]}
         for group, place in zip(groups, before, strict=True):
             ids = self._ids[place] if place is not None and self._ids else []
             replaces = len(ids) == len(group["params"])
             for position, parameter in enumerate(group["params"]):
-                if known(parameter) is not None:
+                if id(parameter) in numbered:
                     continue
-                if replaces and ids[position] not in here:
-                    replaced, row = rows[ids[position]]
-                    if replaced() is not None:
-                        numbered.pop(ids[position], None)
+                if replaces and ids[position] in gone:
+                    gone.remove(ids[position])
+                    _, row = numbered.pop(ids[position])
                 else:
                     row, self._n_rows = self._n_rows, self._n_rows + 1
-                numbered[id(parameter)] = ref(parameter), row
+                numbered[id(parameter)] = parameter, row
         self._rows = numbered
         found = [numbered[id(p)][1] for group in groups for p in group["params"]]
         self._in_order = found == list(range(self._n_rows))
-
-    def _row_of(self, parameter: Tensor) -> int | None:
-        """The row of a parameter that was met and is alive."""
-        found = self._rows.get(id(parameter))
-        return found[1] if found is not None and found[0]() is parameter else None
 
     def rows(
         self, parameters: Sequence[Tensor], *, grouped: bool = True
@@ -330,18 +323,27 @@ class RuleStates:
         for owner, saved in self.state_dict(groups).items():
             twin._states[owner] = ClipState()
             twin._states[owner].load_state_dict(saved)
+            # No step waits to look at them.
+            twin._states[owner]._is_loaded = False
         return twin
 
-    def load_state_dict(self, states: dict[str, Any], rules: dict[str, Rule]) -> None:
+    def load_state_dict(self, states: object, rules: dict[str, Rule], n_parameters: int) -> None:
         """Takes the result of `state_dict`.
 
         Args:
             states: as saved.
             rules: those of the program, by owner.
+            n_parameters: of the optimizer.
 
         Raises:
-            ValueError: norms that were remembered for another rule.
+            ValueError: norms that were remembered for another rule, or for more parameters; any
+                other damage.
         """
+        if not isinstance(states, dict):
+            raise ValueError(
+                "memory of a saved state must be a dict with the states of rules, got "
+                f"{states!r:.80}; expected the result of state_dict(). Nothing was loaded"
+            )
         loaded: dict[str, ClipState] = {}
         for owner, saved in states.items():
             state = loaded[owner] = ClipState()
@@ -352,6 +354,12 @@ class RuleStates:
             elif owner == _LOSSES and isinstance(self.skip_above, Outlier):
                 present = _of_losses(self.skip_above)
             follows = isinstance(present, Outlier) or not getattr(present, "fixed", True)
+            n = state._form[0] if len(state._form) == 2 else 0
+            if follows and n > n_parameters:
+                raise ValueError(
+                    f"the checkpoint remembers norms of {n} parameters for {owner!r}, got an "
+                    f"optimizer of {n_parameters}; expected that of the same model"
+                )
             if follows and state.remembers(present):
                 state.begin_as(present)
             elif follows:

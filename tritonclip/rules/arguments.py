@@ -152,6 +152,24 @@ def as_count(name: str, value: object, least: int) -> int:
     return int(value)
 
 
+def saved_count(name: str, value: object) -> int:
+    """A count in a saved state, an int or a 0-d integer tensor; one without values counts as 0.
+
+    Raises:
+        ValueError: anything else.
+    """
+    number = value
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and not value.dtype.is_floating_point:
+        number = 0 if value.is_meta else value.item()
+    # Far from where an int64 ends.
+    if type(number) is int and 0 <= number < 2**62:
+        return number
+    raise ValueError(
+        f"{name} of a saved state must be a count, an int or a 0-d integer tensor from 0 to 2**62, "
+        f"got {value!r:.80}; expected the result of state_dict(). Nothing was loaded"
+    )
+
+
 def as_flag(name: str, value: object) -> bool:
     """The argument as a bool; 0 and 1 are read too, as which a traced call hands it over."""
     if value not in (False, True):

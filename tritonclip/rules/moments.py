@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from array import array
 
+import torch
+from torch import Tensor
+
 try:
     # A binary of an earlier version lacks some of them.
     from tritonclip.backends._native import (
@@ -16,6 +19,24 @@ try:
     has_extension = True
 except ImportError:
     has_extension = False
+
+
+def are_counts(numbers: Tensor) -> bool:
+    """Whether all numbers may be counts of norms."""
+    return bool(((numbers >= 0) & numbers.isfinite() & (numbers == numbers.floor())).all())
+
+
+def are_windows(rows: Tensor, least: float = 0.0) -> bool:
+    """Whether each row is a window, and the count of what entered it: as many slots are filled.
+
+    Args:
+        rows: float64[..., window + 1].
+        least: below everything that may have entered.
+    """
+    slots, n = rows[..., :-1], rows[..., -1:]
+    filled = torch.arange(slots.shape[-1]) < n
+    fits = torch.where(filled, slots.isfinite() & (slots > least), slots.isnan())
+    return bool(fits.all()) and are_counts(n)
 
 
 def averages_after(

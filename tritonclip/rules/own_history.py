@@ -115,6 +115,10 @@ class ClipByOwnHistory(AdaptiveRule):
         after = torch.stack([moving, n + 1], dim=-1)
         return limit, torch.where((counts(norm) & counts(clipped))[..., None], after, state)
 
+    def accepts(self, state: Tensor) -> bool:
+        """Positive averages."""
+        return bool((state[..., 0] > 0).all()) and moments.are_counts(state[..., 1])
+
     def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
         """Its numbers."""
         assert isinstance(self.max_norm, float)
@@ -209,6 +213,10 @@ class ClipByOwnQuantile(AdaptiveRule):
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The quantile of each window, these norms included."""
         return advance_quantile(self.quantile, self.max_norm, state, norm)
+
+    def accepts(self, state: Tensor) -> bool:
+        """Windows of norms."""
+        return moments.are_windows(state)
 
     def advance_on_host(
         self, state: array[float], norm: float | list[float]

@@ -228,7 +228,7 @@ class Adaptive:
         They would compute the parent's limit.
         """
         super().__init_subclass__()
-        for name in ("in_kernel", "on_host", "advance_on_host"):
+        for name in ("in_kernel", "on_host", "advance_on_host", "accepts"):
             if _overrides(cls, "advance", name):
                 setattr(cls, name, getattr(Adaptive, name))
 
@@ -256,6 +256,10 @@ class Adaptive:
             f"{type(self).__name__} has no advance; expected a method advance(self, state, norm) "
             "that returns the limit and the new state"
         )
+
+    def accepts(self, state: Tensor) -> bool:
+        """Whether a state from elsewhere, float64 on the CPU, is one that `advance` may leave."""
+        return True
 
     def in_kernel(self) -> tuple[str, tuple[float, float, float, float]] | None:
         """A kind of `tritonclip.kernels.adaptive`, with three numbers and `max_norm`.

@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -15,6 +14,8 @@ from torch import Tensor
 from tritonclip.modes import outside_inference
 from tritonclip.rules.rule import Adaptive, Measured, Rule, kind_of
 
+# Of saved values, which programs may have cast.
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # The state of a rule: a tensor on its device; where the host decides, its numbers.
 Values: TypeAlias = "Tensor | array[float]"
 
@@ -44,8 +45,8 @@ class ClipState:
 
     Notes:
         A state refuses another list than its own. It knows a list by the number of parameters and
-        by the first one, while that is alive; for a rule that remembers the norm of each gradient,
-        by all parameters in their order. A copied or loaded state accepts any list of that length.
+        by the first one; for a rule that remembers the norm of each gradient, by all parameters in
+        their order. It keeps these alive. A copied or loaded state accepts any list of that length.
 
         Norms are remembered where they are measured, on the gradients' device; no call waits for
         it. In a captured CUDA graph each replay updates the norms, but the step stays that of the
@@ -56,6 +57,8 @@ class ClipState:
     _numbers: array[float] | None = None
     _shape: tuple[int, ...] = ()
     _known_rule: Any = None
+    # Values from elsewhere, which no rule has seen.
+    _is_loaded = False
 
     def __init__(self) -> None:
         self._steps, self._kind = 0, ""
@@ -64,7 +67,7 @@ class ClipState:
         self._values: Tensor | None = None
         # Of the list, for a rule with one row of values.
         self._n_parameters: int | None = None
-        self._list: list[ref[Tensor]] = []
+        self._list: list[Tensor] = []
         self._ids: tuple[int, ...] = ()
         # The row of a parameter before its first norm.
         self._start: Sequence[float] | None = None
@@ -139,7 +142,8 @@ class ClipState:
         """Loads the result of `state_dict`, also with values as a tensor, which is copied.
 
         Raises:
-            ValueError: anything else.
+            ValueError: anything else; nothing is loaded. Values that the rule of the next call
+                cannot have left are refused by that call.
         """
         if isinstance(state, dict) and isinstance(state.get("values"), list):
             with suppress(TypeError, ValueError):
@@ -149,14 +153,14 @@ class ClipState:
             raise ValueError(
                 "expected the result of ClipState.state_dict(), a dict with kind (a str), steps "
                 "(an int), parameters (an int or None) and values (numbers, or None), "
-                f"got {state!r:.200}"
+                f"got {state!r:.200}. Nothing was loaded"
             )
         values = state["values"]
         # Never an inference tensor, which no later call could write to.
         copied = outside_inference(torch.clone)
         if values is not None:
             values = copied(values.detach(), memory_format=torch.contiguous_format)
-        self._values = values
+        self._values, self._is_loaded = values, values is not None
         self._numbers = self._known_rule = None
         self._kind, self._steps, self._index = state["kind"], state["steps"], None
         self._n_parameters, self._list, self._ids = state["parameters"], [], ()
@@ -165,6 +169,9 @@ class ClipState:
         """Whether the state fits a rule: one that needs no norms, or is of the state's kind.
 
         Rules of a kind have the same class and the same window.
+
+        Raises:
+            ValueError: loaded values that no rule of the kind leaves.
         """
         if rule is self._known_rule:
             return True
@@ -175,6 +182,14 @@ class ClipState:
         n_dims = 1 + getattr(rule, "per_gradient", False)
         if kind != self._kind or (form and (form[-1] != len(rule.start()) or len(form) != n_dims)):
             return False
+        if self._is_loaded and self._values is not None and not self._values.is_meta:
+            values = self._values.to("cpu", torch.float64)
+            if not rule.accepts(values):
+                raise ValueError(
+                    f"the loaded state has values that {rule} never leaves, got {values!s:.200}; "
+                    "expected the result of state_dict() of a run with this rule"
+                )
+        self._is_loaded = False
         self._known_rule = rule
         return True
 
@@ -222,13 +237,13 @@ class ClipState:
             n: the number of parameters; None for a rule that needs no norms.
 
         Raises:
-            ValueError: another parameter, while the first one is alive; another number of them.
+            ValueError: another parameter, or another number of them.
         """
-        alive = bool(self._list) and self._list[0]() is not None
-        if alive and tuple(map(id, parameters)) != self._ids[: len(parameters)]:
-            for position, (weak, parameter) in enumerate(zip(self._list, parameters, strict=False)):
-                known = weak()
-                if known is not None and known is not parameter:
+        if self._list and tuple(map(id, parameters)) != self._ids[: len(parameters)]:
+            for position, (known, parameter) in enumerate(
+                zip(self._list, parameters, strict=False)
+            ):
+                if known is not parameter:
                     raise _other_parameter(position, known, parameter)
         form = self._form
         n_known = form[0] if len(form) == 2 else self._n_parameters
@@ -238,8 +253,8 @@ class ClipState:
     def begin_with(self, parameters: Sequence[Tensor]) -> None:
         """Keeps the parameters by which the state knows its list."""
         ids = tuple(map(id, parameters))
-        if ids != self._ids[: len(ids)] or self._list[0]() is not parameters[0]:
-            self._list, self._ids = list(map(ref, parameters)), ids
+        if ids != self._ids[: len(ids)]:
+            self._list, self._ids = list(parameters), ids
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to copies of the parameters.
@@ -342,13 +357,17 @@ def _other_list(known: int | None, n: int | None) -> ValueError:
 def _is_state(state: object) -> bool:
     if not isinstance(state, dict) or set(state) != {"kind", "steps", "parameters", "values"}:
         return False
-    values, n = state["values"], state["parameters"]
+    kind, values, n = state["kind"], state["values"], state["parameters"]
     counts = [state["steps"], 0 if n is None else n]
-    fits = isinstance(values, Tensor) and values.is_floating_point() and values.dim() in (1, 2)
-    return (
-        isinstance(state["kind"], str)
-        and all(type(count) is int and count >= 0 for count in counts)
-        and (values is None or fits)
+    if not isinstance(kind, str) or not all(type(n) is int and 0 <= n < 2**62 for n in counts):
+        return False
+    return values is None or (
+        isinstance(values, Tensor)
+        and values.dtype in _DTYPES
+        and values.layout == torch.strided
+        and values.dim() in (1, 2)
+        and values.numel() > 0
+        and kind != ""
     )
 
 

@@ -20,7 +20,7 @@ from tritonclip.rules.arguments import (
     as_norm_type,
     as_positive,
 )
-from tritonclip.rules.moments import moments_of
+from tritonclip.rules.moments import are_windows, moments_of
 from tritonclip.rules.rule import Adaptive, AdaptiveRule, bounded, counts
 from tritonclip.signatures import explains_misfits
 
@@ -95,6 +95,10 @@ class ClipByQuantile(AdaptiveRule):
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The quantile of the window, this norm included."""
         return advance_quantile(self.quantile, self.max_norm, state, norm)
+
+    def accepts(self, state: Tensor) -> bool:
+        """A window of norms."""
+        return are_windows(state)
 
     def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
         """Its numbers."""
@@ -194,6 +198,10 @@ class Outlier(Adaptive):
         limit = mean + self.sigmas * deviation
         return torch.where(n >= self.window // 2, limit, math.inf)
 
+    def accepts(self, state: Tensor) -> bool:
+        """A window of norms."""
+        return are_windows(state)
+
     def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
         """Its numbers."""
         return "outlier", (self.sigmas, 0.0, 0.0, math.inf)
@@ -224,6 +232,10 @@ class LossOutlier(Outlier):
     def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
         """The largest loss that is no outlier among the losses before this one."""
         return self._limit(state), entered(state, norm, norm.isfinite())
+
+    def accepts(self, state: Tensor) -> bool:
+        """A window of losses."""
+        return are_windows(state, -math.inf)
 
     def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
         """Its numbers."""

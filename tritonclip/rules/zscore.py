@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from tritonclip.rules import moments
 from tritonclip.rules.arguments import (
     Schedule,
     as_count,
@@ -117,6 +118,10 @@ class ClipByZScore(AdaptiveRule):
         plain = torch.stack([plain_mean, plain_variance, n + 1])
         after = torch.where(counts(norm), torch.where(warm, moving, plain), state)
         return bounded(limit, self.max_norm), after
+
+    def accepts(self, state: Tensor) -> bool:
+        """Finite moments, which are not negative."""
+        return bool(((state >= 0) & state.isfinite()).all()) and moments.are_counts(state[-1])
 
     def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
         """Its numbers."""

@@ -1,0 +1,196 @@
+"""A model moves after calls: torch.utils.swap_tensors refuses tensors that have weak references."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from cases import grad_of
+
+import tritonclip
+from tritonclip import (
+    ClipByNorm,
+    ClipByOwnHistory,
+    ClipByOwnQuantile,
+    ClipByQuantile,
+    ClipBySpectralNorm,
+    ClipByUnitNorm,
+    ClippedOptimizer,
+    ClipState,
+    FlatGradients,
+    Outlier,
+)
+
+OWN = ClipByOwnHistory(warmup=1, max_norm=9.0)
+ADAPTIVE = {
+    "quantile": ClipByQuantile(0.9),
+    "zscore": tritonclip.ClipByZScore(),
+    "own-history": OWN,
+    "own-quantile": ClipByOwnQuantile(0.9),
+}
+
+
+@pytest.fixture
+def swaps(monkeypatch):
+    """Modules move as those of FSDP2 and torchao do."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+
+
+def model_of() -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+
+
+def backward(model: Any) -> None:
+    dtype = next(model.parameters()).dtype
+    (model(torch.ones(2, 3, dtype=dtype)) ** 2).sum().backward()
+
+
+def by_step(rule: Any) -> Any:
+    def keep(model: Any) -> Any:
+        optimizer = ClippedOptimizer(
+            torch.optim.AdamW(model.parameters()), rule(model), skip_above=Outlier()
+        )
+        optimizer.step()
+        return optimizer
+
+    return keep
+
+
+def by_call(rule: Any) -> Any:
+    def keep(model: Any) -> Any:
+        kept = rule(model), ClipState()
+        state = kept[1] if not kept[0].fixed else None
+        tritonclip.clip_(model, kept[0], state=state)
+        return kept
+
+    return keep
+
+
+def found_nothing(model: Any) -> None:
+    grads = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    tritonclip.clip_(model, 1.0)
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        parameter.grad = grad
+
+
+def recorded(model: Any) -> Any:
+    optimizer = ClippedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 1.0)
+    optimizer.step(lambda: None)
+    return optimizer, optimizer.state_dict(), tritonclip.norms_by_name(model)
+
+
+KEEPING: dict[str, Any] = {
+    **{f"step-{name}": by_step(lambda _, rule=rule: rule) for name, rule in ADAPTIVE.items()},
+    **{f"state-{name}": by_call(lambda _, rule=rule: rule) for name, rule in ADAPTIVE.items()},
+    "step-unit": by_step(lambda m: ClipByUnitNorm(0.01, exclude=m[1])),
+    "call-unit": by_call(lambda m: ClipByUnitNorm(0.01, exclude=m[1])),
+    "call-spectral": by_call(lambda m: ClipBySpectralNorm(1.0)),
+    "number": lambda m: tritonclip.clip_(m, 1.0),
+    "by-norm": lambda m: tritonclip.clip_(m.parameters(), ClipByNorm(1.0)),
+    "flat": FlatGradients,
+    "flat-step": lambda m: tritonclip.clip_(FlatGradients(m), 1.0),
+    "no-gradient": found_nothing,
+    "closure": recorded,
+    "clip_on_backward_": lambda m: tritonclip.clip_on_backward_(m, ClipByNorm(1.0)),
+}
+
+
+@pytest.mark.parametrize("keep", KEEPING.values(), ids=KEEPING)
+def test_model_moves_after_a_call(swaps, keep, unnoticed):
+    model = model_of()
+    backward(model)
+    kept = keep(model)
+    model.double()
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    assert {grad_of(p).dtype for p in model.parameters()} == {torch.float64}
+    model.cpu()
+    del kept
+
+
+@pytest.mark.parametrize("rule", ADAPTIVE.values(), ids=ADAPTIVE)
+def test_histories_follow_moved_parameters(swaps, rule):
+    moved, stays = model_of(), model_of()
+    made = [ClippedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1), rule) for m in (moved, stays)]
+    for step in range(4):
+        for model, optimizer in zip((moved, stays), made, strict=True):
+            optimizer.zero_grad()
+            backward(model)
+            for parameter in model.parameters():
+                grad_of(parameter).mul_(1 + step)
+            optimizer.step()
+        moved.to(torch.float64).to(torch.float32)
+    ours, theirs = (optimizer.state_dict()["tritonclip"]["memory"] for optimizer in made)
+    assert ours.keys() == theirs.keys()
+    for owner, saved in ours.items():
+        torch.testing.assert_close(
+            saved["values"], theirs[owner]["values"], rtol=1e-6, atol=0.0, equal_nan=True
+        )
+
+
+def test_excluded_parameters_stay_excluded_after_a_move(swaps):
+    model = model_of()
+    rule = ClipByUnitNorm(0.0, exclude=model[1])
+    model.double()
+    backward(model)
+    before = grad_of(model[1].weight).clone()
+    tritonclip.clip_(model, rule)
+    assert torch.equal(grad_of(model[1].weight), before)
+    assert not grad_of(model[0].weight).any()
+
+
+def test_state_follows_a_moved_list(swaps):
+    model, state = model_of(), ClipState()
+    for _ in range(2):
+        backward(model)
+        tritonclip.clip_(model, OWN, state=state)
+        model.double()
+    assert state.steps == 2
+
+
+def test_flat_gradients_are_attached_again_after_a_move(swaps):
+    model = model_of()
+    flat = FlatGradients(model)
+    backward(model)
+    model.double()
+    with pytest.raises(RuntimeError, match=r"no longer a view.*flat\.attach_\(\)"):
+        tritonclip.clip_(flat, 1.0)
+    flat.attach_()
+    assert float(tritonclip.clip_(flat, 0.0)) > 0
+    assert not any(grad_of(p).any() for p in model.parameters())
+    model.zero_grad(set_to_none=False)
+    flat.check()
+
+
+def test_flat_gradients_notice_a_need_clip_that_a_move_lost(swaps):
+    model = model_of()
+    model[0].bias.need_clip = False
+    flat = FlatGradients(model)
+    model.double()
+    flat.attach_()
+    with pytest.raises(RuntimeError, match=r"0\.bias requires a gradient and has no need_clip"):
+        tritonclip.clip_(flat, 1.0)
+
+
+def of_rule(model: Any) -> None:
+    for rule in (ClipByUnitNorm(exclude=model), ClipBySpectralNorm(1.0)):
+        tritonclip.clip_(model, rule)
+        with tritonclip.verify():
+            tritonclip.clip_(model, rule)
+
+
+@pytest.mark.parametrize(
+    "use", [*KEEPING.values(), of_rule], ids=[*KEEPING, "rules-that-are-remembered"]
+)
+def test_model_dies_with_what_knows_it(use, unnoticed):
+    model = model_of()
+    backward(model)
+    use(model)
+    gone = [weakref.ref(p) for p in model.parameters()]
+    del model
+    gc.collect()
+    assert [one() for one in gone] == [None] * 4
