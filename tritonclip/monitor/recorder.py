@@ -417,14 +417,13 @@ def saved_place(state: object) -> tuple[int, int | None]:
         ValueError: not the result of `Recorder.state_dict`.
     """
     saved = state if isinstance(state, Mapping) else {}
-    steps, run = saved.get("steps"), saved.get("run")
-    is_known = type(steps) is int and (run is None or type(run) is int)
-    if not (is_known and 0 <= steps < 2**53 and (run is None or 0 < run < 2**53)):
+    steps, run = saved.get("steps", -1), saved.get("run", 1)
+    if not (type(steps) is type(run) is int and 0 <= steps < 2**53 and 0 < run < 2**53):
         raise ValueError(
             "expected the result of Recorder.state_dict(), {'steps': number, 'run': number}, got "
             f"{state!r:.80}. Nothing was loaded"
         )
-    return steps, run
+    return steps, saved.get("run")
 
 
 def _rank_decides() -> bool | None:
