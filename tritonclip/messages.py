@@ -57,7 +57,7 @@ def printable(name: str) -> str:
 def join_names(names: Sequence[str], most: int = 8) -> str:
     """The first names, for a message or a figure."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return (", ".join(map(printable, names[:most])) or "no names") + more
+    return ", ".join(map(printable, names[:most])) + more
 
 
 # Our name for each name in torch, Paddle, TensorFlow, optax, timm and papers.

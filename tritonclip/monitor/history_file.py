@@ -208,7 +208,8 @@ class HistoryFile:
         kinds = PREFIXES if statistics else PREFIXES[:1]
         columns = (*COLUMNS, *(kind + printable(name) for kind in kinds for name in names))
         if self._columns is not None and columns != self._columns:
-            had, got = (join_names(found[len(COLUMNS) :]) for found in (self._columns, columns))
+            before_and_now = (found[len(COLUMNS) :] for found in (self._columns, columns))
+            had, got = (join_names(names) or "no names" for names in before_and_now)
             raise ValueError(
                 f"{self.path} has norms in the columns {had}; expected the same, got {got}: pass "
                 f"the same norms and the same statistics=, or {_ANOTHER}"
