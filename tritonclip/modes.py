@@ -1,6 +1,6 @@
 """Modes of PyTorch: operators recorded, simulated or captured, autograd, and inference mode."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,6 +23,10 @@ _kinds: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
 _TRACERS = [getattr(_kinds, name, None) for name in ("PROXY", "FAKE", "FUNCTIONAL")]
 # Of torch.func.
 _has_transform = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+_functorch: Any = getattr(torch._C, "_functorch", None)
+_is_wrapped = getattr(_functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
+_is_batched = getattr(_functorch, "is_batchedtensor", lambda tensor: False)
+_unwrapped = getattr(_functorch, "get_unwrapped", lambda tensor: tensor)
 # make_fx(pre_dispatch=True) counts as no mode.
 _is_included = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", lambda key: False)
 is_pre_dispatch = partial(_is_included, torch._C.DispatchKey.PreDispatch)
@@ -63,6 +67,24 @@ def refuse_tracer() -> None:
             "(FakeTensorMode); expected clip_ or one of torch's functions, with a limit that is a "
             "number, no state and gradients of one process, and other calls outside"
         )
+
+
+def refuse_batches(tensors: Iterable[Tensor]) -> None:
+    """Refuses tensors of torch.func.vmap, which foreach does not write and the host cannot read.
+
+    Raises:
+        RuntimeError: one is batched, maybe inside of a tensor of another transform.
+    """
+    for tensor in tensors:
+        while _is_wrapped(tensor):
+            if _is_batched(tensor):
+                raise RuntimeError(
+                    "the gradients are batched by torch.func.vmap, and this call reads or writes "
+                    "them in place; expected the functions of tritonclip.functional there, such "
+                    "as clip_by_global_norm(gradients, 1.0), clip_by_norm and clip_by_value, which "
+                    "return new tensors, or global_norm; or this call outside of vmap"
+                )
+            tensor = _unwrapped(tensor)
 
 
 def _has_tracer() -> bool:

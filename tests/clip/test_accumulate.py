@@ -144,6 +144,22 @@ def test_accumulate_adds_to_sums_of_other_strides(device):
     assert_sums(params, [clipped_by_hand(grads, 0.5)])
 
 
+def test_accumulate_adds_to_lazily_negated_and_conjugated_sums(device):
+    params = weights(((3,), (3,), (3,)), device=device)
+    params.append(torch.zeros(3, dtype=torch.complex64, device=device, requires_grad=True))
+    halves = normal((3,), torch.complex64, device)
+    params[0].grad = torch._neg_view(normal((3,), device=device))
+    params[1].grad = halves.clone().conj().imag
+    params[3].grad = halves.clone().conj()
+    before = [None if p.grad is None else p.grad.clone() for p in params]
+    grads = micro_gradients(params, 0)
+    with accumulate_(params, 0.5):
+        backward(params, grads)
+    assert params[0].grad is not None
+    assert params[0].grad.is_neg()
+    assert_sums(params, [before, clipped_by_hand(grads, 0.5)])
+
+
 def test_accumulate_adds_channels_last_gradients(device):
     """Dense in another order of dimensions, in which kernels and loops read both."""
     params, parts = weights(((2, 3, 4, 5),), device=device), []

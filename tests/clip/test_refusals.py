@@ -63,6 +63,42 @@ def test_clip_refuses_before_anything_is_written(device, case, rule):
     assert [grad._version for grad in grads] == versions
 
 
+def accumulated(tensor: Any) -> None:
+    weight = torch.zeros(5, requires_grad=True)
+    with tritonclip.accumulate_(weight, 1.0):
+        weight.grad = tensor
+
+
+ON_BATCHES = {
+    "clip_": lambda p: tritonclip.clip_(p, 1.0),
+    "by norm": lambda p: tritonclip.clip_(p, tritonclip.ClipByNorm(1.0)),
+    "by value": lambda p: tritonclip.clip_(p, tritonclip.ClipByValue(1.0)),
+    "clip_tensors_": lambda p: tritonclip.clip_tensors_(p.grad.detach(), 1.0),
+    "accumulate_": lambda p: accumulated(p.grad),
+    "clip_grad_norm_": lambda p: tritonclip.clip_grad_norm_(p, 1.0),
+    "clip_grad_value_": lambda p: tritonclip.clip_grad_value_(p, 1.0),
+    "get_total_norm": lambda p: tritonclip.get_total_norm(p.grad),
+    "clip_grads_with_norm_": lambda p: tritonclip.clip_grads_with_norm_(p, 1.0, torch.ones(())),
+}
+
+
+@pytest.mark.parametrize("name", ON_BATCHES)
+@pytest.mark.parametrize("nested_in", [lambda f: f, torch.func.grad], ids=["vmap", "grad in vmap"])
+def test_calls_inside_vmap_point_to_functional(device, name, nested_in):
+    batch = normal((2, 5), device=device) * 9
+    before = batch.clone()
+
+    def call(grad: torch.Tensor) -> torch.Tensor:
+        weight = torch.zeros(5, device=device)
+        weight.grad = grad
+        ON_BATCHES[name](weight)
+        return grad.sum()
+
+    with pytest.raises(RuntimeError, match=r"batched by torch\.func\.vmap.*functional"):
+        torch.func.vmap(nested_in(call))(batch)
+    assert_bits([batch], [before])
+
+
 def nested() -> torch.Tensor:
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 

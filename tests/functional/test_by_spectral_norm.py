@@ -215,6 +215,11 @@ def test_clip_by_spectral_norm_breaks_the_graph_of_compile(fresh_compiler):
         (lambda x: clip_by_spectral_norm(x, math.nan), ValueError, "c must be 0 or more"),
         (lambda x: clip_by_spectral_norm(x, True), TypeError, "c must be a number"),
         (lambda x: clip_by_spectral_norm(x, 1.0, "yes"), TypeError, "soft must be True or"),  # type: ignore[arg-type]
+        (
+            lambda x: clip_by_spectral_norm(x, 1.0, x[0]),
+            TypeError,
+            r"soft must be True or False, got tensor\(.* of type Tensor",
+        ),
         (lambda x: clip_by_spectral_norm(x.long(), 1.0), TypeError, "dtype torch.int64"),
         (lambda x: clip_by_spectral_norm(x + 0j, 1.0), TypeError, "real and dense.*complex64"),
         (lambda x: clip_by_spectral_norm(x.to_sparse(), 1.0), TypeError, "dense.*sparse_coo"),
@@ -230,7 +235,19 @@ def test_clip_by_spectral_norm_breaks_the_graph_of_compile(fresh_compiler):
             "torch.jit.trace",
         ),
     ],
-    ids=["negative", "NaN", "bool", "soft", "int64", "complex", "sparse", "vmap", "make_fx", "jit"],
+    ids=[
+        "negative",
+        "NaN",
+        "bool",
+        "soft",
+        "flags",
+        "int64",
+        "complex",
+        "sparse",
+        "vmap",
+        "make_fx",
+        "jit",
+    ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 def test_clip_by_spectral_norm_refuses(call, kind, message):

@@ -335,6 +335,16 @@ def test_signature_of_a_schedule_is_read_once(monkeypatch):
     read.assert_called_once_with(schedule)
 
 
+def test_rule_by_value_of_one_schedule_equals_its_copy():
+    def schedule(step: int) -> float:
+        return 1.0
+
+    rule = ClipByValue(schedule)
+    assert rule == ClipByValue(schedule) == copy.copy(rule)
+    assert rule != ClipByValue(lambda step: 1.0)
+    assert repr(rule) == f"ClipByValue(min=-{schedule!r}, max={schedule!r})"
+
+
 def test_rule_by_value_refuses_what_is_no_number_beside_a_schedule():
     with pytest.raises(TypeError, match="min must be a number, got 'a'"):
         ClipByValue("a", lambda step: 1.0)  # type: ignore[arg-type]  # on purpose

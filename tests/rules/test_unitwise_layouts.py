@@ -128,3 +128,24 @@ def test_clip_by_unit_refuses_weights_without_memory():
     one.data.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="no memory: its storage was freed"):
         tritonclip.clip_([one], ClipByUnitNorm())
+
+
+class Wrapper(torch.Tensor):
+    """A tensor whose values lie in another one, and that has no memory."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return NotImplemented
+
+
+def test_clip_by_unit_refuses_weights_that_wrap_others():
+    weight = Wrapper(torch.ones(2, 3))
+    weight.grad = torch.ones(2, 3)
+    with pytest.raises(TypeError, match=r"parameters\[0\] is a Wrapper, a tensor subclass"):
+        tritonclip.clip_(weight, ClipByUnitNorm())
+    assert torch.equal(weight.grad, torch.ones(2, 3))

@@ -23,7 +23,7 @@ from tritonclip.engine.plan import NewPlan, Plan, make_plan, unique_indices
 from tritonclip.engine.plan_cache import PlanCache, plans
 from tritonclip.engine.staging import copy_of, write_back_
 from tritonclip.messages import join_names
-from tritonclip.modes import is_observed, refuse_tracer
+from tritonclip.modes import is_observed, refuse_batches, refuse_tracer
 
 
 class Gradients:
@@ -86,6 +86,7 @@ class Gradients:
         observed = is_observed()
         if observed:
             refuse_tracer()
+            refuse_batches(tensors)
         addresses: list[int] | None
         try:
             addresses = list(map(Tensor.data_ptr, tensors))

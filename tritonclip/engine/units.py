@@ -108,7 +108,9 @@ def _refuse_sparse(gradients: Gradients, plan: Plan) -> None:
 def _refuse_weights(gradients: Gradients, weights: Sequence[Tensor]) -> None:
     """Refuses weights that are no plain tensors, have another shape, or no memory."""
     for index, (grad, weight) in enumerate(zip(gradients.tensors, weights, strict=True)):
-        if type(weight) not in PLAIN and hasattr(weight, "__tensor_flatten__"):
+        freed = weight.data_ptr() < OFFSETS and is_freed(weight, weight.data_ptr())
+        # A wrapper subclass has no memory, whether torch.compile knows how to open it or not.
+        if type(weight) not in PLAIN and (freed or hasattr(weight, "__tensor_flatten__")):
             raise TypeError(
                 f"the parameter {gradients.label(index)} is a {type(weight).__name__}, a tensor "
                 "subclass that tritonclip cannot read; expected a plain tensor or a DTensor: set "
@@ -120,7 +122,7 @@ def _refuse_weights(gradients: Gradients, weights: Sequence[Tensor]) -> None:
                 f"gradient {tuple(grad.shape)}; expected the same: clip before the parameter "
                 "changes, or call backward again"
             )
-        if weight.data_ptr() < OFFSETS and is_freed(weight, weight.data_ptr()):
+        if freed:
             raise ValueError(
                 f"the parameter {gradients.label(index)} has {weight.numel()} elements and no "
                 "memory: its storage was freed; expected weights to read: clip while they are there"

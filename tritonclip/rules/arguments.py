@@ -172,11 +172,15 @@ def saved_count(name: str, value: object) -> int:
 
 def as_flag(name: str, value: object) -> bool:
     """The argument as a bool; 0 and 1 are read too, as which a traced call hands it over."""
-    if value not in (False, True):
-        raise TypeError(
-            f"{name} must be True or False, got {value!r} of type {type(value).__name__}"
-        )
-    return bool(value)
+    try:
+        if value in (False, True):
+            return bool(value)
+    except (RuntimeError, ValueError):
+        # An array of several elements has no truth value.
+        pass
+    raise TypeError(
+        f"{name} must be True or False, got {value!r:.80} of type {type(value).__name__}"
+    )
 
 
 def as_norm_type(value: object) -> float:

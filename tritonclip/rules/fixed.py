@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar
 
@@ -280,7 +280,7 @@ class ClipByValue(Rule):
                 raise ValueError(
                     f"{error}; write ClipByValue(0.5) or ClipByValue(-0.5, 0.5)"
                 ) from None
-            min = partial(_negative, max) if callable(max) else -max
+            min = _Negative(max) if callable(max) else -max
         else:
             min, max = as_number_or_schedule("min", min), as_number_or_schedule("max", max)
             if type(min) is type(max) is float and not min <= max:
@@ -323,8 +323,17 @@ class ClipByValue(Rule):
 by_number = lru_cache(maxsize=64)(ClipByGlobalNorm)
 
 
-def _negative(schedule: Schedule, step: int) -> float:
-    return -schedule(step)
+@dataclass(frozen=True, repr=False)
+class _Negative:
+    """The negative of a schedule: equal for the same one."""
+
+    schedule: Schedule
+
+    def __call__(self, step: int) -> float:
+        return -self.schedule(step)
+
+    def __repr__(self) -> str:
+        return f"-{self.schedule!r}"
 
 
 def as_rule(clip: object) -> Rule:
