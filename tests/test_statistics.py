@@ -172,7 +172,7 @@ def test_verification_covers_the_statistics(operators, monkeypatch):
     monkeypatch.setattr(
         TorchBatch,
         "norm",
-        lambda batch, p, **options: real(batch, p, **options) + float(p == 0.0),
+        lambda batch, p, **options: [n + float(p == 0.0) for n in real(batch, p, **options)],
     )
     params = parameters([torch.ones(3)])
     with tritonclip.verify(), pytest.raises(tritonclip.VerificationError, match="norm of"):

@@ -10,8 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tritonclip.backends.native import combine_numbers
-from tritonclip.backends.operators import wide_dtype
+from tritonclip.backends.operators import combine_numbers, wide_dtype
 from tritonclip.clipping import Parameters
 from tritonclip.distributed.execute import (
     is_reduced,

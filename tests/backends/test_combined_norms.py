@@ -11,8 +11,7 @@ from torch.autograd import forward_ad
 
 import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByValue
-from tritonclip.backends.native import combine_numbers
-from tritonclip.backends.operators import combine
+from tritonclip.backends.operators import combine, combine_numbers
 
 ORDERS = (0.0, 0.0005, 0.5, 1.0, 2.0, 3.0, math.inf, -math.inf)
 PARTS = {

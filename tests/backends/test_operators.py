@@ -8,7 +8,7 @@ from cases import grad_of, normal, parameters
 from torch.autograd import forward_ad
 
 import tritonclip
-from tritonclip import ClipByGlobalNorm, ClipByNorm
+from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipState
 from tritonclip.backends.operators import LONG_PIECE, PIECE, ROW, SMALL
 
 pytestmark = pytest.mark.usefixtures("operators")
@@ -171,3 +171,21 @@ def test_gradients_within_their_limit_are_not_written(rule):
     tritonclip.clip_(parameters([small, large]), ClipByNorm(1.0))
     assert small._version == before[0]
     assert large._version > before[1]
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["last", "first"])
+def test_nan_spreads_in_its_gradient_beside_others_within_their_limit(order):
+    grads = [torch.tensor([0.1, 0.1]), torch.tensor([math.nan, 5.0])][::order]
+    tritonclip.clip_(parameters(grads), ClipByNorm(1.0))
+    within, bad = grads[::order]
+    assert bad.isnan().all()
+    assert torch.equal(within, torch.tensor([0.1, 0.1]))
+
+
+def test_a_gradient_of_zeros_is_kept_where_its_limit_is_no_number():
+    rule, state = tritonclip.ClipByOwnHistory(1.7, warmup=2, max_norm=math.inf), ClipState()
+    params = parameters([torch.zeros(3), torch.ones(4)])
+    for _ in range(4):
+        norms = tritonclip.clip_(params, rule, state=state)
+        assert norms.tolist() == [0.0, 2.0]
+        assert torch.equal(grad_of(params[0]), torch.zeros(3))

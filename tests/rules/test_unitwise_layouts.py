@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -139,7 +141,7 @@ class Wrapper(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, *_: Any) -> Any:
         return NotImplemented
 
 

@@ -45,7 +45,8 @@ def layout_of(tensors: list[Tensor]) -> Layout:
 
 def torch_layout(device: torch.device) -> Layout:
     """The layout of the torch backend."""
-    return TorchLayout(on_host=host_decides(device))
+    # Tensors that dual numbers, transforms or a tracer follow give no numbers.
+    return TorchLayout(on_host=host_decides(device) and not is_observed())
 
 
 def unit_layout_of(grads: list[Tensor], weights: list[Tensor], dtype: torch.dtype) -> UnitLayout:

@@ -29,7 +29,9 @@ from tritonclip.backends.operators import (
     TorchBatch,
     as_contiguous,
     as_tensor,
+    combine_numbers,
     norm_of,
+    results_of,
     unscale_and_clamp_,
 )
 
@@ -167,7 +169,7 @@ class NativeBatch:
     def norm(self, norm_type: float, *, per_gradient: bool) -> PartialNorms:
         """Measures the gradients: one partial norm a gradient, or one."""
         if norm_type not in ORDERS:
-            return self._by_operators().norm(norm_type, per_gradient=per_gradient).tolist()
+            return self._by_operators().norm(norm_type, per_gradient=per_gradient)
         if per_gradient:
             norms = loops.norms(*self._list, norm_type)
         else:
@@ -199,7 +201,7 @@ class NativeBatch:
         for i, norm in enumerate(norms):
             if is_extreme(norm):
                 own = as_contiguous([self.tensors[i]] if per_gradient else self.tensors)
-                norms[i] = float(norm_of(own, 2.0, torch.float64, on_host=True))
+                norms[i] = float(norm_of(own, 2.0, torch.float64))
 
     def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms, 0-d."""
@@ -323,32 +325,3 @@ def _as_numbers(norms: PartialNorms) -> list[float]:
     """Partial norms as floats."""
     numbers: list[float] = norms if isinstance(norms, list) else norms.tolist()
     return numbers
-
-
-def results_of(
-    norms: list[float], norm_type: float, grad_scale: float | Tensor, dtype: torch.dtype
-) -> array[float]:
-    """Norms as results of a dtype have them: without the loss scale, and rounded."""
-    scale = float(grad_scale)
-    own = [norm / scale for norm in norms] if scale != 1 and norm_type else norms
-    return array("d" if dtype == torch.float64 else "f", own)
-
-
-def combine_numbers(norms: list[float], p: float) -> float:
-    """The norm of a whole from the norms of its parts."""
-    total, largest = sum(norms), max(norms)
-    # NaN stays in a sum, and may be lost in max and hypot.
-    if p in (0, 1) or len(norms) == 1 or math.isnan(total):
-        return total
-    # 0 for -0, too.
-    if p == -math.inf:
-        return min(norms) + 0.0
-    if p == math.inf or not 0 < largest < math.inf:
-        return largest + 0.0
-    if p == 2:
-        return math.hypot(*norms)
-    try:
-        unit: float = sum((norm / largest) ** p for norm in norms) ** (1 / p)
-    except OverflowError:
-        return math.inf
-    return largest * unit

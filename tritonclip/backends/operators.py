@@ -1,40 +1,49 @@
 """The torch backend: the verbs in PyTorch's operators, on any device.
 
-Where the host can read the device's values without a wait, as on a CPU, it decides what need not be
-written; elsewhere every decision is left to the device.
+On a CPU the host reads norms and decides in numbers what need not be written; elsewhere every
+decision is left to the device.
 """
 
+from __future__ import annotations
+
 import math
+from array import array
 from collections.abc import Iterator, Sequence
-from ctypes import c_double, c_float
+from ctypes import c_float
+from itertools import cycle
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
-from tritonclip.backends.interface import Batch, Clip, PartialNorms
+from tritonclip.backends.interface import Batch, Clip, Limit, PartialNorms
 
 # Elements of a tensor that is read at a time, to bound temporaries: 1 MiB of float64.
 PIECE = 131072
-# The same for 2-norms by rows, whose temporaries are in float32. The 124M elements of GPT-2 took
-# 44, 27, 22 and 20 ms in pieces of 2^17, 2^19, 2^20 and 2^21 elements of float32, and 70, 47, 35
-# and 37 ms of bfloat16, beside another busy process. (torch 2.13, EPYC, 2 threads.)
-LONG_PIECE = 2**20
-# Elements of a tensor that is measured together with others: a copy costs less than its operators.
-SMALL = 4096
+# The same for half types by rows: the 2^20 elements took 390 us at once, and 270 us in pieces whose
+# copies in float32 stay in cache. (torch 2.13, EPYC, 1 thread.)
+LONG_PIECE = 2**18
+# Elements of a tensor that is measured together with others. A call for each took 30 us in a list
+# of ten, and one for all of them 11 us. (As above.)
+SMALL = 16384
+# Elements of a tensor that fits a core's cache, where two operators for a list take less time than
+# one for each tensor: 129 us for those of ResNet-20 by value, in place of 180. (As above.)
+_CACHED = 2**16
 # Powers of float32, at most, whose sums are normal numbers of float64: from 2^(-149 * 6) on.
 MOST_IN_FLOAT64 = 6
 # Elements of a row whose squares are added up in float32, so few that no norm can be wrong by 1e-6.
 # With u = 2^-24, torch adds up a row of n elements in w lanes, n / w + w - 1 roundings each: the
 # root is off by half of as many u, and the roundings of root and result add 2u. With w = 8 (x86)
-# and 4 (NEON) these are 5.7e-7 and 6.9e-7.
+# and 4 (NEON) these are 5.7e-7 and 6.9e-7. In float64 as many rows as add 2e-13.
 ROW = 64
+_ROW_OF_DOUBLES = 4096
 # A norm of rows that is smaller may have lost squares to underflow; one that is not finite may have
 # overflowed. From there on the sum of squares is 2^-60 or more, of which 2^31 elements that lose
-# 2^-126 each are 2^-35.
+# 2^-126 each are 2^-35. In float64 they lose 2^-1022 each.
 _TRUSTED = 2.0**-30
+_TRUSTED_DOUBLE = 2.0**-478
 # Dtypes that PyTorch, loops and kernels have arithmetic for; float8 has none.
 ARITHMETIC = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_SQUARED = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class TorchLayout:
@@ -51,13 +60,13 @@ class TorchLayout:
         self.n_bytes = 0
         self._on_host = on_host
 
-    def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> "TorchBatch":
+    def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> TorchBatch:
         """The gradients of a call."""
         return TorchBatch(tensors, self.dtype, on_host=self._on_host)
 
     def finite_each(self, norms: PartialNorms) -> list[bool]:
         """Which gradients are finite: there is one partial norm for each."""
-        finite: list[bool] = torch.isfinite(norms).tolist()
+        finite: list[bool] = torch.isfinite(as_tensor(norms)).tolist()
         return finite
 
 
@@ -73,39 +82,34 @@ class TorchBatch:
         self.tensors, self.dtype = tensors, dtype
         self._on_host = on_host
 
-    def norm(self, norm_type: float, *, per_gradient: bool) -> Tensor:
-        """Measures the gradients: one partial norm a gradient, or one."""
+    def norm(self, norm_type: float, *, per_gradient: bool) -> PartialNorms:
+        """Measures the gradients: numbers on the host; a partial norm a gradient, if asked for."""
         tensors, wide = self.tensors, wide_dtype(self.tensors[0].device)
-        by_one_call = per_gradient and self._on_host and norm_type == 2.0
-        if (
-            by_one_call
-            and tensors[0].dtype in _SQUARED
-            and max(map(Tensor.numel, tensors)) <= SMALL
-        ):
-            # Of narrower dtypes, no square overflows or vanishes in float64.
-            return torch.stack(torch._foreach_norm(tensors, 2.0, wide))
+        if self._on_host and norm_type == 2.0:
+            return two_norms_on_host(tensors, per_gradient=per_gradient)
         lists = [[tensor] for tensor in tensors] if per_gradient else [tensors]
-        norms = torch.stack([norm_of(own, norm_type, wide, on_host=self._on_host) for own in lists])
+        norms = torch.stack([norm_of(own, norm_type, wide) for own in lists])
         if per_gradient and norm_type == -math.inf:
-            for i, tensor in enumerate(self.tensors):
+            for i, tensor in enumerate(tensors):
                 if tensor.numel() == 0:
                     norms[i] = 0.0
-        return norms
+        return norms.tolist() if self._on_host else norms
 
-    def two_norms(self) -> tuple[Tensor, Tensor]:
+    def two_norms(self) -> tuple[PartialNorms, PartialNorms]:
         """Measures the 2-norms of all gradients and of each: the norms of each are partial ones."""
         norms = self.norm(2.0, per_gradient=True)
         return norms, norms
 
-    def statistics(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def statistics(self) -> tuple[PartialNorms, PartialNorms, PartialNorms, PartialNorms]:
         """Measures 2-norms, and norms of each gradient of order inf and 0: a reading for each."""
         largest, counts = (self.norm(p, per_gradient=True) for p in (math.inf, 0.0))
         return *self.two_norms(), largest, counts
 
     def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms, 0-d."""
-        norm = combine(as_tensor(norms), norm_type)
-        return unscaled(norm, norm_type, grad_scale).to(self.dtype)
+        if isinstance(norms, list):
+            norms = as_tensor([combine_numbers(norms, norm_type)])
+        return unscaled(combine(norms, norm_type), norm_type, grad_scale).to(self.dtype)
 
     def total_each(
         self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor
@@ -123,36 +127,53 @@ class TorchBatch:
 
     def scale_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         """Multiplies all gradients by one coefficient."""
+        if self._on_host:
+            numbers = norms if isinstance(norms, list) else norms.tolist()
+            total = combine_numbers(numbers, clip.norm_type)
+            norms, least = self._scale_on_host_([total], clip)
+            return norms[0], least
         norm = self.total(norms, clip.norm_type, clip.grad_scale)
-        if self._on_host and not isinstance(clip.grad_scale, Tensor) and clip.grad_scale == 1:
-            return norm, self._scale_on_host_(norm, clip)
         coefficient = coefficient_of(norm, clip.limit, clip.eps)
         factors = factors_of(coefficient, clip.grad_scale, self.tensors[0].dtype)
         erase = ~torch.isfinite(norm) if clip.erase else None
-        if not self._on_host:
-            multiply_(self.tensors, factors, erase)
-            return norm, coefficient if erase is None else torch.where(erase, 0.0, coefficient)
-        if erase is not None and bool(erase):
+        multiply_(self.tensors, factors, erase)
+        return norm, coefficient if erase is None else torch.where(erase, 0.0, coefficient)
+
+    def _scale_on_host_(self, norms: list[float], clip: Clip) -> tuple[Tensor, float]:
+        """Multiplies by numbers: by that of the only norm, or each gradient by that of its own."""
+        own = results_of(norms, clip.norm_type, clip.grad_scale, self.dtype)
+        norm = torch.frombuffer(own, dtype=self.dtype)
+        if not math.isfinite(own[0]) if clip.erase is True else clip.erase:
             torch._foreach_zero_(self.tensors)
             return norm, 0.0
-        if factors[0] != 1:
-            multiply_(self.tensors, without_ones(factors), None)
-        return norm, float(coefficient)
-
-    def _scale_on_host_(self, norm: Tensor, clip: Clip) -> float:
-        """As `scale_`, by numbers: operators take longer than their work on small gradients."""
-        number = norm.item()
-        if clip.erase and not math.isfinite(number):
-            torch._foreach_zero_(self.tensors)
-            return 0.0
-        limit = clip.limit.item() if isinstance(clip.limit, Tensor) else clip.limit
-        coefficient = _number(number, limit, clip.eps, norm.dtype)
-        if coefficient != 1:
-            factor = torch.full((), coefficient, dtype=norm.dtype, device=norm.device)
-            multiply_(
-                self.tensors, without_ones(factors_of(factor, 1.0, self.tensors[0].dtype)), None
-            )
-        return coefficient
+        factors = coefficients = _coefficients(own, clip.limit, clip.eps)
+        total, scale = sum(coefficients), float(clip.grad_scale)
+        # min may miss NaN.
+        least = total if math.isnan(total) else min(coefficients)
+        dtype = torch.float64 if self.tensors[0].dtype == torch.float64 else torch.float32
+        if scale != 1 or dtype != self.dtype:
+            (scale,) = array(own.typecode, [scale])
+            quotients = array(own.typecode, [one / scale for one in coefficients])
+            factors = array("d" if dtype == torch.float64 else "f", quotients)
+            tiny = torch.finfo(dtype).tiny
+            if any(f < tiny and c > 0 for f, c in zip(factors, coefficients, strict=True)):
+                # One factor would lose digits.
+                pair = factors_of(torch.frombuffer(coefficients, dtype=self.dtype), scale, dtype)
+                multiply_each_(self.tensors, [one.expand(len(self.tensors)) for one in pair], None)
+                return norm, least
+        n_ones = factors.count(1.0)
+        if n_ones == len(factors):
+            return norm, least
+        by = torch.frombuffer(factors, dtype=dtype).unbind()
+        if len(by) == 1:
+            torch._foreach_mul_(self.tensors, by[0])
+            return norm, least
+        changed = self.tensors
+        if n_ones:
+            over = [i for i, factor in enumerate(factors) if factor != 1]
+            changed, by = [changed[i] for i in over], tuple(by[i] for i in over)
+        torch._foreach_mul_(changed, by)
+        return norm, least
 
     def add_to_(self, sums: Batch, norms: PartialNorms, clip: Clip) -> Tensor:
         """Adds all gradients times one coefficient to other tensors; the gradients are scaled."""
@@ -170,32 +191,27 @@ class TorchBatch:
 
     def scale_each_(self, norms: PartialNorms, clip: Clip) -> tuple[Tensor, float | Tensor]:
         """Multiplies each gradient by the coefficient of its norm."""
+        if self._on_host:
+            return self._scale_on_host_(norms if isinstance(norms, list) else norms.tolist(), clip)
+        erase = clip.erase if isinstance(clip.erase, Tensor) else None
         norm = self.total_each(norms, clip.norm_type, clip.grad_scale)
         coefficient = coefficient_of(norm, clip.limit, clip.eps)
         factors = factors_of(coefficient, clip.grad_scale, self.tensors[0].dtype)
-        erase = clip.erase if isinstance(clip.erase, Tensor) else None
-        if not self._on_host:
-            multiply_each_(self.tensors, factors, erase)
-            return norm, coefficient if erase is None else torch.where(erase, 0.0, coefficient)
-        if erase is not None and bool(erase):
-            torch._foreach_zero_(self.tensors)
-            return norm, 0.0
-        changed = (factors[0] != 1).nonzero().flatten()
-        if changed.numel():
-            chosen = [self.tensors[i] for i in changed.tolist()]
-            multiply_each_(chosen, [factor[changed] for factor in without_ones(factors)], None)
-        return norm, float(coefficient.min())
+        multiply_each_(self.tensors, factors, erase)
+        return norm, coefficient if erase is None else torch.where(erase, 0.0, coefficient)
 
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
         """Clamps the gradients."""
         tensors = self.tensors
         if isinstance(grad_scale, Tensor) or grad_scale != 1:
             unscale_and_clamp_(tensors, low, high, grad_scale)
-        elif self._on_host and max(map(Tensor.numel, tensors)) > SMALL:
-            # One pass, where foreach takes two.
+            return
+        if self._on_host and max(map(Tensor.numel, tensors)) > _CACHED:
             for tensor in tensors:
-                tensor.clamp_(low, high)
-        else:
+                if tensor.numel() > _CACHED:
+                    tensor.clamp_(low, high)
+            tensors = [tensor for tensor in tensors if tensor.numel() <= _CACHED]
+        if tensors:
             torch._foreach_clamp_min_(tensors, low)
             torch._foreach_clamp_max_(tensors, high)
 
@@ -215,21 +231,73 @@ def as_tensor(norms: PartialNorms) -> Tensor:
     return torch.tensor(norms, dtype=torch.float64, device="cpu")
 
 
-def norm_of(
-    tensors: list[Tensor], norm_type: float, dtype: torch.dtype, *, on_host: bool
-) -> Tensor:
+def two_norms_on_host(tensors: list[Tensor], *, per_gradient: bool) -> list[float]:
+    """2-norms of tensors on a CPU: of each, or of any parts of them whose norm is that of all."""
+    sizes = list(map(Tensor.numel, tensors))
+    long = [tensor for tensor, n in zip(tensors, sizes, strict=True) if n > SMALL]
+    short = [tensor for tensor in tensors if tensor.numel() <= SMALL] if long else tensors
+    norms: list[float] = []
+    few = sum(map(Tensor.numel, short)) <= LONG_PIECE
+    size = len(short) if few else LONG_PIECE // SMALL
+    for i in range(0, len(short), size or 1):
+        own = short[i : i + size]
+        flat: Tensor = _flatten_dense_tensors(own)
+        norms += _norms_of_segments(flat, own) if per_gradient else [_two_norm(flat)]
+    if not long:
+        return norms
+    if not per_gradient:
+        return norms + list(map(_two_norm, long))
+    each = iter(norms)
+    pairs = zip(tensors, sizes, strict=True)
+    return [_two_norm(tensor) if n > SMALL else next(each) for tensor, n in pairs]
+
+
+def _norms_of_segments(flat: Tensor, tensors: list[Tensor]) -> list[float]:
+    """The 2-norms of small tensors, which lie end to end in one."""
+    # Half the time of torch.tensor.
+    lengths = torch.frombuffer(array("q", map(Tensor.numel, tensors)), dtype=torch.int64)
+    squares = flat.double().square()
+    sums = torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True)
+    norms: list[float] = sums.sqrt_().tolist()
+    if flat.dtype == torch.float64:
+        # Of narrower dtypes, no square overflows or vanishes in float64.
+        for i, norm in enumerate(norms):
+            if not _TRUSTED_DOUBLE <= norm < math.inf:
+                norms[i] = norm_of([tensors[i]], 2.0, torch.float64).item()
+    return norms
+
+
+def _two_norm(x: Tensor) -> float:
+    """The 2-norm of a tensor on a CPU, from norms of rows where it is long."""
+    n, least, norms = x.numel(), _TRUSTED_DOUBLE, x
+    if x.dtype != torch.float64:
+        least = _TRUSTED if n > SMALL else 0.0
+    if n > SMALL:
+        flat, row, dtype = x.reshape(-1), ROW, torch.float32
+        if x.dtype == torch.float64:
+            row, dtype = _ROW_OF_DOUBLES, x.dtype
+        rest = n % row
+        pieces = flat[: n - rest].split(LONG_PIECE) if rest or n > LONG_PIECE else (flat,)
+        rows = [torch.linalg.vector_norm(p.view(-1, row), 2, 1, dtype=dtype) for p in pieces]
+        # Elements that are left over are rows of one.
+        rows += [flat[n - rest :].to(dtype)] if rest else []
+        norms = torch.cat(rows) if len(rows) > 1 else rows[0]
+    norm: float = torch.linalg.vector_norm(norms, dtype=torch.float64).item()
+    # In float64, a norm of narrow dtypes is right, whatever it is.
+    if least and not least <= norm < math.inf:
+        return norm_of([x], 2.0, torch.float64).item()
+    return norm
+
+
+def norm_of(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
     """The norm of tensors, 0-d, for any device, norm type and magnitude.
 
     Args:
         tensors: at least one.
         norm_type: p of the p-norm.
         dtype: of the result: the widest of the device.
-        on_host: values can be read without a wait.
     """
-    if on_host and norm_type == 2.0 and tensors[0].dtype != torch.float64:
-        norms = [_two_norm_by_rows(piece, dtype) for piece in _pieces(tensors, LONG_PIECE)]
-    else:
-        norms = [_norm_of_piece(piece, norm_type, dtype) for piece in _pieces(tensors, PIECE)]
+    norms = [_norm_of_piece(piece, norm_type, dtype) for piece in _pieces(tensors, PIECE)]
     if not norms:
         nothing = math.inf if norm_type == -math.inf else 0.0
         return torch.full((), nothing, dtype=dtype, device=tensors[0].device)
@@ -251,20 +319,6 @@ def _pieces(tensors: list[Tensor], size: int) -> Iterator[Tensor]:
         n += tensor.numel()
     if n:
         yield small[0] if len(small) == 1 else torch.cat(small)
-
-
-def _two_norm_by_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The 2-norm of a long piece, 0-d, from norms of rows in float32."""
-    n = x.numel() // ROW * ROW
-    if n > SMALL:
-        rows = torch.linalg.vector_norm(x[:n].float().view(-1, ROW), dim=1)
-        norm: Tensor = torch.linalg.vector_norm(rows, dtype=dtype)
-        if n < x.numel():
-            norm = norm.hypot(_norm_of_piece(x[n:], 2.0, dtype))
-        if _TRUSTED <= norm.item() < math.inf:
-            return norm
-    norms = [_norm_of_piece(piece, 2.0, dtype) for piece in x.split(PIECE)]
-    return norms[0] if len(norms) == 1 else combine(torch.stack(norms), 2.0)
 
 
 def _norm_of_piece(x: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
@@ -300,6 +354,35 @@ def combine(norms: Tensor, norm_type: float) -> Tensor:
     return _norm_of_piece(norms, norm_type, norms.dtype)
 
 
+def results_of(
+    norms: list[float], norm_type: float, grad_scale: float | Tensor, dtype: torch.dtype
+) -> array[float]:
+    """Norms as results of a dtype have them: without the loss scale, and rounded."""
+    scale = float(grad_scale)
+    own = [norm / scale for norm in norms] if scale != 1 and norm_type else norms
+    return array("d" if dtype == torch.float64 else "f", own)
+
+
+def combine_numbers(norms: list[float], p: float) -> float:
+    """The norm of a whole from the norms of its parts."""
+    total, largest = sum(norms), max(norms)
+    # NaN stays in a sum, and may be lost in max and hypot.
+    if p in (0, 1) or len(norms) == 1 or math.isnan(total):
+        return total
+    # 0 for -0, too.
+    if p == -math.inf:
+        return min(norms) + 0.0
+    if p == math.inf or not 0 < largest < math.inf:
+        return largest + 0.0
+    if p == 2:
+        return math.hypot(*norms)
+    try:
+        unit: float = sum((norm / largest) ** p for norm in norms) ** (1 / p)
+    except OverflowError:
+        return math.inf
+    return largest * unit
+
+
 def unscaled(norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
     """Norms divided by the loss scale; a count of elements carries none."""
     is_scaled = norm_type and (isinstance(grad_scale, Tensor) or grad_scale != 1)
@@ -321,15 +404,16 @@ def coefficient_of(norm: Tensor, limit: float | Tensor, eps: float) -> Tensor:
     return torch.where(keep, 1.0, ratio)
 
 
-def _number(norm: float, limit: float, eps: float, dtype: torch.dtype) -> float:
-    """`coefficient_of` in numbers, each rounded as a tensor of the dtype rounds it."""
-    rounded = c_double if dtype == torch.float64 else c_float
-    bound = rounded(norm + rounded(eps).value).value
-    limit = rounded(limit).value
-    if bound == 0 or (limit == math.inf and norm == norm):
-        return 1.0
-    ratio: float = rounded(limit / bound).value
-    return 1.0 if ratio > 1 else ratio
+def _coefficients(norms: array[float], limit: Limit, eps: float) -> array[float]:
+    """`coefficient_of` in numbers, each rounded as a tensor of the array's type rounds it."""
+    code = norms.typecode
+    if isinstance(limit, Tensor):
+        limit = limit.tolist()
+    limits = array(code, limit if isinstance(limit, list) else [limit])
+    (eps,) = array(code, [eps])
+    pairs = zip(array(code, [norm + eps for norm in norms]), cycle(limits), strict=False)
+    # A limit may be NaN.
+    return array(code, [most / b if b and not most >= b else 1.0 for b, most in pairs])
 
 
 def factors_of(coefficient: Tensor, grad_scale: float | Tensor, dtype: torch.dtype) -> list[Tensor]:
@@ -348,11 +432,6 @@ def factors_of(coefficient: Tensor, grad_scale: float | Tensor, dtype: torch.dty
         torch.where(is_less, least, torch.ones_like(multiplier)),
     ]
     return [factor.to(wide) for factor in factors]
-
-
-def without_ones(factors: list[Tensor]) -> list[Tensor]:
-    """Factors without a second one that is 1 everywhere; reads its values."""
-    return factors[:1] if len(factors) > 1 and bool((factors[1] == 1).all()) else factors
 
 
 def as_scalar(number: float | Tensor, like: Tensor) -> Tensor:

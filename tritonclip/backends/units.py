@@ -21,7 +21,6 @@ from tritonclip.backends.operators import (
     norm_of,
     unscaled,
     wide_dtype,
-    without_ones,
 )
 
 
@@ -131,7 +130,7 @@ class TorchUnits:
         if changed.numel():
             ends = torch.tensor(self.layout.ends, device="cpu")
             indices = torch.searchsorted(ends, changed, right=True).unique_consecutive()
-            self._multiply_(indices.tolist(), without_ones(factors), None)
+            self._multiply_(indices.tolist(), _without_ones(factors), None)
         return norm, float(coefficient.min())
 
     def _coefficients(self, norms: Tensor, clip: Clip) -> Tensor:
@@ -178,7 +177,7 @@ def unit_norms(tensor: Tensor, *, on_host: bool) -> Tensor:
     if not length:
         return torch.zeros(n, dtype=wide, device=tensor.device)
     if length > PIECE:
-        return torch.stack([norm_of([row], 2.0, wide, on_host=on_host) for row in rows])
+        return torch.stack([norm_of([row], 2.0, wide) for row in rows])
     pieces = rows.split(PIECE // length) if rows.numel() > PIECE else [rows]
     norms = [norms_of_rows(piece, wide) for piece in pieces]
     return norms[0] if len(norms) == 1 else torch.cat(norms)
@@ -209,6 +208,11 @@ def as_real(tensor: Tensor) -> Tensor:
 def as_rows(real: Tensor, *, whole: bool) -> Tensor:
     """A tensor whose slices along the first dimension are the units."""
     return real.unsqueeze(0) if whole or not real.shape[0] else real
+
+
+def _without_ones(factors: list[Tensor]) -> list[Tensor]:
+    """Factors without a second one that is 1 everywhere; reads its values."""
+    return factors[:1] if len(factors) > 1 and bool((factors[1] == 1).all()) else factors
 
 
 def _multiply_units_(grad: Tensor, factors: list[Tensor], erase: Tensor | None) -> None:

@@ -221,10 +221,10 @@ def _add_to_(
             refuse_common_memory(sums, grads, label_of)
         norm = _scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=zero_nonfinite).norm
         gradients.finish_writing()
-        if any(own.is_neg() or own.is_conj() for own in sums):
+        if any(total.is_neg() or total.is_conj() for total in sums):
             # foreach writes no lazily negated or conjugated tensors.
-            for own, grad in zip(sums, grads, strict=True):
-                own.add_(grad)
+            for total, grad in zip(sums, grads, strict=True):
+                total.add_(grad)
         elif sums:
             torch._foreach_add_(list(sums), list(grads))
         assert norm is not None

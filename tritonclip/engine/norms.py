@@ -14,8 +14,13 @@ from torch import Tensor
 from tritonclip.backends import adaptive, choose
 from tritonclip.backends.choose import layout_of, torch_layout
 from tritonclip.backends.interface import Batch, Layout, PartialNorms
-from tritonclip.backends.native import combine_numbers, results_of
-from tritonclip.backends.operators import as_tensor, unscaled, wide_dtype
+from tritonclip.backends.operators import (
+    as_tensor,
+    combine_numbers,
+    results_of,
+    unscaled,
+    wide_dtype,
+)
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.spectra import batches_of
 from tritonclip.engine.units import Units

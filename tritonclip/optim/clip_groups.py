@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tritonclip.backends import choose
-from tritonclip.backends.native import combine_numbers
+from tritonclip.backends.operators import combine_numbers
 from tritonclip.distributed.agreement import agree, describe_parameters, describe_rule
 from tritonclip.distributed.execute import check as check_gradients
 from tritonclip.distributed.execute import exchange, is_awaited, is_reduced
