@@ -11,13 +11,16 @@ from tritonclip.messages import warn_user
 
 # Calls in a row without a gradient that are warned of.
 IN_VAIN = 3
-# Calls after which one that found no gradient is forgotten, and lists that are known at a time.
+# Calls after which one that found no gradient is forgotten.
 _PATIENCE = 100
+# Lists that are known at a time.
+_MOST_LISTS = 8
 
 # How many of the next calls are looked at.
 calls = 0
-# Lists without a gradient: by the id of their first parameter, the number of calls in a row.
-_in_vain: dict[int, int] = {}
+# Lists without a gradient, by the id of their smallest parameter: it, which stays alive so that no
+# other one gets its id, and the number of calls in a row.
+_in_vain: dict[int, tuple[Tensor, int]] = {}
 _was_warned = False
 
 
@@ -26,16 +29,16 @@ def look(gradients: Gradients) -> None:
     global calls
     calls -= 1
     if gradients.tensors:
-        _in_vain.pop(id(_first_of(gradients)), None)
+        _in_vain.pop(id(_smallest_of(gradients)), None)
     if calls <= 0:
         _in_vain.clear()
     if not _in_vain:
         calls = 0
 
 
-def _first_of(gradients: Gradients) -> Tensor | None:
-    """The first parameter that the list was collected from; None where that is not known."""
-    return gradients.sources[0] if gradients.sources else None
+def _smallest_of(gradients: Gradients) -> Tensor | None:
+    """The smallest parameter that the list was collected from; None where that is not known."""
+    return min(gradients.sources or (), key=Tensor.numel, default=None)
 
 
 def warn_of_nothing(gradients: Gradients) -> None:
@@ -44,15 +47,16 @@ def warn_of_nothing(gradients: Gradients) -> None:
     if text := gradients.warning():
         warn_user(text)
         return
-    first = _first_of(gradients)
+    smallest = _smallest_of(gradients)
     # Gradients that are there have need_clip = False.
-    if _was_warned or first is None or any(p.grad is not None for p in gradients.sources or ()):
+    if _was_warned or smallest is None or any(p.grad is not None for p in gradients.sources or ()):
         return
-    count = _in_vain.pop(id(first), 0) + 1
+    _, count = _in_vain.pop(id(smallest), (smallest, 0))
+    count += 1
     if count < IN_VAIN:
-        if len(_in_vain) == _PATIENCE:
+        if len(_in_vain) == _MOST_LISTS:
             del _in_vain[next(iter(_in_vain))]
-        _in_vain[id(first)] = count
+        _in_vain[id(smallest)] = smallest, count
         calls = _PATIENCE
         return
     _was_warned = True
