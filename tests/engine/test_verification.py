@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,18 @@ from cases import (
     each_rule,
     normal,
     of_sizes,
+    parameter,
     parameters,
 )
 
 import tritonclip
-from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, VerificationError
+from tritonclip import (
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByUnitNorm,
+    ClipByValue,
+    VerificationError,
+)
 
 RULES = each_rule(0.5, 0.1)
 SIZES = (0, 1, 7, 300, CHUNK + 1)
@@ -318,3 +326,62 @@ def test_a_limit_beyond_float32_clips_nothing(device):
     with tritonclip.verify():
         tritonclip.clip_(parameters(grads), 6.5e38)
     assert_bits(grads, [torch.full((33_000,), 2e37, dtype=torch.bfloat16)])
+
+
+def add_clipped(weight, limit, grad_scale=None):
+    """Adds the gradient of a weight, clipped, to the sum that it has as well."""
+    grad, weight.grad = weight.grad, weight.sum_of_grads
+    with tritonclip.accumulate_([weight], limit, grad_scale=grad_scale):
+        weight.backward(grad)
+
+
+# The verb that writes, and the call, of a weight with a gradient and a limit.
+CALLS: dict[str, tuple[str, Any]] = {
+    "clip_": ("scale_", tritonclip.clip_),
+    "scale-3": ("scale_", lambda one, limit: tritonclip.clip_(one, limit, grad_scale=3.0)),
+    "scale-0.7": ("scale_", lambda one, limit: tritonclip.clip_(one, limit, grad_scale=0.7)),
+    "by-norm": ("scale_each_", lambda one, limit: tritonclip.clip_(one, ClipByNorm(limit))),
+    "by-unit": ("", lambda one, limit: tritonclip.clip_(one, ClipByUnitNorm(limit, eps=1.0))),
+    "known-norm": (
+        "scale_",
+        lambda one, limit: tritonclip.clip_grads_with_norm_(one, limit, one.grad.norm(torch.inf)),
+    ),
+    "sum": ("add_to_", add_clipped),
+    "sum-scale-0.7": ("add_to_", lambda one, limit: add_clipped(one, limit, 0.7)),
+}
+
+
+def weight_of(size, dtype, device):
+    """A weight whose gradient has elements of one size."""
+    weight: Any = parameter(torch.full((2, 4), size, dtype=dtype, device=device))
+    weight.sum_of_grads = torch.zeros_like(weight)
+    return weight
+
+
+@pytest.mark.parametrize("limit", [1e-5, 1e-3, 0.1])
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        pytest.param(torch.float32, 5e37, id="float32"),
+        pytest.param(torch.bfloat16, 5e37, id="bfloat16"),
+        pytest.param(torch.complex64, 5e37, id="complex64"),
+        pytest.param(torch.float64, 3e307, id="float64"),
+    ],
+)
+@pytest.mark.parametrize("call", CALLS)
+def test_verify_accepts_a_subnormal_coefficient(device, call, dtype, size, limit):
+    """1e-5 over a norm of 1.4e38 has six bits in float32."""
+    with tritonclip.verify():
+        CALLS[call][1](weight_of(size, dtype, device), limit)
+
+
+@pytest.mark.parametrize("size", [1.0, 5e37])
+@pytest.mark.parametrize("call", [name for name, (verb, _) in CALLS.items() if verb])
+def test_verify_finds_a_tenth(verbs, device, monkeypatch, call, size):
+    """At usual magnitudes, and where the coefficient is a subnormal number."""
+    verb, run = CALLS[call]
+    weight = weight_of(size, torch.float32, device)
+    written = weight.sum_of_grads if verb == "add_to_" else weight.grad
+    break_scale(monkeypatch, verbs, lambda: written[1, 3].mul_(1.1), verb)
+    with tritonclip.verify(), pytest.raises(VerificationError, match=r"\[1, 3\]: got"):
+        run(weight, 1e-5)
