@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from torch.nn import Module
 
 from tritonclip.clipping import Parameters, clip_
 from tritonclip.distributed import execute as sharded
-from tritonclip.distributed.gradients import collect, collect_tensors
+from tritonclip.distributed.gradients import ShardedGradients, collect, collect_tensors
 from tritonclip.distributed.process_groups import Copies, Processes, check_processes
-from tritonclip.distributed.shards import without_mesh
+from tritonclip.distributed.shards import replicated, without_mesh
 from tritonclip.engine import execute, misuse, traced
 from tritonclip.engine.checks import TORCH_REMEDY, refuse_negative
 from tritonclip.engine.gradients import Gradients
@@ -76,7 +76,8 @@ def clip_grad_norm_(
 
     Returns:
         The norm, 0-d; float64 if any gradient is float64, else float32; on the first gradient's
-        device.
+        device. With DTensors among the gradients a DTensor, replicated on the mesh of the first
+        one, as torch returns it; docs/distributed.md has more.
 
     Raises:
         TypeError, ValueError: an argument, or gradients, that :func:`clip_` refuses too.
@@ -85,7 +86,9 @@ def clip_grad_norm_(
     rule = _by_norm(_as_float("max_norm", max_norm), _as_float("norm_type", norm_type))
     policy = "error" if error_if_nonfinite else "propagate"
     if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
-        norm = traced.clip_(clip_, parameters, rule, policy, None, None, process_group, copies)
+        norm = traced.clip_(
+            _clip_eagerly_, parameters, rule, policy, None, None, process_group, copies
+        )
     else:
         processes = None
         if process_group is not None or copies is not None:
@@ -93,6 +96,8 @@ def clip_grad_norm_(
         gradients = _collect(parameters, foreach, processes)
         clip_list_ = execute.clip_ if gradients.sharding is None else sharded.clip_
         norm = clip_list_(gradients, rule, policy, remedy=TORCH_REMEDY)
+        if isinstance(gradients, ShardedGradients):
+            norm = replicated(cast(Tensor, norm), gradients.wrappers)
         if misuse.calls:
             misuse.look(gradients)
     return cast(Tensor, norm)
@@ -177,6 +182,7 @@ def get_total_norm(
 
     Returns:
         The norm, 0-d; float64 if any tensor is float64, else float32; on the first tensor's device.
+        With DTensors among the tensors a DTensor, replicated on the mesh of the first one.
 
     Raises:
         TypeError, ValueError: tensors that have no norm, such as integer, nested and overlapping
@@ -197,7 +203,10 @@ def get_total_norm(
         gradients = collect_tensors(tensors, processes=processes)
         if foreach:
             _check_foreach(gradients)
-    return sharded.total_norm(gradients, order, error_if_nonfinite)
+    norm = sharded.total_norm(gradients, order, error_if_nonfinite)
+    if isinstance(gradients, ShardedGradients):
+        norm = replicated(norm, gradients.wrappers)
+    return norm
 
 
 def clip_grads_with_norm_(
@@ -266,6 +275,15 @@ def clip_grads_with_norm_(
         sharded.scale_(gradients, rule, total_norm)
         if misuse.calls:
             misuse.look(gradients)
+
+
+def _clip_eagerly_(
+    parameters: Parameters, rule: ClipByGlobalNorm, *, nonfinite: str, **options: Any
+) -> Tensor:
+    """`clip_grad_norm_` with the arguments of `clip_`, for a graph that breaks."""
+    given = {name: value for name, value in options.items() if value is not None}
+    max_norm: Any = rule.max_norm
+    return clip_grad_norm_(parameters, max_norm, rule.norm_type, nonfinite == "error", **given)
 
 
 def _collect(

@@ -30,13 +30,39 @@ def test_compiled_clip_of_distributed_tensors() -> None:
     parameters = [parameter((8, 3), mesh, [Shard(0)], seed=i) for i in range(2)]
     grads = [one.grad for one in parameters]
     expected = reference.total_norm([whole(grad) for grad in grads])
-    assert_norm(_compiled(lambda: tritonclip.get_total_norm(grads))(), expected)
+    norm = _compiled(lambda: tritonclip.get_total_norm(grads))()
+    assert_norm(whole(norm), expected)
     assert_norm(_compiled(lambda: tritonclip.clip_(iter(parameters), 1.0))(), expected)
     after = reference.total_norm([whole(grad) for grad in grads])
     assert after == pytest.approx(1.0, rel=1e-5)
-    norm = torch.tensor(2.0)
-    _compiled(lambda: tritonclip.clip_grads_with_norm_(parameters, 1.0, norm))()
-    assert reference.total_norm([whole(g) for g in grads]) == pytest.approx(0.5, rel=1e-5)
+    for known in (2.0 * norm, torch.tensor(2.0 * expected)):
+        step = _compiled(lambda norm: tritonclip.clip_grads_with_norm_(parameters, expected, norm))
+        step(known)
+    assert reference.total_norm([whole(g) for g in grads]) == pytest.approx(0.25, rel=1e-5)
+
+
+@pytest.mark.parametrize("limit", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
+@in_processes(2)
+def test_compiled_clip_grad_norm_of_distributed_tensors(limit: float) -> None:
+    one = parameter((8, 3), mesh_of(-1), [Shard(0)])
+    expected = reference.total_norm([whole(one.grad)], 3.0)
+
+    def step() -> torch.Tensor:
+        norm: Any = tritonclip.clip_grad_norm_([one], limit, 3.0)
+        whole_norm: torch.Tensor = norm.full_tensor()
+        return whole_norm
+
+    assert_norm(_compiled(step)(), expected)
+    assert reference.total_norm([whole(one.grad)], 3.0) == pytest.approx(0.5, rel=1e-5)
+
+
+@in_processes(2)
+def test_compiled_clip_grad_norm_of_distributed_tensors_raises_as_torch() -> None:
+    one = parameter((8, 3), mesh_of(-1), [Shard(0)])
+    one.grad.to_local()[0] = torch.nan
+    step = _compiled(lambda: tritonclip.clip_grad_norm_([one], 0.5, error_if_nonfinite=True))
+    with pytest.raises(RuntimeError, match="set `error_if_nonfinite=False`"):
+        step()
 
 
 @in_processes(2)

@@ -90,4 +90,4 @@ def test_docs_code_runs(section: str) -> None:
 
 
 def test_every_section_has_at_most_one_block() -> None:
-    assert len(_sections()) == PAGE.read_text().count("```python") == 13
+    assert len(_sections()) == PAGE.read_text().count("```python") == 14

@@ -1,27 +1,46 @@
-"""torch's own tests of clipping under FSDP2, by behavior: test_clip_grad_norm_1d and _2d.
+"""The import is swapped, and nothing else: on gloo, with DTensors, as with torch.
 
-They compare with a replicated model, count all-reduces, and look at every gradient afterwards. Here
-they run on gloo, with the import swapped.
+torch's own tests of clipping under FSDP2, by behavior: test_clip_grad_norm_1d and _2d. They compare
+with a replicated model, count all-reduces, and look at every gradient afterwards. Then the form of
+the norm, and what public trainers do with it.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import reference
 import torch
+from cases import assert_norm
 from processes import in_processes
-from spread import collectives_of, grads_of, local, mesh_of, whole
+from spread import (
+    collectives_of,
+    grads_of,
+    local,
+    loss_of,
+    mesh_of,
+    parameter,
+    sharded_network,
+    whole,
+)
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tritonclip import clip_grad_norm_
+import tritonclip
+from tritonclip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from tritonclip.monitor.history import read
 
 
 def _check(model: nn.Module, reference_model: nn.Module, inputs: Any, p: float) -> None:
@@ -88,3 +107,248 @@ def test_clip_grad_norm_2d(p: float) -> None:
         batch = torch.randn(4, 16)
         inputs.append((batch.chunk(2)[mesh.get_local_rank("dp")], batch))
     _check(model, reference_model, inputs, p)
+
+
+def _measured(parameters: Any, norm_type: float = 2.0, **options: Any) -> Tensor:
+    return get_total_norm(grads_of(parameters), norm_type, **options)
+
+
+CALLS = [
+    pytest.param(partial(clip_grad_norm_, max_norm=1.0), id="clip_grad_norm_"),
+    pytest.param(_measured, id="get_total_norm"),
+]
+
+
+def _check_form(norm: Tensor, mesh: DeviceMesh, expected: float) -> None:
+    """A DTensor that is whole in each process: reading it sends nothing."""
+    assert type(norm) is DTensor
+    assert norm.device_mesh is mesh
+    assert set(norm.placements) == {Replicate()}
+    for read_ in (DTensor.full_tensor, DTensor.item, float):
+        result, n = collectives_of(partial(read_, norm))
+        assert n == 0
+        assert_norm(torch.as_tensor(result), expected)
+
+
+@pytest.mark.parametrize("p", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("sizes", [(-1,), (2, -1)], ids=["line", "grid"])
+@in_processes(2, 4)
+def test_norm_of_distributed_tensors_has_torchs_form(
+    call: Callable[..., Tensor], sizes: tuple[int, ...], p: float
+) -> None:
+    mesh = mesh_of(*sizes)
+    placements = [Shard(0), Replicate()][: mesh.ndim]
+    parameters = [parameter((8, 3), mesh, placements, seed=i) for i in range(2)]
+    theirs: Any = torch.nn.utils.get_total_norm(grads_of(parameters), p)
+    expected = reference.total_norm([whole(grad) for grad in grads_of(parameters)], p)
+    norm, n = collectives_of(partial(call, parameters, norm_type=p))
+    assert n == 1
+    # A mesh of torch's cache may be an equal one.
+    assert (type(norm), mesh) == (type(theirs), theirs.device_mesh)
+    _check_form(norm, mesh, expected)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@in_processes(2)
+def test_norm_lies_on_the_mesh_of_the_first_distributed_gradient(
+    call: Callable[..., Tensor],
+) -> None:
+    """torch raises for plain tensors beside DTensors, and for two meshes."""
+    line, grid = mesh_of(-1), mesh_of(1, -1)
+    plain, one = parameter((3,), None, seed=1), parameter((8, 3), line, [Shard(0)], seed=2)
+    other = parameter((8, 3), grid, [Replicate(), Shard(0)], seed=3)
+    for parameters, mesh in (([plain, one, other], line), ([other, plain, one], grid)):
+        expected = reference.total_norm([whole(grad) for grad in grads_of(parameters)])
+        _check_form(call(parameters), mesh, expected)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@in_processes(2)
+def test_norm_of_a_group_is_a_distributed_tensor_where_a_gradient_is(
+    call: Callable[..., Tensor],
+) -> None:
+    """The processes of a mesh have the norm of the group; of plain tensors it is plain."""
+    group: Any = {"process_group": dist.group.WORLD}
+    mesh = DeviceMesh("cpu", [dist.get_rank()])
+    one = parameter((8, 3), mesh, [Shard(0)], seed=dist.get_rank())
+    whole_model = [parameter((8, 3), None, seed=rank).grad for rank in range(2)]
+    _check_form(call([one], **group), mesh, reference.total_norm(whole_model))
+    assert type(call([parameter((3,), None)], **group)) is Tensor
+
+
+@in_processes(4)
+def test_norm_lies_on_a_mesh_that_has_the_process() -> None:
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+    parameters = [parameter((8, 3), mesh, [Shard(0)], seed=i) for i, mesh in enumerate(meshes)]
+    norm = clip_grad_norm_(parameters, math.inf, process_group=dist.group.WORLD)
+    wholes = [parameter((8, 3), None, seed=i).grad for i in range(2)]
+    _check_form(norm, meshes[dist.get_rank() // 2], reference.total_norm(wholes))
+
+
+@in_processes(2)
+def test_norm_of_no_gradients_is_plain_as_torchs() -> None:
+    one = parameter((8, 3), mesh_of(-1), [Shard(0)])
+    one.grad = None
+    for call in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        norm = call([one], 1.0)
+        assert type(norm) is Tensor
+        assert norm == 0.0
+
+
+@in_processes(2)
+def test_clip_by_a_norm_that_is_a_distributed_tensor() -> None:
+    parameters = [parameter((8, 3), mesh_of(-1), [Shard(0)], seed=i) for i in range(2)]
+    _, n = collectives_of(partial(clip_grads_with_norm_, parameters, 0.5, _measured(parameters)))
+    assert n == 0
+    assert float(_measured(parameters)) == pytest.approx(0.5, rel=1e-5)
+
+
+@in_processes(2)
+def test_recorder_takes_the_norm_of_distributed_tensors() -> None:
+    """In one process only, as trainers log."""
+    norm = clip_grad_norm_([parameter((8, 3), mesh_of(-1), [Shard(0)])], 1.0)
+    path = Path(tempfile.mkdtemp(), "run.csv")
+    if dist.get_rank() == 0:
+        with tritonclip.record(path, write=True) as recorder:
+            recorder.add_(norm)
+        assert read(path).norms.tolist() == [norm.item()]
+    dist.barrier()
+
+
+@in_processes(2)
+def test_functional_clip_uses_the_norm_of_distributed_tensors() -> None:
+    norm = _measured([parameter((8, 3), mesh_of(-1), [Shard(0)])])
+    (clipped,), used = tritonclip.functional.clip_by_global_norm([torch.ones(3)], 1.0, norm)
+    assert_norm(used, float(norm))
+    torch.testing.assert_close(clipped, torch.ones(3) / float(norm))
+
+
+# What public trainers do around the call, with the functions of a module: torch's, or ours.
+
+
+def _torchtune(utils: Any, model: nn.Module) -> float:
+    """The norm is gathered in the same expression; "inf" only measures it."""
+    utils.clip_grad_norm_(model.parameters(), max_norm=float("inf")).full_tensor()
+    norm = utils.clip_grad_norm_(model.parameters(), max_norm=float("0.05")).full_tensor()
+    return float(norm)
+
+
+def _torchtune_of_any_model(utils: Any, model: nn.Module) -> float:
+    norm = utils.clip_grad_norm_(model.parameters(), max_norm=0.05)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def _total(utils: Any, parameters: list[Any], p: float) -> Tensor:
+    norm: Tensor = utils.get_total_norm(grads_of(parameters), p, False, True)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _torchtitan(utils: Any, model: nn.Module) -> float:
+    """Measured, reduced over stages in place, clipped; of an order that is no 2."""
+    p, parameters = 3.0, list(model.parameters())
+    total = _total(utils, parameters, p)
+    total **= p
+    total **= 1.0 / p
+    utils.clip_grads_with_norm_(parameters, 0.05, total, True)
+    assert torch.isfinite(total).all()
+    return float(total.item())
+
+
+def _torchtitan_of_experts(utils: Any, model: nn.Module) -> float:
+    """Two lists by mesh, of which one may be empty."""
+    lists: dict[bool, list[Any]] = {True: [], False: []}
+    parameters: Any = model.parameters()
+    for one in parameters:
+        lists[one.device_mesh.ndim == 2].append(one)
+    total = math.hypot(*[_total(utils, parameters, 2.0) for parameters in lists.values()])
+    for parameters in lists.values():
+        utils.clip_grads_with_norm_(parameters, 0.05, torch.tensor(total), True)
+    return total
+
+
+@contextmanager
+def _imported_from(utils: Any) -> Iterator[None]:
+    """Real trainers get the functions of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_"):
+            patch.setattr(torch.nn.utils, name, getattr(utils, name))
+        yield
+
+
+def _accelerate(utils: Any, model: nn.Module) -> float:
+    """The method reads nothing of its object. Axolotl calls it, too."""
+    accelerate = pytest.importorskip("accelerate", reason="needs tritonclip[integrations]")
+    clip = accelerate.Accelerator._clip_grad_norm_dtensor_aware
+    with _imported_from(utils):
+        norm = clip(None, list(model.parameters()), 0.05)
+    # As transformers logs it, and TRL.
+    assert norm.item() == norm.detach().item()
+    return float(norm.item())
+
+
+def _transformers(utils: Any, model: nn.Module) -> float:
+    transformers = pytest.importorskip("transformers", reason="needs tritonclip[integrations]")
+    with _imported_from(utils):
+        return float(transformers.Trainer._mixed_mesh_grad_norm(None, model, 0.05).item())
+
+
+def _lightning(utils: Any, model: nn.Module) -> float:
+    """Fabric returns the norm; the Trainer drops it."""
+    lightning = pytest.importorskip("lightning", reason="needs tritonclip[integrations]")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = lightning.fabric.strategies.SingleDeviceStrategy()
+    with _imported_from(utils):
+        norm = strategy.clip_gradients_norm(model, optimizer, 0.05)
+        lightning.pytorch.plugins.precision.Precision().clip_grad_by_norm(optimizer, 0.04)
+    return float(norm)
+
+
+def _timm(utils: Any, model: nn.Module) -> float:
+    """Of a generator, by keyword; the norm is dropped."""
+    utils.clip_grad_norm_((p for p in model.parameters()), 0.05, norm_type=2.0)
+    utils.clip_grad_value_(model.parameters(), 0.01)
+    return 0.0
+
+
+def _compare_with_torch(lines: Callable[[Any, nn.Module], float], make: Any) -> None:
+    ours, theirs = make(), make()
+    norm = lines(tritonclip, ours)
+    assert norm == pytest.approx(lines(torch.nn.utils, theirs), rel=1e-5)
+    for one, other in zip(grads_of(ours.parameters()), grads_of(theirs.parameters()), strict=True):
+        torch.testing.assert_close(local(one), local(other), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        _torchtune,
+        _torchtune_of_any_model,
+        _torchtitan,
+        _torchtitan_of_experts,
+        _accelerate,
+        _transformers,
+        _lightning,
+        _timm,
+    ],
+)
+@in_processes(2)
+def test_trainer_clips_as_with_torch(lines: Callable[[Any, nn.Module], float]) -> None:
+    def make() -> nn.Module:
+        model = sharded_network()
+        loss_of(model, 0).backward()
+        return model
+
+    _compare_with_torch(lines, make)
+
+
+@pytest.mark.parametrize("lines", [_torchtitan_of_experts, _accelerate, _transformers])
+@in_processes(4)
+def test_trainer_clips_two_meshes_as_with_torch(lines: Callable[[Any, nn.Module], float]) -> None:
+    def make() -> nn.Module:
+        grid = mesh_of(2, -1)
+        dense = [parameter((8, 3), mesh_of(-1), [Shard(0)], seed=i) for i in range(2)]
+        experts = [parameter((4, 6), grid, [Shard(0), Shard(1)], seed=i) for i in range(2, 4)]
+        return nn.ParameterList([*dense, *experts])
+
+    _compare_with_torch(lines, make)

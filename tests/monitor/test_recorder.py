@@ -9,6 +9,7 @@ import gc
 import json
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,8 +91,8 @@ def test_record_refuses_a_write_that_is_no_answer(path):
         tritonclip.record(path, write="rank 0")  # type: ignore[arg-type]
 
 
-DTENSOR = torch.ones(())
-DTENSOR.full_tensor = lambda: None  # type: ignore[attr-defined]
+DTENSOR: Any = torch.ones(())
+DTENSOR.placements = [SimpleNamespace(is_replicate=lambda: False)]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ DTENSOR.full_tensor = lambda: None  # type: ignore[attr-defined]
         ({"norm": torch.ones(3)}, ValueError, r"one real number, got shape \(3,\).*norms\.max"),
         ({"norm": torch.ones((), dtype=torch.complex64)}, ValueError, "one real number"),
         ({"norm": torch.ones((), device="meta")}, ValueError, "on meta"),
-        ({"norm": DTENSOR}, TypeError, "pass its full_tensor"),
+        ({"norm": DTENSOR}, ValueError, "pass its full_tensor"),
         ({"norm": 1.0, "coefficient": [1.0]}, TypeError, "coefficient must be a number"),
         ({"norm": 1.0, "limit": "inf"}, TypeError, "limit must be a number"),
         ({"norm": 1.0, "skipped": 1}, TypeError, "skipped must be a truth value"),

@@ -389,6 +389,21 @@ def without_mesh(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def replicated(norm: Tensor, dtensors: Sequence[Tensor]) -> Tensor:
+    """The norm of DTensors as a DTensor, as torch returns it, on the mesh of the first of them.
+
+    Nothing is sent. The norm itself where no mesh has this process, as without DTensors.
+    """
+    for dtensor in dtensors:
+        mesh = mesh_of(_get_spec(dtensor))
+        if mesh.get_coordinate() is not None:
+            from torch.distributed.tensor import DTensor, Replicate
+
+            placements = [Replicate()] * mesh.ndim
+            return DTensor.from_local(norm, mesh, placements, run_check=False)
+    return norm
+
+
 def _numbers_of_copies(parameters: Sequence[Tensor], copies: Any) -> list[int | None]:
     """The user's numbers of processes."""
     if copies is None:

@@ -13,7 +13,7 @@ from tritonclip.functional.formulas import coefficient_of
 from tritonclip.functional.norms import is_readable
 from tritonclip.functional.products import Coefficient
 from tritonclip.modes import is_traced
-from tritonclip.rules.arguments import as_limit
+from tritonclip.rules.arguments import as_limit, local_number
 
 
 def as_limit_or_tensor(name: str, value: object, *, may_be_nan: bool = False) -> float | Tensor:
@@ -30,6 +30,8 @@ def as_limit_or_tensor(name: str, value: object, *, may_be_nan: bool = False) ->
     """
     if not isinstance(value, Tensor):
         return as_limit(name, value)
+    # As `clip_grad_norm_` returns the norm of DTensors.
+    value = local_number(name, value)
     if not value.is_floating_point():
         raise TypeError(
             f"{name} must be a number or a floating-point tensor, got {value.dtype}: convert it "

@@ -20,6 +20,7 @@ from tritonclip.modes import refuse_tracer
 from tritonclip.monitor.history import SpikeCounter
 from tritonclip.monitor.history_file import COLUMNS, Cell, HistoryFile
 from tritonclip.monitor.row_buffer import Row, RowBuffer, Value
+from tritonclip.rules.arguments import local_number
 
 # Of the numbers of a row, which has no run, and of its cells.
 _NORM, _SKIPPED = COLUMNS.index("norm") - 1, COLUMNS.index("skipped")
@@ -258,7 +259,8 @@ class Recorder:
     ) -> None:
         """Adds a step. Values stay on their device until a flush; nothing waits for it.
 
-        Values are numbers or one-element tensors on any device; None is unknown.
+        Values are numbers or one-element tensors on any device; None is unknown. DTensors have to
+        be replicated, as :func:`clip_grad_norm_` returns the norm of DTensors.
 
         Args:
             norm: the global norm *before* clipping, as :func:`clip_` returns it; 0 or more.
@@ -443,11 +445,7 @@ def _checked_value(
         # As below, without asking whether a float is a number.
         return value
     if isinstance(value, Tensor):
-        if hasattr(value, "full_tensor"):
-            raise TypeError(
-                f"{name} must be a plain tensor, got a DTensor; pass its full_tensor(), which all "
-                "processes must call"
-            )
+        value = local_number(name, value)
         if value.numel() != 1 or value.is_complex() or value.is_meta:
             raise ValueError(
                 f"{name} must be one real number, got shape {tuple(value.shape)}, {value.dtype}, "
