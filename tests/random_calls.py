@@ -495,14 +495,12 @@ class Training:
         return torch.tensor(1.0)
 
     def step(self, optimizer: Any) -> None:
-        if self.scale is not None and self.scaler is None:
-            optimizer.grad_scale = self.scale
         if self.closes and self.scaler is None:
-            self.digest.call(optimizer.step, self.loss)
+            self.digest.call(optimizer.step, self.loss, grad_scale=self.scale)
             return
         self.loss()
         if self.scaler is None:
-            self.digest.call(optimizer.step)
+            self.digest.call(optimizer.step, grad_scale=self.scale)
             return
         self.digest.call(self.scaler.scale, torch.tensor(1.0))
         if self.choice.random() < 0.2:

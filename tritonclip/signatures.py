@@ -89,7 +89,8 @@ _REMEDIES: dict[str, dict[Sequence[str], str]] = {
     "ClippedOptimizer": {
         **_for_clip("ClippedOptimizer(optimizer"),
         _SETTINGS: "ClippedOptimizer(torch.optim.SGD(parameters, lr=0.1), 1.0)",
-        ("scaler", "grad_scale"): "tritonclip.GradScaler(), whose step(optimizer) unscales",
+        ("scaler",): "tritonclip.GradScaler(), whose step(optimizer) unscales",
+        ("grad_scale", "loss_scale"): "optimizer.step(grad_scale={value})",
     },
     "GradScaler": {
         (): 'GradScaler("cuda")',

@@ -156,6 +156,49 @@ def test_step_counts_as_clipped_if_any_evaluation_was(nonfinite):
     assert (stats.steps, stats.clipped_steps) == (1, 1)
 
 
+@pytest.mark.parametrize("nonfinite", ["propagate", "zero", "skip", "error", "async_error"])
+def test_step_divides_the_gradients_of_each_evaluation_by_the_loss_scale(nonfinite):
+    wrapper, closure = searched((4.0, 8.0, 1.0))
+    wrapper.nonfinite = nonfinite
+    wrapper.step(closure, grad_scale=4.0)
+    # As without a scale and with factors of 1, 2 and 0.25.
+    expected = [torch.tensor([1.5, 2.0]), torch.tensor([1.5, 2.0]), torch.tensor([0.75, 1.0])]
+    assert_bits(wrapper.optimizer.seen, expected)
+    assert wrapper.stats.last_norm == 5.0
+
+
+@pytest.mark.parametrize("with_closure", [False, True], ids=["plain", "closure"])
+@pytest.mark.parametrize("mode", [{}, {"fused": True}], ids=["for-loop", "fused"])
+@pytest.mark.parametrize("scale", [1024.0, torch.tensor(1024.0)], ids=["number", "tensor"])
+def test_loss_scale_holds_for_one_step(scale, mode, with_closure):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    wrapper = ClippedOptimizer(SGD([weight], lr=1.0, **mode), ClipByGlobalNorm(10.0, eps=0.0))
+    for options, factor in (({"grad_scale": scale}, 1024.0), ({}, 1.0)):
+        weight.grad = torch.tensor([3.0, 4.0]) * factor
+        wrapper.step((lambda: torch.tensor(1.0)) if with_closure else None, **options)
+        assert wrapper.stats.last_norm == 5.0
+    assert weight.tolist() == [-6.0, -8.0]
+
+
+@pytest.mark.parametrize(
+    ("scale", "error", "message"),
+    [
+        pytest.param(0.0, ValueError, "grad_scale must be positive", id="zero"),
+        pytest.param("8", TypeError, "grad_scale must be a number", id="text"),
+        pytest.param(torch.ones(2), ValueError, "must be a one-element", id="two"),
+        pytest.param(
+            torch.amp.GradScaler("cpu"), TypeError, r"pass its get_scale\(\)", id="scaler"
+        ),
+    ],
+)
+def test_loss_scale_is_checked_as_that_of_clip(scale, error, message):
+    weight, wrapper = one_weight()
+    before = weight.detach().clone()
+    with pytest.raises(error, match=message):
+        wrapper.step(grad_scale=scale)
+    assert_bits([weight], [before])
+
+
 @pytest.mark.parametrize("n", [1, 3, 100])
 def test_limit_of_zero_gives_a_coefficient_of_zero(n):
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(n)]

@@ -273,12 +273,11 @@ def test_statistics_where_a_gradient_is_missing_or_unscaled(tmp_path, device):
     def scaled() -> None:
         for param, grad in zip(params[1:], grads, strict=True):
             param.grad = grad.to(device) * 8
-        optimizer.grad_scale = torch.tensor(8.0, device=device)
 
     with tritonclip.record(tmp_path / "run.csv", each=True, statistics=True) as recorder:
         optimizer = ClippedOptimizer(SGD(params, lr=0.1, fused=True), 1e9, recorder=recorder)
         scaled()
-        optimizer.step()
+        optimizer.step(grad_scale=torch.tensor(8.0, device=device))
     with (tmp_path / "run.csv").open() as file:
         (row,) = csv.DictReader(file)
     assert statistics_of(row)[0] == (0.0, 0.0, 1.0)

@@ -284,9 +284,12 @@ def test_scaler_heeds_what_a_step_hook_changes(scaler_type, hook, expected):
     torch.testing.assert_close(weight.detach(), torch.tensor(expected))
 
 
-@pytest.mark.parametrize("scaler_type", SCALERS)
-def test_scaler_multiplies_with_a_scale_that_was_set_before(scaler_type):
-    weight, optimizer, scaler = weight_under(scaler_type, fused=True)
-    optimizer.grad_scale = torch.tensor(10.0)
-    scaler.step(optimizer)
-    torch.testing.assert_close(weight.detach(), torch.tensor([-0.3, -0.4]))
+def test_step_takes_scale_and_overflow_of_a_scaler_in_other_code():
+    """As of a package with a scaler of its own, which sets both and deletes both."""
+    weight, optimizer, _ = weight_under(torch.amp.GradScaler, fused=True)
+    for overflow, expected in ((1.0, [0.0, 0.0]), (0.0, [-0.6, -0.8])):
+        weight.grad = torch.tensor([3072.0, 4096.0])
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(1024.0), torch.tensor(overflow)
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf
+        torch.testing.assert_close(weight.detach(), torch.tensor(expected))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -90,6 +91,41 @@ def test_scaler_refuses_a_closure_by_position(fused):
         scaler.step(optimizer, lambda: torch.tensor(1.0))
     assert weight.tolist() == [0.0, 0.0]
     assert grad_of(weight).tolist() == [3072.0, 4096.0]
+
+
+SCALED = torch.tensor([3072.0, 4096.0])
+
+
+@pytest.mark.parametrize("unscaled", [False, True], ids=["direct", "unscale_"])
+@pytest.mark.parametrize(
+    ("scaler_type", "fused"),
+    [(torch.amp.GradScaler, True), (tritonclip.GradScaler, True), (tritonclip.GradScaler, False)],
+    ids=["torch-fused", "tritonclip-fused", "tritonclip-plain"],
+)
+def test_scaler_refuses_a_second_loss_scale(scaler_type, fused, unscaled):
+    weight, optimizer, scaler = weight_under(scaler_type, fused=fused)
+    if unscaled:
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"a loss scale; expected one of the two"):
+        scaler.step(optimizer, grad_scale=8.0)
+    scaler.step(optimizer)
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("scaler_type", [*SCALERS, None])
+def test_loss_scale_that_was_set_by_hand_is_refused(scaler_type, fused):
+    """With the argument to write; it does not stay."""
+    weight, optimizer, scaler = weight_under(scaler_type or torch.amp.GradScaler, fused=fused)
+    step = optimizer.step if scaler_type is None else partial(scaler.step, optimizer)
+    optimizer.grad_scale = 8.0
+    with pytest.raises(RuntimeError, match=r"expected .* optimizer\.step\(grad_scale=scale\)"):
+        step()
+    assert_bits([weight, grad_of(weight)], [torch.zeros(2), SCALED])
+    with pytest.raises(AttributeError, match="no loss scale is set"):
+        _ = optimizer.grad_scale
+    optimizer.step(grad_scale=1024.0)
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
 
 
 @pytest.mark.parametrize("scaler_type", SCALERS)

@@ -1,6 +1,8 @@
-"""Steps under a GradScaler after one that raised: nothing is divided twice."""
+"""Steps under a loss scale after one that raised: nothing is divided twice."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.optim import SGD
 from training import SCALERS, new_params
 
 from tritonclip import ClipByGlobalNorm, ClippedOptimizer, FlatGradients
+from tritonclip.optim.clip_groups import ClipGroup
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["with scaler", "without scaler"])
@@ -94,3 +97,68 @@ def test_unscale_of_new_gradients_after_a_step_that_raised_is_right(scaler_type,
     torch.testing.assert_close(grad_of(weight), torch.tensor([30.0, 40.0]))
     scaler.step(optimizer)
     torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+
+
+def interrupted_under_a_scale(optimizer, scale, *, clipped):
+    """Begins a step under a loss scale that ends before or after it clips."""
+
+    def fail(*_):
+        handle.remove()
+        raise KeyboardInterrupt
+
+    where = optimizer.optimizer if clipped else optimizer
+    handle = where.register_step_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(grad_scale=scale)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_step_under_a_loss_scale_can_be_repeated(fused, clipped):
+    weight, optimizer, _ = weight_under(torch.amp.GradScaler, fused=fused)
+    interrupted_under_a_scale(optimizer, 1024.0, clipped=clipped)
+    optimizer.step(grad_scale=torch.tensor(1024.0))
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+    assert optimizer.stats.last_norm == 5.0
+
+
+def test_step_under_another_loss_scale_is_refused_for_gradients_that_were_divided():
+    weight, optimizer, _ = weight_under(torch.amp.GradScaler)
+    interrupted_under_a_scale(optimizer, 1024.0, clipped=True)
+    left = grad_of(weight).clone()
+    with pytest.raises(RuntimeError, match=r"scale 1024, got grad_scale=512; .* call zero_grad"):
+        optimizer.step(grad_scale=512.0)
+    assert torch.equal(grad_of(weight), left)
+    assert not weight.any()
+    optimizer.step(grad_scale=1024.0)
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+
+
+def test_step_under_another_loss_scale_divides_gradients_that_were_not():
+    weight, optimizer, _ = weight_under(torch.amp.GradScaler)
+    interrupted_under_a_scale(optimizer, 1024.0, clipped=False)
+    optimizer.step(grad_scale=8192.0)
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.375, -0.5]))
+
+
+def test_refused_loss_scale_leaves_a_step_that_was_interrupted_within_to_be_refused(monkeypatch):
+    """The first of two parameter groups was clipped, and must not be clipped again."""
+    params = new_params()
+    groups: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "clip": 0.5}]
+    optimizer = ClippedOptimizer(SGD(groups, lr=0.1), 0.5)
+    for param, grad in zip(params, grads_at(1), strict=True):
+        param.grad = grad
+    write = ClipGroup.clip_
+
+    def write_and_fail(*args, **kwargs):
+        write(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ClipGroup, "clip_", write_and_fail)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    with pytest.raises(TypeError, match="grad_scale must be a number"):
+        optimizer.step(grad_scale="8")
+    with pytest.raises(RuntimeError, match="call zero_grad and backward"):
+        optimizer.step()

@@ -246,11 +246,10 @@ def test_error_says_that_a_quotient_does_not_fit():
     param = torch.nn.Parameter(torch.zeros(4))
     groups: list[dict[str, Any]] = [{"params": [param], "clip": None}]
     optimizer = ClippedOptimizer(SGD(groups), 1.0, nonfinite="error")
-    optimizer.grad_scale = torch.tensor(0.5)
     param.grad = torch.full((4,), 3e38)
     message = "Every gradient is finite, but divided by the loss scale the largest does not fit"
     with pytest.raises(RuntimeError, match=message):
-        optimizer.step()
+        optimizer.step(grad_scale=torch.tensor(0.5))
     assert torch.equal(param.grad, torch.full((4,), 3e38))
     assert not param.any()
 

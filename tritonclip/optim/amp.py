@@ -14,18 +14,17 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from tritonclip.optim.step import Step
-from tritonclip.signatures import ABSENT
+from tritonclip.rules.arguments import as_grad_scale
 
 
 class Handshake:
     """The side of a ClippedOptimizer: all that a GradScaler leaves with it for one step.
 
     Attributes:
-        scale: the loss scale of a GradScaler, during its step; None for gradients without one,
-            `ABSENT` outside.
-        user_scale: the loss scale that a user has set, as torch's fused optimizers take it, or
-            `ABSENT`.
-        found_inf: whether gradients overflow, 0-d or None.
+        grad_scale: the loss scale that gradients carry, as a GradScaler sets it during its step;
+            None for none.
+        found_inf: whether gradients overflow, 0-d; False where it is known that none does; None
+            outside of the step of a GradScaler.
         on_device: in a step of our GradScaler, whether the device decides to leave it out; else
             None.
         measured: the step to come, where the scaler had its overflow measured.
@@ -34,25 +33,44 @@ class Handshake:
 
     def __init__(self) -> None:
         self.on_device: bool | None = None
-        self.user_scale: Any = ABSENT
         self.measured: Step | None = None
         self.begun: Step | None = None
-        self.clear_step()
-
-    @property
-    def loss_scale(self) -> Any:
-        """The scale that gradients carry at the next step, or `ABSENT`."""
-        return self.user_scale if self.scale is ABSENT else self.scale
-
-    def clear_step(self) -> None:
-        """Forgets what a scaler hands over for one step."""
-        self.scale: Any = ABSENT
-        self.found_inf: Any = None
+        self.clear()
 
     def clear(self) -> None:
-        """Forgets the scale of a user, too; a scaler takes its own back only from a success."""
-        self.user_scale = ABSENT
-        self.clear_step()
+        """Forgets what a scaler hands over for one step; it takes it back only from a success."""
+        self.grad_scale: Any = None
+        self.found_inf: Any = None
+
+    def refuse_set_by_hand(self) -> None:
+        """RuntimeError where no scaler has set the loss scale, which it sets with `found_inf`."""
+        scale = self.grad_scale
+        if scale is not None and self.found_inf is None:
+            self.clear()
+            raise RuntimeError(
+                "the attribute grad_scale is for a GradScaler, which also sets found_inf; expected "
+                "the loss scale of your own as an argument, optimizer.step(grad_scale=scale), got "
+                f"optimizer.grad_scale = {scale!r:.40}"
+            )
+
+    @torch.compiler.disable
+    def scale_with(self, grad_scale: object) -> Tensor | float | None:
+        """The loss scale of this step: that of a scaler, or the argument of `step`.
+
+        Raises:
+            RuntimeError: both, or a scale that was set by hand.
+            TypeError, ValueError: an argument that `clip_` refuses.
+        """
+        self.refuse_set_by_hand()
+        if grad_scale is None:
+            scale: Tensor | float | None = self.grad_scale
+            return scale
+        if self.found_inf is not None:
+            raise RuntimeError(
+                "grad_scale was given to a step of a GradScaler, which hands over a loss scale; "
+                "expected one of the two: scaler.step(optimizer), or optimizer.step(grad_scale=...)"
+            )
+        return as_grad_scale(grad_scale)
 
 
 def takes_scaling(optimizer: Optimizer) -> bool:

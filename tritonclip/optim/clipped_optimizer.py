@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -59,8 +60,7 @@ from tritonclip.optim.step import RAISING, Step, either
 from tritonclip.optim.step_record import ParameterNames, StepRecord, as_recorder
 from tritonclip.optim.watches import SkipWatch
 from tritonclip.rules import Outlier, Rule
-from tritonclip.rules.arguments import local_number
-from tritonclip.signatures import ABSENT, explains_misfits
+from tritonclip.signatures import explains_misfits
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -306,28 +306,24 @@ class ClippedOptimizer(OptimizerProxy):
 
     @property
     def grad_scale(self) -> Any:
-        """The loss scale that gradients carry at the next step; absent where there is none.
+        """The loss scale that a GradScaler sets for its step; absent where there is none.
 
-        A GradScaler multiplies its scale with one that was set before, or 1. It does not find its
-        own, which an interrupted step may have left.
+        For a loss scale of your own, call `step(grad_scale=scale)`.
         """
-        if called_from(GRAD_SCALER):
-            scale = self._amp.user_scale
-            return 1 if scale is ABSENT else scale
-        scale = self._amp.loss_scale
-        if scale is ABSENT:
+        if self._amp.grad_scale is None:
             raise AttributeError("grad_scale: no loss scale is set")
-        return scale
+        return self._amp.grad_scale
 
     @grad_scale.setter
     def grad_scale(self, scale: Any) -> None:
-        if isinstance(scale, Tensor) and type(scale) is not Tensor:
-            scale = local_number("grad_scale", scale)
-        setattr(self._amp, "scale" if called_from(GRAD_SCALER) else "user_scale", scale)
+        if called_from(GRAD_SCALER):
+            # Not by hand, even if an interrupt comes before the overflow.
+            self._amp.found_inf = False
+        self._amp.grad_scale = scale
 
     @grad_scale.deleter
     def grad_scale(self) -> None:
-        self._amp.scale = self._amp.user_scale = ABSENT
+        self._amp.clear()
 
     @property
     def found_inf(self) -> Any:
@@ -340,7 +336,7 @@ class ClippedOptimizer(OptimizerProxy):
 
     @found_inf.deleter
     def found_inf(self) -> None:
-        self._amp.found_inf = None
+        self._amp.clear()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -349,18 +345,24 @@ class ClippedOptimizer(OptimizerProxy):
         if called_from(GRAD_SCALER):
             # It begins a step; whatever an interrupted one left is void.
             amp.measured = None
-            amp.clear_step()
+            amp.refuse_set_by_hand()
+            amp.clear()
             if self._unfinished is not None:
                 self._unfinished.settle(self._partition.present())
         return takes_scaling(self.optimizer) if amp.on_device is None else amp.on_device
 
     @torch.compiler.disable(recursive=False)
-    def step(self, closure: Closure | None = None) -> Any:
+    def step(
+        self, closure: Closure | None = None, *, grad_scale: float | Tensor | None = None
+    ) -> Any:
         """Clips, then lets the wrapped optimizer update the parameters.
 
         Args:
             closure: evaluates the model, calls backward, and returns the loss. Gradients are
                 clipped after each evaluation.
+            grad_scale: a loss scale that the gradients of this step carry, those of every
+                evaluation, as for :func:`clip_`. Not under a GradScaler, which hands over its own.
+                A step that is repeated after an interrupt needs it again.
 
         Returns:
             The result of the wrapped optimizer, which is the loss of the first evaluation, and None
@@ -368,14 +370,15 @@ class ClippedOptimizer(OptimizerProxy):
 
         Raises:
             RuntimeError: gradients that are not finite, with nonfinite="error", or of an earlier
-                step with "async_error"; a closure that the wrapped optimizer does not evaluate, or
-                one under a GradScaler.
+                step with "async_error"; a closure that the wrapped optimizer does not evaluate; a
+                closure or a `grad_scale` under a GradScaler.
             TypeError: a closure that computes gradients and returns None; gradients as for
                 :func:`clip_`.
+            TypeError, ValueError: a `grad_scale` that :func:`clip_` refuses.
         """
         self._guard.open = True
         try:
-            result = super().step(closure)
+            result = super().step(closure, grad_scale=grad_scale)
             self._log.states.loss = None
             return result
         except BaseException as error:
@@ -385,10 +388,14 @@ class ClippedOptimizer(OptimizerProxy):
             self._guard.open = False
 
     @torch.compiler.disable(recursive=False)
-    def _step(self, closure: Closure | None = None) -> tuple[Any, bool]:
+    def _step(
+        self, closure: Closure | None = None, *, grad_scale: float | Tensor | None = None
+    ) -> tuple[Any, bool]:
         """The result of the step, and whether it was taken; one that the device leaves out was."""
+        if grad_scale is not None or self._amp.grad_scale is not None:
+            grad_scale = self._amp.scale_with(grad_scale)
         if closure is not None:
-            return self._step_with(closure)
+            return self._step_with(closure, grad_scale)
         if isinstance(self.optimizer, LBFGS):
             # Other processes do not get this: they have begun to evaluate their closures, and the
             # collectives of their models wait for this process first.
@@ -397,7 +404,7 @@ class ClippedOptimizer(OptimizerProxy):
         if self._optimizer_step_pre_hooks:
             # They run after a GradScaler has measured, and may have changed anything.
             step = self._amp.measured = None
-        step = step or self._begin()
+        step = step or self._begin(grad_scale)
         if step is None:
             return None, False
         stop = step.stop
@@ -416,24 +423,22 @@ class ClippedOptimizer(OptimizerProxy):
         self._log.add(step)
         return result, True
 
-    def _step_with(self, closure: Closure) -> tuple[Any, bool]:
+    def _step_with(self, closure: Closure, grad_scale: float | Tensor | None) -> tuple[Any, bool]:
         """As `_step`, of gradients that a closure computes."""
+        measure = partial(self._measure_evaluation, grad_scale)
         self._unfinished = None
         if isinstance(self.found_inf, Tensor):
             raise RuntimeError(CLOSURE_UNDER_SCALER)
         if self._nonfinite in ("propagate", "zero") and self.skip_above is None:
-            measure = self._measure_evaluation
             return step_evaluating(self.optimizer, closure, measure, self._log), True
-        loss = evaluate(closure, self.optimizer, self._measure_evaluation)
+        loss = evaluate(closure, self.optimizer, measure)
         if loss is None or takes_found_inf(self.optimizer):
             # Nothing to hand on, or an optimizer that evaluates first and only once.
-            _, taken = self._step()
+            _, taken = self._step(grad_scale=grad_scale)
             return loss, taken
         # Evaluated before the wrapped optimizer does it, while nothing has changed yet.
         self.synchronize()
-        return step_checking(
-            self.optimizer, closure, loss, self._measure_evaluation, self._nonfinite, self._log
-        )
+        return step_checking(self.optimizer, closure, loss, measure, self._nonfinite, self._log)
 
     def _step_under_scaler(
         self, scale: Tensor | None, found_inf: Tensor, *args: Any, **kwargs: Any
@@ -447,15 +452,15 @@ class ClippedOptimizer(OptimizerProxy):
             kwargs: of `step`.
         """
         amp = self._amp
-        amp.scale, amp.found_inf = scale, found_inf
+        amp.found_inf, amp.grad_scale = found_inf, scale
         try:
-            # `step` refuses a closure.
+            # `step` refuses a closure, and a second loss scale.
             if all(argument is None for argument in (*args, *kwargs.values())):
-                amp.begun = self._begin()
+                amp.begun = self._begin(scale)
                 if amp.begun is None:
                     self._log.states.loss = None
                     return None
-                amp.found_inf = None
+                amp.found_inf = False
             return self.step(*args, **kwargs)
         except BaseException as error:
             self._end_failed(error)
@@ -466,14 +471,14 @@ class ClippedOptimizer(OptimizerProxy):
 
     @torch.compiler.disable
     @without_grad
-    def _begin(self) -> Step | None:
+    def _begin(self, grad_scale: Tensor | float | None) -> Step | None:
         """Measures and judges a step; None of one that the host leaves out, which is counted."""
         amp = self._amp
         step, amp.measured = amp.measured, None
-        grad_scale = amp.user_scale if amp.scale is ABSENT else amp.scale
-        grad_scale = None if grad_scale is ABSENT else grad_scale
         unfinished, skips = self._unfinished, False
         if unfinished is not None and unfinished.goes_on(self._partition.present()):
+            if grad_scale is not None and amp.found_inf is None:
+                unfinished.refuse_other_scale(grad_scale)
             unfinished.remember_in(self._log.states)
             step = unfinished
         else:
@@ -553,9 +558,11 @@ class ClippedOptimizer(OptimizerProxy):
 
     @torch.compiler.disable
     @without_grad
-    def _measure_evaluation(self, *, refusal: Exception | None = None) -> Step:
+    def _measure_evaluation(
+        self, grad_scale: Tensor | float | None, *, refusal: Exception | None = None
+    ) -> Step:
         """Measures the gradients of an evaluation of a closure; see `_measure`."""
-        return self._measure(refusal=refusal)
+        return self._measure(grad_scale, refusal=refusal)
 
     def _measure(
         self,
@@ -626,11 +633,9 @@ class ClippedOptimizer(OptimizerProxy):
         """Measures the step to come; says whether it overflows: float32, 0-d, 0 or 1.
 
         Args:
-            scale: of a GradScaler; gradients may carry a user's, too.
+            scale: of a GradScaler.
         """
-        user_scale = self._amp.user_scale
-        grad_scale = scale * (1 if user_scale is ABSENT else user_scale)
-        self._amp.measured = self._measure(grad_scale, check_finite=True)
+        self._amp.measured = self._measure(scale, check_finite=True)
         nonfinite = self._amp.measured.nonfinite()
         if isinstance(nonfinite, Tensor):
             return nonfinite.to(torch.float32)

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from tritonclip.optim.amp import takes_found_inf
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
 from tritonclip.optim.misuse import wrapper_of
-from tritonclip.signatures import ABSENT, explains_misfits
+from tritonclip.signatures import explains_misfits
 
 
 @explains_misfits
@@ -99,10 +99,7 @@ class GradScaler(torch.amp.GradScaler):
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
         ours = self._get_scale_async()
         assert ours is not None
-        scale = optimizer._amp.user_scale
-        scale = None if scale is ABSENT else scale
-        if optimizer_state["stage"] is OptState.READY:
-            scale = ours if scale is None else ours * scale
+        scale = ours if optimizer_state["stage"] is OptState.READY else None
         flags = optimizer_state["found_inf_per_device"].values()
         found_inf = reduce(torch.add, [flag.to(ours.device, non_blocking=True) for flag in flags])
         result: float | None = optimizer._step_under_scaler(scale, found_inf, *args, **kwargs)

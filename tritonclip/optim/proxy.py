@@ -135,7 +135,7 @@ class OptimizerProxy(Optimizer):
         self.optimizer.add_param_group(param_group)
 
     @torch.compiler.disable(recursive=False)
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Any = None, *, grad_scale: Any = None) -> Any:
         """Runs hooks around `_step`, which subclasses define."""
         if isinstance(closure, Tensor):
             raise TypeError(
@@ -143,7 +143,7 @@ class OptimizerProxy(Optimizer):
                 "step(), after optimizer.loss = loss where a loss is to be judged"
             )
         args: tuple[Any, ...] = (self,) if closure is None else (self, closure)
-        kwargs: dict[str, Any] = {}
+        kwargs: dict[str, Any] = {} if grad_scale is None else {"grad_scale": grad_scale}
         for before in tuple(self._optimizer_step_pre_hooks.values()):
             result = before(self, args, kwargs)
             if result is not None:
@@ -159,7 +159,7 @@ class OptimizerProxy(Optimizer):
                 after(self, args, kwargs)
         return loss
 
-    def _step(self, closure: Any = None) -> tuple[Any, bool]:
+    def _step(self, closure: Any = None, *, grad_scale: Any = None) -> tuple[Any, bool]:
         """The result of the step, and whether it was taken."""
         raise NotImplementedError
 

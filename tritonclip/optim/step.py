@@ -299,11 +299,12 @@ class Step:
 
     def fail(self, error: BaseException) -> bool:
         """Whether the failed step may have written gradients, which it then knows from others."""
+        is_new = self.outcomes is None and not self._left
         is_refusal = isinstance(error, TypeError | ValueError)
-        if self.outcomes is None and (
+        if is_new and (
             self._writing is None or (is_refusal and self._writing is self.clip_groups[0])
         ):
-            # By a rule, before the first of them wrote anything.
+            # Before a rule wrote anything.
             return False
         self._verdict = None
         self._left = [(grad, version_of(grad)) for grad in self.written_to()]
@@ -343,6 +344,15 @@ class Step:
             "the step before ended while it divided or clipped gradients, and some of them are "
             "still there as it left them; expected new gradients: call zero_grad and backward"
         )
+
+    def refuse_other_scale(self, grad_scale: Tensor | float) -> None:
+        """RuntimeError where the next step, which goes on, is given another loss scale."""
+        if float(grad_scale) != float(self._grad_scale):
+            raise RuntimeError(
+                "the step before ended after it divided these gradients by the loss scale "
+                f"{float(self._grad_scale):g}, got grad_scale={float(grad_scale):g}; expected the "
+                "same scale, or new gradients: call zero_grad and backward"
+            )
 
     @without_grad
     def remember_in(self, states: RuleStates) -> None:
