@@ -11,7 +11,7 @@ from training import sgd
 
 from tritonclip import ClippedOptimizer
 
-COUNTS = {"steps", "clipped_steps", "skipped_steps"}
+COUNTS = {"steps", "clipped_steps", "skipped_steps", "overflowed_steps", "consecutive_skips"}
 KEYS = {"norm", "coefficient", "limit", "clipped_share", *COUNTS}
 
 

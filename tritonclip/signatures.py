@@ -96,6 +96,8 @@ _REMEDIES: dict[str, dict[Sequence[str], str]] = {
         (): 'GradScaler("cuda")',
         (*_NORMS, *_VALUES, "clip"): "ClippedOptimizer(optimizer, {value}), which the scaler steps",
     },
+    "Clipping": {(): "Clipping(1.0)", _NORMS: "Clipping({value})"},
+    "ClippingMixin": {(): "ClippingTrainer(model, arguments, ..., clip=1.0)"},
     "FlatGradients": {
         (): "FlatGradients(model)",
         (*_NORMS, *_VALUES, "clip"): "clip_(FlatGradients(model), {value})",
@@ -254,13 +256,15 @@ def _of_constructor(
     """The error for a call; None for a repeated argument, which Python's own error names."""
     parameters = dict(list(inspect.signature(construct).parameters.items())[1:])
     positional = [key for key, one in parameters.items() if one.kind in _POSITIONAL]
-    unknown = {key: value for key, value in kwargs.items() if key not in parameters}
+    named = [key for key, one in parameters.items() if one.kind is one.KEYWORD_ONLY]
     missing = [
         key
-        for key in positional[len(args) :]
-        if key not in kwargs and _is_required(parameters[key])
+        for key in (*positional[len(args) :], *named)
+        if key not in kwargs and parameters[key].default is inspect.Parameter.empty
     ]
-    excess = args[len(positional) :]
+    takes_any = len(positional) + len(named) < len(parameters)
+    unknown = {} if takes_any else {k: v for k, v in kwargs.items() if k not in parameters}
+    excess = () if takes_any else args[len(positional) :]
     if not (unknown or excess or missing):
         return None
     return _misfit(name, parameters, excess, unknown, missing[0] if missing else "")

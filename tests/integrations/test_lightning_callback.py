@@ -3,6 +3,7 @@
 A loop by hand is the truth.
 """
 
+import math
 from typing import Any, cast
 
 import pytest
@@ -315,6 +316,26 @@ def test_marks_on_modules_are_refused(tmp_path):
 
     with pytest.raises(ValueError, match=r"module\.model\.0 .* has need_clip = False"):
         trainer_of(tmp_path).fit(module, loader())
+
+
+def test_callback_without_a_clip_says_what_to_write():
+    with pytest.raises(TypeError, match=r"needs its argument 'clip', .* write Clipping\(1\.0\)"):
+        cast(Any, Clipping)()
+    with pytest.raises(TypeError, match=r"no argument 'max_norm', .* write Clipping\(2\.0\)"):
+        cast(Any, Clipping)(max_norm=2.0)
+
+
+def test_callback_logs_no_norm_for_a_step_that_was_skipped(tmp_path):
+    class Spoiled(Digits):
+        def on_before_optimizer_step(self, optimizer):
+            if self.global_step == 1:
+                optimizer.param_groups[0]["params"][0].grad.fill_(torch.nan)
+
+    trainer_of(tmp_path, Clipping(MAX_NORM, nonfinite="skip")).fit(Spoiled(), loader())
+
+    norms = logged(tmp_path, "clip/norm")
+    assert [step for step, norm in norms.items() if math.isnan(norm)] == [1]
+    assert [*logged(tmp_path, "clip/skipped_steps").values()] == [0, *[1] * (len(norms) - 1)]
 
 
 def test_other_clips_than_rules_are_refused():

@@ -1,5 +1,6 @@
 """What the integrations log of a clipped optimizer."""
 
+import math
 from typing import Any
 
 import torch
@@ -36,12 +37,41 @@ def test_metrics_of_has_the_norms_of_groups_with_a_rule():
     assert metrics["norms/group1_coefficient"] < 1
 
 
+def test_metrics_of_by_value_count_skipped_steps():
+    optimizer = made(ClipByValue(0.5))
+    optimizer.nonfinite = "skip"
+    optimizer.param_groups[0]["params"][0].grad.fill_(math.nan)
+    optimizer.step()
+
+    assert metrics_of(optimizer) == {"clip/skipped_steps": 1}
+
+
 def test_metrics_of_is_empty_where_nothing_was_measured():
     by_value = made(ClipByValue(0.5))
     by_value.step()
 
     assert metrics_of(made()) == {}
     assert metrics_of(by_value) == {}
+
+
+def test_metrics_of_a_skipped_step_are_nan():
+    optimizer = made(clip=1.0)
+    optimizer.nonfinite = "skip"
+    optimizer.param_groups[1]["clip"] = 0.5
+    grad = optimizer.param_groups[0]["params"][0].grad
+    seen = []
+    for value in (9.0, math.nan, 9.0):
+        grad.fill_(value)
+        optimizer.step()
+        seen.append(metrics_of(optimizer))
+    before, skipped, after = seen
+
+    counts = {"clip/clipped_share": 1.0, "clip/skipped_steps": 1}
+    assert before["clip/skipped_steps"] == 0
+    assert not any(map(math.isnan, [*before.values(), *after.values()]))
+    assert {name: skipped.pop(name) for name in counts} == counts
+    assert set(skipped) == set(after) - set(counts)
+    assert all(map(math.isnan, skipped.values()))
 
 
 def test_wrapper_in_looks_through_the_wrappers_of_trainers():

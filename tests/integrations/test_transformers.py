@@ -3,6 +3,7 @@
 The Trainer's own loop, with clipping by hand just before a bare optimizer's step, is the truth.
 """
 
+import math
 from typing import Any, cast
 
 import pytest
@@ -66,6 +67,7 @@ def trainer_of(folder, kind=ClippingTrainer, accumulate=1, callbacks=(), clip=No
     clipping = {}
     if issubclass(kind, ClippingMixin):
         clipping["clip"] = MAX_NORM if clip is None else clip
+        clipping["nonfinite"] = options.pop("nonfinite", "propagate")
     else:
         options = {"max_grad_norm": 0.0, **options}
     return kind(
@@ -301,6 +303,27 @@ def test_marks_on_modules_are_refused(tmp_path):
 
     with pytest.raises(ValueError, match=r"module\.lm_head .* has need_clip = False"):
         trainer.train()
+
+
+@pytest.mark.parametrize("kind", [ClippingTrainer, ClippingWithDeepSpeed])
+def test_trainer_without_a_clip_says_what_to_write(tmp_path, kind):
+    with pytest.raises(TypeError, match=r"needs its argument 'clip', .* \.\.\., clip=1\.0\)"):
+        kind(model=language_model(), args=arguments_of(tmp_path))
+
+
+def test_log_has_no_norm_for_a_step_that_was_skipped(tmp_path):
+    class Spoil(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, optimizer, **_):
+            if state.global_step == 1:
+                optimizer.param_groups[0]["params"][0].grad.fill_(torch.nan)
+
+    trainer = trainer_of(tmp_path, nonfinite="skip", callbacks=[Spoil()])
+
+    trainer.train()
+
+    norms = column(trainer, "clip/norm")
+    assert [step for step, norm in enumerate(norms) if math.isnan(norm)] == [1]
+    assert column(trainer, "clip/skipped_steps") == [0, *[1] * (len(norms) - 1)]
 
 
 def test_other_clips_than_rules_are_refused():

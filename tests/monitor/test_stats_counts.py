@@ -26,12 +26,17 @@ def test_steps_are_counted_by_what_became_of_them(rule):
         give_grads(params, size=size)
         optimizer.step()
     summary = optimizer.stats.summary()
-    assert {name: summary[name] for name in COUNTS} == {
-        "steps": 5,
-        "clipped_steps": 3,
-        "skipped_steps": 1,
-    }
+    expected = {"steps": 5, "clipped_steps": 3, "skipped_steps": 1}
+    assert {name: summary[name] for name in COUNTS} == dict.fromkeys(COUNTS, 0) | expected
     assert summary["clipped_share"] == 0.6
+
+
+def test_summary_has_the_skips_in_a_row():
+    params, optimizer = wrapped(sgd, nonfinite="skip")
+    for size, expected in ((math.nan, 1), (math.nan, 2), (1.0, 0)):
+        give_grads(params, size=size)
+        optimizer.step()
+        assert optimizer.stats.summary()["consecutive_skips"] == expected
 
 
 def test_steps_clipped_to_zero_count_as_clipped():

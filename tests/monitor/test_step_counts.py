@@ -82,8 +82,12 @@ def tensors(*numbers, dtype=torch.float32):
 def test_add_counts_a_step_as_clipped_once_where_any_coefficient_is_below_1(coefficients, clipped):
     counts = StepCounts(CPU)
     counts.add(coefficients)
-    expected = {"steps": 1, "measured_steps": 1, "clipped_steps": clipped, "skipped_steps": 0}
-    expected["well_clipped_steps"] = clipped * (coefficients != [1 - 2**-40])
+    expected = dict.fromkeys(COUNTS, 0) | {
+        "steps": 1,
+        "measured_steps": 1,
+        "clipped_steps": clipped,
+        "well_clipped_steps": clipped * (coefficients != [1 - 2**-40]),
+    }
     assert by_name(counts) == expected
     # Reading adds nothing.
     assert by_name(counts) == expected
@@ -103,13 +107,13 @@ def test_add_counts_as_many_coefficients_as_there_are(n):
         own = tensors(0.5 if i % 3 == 0 else 1.0, dtype=dtype)
         counts.add(own if i % 7 else [*own, 1.0])
     clipped = len(range(0, n, 3))
-    assert by_name(counts) == {
+    expected = dict.fromkeys(COUNTS, 0) | {
         "steps": n,
         "measured_steps": n,
         "clipped_steps": clipped,
         "well_clipped_steps": clipped,
-        "skipped_steps": 0,
     }
+    assert by_name(counts) == expected
 
 
 def test_add_keeps_a_bounded_number_of_coefficients():
@@ -180,7 +184,8 @@ def test_threads_may_read_while_steps_are_counted(coefficients):
     done = True
     for thread in threads:
         thread.join()
-    assert by_name(counts) == dict.fromkeys(COUNTS, n) | {"skipped_steps": 0}
+    taken = {"steps": n, "measured_steps": n, "clipped_steps": n}
+    assert by_name(counts) == dict.fromkeys(COUNTS, 0) | taken
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -196,11 +201,8 @@ def test_steps_stay_where_a_read_fails(error, monkeypatch):
         patch.setattr(torch, "stack", fail)
         with pytest.raises(error):
             counts.read()
-    assert by_name(counts) == dict.fromkeys(COUNTS, 2) | {
-        "steps": 3,
-        "measured_steps": 3,
-        "skipped_steps": 0,
-    }
+    taken = {"steps": 3, "measured_steps": 3, "clipped_steps": 2, "well_clipped_steps": 2}
+    assert by_name(counts) == dict.fromkeys(COUNTS, 0) | taken
 
 
 def test_counts_loaded_to_another_device_are_there():
@@ -216,25 +218,28 @@ def flag(value):
 
 
 @pytest.mark.parametrize(
-    ("overflow", "skip", "names", "in_a_row"),
+    ("left_out", "overflow", "skip", "names", "in_a_row"),
     [
-        pytest.param(flag(False), None, CLIPPED | {"well_clipped_steps"}, 0, id="no"),
-        pytest.param(flag(True), None, set(), 0, id="overflow"),
-        pytest.param(None, flag(True), {"skipped_steps"}, 1, id="skip"),
-        pytest.param(flag(True), flag(True), set(), 0, id="both"),
+        (flag(False), flag(False), None, CLIPPED | {"well_clipped_steps"}, 0),
+        (flag(True), flag(True), None, {"overflowed_steps"}, 0),
+        (flag(True), None, flag(True), {"skipped_steps"}, 1),
+        (flag(True), flag(True), flag(True), {"overflowed_steps"}, 0),
+        (flag(True), flag(False), flag(False), set(), 0),
     ],
+    ids=["no", "overflow", "skip", "both", "neither"],
 )
-def test_add_with_flags_counts_by_them(overflow, skip, names, in_a_row):
+def test_add_with_flags_counts_by_them(left_out, overflow, skip, names, in_a_row):
     counts = StepCounts(CPU)
-    counts.add([0.5], overflow, skip)
+    counts.add([0.5], left_out, overflow, skip)
     assert by_name(counts) == dict.fromkeys(COUNTS, 0) | dict.fromkeys(names, 1)
     assert int(counts.consecutive_skips) == in_a_row
 
 
 def test_consecutive_skips_end_with_a_step():
     counts = StepCounts(CPU)
-    counts.add_skipped()
-    counts.add([0.5], None, flag(True))
+    counts.add_left_out(overflows=False)
+    counts.add_left_out(overflows=True)
+    counts.add([0.5], flag(True), None, flag(True))
     assert int(counts.consecutive_skips) == 2
     counts.add([0.5])
     assert int(counts.consecutive_skips) == 0
@@ -253,10 +258,5 @@ def test_steps_that_were_not_read_yet_are_kept(change):
         counts = copy.deepcopy(counts)
     else:
         counts.load({"steps": 2, "measured_steps": 2, "clipped_steps": 2})
-    assert by_name(counts) == {
-        "steps": 2,
-        "measured_steps": 2,
-        "clipped_steps": 2,
-        "well_clipped_steps": 2,
-        "skipped_steps": 0,
-    }
+    taken = {"steps": 2, "measured_steps": 2, "clipped_steps": 2, "well_clipped_steps": 2}
+    assert by_name(counts) == dict.fromkeys(COUNTS, 0) | taken

@@ -16,6 +16,7 @@ from tritonclip.monitor.recorder import Recorder
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite
 from tritonclip.optim.misuse import wrapper_of
 from tritonclip.rules import Rule, as_rule
+from tritonclip.signatures import explains_misfits
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -31,12 +32,14 @@ __all__ = ["Clipping"]
 _made: WeakSet[ClippedOptimizer] = WeakSet()
 
 
+@explains_misfits
 class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
     """Wraps each optimizer of `configure_optimizers` in a :class:`~tritonclip.ClippedOptimizer`.
 
     Under FSDPStrategy the norm is that of all shards, as under any strategy with DTensors. For
     automatic and manual optimization, accumulation and mixed precision. At the logging interval
-    of the trainer it logs `clip/norm`, `clip/coefficient` and `clip/clipped_share`; of several
+    of the trainer it logs `clip/norm`, `clip/coefficient` and `clip/clipped_share`, and
+    `clip/skipped_steps` with nonfinite="skip", where the norm of a skipped step is NaN; of several
     optimizers the i-th has the prefix `clip<i>/`. Checkpoints carry the statistics.
 
     Example:
@@ -60,7 +63,7 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
             one for each, in their order.
 
     Raises:
-        TypeError, ValueError: a `clip` that is no rule.
+        TypeError, ValueError: no `clip`, or one that is no rule.
 
     Notes:
         `fit` raises a RuntimeError where Lightning would clip too, by `gradient_clip_val` or by

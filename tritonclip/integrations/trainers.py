@@ -11,17 +11,23 @@ def metrics_of(optimizer: ClippedOptimizer, prefix: str = "clip/") -> dict[str, 
 
     Waits for the device.
 
-    Groups with a rule of their own add norm and coefficient. Empty where nothing was measured, as
-    before the first step and with ClipByValue.
+    Groups with a rule of their own add norm and coefficient. NaN if the step was skipped. None of
+    these where nothing was measured, as before the first step and with ClipByValue. With
+    nonfinite="skip" also the number of skipped steps.
     """
     summary = optimizer.stats.summary()
-    if math.isnan(summary["limit"]):
-        # Each gradient has its own.
-        del summary["limit"]
-    if math.isnan(summary["clipped_share"]):
-        return {}
-    counts = ("steps", "clipped_steps", "skipped_steps")
-    return {prefix + name: value for name, value in summary.items() if name not in counts}
+    share = summary.pop("clipped_share")
+    metrics: dict[str, float] = {}
+    if not math.isnan(share):
+        # Counts are integers. A limit of NaN: each gradient has its own.
+        numbers = {name: n for name, n in summary.items() if isinstance(n, float)}
+        if math.isnan(numbers["limit"]):
+            del numbers["limit"]
+        metrics = dict.fromkeys(numbers, math.nan) if summary["consecutive_skips"] else numbers
+        metrics["clipped_share"] = share
+    if optimizer.nonfinite == "skip":
+        metrics["skipped_steps"] = summary["skipped_steps"]
+    return {prefix + name: value for name, value in metrics.items()}
 
 
 def wrapper_in(optimizer: Any) -> ClippedOptimizer | None:

@@ -9,6 +9,7 @@ from tritonclip.engine.arguments import check_marks
 from tritonclip.integrations.trainers import metrics_of, needs, wrapper_in
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite
 from tritonclip.rules import Rule, as_rule
+from tritonclip.signatures import explains_misfits
 
 try:
     import transformers
@@ -19,6 +20,7 @@ except ImportError as error:
 __all__ = ["ClippingMixin", "ClippingTrainer"]
 
 
+@explains_misfits
 class ClippingMixin:
     """Makes a `transformers.Trainer` clip by a `ClippedOptimizer`, and by nothing else.
 
@@ -43,7 +45,8 @@ class ClippingMixin:
         {'train_runtime': ...}
 
     The clipping of the Trainer is turned off: `max_grad_norm` becomes 0. At the Trainer's logging
-    interval `clip/norm`, `clip/coefficient` and `clip/clipped_share` stand beside the loss.
+    interval `clip/norm`, `clip/coefficient` and `clip/clipped_share` stand beside the loss, and
+    `clip/skipped_steps` with nonfinite="skip", where the norm of a skipped step is NaN.
     `grad_norm` is the norm before clipping, too. Checkpoints carry the statistics.
 
     Args:
@@ -54,6 +57,7 @@ class ClippingMixin:
         **kwargs: for the trainer.
 
     Raises:
+        TypeError: no `clip`, or one that is no rule.
         ValueError: `max_grad_norm` is neither its default nor 0; `optimizers=` has a
             ClippedOptimizer; a module has `need_clip = False`, which belongs on parameters.
         RuntimeError: DeepSpeed, which clips in its engine; optimizers that step inside backward.

@@ -94,7 +94,16 @@ class ClipStats(NamesAttributes):
     @property
     def skipped_steps(self) -> Tensor:
         """Steps skipped by nonfinite="skip" or skip_above, not by a GradScaler; 0-d int64."""
-        return self._counts.read()[-1].clone()
+        return self._counts.read()[4].clone()
+
+    @property
+    def overflowed_steps(self) -> Tensor:
+        """Steps that a GradScaler left out because of an overflow; 0-d int64.
+
+        torch's GradScaler does not call `step` for them, and they do not count, unless the wrapped
+        optimizer is fused.
+        """
+        return self._counts.read()[5].clone()
 
     @property
     def consecutive_skips(self) -> Tensor:
@@ -117,9 +126,10 @@ class ClipStats(NamesAttributes):
         """All statistics as plain numbers, for a logger; the one call that waits for the device.
 
         Returns:
-            norm, coefficient, limit, steps, clipped_steps, skipped_steps, and clipped_share, the
-            clipped fraction of the steps that measured a norm (NaN without any). For each group
-            with its own rule also group<i>_norm and group<i>_coefficient.
+            norm, coefficient, limit, steps, clipped_steps, skipped_steps, overflowed_steps,
+            consecutive_skips, and clipped_share, the clipped fraction of the steps that measured a
+            norm (NaN without any). For each group with its own rule also group<i>_norm and
+            group<i>_coefficient.
 
         Raises:
             RuntimeError: parameters on the device meta.
@@ -139,6 +149,7 @@ class ClipStats(NamesAttributes):
                 "meta; expected parameters with values: make the optimizer after model.to_empty(), "
                 "which replaces the parameters"
             )
+        counts = torch.cat([counts, self.consecutive_skips.reshape(1)])
         by_group: dict[str, Tensor] = {}
         for i, norm in self.group_norms.items():
             by_group[f"group{i}_norm"] = norm
@@ -152,12 +163,13 @@ class ClipStats(NamesAttributes):
             # One transfer for all.
             counts = counts.double()
             row = torch.cat([counts, torch.stack([f.to(counts) for f in floats])]).tolist()
-        numbers = {name: int(n) for name, n in zip(COUNTS, row, strict=False)}
+        count_names = (*COUNTS, "consecutive_skips")
+        numbers = {name: int(n) for name, n in zip(count_names, row, strict=False)}
         n_measured, n_well_clipped = map(numbers.pop, _NOT_SHOWN)
         self._warn_if_clipped_before(numbers["clipped_steps"], n_well_clipped)
         share = numbers["clipped_steps"] / n_measured if n_measured else torch.nan
         names = ("norm", "coefficient", "limit", *by_group)
-        measured = dict(zip(names, row[len(COUNTS) :], strict=True))
+        measured = dict(zip(names, row[len(count_names) :], strict=True))
         return {**measured, **numbers, "clipped_share": share}
 
     def _warn_if_clipped_before(self, n_clipped: int, n_well_clipped: int) -> None:
@@ -173,17 +185,19 @@ class ClipStats(NamesAttributes):
         )
 
     def record_(
-        self, outcomes: Outcomes, overflow: Tensor | None = None, skip: Tensor | None = None
+        self,
+        outcomes: Outcomes,
+        left_out: Tensor | None = None,
+        overflow: Tensor | None = None,
+        skip: Tensor | None = None,
     ) -> None:
         """Keeps the outcomes of a step and counts it.
 
-        A step that overflowed changes nothing; a skipped step changes only its count. The flags are
-        0-d bool; None if the step cannot overflow or be skipped.
+        A step that was left out changes nothing but the count of overflows or of skips. The flags
+        are 0-d bool; None for no.
         """
         device = self.last_norm.device
-        overflow = None if overflow is None else overflow.to(device)
-        skip = None if skip is None else skip.to(device)
-        left_out = overflow if skip is None else skip if overflow is None else overflow | skip
+        left_out = None if left_out is None else left_out.to(device)
         # Groups that no longer have their own rule drop out.
         last = {} if left_out is None else {owner: self._last(owner) for owner in outcomes}
         self.group_norms, self.group_coefficients = {}, {}
@@ -203,11 +217,11 @@ class ClipStats(NamesAttributes):
                 self.group_norms[owner] = norm
                 self.group_coefficients[owner] = as_tensor(coefficient, norm).clone()
         measured = [outcome.coefficient for outcome in outcomes.values() if outcome is not None]
-        self._counts.add(measured, overflow, skip)
+        self._counts.add(measured, left_out, overflow, skip)
 
-    def record_skip_(self) -> None:
-        """Counts a skipped step."""
-        self._counts.add_skipped()
+    def record_left_out_(self, *, overflows: bool) -> None:
+        """Counts a step that was left out, because of an overflow or else as skipped."""
+        self._counts.add_left_out(overflows=overflows)
 
     def move_(self, device: torch.device) -> None:
         """Moves all tensors, if the model was moved after its optimizer was made."""

@@ -11,7 +11,10 @@ from tritonclip.modes import is_captured, is_pre_dispatch, n_dispatch_modes, out
 from tritonclip.rules.arguments import saved_count
 
 # In this order in one tensor, which moves in one copy.
-COUNTS = ("steps", "measured_steps", "clipped_steps", "well_clipped_steps", "skipped_steps")
+COUNTS = (
+    *("steps", "measured_steps", "clipped_steps", "well_clipped_steps"),
+    *("skipped_steps", "overflowed_steps"),
+)
 # A coefficient between it and 1 is that of a norm at the limit, as another clip with the same limit
 # leaves it: that adds up to 1e-6 to the norm it divides by, and so does the rule.
 BARELY = 1 - 2e-5
@@ -22,7 +25,7 @@ KEPT = 64
 
 
 class StepCounts:
-    """Steps that were taken, measured, clipped and skipped.
+    """Steps that were taken, measured, clipped, skipped, and left out because of an overflow.
 
     Steps are kept with their coefficients on the device, and counted KEPT at a time or when the
     counts are read. Any thread may read: each step is one entry of a queue.
@@ -49,7 +52,7 @@ class StepCounts:
         return self._counts.device
 
     def read(self) -> Tensor:
-        """All counts in the order of COUNTS, int64[5]; later steps change the tensor.
+        """All counts in the order of COUNTS, int64[6]; later steps change the tensor.
 
         Raises:
             RuntimeError: a CUDA graph is captured, whose replays would count steps again.
@@ -65,6 +68,7 @@ class StepCounts:
     def add(
         self,
         coefficients: Sequence[float | Tensor],
+        left_out: Tensor | None = None,
         overflow: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> None:
@@ -72,12 +76,12 @@ class StepCounts:
 
         Args:
             coefficients: of the rules that measured a norm: numbers, or 0-d on any device.
-            overflow: whether the step overflowed, and does not count; 0-d bool on the device, None
-                for no.
-            skip: whether the step was skipped, and counts as such; likewise.
+            left_out: whether the step was left out; 0-d bool on the device, None for no.
+            overflow: whether it overflowed, and counts as such; likewise.
+            skip: whether it was skipped, and counts as such if it did not overflow; likewise.
         """
-        if overflow is not None or skip is not None:
-            self._add_uncertain(coefficients, overflow, skip)
+        if left_out is not None:
+            self._add_uncertain(coefficients, left_out, overflow, skip)
             return
         if self._may_have_skipped:
             self.consecutive_skips.zero_()
@@ -100,11 +104,12 @@ class StepCounts:
         if len(self._kept) >= KEPT:
             self._count_kept()
 
-    def add_skipped(self) -> None:
-        """Counts a skipped step."""
-        self._counts[-1].add_(1)
-        self.consecutive_skips.add_(1)
-        self._may_have_skipped = True
+    def add_left_out(self, *, overflows: bool) -> None:
+        """Counts a step that the host left out, because of an overflow or else as skipped."""
+        self._counts[5 if overflows else 4].add_(1)
+        if not overflows:
+            self.consecutive_skips.add_(1)
+            self._may_have_skipped = True
 
     def move_(self, device: torch.device) -> None:
         """Moves all counts."""
@@ -140,8 +145,8 @@ class StepCounts:
         self._counts.add_(more)
 
     def _sums(self, steps: Sequence[Sequence[float] | Tensor]) -> Tensor:
-        """The counts of these steps, int64[5]."""
-        known, coefficients = [len(steps), 0, 0, 0, 0], []
+        """The counts of these steps, int64[6]."""
+        known, coefficients = [len(steps), 0, 0, 0, 0, 0], []
         for step in steps:
             if isinstance(step, Tensor):
                 known[1] += 1
@@ -164,18 +169,19 @@ class StepCounts:
     def _add_uncertain(
         self,
         coefficients: Sequence[float | Tensor],
+        left_out: Tensor,
         overflow: Tensor | None,
         skip: Tensor | None,
     ) -> None:
         """As `add`, for a step of which only the device knows whether it was taken."""
         no = torch.zeros(1, dtype=torch.bool, device=self.device)
-        overflow = no if overflow is None else overflow.reshape(1)
-        skip = no if skip is None else skip & ~overflow
-        taken = ~(overflow | skip)
+        overflow = no if overflow is None else overflow.to(self.device).reshape(1)
+        skip = no if skip is None else skip.to(self.device) & ~overflow
+        taken = ~left_out.to(self.device).reshape(1)
         measured, clipped = no, no.expand(2)
         if coefficients:
             measured, clipped = taken, self._are_below(coefficients) & taken
-        self._counts.add_(torch.cat([taken, measured, clipped, skip]))
+        self._counts.add_(torch.cat([taken, measured, clipped, skip, overflow]))
         self.consecutive_skips.add_(skip[0]).mul_(~taken[0])
         self._may_have_skipped = True
 

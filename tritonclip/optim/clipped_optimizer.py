@@ -114,7 +114,8 @@ class ClippedOptimizer(OptimizerProxy):
               gradients, and the finite ones next to them. See :meth:`synchronize`.
 
             The last three check all gradients, including those that are not clipped. A step that a
-            GradScaler skips because of an overflow raises no error and is not counted.
+            GradScaler skips because of an overflow raises no error, and counts in
+            `stats.overflowed_steps` alone.
         skip_above: skips a step, as "skip" does, if the norm of its gradients is larger: a number,
             or :class:`Outlier` for a limit that follows the norms of earlier steps, and their
             losses, if the attribute `loss` is set before each step. The norm is the 2-norm before
@@ -505,9 +506,10 @@ class ClippedOptimizer(OptimizerProxy):
         nonfinite = step.nonfinite() if step.by_gradient else None
         if isinstance(nonfinite, Tensor):
             step.held = self._log.errors.hold(nonfinite, step.stop)
-            # As an overflow, it is neither counted nor remembered.
-            step.overflow = either(step.overflow, step.held)
             step.stop = either(step.stop, step.held)
+            if step.skip is not None:
+                # The steps before the error are not counted.
+                step.skip = step.skip & ~step.held.to(step.skip.device)
             return step
         if self._log.errors.arriving:
             self.synchronize()

@@ -91,13 +91,13 @@ def step_checking(
     """
     step = measure()
     if _leaves_out(step, nonfinite, judges=log.states.skip_above is not None):
-        log.add_skipped(step)
+        log.add_left_out(step)
         return first, False
     if nonfinite in RAISING:
         step.raise_if_nonfinite()
     result, outcomes = _step_on(inner, closure, first, step, measure, nonfinite)
     if outcomes is None:
-        log.add_skipped(step)
+        log.add_left_out(step)
     else:
         step.outcomes = outcomes
         log.add(step)

@@ -12,7 +12,7 @@ from tritonclip.monitor.recorder import Recorder, saved_place
 from tritonclip.monitor.stats import ClipStats
 from tritonclip.optim.param_groups import Groups, first_device
 from tritonclip.optim.states import RuleStates
-from tritonclip.optim.step import Step
+from tritonclip.optim.step import Step, either
 from tritonclip.optim.step_record import ParameterNames
 from tritonclip.optim.watches import ErrorWatch, LeftOut, SkipWatch
 from tritonclip.rules import Rule
@@ -50,8 +50,8 @@ class StepLog:
         if step.follows:
             step.commit(step.stop)
         if step.outlier is not None:
-            step.outlier.commit(step.overflow)
-        self.stats.record_(step.outcomes, step.overflow, step.skip)
+            step.outlier.commit(either(step.overflow, step.held))
+        self.stats.record_(step.outcomes, step.stop, step.overflow, step.skip)
         if self.recorder is not None:
             self._record(step, step.stop)
         if step.skip is not None:
@@ -71,27 +71,19 @@ class StepLog:
         self.errors.forget()
         raise error
 
-    def add_left_out(self, step: Step) -> None:
-        """Adds a step that was left out: because of an overflow, or else as `add_skipped` does."""
-        if step.overflow is None or not bool(step.overflow):
-            self.add_skipped(step)
-            return
-        # The GradScaler did it, which the statistics do not count.
-        self.states.steps += 1
-        step.commit(left_out=True)
-        self._record(step, skipped=True)
-
     @torch.compiler.disable
     @without_grad
-    def add_skipped(self, step: Step) -> None:
-        """Adds a step that was left out, and remembers the norm of an outlier."""
+    def add_left_out(self, step: Step) -> None:
+        """Adds a step that was left out; remembers the norm of an outlier, not of an overflow."""
+        overflows = step.overflow is not None and bool(step.overflow)
         self.states.steps += 1
         step.commit(left_out=True)
-        if step.outlier is not None:
+        if step.outlier is not None and not overflows:
             step.outlier.commit(None)
-        self.stats.record_skip_()
+        self.stats.record_left_out_(overflows=overflows)
         self._record(step, skipped=True)
-        self.watch.look(self.stats.consecutive_skips, waited=True)
+        if not overflows:
+            self.watch.look(self.stats.consecutive_skips, waited=True)
 
     def _record(self, step: Step, skipped: Tensor | bool | None) -> None:
         """Hands a step to the recorder, if there is one."""
