@@ -77,3 +77,8 @@ def test_max_consecutive_skips_may_be_replaced():
         optimizer.step()
     with pytest.raises(ValueError, match="max_consecutive_skips must be 1 or more"):
         optimizer.max_consecutive_skips = 0
+    optimizer.nonfinite = "propagate"
+    optimizer.max_consecutive_skips = None
+    with pytest.raises(ValueError, match="no step is skipped: expected nonfinite='skip'"):
+        optimizer.max_consecutive_skips = 2
+    assert optimizer.max_consecutive_skips is None

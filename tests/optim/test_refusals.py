@@ -121,6 +121,31 @@ def test_unknown_rule_is_refused(clip, error, message, where):
         assert wrapper.clip == ClipByGlobalNorm(2.5, eps=0.0)
 
 
+def _weights():
+    return [torch.nn.Parameter(torch.ones(2))]
+
+
+@pytest.mark.parametrize(
+    "meet",
+    [
+        lambda _: ClippedOptimizer(SGD(_weights(), differentiable=True), 1.0),
+        lambda wrapper: wrapper.add_param_group({"params": _weights(), "differentiable": True}),
+        # By default.
+        lambda wrapper: wrapper.add_param_group({"params": _weights()}),
+        lambda wrapper: wrapper.load_state_dict(SGD(_weights(), differentiable=True).state_dict()),
+    ],
+    ids=["constructor", "group", "default", "checkpoint"],
+)
+def test_differentiable_updates_are_refused(meet):
+    """A gradient through them would take the clip for a constant."""
+    groups: list[dict[str, Any]] = [{"params": _weights(), "differentiable": False}]
+    wrapper = ClippedOptimizer(SGD(groups, lr=0.5, differentiable=True), 1.0)
+    message = r"param_groups\[\d\] has differentiable=True, .* clip of tritonclip\.functional"
+    with pytest.raises(ValueError, match=message):
+        meet(wrapper)
+    assert [group["lr"] for group in wrapper.param_groups] == [0.5]
+
+
 def test_no_rule_at_all_is_refused_with_what_to_write():
     with pytest.raises(TypeError, match=r"got None; .* of their own, write float\('inf'\)"):
         ClippedOptimizer(SGD([one_weight()[0]]), None)  # type: ignore[arg-type]

@@ -356,6 +356,21 @@ def test_skips_in_a_row_of_a_gpu_are_read_so_many_steps_later(monkeypatch):
         look(3)
 
 
+class _Mps(torch.Tensor):
+    """Stands in for a count on an accelerator that is no GPU of CUDA."""
+
+    device = torch.device("mps")
+
+
+def test_skips_in_a_row_of_other_accelerators_are_read_so_many_steps_later():
+    """Each is the count of its step, not of the step that reads it."""
+    watch, in_a_row = SkipWatch(3), torch.zeros((), dtype=torch.int64).as_subclass(_Mps)
+    for _ in range(2 + LAG):
+        watch.look(in_a_row.add_(1), waited=False)
+    with pytest.raises(RuntimeError, match="3 steps in a row"):
+        watch.look(in_a_row.add_(1), waited=False)
+
+
 class Late(SkipWatch):
     """As on a GPU whose numbers arrive one look later."""
 

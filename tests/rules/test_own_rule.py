@@ -141,6 +141,19 @@ def test_a_wrong_order_or_eps_raises_at_the_first_use(name, value, error, messag
         ClippedOptimizer(torch.optim.SGD([weight], lr=0.1), rule)
 
 
+@pytest.mark.parametrize(("name", "value"), [("norm_type", -1.0), ("eps", math.nan)])
+def test_a_rule_that_turns_wrong_is_refused_by_a_step(name, value):
+    rule: Any = type("Own", (Halving, Rule), {})()
+    weight = three_four()
+    optimizer = ClippedOptimizer(torch.optim.SGD([weight], lr=0.1), rule)
+    optimizer.step()
+    before = [*weight.tolist(), *grad_of(weight).tolist()]
+    setattr(rule, name, value)
+    with pytest.raises(ValueError, match=f"Own: {name} must be"):
+        optimizer.step()
+    assert [*weight.tolist(), *grad_of(weight).tolist()] == before
+
+
 def test_a_subclass_is_refused_where_its_limit_would_not_be_asked():
     class Half(tritonclip.ClipByNorm):
         pass

@@ -51,6 +51,7 @@ from tritonclip.optim.param_groups import (
     check_group,
     first_device,
     options_of,
+    refuse_differentiable,
     rule_of_all,
     unclipped,
 )
@@ -122,8 +123,8 @@ class ClippedOptimizer(OptimizerProxy):
             clipping of all gradients that are clipped; inf is larger, NaN is not. Of a closure, the
             first evaluation counts. None skips no step.
         max_consecutive_skips: the number of skipped steps in a row at which `step` raises
-            RuntimeError. None raises none, and warns at 100. If steps do not wait for a GPU, the
-            error comes eight steps later, in the same step on every process.
+            RuntimeError. None raises none, and warns at 100. If steps do not wait for the
+            accelerator, the error comes eight steps later, in the same step on every process.
         recorder: a recorder made by :func:`record`. It takes norm, coefficient and limit of every
             step, whether the step was skipped, and the norms of groups that have a rule. Deep
             copies of the wrapper have no recorder.
@@ -141,7 +142,8 @@ class ClippedOptimizer(OptimizerProxy):
     Raises:
         TypeError: an argument that is not an optimizer, or not a rule.
         ValueError: an optimizer that already has a wrapper; an unknown policy; a `flat` of other
-            parameters; `max_consecutive_skips` although no step is skipped.
+            parameters; `max_consecutive_skips` although no step is skipped; a parameter group
+            with differentiable=True.
 
     Notes:
         Public methods and attributes of the wrapped optimizer, such as `train` and `eval` of
@@ -292,7 +294,9 @@ class ClippedOptimizer(OptimizerProxy):
 
     @max_consecutive_skips.setter
     def max_consecutive_skips(self, most: int | None) -> None:
-        self._log.watch = SkipWatch(most)
+        watch = SkipWatch(most)
+        watch.refuse_without_skips(self._nonfinite, self.skip_above)
+        self._log.watch = watch
 
     @property
     def recorder(self) -> Recorder | None:
@@ -669,10 +673,12 @@ class ClippedOptimizer(OptimizerProxy):
             param_group: a dict with the key "params", as for any optimizer.
 
         Raises:
-            ValueError: a rule under a misspelt key; a wrapper that has :class:`FlatGradients`.
+            ValueError: a rule under a misspelt key; differentiable=True; a wrapper that has
+                :class:`FlatGradients`.
         """
         if isinstance(param_group, dict):
-            check_group(len(self.param_groups), param_group, options_of(self.optimizer))
+            filled = {**self.defaults, **param_group}
+            check_group(len(self.param_groups), filled, options_of(self.optimizer))
         if self.flat is not None:
             raise ValueError(
                 "a FlatGradients holds the gradients of the parameters that were there; expected "
@@ -700,6 +706,8 @@ class ClippedOptimizer(OptimizerProxy):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         rest, own = split_own(state_dict)
+        for number, group in enumerate(rest["param_groups"]):
+            refuse_differentiable(number, group)
         loaded = self._log.loaded(own, self._partition.rules(), self.optimizer.param_groups)
         self.optimizer.load_state_dict(with_present_rules(self.optimizer, rest))
         self._log.restore(*loaded, self.optimizer.param_groups)
@@ -741,7 +749,7 @@ class ClippedOptimizer(OptimizerProxy):
             process_group=group,
             copies=copies,
         )
-        self.max_consecutive_skips = state["max_consecutive_skips"]
+        self._log.watch = SkipWatch(state["max_consecutive_skips"])
         self.stats, self._log.states = state["stats"], states
         states.resume(optimizer.param_groups)
 

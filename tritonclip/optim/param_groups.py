@@ -31,8 +31,20 @@ def options_of(optimizer: Optimizer) -> set[str]:
     return {key for one in (optimizer, *inside) for key in one.defaults}
 
 
+def refuse_differentiable(number: int, group: Mapping[str, Any]) -> None:
+    """ValueError for a group whose update is to be differentiated: clipping records no graph."""
+    if group.get("differentiable"):
+        raise ValueError(
+            f"param_groups[{number}] has differentiable=True, and a gradient through the update "
+            "would take the clip for a constant; expected False, or the bare optimizer after a "
+            "clip of tritonclip.functional, such as clip_by_global_norm, which is differentiable"
+        )
+
+
 def check_group(number: int, group: Mapping[str, Any], options: Container[str]) -> None:
     """Refuses a group whose `clip` is no rule, or that may have meant it by another key.
+
+    Also one that `refuse_differentiable` refuses.
 
     Args:
         number: of the group.
@@ -56,6 +68,7 @@ def check_group(number: int, group: Mapping[str, Any], options: Container[str]) 
             )
     if "clip" in group:
         rule_of(number, group)
+    refuse_differentiable(number, group)
 
 
 def _is_lookalike(key: str) -> bool:

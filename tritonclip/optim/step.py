@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from math import inf
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.states import Judgement, RuleStates
 from tritonclip.optim.step_record import StepRecord
 from tritonclip.rules import Numbering, Outlier, Rule
-from tritonclip.rules.rule import Adaptive
+from tritonclip.rules.rule import Adaptive, check_norm
 
 # Policies for which the host raises an error.
 RAISING = ("error", "async_error")
@@ -136,6 +137,9 @@ class Step:
             if record is not None:
                 record.check(groups)
             if by_value or not rule.clamps:
+                # Rules of users may set them to anything, at any time.
+                if rule.norm_type != 2.0 or not 0 <= rule.eps < inf:
+                    check_norm(rule)
                 scale = 1.0 if rule.clamps else self._grad_scale
                 if group.by_name:
                     group.measure_(rule, "norms", scale, by_gradient=self.by_gradient)

@@ -31,7 +31,8 @@ LAG = 8
 def _sent(number: Tensor) -> Callable[[], int]:
     """Begins to copy a number from its device; the result waits for it."""
     if number.device.type != "cuda":
-        return partial(int, number)
+        # A count is added to later.
+        return partial(int, number.clone())
     copied = torch.empty((), dtype=number.dtype, device="cpu", pin_memory=True)
     copied.copy_(number, non_blocking=True)
     event = torch.cuda.Event()
@@ -45,7 +46,7 @@ def _sent(number: Tensor) -> Callable[[], int]:
 
 
 class SkipWatch:
-    """Looks at the number of steps skipped in a row; at a GPU's some steps later.
+    """Looks at the number of steps skipped in a row; at an accelerator's some steps later.
 
     Args:
         most: steps in a row after which RuntimeError is raised; None to warn at 100.
@@ -74,7 +75,7 @@ class SkipWatch:
         Args:
             in_a_row: the number of them, on any device.
             waited: this step has waited for the device already; else the number of `LAG` steps
-                before is looked at, if it is on a GPU.
+                before is looked at, if it is on an accelerator.
         """
         n = int(in_a_row) if waited else self._read(in_a_row)
         if self.most is not None and n >= self.most:
@@ -95,10 +96,10 @@ class SkipWatch:
             )
 
     def _read(self, in_a_row: Tensor) -> int:
-        """The number, or a GPU's of `LAG` looks before; 0 where there is none."""
+        """The number, or an accelerator's of `LAG` looks before; 0 where there is none."""
         if in_a_row.device.type == "cpu":
             return int(in_a_row)
-        if in_a_row.device.type != "cuda" or is_captured(in_a_row.device):
+        if in_a_row.device.type == "meta" or is_captured(in_a_row.device):
             return 0
         self._arriving.append(_sent(in_a_row))
         return self._arriving.popleft()() if len(self._arriving) > LAG else 0
