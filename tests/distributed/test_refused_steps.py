@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,20 @@ def test_step_raises_everywhere(how: str, policy: Any) -> None:
         assert torch.equal(local(one.detach()), was)
     named["plain"].grad = torch.ones(5)
     optimizer.step()
+    assert_same_everywhere(optimizer.stats.last_norm)
+
+
+@pytest.mark.parametrize("policy", ["propagate", "skip"])
+@pytest.mark.parametrize("how", LEFT)
+@in_processes(2)
+def test_step_with_a_wrong_loss_scale_of_one_process_raises_everywhere(
+    how: str, policy: Any
+) -> None:
+    named, optimizer = _optimizer(how, nonfinite=policy)
+    step = partial(optimizer.step, grad_scale=0.0 if is_first() else 4.0)
+    grads = [one.grad for one in named.values()]
+    check_raises(step, ValueError, "grad_scale must be positive", grads)
+    optimizer.step(grad_scale=4.0)
     assert_same_everywhere(optimizer.stats.last_norm)
 
 

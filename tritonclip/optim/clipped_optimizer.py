@@ -398,7 +398,13 @@ class ClippedOptimizer(OptimizerProxy):
     ) -> tuple[Any, bool]:
         """The result of the step, and whether it was taken; one that the device leaves out was."""
         if grad_scale is not None or self._amp.grad_scale is not None:
-            grad_scale = self._amp.scale_with(grad_scale)
+            try:
+                grad_scale = self._amp.scale_with(grad_scale)
+            except (TypeError, ValueError) as error:
+                if closure is None:
+                    # For other processes, which measure under a scale.
+                    self._measure_evaluation(1.0, refusal=error)
+                raise
         if closure is not None:
             return self._step_with(closure, grad_scale)
         if isinstance(self.optimizer, LBFGS):
