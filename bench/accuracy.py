@@ -1,10 +1,6 @@
-"""Truth in float64: gradients with known norms, the check of clipped ones, the accuracy of norms.
+"""Truth in float64: gradients with known norms, and the check of clipped ones.
 
 Truth is computed block by block, so that a copy of a workload in float64 is never held.
-
-`python -m bench accuracy` measures norms that are hard to get right, ours beside torch's: elements
-whose squares single precision overflows or underflows on, norms that a half type cannot hold, long
-sums; and whether twenty calls give the same bits.
 """
 
 from __future__ import annotations
@@ -17,8 +13,7 @@ import torch
 from torch import Tensor
 
 import tritonclip
-from bench.results import Row
-from bench.workloads import DTYPES, Workload, dtype_of
+from bench.workloads import Workload, dtype_of
 
 # Gradients are normal, with mean 0 and this standard deviation.
 SIGMA = 1e-3
@@ -30,8 +25,6 @@ EPS = 1e-6
 WEIGHT = 1024.0
 # Largest relative error of our norms.
 OURS = 1e-6
-# Elements of GPT-2 124M.
-MANY = 124_439_808
 NORMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "tritonclip": tritonclip.get_total_norm,
     "torch": torch.nn.utils.get_total_norm,
@@ -51,7 +44,7 @@ class Gradients:
 
     def __init__(self, workload: Workload, dtype: str, device: torch.device) -> None:
         self.workload, self.dtype, self.device = workload, dtype, device
-        self.fresh = list(_normal(workload, dtype, device))
+        self.fresh = list(normal(workload, dtype, device))
         self.norms = [norm([f]) for f in self.fresh]
         self.norm, self.n_bytes = math.hypot(*self.norms), workload.n_bytes(dtype)
         self._largest = max(float(f.abs().max()) for f in self.fresh)
@@ -142,7 +135,8 @@ class Gradients:
                 raise WrongResultError(f"gradient {i} is off by {error:.3g}, of {largest:.3g}")
 
 
-def _normal(workload: Workload, dtype: str, device: torch.device) -> Iterator[Tensor]:
+def normal(workload: Workload, dtype: str, device: torch.device) -> Iterator[Tensor]:
+    """Gradients of a workload, equal on every run."""
     generator = torch.Generator(device).manual_seed(1)
     for shape in workload.shapes:
         values = torch.empty(shape, device=device).normal_(0, SIGMA, generator=generator)
@@ -155,29 +149,3 @@ def norm(tensors: Sequence[Tensor]) -> float:
     """The 2-norm in float64."""
     blocks = (block for tensor in tensors for block in tensor.reshape(-1).split(BLOCK))
     return math.sqrt(math.fsum(float(block.double().square().sum()) for block in blocks))
-
-
-def hard_gradients(device: torch.device, shrink: int = 1) -> Iterator[tuple[str, list[Tensor]]]:
-    """Gradients whose norm is hard to get right, and their names; long ones over `shrink`."""
-    extremes = [(value, dtype) for value in ("1e20", "1e-25") for dtype in DTYPES[:2]]
-    for value, dtype in (*extremes, ("6e4", "float16")):
-        filled = torch.full((1000,), float(value), dtype=dtype_of(dtype, 1), device=device)
-        yield f"4,000 times {value}, {dtype}", [filled.clone() for _ in range(4)]
-    n_ones = 200_000_000 // shrink
-    yield f"{n_ones:,} ones, float32", [torch.ones(n_ones, device=device)]
-    long = Workload("long", "long", ((MANY // shrink,),))
-    for dtype in DTYPES[:3]:
-        yield f"{MANY // shrink:,} normal, {dtype}", list(_normal(long, dtype, device))
-
-
-def measure(name: str, gradients: list[Tensor]) -> Iterator[Row]:
-    """Norms by both libraries, their errors, and how many different results twenty calls give."""
-    truth = norm(gradients)
-    for provider, total_norm in NORMS.items():
-        norms = [float(total_norm(gradients)) for _ in range(20)]
-        error, distinct = abs(norms[0] / truth - 1), len({one.hex() for one in norms})
-        # JSON has no number for inf and nan: they are text.
-        finite = [one if math.isfinite(one) else str(one) for one in (norms[0], error)]
-        values = {"truth": truth, "norm": finite[0], "norm_error": finite[1], "distinct": distinct}
-        right = error <= OURS and distinct == 1 if provider == "tritonclip" else None
-        yield Row("accuracy", {"workload": name, "provider": provider}, values, right)

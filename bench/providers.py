@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -25,8 +24,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import tritonclip
-from bench.accuracy import EPS, NORMS, OURS, WEIGHT, Gradients
-from bench.workloads import CLIPS, DTYPES, RULES, TWO, Workload
+from bench.accuracy import EPS, OURS, WEIGHT, Gradients
+from bench.workloads import CLIPS, DTYPES, RULES, Workload
 from tritonclip import functional
 
 # TensorFlow and JAX take most of a GPU's memory when they start, unless told before their import.
@@ -39,8 +38,6 @@ SUMMED = 2**23 + 1
 BOTH = {"cpu": DTYPES, "cuda": DTYPES}
 # Not on torch's current stream, which events time.
 FOREIGN = ("tensorflow", "paddle", "optax")
-# torch.compile makes CUDA graphs itself, with mode="reduce-overhead"; others read a number back.
-UNCAPTURED = ("tritonclip compiled", "torch compiled", "apex", "transformer_engine")
 
 
 class Entry(NamedTuple):
@@ -80,8 +77,7 @@ class Provider(NamedTuple):
     def why_absent(self, workload: Workload, dtype: str, device: str) -> str | None:
         """Why it is not compared on a list of gradients; None where it is."""
         n = len(workload.shapes)
-        # The search for a module within a package imports the package.
-        missing = [m for m in self.modules if not (find_spec(m.split(".")[0]) and find_spec(m))]
+        missing = [module for module in self.modules if not find_spec(module)]
         reasons = {
             f"{', '.join(missing)} not installed": missing,
             f"not compared in {dtype} on {device}": dtype not in self.dtypes.get(device, ()),
@@ -134,14 +130,6 @@ def _ours(gradients: Gradients, rule: str, limit: float) -> Entry:
     return in_place(gradients, lambda: tritonclip.clip_(parameters, clip), rule)
 
 
-def _flat(gradients: Gradients, rule: str, limit: float) -> Entry:
-    own = copy(gradients)
-    own.allocate()
-    flat, clip = tritonclip.FlatGradients(own.parameters), OUR_RULES[rule](limit)
-    own.refill()
-    return in_place(own, lambda: tritonclip.clip_(flat, clip), rule)
-
-
 def _wrapper(gradients: Gradients, rule: str, limit: float) -> Entry:
     wrapper = tritonclip.ClippedOptimizer(sgd_of(gradients.parameters), OUR_RULES[rule](limit))
     return in_place(gradients, lambda: wrapper.step() or wrapper.stats.last_norm)
@@ -189,21 +177,6 @@ def _torch(foreach: bool | None, gradients: Gradients, rule: str, limit: float) 
         return norms
 
     return in_place(gradients, clip, rule)
-
-
-def _compiled(make: Make, gradients: Gradients, rule: str, limit: float) -> Entry:
-    entry = make(gradients, rule, limit)
-    return entry._replace(call=torch.compile(entry.call, fullgraph=True))
-
-
-def _drop_in(gradients: Gradients, rule: str, limit: float) -> Entry:
-    """Our functions with the names and signatures of torch's."""
-    clip = getattr(tritonclip, f"clip_grad_{rule}_")
-    return in_place(gradients, partial(clip, gradients.parameters, limit))
-
-
-def _norm_only(name: str, gradients: Gradients, *_: Any) -> Entry:
-    return in_place(gradients, partial(NORMS[name], gradients.grads))
 
 
 def _torch_sum(gradients: Gradients, *_: Any) -> Entry:
@@ -340,61 +313,28 @@ def _optax(donate: bool, gradients: Gradients, rule: str, limit: float) -> Entry
     )
 
 
-def _apex(gradients: Gradients, rule: str, limit: float) -> Entry:
-    """The function of `apex.contrib`, with the signature of torch's; reads a number back."""
-    clip = import_module("apex.contrib.clip_grad").clip_grad_norm_
-    return in_place(gradients, partial(clip, gradients.parameters, limit))
-
-
-def _engine(gradients: Gradients, rule: str, limit: float) -> Entry:
-    """Kernels of Transformer Engine as Megatron-LM calls them, which reads the norm back."""
-    optimizers = import_module("transformer_engine.pytorch.optimizers")
-    flag = torch.zeros(1, dtype=torch.int, device=gradients.device)
-    grads, apply = gradients.grads, optimizers.multi_tensor_applier
-
-    def clip() -> list[float]:
-        norm = float(apply(optimizers.multi_tensor_l2norm, flag, [grads], False)[0])
-        coefficient = limit / (norm + 1e-6)
-        if coefficient < 1:
-            apply(optimizers.multi_tensor_scale, flag, [grads, grads], coefficient)
-        return [norm]
-
-    return in_place(gradients, clip)
-
-
-_default = partial(_torch, None)
 DEPENDS = dict.fromkeys(RULES)
-BY_NUMBERS = dict.fromkeys(rule for rule in RULES if rule != "unit")
 # Measured, then read and written; a clamp reads and writes once, two with one bound each do twice.
 ONCE = {"norm": 3, "value": 2, "gradient": 3}
 TWICE = {**ONCE, "value": 4}
 TORCH_TWICE, TORCH_ONCE = ({**one, "step": None, "largest": 3} for one in (TWICE, ONCE))
-BY_TWO, BY_LOOK = {"norm": 3, "value": 2}, {"norm": None}
+BY_TWO = {"norm": 3, "value": 2}
 # Of one dtype in a list.
 ONE, ON_GPU = DTYPES[:3], {"cuda": DTYPES[:4]}
-ENGINE = ("transformer_engine.pytorch",)
 # Eager TensorFlow clamps in two operators.
 TENSORFLOW = Provider(
     "tensorflow", _tensorflow, TWICE, eps=0.0, modules=("tensorflow",), dtypes={"cpu": ONE}
 )
 IN_PLACE = (
     Provider("tritonclip", _ours, DEPENDS),
-    Provider("tritonclip flat", _flat, BY_NUMBERS),
     Provider("tritonclip wrapper", _wrapper, {"step": None}),
-    Provider("tritonclip drop-in", _drop_in, dict.fromkeys(TWO)),
-    Provider("tritonclip norm only", partial(_norm_only, "tritonclip"), {"norm": 1}, clips=False),
-    Provider("tritonclip compiled", partial(_compiled, _ours), BY_NUMBERS, jits=True),
-    Provider("torch", _default, TORCH_TWICE | {"unit": None}, baseline=True),
+    Provider("torch", partial(_torch, None), TORCH_TWICE | {"unit": None}, baseline=True),
     Provider("torch foreach", partial(_torch, True), TORCH_TWICE, baseline=True),
     Provider("torch no foreach", partial(_torch, False), TORCH_ONCE, baseline=True),
-    Provider("torch compiled", partial(_compiled, _default), TORCH_ONCE, jits=True),
-    Provider("torch norm only", partial(_norm_only, "torch"), {"norm": 1}, clips=False),
     Provider("torch sum", _torch_sum, dict.fromkeys(CLIPS, 1), clips=False, least_bytes=SUMMED),
     TENSORFLOW,
     Provider("paddle", _paddle, ONCE, modules=("paddle",), dtypes=ON_GPU | {"cpu": ONE[:1]}),
     Provider("optax", partial(_optax, True), BY_TWO, eps=0.0, modules=("jax", "optax"), jits=True),
-    Provider("apex", _apex, {"norm": 3}, modules=("apex.contrib",), dtypes=ON_GPU),
-    Provider("transformer_engine", _engine, BY_LOOK, modules=ENGINE, dtypes={"cuda": ONE}),
 )
 NAMED = {provider.name: provider for provider in IN_PLACE}
 OUT_OF_PLACE = (

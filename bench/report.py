@@ -1,32 +1,27 @@
-"""`python -m bench report`: from committed rows to tables and figures in README and docs.
+"""Tables and figures in README and docs, from committed JSON of pytest-benchmark.
 
-Tables stand between `<!-- bench:NAME -->` and `<!-- /bench -->` in docs/performance/, from the rows
-of bench/results/NAME.json (`<!-- bench:NAME providers -->`: the times of all providers), and
-between `<!-- speed:NAME -->` and `<!-- /speed -->` in README.md. Figures lie beside the rows, as
-NAME-RULE.svg. Rows that were not checked, or found wrong, are refused (`results.checked`).
+`python -m bench.report` writes them; `--check` writes nothing, and fails where one is stale. Tables
+stand between `<!-- bench:NAME -->` and `<!-- /bench -->` in docs/performance/, from the rows of
+bench/results/NAME.json (`<!-- bench:NAME providers -->`: the times of all providers), and between
+`<!-- speed:NAME -->` and `<!-- /speed -->` in README.md. Figures lie beside the rows, as
+NAME-RULE.svg. Rows are written back without what no table shows: samples, and other providers.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
+import math
 import re
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from matplotlib import style
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
-from rich import box
-
-from bench import results
-from bench.results import RefusedError, Row
-from bench.workloads import BY, TWO, WORKLOADS, named
+from bench.workloads import BY, CLIPS, TWO, WORKLOADS, named
 
 # The markers that pages have.
 PAGES = {"docs/performance/*.md": "bench:NAME", "README.md": "speed:NAME"}
@@ -34,47 +29,136 @@ SECTION = re.compile(
     r"(<!-- (speed|bench):([\w-]+)( providers)? -->\n).*?(<!-- /\2 -->)", re.DOTALL
 )
 CASE = ("workload", "dtype", "rule", "step")
-# Workloads of the README's table, from short to long.
-SHOWN = (
-    *("small_1", "small_10", "small_100", "lenet5", "resnet20", "resnet50"),
-    *("gpt2_124m", "llama3_8b", "huge_and_small", "tiny_10000"),
-)
+# Workloads of the README's table.
+SHOWN = ("small_1", "small_10", "small_100", "lenet5", "resnet20", "resnet50", "tiny_10000")
 # From the pages of docs/performance/.
 TO_RESULTS = "../../bench/results"
-# Provenance that a figure shows, and a page above the fold.
+# Provenance that a page shows above the fold, and a figure; that only the plugin's JSON has.
 SHORT = ("cpu", "device", "threads", "torch", "commit", "date")
-# Colours are those of the figure's style.
-SLOWER = "C1"
+OF_PLUGIN = re.compile("node|processor|release|python_(build|compiler|impl.*)")
+STATS = ("median", "q1", "q3", "rounds", "iterations")
+# Heading and format of the parts of a case and of figures, in the order of a table.
+PARTS = {
+    "workload": ("gradients", ""),
+    "model": ("model", ""),
+    "dtype": ("dtype", ""),
+    "rule": ("by", ""),
+    "step": ("step", ""),
+    "layout": ("layout", ""),
+    "provider": ("provider", ""),
+    "path": ("path", ""),
+    "call": ("call", ""),
+    "feature": ("a step with", ""),
+    "list": ("list", ""),
+    "tensors": ("tensors", ",d"),
+}
+FIGURES = {
+    "norm_error": ("norm error", ".0e"),
+    "truth": ("truth", ".7g"),
+    "norm": ("norm", ".7g"),
+    "distinct": ("distinct", "d"),
+    "collectives": ("collectives", "d"),
+    "outcome": ("outcome", ""),
+    "us": ("us", ",.1f"),
+    "ratio": ("ratio", ".2f"),
+    "baseline": ("over", ""),
+    "over_us": ("over us", ",.1f"),
+    "torch_us": ("torch us", ",.1f"),
+    "share": ("of torch", ".2f"),
+    "floor_us": ("floor us", ",.1f"),
+    "us_per_tensor": ("us a tensor", ".2f"),
+    "clip_us": ("clip us", ",.1f"),
+    "step_share": ("of the step", ".2%"),
+    "extra_mb": ("extra MB", ".1f"),
+}
+# Colours are those of the figure's style, with one short name for its font.
+STYLE = ("tritonclip.monitor.figures", {"font.family": "DejaVu Sans"})
 COLOURS = {"float32": "C0", "bfloat16": "C4", "float16": "C5", "mixed": "C3", "float64": "C2"}
 MARKERS = dict(zip(COLOURS, "os^Dv", strict=True))
+# A benchmark of the JSON: parameters, extra information and microseconds, by name.
+Row = dict[str, Any]
 
 
-def origin_line(origin: dict[str, Any]) -> str:
-    """Provenance in one line; the command as code, whose dashes a page leaves as they are."""
-    shown = origin | {"command": f"`{origin['command']}`"} if "command" in origin else origin
-    return ", ".join(f"{name} {value}" for name, value in shown.items())
+def flat(benchmark: dict[str, Any]) -> Row:
+    """One benchmark; `us` is the median of its time, beside quartiles, where it was timed."""
+    stats = benchmark.get("stats", benchmark)
+    found = {"test": benchmark["name"].partition("[")[0]}
+    times = {"us": "median", "us_lo": "q1", "us_hi": "q3"}
+    found |= {name: round(stats[of] * 1e6, 9) for name, of in times.items() if of in stats}
+    return {**found, **benchmark["params"], **benchmark["extra_info"]}
 
 
-def short_origin(origin: dict[str, Any]) -> str:
-    """The provenance that readers look for."""
-    return origin_line({key: origin[key] for key in SHORT if key in origin})
+def read(path: Path) -> dict[str, Any]:
+    """The JSON of a whole run without a failure; ends with a message where it is another."""
+    if not path.exists():
+        sys.exit(f"{path} does not exist: measure first, with --benchmark-json={path}")
+    record: dict[str, Any] = json.loads(path.read_text())
+    names = [one["name"] for one in record.get("benchmarks", ())]
+    status = record.get("exit_status")
+    if status != 0 or not names or len(set(names)) < len(names):
+        sys.exit(
+            f"{path}: expected different rows of a run of these benchmarks that ended with status "
+            f"0, got {len(names)} rows, {len(set(names))} of them different, and status {status}: "
+            "measure again, to the end"
+        )
+    return {**record, "benchmarks": [rounded(one) for one in record["benchmarks"]]}
+
+
+def origin(record: dict[str, Any]) -> dict[str, Any]:
+    """Where rows were measured; the command as code, whose dashes a page leaves as they are."""
+    machine, commit = dict(record["machine_info"]), record["commit_info"]["id"]
+    cpu, system, kind = (machine.pop(name) for name in ("cpu", "system", "machine"))
+    found = {"command": f"`{record['command']}`", "date": record["datetime"].partition("T")[0]}
+    found |= {"commit": commit[:7] if len(commit) == 40 else commit, "cpu": cpu["brand_raw"]}
+    found |= {"cores": cpu["count"], "platform": f"{system} {kind}"}
+    return found | {k: v for k, v in machine.items() if not OF_PLUGIN.fullmatch(k)}
+
+
+def line(origin: dict[str, Any], names: Sequence[str] = ()) -> str:
+    """Provenance in one line; all of it where none is named."""
+    return ", ".join(f"{name} {origin[name]}" for name in names or origin)
+
+
+def trimmed(record: dict[str, Any], whole: bool) -> str:
+    """JSON of the rows, one a line, with what tables are made of; of other providers if `whole`."""
+    keys = ("name", "params", "extra_info")
+    lines = [
+        {key: one[key] for key in keys}
+        | {"stats": {k: v for k, v in one["stats"].items() if k in STATS}}
+        for one in record["benchmarks"]
+        if whole or one["params"]["provider"].startswith("tritonclip")
+    ]
+    start = {name: record[name] for name in ("command", "exit_status", "datetime", "machine_info")}
+    machine = record["machine_info"].items()
+    start["machine_info"] = {k: v for k, v in machine if not OF_PLUGIN.fullmatch(k)}
+    start["commit_info"] = {"id": record["commit_info"]["id"]}
+    short: dict[str, Any] = {"allow_nan": False, "separators": (",", ":")}
+    rows = ",\n".join(json.dumps(one, **short) for one in lines)
+    return f'{json.dumps(start, indent=1)[:-2]},\n "benchmarks": [\n{rows}\n]}}\n'
+
+
+def rounded(value: Any) -> Any:
+    """Seven digits: more than any clock has, and as many as a float32 norm."""
+    if isinstance(value, dict):
+        return {name: rounded(one) for name, one in value.items()}
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def unique(rows: Sequence[Row], part: str) -> list[str]:
     """A part of the cases, each value in the order in which it comes first."""
-    return list(dict.fromkeys(row.case[part] for row in rows))
+    return list(dict.fromkeys(row[part] for row in rows))
 
 
 def ratio_rows(rows: Sequence[Row]) -> list[Row]:
     """Our rows that have a ratio to torch, from small workloads to large ones."""
-    ours = [r for r in rows if r.benchmark == "speed" and r.get("provider") == "tritonclip"]
+    ours = [r for r in rows if r.get("provider") == "tritonclip" and "rule" in r and "ratio" in r]
     order = {name: i for i, name in enumerate(WORKLOADS)}
-    return sorted((r for r in ours if "ratio" in r.values), key=lambda r: order[r.case["workload"]])
+    return sorted(ours, key=lambda row: order[row["workload"]])
 
 
 def ratio_cell(row: Row, tie: str = "") -> str:
     """A ratio with quartiles, bold where it is a loss; `tie` instead where they include 1."""
-    ratio, low, high = (row.get(f"ratio{end}") for end in ("", "_lo", "_hi"))
+    ratio, low, high = (row[f"ratio{end}"] for end in ("", "_lo", "_hi"))
     if tie and low <= 1 <= high:
         return tie
     text = f"{ratio:.2f}x" + ("" if tie else f" ({low:.2f} to {high:.2f})")
@@ -83,186 +167,213 @@ def ratio_cell(row: Row, tie: str = "") -> str:
 
 def time_cell(row: Row, beside: str = "ratio", form: str = "{:.2f}x") -> str:
     """The time of a call, and a figure beside it where it has one."""
-    if "wall_us" not in row.values:
-        return "wrong result"
-    more = f", {form.format(row.get(beside))}" if beside in row.values else ""
-    return f"{row.get('wall_us') / 1e3:.3g} ms{more}"
+    more = f", {form.format(row[beside])}" if beside in row else ""
+    return f"{row['us'] / 1e3:.3g} ms{more}"
 
 
-def pivot(rows: Sequence[Row], line: Sequence[str], column: str, cell: Callable[[Row], str]) -> str:
-    """A table in Markdown: cases by parts in a line, and a column; a cell has its last row."""
-    columns = list(dict.fromkeys(column.format_map(row.case) for row in rows))
+def cell(row: Row, name: str) -> str:
+    """One figure with its quartiles and goal; empty where nothing was measured."""
+    form, value = (PARTS | FIGURES)[name][1], row.get(name)
+    if value is None or isinstance(value, str):
+        return value or ""
+    text = format(value, form)
+    low, high, goal = (row.get(f"{name}_{end}") for end in ("lo", "hi", "goal"))
+    if low is not None:
+        text += f" ({low:{form}} to {high:{form}})"
+    if goal is not None:
+        text += f" / {goal:{form}}{' over' if value > goal else ''}"
+    return text
+
+
+def markdown(headings: Sequence[str], texts: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = (headings, ["---"] * len(headings), *texts)
+    return "\n".join(f"| {' | '.join(text)} |" for text in lines)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """All parts and figures that any row has; repeats no part of a case from above."""
+    parts, figures = ([n for n in of if any(n in row for row in rows)] for of in (PARTS, FIGURES))
+    texts, before = [], [""] * len(parts)
+    for row in rows:
+        own = [cell(row, name) for name in parts]
+        new = next((i for i, (a, b) in enumerate(zip(before, own, strict=True)) if a != b), 0)
+        texts.append([*[""] * new, *own[new:], *(cell(row, name) for name in figures)])
+        before = own
+    return markdown([(PARTS | FIGURES)[name][0] for name in (*parts, *figures)], texts)
+
+
+def pivot(
+    rows: Sequence[Row], parts: Sequence[str], column: str, cell: Callable[[Row], str]
+) -> str:
+    """A table of cases by parts, and a column; a cell has its last row."""
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
-        case = tuple(named(part, row.case[part]) for part in line)
-        lines.setdefault(case, {})[column.format_map(row.case)] = cell(row)
-    headings = [*(results.COLUMNS[part][0] for part in line), *columns]
-    texts = [headings, ["---"] * len(headings)]
-    texts += [[*own, *(cells.get(one, "") for one in columns)] for own, cells in lines.items()]
-    return "\n".join(f"| {' | '.join(text)} |" for text in texts)
+        own = tuple(named(part, row[part]) for part in parts)
+        lines.setdefault(own, {})[row[column] if column in row else column.format_map(row)] = cell(
+            row
+        )
+    columns = list(dict.fromkeys(name for cells in lines.values() for name in cells))
+    texts = [[*own, *(cells.get(one, "") for one in columns)] for own, cells in lines.items()]
+    return markdown([*(PARTS[part][0] for part in parts), *columns], texts)
 
 
 def summary(rows: Sequence[Row]) -> str:
     """The median, the worst, and the share of cases below 1.0x."""
-    ours = sorted(ratio_rows(rows), key=lambda row: float(row.get("ratio")))
+    ours = sorted(ratio_rows(rows), key=lambda row: float(row["ratio"]))
     if not ours:
         return "No ratio was measured."
-    ratios = [float(row.get("ratio")) for row in ours]
-    workload, dtype, rule, step = (named(part, ours[0].case[part]) for part in CASE)
+    ratios = [row["ratio"] for row in ours]
+    workload, dtype, rule, step = (named(part, ours[0][part]) for part in CASE)
     lost = sum(ratio < 1 for ratio in ratios) / len(ratios)
-    share = f"{lost:.0%} are" if lost else "none is"
     return (
         f"Over all {len(ours)} cases the median is {statistics.median(ratios):.2f}x, the worst "
-        f"{ratios[0]:.2f}x ({workload}, {dtype}, by {rule}, {step}); {share} below 1.0x."
+        f"{ratios[0]:.2f}x ({workload}, {dtype}, by {rule}, {step}); "
+        f"{f'{lost:.0%} are' if lost else 'none is'} below 1.0x."
     )
 
 
-def share_table(rows: Sequence[Row]) -> str:
-    """The README's table of shares of a training step."""
-    share = "{step_share:.1%}".format_map
-    table = pivot(rows, ["model"], "{provider}", lambda row: share(row.values))
-    return f"Clipping's share of a whole training step, float32 on a CPU:\n\n{table}\n"
-
-
-def ratio_table(rows: Sequence[Row]) -> str:
-    """The README's table of ratios: float32; by value, the worse of both steps."""
-    shown = []
-    for row in ratio_rows(rows):
-        workload, dtype, rule, _ = (row.case[part] for part in CASE)
-        if workload in SHOWN and dtype == "float32" and rule in TWO:
-            # Of two rows in one cell the last is shown.
-            place = SHOWN.index(workload), rule, -row.get("ratio") if rule == "value" else 0
-            step = {"step": "by value"} if rule == "value" else {}
-            shown.append((place, replace(row, case=row.case | step)))
-    ordered = [row for _, row in sorted(shown, key=itemgetter(0))]
-    table = pivot(ordered, ["workload"], "{step}", partial(ratio_cell, tie="tie"))
+def in_readme(rows: Sequence[Row]) -> str:
+    """The README's shares of a training step, or ratios in float32; by value, the worse step's."""
+    if "model" in rows[0]:
+        table = pivot(rows, ["model"], "provider", lambda row: f"{row['step_share']:.1%}")
+        return f"Clipping's share of a whole training step, float32 on a CPU:\n\n{table}\n"
+    chosen = [r for r in ratio_rows(rows) if r["dtype"] == "float32" and r["rule"] in TWO]
+    # Of two rows in one cell the last is shown.
+    chosen.sort(key=lambda row: -float(row["ratio"]) if row["rule"] == "value" else -math.inf)
+    chosen = [r | ({"step": "by value"} if r["rule"] == "value" else {}) for r in chosen]
+    ordered = [row for name in SHOWN for row in chosen if row["workload"] == name]
+    table = pivot(ordered, ["workload"], "step", partial(ratio_cell, tie="tie"))
     used = {"tie": "tie: no clear difference", "**": "bold: slower"}
     signs = "; ".join(text for sign, text in used.items() if sign in table)
-    signs = f" ({signs})" if signs else ""
-    return (
-        f"Speed-up of one call over torch's fastest variant, float32 on a CPU{signs}:\n\n"
-        f"{table}\n\n{summary(rows)}\n"
-    )
+    title = "Speed-up of one call over torch's fastest variant, float32 on a CPU"
+    return f"{title}{f' ({signs})' if signs else ''}:\n\n{table}\n\n{summary(rows)}\n"
 
 
 def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequence[Row]) -> str:
-    """The text between a section's markers."""
-    first = [
-        f"<details>\n<summary>Measured on: {short_origin(origin)}</summary>",
-        f"{origin_line(origin)}\n\n</details>",
-    ]
-    if busy := max(row.case.get("busy", 0) for row in rows):
+    """The text between the markers of a page."""
+    short = line(origin, SHORT)
+    first = [f"<details>\n<summary>Measured on: {short}</summary>", f"{line(origin)}\n\n</details>"]
+    if busy := rows[0].get("busy"):
         first.append(f"Meanwhile {busy} other processes kept cores busy.")
-    if after := rows[0].case.get("after"):
+    if after := rows[0].get("after"):
         first.append(f"Before every call: a {after}.")
-    if rows[0].benchmark != "speed":
-        parts = [results.table(rows, border=box.MARKDOWN)]
+    if "rule" not in rows[0]:
+        parts = [table(rows)]
     elif of_providers:
-        parts = [summary(rows), pivot(rows, CASE, "{provider}", time_cell)]
+        parts = [summary(rows), pivot(rows, CASE, "provider", time_cell)]
     else:
-        parts = list(_ratios(name, rows))
+        parts = list(ratios(name, rows))
     return "\n\n".join([*first, *parts, f"Rows: [{name}.json]({TO_RESULTS}/{name}.json).\n"])
 
 
-def _ratios(name: str, rows: Sequence[Row]) -> Iterator[str]:
+def ratios(name: str, rows: Sequence[Row]) -> Iterator[str]:
     """A summary, the ratios to torch, figures, and the share of torch.sum."""
     lists = [WORKLOADS[one] for one in unique(rows, "workload")]
     yield summary(rows) + "".join(f" {one.title}: {one.note}." for one in lists if one.note)
     ours = ratio_rows(rows)
     yield pivot(ours, ["workload", "rule"], "{dtype} {step}", ratio_cell)
-    for rule in unique(ours, "rule"):
+    for rule in drawn(ours):
         yield f"![Ratio to torch by {BY[rule]}]({TO_RESULTS}/{name}-{rule}.svg)"
-    if on_gpu := [row for row in rows if "device_us" in row.values and row.get("launches")]:
+    if on_gpu := [row for row in rows if "device_us" in row]:
         yield "Time on the GPU alone, of the host, and launches:"
         times = "{device_us:.1f} us, host {host_us:.0f} us, {launches}".format_map
-        yield pivot(on_gpu, CASE, "{provider}", lambda row: times(row.values))
-    if large := [row for row in ours if "sum_share" in row.values]:
+        yield pivot(on_gpu, CASE, "provider", times)
+    if large := [row for row in ours if "sum_share" in row]:
         yield "Our time, and the share of it that torch.sum over as many bytes takes:"
         share = partial(time_cell, beside="sum_share", form="{:.0%}")
-        yield pivot(large, CASE[:3], "{step}", share)
+        yield pivot(large, CASE[:3], "step", share)
+
+
+def drawn(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each figure, by rule: others are measured on few lists."""
+    by_rule = {rule: [row for row in rows if row["rule"] == rule] for rule in CLIPS}
+    return {rule: own for rule, own in by_rule.items() if own}
 
 
 def digest(rows: Sequence[Row]) -> str:
     """The text in a figure that names the rows it shows, so that a stale one is found."""
-    text = json.dumps([vars(row) for row in rows], sort_keys=True)
+    text = json.dumps(rows, sort_keys=True)
     return f"rows sha256 {hashlib.sha256(text.encode()).hexdigest()}"
 
 
-@style.context("tritonclip.monitor.figures")
 def draw(rows: Sequence[Row], path: Path, origin: str) -> None:
     """Draws our ratios by one rule as SVG: a line a workload, the dtypes side by side on it."""
+    from matplotlib import style
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
+
     names, steps = (unique(rows, part) for part in ("workload", "step"))
-    drawn = {(row.case["workload"], row.case["dtype"]) for row in rows}
-    figure = Figure(figsize=(8, 1.8 + 0.4 * len(names)))
-    panels = figure.subplots(1, len(steps), sharex=True, sharey=True, squeeze=False)[0]
-    for axes, step in zip(panels, steps, strict=True):
-        axes.set(title=step, xscale="log", ylim=(len(names) - 0.5, -0.5))
-        axes.xaxis.set_major_locator(LogLocator(base=2))
-        axes.xaxis.set_major_formatter("{x:g}x")
-        axes.minorticks_off()
-        axes.grid(visible=False, axis="y")
-        axes.grid(axis="x")
-        axes.axvline(1.0, color="black", linewidth=1.0)
-        slower = axes.axvspan(1e-6, 1.0, color=SLOWER, alpha=0.12, linewidth=0)
-    panels[0].set_yticks(range(len(names)), [named("workload", name) for name in names])
-    ends = [row.get(f"ratio{end}") for row in rows for end in ("_lo", "_hi")]
-    panels[0].set_xlim(min(0.8, *ends) / 1.1, max(1.25, *ends) * 1.1)
-    marks = {}
-    for row in rows:
-        workload, dtype, _, step = (row.case[part] for part in CASE)
-        axes, colour = panels[steps.index(step)], COLOURS[dtype]
-        beside = [one for one in COLOURS if (workload, one) in drawn]
-        y = names.index(workload) + 0.16 * (beside.index(dtype) - (len(beside) - 1) / 2)
-        axes.hlines(y, row.get("ratio_lo"), row.get("ratio_hi"), colour, linewidth=1.2)
-        (marks[dtype],) = axes.plot(row.get("ratio"), y, MARKERS[dtype], color=colour, ms=5)
-    by = BY[rows[0].case["rule"]]
-    title = f"Clipping by {by}: time of the best torch variant / tritonclip's"
-    figure.supxlabel(f"marks: medians; lines: quartiles\n{origin}", fontsize=7)
-    handles = {one: marks[one] for one in COLOURS if one in marks} | {"slower than torch": slower}
-    figure.legend(
-        handles.values(),
-        handles,
-        title=title,
-        title_fontsize=10,
-        loc="outside upper center",
-        ncols=6,
-    )
-    metadata = {"Date": None, "Description": digest(rows), "Title": by}
-    figure.savefig(path, format="svg", metadata=metadata)
+    dtypes = {name: [r["dtype"] for r in rows if r["workload"] == name] for name in names}
+    beside = {name: [one for one in COLOURS if one in dtypes[name]] for name in names}
+    ends = [row[f"ratio{end}"] for row in rows for end in ("_lo", "_hi")]
+    with style.context(STYLE):
+        figure, marks = Figure(figsize=(8, 1.8 + 0.4 * len(names))), dict[str, Any]()
+        panels = figure.subplots(1, len(steps), sharex=True, sharey=True, squeeze=False)[0]
+        for axes, step in zip(panels, steps, strict=True):
+            axes.set(title=step, xscale="log", ylim=(len(names) - 0.5, -0.5))
+            axes.set_xlim(min(0.8, *ends) / 1.1, max(1.25, *ends) * 1.1)
+            axes.xaxis.set_major_locator(LogLocator(base=2))
+            axes.xaxis.set_major_formatter("{x:g}x")
+            axes.minorticks_off()
+            axes.grid(visible=False, axis="y")
+            axes.grid(axis="x")
+            axes.axvline(1.0, color="black", linewidth=1.0)
+            slower = axes.axvspan(1e-6, 1.0, color="C1", alpha=0.12, linewidth=0)
+            for dtype, colour in COLOURS.items():
+                own = [row for row in rows if (row["dtype"], row["step"]) == (dtype, step)]
+                ys = []
+                for name in (row["workload"] for row in own):
+                    offset = beside[name].index(dtype) - (len(beside[name]) - 1) / 2
+                    ys.append(names.index(name) + 0.16 * offset)
+                if own:
+                    # One line for all quartiles, with gaps.
+                    xs = [x for r in own for x in (r["ratio_lo"], r["ratio_hi"], math.nan)]
+                    axes.plot(xs, [y for y in ys for _ in range(3)], color=colour, linewidth=1.2)
+                    form = {"color": colour, "marker": MARKERS[dtype], "linestyle": ""}
+                    medians = [row["ratio"] for row in own]
+                    (marks[dtype],) = axes.plot(medians, ys, markersize=5, **form)
+        panels[0].set_yticks(range(len(names)), [named("workload", name) for name in names])
+        by = BY[rows[0]["rule"]]
+        title = f"Clipping by {by}: time of the best torch variant / tritonclip's"
+        figure.supxlabel(f"marks: medians; lines: quartiles\n{origin}", fontsize=7)
+        handles = {one: marks[one] for one in COLOURS if one in marks} | {
+            "slower than torch": slower
+        }
+        place: Any = {"loc": "outside upper center", "title": title, "title_fontsize": 10}
+        figure.legend(handles.values(), handles, ncols=6, **place)
+        metadata = {"Date": None, "Description": digest(rows), "Title": by}
+        figure.savefig(path, format="svg", metadata=metadata)
 
 
 def write(root: Path, check: bool = False) -> list[Path]:
-    """Writes pages and figures below the folder of README.md, or names those that are stale."""
-    figures: dict[Path, tuple[list[Row], str]] = {}
+    """Writes pages, figures and rows below a folder, or names those that are stale."""
+    texts, figures = dict[Path, str](), dict[Path, tuple[list[Row], str]]()
 
     def filled(match: re.Match[str]) -> str:
-        """A section with its markers; notes the figures that it shows."""
+        """A section with its markers; notes the rows and figures that it shows."""
         start, kind, name, of_providers, end = match.groups()
         path = root / "bench" / "results" / f"{name}.json"
-        origin, rows = results.checked(path)
-        ours = [] if of_providers else ratio_rows(rows)
-        for rule in unique(ours, "rule"):
-            drawn = [row for row in ours if row.get("rule") == rule]
-            figures[path.with_name(f"{path.stem}-{rule}.svg")] = drawn, short_origin(origin)
-        if kind == "bench":
-            text = section(name, bool(of_providers), origin, rows)
-        else:
-            text = share_table(rows) if rows[0].benchmark == "training" else ratio_table(rows)
-        return f"{start}{text}{end}"
+        record = read(path)
+        source, rows = origin(record), list(map(flat, record["benchmarks"]))
+        is_whole = of_providers or any("device_us" in r or "rule" not in r for r in rows)
+        texts[path] = trimmed(record, bool(is_whole))
+        for rule, own in ({} if of_providers else drawn(ratio_rows(rows))).items():
+            figures[path.with_name(f"{name}-{rule}.svg")] = own, line(source, SHORT)
+        shown = (
+            in_readme(rows) if kind == "speed" else section(name, bool(of_providers), source, rows)
+        )
+        return f"{start}{shown}{end}"
 
-    texts: dict[Path, str] = {}
     for pattern, marker in PAGES.items():
         kind = marker.partition(":")[0]
         pages = {path: path.read_text() for path in sorted(root.glob(pattern))}
-        cut = [
-            path
-            for path, text in pages.items()
-            if len(SECTION.findall(text)) != text.count(f"<!-- {kind}")
-        ]
-        if cut or not any(map(SECTION.search, pages.values())):
-            raise RefusedError(
-                f"{', '.join(map(str, cut)) or root / pattern}: expected <!-- {marker} --> and its "
-                f"end <!-- /{kind} --> around each table; write the markers where it belongs"
+        counts = {p: (len(SECTION.findall(t)), t.count(f"<!-- {kind}")) for p, t in pages.items()}
+        cut = [str(path) for path, (whole, begun) in counts.items() if whole != begun]
+        if cut or not any(whole for whole, _ in counts.values()):
+            sys.exit(
+                f"{', '.join(cut) or root / pattern}: expected <!-- {marker} --> and its end "
+                f"<!-- /{kind} --> around each table; write the markers where it belongs"
             )
         texts |= {path: SECTION.sub(filled, text) for path, text in pages.items()}
     if check:
@@ -274,3 +385,23 @@ def write(root: Path, check: bool = False) -> list[Path]:
     for path, (rows, shown) in figures.items():
         draw(rows, path, shown)
     return []
+
+
+def main() -> None:
+    """Ends with 1 where something is stale, or nothing may be made."""
+    parser = argparse.ArgumentParser(
+        "python -m bench.report", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail where one is stale"
+    )
+    root = Path(__file__).parents[1]
+    parser.add_argument("--root", type=Path, default=root, help="the folder of README.md")
+    given = parser.parse_args()
+    if stale := write(given.root, given.check):
+        names = ", ".join(map(str, stale))
+        sys.exit(f"{names}: not what the rows give: run python -m bench.report")
+
+
+if __name__ == "__main__":
+    main()

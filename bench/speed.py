@@ -1,4 +1,4 @@
-"""A case of `pytest bench`: every provider is checked, then all are timed in paired rounds.
+"""A case of `test_clip` and `test_functional`: every provider is checked, then all are timed.
 
 A case is one gradient list, one rule, clipped or unclipped. Gradients are in cache where a list
 fits, but for the device time on a GPU, and so are code and plans, unless a backward pass comes
@@ -9,108 +9,70 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from bench import timing
 from bench.accuracy import Gradients, WrongResultError
-from bench.providers import FOREIGN, IN_PLACE, OUT_OF_PLACE, UNCAPTURED, Entry, Provider
-from bench.results import Row
+from bench.comparison import AllSamples, Comparison, Effort, ratio
+from bench.providers import FOREIGN, IN_PLACE, OUT_OF_PLACE, Entry, Provider
 from tritonclip.backends import choose
-from tritonclip.samples import Samples, Timed, interleaved, paired, spread
+from tritonclip.samples import Timed
 
 BASELINES = [one.name for one in (*IN_PLACE, *OUT_OF_PLACE) if one.baseline]
-# Where torch.compile is compared unless asked for, by norm: it takes 10 to 40 seconds a provider on
-# the longest.
-COMPILED = ("small_1", "mlp8", "resnet50", "gpt2_124m")
-COMPILERS = ("tritonclip compiled", "torch compiled")
-# Left out of a quick run.
-NOT_QUICK = ("tritonclip flat", "tritonclip drop-in", "tritonclip norm only", "torch norm only")
 
 
-class Effort(NamedTuple):
-    """How long to measure a case, and under which conditions."""
-
-    samples: int = 9  # Fewest timed samples of each provider.
-    seconds: float = 0.6  # How long to go on with more of them.
-    busy: int = 0  # Other processes that keep cores busy meanwhile.
-    training: bool = False  # A backward pass makes new gradients before every call.
-
-
-@dataclass
-class Measured:
-    """One provider of a case, and its row."""
-
-    provider: Provider
-    row: Row
-    fault: str = ""  # How its result differs from float64.
-    entry: Any = None
-    timed: Any = None
-    walls: Sequence[float] = ()  # Microseconds a call in each round; none where it was not timed.
-
-
-def providers_of(
-    asked: Sequence[str], plan: str, workload: str, dtype: str, rule: str
-) -> list[Provider]:
-    """The providers that clip in place and were asked for; else all that fit the plan."""
-    names = {"tritonclip", *asked}
+def providers_of(asked: Sequence[str], training: bool, rule: str) -> list[Provider]:
+    """The providers that clip in place and were asked for; else all."""
     # Others work on arrays that no backward pass makes.
-    if plan == "training" and not asked:
-        names |= {"tritonclip wrapper", *BASELINES}
-    elif not asked:
-        by_norm = (dtype, rule) == ("float32", "norm")
-        compiled = by_norm and workload in COMPILED and plan != "quick"
-        left_out = (*(NOT_QUICK if plan == "quick" else ()), *(() if compiled else COMPILERS))
-        names |= {one.name for one in IN_PLACE if one.name not in left_out}
-    return [one for one in IN_PLACE if one.name in names and rule in one.passes]
+    known = [one for one in IN_PLACE if not training or (one.clips and one.name not in FOREIGN)]
+    chosen = [one for one in known if not asked or one.name in ("tritonclip", *asked)]
+    return [one for one in chosen if rule in one.passes]
 
 
-def measure(
+def compare(
     gradients: Gradients,
     rule: str,
     clipped: bool,
-    compared: Sequence[Provider],
-    effort: Effort | None,
-) -> list[Measured]:
-    """All providers of a case, timed only where their results are right, and an effort is given."""
-    # Else the same function on another list would count as compiled again, and be slower to find.
-    torch._dynamo.reset()
-    case: dict[str, Any] = {"workload": gradients.workload.name, "dtype": gradients.dtype}
-    case |= {"rule": rule, "step": "clipped" if clipped else "unclipped"}
-    is_training = effort is not None and effort.training
-    conditions: dict[str, Any] = {"busy": effort.busy} if effort and effort.busy else {}
-    conditions |= {"after": "backward pass"} if is_training else {}
-    result: list[Measured] = []
-    for one in compared:
-        row = Row("speed", {**case, "provider": one.name, **conditions}, {}, True)
+    providers: Sequence[Provider],
+    effort: Effort,
+    conditions: dict[str, Any],
+) -> Comparison:
+    """All providers of a case, checked; `conditions` are in each row ("after", "busy")."""
+    calls, faults, figures = dict[str, Timed](), dict[str, str](), dict[str, dict[str, Any]]()
+    entries = dict[str, Entry]()
+    for one in providers:
         try:
             entry, error = checked(one, gradients, rule, clipped)
         except WrongResultError as wrong:
-            row.correct = False
-            result.append(Measured(one, row, str(wrong)))
+            faults[one.name] = str(wrong)
             continue
-        known = {"bytes_moved": bytes_moved(gradients, rule, clipped, one), "norm_error": error}
-        row.values = {name: value for name, value in known.items() if value is not None}
         prepare = entry.refill if clipped or rule == "step" else None
-        timed = Timed(entry.call, entry.gradients.backward if is_training else prepare)
-        result.append(Measured(one, row, "", entry, timed))
-    ready = [found for found in result if not found.fault]
-    if effort and ready:
-        calls = [found.timed for found in ready]
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            samples = interleaved(calls, gradients.device, effort.samples, effort.seconds)
-        walls = {found.provider.name: own.walls for found, own in zip(ready, samples, strict=True)}
-        for found, own in zip(ready, samples, strict=True):
-            found.walls, values = own.walls, found.row.values
-            values |= {"batch": own.n_calls, "repetitions": len(own.walls)}
-            values |= _figures(found.provider, walls)
-            values |= _beside(found, own)
-            values["copy_gb_per_s"] = timing.copy_gb_per_s(gradients.device)
-    return result
+        if "after" in conditions:
+            prepare = gradients.backward
+        entries[one.name], calls[one.name] = entry, Timed(entry.call, prepare)
+        known = {"bytes": bytes_moved(gradients, rule, clipped, one), "norm_error": error}
+        known |= conditions
+        figures[one.name] = {name: value for name, value in known.items() if value is not None}
+    clipping = {one.name for one in providers if one.clips}
+
+    def figures_of(name: str, samples: AllSamples) -> dict[str, Any]:
+        found = dict(figures[name])
+        if name in clipping:
+            found |= ratio(name, samples, BASELINES)
+        if sums := samples.get("torch sum"):
+            found |= {"sum_us": statistics.median(sums.walls)}
+            found |= {"sum_share": ratio(name, samples, ["torch sum"])["ratio"]}
+        found |= _beside(name, entries[name], calls[name], samples)
+        on_cpu = gradients.device.type == "cpu"
+        time = statistics.median(samples[name].walls) if on_cpu else found.get("device_us")
+        if time is not None and "bytes" in found:
+            found["gb_per_s"] = found["bytes"] / (time * 1e3)
+        return found | {"copy_gb_per_s": timing.copy_gb_per_s(gradients.device)}
+
+    return Comparison(calls, effort, figures_of, faults, gradients.device)
 
 
 def checked(
@@ -153,38 +115,20 @@ def bytes_moved(gradients: Gradients, rule: str, clipped: bool, provider: Provid
     return n if looks and not clipped else 2 * n
 
 
-def _figures(provider: Provider, walls: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Time, and the paired ratios to the best torch variant and to torch.sum."""
-    ours = walls[provider.name]
-    found: dict[str, Any] = {**spread("wall_us", ours)}
-    torchs = [name for name in BASELINES if name in walls]
-    if torchs and provider.clips:
-        best = min(torchs, key=lambda name: statistics.median(walls[name]))
-        found |= {**spread("ratio", paired(walls[best], ours)), "baseline": best}
-    if sums := walls.get("torch sum"):
-        found["sum_us"] = statistics.median(sums)
-        found["sum_share"] = statistics.median(paired(sums, ours))
-    return found
-
-
-def _beside(measured: Measured, samples: Samples) -> dict[str, float]:
-    """The figures that are measured beside the pairs; those of other streams stay empty."""
-    entry, timed, values = measured.entry, measured.timed, measured.row.values
-    device, found = entry.gradients.device, dict[str, float]()
-    time = values["wall_us"] if device.type == "cpu" else None
-    if measured.provider.name not in FOREIGN:
-        # A profiler takes 0.1 s to start: torch's default stands for its variants.
-        if not measured.provider.name.endswith("foreach"):
-            entry.refill()
-            found["extra_mb"] = timing.extra_bytes(entry.call, device) / 2**20
-        if device.type == "cuda":
-            entry.refill()
-            found["launches"] = timing.launches(entry.call, device)
-            host = found["host_us"] = statistics.median(samples.hosts)
-            time = found["device_us"] = timing.device_us(timed, device, host)
-            if measured.provider.name not in UNCAPTURED:
-                replay = Timed(timing.captured(timed).replay, timed.prepare)
-                found["graph_us"] = timing.device_us(replay, device, host)
-    if time is not None and "bytes_moved" in values:
-        found["gb_per_s"] = values["bytes_moved"] / (time * 1e3)
+def _beside(name: str, entry: Entry, timed: Timed, samples: AllSamples) -> dict[str, Any]:
+    """Memory, and on a GPU launches and time; no device time on another stream than torch's."""
+    device, found = entry.gradients.device, dict[str, Any]()
+    if name in FOREIGN:
+        return found
+    # A profiler takes 0.1 s to start: torch's default stands for its variants.
+    if not name.endswith("foreach"):
+        entry.refill()
+        found["extra_mb"] = timing.extra_bytes(entry.call, device) / 2**20
+    if device.type == "cuda":
+        entry.refill()
+        found["launches"] = timing.launches(entry.call, device)
+        host = found["host_us"] = statistics.median(samples[name].hosts)
+        found["device_us"] = statistics.median(timing.device_us(timed, device, host))
+        replay = Timed(timing.captured(timed).replay, timed.prepare)
+        found["graph_us"] = statistics.median(timing.device_us(replay, device, host))
     return found

@@ -8,7 +8,6 @@ else. Graph: the same for the replay of a CUDA graph of the call. On a CPU there
 from __future__ import annotations
 
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -51,8 +50,8 @@ def busy_cores(n: int) -> Iterator[None]:
             process.wait()
 
 
-def device_us(timed: Timed, device: torch.device, host_us: float) -> float:
-    """The time on the GPU alone, on torch's current stream, of a call that the host queues so long.
+def device_us(timed: Timed, device: torch.device, host_us: float) -> list[float]:
+    """Times on the GPU alone, on torch's current stream, of a call that the host queues so long.
 
     A wait on the GPU in front lets the host run ahead, so that the gaps between launches do not
     count. A call with more launches than the queue holds (about 1,000), or that waits for the GPU,
@@ -75,7 +74,7 @@ def device_us(timed: Timed, device: torch.device, host_us: float) -> float:
         stop.record()
         stop.synchronize()
         times.append(start.elapsed_time(stop) * 1e3)
-    return statistics.median(times)
+    return times
 
 
 def captured(timed: Timed) -> torch.cuda.CUDAGraph:

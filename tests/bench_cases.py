@@ -1,4 +1,4 @@
-"""Gradient lists, providers, a row and ways to run that tests of the benchmarks share."""
+"""Gradient lists, a comparison and ways to run that tests of the benchmarks share."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from pathlib import Path
 import torch
 from workers import python
 
-from bench.results import Row
-from bench.speed import Effort, measure
+from bench.comparison import Effort
+from bench.speed import compare
 from bench.workloads import Workload
 
 BENCH = Path(__file__).parents[1] / "bench"
 CPU = torch.device("cpu")
 SMALL = Workload("small", "small", ((5, 7), (3,), (1,), (257, 9)))
-ROW = Row("speed", {"workload": "a", "provider": "torch"}, {"wall_us": 1.5}, True)
 
 
 def elements(shapes):
     return sum(math.prod(shape) for shape in shapes)
 
 
-def measured(gradients, rule, clipped, providers, effort=None):
-    """Rows of providers, measured shortly."""
-    effort = effort or Effort(samples=2, seconds=0.0)
-    return [one.row for one in measure(gradients, rule, clipped, providers, effort)]
+def figures(gradients, rule, clipped, providers, conditions=None):
+    """Figures of each provider, measured shortly."""
+    effort = Effort(samples=2, seconds=0.0)
+    compared = compare(gradients, rule, clipped, providers, effort, conditions or {})
+    compared.take_turns()
+    names = [one.name for one in providers if one.name in compared.samples]
+    return [compared.figures(name, compared.samples) for name in names]
 
 
 def pytest_bench(*arguments, before=""):
@@ -43,7 +45,7 @@ timing.COPIED["cpu"] = 2**16
 sys.exit(pytest.main())
 """
     short = ("--benchmark-min-rounds=2", "--benchmark-max-time=0.000001", "--device=cpu")
-    given = (BENCH, "-pno:cacheprovider", *short, *arguments)
+    given = ("-pno:cacheprovider", *short, *arguments)
     return [sys.executable, "-c", code, *map(str, given)]
 
 

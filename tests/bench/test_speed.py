@@ -1,17 +1,17 @@
-"""Rows of speed: a wrong result is not timed, and figures follow from the samples."""
+"""Cases of speed: a wrong result is not timed, and figures follow from the samples."""
 
 from __future__ import annotations
 
 import pytest
-import torch
-from bench_cases import CPU, SMALL, elements, measured
+from bench_cases import CPU, SMALL, elements, figures
 
-from bench import speed
 from bench.accuracy import Gradients, WrongResultError
+from bench.comparison import Effort
 from bench.providers import NAMED, SUMMED, Entry, Provider, in_place
-from bench.speed import Effort, bytes_moved, checked
+from bench.speed import bytes_moved, checked, compare, providers_of
 from bench.workloads import Workload
-from tritonclip.samples import Samples
+
+OURS = ("tritonclip", "torch", "torch foreach", "torch no foreach")
 
 
 def wrong(gradients: Gradients, rule: str, limit: float) -> Entry:
@@ -33,75 +33,40 @@ def lying(gradients: Gradients, rule: str, limit: float) -> Entry:
 @pytest.mark.parametrize("make", [wrong, lying])
 def test_wrong_provider_is_refused_and_not_timed(make):
     gradients = Gradients(SMALL, "float32", CPU)
-    calls: list[str] = []
-
-    def counted(given, rule, limit):
-        entry = make(given, rule, limit)
-
-        def call():
-            calls.append(rule)
-            return entry.call()
-
-        return entry._replace(call=call)
-
-    provider = Provider("wrong", counted, {"norm": 3})
+    provider = Provider("wrong", make, {"norm": 3})
     with pytest.raises(WrongResultError):
         checked(provider, gradients, "norm", True)
-    calls.clear()
-    bad, good = measured(gradients, "norm", True, [provider, NAMED["torch"]])
-    assert len(calls) == 1
-    assert (bad.correct, bad.values) == (False, {})
-    assert good.correct
-    assert good.get("wall_us") is not None
+    compared = compare(gradients, "norm", True, [provider, NAMED["torch"]], Effort(2, 0.0), {})
+    assert set(compared.faults) == {"wrong"}
+    compared.take_turns()
+    assert set(compared.samples) == {"torch"}
 
 
-def test_nothing_is_timed_where_every_result_is_wrong():
-    provider = Provider("wrong", wrong, {"norm": 3})
-    (row,) = measured(Gradients(SMALL, "float32", CPU), "norm", True, [provider])
-    assert (row.correct, row.values) == (False, {})
-
-
-def test_measure_fills_the_columns_of_a_cpu():
+def test_figures_of_a_cpu():
     gradients = Gradients(SMALL, "float32", CPU)
-    ours, torchs = measured(gradients, "norm", False, [NAMED["tritonclip"], NAMED["torch"]])
-    assert (ours.get("provider"), torchs.get("provider")) == ("tritonclip", "torch")
-    assert (torchs.get("ratio"), ours.get("baseline")) == (1.0, "torch")
-    assert ours.get("bytes_moved") == 4 * elements(SMALL.shapes)
-    assert torchs.get("bytes_moved") == 3 * ours.get("bytes_moved")
-    for name in ("wall_us", "ratio_lo", "extra_mb", "gb_per_s", "norm_error", "batch"):
-        assert ours.get(name) is not None
-    for name in ("host_us", "device_us", "graph_us", "launches", "sum_us"):
-        assert ours.get(name) is None
+    ours, torchs = figures(gradients, "norm", False, [NAMED["tritonclip"], NAMED["torch"]])
+    assert (torchs["ratio"], ours["baseline"]) == (1.0, "torch")
+    assert ours["bytes"] == 4 * elements(SMALL.shapes)
+    assert torchs["bytes"] == 3 * ours["bytes"]
+    known = {"ratio_lo", "extra_mb", "gb_per_s", "copy_gb_per_s", "norm_error", "baseline_us"}
+    assert known <= ours.keys()
+    assert not {"host_us", "device_us", "graph_us", "launches", "sum_us"} & ours.keys()
 
 
-def test_ratio_is_to_the_fastest_eager_torch(monkeypatch):
-    walls = {"tritonclip": 6.0, "torch": 9.0, "torch foreach": 3.0, "torch compiled": 1.0}
-
-    def interleaved(timed, *_):
-        return [Samples([wall] * 2, [wall] * 2, 1) for wall in walls.values()]
-
-    monkeypatch.setattr(speed, "interleaved", interleaved)
-    monkeypatch.setattr(torch, "compile", lambda call, **_: call)
-    rows = measured(Gradients(SMALL, "float32", CPU), "norm", True, [NAMED[n] for n in walls])
-    assert [row.get("ratio") for row in rows] == [0.5, 1 / 3, 1.0, 3.0]
-    assert {row.get("baseline") for row in rows} == {"torch foreach"}
+def test_providers_are_those_that_were_asked_for_and_take_parameters_in_training():
+    assert [one.name for one in providers_of(["torch"], False, "norm")] == ["tritonclip", "torch"]
+    assert "torch sum" in {one.name for one in providers_of([], False, "norm")}
+    assert {one.name for one in providers_of([], True, "step")} == {"tritonclip wrapper", *OURS}
 
 
 def test_large_lists_stand_beside_a_sum_of_as_many_bytes():
     short, long = (Workload("one", "one", ((SUMMED // 4 + more,),)) for more in (0, 1))
     providers = [NAMED["tritonclip"], NAMED["torch sum"]]
     assert "over 8 MiB only" in str(NAMED["torch sum"].why_absent(short, "float32", "cpu"))
-    ours, total = measured(Gradients(long, "float32", CPU), "value", False, providers)
-    assert ours.get("sum_us") == total.get("wall_us")
-    assert total.get("sum_share") == 1.0
-    assert total.get("ratio") is None
-
-
-def test_rows_of_busy_cores_say_so():
-    gradients = Gradients(SMALL, "float32", CPU)
-    effort = Effort(samples=2, seconds=0.0, busy=3)
-    (row,) = measured(gradients, "value", False, [NAMED["torch"]], effort)
-    assert row.case["busy"] == 3
+    ours, total = figures(Gradients(long, "float32", CPU), "value", False, providers)
+    assert ours["sum_us"] == total["sum_us"]
+    assert total["sum_share"] == 1.0
+    assert "ratio" not in total
 
 
 def test_each_call_in_training_gets_gradients_that_a_backward_pass_made(monkeypatch):
@@ -113,10 +78,12 @@ def test_each_call_in_training_gets_gradients_that_a_backward_pass_made(monkeypa
         backward()
 
     monkeypatch.setattr(gradients, "backward", counted)
-    effort = Effort(samples=2, seconds=0.0, training=True)
-    (row,) = measured(gradients, "norm", False, [NAMED["tritonclip"]], effort)
-    assert row.case["after"] == "backward pass"
-    assert len(made) >= row.get("batch") * row.get("repetitions")
+    conditions = {"after": "backward pass", "busy": 2}
+    compared = compare(gradients, "norm", False, [NAMED["tritonclip"]], Effort(2, 0.0), conditions)
+    compared.take_turns()
+    (own,) = compared.samples.values()
+    assert len(made) >= own.n_calls * len(own.walls)
+    assert compared.figures("tritonclip", compared.samples).items() >= conditions.items()
 
 
 def test_bytes_moved_follow_the_formula():

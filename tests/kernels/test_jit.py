@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.codegen import absent_gpu
+from absent_gpu import absent_gpu
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 

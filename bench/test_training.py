@@ -1,4 +1,4 @@
-"""`python -m bench training`: the share of clipping in whole training steps of real models.
+"""The share of clipping in whole training steps of real models.
 
 A step is forward, backward, clip and AdamW on random data; the clock runs around the clip and
 around all of it. Models with equal weights take a step with each clip in turn, in another order in
@@ -12,21 +12,23 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 from time import perf_counter_ns
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import tritonclip
-from bench.results import Row
-from tritonclip.samples import spread
+from bench.comparison import Effort, hand_over
+from tritonclip.samples import Samples, paired, spread
 
 Clip = Callable[..., object]
 CLIPS: dict[str, Clip] = {
     "torch": torch.nn.utils.clip_grad_norm_,
     "tritonclip": tritonclip.clip_grad_norm_,
 }
-# Steps that are not counted, and the fewest and the seconds of those that are.
-WARM_UP, LEAST, SECONDS = 3, 10, 20.0
+# Steps that are not counted, and how much longer than a call a model is measured.
+WARM_UP, LONGER = 3, 30
 
 
 class Residual(nn.Module):
@@ -149,23 +151,30 @@ class Step:
         self.clips.append((after - before) / 1e3)
 
 
-def rows_of(name: str, seconds: float = SECONDS) -> list[Row]:
-    """A row for each clip of a model."""
+@pytest.fixture(scope="module")
+def steps(effort: Effort, model: str) -> dict[str, Step]:
+    """Steps of a model with each clip, taken in turn."""
     torch.manual_seed(0)
-    make, draw, n_classes, n_targets = MODELS[name]
-    model, inputs, targets = make(), draw(), torch.randint(n_classes, (n_targets,))
-    steps = {clip: Step(copy.deepcopy(model), inputs, targets, CLIPS[clip]) for clip in CLIPS}
-    order, begun, n = list(steps.values()), perf_counter_ns(), 0
-    while n < WARM_UP + LEAST or perf_counter_ns() - begun < seconds * 1e9:
+    make, draw, n_classes, n_targets = MODELS[model]
+    first, inputs, targets = make(), draw(), torch.randint(n_classes, (n_targets,))
+    made = {clip: Step(copy.deepcopy(first), inputs, targets, CLIPS[clip]) for clip in CLIPS}
+    order, begun, n = list(made.values()), perf_counter_ns(), 0
+    end = begun + LONGER * effort.seconds * 1e9
+    while n < WARM_UP + effort.samples or perf_counter_ns() < end:
         random.Random(n).shuffle(order)
         for step in order:
             step()
         n += 1
-    rows = []
-    for clip, step in steps.items():
-        wholes, clips = step.wholes[WARM_UP:], step.clips[WARM_UP:]
-        shares = [part / whole for part, whole in zip(clips, wholes, strict=True)]
-        values = spread("step_us", wholes) | spread("clip_us", clips) | spread("step_share", shares)
-        case = {"model": name, "tensors": len(list(model.parameters())), "provider": clip}
-        rows.append(Row("training", case, values | {"repetitions": len(clips)}))
-    return rows
+    return made
+
+
+@pytest.mark.parametrize("provider", CLIPS)
+@pytest.mark.parametrize("model", MODELS, scope="module")
+def test_training(benchmark: Any, steps: dict[str, Step], provider: str) -> None:
+    """Time of a step, and its clip's."""
+    step = steps[provider]
+    wholes, clips = step.wholes[WARM_UP:], step.clips[WARM_UP:]
+    share = spread("step_share", paired(clips, wholes))
+    n_tensors = len(list(step.model.parameters()))
+    benchmark.extra_info |= {"tensors": n_tensors, **spread("clip_us", clips), **share}
+    hand_over(benchmark, Samples(wholes, [], 1))

@@ -1,24 +1,26 @@
-"""`python -m bench distributed`: clipping over several processes; needs no GPU.
+"""Clipping over several processes; needs no GPU.
 
 Layouts: four gloo processes hold the same gradients in several layouts. Each provider clips them,
 and a row says how many collectives that took (torch's CommDebugMode counts them), how far the norm
 is from the float64 norm of the full gradients, and else its outcome: no norm, or another one in
-every process. Where a provider is known to wait for ever, it is not run.
+every process. Where a provider is known to wait for ever, it is skipped. Times are those of the
+first process, and of gloo on one machine.
 
 Host: one process of a group that does nothing, whose size is eight: time of a call on shards of 64
-elements, interleaved with torch's on the same tensors.
+elements, in turn with torch's on the same tensors.
 """
 
 from __future__ import annotations
 
-import itertools
+import json
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -29,10 +31,9 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.multiprocessing.spawn import spawn
 
 import tritonclip
-from bench import results
 from bench.accuracy import OURS
-from bench.host import beside_torch
-from bench.results import Row
+from bench.comparison import AllSamples, Comparison, Effort, beside_torch, hand_over
+from tritonclip.samples import Samples, Timed
 
 N_PROCESSES, N_OF_FAKE_GROUP = 4, 8
 SIZES, ELEMENTS = (10, 100, 1000, 3000), 64
@@ -123,17 +124,7 @@ def _truth(grads: Sequence[Tensor], p: float) -> float:
     return largest * float(torch.linalg.vector_norm(values / largest, p))
 
 
-def layout_rows(names: Sequence[str], providers: Sequence[str]) -> Iterator[Row]:
-    """Rows of layouts, in every process of a group; each has the same ones."""
-    for name, provider in itertools.product(names, providers):
-        values: dict[str, Any] = {"outcome": "hangs: not run"}
-        if (name, provider) not in HANGS:
-            values = _figures(name, provider)
-        correct = values.get("norm_error", 1.0) <= OURS if provider == "tritonclip" else None
-        yield Row("distributed", {"layout": name, "provider": provider}, values, correct)
-
-
-def _figures(name: str, provider: str) -> dict[str, Any]:
+def figures_of(name: str, provider: str) -> dict[str, Any]:
     """Of one call; the error only of a norm that every process has."""
     parameters, order = LAYOUTS[name](), math.inf if name.endswith("order inf") else 2.0
     truth = _truth([one.grad for one in parameters], order)
@@ -153,37 +144,84 @@ def _figures(name: str, provider: str) -> dict[str, Any]:
     return values | {"norm_error": abs(norm - truth) / truth}
 
 
-def host_rows(n_samples: int = 15) -> Iterator[Row]:
-    """Rows of calls on shards of a group that does nothing, in this process."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N_OF_FAKE_GROUP)
-    mesh, shape = _mesh((N_OF_FAKE_GROUP,)), (N_OF_FAKE_GROUP * ELEMENTS,)
-    for n in SIZES:
-        parameters = [_parameter(shape, mesh, [Shard(0)], seed) for seed in range(n)]
-        call = partial(tritonclip.clip_, parameters, 1e9)
-        values = beside_torch(call, parameters, n_samples)
-        if n == 1000:
-            values["share_goal"] = SHARE
-        case = {"layout": "shards, on the host", "tensors": n, "provider": "tritonclip"}
-        yield Row("distributed", case, values)
-    dist.destroy_process_group()
-
-
-def run() -> Iterator[list[Row]]:
-    """All rows: of layouts in four processes, then of host time in one."""
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(_serve, (folder,), N_PROCESSES)
-        yield results.read(Path(folder) / "rows.json")[1]
-    yield list(host_rows())
+def measure(layout: str, n_samples: int) -> dict[str, Any]:
+    """Figures and times of all providers of a layout, in every process of a group."""
+    providers = [one for one in PROVIDERS if (layout, one) not in HANGS]
+    found: dict[str, Any] = {one: {"figures": figures_of(layout, one)} for one in providers}
+    order = 2.0 if not layout.endswith("order inf") else math.inf
+    parameters = LAYOUTS[layout]()
+    ready = [one for one in providers if "raises" not in found[one]["figures"].get("outcome", "")]
+    for _ in range(n_samples):
+        for one in ready:
+            dist.barrier()
+            start = perf_counter_ns()
+            PROVIDERS[one](parameters, MAX_NORM, order)
+            times = found[one].setdefault("us", [])
+            times.append((perf_counter_ns() - start) / 1e3)
+    return found
 
 
-def _serve(rank: int, folder: str) -> None:
+def _serve(rank: int, folder: str, layout: str, n_samples: int) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=N_PROCESSES)
-    rows = list(layout_rows(list(LAYOUTS), list(PROVIDERS)))
+    found = measure(layout, n_samples)
     if rank == 0:
-        results.write(Path(folder) / "rows.json", {}, rows)
+        Path(folder, "found.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(layout: str, effort: Effort, tmp_path_factory: Any) -> dict[str, Any]:
+    """What four processes measure of a layout."""
+    folder = tmp_path_factory.mktemp("layout")
+    spawn(_serve, (str(folder), layout, effort.samples), N_PROCESSES)
+    measured: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
+    return measured
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("layout", LAYOUTS, scope="module")
+def test_layout(benchmark: Any, found: dict[str, Any], layout: str, provider: str) -> None:
+    """The error and the collectives of one call, or its outcome."""
+    if (layout, provider) in HANGS:
+        pytest.skip("waits for ever")
+    figures, times = found[provider]["figures"], found[provider].get("us")
+    if provider == "tritonclip":
+        assert figures["norm_error"] <= OURS
+    if not times:
+        pytest.skip(figures["outcome"])
+    benchmark.extra_info |= figures
+    hand_over(benchmark, Samples(times, [], 1))
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[DeviceMesh]:
+    """The only process of a group that does nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=N_OF_FAKE_GROUP)
+    yield _mesh((N_OF_FAKE_GROUP,))
+    dist.destroy_process_group()
+
+
+def share_of(tensors: int, provider: str, samples: AllSamples) -> dict[str, float]:
+    """Torch's host time and the share of it; the goal on a list of 1,000."""
+    goal = {"share_goal": SHARE} if tensors == 1000 else {}
+    return beside_torch(provider, samples) | goal
+
+
+@pytest.mark.parametrize("provider", ["tritonclip"])
+@pytest.mark.parametrize("tensors", SIZES)
+@pytest.mark.parametrize("layout", ["shards, on the host"])
+def test_shards(benchmark: Any, group: DeviceMesh, effort: Effort, tensors, layout, provider):
+    """Host time of a call on shards, beside torch's."""
+    shape = (N_OF_FAKE_GROUP * ELEMENTS,)
+    parameters = [_parameter(shape, group, [Shard(0)], seed) for seed in range(tensors)]
+    clips: dict[str, Any] = {
+        "tritonclip": tritonclip.clip_,
+        "torch": torch.nn.utils.clip_grad_norm_,
+    }
+    calls = {name: Timed(partial(clip, parameters, 1e9)) for name, clip in clips.items()}
+    Comparison(calls, effort, partial(share_of, tensors)).hand_over(benchmark, provider)

@@ -1,23 +1,21 @@
-"""Whole training steps: rows of each clip, of steps that train."""
+"""Whole training steps train, and have the time of their clip."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from bench import training
+from bench import test_training as training
 from bench.workloads import WORKLOADS
 
 
-def test_rows_have_the_part_of_a_step_that_its_clip_takes(monkeypatch):
-    monkeypatch.setattr(training, "LEAST", 3)
-    torchs, ours = training.rows_of("LeNet-5", seconds=0.0)
-    assert [row.get("provider") for row in (torchs, ours)] == ["torch", "tritonclip"]
-    for row in (torchs, ours):
-        assert row.get("tensors") == 10
-        assert row.get("repetitions") == 3
-        assert 0 < row.get("clip_us") < row.get("step_us")
-        assert 0 < row.get("step_share") < 1
+def test_a_step_has_its_time_and_that_of_its_clip():
+    torch.manual_seed(0)
+    make, draw, n_classes, n_targets = training.MODELS["LeNet-5"]
+    targets = torch.randint(n_classes, (n_targets,))
+    step = training.Step(make(), draw(), targets, torch.nn.utils.clip_grad_norm_)
+    step()
+    assert 0 < step.clips[0] < step.wholes[0]
 
 
 def test_a_step_clips_between_backward_and_update():

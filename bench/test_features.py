@@ -1,0 +1,504 @@
+"""Features beside what a user would write without them, on the CPU.
+
+A feature is a function from a gradient list to the calls that are compared; FEATURES names its
+lists and providers. Results are compared with float64 first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import tritonclip
+from bench import timing
+from bench.accuracy import Gradients
+from bench.comparison import CPU, AllSamples, Comparison, Effort, ratio
+from bench.providers import FOREIGN, sgd_of
+from bench.workloads import WORKLOADS, named
+from tritonclip.optim.clipped_optimizer import StepNonfinite
+from tritonclip.samples import Timed
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+class Calls(NamedTuple):
+    """The calls that do the same with one gradient list, by provider; ours is "tritonclip"."""
+
+    calls: Mapping[str, Callable[[], Any] | Timed]
+    # The tensors that each call returns, in float64; empty where nothing can be compared.
+    truth: Sequence[Tensor] = ()
+    tolerance: float = 1e-5  # Largest difference, relative to the largest element.
+    files: ExitStack = ExitStack()  # That are written meanwhile.
+
+
+def listed(name: str, dtype: str = "float32") -> tuple[Gradients, list[Tensor]]:
+    """Gradients of a workload, and their parameters."""
+    gradients = Gradients(WORKLOADS[name], dtype, CPU)
+    return gradients, gradients.parameters
+
+
+def grads_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients that are there."""
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def stepping(step: Callable[[], object], parameters: list[Tensor]) -> Callable[[], list[Tensor]]:
+    """The step, which returns the gradients as it left them."""
+
+    def call() -> list[Tensor]:
+        step()
+        return grads_of(parameters)
+
+    return call
+
+
+def norms_by_name(workload: str) -> Calls:
+    """The norm of each gradient, as numbers by name."""
+    gradients, parameters = listed(workload)
+    pairs = [(str(i), parameter) for i, parameter in enumerate(parameters)]
+
+    def ours() -> list[Tensor]:
+        return [torch.stack([*tritonclip.norms_by_name(pairs).values()])]
+
+    def loop() -> list[Tensor]:
+        norms = {name: p.grad.norm().item() for name, p in pairs}  # type: ignore[union-attr]
+        return [torch.tensor(list(norms.values()))]
+
+    def foreach() -> list[Tensor]:
+        norms = torch.stack(torch._foreach_norm(grads_of(parameters))).tolist()
+        return [torch.tensor(list(dict(zip(dict(pairs), norms, strict=True)).values()))]
+
+    truth = [torch.tensor(gradients.norms, dtype=torch.float64)]
+    return Calls({"tritonclip": ours, "loop": loop, "foreach": foreach}, truth, 1e-2)
+
+
+def statistics_by_name(workload: str, dtype: str) -> Calls:
+    """Norm, largest magnitude and share of zeros of each gradient, as numbers by name."""
+    _, parameters = listed(workload, dtype)
+    pairs = [(str(i), parameter) for i, parameter in enumerate(parameters)]
+
+    def ours() -> list[Tensor]:
+        found = tritonclip.statistics_by_name(pairs).values()
+        return [torch.stack(column) for column in zip(*found, strict=True)]
+
+    def loop() -> list[Tensor]:
+        rows = [
+            (g.norm().item(), g.abs().max().item(), 1 - g.count_nonzero().item() / g.numel())
+            for g in grads_of(parameters)
+        ]
+        return [torch.tensor(column) for column in zip(*rows, strict=True)]
+
+    def foreach() -> list[Tensor]:
+        grads = grads_of(parameters)
+        norms = torch.stack(torch._foreach_norm(grads)).tolist()
+        largest = torch.stack([g.abs().max() for g in grads]).tolist()
+        counts = torch.stack([g.count_nonzero() for g in grads]).tolist()
+        zeros = [1 - n / g.numel() for n, g in zip(counts, grads, strict=True)]
+        return [torch.tensor(column) for column in (norms, largest, zeros)]
+
+    wide = [grad.double() for grad in grads_of(parameters)]
+    zeros = [(x == 0).double().mean() for x in wide]
+    columns = [x.norm() for x in wide], [x.abs().max() for x in wide], zeros
+    calls = {"tritonclip": ours, "loop": loop, "foreach": foreach}
+    return Calls(calls, list(map(torch.stack, columns)), 1e-2)
+
+
+# The matrices of the two layers of examples/train_transformer.py, and of one of GPT-2's twelve.
+MATRICES = {
+    "transformer of make demo": [(144, 48), (48, 48), (192, 48), (48, 192)] * 2,
+    "GPT-2 124M, one layer": [(768, 768), (2304, 768), (3072, 768), (768, 3072)],
+}
+
+
+def spectra(title: str) -> list[Tensor]:
+    """Matrices whose singular values fall from 4 to almost 0, as those of gradients do."""
+    made = []
+    for seed, (rows, columns) in enumerate(MATRICES[title]):
+        torch.manual_seed(seed)
+        n = min(rows, columns)
+        u, v = (torch.linalg.qr(torch.randn(size, n))[0] for size in (rows, columns))
+        made.append((u * 4 / torch.arange(1, n + 1).sqrt()) @ v.mT)
+    return made
+
+
+def clip_by_svd(grads: list[Tensor], limit: float) -> list[Tensor]:
+    """Singular values over a limit brought to it."""
+    parts = [torch.linalg.svd(x, full_matrices=False) for x in grads]
+    return [(u * s.clamp(max=limit)) @ v for u, s, v in parts]
+
+
+def spectral_norm(title: str, form: str) -> Calls:
+    """Singular values over a limit brought to it (or near it, softly), and none over it."""
+    grads, limit = spectra(title), 4.1 if form == "unclipped" else 1.0
+    by_svd, is_soft = partial(clip_by_svd, grads, limit), form == "softly"
+    clip = tritonclip.functional.clip_by_spectral_norm
+    truth = [] if is_soft else clip_by_svd([x.double() for x in grads], limit)
+    ours = partial(clip, grads, limit, soft=is_soft)
+    return Calls({"tritonclip": ours, "svd": by_svd}, truth, 1e-3)
+
+
+def spectral_step(title: str, form: str) -> Calls:
+    """A step of AdamW with singular values clipped, beside the step alone: its share."""
+    grads = spectra(title)
+    rule = tritonclip.ClipBySpectralNorm(4.1 if form == "unclipped" else 1.0)
+    weights = [torch.nn.Parameter(torch.zeros_like(x)) for x in grads]
+    plain = torch.optim.AdamW(weights, fused=True)
+    wrapped = tritonclip.ClippedOptimizer(torch.optim.AdamW(weights, fused=True), rule)
+
+    def refill() -> None:
+        for weight, grad in zip(weights, grads, strict=True):
+            weight.grad = grad.clone()
+
+    steps = {"tritonclip": wrapped.step, "AdamW alone": plain.step}
+    return Calls({name: Timed(step, refill) for name, step in steps.items()})
+
+
+def error_without_wait(workload: str) -> Calls:
+    """A step of SGD that raises for NaN and inf; nothing is clipped."""
+    policies: dict[str, StepNonfinite] = {
+        "tritonclip": "async_error",
+        'nonfinite="error"': "error",
+        "no policy": "propagate",
+    }
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, policy in policies.items():
+        _, parameters = listed(workload)
+        optimizer = tritonclip.ClippedOptimizer(sgd_of(parameters), 1e9, nonfinite=policy)
+        calls[name] = stepping(optimizer.step, parameters)
+    _, parameters = listed(workload)
+    sgd = sgd_of(parameters)
+
+    def by_torch() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1e9, error_if_nonfinite=True)
+        sgd.step()
+
+    calls["torch"] = stepping(by_torch, parameters)
+    return Calls(calls, [grad.double() for grad in grads_of(parameters)])
+
+
+def loss_outliers(workload: str) -> Calls:
+    """A step of SGD that is skipped where norm or loss is an outlier among the last 128."""
+    (_, first), (_, second) = listed(workload), listed(workload)
+    skip_above = tritonclip.Outlier()
+    optimizer = tritonclip.ClippedOptimizer(sgd_of(first), 1e9, skip_above=skip_above)
+    sgd, loss = sgd_of(second), torch.ones(())
+    norms, losses = (deque([torch.ones(())] * 128, maxlen=129) for _ in range(2))
+
+    def ours() -> None:
+        optimizer.loss = loss
+        optimizer.step()
+
+    def by_lists() -> None:
+        # As OLMo-core does it.
+        norms.append(torch.nn.utils.clip_grad_norm_(second, 1e9))
+        losses.append(loss)
+        taken = True
+        for history in (norms, losses):
+            std, mean = torch.std_mean(torch.stack(list(history)[:-1]))
+            taken = taken and bool(history[-1] - mean <= 6 * std + 1e-6 * mean)
+        if taken:
+            sgd.step()
+
+    calls = {"tritonclip": stepping(ours, first), "lists of tensors": stepping(by_lists, second)}
+    return Calls(calls, [grad.double() for grad in grads_of(second)])
+
+
+def own_quantile(workload: str) -> Calls:
+    """Each gradient clipped to a quantile of its own last 100 norms."""
+    (_, first), (_, second) = listed(workload), listed(workload)
+    rule, state = tritonclip.ClipByOwnQuantile(), tritonclip.ClipState()
+    histories: list[deque[Tensor]] = [deque(maxlen=100) for _ in second]
+
+    def loop() -> None:
+        for grad, history in zip(grads_of(second), histories, strict=True):
+            norm = grad.norm()
+            history.append(norm)
+            limit = torch.quantile(torch.stack(list(history)), 0.9)
+            if norm > limit * (1 + 1e-6):
+                grad.mul_(limit / norm)
+
+    ours = partial(tritonclip.clip_, first, rule, state=state)
+    calls = {"tritonclip": stepping(ours, first), "loop": stepping(loop, second)}
+    return Calls(calls, [grad.double() for grad in grads_of(second)])
+
+
+def clip_tensors(workload: str) -> Calls:
+    """Tensors that are no `.grad`, clipped in place."""
+    gradients, _ = listed(workload)
+    limit, tensors = gradients.limit("norm", True), gradients.grads
+
+    def ours() -> list[Tensor]:
+        tritonclip.clip_tensors_(tensors, limit)
+        return tensors
+
+    def by_hand() -> list[Tensor]:
+        norm = torch.nn.utils.get_total_norm(tensors)
+        torch._foreach_mul_(tensors, (limit / (norm + 1e-6)).clamp(max=1.0))
+        return tensors
+
+    def as_grad() -> list[Tensor]:
+        parameters = [torch.empty_like(tensor) for tensor in tensors]
+        for parameter, tensor in zip(parameters, tensors, strict=True):
+            parameter.grad = tensor
+        torch.nn.utils.clip_grad_norm_(parameters, limit)
+        return tensors
+
+    calls: dict[str, Any] = {"tritonclip": ours, "by hand": by_hand, "as .grad": as_grad}
+    truth = [grad.double() * min(1.0, limit / gradients.norm) for grad in gradients.fresh]
+    return Calls({n: Timed(c, gradients.refill) for n, c in calls.items()}, truth, 1e-2)
+
+
+def accumulate(workload: str, step: str) -> Calls:
+    """The gradient of a micro-batch, clipped, added to those before, and freed."""
+    gradients, parameters = listed(workload)
+    limit = gradients.limit("norm", step == "clipped")
+    grads = [grad.clone() for grad in gradients.fresh]
+    sums = [torch.zeros_like(grad) for grad in gradients.fresh]
+
+    def prepare() -> None:
+        torch._foreach_copy_(grads, gradients.fresh)
+        torch._foreach_zero_(sums)
+        for parameter, own in zip(parameters, sums, strict=True):
+            parameter.grad = own
+
+    def backward() -> None:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+
+    def ours() -> list[Tensor]:
+        with tritonclip.accumulate_(parameters, limit):
+            backward()
+        return sums
+
+    def by_hand(clip_: Callable[..., Tensor]) -> list[Tensor]:
+        backward()
+        clip_(parameters, limit)
+        torch._foreach_add_(sums, grads_of(parameters))
+        for parameter in parameters:
+            parameter.grad = None
+        return sums
+
+    calls: dict[str, Any] = {
+        "tritonclip": ours,
+        "torch": partial(by_hand, torch.nn.utils.clip_grad_norm_),
+        "clip_ and add": partial(by_hand, tritonclip.clip_),
+    }
+    truth = [grad.double() * min(1.0, limit / gradients.norm) for grad in gradients.fresh]
+    return Calls({name: Timed(call, prepare) for name, call in calls.items()}, truth, 1e-2)
+
+
+def record_each(workload: str) -> Calls:
+    """A step that keeps the norm of each gradient as a number, and one that keeps none.
+
+    Nothing is clipped. A recorder also writes every hundredth step to its file.
+    """
+    gradients, parameters = listed(workload)
+    sgd, kept = sgd_of(parameters), deque[list[float]](maxlen=100)
+
+    def loop() -> list[Tensor]:
+        kept.append([grad.norm().item() for grad in grads_of(parameters)])
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 1e9)
+        sgd.step()
+        return [norm]
+
+    def foreach() -> list[Tensor]:
+        norms = torch.stack(torch._foreach_norm(grads_of(parameters)))
+        norm = torch.linalg.vector_norm(norms)
+        torch.nn.utils.clip_grads_with_norm_(parameters, 1e9, norm)
+        kept.append(norms.tolist())
+        sgd.step()
+        return [norm]
+
+    def step_of(recorder: Any) -> Callable[[], list[Tensor]]:
+        optimizer = tritonclip.ClippedOptimizer(sgd_of(parameters), 1e9, recorder=recorder)
+        return lambda: [optimizer.step() or optimizer.stats.last_norm]
+
+    files = ExitStack()
+    folder = files.enter_context(TemporaryDirectory())
+    norms, all_of_them = (
+        files.enter_context(tritonclip.record(Path(folder, name), each=True, statistics=every))
+        for name, every in (("run.csv", False), ("all.csv", True))
+    )
+    calls = {
+        "tritonclip": step_of(norms),
+        "tritonclip, statistics": step_of(all_of_them),
+        "tritonclip, no recorder": step_of(None),
+        "loop": loop,
+        "foreach": foreach,
+    }
+    truth = [torch.tensor(gradients.norm, dtype=torch.float64)]
+    return Calls(calls, truth, 1e-2, files)
+
+
+def clip_per_example(name: str, examples: str) -> Calls:
+    """The sum of the gradients of examples, a third of which are clipped by their norm."""
+    shapes, n = WORKLOADS[name].shapes, int(examples.split()[0])
+    sizes = torch.linspace(0.0, 1.5, n + 1)[1:] / sum(map(math.prod, shapes)) ** 0.5
+    generator = torch.Generator().manual_seed(0)
+    gradients = [
+        torch.randn(n, *shape, generator=generator) * sizes.view(-1, *(1,) * len(shape))
+        for shape in shapes
+    ]
+
+    def norms_of(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=dtype)
+        return norms
+
+    def by_einsum() -> list[Tensor]:
+        norms = torch.stack([norms_of(x) for x in gradients], 1).norm(dim=1)
+        weights = (1.0 / (norms + 1e-6)).clamp(max=1.0)
+        return [torch.einsum("i,i...", weights, x) for x in gradients]
+
+    def clip(gradients: list[Tensor]) -> list[Tensor]:
+        norm = torch.stack([x.norm() for x in gradients]).norm()
+        return [x * (1.0 / (norm + 1e-6)).clamp(max=1.0) for x in gradients]
+
+    calls: dict[str, Callable[[], Any] | Timed] = {
+        "tritonclip": lambda: tritonclip.functional.clip_per_example(gradients, 1.0)[0],
+        "einsum": by_einsum,
+        "vmap": lambda: [x.sum(0) for x in torch.vmap(clip)(gradients)],
+    }
+    calls |= {"opacus": _opacus(gradients)} if find_spec("opacus") else {}
+    calls |= {"optax": _optax(gradients)} if find_spec("optax") else {}
+    norms = torch.stack([norms_of(x, torch.float64) for x in gradients]).norm(dim=0)
+    weights = (1 / norms).clamp(max=1.0)
+    # An example at a time.
+    truth = [
+        sum((w * own.double() for w, own in zip(weights, x, strict=True)), torch.zeros(()))
+        for x in gradients
+    ]
+    return Calls(calls, truth)
+
+
+def _opacus(gradients: list[Tensor]) -> Timed:
+    """The clipping of Opacus' own optimizer."""
+    optimizers = importlib.import_module("opacus.optimizers")
+    parameters: list[Any] = [torch.nn.Parameter(x[0].clone()) for x in gradients]
+    sgd = torch.optim.SGD(parameters, lr=0.1)
+    options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0}
+    optimizer = optimizers.DPOptimizer(sgd, expected_batch_size=len(gradients[0]), **options)
+
+    def prepare() -> None:
+        for parameter, own in zip(parameters, gradients, strict=True):
+            parameter.summed_grad, parameter.grad_sample = None, own.view_as(own)
+
+    def call() -> list[Tensor]:
+        optimizer.clip_and_accumulate()
+        return [parameter.summed_grad for parameter in parameters]
+
+    return Timed(call, prepare)
+
+
+def _optax(gradients: list[Tensor]) -> Timed:
+    """Compiled, with gradients that JAX has already."""
+    jax, optax = importlib.import_module("jax"), importlib.import_module("optax")
+    compiled = jax.jit(lambda arrays: optax.per_example_global_norm_clip(arrays, 1.0)[0])
+    arrays = [jax.numpy.array(jax.dlpack.from_dlpack(x), copy=True) for x in gradients]
+
+    def call() -> list[Tensor]:
+        return list(map(torch.utils.dlpack.from_dlpack, jax.block_until_ready(compiled(arrays))))
+
+    return Timed(call)
+
+
+class Feature(NamedTuple):
+    """What is compared, with which arguments, and the providers."""
+
+    make: Callable[..., Calls]
+    cases: Sequence[tuple[str, ...]]
+    providers: Sequence[str]
+
+
+THREE, TWO = [("small_10",), ("mlp8",), ("resnet50",)], [("small_10",), ("mlp8",)]
+STEPS, EXAMPLES = ("unclipped", "clipped"), ("1 examples", "16 examples", "256 examples")
+BOTH = list(product(MATRICES, ("clipped", "unclipped")))
+PYTORCH = ("tritonclip", "loop", "foreach")
+RECORDED = ("tritonclip", "tritonclip, statistics", "tritonclip, no recorder", *PYTORCH[1:])
+ADDED, BY_TORCH = ("tritonclip", "torch", "clip_ and add"), ("tritonclip", "by hand", "as .grad")
+POLICIES = ("tritonclip", 'nonfinite="error"', "no policy", "torch")
+SUMS = ("tritonclip", "einsum", "vmap", "opacus", "optax")
+DTYPES = list(product(("small_10", "resnet50"), ("float32", "bfloat16")))
+FEATURES = {
+    "accumulate_": Feature(
+        accumulate, list(product(("small_10", "mlp8", "resnet50"), STEPS)), ADDED
+    ),
+    "clip_tensors_": Feature(clip_tensors, THREE, BY_TORCH),
+    "norms_by_name": Feature(norms_by_name, THREE, PYTORCH),
+    "statistics_by_name": Feature(statistics_by_name, DTYPES, PYTORCH),
+    "spectral_norm": Feature(
+        spectral_norm, list(product(MATRICES, (*STEPS[::-1], "softly"))), ("tritonclip", "svd")
+    ),
+    "spectral_step": Feature(spectral_step, BOTH, ("tritonclip", "AdamW alone")),
+    "error_without_wait": Feature(error_without_wait, TWO, POLICIES),
+    "loss_outliers": Feature(loss_outliers, TWO, ("tritonclip", "lists of tensors")),
+    "own_quantile": Feature(own_quantile, THREE, ("tritonclip", "loop")),
+    "record(each=True)": Feature(record_each, THREE, RECORDED),
+    "clip_per_example": Feature(
+        clip_per_example, list(product(("mlp4", "mlp8", "resnet20"), EXAMPLES)), SUMS
+    ),
+}
+OPTIONAL = [name for name in ("opacus", "optax") if not find_spec(name)]
+NOT_HERE = pytest.mark.skip(reason=f"not installed: {', '.join(OPTIONAL)}")
+
+
+def titled(arguments: Sequence[str]) -> str:
+    """A case in words."""
+    return ", ".join(named("workload", one) for one in arguments)
+
+
+CASES = [
+    pytest.param(
+        call,
+        titled(case),
+        one,
+        id=f"{call}-{titled(case)}-{one}".replace(" ", "_"),
+        marks=[NOT_HERE] if one in OPTIONAL else [],
+    )
+    for call, (_, cases, providers) in FEATURES.items()
+    for case, one in product(cases, providers)
+]
+
+
+@pytest.fixture(scope="module")
+def comparison(effort: Effort, call: str, workload: str) -> Iterator[Comparison]:
+    """The calls of a feature, checked."""
+    made = FEATURES[call].make(*{titled(case): case for case in FEATURES[call].cases}[workload])
+    calls = {n: c if isinstance(c, Timed) else Timed(c) for n, c in made.calls.items()}
+    off = {name: difference(timed.prepared()(), made.truth) for name, timed in calls.items()}
+    faults = {name: f"off by {by:.2g}" for name, by in off.items() if not by <= made.tolerance}
+
+    def figures(name: str, samples: AllSamples) -> dict[str, Any]:
+        others = [one for one in samples if not one.startswith("tritonclip")]
+        found = ratio(name, samples, others) if name == "tritonclip" else {}
+        if name not in FOREIGN:
+            # Their memory is unknown to PyTorch.
+            found["extra_mb"] = timing.extra_bytes(calls[name].prepared(), CPU) / 2**20
+        return found
+
+    with made.files:
+        yield Comparison(calls, effort, figures, faults)
+
+
+def difference(results: Any, truth: Sequence[Tensor]) -> float:
+    """The largest difference from the truth, relative to the largest element of a tensor."""
+    pairs = zip(results, truth, strict=True) if truth else ()
+    return max((float((a.double() - b).abs().max() / b.abs().max()) for a, b in pairs), default=0.0)
+
+
+@pytest.mark.parametrize(("call", "workload", "provider"), CASES, scope="module")
+def test_feature(benchmark: Any, comparison: Comparison, provider: str) -> None:
+    """One provider of a feature on one gradient list."""
+    comparison.hand_over(benchmark, provider)

@@ -1,0 +1,287 @@
+"""The cost of a call on the host; needs no GPU.
+
+docs/performance/host.md says what the paths and lists are. CPU tensors cannot show the copy of a
+table to pinned memory, the start of its upload, and the question which stream is current.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from importlib.util import find_spec
+from itertools import count
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import pytest
+import torch
+from absent_gpu import absent_gpu, kernel_module, launches, replaced_launch
+from torch import Tensor
+
+import tritonclip
+from bench.accuracy import Gradients
+from bench.comparison import CPU, AllSamples, Comparison, Effort, beside_torch, hand_over
+from bench.providers import sgd_of
+from bench.workloads import WORKLOADS, Workload
+from tritonclip.samples import Samples, Timed, interleaved
+
+NEEDS_TRITON = pytest.mark.skipif(
+    not find_spec("triton"), reason="triton is not installed: pip install -e '.[triton]'"
+)
+# The environment of each path.
+PATHS = {
+    "cpu": {"TRITONCLIP_BACKEND": "native"},
+    "triton": {"TRITONCLIP_BACKEND": "triton", "TRITON_INTERPRET": "1"},
+    "launches": {},
+}
+BOTH = ["cpu", pytest.param("triton", marks=NEEDS_TRITON)]
+SIZES = (10, 100, 1000, 10_000)
+LISTS = ("unchanged", "recreated", "moved", "first", "flat")
+# Goals. Of the time of torch.nn.utils.clip_grad_norm_: host time between launches, and a whole CPU
+# call; microseconds a tensor, where reading .grad and data_ptr takes 0.17.
+SHARES = {"triton": 0.3, "cpu": 1.0}
+GROWTH = 0.5 / 0.17
+ELEMENTS = 16
+# A multilayer perceptron, whose steps take little longer than the host needs for them.
+MLP = Workload("mlp_9k", "MLP, 9 thousand", ((64, 64), (64,), (64, 64), (64,), (10, 64), (10,)))
+NORM, VALUE = tritonclip.ClipByNorm(1.0), tritonclip.ClipByValue(0.5)
+CALLS: dict[str, Callable[[list[Tensor]], Callable[[], Any]]] = {
+    "clip_(list, 1.0)": lambda own: partial(tritonclip.clip_, own, 1.0),
+    "clip_(list, ClipByNorm(1.0))": lambda own: partial(tritonclip.clip_, own, NORM),
+    "clip_(list, ClipByValue(0.5))": lambda own: partial(tritonclip.clip_, own, VALUE),
+    "clip_(flat, 1.0)": lambda own: partial(tritonclip.clip_, tritonclip.FlatGradients(own), 1.0),
+    "ClippedOptimizer(SGD).step()": lambda own: tritonclip.ClippedOptimizer(sgd_of(own), 1.0).step,
+}
+FIXED, BY_TORCH = "a fixed limit", "torch: clip_grad_norm_, step"
+# What a step may have beside a fixed limit: a rule, options of the wrapper (of the recorder whether
+# it takes the norm of each parameter; whether a loss is set before each step), and the goal in
+# microseconds over the step with a fixed limit.
+FEATURES: dict[str, tuple[Any, dict[str, Any], float]] = {
+    FIXED: (1e9, {}, 0.0),
+    "ClipByQuantile": (tritonclip.ClipByQuantile(), {}, 15.0),
+    "ClipByZScore": (tritonclip.ClipByZScore(), {}, 15.0),
+    "ClipByOwnHistory": (tritonclip.ClipByOwnHistory(), {}, 15.0),
+    "ClipByOwnQuantile": (tritonclip.ClipByOwnQuantile(), {}, 15.0),
+    "skip_above=Outlier()": (1e9, {"skip_above": tritonclip.Outlier()}, 15.0),
+    "skip_above=Outlier(), loss": (1e9, {"skip_above": tritonclip.Outlier(), "loss": True}, 25.0),
+    "skip_above=1e9": (1e9, {"skip_above": 1e9}, 15.0),
+    'nonfinite="skip"': (1e9, {"nonfinite": "skip"}, 10.0),
+    'nonfinite="error"': (1e9, {"nonfinite": "error"}, 10.0),
+    'nonfinite="async_error"': (1e9, {"nonfinite": "async_error"}, 10.0),
+    "recorder": (1e9, {"recorder": False}, 10.0),
+    "recorder, each=True": (1e9, {"recorder": True}, 15.0),
+}
+LAUNCHED = [f"norm and scale: {by}" for by in ("JIT", "library", "compiled kernel")]
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def process(path: str) -> Iterator[ProcessPoolExecutor]:
+    """A process of a path: Triton and the library read its environment when they are imported."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("TRITON")} | PATHS[path]
+    with (
+        patch.dict(os.environ, kept, clear=True),
+        ProcessPoolExecutor(1, get_context("spawn")) as executor,
+    ):
+        yield executor
+
+
+def without_launches(path: str, measure: Callable[..., T], *given: Any) -> T:
+    """What `measure` returns where launches of the Triton backend do nothing."""
+    nothing: Any = replaced_launch(lambda *_, **__: None) if path == "triton" else nullcontext()
+    with nothing:
+        return measure(*given)
+
+
+def call_samples(call: str, effort: Effort) -> AllSamples:
+    """A call on 10 tensors, nothing clipped, torch's, and the floor, in turn."""
+    first, second = (Gradients(WORKLOADS["small_10"], "float32", CPU).parameters for _ in range(2))
+    ours = CALLS[call](first)
+    calls = {
+        "tritonclip": Timed(ours),
+        "torch": Timed(partial(torch.nn.utils.clip_grad_norm_, second, 1e9)),
+        "floor": Timed(floor_of(second)),
+    }
+    compared = Comparison(calls, effort)
+    compared.take_turns()
+    return compared.samples
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("path", BOTH, scope="module")
+def test_call(benchmark: Any, process: ProcessPoolExecutor, effort: Effort, path, call) -> None:
+    """Time of a warm call on 10 tensors, beside torch's and the floor."""
+    samples = process.submit(without_launches, path, call_samples, call, effort).result()
+    goal = {"share_goal": SHARES[path]} if call == "clip_(list, 1.0)" else {}
+    floor = statistics.median(samples["floor"].walls)
+    benchmark.extra_info |= beside_torch("tritonclip", samples) | goal | {"floor_us": floor}
+    hand_over(benchmark, samples["tritonclip"])
+
+
+@pytest.fixture(scope="module")
+def steps(effort: Effort) -> Iterator[Comparison]:
+    """Steps of a wrapped SGD, one whose limit is fixed, and torch's loop; none clips."""
+    made: dict[str, Callable[[], Any]] = {}
+    with TemporaryDirectory() as folder, ExitStack() as recorders:
+        for name, (clip, options, _) in FEATURES.items():
+            parameters = Gradients(MLP, "float32", CPU).parameters
+            if "recorder" in options:
+                record = tritonclip.record(Path(folder, f"{name}.csv"), each=options["recorder"])
+                options = {"recorder": recorders.enter_context(record)}
+            own = {key: value for key, value in options.items() if key != "loss"}
+            optimizer = tritonclip.ClippedOptimizer(sgd_of(parameters), clip, **own)
+            with_loss = partial(step_with_loss, optimizer, torch.ones(()))
+            made[name] = with_loss if "loss" in options else optimizer.step
+        parameters = Gradients(MLP, "float32", CPU).parameters
+        sgd = sgd_of(parameters)
+
+        def by_torch() -> None:
+            torch.nn.utils.clip_grad_norm_(parameters, 1e9)
+            sgd.step()
+
+        made[BY_TORCH] = by_torch
+        for step in made.values():
+            # Beyond every warm-up and half of every window.
+            for _ in range(150):
+                step()
+        yield Comparison({name: Timed(step) for name, step in made.items()}, effort, over_fixed)
+
+
+def step_with_loss(optimizer: tritonclip.ClippedOptimizer, loss: Tensor) -> None:
+    """Takes a step whose loss is judged."""
+    optimizer.loss = loss
+    optimizer.step()
+
+
+def over_fixed(name: str, samples: AllSamples) -> dict[str, float]:
+    """Microseconds over the step with a fixed limit, paired."""
+    if name in (FIXED, BY_TORCH):
+        return {}
+    pairs = zip(samples[name].walls, samples[FIXED].walls, strict=True)
+    over = statistics.median(one - fixed for one, fixed in pairs)
+    return {"over_us": over, "over_us_goal": FEATURES[name][2]}
+
+
+@pytest.mark.parametrize("feature", [*FEATURES, BY_TORCH])
+@pytest.mark.parametrize("path", ["cpu"])
+def test_step(benchmark: Any, steps: Comparison, feature: str, path: str) -> None:
+    """Time of a step with a feature."""
+    steps.hand_over(benchmark, feature)
+
+
+def lists(n: int, kind: str) -> Iterator[list[Tensor]]:
+    """Parameters before each call, whose gradients differ from the call before as LISTS says."""
+    # Sets of gradients that are kept alive, so that the next one gets other memory.
+    kept: deque[list[Tensor]] = deque(maxlen=3)
+    for first_size in count(ELEMENTS):
+        if not kept or kind == "first":
+            sizes = [first_size, *[ELEMENTS] * (n - 1)]
+            parameters = [torch.zeros(size, requires_grad=True) for size in sizes]
+        if not kept or kind in ("first", "moved"):
+            # Not zeros: norms that may have underflowed are measured again.
+            kept.append([torch.full_like(p, 1e-3, requires_grad=False) for p in parameters])
+        if first_size == ELEMENTS or kind in ("first", "moved", "recreated"):
+            for parameter, grad in zip(parameters, kept[-1], strict=True):
+                parameter.grad = grad.detach()
+        yield parameters
+
+
+def list_samples(n: int, kind: str, effort: Effort) -> tuple[Samples, float]:
+    """Calls by global norm on one list, and microseconds of reading its addresses."""
+    known = lists(n, kind)
+    parameters, rule = next(known), tritonclip.ClipByGlobalNorm(1.0)
+    flat = tritonclip.FlatGradients(parameters) if kind == "flat" else None
+
+    def prepare() -> None:
+        nonlocal parameters
+        parameters = next(known)
+
+    timed = Timed(lambda: tritonclip.clip_(parameters if flat is None else flat, rule), prepare)
+    (samples,) = interleaved([timed], CPU, *effort, most_samples=100, most_calls=1)
+    (floor,) = interleaved([Timed(floor_of(parameters))], CPU, 20, 0.0)
+    return samples, statistics.median(floor.walls)
+
+
+@pytest.fixture(scope="module")
+def shortest() -> dict[tuple[str, str], float]:
+    """Microseconds of a call on the shortest list, by path and kind."""
+    return {}
+
+
+@pytest.mark.parametrize("tensors", SIZES)
+@pytest.mark.parametrize("list", LISTS)
+@pytest.mark.parametrize("path", BOTH, scope="module")
+def test_list(benchmark: Any, process, shortest, effort: Effort, path, list, tensors) -> None:
+    """Time of a call on a list of so many tensors."""
+    given = list_samples, tensors, list, effort
+    samples, floor = process.submit(without_launches, path, *given).result()
+    found, us = {"floor_us": floor}, statistics.median(samples.walls)
+    start = shortest.setdefault((path, list), us)
+    if tensors == SIZES[-1] and start < us and list != "first":
+        found["us_per_tensor"] = (us - start) / (tensors - SIZES[0])
+        if path == "triton" and list in ("unchanged", "recreated"):
+            found["us_per_tensor_goal"] = GROWTH * floor / tensors
+    benchmark.extra_info |= found
+    hand_over(benchmark, samples)
+
+
+def floor_of(parameters: Sequence[Tensor]) -> Callable[[], None]:
+    """Reading and comparing gradients' addresses."""
+    known: list[int] = []
+
+    def read() -> None:
+        nonlocal known
+        addresses = [g.data_ptr() for p in parameters if (g := p.grad) is not None]
+        if addresses != known:
+            known = addresses
+
+    return read
+
+
+def launch_samples(effort: Effort) -> AllSamples:
+    """A norm and a scale launch: by the JIT, by the library, by the compiled kernels."""
+    module = kernel_module("launch")
+    with absent_gpu(90):
+        both = launches()[:2]
+        grids = [(one.programs, 1, 1) for one in both]
+        compiled = [one.compiled() for one in both]
+        options = [module.options_of(one.occupancy) for one in both]
+
+        def by_jit() -> None:
+            for one, grid, keywords in zip(both, grids, options, strict=True):
+                one.kernel[grid](*one.arguments, **one.constants, **keywords)
+
+        def by_library() -> None:
+            for one in both:
+                module.launch(*one[:5], **one.constants)
+
+        def by_compiled() -> None:
+            for one, grid, kernel in zip(both, grids, compiled, strict=True):
+                kernel[grid](*one.arguments, *one.constants.values())
+
+        calls = dict(zip(LAUNCHED, map(Timed, (by_jit, by_library, by_compiled)), strict=True))
+        compared = Comparison(calls, effort)
+        compared.take_turns()
+        return compared.samples
+
+
+@pytest.fixture(scope="module")
+def launched(process: ProcessPoolExecutor, effort: Effort) -> AllSamples:
+    """The samples of all launches."""
+    return process.submit(launch_samples, effort).result()
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("call", LAUNCHED)
+@pytest.mark.parametrize("path", ["launches"], scope="module")
+def test_launch(benchmark: Any, launched: AllSamples, path: str, call: str) -> None:
+    """Time of two launches that reach a driver that does nothing."""
+    hand_over(benchmark, launched[call])
