@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from absent_gpu import absent_gpu
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
