@@ -147,8 +147,8 @@ def pytest_benchmark_update_machine_info(
     if device.type == "cuda":
         chip = torch.cuda.get_device_properties(device)
         machine_info["cuda"] = torch.version.cuda or f"hip {torch.version.hip}"
-        machine_info |= {"multiprocessors": chip.multi_processor_count}
-        machine_info |= {"l2_bytes": chip.L2_cache_size}
+        counts = {"multiprocessors": chip.multi_processor_count, "l2_bytes": chip.L2_cache_size}
+        machine_info |= counts
         card = "nvidia-smi --query-gpu=driver_version,clocks.max.memory,power.limit --format=csv"
         machine_info["card"] = subprocess.getoutput(card)
 

@@ -37,40 +37,22 @@ TO_RESULTS = "../../bench/results"
 SHORT = ("cpu", "device", "threads", "torch", "commit", "date")
 OF_PLUGIN = re.compile("node|processor|release|python_(build|compiler|impl.*)")
 STATS = ("median", "q1", "q3", "rounds", "iterations")
-# Heading and format of the parts of a case and of figures, in the order of a table.
-PARTS = {
-    "workload": ("gradients", ""),
-    "model": ("model", ""),
-    "dtype": ("dtype", ""),
-    "rule": ("by", ""),
-    "step": ("step", ""),
-    "layout": ("layout", ""),
-    "provider": ("provider", ""),
-    "path": ("path", ""),
-    "call": ("call", ""),
-    "feature": ("a step with", ""),
-    "list": ("list", ""),
-    "tensors": ("tensors", ",d"),
-}
-FIGURES = {
-    "norm_error": ("norm error", ".0e"),
-    "truth": ("truth", ".7g"),
-    "norm": ("norm", ".7g"),
-    "distinct": ("distinct", "d"),
-    "collectives": ("collectives", "d"),
-    "outcome": ("outcome", ""),
-    "us": ("us", ",.1f"),
-    "ratio": ("ratio", ".2f"),
-    "baseline": ("over", ""),
-    "over_us": ("over us", ",.1f"),
-    "torch_us": ("torch us", ",.1f"),
-    "share": ("of torch", ".2f"),
-    "floor_us": ("floor us", ",.1f"),
-    "us_per_tensor": ("us a tensor", ".2f"),
-    "clip_us": ("clip us", ",.1f"),
-    "step_share": ("of the step", ".2%"),
-    "extra_mb": ("extra MB", ".1f"),
-}
+# Parts of a case, and figures, in the order of a table.
+PARTS = (
+    *("workload", "model", "dtype", "rule", "step", "layout", "provider", "path", "call"),
+    *("feature", "list", "tensors"),
+)
+FIGURES = (
+    *("norm_error", "truth", "norm", "distinct", "collectives", "outcome", "us", "ratio"),
+    *("baseline", "over_us", "torch_us", "share", "floor_us", "us_per_tensor", "clip_us"),
+    *("step_share", "extra_mb"),
+)
+# Where it is not the name.
+HEADINGS = {"workload": "gradients", "rule": "by", "feature": "a step with", "baseline": "over"}
+HEADINGS |= {"share": "of torch", "step_share": "of the step", "extra_mb": "extra MB"}
+HEADINGS |= {"us_per_tensor": "us a tensor"}
+FORMATS = {"norm_error": ".0e", "truth": ".7g", "norm": ".7g", "step_share": ".2%"}
+FORMATS |= dict.fromkeys(("ratio", "share", "us_per_tensor"), ".2f")
 # Colours are those of the figure's style, with one short name for its font.
 STYLE = ("tritonclip.monitor.figures", {"font.family": "DejaVu Sans"})
 COLOURS = {"float32": "C0", "bfloat16": "C4", "float16": "C5", "mixed": "C3", "float64": "C2"}
@@ -173,9 +155,10 @@ def time_cell(row: Row, beside: str = "ratio", form: str = "{:.2f}x") -> str:
 
 def cell(row: Row, name: str) -> str:
     """One figure with its quartiles and goal; empty where nothing was measured."""
-    form, value = (PARTS | FIGURES)[name][1], row.get(name)
+    value = row.get(name)
     if value is None or isinstance(value, str):
         return value or ""
+    form = FORMATS.get(name, ",d" if isinstance(value, int) else ",.1f")
     text = format(value, form)
     low, high, goal = (row.get(f"{name}_{end}") for end in ("lo", "hi", "goal"))
     if low is not None:
@@ -183,6 +166,11 @@ def cell(row: Row, name: str) -> str:
     if goal is not None:
         text += f" / {goal:{form}}{' over' if value > goal else ''}"
     return text
+
+
+def heading(name: str) -> str:
+    """Of a column."""
+    return HEADINGS.get(name, name.replace("_", " "))
 
 
 def markdown(headings: Sequence[str], texts: Sequence[Sequence[str]]) -> str:
@@ -200,7 +188,7 @@ def table(rows: Sequence[Row]) -> str:
         new = next((i for i, (a, b) in enumerate(zip(before, own, strict=True)) if a != b), 0)
         texts.append([*[""] * new, *own[new:], *(cell(row, name) for name in figures)])
         before = own
-    return markdown([(PARTS | FIGURES)[name][0] for name in (*parts, *figures)], texts)
+    return markdown(list(map(heading, (*parts, *figures))), texts)
 
 
 def pivot(
@@ -215,7 +203,7 @@ def pivot(
         )
     columns = list(dict.fromkeys(name for cells in lines.values() for name in cells))
     texts = [[*own, *(cells.get(one, "") for one in columns)] for own, cells in lines.items()]
-    return markdown([*(PARTS[part][0] for part in parts), *columns], texts)
+    return markdown([*map(heading, parts), *columns], texts)
 
 
 def summary(rows: Sequence[Row]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import reference
 import torch
+from absent_gpu import kernel_module, launches, replaced_launch
 from cases import (
     CHUNK,
     assert_bits,
@@ -253,3 +254,25 @@ def test_clip_waits_for_gradients_of_the_current_stream(cuda_backend, rule):
         torch.cuda.current_stream().synchronize()
     if measured is not None:
         assert torch.equal(measured, expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_compiled_launches_give_the_bits_of_the_jit(rule):
+    launch = kernel_module("launch")
+
+    def jit(kernel, device, programs, occupancy, arguments, **constants):
+        kernel[(programs,)](*arguments, **constants, **launch.options_of(occupancy))
+
+    first, second = (of_sizes(SIZES, torch.bfloat16, "cuda") for _ in range(2))
+    tritonclip.clip_(parameters(first), rule)
+    with replaced_launch(jit):
+        tritonclip.clip_(parameters(second), rule)
+    assert_bits(first, second)
+
+
+def test_no_kernel_spills():
+    """As the driver of this GPU loads it."""
+    for one in launches():
+        compiled = one.compiled()
+        compiled._init_handles()
+        assert compiled.n_spills == 0
