@@ -29,12 +29,14 @@ class Effort(NamedTuple):
     seconds: float = 0.6  # How long to go on with more of them.
 
 
-def hand_over(benchmark: Any, samples: Samples) -> None:
+def hand_over(benchmark: Any, samples: Samples | None) -> None:
     """Gives samples to pytest-benchmark in the way in which its `pedantic` stores its own.
 
-    It has no public way for samples that were taken elsewhere.
+    It has no public way for samples that were taken elsewhere. None of them where it is disabled.
     """
-    if not benchmark.enabled:
+    # Else it warns that nothing was timed.
+    benchmark._mode = "paired"
+    if samples is None or not benchmark.enabled:
         return
     case = (str(part) for name, part in benchmark.params.items() if name != "provider")
     benchmark.group = " ".join((benchmark.name.split("[")[0], *case))
@@ -42,8 +44,6 @@ def hand_over(benchmark: Any, samples: Samples) -> None:
     for wall in samples.walls:
         # Seconds of a whole sample, which it divides by the number of calls.
         stats.update(wall * samples.n_calls / 1e6)
-    # Else it warns that nothing was timed.
-    benchmark._mode = "paired"
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Comparison:
         if benchmark.enabled:
             self.take_turns()
             benchmark.extra_info |= self.figures(provider, self.samples)
-            hand_over(benchmark, self.samples[provider])
+        hand_over(benchmark, self.samples.get(provider))
 
     def take_turns(self) -> None:
         """Times all calls whose results are right, once."""

@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         ("dtype", DTYPES, "only these; with --workload: in these"),
         ("rule", RULES, "only these"),
         ("provider", names, "compare these with tritonclip in place"),
-        ("device", DEVICES, "only these (the CPU, and a GPU where there is one)"),
+        ("device", ("cpu", "cuda"), "only these (the CPU, and a GPU where there is one)"),
     ):
         group.addoption(f"--{name}", action="append", choices=choices, default=[], help=about)
 
@@ -53,6 +53,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("benchmark"):
         raise pytest.UsageError("pytest bench needs pytest-benchmark: pip install -e '.[bench]'")
+    if absent := set(config.option.device) - set(DEVICES):
+        raise pytest.UsageError(
+            f"expected --device {' or '.join(DEVICES)}, got {', '.join(absent)}, and "
+            "torch.cuda.is_available() is false: run this where there is a GPU"
+        )
     # As many columns as a terminal has.
     columns = ["median", "iqr", "min", "rounds"]
     config.option.benchmark_columns = config.option.benchmark_columns or columns

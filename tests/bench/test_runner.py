@@ -127,6 +127,14 @@ def test_disabled_benchmarks_check_and_time_nothing(tmp_path):
     assert "torch's best time" not in done.stdout
 
 
+@pytest.mark.skipif("cuda" in conftest.DEVICES, reason="there is a GPU")
+def test_without_a_gpu_it_says_what_to_take():
+    plugins = SimpleNamespace(hasplugin=lambda name: True)
+    config: Any = SimpleNamespace(pluginmanager=plugins, option=SimpleNamespace(device=["cuda"]))
+    with pytest.raises(pytest.UsageError, match="expected --device cpu, got cuda"):
+        conftest.pytest_configure(config)
+
+
 def test_without_the_plugin_it_says_what_to_install():
     plugins = SimpleNamespace(hasplugin=lambda name: False)
     config: Any = SimpleNamespace(pluginmanager=plugins)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from absent_gpu import kernel_module, replaced_launch
 from bench_cases import CPU, SMALL, elements, figures
 
 from bench.accuracy import Gradients, WrongResultError
 from bench.comparison import Effort
 from bench.providers import NAMED, SUMMED, Entry, Provider, in_place
 from bench.speed import bytes_moved, checked, compare, providers_of
+from bench.test_gpu import VERBS, verb
 from bench.workloads import Workload
 
 OURS = ("tritonclip", "torch", "torch foreach", "torch no foreach")
@@ -99,3 +101,16 @@ def test_bytes_moved_follow_the_formula():
     assert bytes_moved(gradients, "value", True, torchs) == 4 * n
     assert bytes_moved(gradients, "norm", False, torchs) == 3 * n
     assert bytes_moved(gradients, "step", False, torchs) is None
+
+
+@pytest.mark.parametrize("call", VERBS)
+def test_verb_launches_one_kernel(call, monkeypatch):
+    """Of the benchmarks of a GPU, as far as they go without one."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    launched: list[str] = []
+    monkeypatch.setattr(kernel_module("launch"), "multiprocessors", lambda device: 1)
+    with replaced_launch(lambda kernel, *_, **__: launched.append(kernel.fn.__name__)):
+        launch = verb(call, Gradients(SMALL, "float32", CPU))
+        launched.clear()
+        launch()
+    assert launched == [f"{call.replace(', ', '_')}_kernel"]
