@@ -158,6 +158,12 @@ def pytest_benchmark_update_machine_info(
         machine_info["card"] = subprocess.getoutput(card)
 
 
+def pytest_benchmark_update_commit_info(config: pytest.Config, commit_info: dict[str, Any]) -> None:
+    """Rows that were written before are no change of the code."""
+    command = "git status --porcelain --untracked-files=no -- :/ ':/!bench/results'"
+    commit_info["dirty"] = bool(subprocess.getoutput(command))
+
+
 @pytest.hookimpl(tryfirst=True, wrapper=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> Iterator[None]:
     """Comes before the plugin writes its JSON."""

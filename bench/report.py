@@ -91,7 +91,9 @@ def origin(record: dict[str, Any]) -> dict[str, Any]:
     machine, commit = dict(record["machine_info"]), record["commit_info"]["id"]
     cpu, system, kind = (machine.pop(name) for name in ("cpu", "system", "machine"))
     found = {"command": f"`{record['command']}`", "date": record["datetime"].partition("T")[0]}
-    found |= {"commit": commit[:7] if len(commit) == 40 else commit, "cpu": cpu["brand_raw"]}
+    short = commit[:7] if len(commit) == 40 else commit
+    found["commit"] = f"{short}-dirty" if record["commit_info"].get("dirty") else short
+    found["cpu"] = cpu["brand_raw"]
     found |= {"cores": cpu["count"], "platform": f"{system} {kind}"}
     return found | {k: v for k, v in machine.items() if not OF_PLUGIN.fullmatch(k)}
 
@@ -113,7 +115,7 @@ def trimmed(record: dict[str, Any], whole: bool) -> str:
     start = {name: record[name] for name in ("command", "exit_status", "datetime", "machine_info")}
     machine = record["machine_info"].items()
     start["machine_info"] = {k: v for k, v in machine if not OF_PLUGIN.fullmatch(k)}
-    start["commit_info"] = {"id": record["commit_info"]["id"]}
+    start["commit_info"] = {k: v for k, v in record["commit_info"].items() if k in ("id", "dirty")}
     short: dict[str, Any] = {"allow_nan": False, "separators": (",", ":")}
     rows = ",\n".join(json.dumps(one, **short) for one in lines)
     return f'{json.dumps(start, indent=1)[:-2]},\n "benchmarks": [\n{rows}\n]}}\n'

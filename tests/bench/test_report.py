@@ -29,7 +29,7 @@ ORIGIN = {
         "device": "cpu",
         "torch": "2.13.0",
     },
-    "commit_info": {"id": "0123456789012345678901234567890123456789", "dirty": False},
+    "commit_info": {"id": "0123456789012345678901234567890123456789", "dirty": True},
 }
 
 
@@ -104,7 +104,7 @@ def test_page_gets_the_table_of_the_rows(place):
         "| --- | --- | --- | --- |",
         "| GPT-2 124M | float32 | global norm | 25.8 ms, 80% |",
     ]
-    short = "cpu EPYC, device cpu, threads 2, torch 2.13.0, commit 0123456, date 2026-01-02"
+    short = "cpu EPYC, device cpu, threads 2, torch 2.13.0, commit 0123456-dirty, date 2026-01-02"
     assert f"<summary>Measured on: {short}</summary>" in text
     assert "command `pytest bench`, date 2026-01-02" in text
 
