@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
 import torch
@@ -31,8 +30,8 @@ def figures(gradients, rule, clipped, providers, conditions=None):
     return [compared.figures(name, compared.samples) for name in names]
 
 
-def pytest_bench(*arguments, before=""):
-    """Runs pytest on the benchmarks, shortly and with little memory copied."""
+def run_bench(*arguments, before=""):
+    """A finished run of pytest on the benchmarks, short and with little memory copied."""
     code = f"""
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -45,10 +44,4 @@ timing.COPIED["cpu"] = 2**16
 sys.exit(pytest.main())
 """
     short = ("--benchmark-min-rounds=2", "--benchmark-max-time=0.000001", "--device=cpu")
-    given = ("-pno:cacheprovider", *short, *arguments)
-    return [sys.executable, "-c", code, *map(str, given)]
-
-
-def run_bench(*arguments, before=""):
-    """The finished run of pytest on the benchmarks."""
-    return python(*pytest_bench(*arguments, before=before)[1:])
+    return python("-c", code, *map(str, ("-pno:cacheprovider", *short, *arguments)))
