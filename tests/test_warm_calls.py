@@ -85,7 +85,7 @@ def test_entered_finds_functions_of_the_library_only(found):
     ("call", "functions", "modules"),
     [
         ("global norm", 14, 10),
-        ("each norm", 17, 10),
+        ("each norm", 17, 11),
         ("value", 14, 10),
         ("flat", 13, 7),
         ("step", 40, 19),
