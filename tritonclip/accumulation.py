@@ -14,9 +14,9 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonclip.clipping import Nonfinite, Parameters
-from tritonclip.distributed import execute
 from tritonclip.distributed.gradients import collect
 from tritonclip.distributed.process_groups import Copies, Processes, check_processes
+from tritonclip.engine import execute
 from tritonclip.engine.arguments import PLAIN, LabelOf, as_list, device_of, names_at, unnamed
 from tritonclip.engine.checks import (
     POLICIES,

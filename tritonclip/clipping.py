@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from tritonclip.distributed import execute as sharded
-from tritonclip.distributed.gradients import collect, collect_tensors, error_of
+from tritonclip.distributed.agreement import verify_agreement
+from tritonclip.distributed.gradients import collect, collect_tensors
 from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.engine import execute, misuse, traced
 from tritonclip.engine.arguments import as_list
@@ -303,7 +303,7 @@ def clip_tensors_(
     gradients = collect_tensors(tensors, processes=processes, writes=True)
     if state is not None and rule.per_gradient:
         n, n_distinct = len(as_list(tensors)), len(gradients.tensors)
-        if n_distinct != n and error_of(gradients) is None:
+        if n_distinct != n and gradients.error is None:
             gradients.reject_(
                 ValueError(
                     f"a state of {rule.name} remembers a norm for each position, got {n_distinct} "
@@ -336,11 +336,10 @@ def _clip_collected_(
     except Exception as error:
         # Also of a function of the step.
         gradients.reject_(error)
-    clip_list_ = execute.clip_ if gradients.sharding is None else sharded.clip_
-    if gradients.sharding is None and gradients.plan is not None and gradients.plan.verifying:
+    if gradients.plan is not None and gradients.plan.verifying and gradients.sharding is None:
         # Replicas of DistributedDataParallel.
-        sharded.verify_agreement(gradients, "clip", rule, scale, nonfinite)
-    norm = clip_list_(gradients, rule, nonfinite, scale)
+        verify_agreement(gradients, "clip", rule, scale, nonfinite)
+    norm = execute.clip_(gradients, rule, nonfinite, scale)
     if following is not None:
         following.commit()
     if misuse.calls:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -12,12 +11,7 @@ from torch import Tensor
 
 from tritonclip.backends.operators import combine_numbers, wide_dtype
 from tritonclip.clipping import Parameters
-from tritonclip.distributed.execute import (
-    is_reduced,
-    measure_by,
-    measure_statistics,
-    verify_agreement,
-)
+from tritonclip.distributed.agreement import verify_agreement
 from tritonclip.distributed.gradients import collect
 from tritonclip.engine import verify
 from tritonclip.engine.arguments import labelled, needs_clip
@@ -26,7 +20,7 @@ from tritonclip.engine.norms import Norms
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.messages import warn_user
 from tritonclip.modes import refuse_tracer, without_grad
-from tritonclip.rules import ClipByNorm
+from tritonclip.rules import Norm
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
 from tritonclip.rules.state import upload
 
@@ -209,9 +203,9 @@ class NamedNorms:
         if gradients.plan is None:
             return ()
         expected = verify.Expectation(gradients) if gradients.plan.verifying else None
-        measured = measure_statistics(gradients, scale)
-        if expected is not None and not is_reduced(gradients):
-            for norms in measured:
+        measured = gradients.measure_statistics(scale)
+        for norms in measured:
+            if expected is not None and not norms.is_checked:
                 expected.check_norms(norms.norm_type, scale, norms.total())
         return measured
 
@@ -283,20 +277,15 @@ def _group(name: str, group_of: Callable[[str], str] | None) -> str:
     return group
 
 
-@lru_cache
-def _of_order(p: float) -> ClipByNorm:
-    """The rule of norms that are only measured."""
-    return ClipByNorm(math.inf, p)
-
-
 def _measured(gradients: Gradients, p: float, grad_scale: float | Tensor) -> Tensor:
     """The norm of each gradient, 1-d."""
     if gradients.plan is None:
         return torch.zeros(0, dtype=torch.float32, device=gradients.device)
     expected = verify.Expectation(gradients) if gradients.plan.verifying else None
-    verify_agreement(gradients, "norms_by_name", _of_order(p), grad_scale)
-    norms = measure_by(gradients, _of_order(p), grad_scale).total()
-    if expected is not None and not is_reduced(gradients):
+    verify_agreement(gradients, "norms_by_name", Norm(p, each=True), grad_scale)
+    measured = gradients.measure(Norm(p, each=True), grad_scale)
+    norms = measured.total()
+    if expected is not None and not measured.is_checked:
         expected.check_norms(p, grad_scale, norms)
     return norms
 

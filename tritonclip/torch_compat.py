@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip.clipping import Parameters, clip_
-from tritonclip.distributed import execute as sharded
 from tritonclip.distributed.gradients import ShardedGradients, collect, collect_tensors
 from tritonclip.distributed.process_groups import Copies, Processes, check_processes
 from tritonclip.distributed.shards import replicated, without_mesh
@@ -94,8 +93,7 @@ def clip_grad_norm_(
         if process_group is not None or copies is not None:
             processes = check_processes(process_group, copies)
         gradients = _collect(parameters, foreach, processes)
-        clip_list_ = execute.clip_ if gradients.sharding is None else sharded.clip_
-        norm = clip_list_(gradients, rule, policy, remedy=TORCH_REMEDY)
+        norm = execute.clip_(gradients, rule, policy, remedy=TORCH_REMEDY)
         if isinstance(gradients, ShardedGradients):
             norm = replicated(cast(Tensor, norm), gradients.wrappers)
         if misuse.calls:
@@ -137,8 +135,7 @@ def clip_grad_value_(
         traced.clip_(clip_, parameters, rule, "propagate")
     else:
         gradients = _collect(parameters, foreach)
-        clip_list_ = execute.clip_ if gradients.sharding is None else sharded.clip_
-        clip_list_(gradients, rule)
+        execute.clip_(gradients, rule)
         if misuse.calls:
             misuse.look(gradients)
 
@@ -203,7 +200,7 @@ def get_total_norm(
         gradients = collect_tensors(tensors, processes=processes)
         if foreach:
             _check_foreach(gradients)
-    norm = sharded.total_norm(gradients, order, error_if_nonfinite)
+    norm = execute.total_norm(gradients, order, error_if_nonfinite)
     if isinstance(gradients, ShardedGradients):
         norm = replicated(norm, gradients.wrappers)
     return norm
@@ -272,7 +269,7 @@ def clip_grads_with_norm_(
     else:
         processes = check_processes(process_group, copies)
         gradients = _collect(parameters, foreach, processes)
-        sharded.scale_(gradients, rule, total_norm)
+        execute.scale_(gradients, rule, total_norm)
         if misuse.calls:
             misuse.look(gradients)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from tritonclip.backward.ownership import Identity, References, is_free
-from tritonclip.distributed import execute
 from tritonclip.distributed.gradients import collect_tensors
+from tritonclip.engine import execute
 from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.checks import POLICIES, REMEDY, unknown_policy
 from tritonclip.engine.plan_cache import PlanCache

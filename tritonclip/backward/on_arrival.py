@@ -13,9 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from tritonclip.backward.activations import check_policy, plans, rule_for_one
 from tritonclip.clipping import clip_
-from tritonclip.distributed import execute
 from tritonclip.distributed.gradients import collect
-from tritonclip.engine import traced
+from tritonclip.engine import execute, traced
 from tritonclip.engine.arguments import FSDP_MARK, with_labels
 from tritonclip.messages import join_names, warn_user
 from tritonclip.modes import is_traced, n_dispatch_modes

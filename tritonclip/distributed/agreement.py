@@ -9,18 +9,32 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from tritonclip.distributed.gradients import ERRORS, ShardedGradients
 from tritonclip.distributed.partial_sums import PartialSum, sums_of, zeros_for
-from tritonclip.distributed.process_groups import Domain, all_reduce, everyones
+from tritonclip.distributed.process_groups import (
+    ERRORS,
+    Domain,
+    all_reduce,
+    domain_of,
+    everyones,
+)
 from tritonclip.distributed.shards import where
 from tritonclip.engine.arguments import LabelOf
+from tritonclip.engine.execute import checked_limit
+from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.norms import Norms
 from tritonclip.engine.verify import VerificationError, norm_of
+from tritonclip.rules import BoundRule, ClipState, Norm, Rule
+from tritonclip.rules.rule import Adaptive
+
+if TYPE_CHECKING:
+    from tritonclip.distributed.gradients import ShardedGradients
 
 
 def raise_if_any(error: Exception | None, domain: Domain, device: torch.device) -> None:
@@ -66,6 +80,76 @@ def agree(own: Mapping[str, str], error: Exception | None, domain: Domain) -> No
                 "policies, states and parameters in the same order on all of them. For processes "
                 "with other parameters, pass process_group="
             )
+
+
+def verify_agreement(
+    gradients: Gradients,
+    call: str,
+    rule: Rule | Norm,
+    grad_scale: float | Tensor = 1.0,
+    nonfinite: str = "propagate",
+    total_norm: Tensor | None = None,
+) -> None:
+    """Under `verify()`, raises on every process where they differ in a call that they share.
+
+    Also of replicas on which DistributedDataParallel keeps whole gradients, if it was passed.
+    """
+    plan = gradients.plan
+    if plan is None or not plan.verifying:
+        return
+    if plan.reduction is not None:
+        shards: Any = gradients
+        domain, one_list = shards.sharding.domain, shards.sharding.one_list
+        wanted, label_of = shards.wanted, shards.label_of_parameter
+    elif isinstance(gradients.argument, DistributedDataParallel):
+        domain, one_list = domain_of([], gradients.argument.process_group), True
+        wanted, label_of = gradients.tensors, gradients.label
+    else:
+        return
+    own = {
+        "the call": call,
+        "the rule": str(rule) if isinstance(rule, Norm) else describe_rule(rule),
+        "the policy for NaN and inf": nonfinite,
+        "the loss scale": repr(float(grad_scale)),
+    }
+    if total_norm is not None:
+        own["the total norm"] = repr(float(total_norm))
+    if isinstance(rule, BoundRule):
+        own["the state"] = describe_state(rule.state.state_dict())
+    # Tensors that are no gradients of known parameters may be others elsewhere, under one norm.
+    each = rule.each if isinstance(rule, Norm) else rule.per_gradient
+    if one_list and (gradients.sources is not None or each):
+        own |= describe_parameters(wanted, label_of)
+    agree(own, gradients.error, domain)
+
+
+def is_own(rule: Rule) -> bool:
+    """Whether a limit is code of the user's, which may raise on one process alone."""
+    kind: Any = type(getattr(rule, "rule", rule))
+    limit = kind.advance if issubclass(kind, Adaptive) else kind.limit
+    module = str(getattr(limit, "__module__", ""))
+    return not (rule.clamps or module.startswith("tritonclip."))
+
+
+def limited(rule: Rule) -> BoundRule:
+    """The rule, which then asks for its limit once."""
+    return rule if isinstance(rule, BoundRule) else BoundRule(rule, ClipState())
+
+
+def ask_limits(measured: Sequence[tuple[BoundRule, Norms]]) -> None:
+    """Asks for limits of measured lists of one domain, before the first write.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: on every process, where one has no valid limit.
+    """
+    error: Exception | None = None
+    for rule, norms in measured:
+        try:
+            checked_limit(rule, rule.limit(norms), norms)
+        except Exception as found:
+            error = error or found
+    first = measured[0][1].gradients
+    raise_if_any(error, first.sharding.domain, first.device)
 
 
 def describe_rule(rule: Any) -> str:

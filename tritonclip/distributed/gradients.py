@@ -1,7 +1,8 @@
 """Collects the gradients of a call: those of one process, or shards of which others have more.
 
 `collect` asks the one question: are DTensors among the parameters, or did the user name a process
-group? If so, the list is a `ShardedGradients`, which `tritonclip.distributed.execute` serves.
+group? If so, the list is a `ShardedGradients`, which measures itself together with those of the
+other processes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,16 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
+from tritonclip.distributed import agreement
+from tritonclip.distributed.norms import ReducedNorms, exchange
 from tritonclip.distributed.process_groups import Processes, everyones
-from tritonclip.distributed.reduction import Reduction, ShardGroup, Slots
+from tritonclip.distributed.reduction import (
+    Exchange,
+    Reduction,
+    ShardGroup,
+    Slots,
+    run_exchanges,
+)
 from tritonclip.distributed.shards import LocalShard, Sharding, are_sharded, local_shards
 from tritonclip.engine.arguments import (
     PLAIN,
@@ -28,13 +37,15 @@ from tritonclip.engine.arguments import (
     tensors_in,
     unnamed,
 )
+from tritonclip.engine.checks import refuse_sums
 from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.norms import EACH_ORDERS, Norms
 from tritonclip.engine.plan import NewPlan, Plan, empty_plan, make_plan
 from tritonclip.engine.plan_cache import PlanCache, plans
 from tritonclip.messages import join_names
+from tritonclip.modes import without_grad
+from tritonclip.rules import Norm, Rule
 
-# What gradients and arguments that cannot be clipped raise.
-ERRORS = (TypeError, ValueError, RuntimeError)
 _PLAIN_TENSOR = frozenset({Tensor})
 _get_requires_grad = attrgetter("requires_grad")
 
@@ -124,11 +135,6 @@ def collect_all(
     return Gradients([g for g in grads if g is not None], device, label, cache=cache)
 
 
-def error_of(gradients: Gradients) -> Exception | None:
-    """Why this process rejects a list, and will raise when the other processes know of it."""
-    return gradients.error if isinstance(gradients, ShardedGradients) else None
-
-
 class ShardedGradients(Gradients):
     """The gradients of one call of which other processes may have other shards.
 
@@ -145,8 +151,7 @@ class ShardedGradients(Gradients):
         sharding: how the list lies over processes.
         wrappers: DTensors around the tensors, whose versions count too.
         absent: parameters without a gradient.
-        error: why this process rejects its gradients, which it then dropped; None where it does
-            not. It is raised when the other processes know of it.
+        error: why this process rejects its gradients, which it then dropped.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :class:`Gradients`, where no other process waits;
@@ -157,7 +162,6 @@ class ShardedGradients(Gradients):
     wanted: Sequence[Tensor]
     wrappers: Sequence[Tensor]
     absent: Sequence[Tensor]
-    error: Exception | None = None
 
     def __init__(
         self,
@@ -214,6 +218,7 @@ class ShardedGradients(Gradients):
             shards=sharding.shards,
             wide=sharding.wide,
         )
+        new.plan.requires_grad = True
         kept = range(len(tensors)) if new.distinct is None else new.distinct
         new.plan.reduction = self._reduction(new.plan, [sharding.positions[i] for i in kept])
         return new
@@ -251,6 +256,98 @@ class ShardedGradients(Gradients):
             raise error
         self.error = error
 
+    def check(self, rule: Rule) -> None:
+        """As of :class:`Gradients`; a shard may not be all that the rule needs."""
+        super().check(rule)
+        if self.plan is not None:
+            _refuse_shards(self, rule)
+
+    def check_sums(
+        self, sums: Sequence[Tensor], grads: Sequence[Tensor], label_of: LabelOf
+    ) -> None:
+        """As of :class:`Gradients`, but for memory that DTensors have in common."""
+        refuse_sums(sums, label_of)
+
+    def verify_agreement(
+        self,
+        call: str,
+        rule: Rule | Norm,
+        grad_scale: float | Tensor = 1.0,
+        nonfinite: str = "propagate",
+        total_norm: Tensor | None = None,
+    ) -> None:
+        """As of :class:`Gradients`; every process of the list waits."""
+        if self._is_reduced:
+            agreement.verify_agreement(self, call, rule, grad_scale, nonfinite, total_norm)
+
+    @property
+    def _is_reduced(self) -> bool:
+        """Whether other processes have shards."""
+        return self.plan is not None and self.plan.reduction is not None
+
+    def awaits(self, norm: Norm) -> bool:
+        """Whether other processes wait for a norm of this list, also where it was rejected.
+
+        Not where they find the same error in their parameters.
+        """
+        return self._is_reduced and (self.sharding.one_list or not norm.each)
+
+    def exchange(
+        self, norm: Norm, grad_scale: float | Tensor, *, by_gradient: bool = False
+    ) -> Exchange[ReducedNorms]:
+        """As `measure`, beside other exchanges; the caller raises `error` after it."""
+        return exchange(self, norm, grad_scale, by_gradient=by_gradient)
+
+    def measure(
+        self,
+        norm: Norm,
+        grad_scale: float | Tensor = 1.0,
+        *,
+        by_gradient: bool = False,
+        names_culprits: bool = False,
+    ) -> Norms:
+        """As of :class:`Gradients`, by one all-reduce in the usual case."""
+        if not self._is_reduced:
+            return super().measure(norm, grad_scale, by_gradient=by_gradient)
+        (norms,) = self._measure([norm], grad_scale, by_gradient, names_culprits)
+        return norms
+
+    def measure_statistics(self, grad_scale: float | Tensor = 1.0) -> Sequence[Norms]:
+        """As of :class:`Gradients`; reads shards once for each order."""
+        if not self._is_reduced:
+            return super().measure_statistics(grad_scale)
+        kinds = [Norm(order, each=True) for order in EACH_ORDERS]
+        self.verify_agreement("statistics_by_name", kinds[0], grad_scale)
+        return self._measure(kinds, grad_scale)
+
+    @without_grad
+    def _measure(
+        self,
+        kinds: Sequence[Norm],
+        grad_scale: float | Tensor,
+        by_gradient: bool = False,
+        names_culprits: bool = False,
+    ) -> Sequence[Norms]:
+        """Measures norms beside each other, and raises the error of a rejected list."""
+        norms: Sequence[Norms] = ()
+        if self.error is None or self.awaits(kinds[0]):
+            norms = run_exchanges(
+                [self.exchange(norm, grad_scale, by_gradient=by_gradient) for norm in kinds]
+            )
+            if self.error is not None and names_culprits:
+                # The others ask for names where a norm is NaN.
+                everyones([], self.sharding.domain)
+        if self.error is not None:
+            raise self.error
+        return norms
+
+    def ask_limit(self, rule: Rule, measured: Norms) -> Rule:
+        """As of :class:`Gradients`."""
+        if self._is_reduced and agreement.is_own(rule):
+            rule = bound = agreement.limited(rule)
+            agreement.ask_limits([(bound, measured)])
+        return rule
+
     def without_tensors(self) -> ShardedGradients:
         """As of :class:`Gradients`; its processes still find each other."""
         twin = super().without_tensors()
@@ -269,7 +366,7 @@ class ShardedGradients(Gradients):
 
     def culprits(self, indices: Iterable[int]) -> str:
         """As of :class:`Gradients`, each with its ranks; every process calls this, and waits."""
-        if self.plan is None or self.plan.reduction is None:
+        if not self._is_reduced:
             return self.labels(indices)
         ranks: dict[str, list[int]] = {}
         own = [self.label(i) for i in indices]
@@ -285,3 +382,57 @@ class ShardedGradients(Gradients):
         super().finish_writing(wrote=wrote)
         if self.wrappers and wrote:
             torch.autograd.graph.increment_version(self.wrappers)
+
+
+def _refuse_shards(gradients: ShardedGradients, rule: Rule) -> None:
+    sharding = gradients.sharding
+    if rule.clamps and sharding.sums:
+        sums = [i for i in range(len(gradients.tensors)) if gradients.shard(i).sums_over]
+        raise TypeError(
+            f"{rule.name} would clamp the parts of a sum, which does not clamp the sum: "
+            f"the gradients of {gradients.labels(sums)} are DTensors with a Partial "
+            "placement; expected Shard or Replicate: grad.redistribute() them, or clip by norm"
+        )
+    if rule.per_unit and gradients.tensors:
+        _refuse_split(gradients)
+    if rule.per_gradient and not sharding.one_list:
+        raise ValueError(
+            f"{rule.name} measures each gradient, and process_group does not say which "
+            "tensors of its processes are pieces of one; expected DTensors without process_group, "
+            "or a rule with one norm"
+        )
+    if rule.spectral:
+        raise TypeError(
+            f"{rule.name} takes whole matrices, and some parameters are DTensors: a shard has "
+            "other singular values than its matrix; expected plain tensors, as "
+            "DistributedDataParallel has them: clip by ClipByNorm, which knows shards, or gather "
+            "each gradient with full_tensor() for functional.clip_by_spectral_norm"
+        )
+
+
+def _refuse_split(gradients: ShardedGradients) -> None:
+    """Refuses DTensors whose units lie on several processes, unless they are one unit."""
+    for index, parameter in enumerate(gradients.owners()):
+        own = getattr(parameter, "placements", ())
+        found = getattr(parameter.grad, "placements", ())
+        if own != found or not all(
+            placement.is_replicate() or _splits_rows(placement) or n_processes == 1
+            for placement, n_processes in zip(found, _sizes(parameter), strict=True)
+        ):
+            raise TypeError(
+                f"{gradients.label(index)} has the placements {own} and its gradient {found}; a "
+                "rule by unit expects the same for both, and rows that are whole on their process: "
+                "Replicate or Shard(0), as fully_shard makes them. Clip such a model by norm, or "
+                "set need_clip = False on these parameters"
+            )
+
+
+def _sizes(parameter: Tensor) -> tuple[int, ...]:
+    """The processes along each dimension of a DTensor's mesh; () for a plain tensor."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return () if mesh is None else tuple(mesh.shape)
+
+
+def _splits_rows(placement: object) -> bool:
+    """Whether a placement gives each process some of the rows; of _StridedShard too."""
+    return getattr(placement, "dim", None) == 0

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+# What gradients and arguments that cannot be clipped raise.
+ERRORS = (TypeError, ValueError, RuntimeError)
+
 Copies = Mapping[Tensor, int] | Callable[[Tensor], int | None]
 
 

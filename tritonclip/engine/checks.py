@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tritonclip.engine.arguments import LabelOf, refuse_fsdp_shards
-from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import are_apart, find_overlap, has_overlap, memory_of, overlap_error
 from tritonclip.rules import Rule
+
+if TYPE_CHECKING:
+    from tritonclip.engine.gradients import Gradients
+    from tritonclip.engine.norms import Norms
 
 
 def refuse_repeated(gradients: Gradients, n: int) -> None:
@@ -203,28 +207,29 @@ def unknown_policy(nonfinite: object) -> ValueError:
 
 
 def raise_if_nonfinite(
-    gradients: Gradients, rule: Rule, norm: Tensor, remedy: str, finite: Tensor | None = None
+    gradients: Gradients, norms: Norms, norm: Tensor, remedy: str, rule: Rule | None = None
 ) -> None:
     """RuntimeError where a norm is not finite; waits for the device.
 
     Args:
         gradients: not written yet.
-        rule: that is going to clip.
-        norm: before clipping: 0-d, or 1-d for a rule that is per gradient.
+        norms: of these gradients.
+        norm: `norms.norm()`.
         remedy: ends the message.
-        finite: whether every norm is, of other processes too; None to ask `norm`.
+        rule: that is going to clip; None where a norm is only measured.
     """
-    if bool(torch.isfinite(norm).all() if finite is None else finite):
+    if bool(torch.isfinite(norm).all()):
         return
-    if rule.clamps:
+    if rule is not None and rule.clamps:
         labels = gradients.culprits(nonfinite_indices(gradients))
         raise RuntimeError(
             f"The gradients of {labels} are non-finite, so they cannot be "
             f"clipped by value. {remedy}"
         )
-    if rule.per_gradient:
-        indices = (~torch.isfinite(norm)).nonzero().flatten().tolist()
-        kind = "singular values" if rule.spectral else f"norms of order {rule.norm_type}"
+    if norms.per_gradient:
+        indices = (~torch.isfinite(norms.own(norm))).nonzero().flatten().tolist()
+        spectral = rule is not None and rule.spectral
+        kind = "singular values" if spectral else f"norms of order {norms.norm_type}"
         raise RuntimeError(
             f"The {kind} of {gradients.culprits(indices)} are non-finite, "
             f"so they cannot be clipped. {remedy}"
@@ -238,7 +243,7 @@ def raise_if_nonfinite(
     # As in PyTorch's message; others clip tensors too.
     source = " for gradients from `parameters`" if remedy == TORCH_REMEDY else ""
     raise RuntimeError(
-        f"The total norm of order {rule.norm_type}{source} is non-finite, "
+        f"The total norm of order {norms.norm_type}{source} is non-finite, "
         f"so it cannot be clipped. {remedy}. {blame}"
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -21,20 +21,17 @@ from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.checks import (
     REMEDY,
     TORCH_REMEDY,
-    check,
     raise_if_nonfinite,
-    refuse_common_memory,
     refuse_read_only,
     refuse_sparse_minimum,
-    refuse_sums,
 )
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import are_apart, is_freed
-from tritonclip.engine.norms import Norms, measure, measure_by
+from tritonclip.engine.norms import Norms
 from tritonclip.engine.plan import Group
 from tritonclip.engine.units import Units
 from tritonclip.modes import is_pre_dispatch, refuse_tracer, without_grad
-from tritonclip.rules import ClipByGlobalNorm, Rule
+from tritonclip.rules import Norm, Rule
 from tritonclip.rules.arguments import as_number, local_number
 
 
@@ -66,26 +63,52 @@ def clip_(
     remedy: str = REMEDY,
 ) -> Tensor | None:
     """Clips a gradient list; `remedy` ends the message of nonfinite="error"."""
-    plan = gradients.plan
+    plan, norm = gradients.plan, None
     if plan is None:
-        check(gradients, rule)
+        gradients.check(rule)
         misuse.warn_of_nothing(gradients)
         return None if rule.clamps else no_norm(gradients, per_gradient=rule.per_gradient)
-    if not plan.ordinary:
-        check(gradients, rule)
     if plan.requires_grad and torch.is_grad_enabled():
         return without_grad(clip_)(gradients, rule, nonfinite, grad_scale, remedy=remedy)
+    if not plan.ordinary:
+        norm = _check(gradients, rule)
     if plan.only_group is not None and nonfinite == "propagate":
         limit = rule.known_limit
         if type(limit) is float:
             return _clip_only_group_(gradients, plan.only_group, rule, limit, grad_scale)
+    if plan.verifying:
+        gradients.verify_agreement("clip", rule, grad_scale, nonfinite)
     norms = None
     if nonfinite != "propagate" or not rule.clamps:
         # By value, an element counts as it came, before the loss scale is divided out.
-        norms = measure_by(gradients, rule, 1.0 if rule.clamps else grad_scale)
+        norms = gradients.measure(
+            norm or rule.norm,
+            1.0 if rule.clamps else grad_scale,
+            names_culprits=nonfinite == "error",
+        )
         if nonfinite == "error":
-            raise_if_nonfinite(gradients, rule, norms.total(), remedy)
+            raise_if_nonfinite(gradients, norms, norms.norm(), remedy, rule)
+        if not plan.ordinary:
+            rule = gradients.ask_limit(rule, norms)
+    elif gradients.error is not None:
+        # No process waits for norms.
+        raise gradients.error
     return write_(gradients, rule, norms, grad_scale, zero_nonfinite=nonfinite == "zero").norm
+
+
+def _check(gradients: Gradients, rule: Rule) -> Norm:
+    """Refuses a list that a rule has no meaning for; the norm that other processes then wait for.
+
+    Where the rule has none, they wait for one of any order.
+    """
+    order = rule.norm_type
+    norm = Norm(order if type(order) is float else 2.0, rule.per_gradient)
+    try:
+        norm = rule.norm
+        gradients.check(rule)
+    except Exception as error:
+        gradients.reject_(error)
+    return norm
 
 
 def no_norm(gradients: Gradients, *, per_gradient: bool) -> Tensor:
@@ -166,21 +189,20 @@ def add_to_(
     grads: Sequence[Tensor],
     sums: Sequence[Tensor],
     rule: Rule,
-    norms: Norms,
+    nonfinite: str,
+    grad_scale: float | Tensor,
     label_of: LabelOf,
-    *,
-    zero_nonfinite: bool,
 ) -> Tensor:
-    """Adds a measured list, clipped, to other tensors; the loss scale stays in both.
+    """Measures a list and adds it, clipped, to other tensors; the loss scale stays in both.
 
     Args:
         gradients: not empty; they may be scaled.
         grads: the same as users see them.
         sums: one for each of these. None at all: the gradients are clipped in place.
         rule: of one norm.
-        norms: of the rule's norm type.
+        nonfinite: the policy; "zero" adds nothing where the norm is not finite.
+        grad_scale: the loss scale.
         label_of: names the parameter of a sum.
-        zero_nonfinite: add nothing where the norm is not finite.
 
     Returns:
         The norm before clipping, divided by the loss scale.
@@ -191,34 +213,43 @@ def add_to_(
     """
     plan = gradients.plan
     assert plan is not None
-    if not plan.verifying or gradients.sharding is not None or len(grads) != len(plan.spans):
-        return _add_to_(
-            gradients, grads, sums, rule, norms.without_scale(), label_of, zero_nonfinite
-        )
+    if plan.requires_grad and torch.is_grad_enabled():
+        return without_grad(add_to_)(gradients, grads, sums, rule, nonfinite, grad_scale, label_of)
+    norm = rule.norm if plan.ordinary else _check(gradients, rule)
+    addresses = _addresses_of(gradients, sums)
+    if addresses is None and sums:
+        # Of other forms, or on several processes.
+        try:
+            gradients.check_sums(sums, grads, label_of)
+        except ValueError as error:
+            gradients.reject_(error)
+    if plan.verifying:
+        gradients.verify_agreement("accumulate_", rule, grad_scale, nonfinite)
+    norms = gradients.measure(norm, grad_scale, names_culprits=nonfinite == "error")
+    if nonfinite == "error":
+        raise_if_nonfinite(gradients, norms, norms.norm(), REMEDY, rule)
+    zero, norms = nonfinite == "zero", norms.without_scale()
+    if not plan.verifying or norms.is_checked or not _are_same(grads, gradients.tensors):
+        return _add_to_(gradients, grads, sums, addresses, rule, norms, zero)
     expected, before = verify.Expectation(gradients), [own.clone() for own in sums]
-    norm = _add_to_(gradients, grads, sums, rule, norms.without_scale(), label_of, zero_nonfinite)
-    expected.check_sums(sums or grads, before, rule, zero_nonfinite, norms.grad_scale, norm)
-    return norm
+    total = _add_to_(gradients, grads, sums, addresses, rule, norms, zero)
+    expected.check_sums(sums or grads, before, rule, zero, grad_scale, total)
+    return total
 
 
 def _add_to_(
     gradients: Gradients,
     grads: Sequence[Tensor],
     sums: Sequence[Tensor],
+    addresses: list[int] | None,
     rule: Rule,
     norms: Norms,
-    label_of: LabelOf,
     zero_nonfinite: bool,
 ) -> Tensor:
-    """As `add_to_`, with norms that carry no loss scale."""
+    """As `add_to_`, after measuring; the addresses of sums where they serve."""
     plan = gradients.plan
     assert plan is not None
-    addresses = _addresses_of(gradients, sums)
     if addresses is None:
-        # Of other forms, or on several processes.
-        if gradients.sharding is None and sums:
-            refuse_sums(sums, label_of)
-            refuse_common_memory(sums, grads, label_of)
         norm = _scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=zero_nonfinite).norm
         gradients.finish_writing()
         if any(total.is_neg() or total.is_conj() for total in sums):
@@ -256,6 +287,11 @@ def _addresses_of(gradients: Gradients, sums: Sequence[Tensor]) -> list[int] | N
     if not are_apart([*known, *addresses], [*plan.spans, *plan.spans]):
         return None
     return None if any(map(is_freed, sums, addresses)) else addresses
+
+
+def _are_same(grads: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+    """Whether gradients are the tensors of a list: no DTensors, and none repeated."""
+    return len(grads) == len(tensors) and all(map(is_, grads, tensors))
 
 
 def _may_have_written(rule: Rule, grad_scale: float | Tensor, outcome: Outcome) -> bool:
@@ -326,12 +362,6 @@ def _clamp_(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Non
             gradients.count_versions(group.indices)
 
 
-@lru_cache
-def unlimited(norm_type: float) -> Rule:
-    """The rule of a norm that is only measured."""
-    return ClipByGlobalNorm(float("inf"), norm_type, eps=0.0)
-
-
 @without_grad
 def total_norm(
     gradients: Gradients,
@@ -343,11 +373,20 @@ def total_norm(
     """The norm of a gradient list, 0-d, or, `per_gradient`, the norm of each, 1-d."""
     if gradients.plan is None:
         return no_norm(gradients, per_gradient=per_gradient)
-    refuse_sparse_minimum(gradients, norm_type)
-    norm = measure(gradients, norm_type, per_gradient).total()
+    kind = Norm(norm_type, per_gradient)
+    try:
+        refuse_sparse_minimum(gradients, norm_type)
+    except ValueError as error:
+        gradients.reject_(error)
+    verifying = gradients.plan.verifying
+    if verifying:
+        policy = "error" if error_if_nonfinite else "propagate"
+        gradients.verify_agreement("get_total_norm", kind, nonfinite=policy)
+    norms = gradients.measure(kind, names_culprits=error_if_nonfinite)
+    norm = norms.norm()
     if error_if_nonfinite:
-        raise_if_nonfinite(gradients, unlimited(norm_type), norm, TORCH_REMEDY)
-    if gradients.plan.verifying:
+        raise_if_nonfinite(gradients, norms, norm, TORCH_REMEDY)
+    if verifying and not norms.is_checked:
         verify.Expectation(gradients).check_norm(norm_type, norm)
     return norm
 
@@ -366,6 +405,11 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
     if plan is None:
         misuse.warn_of_nothing(gradients)
         return
+    if plan.verifying:
+        gradients.verify_agreement("clip_grads_with_norm_", rule, total_norm=norm)
+    if gradients.error is not None:
+        # No process waits for norms.
+        raise gradients.error
     if not plan.groups:
         return
     refuse_read_only(gradients)

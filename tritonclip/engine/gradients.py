@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
+from tritonclip.engine import checks, norms
 from tritonclip.engine.arguments import (
     LabelOf,
     are_fsdp_shards,
@@ -24,6 +25,7 @@ from tritonclip.engine.plan_cache import PlanCache, plans
 from tritonclip.engine.staging import copy_of, write_back_
 from tritonclip.messages import join_names
 from tritonclip.modes import is_observed, refuse_batches, refuse_tracer
+from tritonclip.rules import Norm, Rule
 
 
 class Gradients:
@@ -49,6 +51,7 @@ class Gradients:
         versions: tensors of which all readable ones are views; None where they are no views.
         parameters: one for each gradient that was collected, where these are no `sources`.
         sharding: how the list lies over processes, see `tritonclip.distributed`; None for one.
+        error: that of a rejected list, which its processes raise together; None for others.
 
     Raises:
         TypeError: gradients that are no plain floating-point or complex tensors.
@@ -64,6 +67,7 @@ class Gradients:
     versions: Sequence[Tensor] | None = None
     parameters: Sequence[Tensor] | None = None
     sharding: Any = None
+    error: Exception | None = None
 
     def __init__(
         self,
@@ -158,6 +162,55 @@ class Gradients:
         """Raises an error about the list; later, where other processes wait for its norms."""
         raise error
 
+    def check(self, rule: Rule) -> None:
+        """Refuses gradients that cannot be written, or that a rule has no meaning for."""
+        checks.check(self, rule)
+
+    def check_sums(
+        self, sums: Sequence[Tensor], grads: Sequence[Tensor], label_of: LabelOf
+    ) -> None:
+        """Refuses sums that these gradients, as users see them, cannot be added to."""
+        checks.refuse_sums(sums, label_of)
+        checks.refuse_common_memory(sums, grads, label_of)
+
+    def verify_agreement(
+        self,
+        call: str,
+        rule: Rule | Norm,
+        grad_scale: float | Tensor = 1.0,
+        nonfinite: str = "propagate",
+        total_norm: Tensor | None = None,
+    ) -> None:
+        """Under `verify()`, raises on all processes of the list where they make another call."""
+
+    def measure(
+        self,
+        norm: Norm,
+        grad_scale: float | Tensor = 1.0,
+        *,
+        by_gradient: bool = False,
+        names_culprits: bool = False,
+    ) -> norms.Norms:
+        """Measures a list that is not empty; of a rejected one, raises when others know.
+
+        Args:
+            norm: of which kind.
+            grad_scale: the loss scale that gradients carry.
+            by_gradient: as for `engine.norms.measure`, of norms of elements.
+            names_culprits: names of gradients will be asked for where a norm is NaN.
+        """
+        if norm.by is not None:
+            return norms.measure_by(self, norm.by, grad_scale)
+        return norms.measure(self, norm.order, norm.each, grad_scale, by_gradient=by_gradient)
+
+    def measure_statistics(self, grad_scale: float | Tensor = 1.0) -> Sequence[norms.Norms]:
+        """Measures the norm of each gradient of order 2, inf and 0."""
+        return norms.measure_each(self, grad_scale, statistics=True)[1:]
+
+    def ask_limit(self, rule: Rule, measured: norms.Norms) -> Rule:
+        """Asks for a limit that may raise on one process alone; the rule, which then has it."""
+        return rule
+
     @property
     def n_parameters(self) -> int:
         """The parameters that the list was collected from, with and without a gradient."""
@@ -195,6 +248,15 @@ class Gradients:
             return self.readable, self.addresses
         tensors = [self.readable[i] for i in indices]
         return tensors, None if self.addresses is None else [self.addresses[i] for i in indices]
+
+    def owners(self) -> list[Tensor]:
+        """The parameter of each gradient, in order."""
+        parameters = self.parameters
+        if parameters is None:
+            assert self.sources is not None
+            parameters = [p for p in self.sources if gradient_of(p) is not None]
+        once = self.distinct
+        return list(parameters) if once is None else [parameters[i] for i in once]
 
     def count_versions(self, indices: Sequence[int] | None) -> None:
         """Makes a write to a group through addresses visible to autograd."""
@@ -239,13 +301,3 @@ class Gradients:
                 "gradients themselves are clipped by clip_tensors_(tensors, 1.0)"
             )
         return ""
-
-
-def parameters_of(gradients: Gradients) -> list[Tensor]:
-    """The parameter of each gradient, in order."""
-    parameters = gradients.parameters
-    if parameters is None:
-        assert gradients.sources is not None
-        parameters = [p for p in gradients.sources if gradient_of(p) is not None]
-    once = gradients.distinct
-    return list(parameters) if once is None else [parameters[i] for i in once]

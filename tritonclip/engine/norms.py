@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,13 +21,15 @@ from tritonclip.backends.operators import (
     unscaled,
     wide_dtype,
 )
-from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.spectra import batches_of
 from tritonclip.engine.units import Units
 from tritonclip.modes import refuse_tracer, without_grad
 from tritonclip.rules import Rule
-from tritonclip.rules.rule import Adaptive, check_norm
+from tritonclip.rules.rule import Adaptive
 from tritonclip.rules.state import upload
+
+if TYPE_CHECKING:
+    from tritonclip.engine.gradients import Gradients
 
 
 @dataclass(slots=True)
@@ -57,8 +59,21 @@ class Norms:
     is_checked: ClassVar[bool] = False
 
     def norm(self) -> Tensor:
-        """The norm before clipping, or one for each gradient, of other processes too."""
-        return self.total()
+        """The norm before clipping, divided by the loss scale, of all processes' gradients.
+
+        0-d, or 1-d with that of each gradient.
+        """
+        plan = self.gradients.plan
+        assert plan is not None
+        if not self.per_gradient:
+            norm = self.batches[0].total(self.partials[0], self.norm_type, self.grad_scale)
+            return norm.to(plan.device)
+        return self.in_order(
+            [
+                batch.total_each(partials, self.norm_type, self.grad_scale)
+                for batch, partials in zip(self.batches, self.partials, strict=True)
+            ]
+        )
 
     def numbers(self) -> float | list[float] | None:
         """`norm` in numbers, where the host decides; None where it would wait for the device."""
@@ -98,18 +113,8 @@ class Norms:
         return adaptive.Parts(norm, norm.dtype)
 
     def total(self) -> Tensor:
-        """The norm, divided by the loss scale: 0-d, or 1-d with that of each gradient here."""
-        plan = self.gradients.plan
-        assert plan is not None
-        if not self.per_gradient:
-            norm = self.batches[0].total(self.partials[0], self.norm_type, self.grad_scale)
-            return norm.to(plan.device)
-        return self.in_order(
-            [
-                batch.total_each(partials, self.norm_type, self.grad_scale)
-                for batch, partials in zip(self.batches, self.partials, strict=True)
-            ]
-        )
+        """As `norm`, 0-d, or 1-d with that of each gradient here."""
+        return self.norm()
 
     def nonzeros(self) -> Tensor:
         """Norms of order 0 of each gradient here, exactly: wide, 1-d."""
@@ -185,24 +190,6 @@ class Norms:
 def _unscaled_numbers(norms: list[float], norm_type: float, scale: float | Tensor) -> list[float]:
     """Norms divided by the loss scale, as `unscaled`."""
     return [norm / float(scale) for norm in norms] if norm_type else norms
-
-
-def measure_by(
-    gradients: Gradients,
-    rule: Rule,
-    grad_scale: float | Tensor = 1.0,
-    *,
-    by_gradient: bool = False,
-) -> Norms:
-    """Measures the norms that a rule asks for."""
-    check_norm(rule)
-    if rule.per_unit:
-        return measure_units(gradients, rule, grad_scale)
-    if rule.spectral:
-        return measure_spectra(gradients, rule, grad_scale)
-    return measure(
-        gradients, rule.norm_type, rule.per_gradient, grad_scale, by_gradient=by_gradient
-    )
 
 
 def measure(
@@ -290,19 +277,15 @@ def measure_each(
 
 
 @without_grad
-def measure_units(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Norms:
-    """Measures the units of a list that is not empty, and of its weights."""
-    units = Units(gradients, rule)
-    # Batches of units have the verbs for norms by gradient, and no others.
-    batches: list[Any] = [*units.batches]
-    return Norms(batches, units.measure(), 2.0, True, grad_scale, gradients)
-
-
-@without_grad
-def measure_spectra(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Norms:
-    """Measures the largest singular values of a list that is not empty."""
-    refuse_tracer()
-    batches: list[Any] = batches_of(gradients, rule)
+def measure_by(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Norms:
+    """Measures a list that is not empty by unit, with its weights, or its singular values."""
+    # These batches have the verbs for norms by gradient, and no others.
+    batches: list[Any]
+    if rule.per_unit:
+        batches = [*Units(gradients, rule).batches]
+    else:
+        refuse_tracer()
+        batches = [*batches_of(gradients, rule)]
     partials = [batch.measure() for batch in batches]
     return Norms(batches, partials, rule.norm_type, True, grad_scale, gradients)
 

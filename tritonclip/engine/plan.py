@@ -87,7 +87,8 @@ class Plan:
         pairs: complex gradients are among them.
         empty: no gradient has an element.
         inference: gradients made in inference mode are among them.
-        requires_grad: gradients that autograd can differentiate are among them.
+        requires_grad: autograd may record the verbs: it can differentiate some of the gradients, or
+            other processes have parts of them.
         ordinary: whole, dense and real gradients made outside of inference mode, none of them
             staged: every rule takes them.
         verifying: the calls that it serves are to be checked.
@@ -271,7 +272,7 @@ def empty_plan(device: torch.device, *, verifying: bool, wide: bool) -> Plan:
         pairs=False,
         empty=True,
         inference=False,
-        requires_grad=False,
+        requires_grad=True,
         verifying=verifying,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,8 +12,10 @@ from torch import Tensor
 from tritonclip.backends import choose, spectral
 from tritonclip.backends.interface import Batch, Clip
 from tritonclip.backends.operators import TorchBatch, unscaled
-from tritonclip.engine.gradients import Gradients, parameters_of
 from tritonclip.rules import Rule
+
+if TYPE_CHECKING:
+    from tritonclip.engine.gradients import Gradients
 
 
 class SpectralBatch:
@@ -141,7 +144,7 @@ def batches_of(gradients: Gradients, rule: Rule) -> list[SpectralBatch]:
         )
     exempt = [False] * len(gradients.tensors)
     if rule.excludes:
-        exempt = rule.exempt(parameters_of(gradients))
+        exempt = rule.exempt(gradients.owners())
     batches = []
     for group in plan.groups:
         indices = range(len(exempt)) if group.indices is None else group.indices

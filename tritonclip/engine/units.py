@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from tritonclip.backends.choose import unit_layout_of
 from tritonclip.backends.interface import UnitBatch, UnitLayout
 from tritonclip.engine.arguments import PLAIN
-from tritonclip.engine.gradients import Gradients, parameters_of
 from tritonclip.engine.memory import OFFSETS, is_freed
 from tritonclip.engine.plan import Group, Plan
 from tritonclip.modes import without_grad
 from tritonclip.rules import Rule
+
+if TYPE_CHECKING:
+    from tritonclip.engine.gradients import Gradients
 
 # Most that a gradient adds to its plan: four numbers, and the strides of its weights.
 UNIT_BYTES = 256
@@ -39,7 +42,7 @@ class Units:
         plan = gradients.plan
         assert plan is not None
         self._gradients, self._plan = gradients, plan
-        parameters = parameters_of(gradients) if gradients.tensors else []
+        parameters = gradients.owners() if gradients.tensors else []
         _refuse_sparse(gradients, plan)
         self._weights = list(map(weight_of, parameters))
         _refuse_weights(gradients, self._weights)

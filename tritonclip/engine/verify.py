@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.engine.arguments import LabelOf
-from tritonclip.engine.gradients import Gradients, parameters_of
+from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import Norms
 from tritonclip.engine.units import weight_of
 from tritonclip.rules import Rule
@@ -409,7 +409,7 @@ class UnitReference:
     """Coefficients of units, from float64 copies of weights."""
 
     def __init__(self, gradients: Gradients, rule: Rule) -> None:
-        self._parameters = parameters_of(gradients)
+        self._parameters = gradients.owners()
         self._exempt, self._eps = rule.exempt(self._parameters), rule.eps
 
     def coefficients(
@@ -443,7 +443,7 @@ class MatrixReference:
     def __init__(self, gradients: Gradients, rule: Rule) -> None:
         self._soft, self._exempt = rule.soft, [False] * len(gradients.tensors)
         if rule.excludes:
-            self._exempt = rule.exempt(parameters_of(gradients))
+            self._exempt = rule.exempt(gradients.owners())
 
     def norm_of(self, before: Tensor) -> float:
         """The largest singular value; the 2-norm where that is not finite, or all there is."""

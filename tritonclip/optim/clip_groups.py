@@ -21,9 +21,7 @@ from torch.optim import Optimizer
 from tritonclip.backends import choose
 from tritonclip.backends.operators import combine_numbers
 from tritonclip.distributed.agreement import agree, describe_parameters, describe_rule
-from tritonclip.distributed.execute import check as check_gradients
-from tritonclip.distributed.execute import exchange, is_awaited, is_reduced
-from tritonclip.distributed.gradients import collect, collect_all, error_of
+from tritonclip.distributed.gradients import ShardedGradients, collect, collect_all
 from tritonclip.distributed.process_groups import Processes, domain_of
 from tritonclip.distributed.reduction import run_exchanges
 from tritonclip.distributed.shards import meshes_of
@@ -36,7 +34,7 @@ from tritonclip.engine.checks import (
     refuse_shared,
 )
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.norms import Norms, measure_by, measure_each
+from tritonclip.engine.norms import Norms, measure_each
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.flat.view_watch import zero_gradient_
@@ -50,15 +48,10 @@ from tritonclip.optim.param_groups import (
     not_in_buffers,
     rules_of,
 )
-from tritonclip.rules import BoundRule, ClipByGlobalNorm, ClipByNorm, Rule
+from tritonclip.rules import BoundRule, ClipByGlobalNorm, Norm, Rule
 
 # Scales nothing but a loss scale; its norm is finite where every gradient is.
-_UNLIMITED = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
-# The norm that is compared with skip_above.
-_TWO_NORM = ClipByGlobalNorm(math.inf, eps=0.0)
-# Measures each gradient, and limits none.
-EACH = ClipByNorm(math.inf)
-_LARGEST_EACH, _NONZEROS_EACH = ClipByNorm(math.inf, math.inf), ClipByNorm(math.inf, 0.0)
+UNLIMITED = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
 NONFINITE_REMEDY = (
     "Neither gradients nor parameters were changed. To go on, drop the gradients by zero_grad(), "
     "or set nonfinite to 'propagate', 'zero' or 'skip'"
@@ -120,24 +113,24 @@ class ClipGroup:
         return not (self.unclipped or self.rule.clamps)
 
     def measure_(
-        self, rule: Rule, field: str, grad_scale: float | Tensor, *, by_gradient: bool = False
+        self, norm: Norm, field: str, grad_scale: float | Tensor, *, by_gradient: bool = False
     ) -> None:
-        """Measures the norms that a rule asks for, and keeps them as one of the attributes.
+        """Measures norms, and keeps them as one of the attributes.
 
         From the same reading come the norms of each gradient that a recorder takes, but for norms
         by unit beside statistics. With `by_gradient` the norms tell which gradients are finite.
         """
         gradients, norms = self.gradients, None
-        takes_each = self.by_name and rule.norm_type == 2.0
-        if takes_each and (self.with_statistics or not rule.per_gradient):
+        takes_each = self.by_name and norm.order == 2.0
+        if takes_each and (self.with_statistics or not norm.each):
             whole, self.each, *others = measure_each(
                 gradients, grad_scale, statistics=self.with_statistics
             )
             if others:
                 self.largest_each, self.nonzeros_each = others
-            norms = self.each if rule.per_gradient else whole
-        if norms is None or rule.per_unit:
-            norms = measure_by(gradients, rule, grad_scale, by_gradient=by_gradient)
+            norms = self.each if norm.each else whole
+        if norms is None or norm.by is not None:
+            norms = gradients.measure(norm, grad_scale, by_gradient=by_gradient)
             if takes_each:
                 self.each = norms
         setattr(self, field, norms)
@@ -406,7 +399,7 @@ class Partition:
         )
         if gradients.plan is None:
             return []
-        return [ClipGroup(gradients, _UNLIMITED, unclipped=True)]
+        return [ClipGroup(gradients, UNLIMITED, unclipped=True)]
 
 
 def _with_meshes(processes: Processes | None, groups: Groups) -> Processes | None:
@@ -417,15 +410,15 @@ def _with_meshes(processes: Processes | None, groups: Groups) -> Processes | Non
 
 
 class NormRequest(NamedTuple):
-    """A norm to be measured: of which clip group, by which rule, for which of its fields."""
+    """A norm to be measured: of which clip group, of which kind, for which of its fields."""
 
     group: ClipGroup
-    rule: Rule
+    norm: Norm
     field: str
 
     def describe(self) -> str:
-        """Owner, class and order of the rule; they must agree in all processes."""
-        return f"{self.group.owner}: {self.rule.name} of order {self.rule.norm_type}"
+        """Owner, field and order; they must agree in all processes."""
+        return f"{self.group.owner}: {self.field} of order {self.norm.order}"
 
 
 def requests(
@@ -451,26 +444,26 @@ def requests(
             continue
         rule, is_measured = group.rule, by_value or not group.rule.clamps
         if is_measured:
-            found.append(NormRequest(group, rule, "norms"))
-            if check_finite and hides_nonfinite(rule):
-                found.append(NormRequest(group, _UNLIMITED, "largest"))
+            found.append(NormRequest(group, rule.norm, "norms"))
+            if check_finite and hides_nonfinite(rule.norm_type):
+                found.append(NormRequest(group, Norm(math.inf), "largest"))
         if is_measured and rule.norm_type == 2.0:
             continue
         if group.by_name:
-            found.append(NormRequest(group, EACH, "each"))
+            found.append(NormRequest(group, Norm(each=True), "each"))
         elif two_norm and not group.unclipped:
-            found.append(NormRequest(group, _TWO_NORM, "two_norm"))
+            found.append(NormRequest(group, Norm(), "two_norm"))
     for group in recorded:
-        found.append(NormRequest(group, group.rule, "norms"))
+        found.append(NormRequest(group, Norm(each=True), "norms"))
         if group.with_statistics:
-            found.append(NormRequest(group, _LARGEST_EACH, "largest_each"))
-            found.append(NormRequest(group, _NONZEROS_EACH, "nonzeros_each"))
+            found.append(NormRequest(group, Norm(math.inf, each=True), "largest_each"))
+            found.append(NormRequest(group, Norm(0.0, each=True), "nonzeros_each"))
     return found
 
 
-def hides_nonfinite(rule: Rule) -> bool:
-    """Whether the norms of a rule do not show NaN and inf."""
-    return rule.norm_type in (0.0, -math.inf)
+def hides_nonfinite(order: float) -> bool:
+    """Whether norms of an order do not show NaN and inf."""
+    return order in (0.0, -math.inf)
 
 
 def measure_requests(
@@ -487,15 +480,15 @@ def measure_requests(
         TypeError, ValueError, RuntimeError: gradients that a process refuses; on a CPU only.
     """
     exchanges, awaited = [], []
-    for group, rule, field in requests:
+    for group, norm, field in requests:
         # By value, an element counts as it came.
-        scale = 1.0 if rule.clamps else grad_scale
+        scale = 1.0 if field == "norms" and group.rule.clamps else grad_scale
         gradients = group.gradients
-        shows = by_gradient and field in ("norms", "largest") and not hides_nonfinite(rule)
-        if not group.is_spread:
-            group.measure_(rule, field, scale, by_gradient=shows)
-        elif error_of(gradients) is None or is_awaited(gradients, rule):
-            exchanges.append(exchange(gradients, rule, scale, by_gradient=shows))
+        shows = by_gradient and field in ("norms", "largest") and not hides_nonfinite(norm.order)
+        if not isinstance(gradients, ShardedGradients) or not group.is_spread:
+            group.measure_(norm, field, scale, by_gradient=shows)
+        elif gradients.error is None or gradients.awaits(norm):
+            exchanges.append(gradients.exchange(norm, scale, by_gradient=shows))
             awaited.append((group, field))
     if exchanges:
         for (group, field), norms in zip(awaited, run_exchanges(exchanges), strict=True):
@@ -512,7 +505,7 @@ def global_norm_of(
     clipped = [one for one in groups if not one.unclipped and one.gradients.plan is not None]
     missing = [one for one in clipped if _two_norm_of(one) is None]
     if missing:
-        requests = [NormRequest(group, _TWO_NORM, "two_norm") for group in missing]
+        requests = [NormRequest(group, Norm(), "two_norm") for group in missing]
         measure_requests(requests, grad_scale)
     measured = [norms for one in clipped if (norms := _two_norm_of(one)) is not None]
     if len(measured) == 1:
@@ -614,12 +607,12 @@ def refuse(groups: Sequence[ClipGroup], param_groups: Groups) -> None:
             excludes parameters of no group.
     """
     for group in groups:
-        if (error := error_of(group.gradients)) is not None:
-            raise error
+        if group.gradients.error is not None:
+            raise group.gradients.error
     for group in groups:
         plan = group.gradients.plan
         if plan is not None and not plan.ordinary:
-            check_gradients(group.gradients, group.rule)
+            group.gradients.check(group.rule)
     if len(groups) > 1:
         refuse_shared([group.gradients for group in groups])
     if any(group.rule.excludes for group in groups):
@@ -638,8 +631,8 @@ def refuse_nonfinite(groups: Sequence[ClipGroup], remedy: str) -> NoReturn:
     for group in groups:
         if group.norms is not None:
             if not group.unclipped:
-                norm, finite = group.norms.total(), group.norms.is_finite()
-                raise_if_nonfinite(group.gradients, group.rule, norm, remedy, finite)
+                norm = group.norms.norm()
+                raise_if_nonfinite(group.gradients, group.norms, norm, remedy, group.rule)
             raise_if_any_nonfinite(group.gradients, remedy)
     if any(group.is_spread for group in groups):
         raise RuntimeError(f"Another process refuses its gradients. {remedy}")
@@ -703,7 +696,7 @@ def verify_agreement(
     own["the parameter groups with a rule"] = ", ".join(names)
     for group in groups:
         gradients = group.gradients
-        if is_reduced(gradients):
+        if isinstance(gradients, ShardedGradients) and group.is_spread:
             own[f"the rule of {group.owner}"] = describe_rule(group.rule)
             if gradients.sharding.one_list:
                 found = describe_parameters(gradients.wanted, gradients.label_of_parameter)

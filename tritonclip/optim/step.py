@@ -15,16 +15,19 @@ import torch
 from torch import Tensor
 
 from tritonclip import settings
-from tritonclip.distributed.agreement import describe_rule, describe_state
-from tritonclip.distributed.execute import ask_limits, is_own, limited
-from tritonclip.distributed.gradients import error_of
+from tritonclip.distributed.agreement import (
+    ask_limits,
+    describe_rule,
+    describe_state,
+    is_own,
+    limited,
+)
 from tritonclip.distributed.process_groups import Processes
 from tritonclip.engine.checks import nonfinite_indices
 from tritonclip.engine.norms import measure
 from tritonclip.modes import without_grad
 from tritonclip.monitor.stats import Outcomes
 from tritonclip.optim.clip_groups import (
-    EACH,
     NONFINITE_REMEDY,
     ClipGroup,
     global_norm_of,
@@ -41,8 +44,8 @@ from tritonclip.optim.clip_groups import (
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.states import Judgement, RuleStates
 from tritonclip.optim.step_record import StepRecord
-from tritonclip.rules import Numbering, Outlier, Rule
-from tritonclip.rules.rule import Adaptive, check_norm
+from tritonclip.rules import Norm, Numbering, Outlier, Rule
+from tritonclip.rules.rule import Adaptive
 
 # Policies for which the host raises an error.
 RAISING = ("error", "async_error")
@@ -137,12 +140,12 @@ class Step:
             if record is not None:
                 record.check(groups)
             if by_value or not rule.clamps:
-                # Rules of users may set them to anything, at any time.
+                # Raises where a rule of the user set them to anything else, at any time.
                 if rule.norm_type != 2.0 or not 0 <= rule.eps < inf:
-                    check_norm(rule)
+                    _ = rule.norm
                 scale = 1.0 if rule.clamps else self._grad_scale
                 if group.by_name:
-                    group.measure_(rule, "norms", scale, by_gradient=self.by_gradient)
+                    group.measure_(rule.norm, "norms", scale, by_gradient=self.by_gradient)
                 else:
                     group.norms = measure(
                         group.gradients,
@@ -153,7 +156,7 @@ class Step:
                     )
             if record is not None:
                 if group.by_name and group.each is None:
-                    group.measure_(EACH, "each", self._grad_scale)
+                    group.measure_(Norm(each=True), "each", self._grad_scale)
                 record.measure(groups, self._grad_scale)
             return
         recorded = [] if record is None else record.clip_groups
@@ -168,11 +171,11 @@ class Step:
             two_norm=self._states.skip_above is not None or not (record is None or has_shared),
         )
         if settings.current().verifying:
-            error = refusal or next(filter(None, map(_error_of, (*groups, *recorded))), None)
+            error = refusal or _error_of([*groups, *recorded])
             describe = partial(self._describe, policy)
             verify_agreement(groups, needed, describe, error, self.param_groups, processes)
         measure_requests(needed, self._grad_scale, by_gradient=self.by_gradient)
-        refusal = refusal or next(filter(None, map(_error_of, (*groups, *recorded))), None)
+        refusal = refusal or _error_of([*groups, *recorded])
         if refusal is not None:
             if raises_if_nonfinite is not None and raises_if_nonfinite():
                 with suppress(RuntimeError):
@@ -205,7 +208,7 @@ class Step:
             plan is not None
             and plan.ordinary
             and not (rule.per_unit or rule.spectral)
-            and not (self._check_finite and hides_nonfinite(rule))
+            and not (self._check_finite and hides_nonfinite(rule.norm_type))
         )
 
     def _check(self, refusal: Exception | None) -> None:
@@ -374,8 +377,9 @@ class Step:
             self.outlier = again._replace(flag=self.outlier.flag)
 
 
-def _error_of(group: ClipGroup) -> Exception | None:
-    return error_of(group.gradients)
+def _error_of(groups: Sequence[ClipGroup]) -> Exception | None:
+    """The first error for which a list was rejected."""
+    return next((e for group in groups if (e := group.gradients.error) is not None), None)
 
 
 def version_of(tensor: Tensor) -> int:

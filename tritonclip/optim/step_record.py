@@ -22,7 +22,7 @@ from tritonclip.messages import warn_user
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import Outcomes
 from tritonclip.named_norms import NamedNorms, is_measured
-from tritonclip.optim.clip_groups import EACH, ClipGroup, global_norm_of
+from tritonclip.optim.clip_groups import UNLIMITED, ClipGroup, global_norm_of
 from tritonclip.optim.param_groups import Groups, key_of, label_of_member
 
 
@@ -201,7 +201,7 @@ class StepRecord:
                 raise
             self.refusal = error
             return
-        recorded = ClipGroup(self._named.gradients, EACH, unclipped=True)
+        recorded = ClipGroup(self._named.gradients, UNLIMITED, unclipped=True)
         recorded.with_statistics = recorder.statistics
         if recorded.is_spread:
             self.clip_groups.append(recorded)

@@ -12,7 +12,7 @@ from tritonclip.rules.fixed import (
     by_number,
 )
 from tritonclip.rules.own_history import ClipByOwnHistory, ClipByOwnQuantile
-from tritonclip.rules.rule import AdaptiveRule, Measured, Rule
+from tritonclip.rules.rule import AdaptiveRule, Measured, Norm, Rule
 from tritonclip.rules.spectral import ClipBySpectralNorm
 from tritonclip.rules.state import BoundRule, ClipState, Numbering, follow
 from tritonclip.rules.unitwise import ClipByUnitNorm
@@ -35,6 +35,7 @@ __all__ = [
     "ClipState",
     "LossOutlier",
     "Measured",
+    "Norm",
     "Numbering",
     "Outlier",
     "Rule",

@@ -20,7 +20,7 @@ from tritonclip.rules.arguments import (
     as_number_or_schedule,
     is_function,
 )
-from tritonclip.rules.rule import Adaptive, Measured, Rule, check_norm, needs_state
+from tritonclip.rules.rule import Adaptive, Measured, Rule, needs_state
 from tritonclip.signatures import explains_misfits
 
 
@@ -339,7 +339,7 @@ class _Negative:
 def as_rule(clip: object) -> Rule:
     """The rule itself, or `ClipByGlobalNorm` of a number."""
     if isinstance(clip, Rule):
-        check_norm(clip)
+        _ = clip.norm  # Raises where there is none.
         return clip
     if type(clip) is float and not torch.compiler.is_compiling():
         return by_number(clip)

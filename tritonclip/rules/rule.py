@@ -10,12 +10,26 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from tritonclip.rules.arguments import Schedule, as_eps, as_norm_type, as_number
+
+
+class Norm(NamedTuple):
+    """What is measured of gradients.
+
+    Attributes:
+        order: p of the p-norm.
+        each: of each gradient, in place of all together.
+        by: the rule by unit, or by singular value, that says how; None for norms of elements.
+    """
+
+    order: float = 2.0
+    each: bool = False
+    by: Rule | None = None
 
 
 class Measured(Protocol):
@@ -162,6 +176,23 @@ class Rule:
             "largest norm after clipping, such as 0.5 * measured.norm(), or a subclass of "
             "tritonclip.AdaptiveRule with start and advance"
         )
+
+    @property
+    def norm(self) -> Norm:
+        """The norm that the limit is for.
+
+        Raises:
+            TypeError, ValueError: `norm_type` and `eps` of a user's rule may be anything.
+        """
+        p, eps = self.norm_type, self.eps
+        # Every call that measures a norm passes here.
+        if not (type(p) is type(eps) is float and p >= 0 and 0 <= eps < math.inf):
+            try:
+                as_norm_type(as_number("norm_type", p))
+                as_eps(eps)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{self.name}: {error}") from None
+        return Norm(p, self.per_gradient, self if self.per_unit or self.spectral else None)
 
     @property
     def name(self) -> str:
@@ -336,23 +367,6 @@ class AdaptiveRule(Adaptive, Rule):
     def fixed(self) -> bool:
         """Never."""
         return False
-
-
-def check_norm(rule: Rule) -> None:
-    """Checks `norm_type` and `eps`, which rules of users may set to anything.
-
-    Raises:
-        TypeError, ValueError: no number; or one that is out of range.
-    """
-    p, eps = rule.norm_type, rule.eps
-    # Every call that measures a norm passes here.
-    if type(p) is type(eps) is float and p >= 0 and 0 <= eps < math.inf:
-        return
-    try:
-        as_norm_type(as_number("norm_type", p))
-        as_eps(eps)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{rule.name}: {error}") from None
 
 
 def needs_state(name: str) -> ValueError:

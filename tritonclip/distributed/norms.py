@@ -1,0 +1,279 @@
+"""Norms of a gradient list that lies over several processes: measured here, reduced over all.
+
+Every process of a list measures the same norms, whichever gradients it has, and enters the same
+collectives.
+
+When one process rejects its gradients, all processes raise and none hangs: it enters the reduction
+as if it had none, and marks its numbers. On a CPU, where numbers are read at once, all raise before
+anything is written. On an accelerator the others have the norm NaN, as for a NaN of that process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from tritonclip.backends.adaptive import Parts
+from tritonclip.backends.interface import Layout, PartialNorms
+from tritonclip.backends.operators import as_tensor, unscaled
+from tritonclip.distributed.agreement import Replicas, agree
+from tritonclip.distributed.partial_sums import PartialSum, measure_sums, norms_of
+from tritonclip.distributed.process_groups import ERRORS
+from tritonclip.distributed.reduction import (
+    Exchange,
+    MeasuredShards,
+    Rejected,
+    ShardGroup,
+    Slots,
+)
+from tritonclip.distributed.shards import shard_of
+from tritonclip.engine.arguments import needs_clip
+from tritonclip.engine.norms import Norms
+from tritonclip.engine.units import Units, weight_of
+from tritonclip.modes import refuse_tracer
+from tritonclip.rules import Norm, Rule
+
+if TYPE_CHECKING:
+    from tritonclip.distributed.gradients import ShardedGradients
+
+
+@dataclass(slots=True)
+class ReducedNorms(Norms):
+    """The norms of gradients whose shards lie over several processes.
+
+    Attributes:
+        reduced: the norm of all gradients, or with `per_gradient` of each parameter's; float64,
+            1-d.
+    """
+
+    reduced: Tensor
+    is_checked: ClassVar[bool] = True
+
+    def norm(self) -> Tensor:
+        """The norm before clipping, or one for each parameter's gradient."""
+        plan = self.gradients.plan
+        assert plan is not None
+        norm = unscaled(self.reduced, self.norm_type, self.grad_scale).to(plan.dtype)
+        return norm if self.per_gradient else norm.reshape(())
+
+    def nonzeros(self) -> Tensor:
+        """Norms of order 0 of each gradient here, of all shards."""
+        return self.own(self.reduced)
+
+    def without_scale(self) -> Norms:
+        """The same norms, for a write that leaves the loss scale in the gradients."""
+        reduced = unscaled(self.reduced, self.norm_type, self.grad_scale)
+        return replace(Norms.without_scale(self), reduced=reduced)  # type: ignore[call-arg]
+
+    def parts(self) -> Parts:
+        """The norms themselves: a state has the same bits in processes without gradients."""
+        norm = self.norm()
+        return Parts(norm, norm.dtype)
+
+    def total(self) -> Tensor:
+        """The norm, 0-d, or that of each gradient here, 1-d."""
+        return self.own(self.norm()) if self.per_gradient else self.norm()
+
+    def in_order(self, results: list[Tensor]) -> Tensor:
+        """The norm of each gradient here.
+
+        A shard without elements has nothing that a backend could scale by the norm.
+        """
+        return self.total()
+
+    @property
+    def n_norms(self) -> int:
+        """The number of norms."""
+        return len(self.reduced)
+
+    def own(self, values: Tensor) -> Tensor:
+        """Of one value for each parameter, those of the gradients here."""
+        plan = self.gradients.plan
+        assert plan is not None
+        own: Tensor = values[plan.reduction.slots.on(values.device)]
+        return own
+
+    def whole(self) -> Sequence[Tensor]:
+        """The parameters that are to be clipped, or the tensors; DTensors have the whole shape."""
+        wanted: Sequence[Tensor] = self.gradients.wanted  # type: ignore[attr-defined]  # of shards
+        return wanted
+
+    def positions(self) -> tuple[Sequence[int] | None, int]:
+        """The positions of parameters to be clipped among all, and the number of all."""
+        sources = self.gradients.sources
+        if sources is None:
+            return self.gradients.positions(), self.gradients.n_parameters
+        wanted = [i for i, parameter in enumerate(sources) if needs_clip(parameter)]
+        return None if len(wanted) == len(sources) else wanted, len(sources)
+
+
+def exchange(
+    gradients: ShardedGradients,
+    norm: Norm,
+    grad_scale: float | Tensor,
+    *,
+    by_gradient: bool = False,
+) -> Exchange[ReducedNorms]:
+    """Measures shards, and reduces their norms: by one all-reduce in the usual case.
+
+    The caller raises the error of a rejected list. `by_gradient` as for `engine.norms.measure`.
+    """
+    norm_type, per_gradient, rule = norm
+    if rule is not None and rule.per_unit:
+        return (yield from _exchange_of_units(gradients, rule, grad_scale))
+    if per_gradient:
+        refuse_tracer()
+    plan = gradients.plan
+    assert plan is not None
+    reduction = plan.reduction
+    if not per_gradient and (uncovered := reduction.sharding.domain.uncovered):
+        raise ValueError(uncovered)
+    replicas = Replicas(gradients, norm_type) if plan.verifying else None
+    batches, own, sums = [], [], []
+    kept: list[tuple[Layout, PartialNorms]] = []
+    for group, shards in zip(plan.groups, reduction.shard_groups, strict=True):
+        tensors, addresses = gradients.of_group(group.indices)
+        batch = group.layout.bind(tensors, addresses)
+        batches.append(batch)
+        moduli = group.pairs and norm_type != 2.0
+        if by_gradient and (moduli or shards.shard.sums_over):
+            # Their own norms are not measured below: one more reading.
+            kept.append((group.layout, batch.norm(math.inf, per_gradient=True)))
+        if shards.shard.sums_over:
+            sums += [
+                PartialSum(at, tensor, group.pairs, shards.shard)
+                for at, tensor in zip(shards.slots.positions, tensors, strict=True)
+            ]
+        elif by_gradient and not (moduli or per_gradient):
+            partials_each = batch.norm(norm_type, per_gradient=True)
+            kept.append((group.layout, partials_each))
+            own.append((as_tensor(partials_each), shards))
+        else:
+            measured = norms_of(tensors, batch, norm_type, pairs=group.pairs, each=per_gradient)
+            own.append((measured, shards))
+    measure_own_sums = None
+    if reduction.sharding.copied or sums:
+        absent = gradients.absent
+        measure_own_sums = partial(
+            measure_sums, reduction.sharding, absent, sums, norm_type, per_gradient
+        )
+    reduced = yield from _reduced_norm(
+        gradients,
+        partial(reduction.norm, own, norm_type, each=per_gradient, sums=measure_own_sums),
+    )
+    if replicas is not None:
+        replicas.check(reduced, each=per_gradient)
+    partials = []
+    for group, shards, batch in zip(plan.groups, reduction.shard_groups, batches, strict=True):
+        whole = reduced
+        if per_gradient:
+            whole = batch.partials_each(reduced[shards.slots.on(plan.device)], norm_type)
+        partials.append(whole.to(group.device))
+    return ReducedNorms(
+        batches,
+        partials,
+        norm_type,
+        per_gradient,
+        grad_scale,
+        gradients,
+        reduced,
+        by_gradient=kept if by_gradient and not per_gradient else None,
+    )
+
+
+def _exchange_of_units(
+    gradients: ShardedGradients, rule: Rule, grad_scale: float | Tensor
+) -> Exchange[ReducedNorms]:
+    try:
+        units = Units(gradients, rule)
+    except ERRORS as error:
+        gradients.reject_(error)
+        units = Units(gradients, rule)
+    partials, reduced = yield from _whole_units(gradients, units)
+    batches: list[Any] = [*units.batches]
+    return ReducedNorms(batches, partials, 2.0, True, grad_scale, gradients, reduced)
+
+
+def _whole_units(
+    gradients: ShardedGradients, units: Units
+) -> Exchange[tuple[list[Tensor], Tensor]]:
+    """Partial norms of each group, of whole units, and the norm of each parameter's gradient.
+
+    Slices along the first dimension are whole here; a gradient that is one unit may not be. One
+    all-reduce serves the norms of gradients and of weights.
+    """
+    plan = gradients.plan
+    assert plan is not None
+    partials, reduction = units.measure(), plan.reduction
+    n, device = reduction.sharding.n_parameters, plan.device
+    groups = list(zip(units.batches, partials, reduction.shard_groups, strict=True))
+    measured = [(batch.norms_each(norms), shards) for batch, norms, shards in groups]
+    measured += [
+        (batch.weight_norms_each(norms), _of_weights(shards, n)) for batch, norms, shards in groups
+    ]
+    measured += _absent_weights(gradients, n, device)
+    doubled = replace(reduction, sharding=replace(reduction.sharding, n_parameters=2 * n))
+    reduced = yield from _reduced_norm(
+        gradients, partial(doubled.norm, measured, norm_type=2.0, each=True)
+    )
+    whole = []
+    for batch, norms, shards in groups:
+        slots = shards.slots.on(device)
+        own, limits = (half[slots].to(norms.device) for half in reduced.split(n))
+        whole.append(batch.with_whole(norms, own, limits))
+    return whole, reduced[:n]
+
+
+def _absent_weights(
+    gradients: ShardedGradients, n: int, device: torch.device
+) -> list[MeasuredShards]:
+    """Weights that are one unit with those of other processes, and have no gradient here."""
+    sharding, measured = gradients.sharding, []
+    for at, parameter in zip(sharding.absent, gradients.absent, strict=True):
+        if parameter.dim() < 2 and parameter.requires_grad:
+            shards = ShardGroup(shard_of(parameter, at, sharding), Slots([n + at]), narrow=False)
+            measured.append((_norm_of(weight_of(parameter).detach(), device), shards))
+    return measured
+
+
+def _norm_of(weight: Tensor, device: torch.device) -> Tensor:
+    """The 2-norm of a small weight, float64[1]."""
+    wide = weight.to(torch.complex128 if weight.is_complex() else torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(wide)
+    return norm.reshape(1).to(device)
+
+
+def _of_weights(shards: ShardGroup, n: int) -> ShardGroup:
+    """The shards of weights, whose norms stand below those of n gradients."""
+    slots = Slots([n + position for position in shards.slots.positions])
+    return ShardGroup(shards.shard, slots, narrow=False)
+
+
+def _reduced_norm(
+    gradients: ShardedGradients, norm: Callable[..., Exchange[Tensor]]
+) -> Exchange[Tensor]:
+    """A reduction of norms, which a process may enter with a rejected list.
+
+    Args:
+        gradients: with their plan.
+        norm: takes the devices, and whether this process rejects its gradients.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: that of the process that rejects its gradients.
+    """
+    plan = gradients.plan
+    assert plan is not None
+    rejected = gradients.error is not None
+    try:
+        return (yield from norm(device=plan.device, home=gradients.device, rejected=rejected))
+    except Rejected:
+        # Of which one process has the reason.
+        pass
+    agree({}, gradients.error, gradients.sharding.domain)
+    raise AssertionError("a process reported an error but sent no message")
