@@ -43,13 +43,9 @@ class Clip(NamedTuple):
 class Batch(Protocol):
     """The gradients of a group in one call, and a backend's verbs on them.
 
-    They are real, of one device and dtype, each without overlap.
-
-    Attributes:
-        counts_versions: autograd's version counters see the verbs' writes.
+    They are real, of one device and dtype, each without overlap. Autograd's version counters see
+    the verbs' writes.
     """
-
-    counts_versions: bool
 
     def norm(self, norm_type: float, *, per_gradient: bool) -> PartialNorms:
         """Measures the gradients.
@@ -182,12 +178,7 @@ class UnitBatch(Protocol):
     """The gradients of a group in one call, beside their weights.
 
     `total_each` and `scale_each_` are called as those of :class:`Batch`; `norm_type` is 2.
-
-    Attributes:
-        counts_versions: autograd's version counters see the verbs' writes.
     """
-
-    counts_versions: bool
 
     def measure(self) -> Tensor:
         """Measures gradients and weights, by unit: partial norms."""

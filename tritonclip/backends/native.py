@@ -155,8 +155,6 @@ class NativeBatch:
     Versions count before a write, so that an interrupt leaves none that autograd does not see.
     """
 
-    counts_versions = True
-
     def __init__(self, tensors: list[Tensor], layout: NativeLayout, addresses: list[int]) -> None:
         self.tensors, self.layout, self.dtype = tensors, layout, layout.dtype
         threads = torch.get_num_threads() if layout.is_shared else 1

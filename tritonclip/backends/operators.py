@@ -76,8 +76,6 @@ class TorchBatch:
     On the host, a gradient whose coefficient is 1 is not written.
     """
 
-    counts_versions = True
-
     def __init__(self, tensors: list[Tensor], dtype: torch.dtype, *, on_host: bool) -> None:
         self.tensors, self.dtype = tensors, dtype
         self._on_host = on_host

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from tritonclip.backends.interface import Batch, Clip
 from tritonclip.kernels import adaptive, add, clamp, launch, norm, scale
@@ -56,8 +57,6 @@ class TritonBatch:
         dtype: of results, float32 or float64.
     """
 
-    # Kernels write through addresses, which autograd does not see.
-    counts_versions = False
     on_host = False
 
     def __init__(self, tensors: list[Tensor], table: ChunkTable, dtype: torch.dtype) -> None:
@@ -125,7 +124,10 @@ class TritonBatch:
 
     def scale_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
         """Multiplies all gradients by one coefficient."""
-        return self._scale_(norms, clip, write=True)
+        result = self._scale_(norms, clip, write=True)
+        # Kernels write through addresses, which autograd does not see.
+        increment_version(self._tensors)
+        return result
 
     def add_to_(self, sums: Batch, norms: Tensor, clip: Clip) -> Tensor:
         """Adds all gradients times one coefficient to other tensors."""
@@ -158,6 +160,7 @@ class TritonBatch:
             BLOCK=block_of(table.dtype.itemsize),
             TAIL=TAIL,
         )
+        increment_version(sums._tensors)
         return total
 
     def clip_(
@@ -169,7 +172,9 @@ class TritonBatch:
 
     def scale_each_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
         """Multiplies each gradient by the coefficient of its norm."""
-        return self._scale_each_(norms, clip, write=True)
+        results = self._scale_each_(norms, clip, write=True)
+        increment_version(self._tensors)
+        return results
 
     def _scale_(self, norms: Tensor, clip: Clip, *, write: bool) -> tuple[Tensor, Tensor]:
         """Norm and coefficient; without `write` no gradient is touched."""
@@ -255,6 +260,7 @@ class TritonBatch:
             BLOCK=clamp.block_of(table.dtype.itemsize),
             TAIL=TAIL,
         )
+        increment_version(self._tensors)
 
 
 def advance(

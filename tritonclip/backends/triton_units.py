@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from tritonclip.backends.interface import Clip, count_units
 from tritonclip.backends.triton import pack_scalars
@@ -60,9 +61,6 @@ class TritonUnitLayout:
 
 class TritonUnits:
     """Verbs that launch one kernel each; see :class:`tritonclip.backends.interface.UnitBatch`."""
-
-    # Kernels write through addresses, which autograd does not see.
-    counts_versions = False
 
     def __init__(
         self,
@@ -144,7 +142,10 @@ class TritonUnits:
 
     def scale_each_(self, norms: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
         """Multiplies each unit by its coefficient."""
-        return self._scale_(norms, clip, self._layout.dtype, write=True)
+        results = self._scale_(norms, clip, self._layout.dtype, write=True)
+        # Kernels write through addresses, which autograd does not see.
+        increment_version(self._tensors[0])
+        return results
 
     def _scale_(
         self, norms: Tensor, clip: Clip, dtype: torch.dtype, *, write: bool

@@ -55,8 +55,6 @@ class TorchUnits:
     On the host, a gradient whose coefficients are all 1 is not written.
     """
 
-    counts_versions = True
-
     def __init__(
         self, grads: list[Tensor], weights: list[Tensor | None], layout: TorchUnitLayout
     ) -> None:

@@ -142,8 +142,6 @@ def _clip_only_group_(
         norm, _ = batch.scale_each_(norms, Clip(rule.norm_type, rule.eps, limit, grad_scale))
     else:
         norm = batch.clip_(rule.norm_type, rule.eps, limit, grad_scale)
-    if not batch.counts_versions:
-        torch.autograd.graph.increment_version(gradients.versions or gradients.readable)
     return norm
 
 
@@ -268,8 +266,6 @@ def _add_to_(
         if group.indices is not None:
             own, at = [target[i] for i in group.indices], [addresses[i] for i in group.indices]
         results.append(batch.add_to_(group.layout.bind(own, at), partials, clip))
-        if not batch.counts_versions:
-            torch.autograd.graph.increment_version(own)
     return results[0] if results[0].device == plan.device else results[0].to(plan.device)
 
 
@@ -336,9 +332,6 @@ def _scale_groups_(
                 own = clip._replace(limit=_limit_of_group(limit, indices), erase=erase[i])
             results.append(batch.scale_each_(norms.partials[i], own))
         norm = norms.in_order([result[0] for result in results])
-    for i, batch in enumerate(norms.batches):
-        if not batch.counts_versions:
-            gradients.count_versions(plan.groups[i].indices)
     norm = norm if norm.device == plan.device else norm.to(plan.device)
     is_shared = isinstance(limit, float) or not _is_each(limit)
     return Outcome(norm, results, limit if is_shared and not rule.per_unit else math.nan)
@@ -354,12 +347,9 @@ def _clamp_(gradients: Gradients, rule: Rule, grad_scale: float | Tensor) -> Non
         batches = [plan.groups[0].layout.bind(gradients.readable, gradients.addresses)]
     else:
         batches = [group.layout.bind(*gradients.of_group(group.indices)) for group in plan.groups]
-    for i, batch in enumerate(batches):
-        group = plan.groups[i]
+    for group, batch in zip(plan.groups, batches, strict=True):
         low, high = rule.bounds[group.dtype]
         batch.clamp_(low, high, grad_scale)
-        if not batch.counts_versions:
-            gradients.count_versions(group.indices)
 
 
 @without_grad

@@ -258,15 +258,6 @@ class Gradients:
         once = self.distinct
         return list(parameters) if once is None else [parameters[i] for i in once]
 
-    def count_versions(self, indices: Sequence[int] | None) -> None:
-        """Makes a write to a group through addresses visible to autograd."""
-        written: Sequence[Tensor] = self.readable
-        if self.versions is not None:
-            written = self.versions
-        elif indices is not None:
-            written = [self.readable[i] for i in indices]
-        torch.autograd.graph.increment_version(written)
-
     def finish_writing(self, *, wrote: bool = True) -> None:
         """Writes copies back, and counts versions of sparse gradients."""
         if not wrote:

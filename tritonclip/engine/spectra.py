@@ -44,7 +44,6 @@ class SpectralBatch:
     ) -> None:
         self._batch, self._grads, self._exempt = batch, grads, exempt
         self._dtype, self._soft = dtype, soft
-        self.counts_versions = batch.counts_versions
 
     def measure(self) -> Tensor:
         """Measures norms and singular values."""
