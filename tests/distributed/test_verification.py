@@ -312,9 +312,7 @@ def _step(named: dict[str, Any], clip: Any = 0.5, **options: Any) -> None:
     optimizer = ClippedOptimizer(torch.optim.SGD([*named.items()], lr=0.1), clip, **options)
     if loss is not None:
         optimizer.loss = loss
-    if scale is not None:
-        optimizer.grad_scale = scale
-    optimizer.step()
+    optimizer.step(grad_scale=scale)
 
 
 def _step_after(named: dict[str, Any], first: bool) -> None:
