@@ -1,4 +1,4 @@
-/* Moving averages, quantiles and moments of norms, for adaptive limits: `tritonclip/rules/moments.py` calls them,
+/* Moving averages, quantiles and moments of norms, for adaptive limits: `tritonclip/rules/host_loops.py` calls them,
  * and has the same in Python.
  */
 #pragma once

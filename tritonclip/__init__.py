@@ -19,7 +19,8 @@ from tritonclip.backward.on_arrival import clip_on_backward_
 from tritonclip.clipping import clip_, clip_tensors_
 from tritonclip.engine.verify import VerificationError
 from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.messages import ClippingWarning, missing
+from tritonclip.hints import missing
+from tritonclip.messages import ClippingWarning
 from tritonclip.rules import (
     AdaptiveRule,
     ClipByGlobalNorm,

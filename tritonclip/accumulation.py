@@ -25,10 +25,10 @@ from tritonclip.engine.checks import (
     unknown_policy,
 )
 from tritonclip.engine.gradients import Gradients
+from tritonclip.hints import explained
 from tritonclip.messages import warn_user
 from tritonclip.rules import ClipByGlobalNorm, Rule, as_rule
 from tritonclip.rules.arguments import as_grad_scale
-from tritonclip.signatures import ABSENT, misfit, reaches_misfit
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,16 +39,18 @@ _get_is_sparse = attrgetter("is_sparse")
 _open_blocks: dict[int, set[int]] = {}
 
 
-@reaches_misfit
+@explained(
+    "accumulate_(parameters, 1.0)",
+    {"clip_value min max clip_factor mode": "{usual}, which clips by one norm alone"},
+)
 def accumulate_(
     parameters: Parameters,
     clip: float | ClipByGlobalNorm,
-    *_excess: object,
+    *,
     nonfinite: Nonfinite = "propagate",
     grad_scale: float | Tensor | None = None,
     process_group: ProcessGroup | DeviceMesh | None = None,
     copies: Copies | None = None,
-    **_unknown: object,
 ) -> MicroBatch:
     """Clips what `backward` computes in a `with` block before it is added to `.grad`.
 
@@ -115,8 +117,6 @@ def accumulate_(
         Clipping each micro-batch: https://arxiv.org/abs/2605.02701 (2026), and
         https://arxiv.org/abs/2408.16204 (2024).
     """
-    if _excess or _unknown or clip is ABSENT:
-        raise misfit(accumulate_, _excess, _unknown)
     rule = clip if isinstance(clip, Rule) else as_rule(clip)
     if not isinstance(rule, ClipByGlobalNorm) or not rule.fixed:
         raise TypeError(

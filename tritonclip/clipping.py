@@ -17,61 +17,22 @@ from tritonclip.engine.arguments import as_list
 from tritonclip.engine.checks import POLICIES, refuse_other_model, unknown_policy
 from tritonclip.engine.gradients import Gradients
 from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.hints import ABSENT, misfit, receives_misfits
 from tritonclip.modes import is_traced, n_dispatch_modes
-from tritonclip.rules import (
-    ClipByGlobalNorm,
-    ClipByNorm,
-    ClipByOwnHistory,
-    ClipByOwnQuantile,
-    ClipByQuantile,
-    ClipByRMS,
-    ClipBySpectralNorm,
-    ClipByUnitNorm,
-    ClipByValue,
-    ClipByZScore,
-    ClipState,
-    Rule,
-    as_rule,
-    by_number,
-    follow,
-)
+from tritonclip.rules import ClipByValue, ClipState, Rule, as_rule, by_number, follow
 from tritonclip.rules.arguments import as_grad_scale
-from tritonclip.signatures import ABSENT, misfit, reaches_misfit
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 Parameters = Tensor | Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | FlatGradients
-# Rules that measure a norm, or one for each gradient.
-NormRule = (
-    ClipByGlobalNorm
-    | ClipByNorm
-    | ClipByOwnHistory
-    | ClipByOwnQuantile
-    | ClipByQuantile
-    | ClipByRMS
-    | ClipBySpectralNorm
-    | ClipByUnitNorm
-    | ClipByZScore
-)
 Nonfinite = Literal["propagate", "error", "zero"]
 Tensors = Tensor | Iterable[Tensor | None] | Iterable[tuple[str, Tensor | None]]
 
 
 @overload
-def clip_(
-    parameters: Parameters,
-    clip: float | NormRule,
-    *,
-    nonfinite: Nonfinite = ...,
-    grad_scale: float | Tensor | None = ...,
-    state: ClipState | None = ...,
-    process_group: ProcessGroup | DeviceMesh | None = ...,
-    copies: Copies | None = ...,
-) -> Tensor: ...
-@overload
-def clip_(
+def clip_(  # type: ignore[overload-overlap]  # a Rule that is no ClipByValue measures a norm
     parameters: Parameters,
     clip: ClipByValue,
     *,
@@ -91,8 +52,8 @@ def clip_(
     state: ClipState | None = ...,
     process_group: ProcessGroup | DeviceMesh | None = ...,
     copies: Copies | None = ...,
-) -> Tensor | None: ...
-@reaches_misfit
+) -> Tensor: ...
+@receives_misfits("clip_(parameters, 1.0)")
 def clip_(
     parameters: Parameters,
     clip: float | Rule,
@@ -158,7 +119,7 @@ def clip_(
         docs/distributed.md that of several processes.
     """
     if _excess or _unknown or clip is ABSENT:
-        raise misfit(clip_, _excess, _unknown)
+        raise misfit(clip_, parameters, clip, *_excess, **_unknown)
     is_compiling = torch.compiler.is_compiling()
     if type(clip) is float and not is_compiling:
         # As `as_rule`, in one call less.
@@ -186,18 +147,7 @@ def clip_(
 
 
 @overload
-def clip_tensors_(
-    tensors: Tensors,
-    clip: float | NormRule,
-    *,
-    nonfinite: Nonfinite = ...,
-    grad_scale: float | Tensor | None = ...,
-    state: ClipState | None = ...,
-    process_group: ProcessGroup | DeviceMesh | None = ...,
-    copies: Copies | None = ...,
-) -> Tensor: ...
-@overload
-def clip_tensors_(
+def clip_tensors_(  # type: ignore[overload-overlap]  # a Rule that is no ClipByValue measures a norm
     tensors: Tensors,
     clip: ClipByValue,
     *,
@@ -217,8 +167,8 @@ def clip_tensors_(
     state: ClipState | None = ...,
     process_group: ProcessGroup | DeviceMesh | None = ...,
     copies: Copies | None = ...,
-) -> Tensor | None: ...
-@reaches_misfit
+) -> Tensor: ...
+@receives_misfits("clip_tensors_(tensors, 1.0)")
 def clip_tensors_(
     tensors: Tensors,
     clip: float | Rule,
@@ -273,7 +223,7 @@ def clip_tensors_(
         A call that raises has changed nothing.
     """
     if _excess or _unknown or clip is ABSENT:
-        raise misfit(clip_tensors_, _excess, _unknown)
+        raise misfit(clip_tensors_, tensors, clip, *_excess, **_unknown)
     is_compiling = torch.compiler.is_compiling()
     if type(clip) is float and not is_compiling:
         rule: Rule = by_number(clip)

@@ -1,4 +1,4 @@
-"""Warnings that point to the user's line, and errors for unknown names, which list known ones."""
+"""Warnings that point to the user's line, and errors for unknown attributes, which list all."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from dis import opname
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -60,47 +58,6 @@ def join_names(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(map(printable, names[:most])) + more
 
 
-# Our name for each name in torch, Paddle, TensorFlow, optax, timm and papers.
-_MATCHES = {
-    "AGC": "ClipByUnitNorm",
-    "AdaGC": "ClipByOwnHistory",
-    "AutoClip": "ClipByQuantile",
-    "ClipGradByGlobalNorm": "ClipByGlobalNorm",
-    "ClipGradByNorm": "ClipByNorm",
-    "ClipGradByValue": "ClipByValue",
-    "ClipGradForMOEByGlobalNorm": "ClipByGlobalNorm",
-    "Clipping": "integrations.lightning.Clipping",
-    "ClippingTrainer": "integrations.transformers.ClippingTrainer",
-    "ErrorClipByValue": "clip_backward",
-    "LossScaleOptimizer": "GradScaler",
-    "ZClip": "ClipByZScore",
-    "adaptive_clip_grad": "ClipByUnitNorm",
-    "adaptive_grad_clip": "ClipByUnitNorm",
-    "apply_if_finite": 'ClippedOptimizer(..., nonfinite="skip")',
-    "clip": "clip_ (in place) or functional.clip_by_value (out of place)",
-    "clip_by_average_norm": "functional.clip_by_average_norm",
-    "clip_by_block_rms": "ClipByRMS (in place) or functional.clip_by_rms (out of place)",
-    "clip_by_global_norm": "functional.clip_by_global_norm (out of place) or clip_ (in place)",
-    "clip_by_norm": "functional.clip_by_norm (out of place) or clip_ with ClipByNorm (in place)",
-    "clip_by_rms": "functional.clip_by_rms (out of place) or clip_ with ClipByRMS (in place)",
-    "clip_by_spectral_norm": "functional.clip_by_spectral_norm (out of place) or clip_ with "
-    "ClipBySpectralNorm (in place)",
-    "clip_by_value": "functional.clip_by_value (out of place) or clip_ with ClipByValue (in place)",
-    "clip_grad": "clip_",
-    "clip_grad_norm": "clip_grad_norm_",
-    "clip_grad_value": "clip_grad_value_",
-    "clip_gradients": "clip_",
-    "clip_grads_with_norm": "clip_grads_with_norm_",
-    "dispatch_clip_grad": "clip_",
-    "spectral_hardcap": "functional.clip_by_spectral_norm (out of place) or clip_ with "
-    "ClipBySpectralNorm (in place)",
-    "differentially_private_aggregate": "functional.clip_per_example, without its noise",
-    "per_example_global_norm_clip": "functional.clip_per_example",
-    "per_example_layer_norm_clip": "functional.clip_per_example, with per_layer=True",
-    "global_norm": "get_total_norm, or functional.global_norm (differentiable)",
-}
-
-
 class NamesAttributes:
     """Lists the public attributes of an object in the error for an unknown one."""
 
@@ -113,21 +70,6 @@ class NamesAttributes:
             if not name.startswith("_"):
                 message += f"; expected one of {', '.join(_public(self))}"
             raise AttributeError(message, name=name, obj=self)
-
-
-def missing(module: ModuleType, name: str) -> AttributeError | ImportError:
-    """The error of a module's `__getattr__`, with our name for a name of another library."""
-    match = _MATCHES.get(name)
-    if match is None:
-        return AttributeError(
-            f"module {module.__name__!r} has no attribute {name!r}", name=name, obj=module
-        )
-    text = f"module {module.__name__!r} has no attribute {name!r}; here it is tritonclip.{match}"
-    # `from module import name` replaces an AttributeError by its own, an ImportError it keeps.
-    frame = sys._getframe(2)
-    if opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM":
-        return ImportError(text, name=module.__name__)
-    return AttributeError(text, name=name, obj=module)
 
 
 def _public(owner: object) -> list[str]:

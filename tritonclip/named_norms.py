@@ -76,7 +76,7 @@ def norms_by_name(
             negative. Of DTensors that one process rejects, every process raises.
     """
     refuse_tracer()
-    p = as_norm_type(norm_type)
+    p = as_norm_type("norm_type", norm_type)
     if not p > 0:
         raise ValueError(
             f"norm_type must be positive or inf, got {p}; norms of other types of groups do not "

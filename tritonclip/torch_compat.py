@@ -186,7 +186,7 @@ def get_total_norm(
             ones.
         RuntimeError: a norm that is not finite, with `error_if_nonfinite`.
     """
-    order = as_norm_type(_as_float("norm_type", norm_type))
+    order = as_norm_type("norm_type", _as_float("norm_type", norm_type))
     if is_traced():
         if isinstance(tensors, FlatGradients):
             tensors = [p.grad for p in tensors.parameters if p.grad is not None]

@@ -29,7 +29,7 @@ from tritonclip import (
     ClipState,
     Outlier,
 )
-from tritonclip.rules import moments
+from tritonclip.rules import host_loops
 from tritonclip.rules.rule import AdaptiveRule
 
 # 15 digits of float64, and sums of some hundred norms.
@@ -134,9 +134,9 @@ WAYS = [pytest.param(of_tensors, id="tensors"), pytest.param(of_numbers, id="num
 def has_extension(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether sums over norms are those in C."""
     has: bool = request.param
-    if has and not moments.has_extension:
+    if has and not host_loops.has_extension:
         pytest.skip("the C extension was not built")
-    monkeypatch.setattr(moments, "has_extension", has)
+    monkeypatch.setattr(host_loops, "has_extension", has)
     return has
 
 

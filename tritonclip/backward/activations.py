@@ -7,7 +7,7 @@ clipping itself is differentiated.
 
 import math
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,23 +21,22 @@ from tritonclip.engine.checks import POLICIES, REMEDY, unknown_policy
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.functional.coefficients import filled
 from tritonclip.functional.formulas import norm_of, result_dtype
+from tritonclip.hints import explained
 from tritonclip.modes import is_traced
 from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from tritonclip.rules.arguments import as_number
-from tritonclip.signatures import ABSENT, explains_misfits, misfit, reaches_misfit
 
 # The plans of gradients that are clipped one at a time. More than most models have kinds of
 # gradients, which come in turn; the memory of plans is bounded too.
 plans = PlanCache(capacity=256)
 
 
-@reaches_misfit
+@explained("clip_backward(x, ClipByNorm(1.0))")
 def clip_backward(
     x: Tensor,
     rule: ClipByNorm | ClipByValue,
-    *_excess: NoReturn,
+    *,
     nonfinite: str = "propagate",
-    **_unknown: NoReturn,
 ) -> Tensor:
     """Returns `x` unchanged; clips its gradient in backward, before it flows on.
 
@@ -80,8 +79,6 @@ def clip_backward(
         Graves, `Generating sequences with recurrent neural networks
         <https://arxiv.org/abs/1308.0850>`_, 2013; Paddle, `ErrorClipByValue`.
     """
-    if _excess or _unknown or rule is ABSENT:
-        raise misfit(clip_backward, _excess, _unknown)
     if not isinstance(x, Tensor):
         raise TypeError(
             f"x must be a tensor, got {type(x).__name__}; call clip_backward on each tensor in it"
@@ -105,7 +102,7 @@ def clip_backward(
     return result
 
 
-@explains_misfits
+@explained("ClipBackward(ClipByNorm(1.0))")
 class ClipBackward(Module):
     """A module that returns its input, and clips the gradient of it; for `torch.nn.Sequential`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from tritonclip.clipping import clip_
 from tritonclip.distributed.gradients import collect
 from tritonclip.engine import execute, traced
 from tritonclip.engine.arguments import FSDP_MARK, with_labels
+from tritonclip.hints import explained
 from tritonclip.messages import join_names, warn_user
 from tritonclip.modes import is_traced, n_dispatch_modes
 from tritonclip.rules import ClipByNorm, ClipByValue
-from tritonclip.signatures import ABSENT, misfit, reaches_misfit
 
 
 class ClippingHandle:
@@ -40,13 +40,12 @@ class ClippingHandle:
         self.remove()
 
 
-@reaches_misfit
+@explained("clip_on_backward_(parameters, ClipByNorm(1.0))")
 def clip_on_backward_(
     parameters: Tensor | Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]],
     rule: ClipByNorm | ClipByValue,
-    *_excess: NoReturn,
+    *,
     nonfinite: str = "propagate",
-    **_unknown: NoReturn,
 ) -> ClippingHandle:
     """Clips the gradient of each parameter in place as soon as backward has accumulated it.
 
@@ -89,8 +88,6 @@ def clip_on_backward_(
         A gradient is clipped each time that backward adds to it: with accumulation over
         micro-batches, the sum so far.
     """
-    if _excess or _unknown or rule is ABSENT:
-        raise misfit(clip_on_backward_, _excess, _unknown)
     rule = rule_for_one(rule, "clip_on_backward_")
     check_policy(nonfinite)
     _warn_of_ddp(parameters)

@@ -132,7 +132,7 @@ def _norm(
 ) -> Tensor:
     """The norm of all tensors; an order that changes is in a tensor."""
     if order is not None:
-        norm_type = as_norm_type(order.item())
+        norm_type = as_norm_type("norm_type", order.item())
     gradients = Gradients(tensors, tensors[0].device, "tensors[{}]".format)
     return execute.total_norm(gradients, norm_type, raises)
 

@@ -18,11 +18,14 @@ from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.layout import Views, is_wanted, lay_out, refuse
 from tritonclip.flat.view_watch import ViewWatch
+from tritonclip.hints import explained
 from tritonclip.modes import is_pre_dispatch, n_dispatch_modes, refuse_tracer, without_grad
-from tritonclip.signatures import explains_misfits
 
 
-@explains_misfits
+@explained(
+    "FlatGradients(model)",
+    {"max_norm clip_value clip": "clip_({usual}, {value})", "*": "clip_({usual}, 1.0) to clip"},
+)
 class FlatGradients:
     """Makes the `.grad` of every parameter a view of one buffer for each device and dtype.
 

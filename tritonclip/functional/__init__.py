@@ -19,7 +19,7 @@ from tritonclip.functional.by_norm import clip_by_average_norm, clip_by_norm, cl
 from tritonclip.functional.by_spectral_norm import clip_by_spectral_norm
 from tritonclip.functional.by_value import clip_by_value
 from tritonclip.functional.per_example import clip_per_example
-from tritonclip.messages import missing
+from tritonclip.hints import missing
 
 __all__ = [
     "clip_by_average_norm",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from tritonclip.functional.coefficients import as_limit_or_tensor, coefficients_
 from tritonclip.functional.norms import norm_of_all
 from tritonclip.functional.products import scaled
 from tritonclip.functional.trees import Tree
-from tritonclip.signatures import ABSENT, misfit, reaches_misfit
+from tritonclip.hints import explained
 
 T = TypeVar("T")
 
@@ -59,13 +59,11 @@ def global_norm(tensors: Any) -> Tensor:
     return _norm_of(values).to(formulas.result_dtype(values))
 
 
-@reaches_misfit
+@explained("clip_by_global_norm(tensors, 1.0)")
 def clip_by_global_norm(
     tensors: T,
     max_norm: float | Tensor,
     use_norm: float | Tensor | None = None,
-    *_excess: NoReturn,
-    **_unknown: NoReturn,
 ) -> tuple[T, Tensor]:
     """Scales all tensors by one coefficient if their norm exceeds `max_norm`, in new memory.
 
@@ -117,8 +115,6 @@ def clip_by_global_norm(
         Bengio, `On the difficulty of training recurrent neural networks
         <https://arxiv.org/abs/1211.5063>`_, 2013
     """
-    if _excess or _unknown or max_norm is ABSENT:
-        raise misfit(clip_by_global_norm, _excess, _unknown)
     tree = Tree(tensors, "tensors")
     made = c_loops.clipped(tree.leaves, max_norm, use_norm)
     if made is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,20 +16,18 @@ from tritonclip.functional.coefficients import as_limit_or_tensor, coefficient_o
 from tritonclip.functional.norms import norms_of_each, norms_over
 from tritonclip.functional.products import scaled
 from tritonclip.functional.trees import Tree
+from tritonclip.hints import explained
 from tritonclip.rules.arguments import as_norm_type
-from tritonclip.signatures import ABSENT, misfit, reaches_misfit
 
 T = TypeVar("T")
 
 
-@reaches_misfit
+@explained("clip_by_norm(x, 1.0)")
 def clip_by_norm(
     x: T,
     max_norm: float | Tensor,
     dim: int | Sequence[int] | None = None,
     norm_type: float = 2.0,
-    *_excess: NoReturn,
-    **_unknown: NoReturn,
 ) -> T:
     """Scales each tensor whose norm exceeds `max_norm` to that norm, in new memory.
 
@@ -83,13 +81,11 @@ def clip_by_norm(
     References:
         TensorFlow, `tf.clip_by_norm`; Keras, `clipnorm` and `MaxNorm`.
     """
-    if _excess or _unknown or max_norm is ABSENT:
-        raise misfit(clip_by_norm, _excess, _unknown)
     if dim is None:
         return _clip_each(x, max_norm, "max_norm", norm_type=norm_type)
     tree = Tree(x, "x")
     values = tree.check()
-    order, limit = as_norm_type(norm_type), as_limit_or_tensor("max_norm", max_norm)
+    order, limit = as_norm_type("norm_type", norm_type), as_limit_or_tensor("max_norm", max_norm)
     clipped = [
         _clip_over(value, _dims_of(tensor, dim), limit, order)
         for tensor, value in zip(tree.tensors, values, strict=True)
@@ -98,10 +94,8 @@ def clip_by_norm(
     return result
 
 
-@reaches_misfit
-def clip_by_average_norm(
-    x: T, max_norm: float | Tensor, *_excess: NoReturn, **_unknown: NoReturn
-) -> T:
+@explained("clip_by_average_norm(x, 1.0)")
+def clip_by_average_norm(x: T, max_norm: float | Tensor) -> T:
     """Scales each tensor whose norm over its number of elements exceeds `max_norm`, in new memory.
 
     For each tensor x of n elements::
@@ -137,13 +131,11 @@ def clip_by_average_norm(
     References:
         TensorFlow, `tf.compat.v1.clip_by_average_norm`.
     """
-    if _excess or _unknown or max_norm is ABSENT:
-        raise misfit(clip_by_average_norm, _excess, _unknown)
     return _clip_each(x, max_norm, "max_norm", power=1.0)
 
 
-@reaches_misfit
-def clip_by_rms(x: T, max_rms: float | Tensor, *_excess: NoReturn, **_unknown: NoReturn) -> T:
+@explained("clip_by_rms(x, 1.0)")
+def clip_by_rms(x: T, max_rms: float | Tensor) -> T:
     """Scales each tensor whose root mean square exceeds `max_rms`, in new memory.
 
     For each tensor x::
@@ -178,8 +170,6 @@ def clip_by_rms(x: T, max_rms: float | Tensor, *_excess: NoReturn, **_unknown: N
         optax, `clip_by_block_rms`; Shazeer, Stern, `Adafactor: Adaptive Learning Rates with
         Sublinear Memory Cost <https://arxiv.org/abs/1804.04235>`_, 2018
     """
-    if _excess or _unknown or max_rms is ABSENT:
-        raise misfit(clip_by_rms, _excess, _unknown)
     return _clip_each(x, max_rms, "max_rms", power=0.5)
 
 
@@ -192,7 +182,7 @@ def _clip_each(
     if made is not None:
         return tree.rebuild(made[0])  # type: ignore[no-any-return]
     values = tree.check()
-    order, limit = as_norm_type(norm_type), as_limit_or_tensor(name, max_norm)
+    order, limit = as_norm_type("norm_type", norm_type), as_limit_or_tensor(name, max_norm)
     if order == -math.inf and tree.is_sparse:
         raise ValueError(
             "norm_type=-inf is not supported for sparse tensors, whose implicit zeros count; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,17 +15,15 @@ from tritonclip.functional.by_norm import clip_by_norm
 from tritonclip.functional.norms import norms_of_each
 from tritonclip.functional.products import scaled
 from tritonclip.functional.trees import Tree
+from tritonclip.hints import explained
 from tritonclip.modes import is_jit_traced, refuse_tracer
 from tritonclip.rules.arguments import as_flag, as_limit
-from tritonclip.signatures import ABSENT, misfit, reaches_misfit
 
 T = TypeVar("T")
 
 
-@reaches_misfit
-def clip_by_spectral_norm(
-    x: T, c: float, soft: bool = False, *_excess: NoReturn, **_unknown: NoReturn
-) -> T:
+@explained("clip_by_spectral_norm(x, 1.0)", {"beta": "c"})
+def clip_by_spectral_norm(x: T, c: float, soft: bool = False) -> T:
     """Brings the singular values of each matrix that exceed `c` to `c`, in new memory.
 
     For each singular value s of `x`::
@@ -90,8 +88,6 @@ def clip_by_spectral_norm(
         <https://arxiv.org/abs/2603.14315>`_, 2026; NVIDIA, Emerging-Optimizers,
         `spectral_hardcap`.
     """
-    if _excess or _unknown or c is ABSENT:
-        raise misfit(clip_by_spectral_norm, _excess, _unknown)
     if torch.compiler.is_compiling():
         return break_graph(clip_by_spectral_norm, x, c, soft)  # type: ignore[no-any-return]
     tree = Tree(x, "x")

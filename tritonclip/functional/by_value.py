@@ -13,8 +13,8 @@ from tritonclip.functional import c_loops
 from tritonclip.functional.coefficients import broadcasts, filled
 from tritonclip.functional.norms import is_readable, needs_grad
 from tritonclip.functional.trees import Tree
+from tritonclip.hints import explained
 from tritonclip.rules.arguments import as_number
-from tritonclip.signatures import misfit, reaches_misfit
 
 T = TypeVar("T")
 Bound = float | Tensor | None
@@ -24,10 +24,15 @@ Bound = float | Tensor | None
 def clip_by_value(x: T, min: Bound, max: Bound) -> T: ...
 @overload
 def clip_by_value(x: T, *, min: Bound = ..., max: Bound = ...) -> T: ...
-@reaches_misfit
-def clip_by_value(
-    x: T, *bounds: Bound, min: Bound = None, max: Bound = None, **_unknown: object
-) -> T:
+@explained(
+    "clip_by_value(x, -0.5, 0.5)",
+    {
+        "clip_value": "clip_by_value(x, -{value}, {value})",
+        "min": "clip_by_value(x, {value}, 0.5), or min={value}",
+        "max": "clip_by_value(x, -0.5, {value}), or max={value}",
+    },
+)
+def clip_by_value(x: T, *bounds: Bound, min: Bound = None, max: Bound = None) -> T:
     """Clamps every element to `[min, max]`, in new memory; NaN stays NaN.
 
     Example:
@@ -73,8 +78,6 @@ def clip_by_value(
     References:
         TensorFlow, `tf.clip_by_value`; optax, `optax.clip`; Keras, `clipvalue`.
     """
-    if _unknown:
-        raise misfit(clip_by_value, (), _unknown)
     min, max = bounds if len(bounds) == 2 and min is max is None else _named(bounds, min, max)
     # A tree would take a fifth of the time of one small tensor.
     clamped = loops.clamped(x, torch.empty_like, min, max) if c_loops.serve() else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ from tritonclip.functional.coefficients import (
 )
 from tritonclip.functional.norms import is_readable, needs_grad, norms_of_rows
 from tritonclip.functional.trees import Tree
+from tritonclip.hints import explained
 from tritonclip.messages import join_names
-from tritonclip.signatures import ABSENT, misfit, reaches_misfit
 
 T = TypeVar("T")
 Nonfinite = Literal["propagate", "error", "zero"]
@@ -76,17 +76,19 @@ def clip_per_example(
     nonfinite: Nonfinite = ...,
     add_to: T | None = ...,
 ) -> tuple[T, Any]: ...
-@reaches_misfit
+@explained(
+    "clip_per_example(gradients, 1.0)",
+    {"global_l2_norm_clip": "per_layer=True", "into out": "add_to=sums"},
+)
 def clip_per_example(
     gradients: T,
     max_norm: float | Tensor,
-    *_excess: NoReturn,
+    *,
     per_layer: bool = False,
     normalize: bool = False,
     reduce: Reduction = "sum",
     nonfinite: Nonfinite = "propagate",
     add_to: T | None = None,
-    **_unknown: NoReturn,
 ) -> tuple[T, Any]:
     """Clips the gradient of each example by its norm, and adds up the clipped gradients.
 
@@ -166,8 +168,6 @@ def clip_per_example(
         <https://arxiv.org/abs/2206.07136>`_, 2022 (`normalize`); optax,
         `per_example_global_norm_clip`; Opacus, `DPOptimizer`
     """
-    if _excess or _unknown or max_norm is ABSENT:
-        raise misfit(clip_per_example, _excess, _unknown)
     tree = Tree(gradients, "gradients")
     tensors = tree.check()
     n = _count_examples(tree)

@@ -11,12 +11,12 @@ from typing import Any
 from weakref import WeakSet
 
 from tritonclip.engine.arguments import check_marks
+from tritonclip.hints import explained
 from tritonclip.integrations.trainers import metrics_of, needs
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite
 from tritonclip.optim.misuse import wrapper_of
 from tritonclip.rules import Rule, as_rule
-from tritonclip.signatures import explains_misfits
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -32,7 +32,7 @@ __all__ = ["Clipping"]
 _made: WeakSet[ClippedOptimizer] = WeakSet()
 
 
-@explains_misfits
+@explained("Clipping(1.0)")
 class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
     """Wraps each optimizer of `configure_optimizers` in a :class:`~tritonclip.ClippedOptimizer`.
 

@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 from tritonclip.engine.arguments import check_marks
+from tritonclip.hints import explained
 from tritonclip.integrations.trainers import metrics_of, needs, wrapper_in
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite
 from tritonclip.rules import Rule, as_rule
-from tritonclip.signatures import explains_misfits
 
 try:
     import transformers
@@ -20,7 +20,7 @@ except ImportError as error:
 __all__ = ["ClippingMixin", "ClippingTrainer"]
 
 
-@explains_misfits
+@explained("ClippingTrainer(model, arguments, ..., clip=1.0)")
 class ClippingMixin:
     """Makes a `transformers.Trainer` clip by a `ClippedOptimizer`, and by nothing else.
 

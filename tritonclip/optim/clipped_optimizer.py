@@ -12,6 +12,7 @@ from torch.optim import LBFGS, Optimizer
 from tritonclip.backends import choose
 from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.flat.flat_gradients import FlatGradients
+from tritonclip.hints import explained
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import ClipStats
@@ -61,7 +62,6 @@ from tritonclip.optim.step import RAISING, Step, either
 from tritonclip.optim.step_record import ParameterNames, StepRecord, as_recorder
 from tritonclip.optim.watches import SkipWatch
 from tritonclip.rules import Outlier, Rule
-from tritonclip.signatures import explains_misfits
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -71,7 +71,15 @@ StepNonfinite = Literal["propagate", "error", "async_error", "zero", "skip"]
 _POLICIES = ("propagate", "error", "async_error", "zero", "skip")
 
 
-@explains_misfits
+@explained(
+    "ClippedOptimizer(optimizer, 1.0)",
+    {
+        "lr params weight_decay momentum betas": "ClippedOptimizer(torch.optim.SGD(parameters, "
+        "lr=0.1), 1.0)",
+        "scaler": "tritonclip.GradScaler(), whose step(optimizer) unscales",
+        "grad_scale loss_scale": "optimizer.step(grad_scale={value})",
+    },
+)
 class ClippedOptimizer(OptimizerProxy):
     """Wraps an optimizer so that every `step` clips the gradients first, and counts clipped steps.
 

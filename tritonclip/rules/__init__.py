@@ -1,63 +1,24 @@
 """Rules: the limits of gradients."""
 
-from torch.serialization import add_safe_globals
-
-from tritonclip.rules.exclusion import Excluded
-from tritonclip.rules.fixed import (
-    ClipByGlobalNorm,
-    ClipByNorm,
-    ClipByRMS,
-    ClipByValue,
-    as_rule,
-    by_number,
-)
-from tritonclip.rules.own_history import ClipByOwnHistory, ClipByOwnQuantile
-from tritonclip.rules.rule import AdaptiveRule, Measured, Norm, Rule
-from tritonclip.rules.spectral import ClipBySpectralNorm
-from tritonclip.rules.state import BoundRule, ClipState, Numbering, follow
-from tritonclip.rules.unitwise import ClipByUnitNorm
-from tritonclip.rules.window import ClipByQuantile, LossOutlier, Outlier
-from tritonclip.rules.zscore import ClipByZScore
-
-__all__ = [
-    "AdaptiveRule",
-    "BoundRule",
-    "ClipByGlobalNorm",
-    "ClipByNorm",
-    "ClipByOwnHistory",
-    "ClipByOwnQuantile",
-    "ClipByQuantile",
-    "ClipByRMS",
-    "ClipBySpectralNorm",
-    "ClipByUnitNorm",
-    "ClipByValue",
-    "ClipByZScore",
-    "ClipState",
-    "LossOutlier",
-    "Measured",
-    "Norm",
-    "Numbering",
-    "Outlier",
-    "Rule",
-    "as_rule",
-    "by_number",
-    "follow",
-]
-
-# Trainers save param groups, with rules among their keys, and load them with `weights_only=True`.
-add_safe_globals(
-    [
-        ClipByGlobalNorm,
-        ClipByNorm,
-        ClipByOwnHistory,
-        ClipByOwnQuantile,
-        ClipByQuantile,
-        ClipByRMS,
-        ClipBySpectralNorm,
-        ClipByUnitNorm,
-        ClipByValue,
-        ClipByZScore,
-        Excluded,
-        Outlier,
-    ]
-)
+from tritonclip.rules.fixed import ClipByGlobalNorm as ClipByGlobalNorm
+from tritonclip.rules.fixed import ClipByNorm as ClipByNorm
+from tritonclip.rules.fixed import ClipByRMS as ClipByRMS
+from tritonclip.rules.fixed import ClipByValue as ClipByValue
+from tritonclip.rules.fixed import as_rule as as_rule
+from tritonclip.rules.fixed import by_number as by_number
+from tritonclip.rules.history import ClipByOwnHistory as ClipByOwnHistory
+from tritonclip.rules.outlier import LossOutlier as LossOutlier
+from tritonclip.rules.outlier import Outlier as Outlier
+from tritonclip.rules.quantile import ClipByOwnQuantile as ClipByOwnQuantile
+from tritonclip.rules.quantile import ClipByQuantile as ClipByQuantile
+from tritonclip.rules.rule import AdaptiveRule as AdaptiveRule
+from tritonclip.rules.rule import Measured as Measured
+from tritonclip.rules.rule import Norm as Norm
+from tritonclip.rules.rule import Rule as Rule
+from tritonclip.rules.spectral import ClipBySpectralNorm as ClipBySpectralNorm
+from tritonclip.rules.state import BoundRule as BoundRule
+from tritonclip.rules.state import ClipState as ClipState
+from tritonclip.rules.state import Numbering as Numbering
+from tritonclip.rules.state import follow as follow
+from tritonclip.rules.unitwise import ClipByUnitNorm as ClipByUnitNorm
+from tritonclip.rules.zscore import ClipByZScore as ClipByZScore

@@ -70,11 +70,11 @@ def as_limit(name: str, value: object) -> float:
     return number + 0.0
 
 
-def as_eps(value: object) -> float:
+def as_eps(name: str, value: object) -> float:
     """The argument as a finite float of 0 or more."""
-    number = as_limit("eps", value)
+    number = as_limit(name, value)
     if type(number) is float and number == math.inf:
-        raise ValueError("eps must be finite, got inf")
+        raise ValueError(f"{name} must be finite, got inf")
     return number
 
 
@@ -183,12 +183,12 @@ def as_flag(name: str, value: object) -> bool:
     )
 
 
-def as_norm_type(value: object) -> float:
+def as_norm_type(name: str, value: object) -> float:
     """The order of a norm as a float: positive, 0, inf or -inf; 'inf' and '-inf' are read too."""
     is_text = isinstance(value, str) and value in ("inf", "-inf")
-    number = float(value) if is_text else as_number("norm_type", value)  # type: ignore[arg-type]
+    number = float(value) if is_text else as_number(name, value)  # type: ignore[arg-type]
     if type(number) is float and not (number >= 0 or number == -math.inf):
-        raise ValueError(f"norm_type must be positive, 0, inf or -inf, got {number}")
+        raise ValueError(f"{name} must be positive, 0, inf or -inf, got {number}")
     return number
 
 

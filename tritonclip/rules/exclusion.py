@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
+from torch.serialization import add_safe_globals
 
 from tritonclip.rules.rule import Rule
 
@@ -50,6 +51,10 @@ class Excluded:
         return Excluded([copy.deepcopy(parameter, memo) for parameter in self.parameters])
 
 
+# In checkpoints, as part of a rule.
+add_safe_globals([Excluded])
+
+
 class ExcludingRule(Rule):
     """A rule whose argument `exclude` names parameters, see `as_excluded`."""
 
@@ -69,7 +74,7 @@ class ExcludingRule(Rule):
         return [id(parameter) in known for parameter in parameters]
 
 
-def as_excluded(exclude: object) -> Excluded:
+def as_excluded(_: str, exclude: object) -> Excluded:
     """The parameters of the user's argument, each once."""
     if isinstance(exclude, Excluded):
         return exclude

@@ -20,38 +20,33 @@ from tritonclip.rules.arguments import (
     as_number_or_schedule,
     is_function,
 )
-from tritonclip.rules.rule import Adaptive, Measured, Rule, needs_state
-from tritonclip.signatures import explains_misfits
+from tritonclip.rules.rule import (
+    Adaptive,
+    Measured,
+    Rule,
+    checked,
+    needs_state,
+    number_of,
+    rule,
+)
 
 
-@dataclass(frozen=True, slots=True)
+@rule()
 class _ClipNorm(Rule):
-    max_norm: float | Schedule
-    norm_type: float = 2.0
-    eps: float = 1e-6
+    max_norm: float | Schedule = checked(as_limit_or_schedule)
+    norm_type: float = checked(as_norm_type, default=2.0)
+    eps: float = checked(as_eps, default=1e-6)
 
     schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
     known_limit = property(attrgetter("max_norm"))
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "max_norm", as_limit_or_schedule("max_norm", self.max_norm))
-        object.__setattr__(self, "norm_type", as_norm_type(self.norm_type))
-        object.__setattr__(self, "eps", as_eps(self.eps))
 
     @property
     def fixed(self) -> bool:
         """Whether `max_norm` is a number."""
         return not callable(self.max_norm)
 
-    def limit(self, measured: Measured) -> float:
-        """`max_norm`."""
-        if callable(self.max_norm):
-            raise needs_state(self.name)
-        return self.max_norm
 
-
-@explains_misfits
-@dataclass(frozen=True, slots=True)
+@rule("ClipByGlobalNorm(1.0)", elsewhere=["ClipGradByGlobalNorm"])
 class ClipByGlobalNorm(_ClipNorm):
     """Scales all gradients by one coefficient if their norm before clipping exceeds `max_norm`.
 
@@ -90,8 +85,7 @@ class ClipByGlobalNorm(_ClipNorm):
     """
 
 
-@explains_misfits
-@dataclass(frozen=True, slots=True)
+@rule("ClipByNorm(1.0)", elsewhere=["ClipGradByNorm"])
 class ClipByNorm(_ClipNorm):
     """Scales each gradient whose norm before clipping exceeds `max_norm`, by its own coefficient.
 
@@ -132,8 +126,7 @@ class ClipByNorm(_ClipNorm):
     per_gradient: ClassVar[bool] = True
 
 
-@explains_misfits
-@dataclass(frozen=True, slots=True)
+@rule("ClipByRMS(1.0)")
 class ClipByRMS(Rule):
     """Scales each gradient whose root mean square before clipping exceeds `max_rms`.
 
@@ -171,15 +164,12 @@ class ClipByRMS(Rule):
         <https://arxiv.org/abs/1804.04235>`_, 2018; optax, `clip_by_block_rms`.
     """
 
-    max_rms: float | Schedule = 1.0
+    max_rms: float | Schedule = checked(as_limit_or_schedule, default=1.0)
 
     schedules: ClassVar[tuple[str, ...]] = ("max_rms",)
     per_gradient: ClassVar[bool] = True
     norm_type: ClassVar[float] = 2.0  # type: ignore[misc]  # a constant here
     eps: ClassVar[float] = 0.0  # type: ignore[misc]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "max_rms", as_limit_or_schedule("max_rms", self.max_rms))
 
     def limit(self, measured: Measured) -> Tensor:
         """`max_rms` times the square root of the number of elements."""
@@ -224,8 +214,7 @@ def _rounded_bounds(low: float, high: float, dtype: torch.dtype) -> tuple[float,
     return _rounded(low, dtype), _rounded(high, dtype)
 
 
-@explains_misfits
-@dataclass(frozen=True, slots=True, init=False)
+@rule("ClipByValue(-0.5, 0.5)", {"max_norm": "ClipByValue({value})"}, ["ClipGradByValue"])
 class ClipByValue(Rule):
     """Clamps every element to `[min, max]`; NaN stays NaN.
 
@@ -302,10 +291,6 @@ class ClipByValue(Rule):
             object.__setattr__(self, "bounds", Bounds(*self.interval()))
             return self.bounds
 
-    def limit(self, measured: Measured) -> float:
-        """inf: a norm is only measured to find NaN and inf."""
-        return math.inf
-
     @property
     def keeps_zero(self) -> bool:
         """Whether the bounds include 0."""
@@ -314,9 +299,7 @@ class ClipByValue(Rule):
 
     def interval(self) -> tuple[float, float]:
         """`min` and `max`."""
-        if callable(self.min) or callable(self.max):
-            raise needs_state(self.name)
-        return self.min, self.max
+        return number_of(self, "min"), number_of(self, "max")
 
 
 # Only for floats: the cache takes True for 1.

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.serialization import add_safe_globals
+from typing_extensions import dataclass_transform
 
+from tritonclip import hints
 from tritonclip.rules.arguments import Schedule, as_eps, as_norm_type, as_number
+
+Kind = TypeVar("Kind", bound=type)
 
 
 class Norm(NamedTuple):
@@ -85,7 +91,53 @@ def _overrides(cls: type, method: str, form: str) -> bool:
     return defined[0] < defined[1]
 
 
-class Rule:
+def checked(check: Callable[[str, object], object], *, default: Any = MISSING) -> Any:
+    """A field of a `rule`, which becomes `check(name, value)` where one is made."""
+    return field(default=default, metadata={"check": check})
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(checked,))
+def rule(
+    call: str = "",
+    names: Mapping[str, str] | None = None,
+    elsewhere: Sequence[str] = (),
+) -> Callable[[Kind], Kind]:
+    """Makes a class a frozen value of `checked` fields, which a checkpoint may have.
+
+    Args:
+        call: its usual call, such as ``"ClipByNorm(1.0)"``; "" for a class that is not public.
+        names: what to write for arguments of other libraries, as for `hints.explained`.
+        elsewhere: its names in other libraries.
+    """
+
+    def make(kind: Kind) -> Kind:
+        made: Any = dataclass(frozen=True, slots=True)(kind)
+        made.checks = tuple(
+            (one.name, one.metadata["check"]) for one in fields(made) if "check" in one.metadata
+        )
+        if call:
+            # Trainers save param groups, with rules among their keys, and load weights only.
+            add_safe_globals([made])
+            hints.NAMES.update(dict.fromkeys(elsewhere, made.__name__))
+            hints.explained(call, names)(made)
+        return made  # type: ignore[no-any-return]
+
+    return make
+
+
+class _Checked:
+    """Checks the arguments of a `rule`."""
+
+    __slots__ = ()
+    # The names and checks of fields, in order.
+    checks: ClassVar[Sequence[tuple[str, Callable[[str, object], object]]]] = ()
+
+    def __post_init__(self) -> None:
+        for name, check in self.checks:
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+
+
+class Rule(_Checked):
     """Base class of all rules. A rule of your own is a subclass that defines `limit`.
 
     It serves wherever a rule does: in :func:`clip_`, :class:`ClippedOptimizer` and the trainers, on
@@ -149,7 +201,7 @@ class Rule:
             TypeError: a `limit` that overrides that of a rule that clamps, which asks for none.
         """
         super().__init_subclass__()
-        if _overrides(cls, "limit", "known_limit"):
+        if cls.limit is not Rule.limit:
             cls.known_limit = None
         if cls.clamps is True and _overrides(cls, "limit", "clamps"):
             raise TypeError(
@@ -171,6 +223,11 @@ class Rule:
             A number of 0 or more, or a tensor on any device, 0-d. For a rule that is `per_gradient`
             also a list or a 1-d tensor with the limit of each gradient.
         """
+        limit: float | Schedule | None = self.known_limit
+        if callable(limit):
+            raise needs_state(self.name)
+        if limit is not None:
+            return limit
         raise NotImplementedError(
             f"{self.name} has no limit; expected a method limit(self, measured) that returns the "
             "largest norm after clipping, such as 0.5 * measured.norm(), or a subclass of "
@@ -188,8 +245,8 @@ class Rule:
         # Every call that measures a norm passes here.
         if not (type(p) is type(eps) is float and p >= 0 and 0 <= eps < math.inf):
             try:
-                as_norm_type(as_number("norm_type", p))
-                as_eps(eps)
+                as_norm_type("norm_type", as_number("norm_type", p))
+                as_eps("eps", eps)
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{self.name}: {error}") from None
         return Norm(p, self.per_gradient, self if self.per_unit or self.spectral else None)
@@ -229,7 +286,7 @@ class Rule:
     @property
     def numbers(self) -> tuple[float, ...]:
         """The arguments of the constructor that are numbers, in order."""
-        return tuple(getattr(self, name) for name in self.__match_args__)
+        return tuple(number_of(self, name) for name in self.__match_args__ if name != "exclude")
 
     @property
     def excludes(self) -> int:
@@ -241,7 +298,7 @@ class Rule:
         return [False] * len(parameters)
 
 
-class Adaptive:
+class Adaptive(_Checked):
     """A limit that follows the norms of earlier calls.
 
     Its state is one tensor, float64 where the device has it. One tensor is moved, saved and
@@ -367,6 +424,14 @@ class AdaptiveRule(Adaptive, Rule):
     def fixed(self) -> bool:
         """Never."""
         return False
+
+
+def number_of(rule: Rule, name: str) -> float:
+    """An attribute of a rule that is a number, and no function of the step."""
+    number: float | Schedule = getattr(rule, name)
+    if callable(number):
+        raise needs_state(rule.name)
+    return number
 
 
 def needs_state(name: str) -> ValueError:

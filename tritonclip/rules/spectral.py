@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -10,12 +9,10 @@ from torch.nn import Module
 
 from tritonclip.rules.arguments import Schedule, as_flag, as_limit_or_schedule
 from tritonclip.rules.exclusion import Excluded, ExcludingRule, as_excluded
-from tritonclip.rules.rule import Measured, needs_state
-from tritonclip.signatures import explains_misfits
+from tritonclip.rules.rule import Measured, checked, number_of, rule
 
 
-@explains_misfits
-@dataclass(frozen=True, slots=True)
+@rule("ClipBySpectralNorm(1.0)", {"c beta clip_value": "max_norm"})
 class ClipBySpectralNorm(ExcludingRule):
     """Brings the singular values of each gradient that exceed `max_norm` before clipping to it.
 
@@ -72,9 +69,11 @@ class ClipBySpectralNorm(ExcludingRule):
         <https://arxiv.org/abs/2603.14315>`_, 2026
     """
 
-    max_norm: float | Schedule
-    soft: bool = False
-    exclude: Module | Tensor | Iterable[Module | Tensor] | Excluded | None = None
+    max_norm: float | Schedule = checked(as_limit_or_schedule)
+    soft: bool = checked(as_flag, default=False)
+    exclude: Module | Tensor | Iterable[Module | Tensor] | Excluded | None = checked(
+        as_excluded, default=None
+    )
 
     schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
     per_gradient: ClassVar[bool] = True
@@ -82,20 +81,11 @@ class ClipBySpectralNorm(ExcludingRule):
     norm_type: ClassVar[float] = math.inf  # type: ignore[misc]  # a constant here
     eps: ClassVar[float] = 0.0  # type: ignore[misc]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "max_norm", as_limit_or_schedule("max_norm", self.max_norm))
-        object.__setattr__(self, "soft", as_flag("soft", self.soft))
-        object.__setattr__(self, "exclude", as_excluded(self.exclude))
-
     def limit(self, measured: Measured) -> float:
         """`max_norm`."""
-        if callable(self.max_norm):
-            raise needs_state(self.name)
-        return self.max_norm
+        return number_of(self, "max_norm")
 
     @property
     def numbers(self) -> tuple[float, ...]:
         """The arguments before `exclude`."""
-        if callable(self.max_norm):
-            raise needs_state(self.name)
-        return self.max_norm, float(self.soft)
+        return number_of(self, "max_norm"), float(self.soft)

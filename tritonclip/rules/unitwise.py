@@ -1,7 +1,6 @@
 """Adaptive gradient clipping: a limit of each unit's gradient from that unit's weights."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import ClassVar
 
@@ -10,12 +9,10 @@ from torch.nn import Module
 
 from tritonclip.rules.arguments import Schedule, as_eps, as_limit_or_schedule
 from tritonclip.rules.exclusion import Excluded, ExcludingRule, as_excluded
-from tritonclip.rules.rule import Measured, needs_state
-from tritonclip.signatures import explains_misfits
+from tritonclip.rules.rule import checked, rule
 
 
-@explains_misfits
-@dataclass(frozen=True, slots=True)
+@rule("ClipByUnitNorm(0.01)", elsewhere=["AGC", "adaptive_clip_grad", "adaptive_grad_clip"])
 class ClipByUnitNorm(ExcludingRule):
     """Scales each unit of a gradient whose norm before clipping is large relative to its weights'.
 
@@ -69,30 +66,14 @@ class ClipByUnitNorm(ExcludingRule):
         normalization <https://arxiv.org/abs/2102.06171>`_, 2021
     """
 
-    ratio: float | Schedule = 0.01
-    eps: float = 1e-3
-    exclude: Module | Tensor | Iterable[Module | Tensor] | Excluded | None = None
+    ratio: float | Schedule = checked(as_limit_or_schedule, default=0.01)
+    eps: float = checked(as_eps, default=1e-3)
+    exclude: Module | Tensor | Iterable[Module | Tensor] | Excluded | None = checked(
+        as_excluded, default=None
+    )
 
     known_limit = property(attrgetter("ratio"))
     schedules: ClassVar[tuple[str, ...]] = ("ratio",)
     per_gradient: ClassVar[bool] = True
     per_unit: ClassVar[bool] = True
     norm_type: ClassVar[float] = 2.0  # type: ignore[misc]  # a constant here
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", as_limit_or_schedule("ratio", self.ratio))
-        object.__setattr__(self, "eps", as_eps(self.eps))
-        object.__setattr__(self, "exclude", as_excluded(self.exclude))
-
-    def limit(self, measured: Measured) -> float:
-        """`ratio`."""
-        if callable(self.ratio):
-            raise needs_state(self.name)
-        return self.ratio
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """The arguments before `exclude`."""
-        if callable(self.ratio):
-            raise needs_state(self.name)
-        return self.ratio, self.eps

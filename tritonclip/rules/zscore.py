@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from tritonclip.rules import moments
+from tritonclip.rules import host_loops
 from tritonclip.rules.arguments import (
     Schedule,
     as_count,
@@ -20,15 +20,17 @@ from tritonclip.rules.arguments import (
     as_norm_type,
     as_positive,
 )
-from tritonclip.rules.rule import AdaptiveRule, bounded, counts
-from tritonclip.signatures import explains_misfits
+from tritonclip.rules.rule import AdaptiveRule, bounded, checked, counts, rule
 
 # Added to the deviation, as in ZClip: the deviation of equal norms is 0.
 _LEAST_DEVIATION = 1e-6
 
 
-@explains_misfits
-@dataclass(frozen=True, slots=True)
+@rule(
+    "ClipByZScore(2.5)",
+    {"z_thresh z_threshold": "threshold", "alpha beta": "decay", "warmup_steps": "warmup"},
+    ["ZClip"],
+)
 class ClipByZScore(AdaptiveRule):
     """Clips by global norm where the norm before clipping is far above its moving average.
 
@@ -78,21 +80,14 @@ class ClipByZScore(AdaptiveRule):
         <https://arxiv.org/abs/2504.02507>`_, 2025
     """
 
-    threshold: float = 2.5
-    decay: float = 0.97
-    warmup: int = 25
-    max_norm: float | Schedule = math.inf
-    norm_type: float = 2.0
+    threshold: float = checked(as_positive, default=2.5)
+    decay: float = checked(as_fraction, default=0.97)
+    warmup: int = checked(partial(as_count, least=2), default=25)
+    max_norm: float | Schedule = checked(as_limit_or_schedule, default=math.inf)
+    norm_type: float = checked(as_norm_type, default=2.0)
 
     schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
     eps: ClassVar[float] = 0.0  # type: ignore[misc]  # a constant here
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "threshold", as_positive("threshold", self.threshold))
-        object.__setattr__(self, "decay", as_fraction("decay", self.decay))
-        object.__setattr__(self, "warmup", as_count("warmup", self.warmup, 2))
-        object.__setattr__(self, "max_norm", as_limit_or_schedule("max_norm", self.max_norm))
-        object.__setattr__(self, "norm_type", as_norm_type(self.norm_type))
 
     def start(self) -> Sequence[float]:
         """Mean, variance, and number of norms."""
@@ -121,7 +116,7 @@ class ClipByZScore(AdaptiveRule):
 
     def accepts(self, state: Tensor) -> bool:
         """Finite moments, which are not negative."""
-        return bool(((state >= 0) & state.isfinite()).all()) and moments.are_counts(state[-1])
+        return bool(((state >= 0) & state.isfinite()).all()) and host_loops.are_counts(state[-1])
 
     def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
         """Its numbers."""

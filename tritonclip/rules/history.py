@@ -1,17 +1,17 @@
-"""Limits of each gradient from its own earlier norms: a moving average, or a quantile."""
+"""Limits of each gradient from a moving average of its own earlier norms."""
 
 from __future__ import annotations
 
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from tritonclip.rules import moments
+from tritonclip.rules import host_loops
 from tritonclip.rules.arguments import (
     Schedule,
     as_count,
@@ -20,17 +20,23 @@ from tritonclip.rules.arguments import (
     as_number,
     as_positive,
 )
-from tritonclip.rules.rule import AdaptiveRule, counts
-from tritonclip.rules.window import advance_quantile
-from tritonclip.signatures import explains_misfits
+from tritonclip.rules.rule import AdaptiveRule, checked, counts, rule
 
 # Gradients up to which, without the extension, Python takes no longer than operators: it took 0.5
 # to 0.8 us for each, they 115 us for 150. (torch 2.13, EPYC, one thread.)
 _FEW = 150
 
 
-@explains_misfits
-@dataclass(frozen=True, slots=True)
+@rule(
+    "ClipByOwnHistory(1.05)",
+    {
+        "lambda_rel factor": "ratio",
+        "lambda_abs": "max_norm",
+        "alpha beta": "decay",
+        "warmup_steps": "warmup",
+    },
+    ["AdaGC"],
+)
 class ClipByOwnHistory(AdaptiveRule):
     """Clips each gradient by the moving average of its own earlier norms.
 
@@ -79,21 +85,15 @@ class ClipByOwnHistory(AdaptiveRule):
         Pretraining <https://arxiv.org/abs/2502.11034>`_, 2025
     """
 
-    ratio: float = 1.05
-    decay: float = 0.98
-    warmup: int = 100
-    max_norm: float | Schedule = 1.0
+    ratio: float = checked(as_positive, default=1.05)
+    decay: float = checked(as_fraction, default=0.98)
+    warmup: int = checked(partial(as_count, least=1), default=100)
+    max_norm: float | Schedule = checked(as_limit_or_schedule, default=1.0)
 
     schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
     per_gradient: ClassVar[bool] = True
     norm_type: ClassVar[float] = 2.0  # type: ignore[misc]  # a constant here
     eps: ClassVar[float] = 0.0  # type: ignore[misc]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ratio", as_positive("ratio", self.ratio))
-        object.__setattr__(self, "decay", as_fraction("decay", self.decay))
-        object.__setattr__(self, "warmup", as_count("warmup", self.warmup, 1))
-        object.__setattr__(self, "max_norm", as_limit_or_schedule("max_norm", self.max_norm))
 
     def start(self) -> Sequence[float]:
         """The average, inf before the first norm, and the number of norms."""
@@ -117,7 +117,7 @@ class ClipByOwnHistory(AdaptiveRule):
 
     def accepts(self, state: Tensor) -> bool:
         """Positive averages."""
-        return bool((state[..., 0] > 0).all()) and moments.are_counts(state[..., 1])
+        return bool((state[..., 0] > 0).all()) and host_loops.are_counts(state[..., 1])
 
     def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
         """Its numbers."""
@@ -130,7 +130,7 @@ class ClipByOwnHistory(AdaptiveRule):
         """As `advance`."""
         assert isinstance(norm, list)
         assert isinstance(self.max_norm, float)
-        if len(norm) > _FEW and not moments.has_extension:
+        if len(norm) > _FEW and not host_loops.has_extension:
             return AdaptiveRule.advance_on_host(self, state, norm)
         total = sum(norm)
         if not math.isnan(total):
@@ -138,92 +138,4 @@ class ClipByOwnHistory(AdaptiveRule):
             total = math.hypot(*norm)
         share = self.max_norm / total if total else math.nan
         numbers = self.ratio, self.decay, self.warmup, self.max_norm
-        return moments.averages_after(state, norm, share, *numbers)
-
-
-@explains_misfits
-@dataclass(frozen=True, slots=True)
-class ClipByOwnQuantile(AdaptiveRule):
-    """Clips each gradient to a quantile of its own last norms before clipping.
-
-    For each gradient g::
-
-        limit = min(max_norm, numpy.quantile(last_norms, quantile))  # of this gradient
-        g = g * min(1, limit / norm(g))
-
-    The norm of the current step is among the last norms. A gradient is compared with nothing but
-    itself, so that layers of any scale are clipped equally often.
-
-    Example:
-        >>> import torch, tritonclip
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> inner = torch.optim.SGD([weight], lr=0.1)
-        >>> rule = tritonclip.ClipByOwnQuantile(0.5)
-        >>> optimizer = tritonclip.ClippedOptimizer(inner, rule)
-        >>> for size in (1.0, 1.0, 50.0):
-        ...     optimizer.zero_grad()
-        ...     (size * weight[0]).backward()
-        ...     optimizer.step()
-        >>> weight.grad
-        tensor([1., 0.])
-
-    Args:
-        quantile: the share of norms that are not clipped, between 0 and 1: 0.9 clips the largest
-            tenth.
-        window: the number of norms remembered for each gradient; 1 or more. NaN, inf and 0 are
-            left out.
-        max_norm: the largest limit; 0 or more. Or a function of the step; :class:`ClipState` has an
-            example.
-
-    Raises:
-        ValueError, TypeError: an argument that is out of range, or no number.
-
-    Notes:
-        In :func:`clip_` it needs a :class:`ClipState`; a :class:`ClippedOptimizer` keeps one.
-        Pass the same parameters in the same order at every call.
-
-        It succeeds `percentile_clipping` of bitsandbytes, which 0.50 no longer has. There 5 means
-        the sixth smallest of the last 100 norms, here `ClipByOwnQuantile(0.05)`, interpolated
-        between neighbors. There the window begins full of the first norm.
-
-    References:
-        bitsandbytes 0.49, `percentile_clipping`; Seetharaman, Wichern, Pardo, Le Roux, `AutoClip:
-        Adaptive Gradient Clipping for Source Separation Networks
-        <https://arxiv.org/abs/2007.14469>`_, 2020, for one norm
-    """
-
-    quantile: float = 0.9
-    window: int = 100
-    max_norm: float | Schedule = math.inf
-
-    schedules: ClassVar[tuple[str, ...]] = ("max_norm",)
-    per_gradient: ClassVar[bool] = True
-    norm_type: ClassVar[float] = 2.0  # type: ignore[misc]  # a constant here
-    eps: ClassVar[float] = 0.0  # type: ignore[misc]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "quantile", as_fraction("quantile", self.quantile))
-        object.__setattr__(self, "window", as_count("window", self.window, 1))
-        object.__setattr__(self, "max_norm", as_limit_or_schedule("max_norm", self.max_norm))
-
-    def start(self) -> Sequence[float]:
-        """An empty window, and the number of norms, 0."""
-        return (*[math.nan] * self.window, 0.0)
-
-    def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """The quantile of each window, these norms included."""
-        return advance_quantile(self.quantile, self.max_norm, state, norm)
-
-    def accepts(self, state: Tensor) -> bool:
-        """Windows of norms."""
-        return moments.are_windows(state)
-
-    def advance_on_host(
-        self, state: array[float], norm: float | list[float]
-    ) -> tuple[float | list[float], array[float]]:
-        """As `advance`."""
-        assert isinstance(norm, list)
-        assert isinstance(self.max_norm, float)
-        if not moments.has_extension:
-            return AdaptiveRule.advance_on_host(self, state, norm)
-        return moments.quantiles_after(state, norm, self.quantile, self.window, self.max_norm)
+        return host_loops.averages_after(state, norm, share, *numbers)

@@ -1,0 +1,133 @@
+"""Steps to skip: norms, or losses, far above the mean of the last ones."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tritonclip.rules.arguments import as_count, as_positive
+from tritonclip.rules.host_loops import are_windows, moments_of
+from tritonclip.rules.quantile import entered, entered_on_host
+from tritonclip.rules.rule import Adaptive, checked, counts, rule
+
+# Relative to the mean: norms are right to 1e-6, so a smaller deviation means nothing.
+_LEAST_DEVIATION = 1e-6
+
+
+@rule("Outlier(6.0)", {"sigma sigma_factor max_norm z_thresh z_threshold": "sigmas"})
+class Outlier(Adaptive):
+    """The steps that `ClippedOptimizer(skip_above=)` skips: norms far above the last mean.
+
+    A step is skipped if its norm before clipping is too large::
+
+        norm > mean + sigmas * std
+
+    Mean and sample standard deviation are over the norms before clipping of the last `window`
+    steps. Skipped steps count, so that norms that stay at a new level are soon accepted. Nothing
+    is skipped before half of the window is filled. Losses are judged in the same way, where they
+    are given: see the attribute `loss` of :class:`ClippedOptimizer`.
+
+    Example:
+        >>> import torch, tritonclip
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> inner = torch.optim.SGD([weight], lr=0.1)
+        >>> outlier = tritonclip.Outlier(sigmas=6.0, window=4)
+        >>> optimizer = tritonclip.ClippedOptimizer(inner, 1.0, skip_above=outlier)
+        >>> for size in (1.0, 1.1, 50.0):
+        ...     optimizer.zero_grad()
+        ...     (size * weight[0]).backward()
+        ...     optimizer.step()
+        >>> optimizer.stats.skipped_steps
+        tensor(1)
+
+    Args:
+        sigmas: the distance from the mean at which a norm is an outlier, in standard deviations;
+            positive.
+        window: the number of norms remembered; 4 or more. NaN, inf and 0 are left out.
+
+    Raises:
+        ValueError, TypeError: an argument that is out of range, or no number.
+
+    References:
+        OLMo-core, `SkipStepOptimizer`; Levanter, `skip_bad_steps`.
+    """
+
+    sigmas: float = checked(as_positive, default=6.0)
+    # Half a window must have two norms for a sample deviation.
+    window: int = checked(partial(as_count, least=4), default=128)
+
+    def start(self) -> Sequence[float]:
+        """An empty window, and the number of norms, 0."""
+        return (*[math.nan] * self.window, 0.0)
+
+    def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest norm that is no outlier among the norms before this one."""
+        return self._limit(state), entered(state, norm, counts(norm))
+
+    def _limit(self, state: Tensor) -> Tensor:
+        """The largest number that is no outlier."""
+        known = ~state[:-1].isnan()
+        n = known.sum()
+        mean = torch.where(known, state[:-1], 0.0).sum() / n
+        squares = torch.where(known, state[:-1] - mean, 0.0).square().sum()
+        deviation = torch.maximum((squares / (n - 1)).sqrt(), _LEAST_DEVIATION * mean.abs())
+        limit = mean + self.sigmas * deviation
+        return torch.where(n >= self.window // 2, limit, math.inf)
+
+    def accepts(self, state: Tensor) -> bool:
+        """A window of norms."""
+        return are_windows(state)
+
+    def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
+        """Its numbers."""
+        return "outlier", (self.sigmas, 0.0, 0.0, math.inf)
+
+    def advance_on_host(
+        self, state: array[float], norm: float | list[float]
+    ) -> tuple[float, array[float]]:
+        """As `advance`."""
+        assert isinstance(norm, float)
+        limit = self._limit_on_host(state)
+        if 0 < norm < math.inf:
+            state = entered_on_host(state, norm, self.window)
+        return limit, state
+
+    def _limit_on_host(self, state: array[float]) -> float:
+        """As `_limit`."""
+        n = min(int(state[-1]), self.window)
+        if n < self.window // 2:
+            return math.inf
+        mean, deviation = moments_of(state, n)
+        return mean + self.sigmas * max(deviation, _LEAST_DEVIATION * abs(mean))
+
+
+@rule()
+class LossOutlier(Outlier):
+    """The test of :class:`Outlier` for losses, which may be negative or 0."""
+
+    def advance(self, state: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest loss that is no outlier among the losses before this one."""
+        return self._limit(state), entered(state, norm, norm.isfinite())
+
+    def accepts(self, state: Tensor) -> bool:
+        """A window of losses."""
+        return are_windows(state, -math.inf)
+
+    def in_kernel(self) -> tuple[str, tuple[float, float, float, float]]:
+        """Its numbers."""
+        return "loss", (self.sigmas, 0.0, 0.0, math.inf)
+
+    def advance_on_host(
+        self, state: array[float], norm: float | list[float]
+    ) -> tuple[float, array[float]]:
+        """As `advance`."""
+        assert isinstance(norm, float)
+        limit = self._limit_on_host(state)
+        if math.isfinite(norm):
+            state = entered_on_host(state, norm, self.window)
+        return limit, state
