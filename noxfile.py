@@ -55,7 +55,7 @@ def mutants(session: nox.Session) -> None:
     install(session)
     session.install("-c", "constraints.txt", "cosmic-ray==8.7.0", "coverage==7.17.3")
     session.run(
-        "python", "tests/mutants.py", "--results", f"../{copy.name}-results", *session.posargs
+        "python", "tools/mutants.py", "--results", f"../{copy.name}-results", *session.posargs
     )
 
 
@@ -86,14 +86,16 @@ def sanitize(session: nox.Session) -> None:
 def soak(session: nox.Session) -> None:
     """Clip random lists for an hour, with threads, forks and interrupts; `-- --minutes 5`: less."""
     install(session)
-    session.run("python", "tests/soak.py", *session.posargs, env=INTERPRET)
+    session.run(
+        "python", "tools/soak.py", *session.posargs, env={**INTERPRET, "PYTHONPATH": "tests"}
+    )
 
 
 @nox.session
 def answers(session: nox.Session) -> None:
     """Write the answers to random lists; `-- --compare before.txt after.txt` for two versions."""
     install(session)
-    session.run("python", "tests/answers.py", *session.posargs)
+    session.run("python", "tools/answers.py", *session.posargs)
 
 
 def enter_copy(session: nox.Session) -> Path:

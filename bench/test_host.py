@@ -23,7 +23,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from absent_gpu import absent_gpu, kernel_module, launches, replaced_launch
 from torch import Tensor
 
 import tritonclip
@@ -31,6 +30,7 @@ from bench.accuracy import Gradients
 from bench.comparison import CPU, AllSamples, Comparison, Effort, beside_torch, hand_over
 from bench.providers import sgd_of
 from bench.workloads import WORKLOADS, Workload
+from helpers.absent_gpu import absent_gpu, kernel_module, launches, replaced_launch
 from tritonclip.samples import Samples, Timed, interleaved
 
 NEEDS_TRITON = pytest.mark.skipif(

@@ -20,11 +20,11 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from cases import INTERPRETED
-from covering import covering
-from serving import decided_on_device
 
 import tritonclip
+from helpers.cases import INTERPRETED
+from helpers.covering import covering
+from helpers.serving import decided_on_device
 from tritonclip.backends.native import NativeBatch, loops
 from tritonclip.backends.operators import TorchBatch
 from tritonclip.engine import misuse

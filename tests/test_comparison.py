@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import grad_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tritonclip
+from helpers.cases import grad_of
 from tritonclip import comparison, samples
 from tritonclip.backends.operators import TorchBatch
 from tritonclip.samples import Samples

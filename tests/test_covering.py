@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
-from covering import covering
+
+from helpers.covering import covering
 
 AXES = ("abc", (0, 1), "xyz", (True, False))
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import grad_of, parameter
 
 import tritonclip
+from helpers.cases import grad_of, parameter
 from tritonclip import (
     ClipBackward,
     ClipByGlobalNorm,

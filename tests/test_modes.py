@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import captured_second_gpu
 
+from helpers.graphs import captured_second_gpu
 from tritonclip.modes import is_captured
 from tritonclip.monitor.row_buffer import RowBuffer
 from tritonclip.monitor.step_counts import StepCounts

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import grad_of
 
 import tritonclip
+from helpers.cases import grad_of
 from tritonclip import (
     ClipByNorm,
     ClipByOwnHistory,

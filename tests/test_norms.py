@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
-import reference
 import torch
-from cases import FLOATS, LARGE, assert_norm, normal
 from torch import nn
 
 import tritonclip
+from helpers import reference
+from helpers.cases import FLOATS, LARGE, assert_norm, normal
 
 SHAPES = {"body.weight": (7, 5), "body.bias": (7,), "head.weight": (3,), "head.bias": ()}
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from cases import CHUNK, FLOATS, INTERPRETED, LARGE, assert_norm, normal, parameters
 from torch import Tensor, nn
 
 import tritonclip
+from helpers.cases import CHUNK, FLOATS, INTERPRETED, LARGE, assert_norm, normal, parameters
 from tritonclip import FlatGradients
 from tritonclip.named_norms import GradientStatistics
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from workers import python
 
 import tritonclip
 import tritonclip.kernels
+from helpers.workers import python
 
 FOLDERS = (*tritonclip.__path__, *tritonclip.kernels.__path__)
 # Part of the function around them, as in Python 3.12.

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import parameters
-from serving import forget_plans
 
 import tritonclip
+from helpers.cases import parameters
+from helpers.serving import forget_plans
 from tritonclip import ClippedOptimizer
 from tritonclip.backends import choose
 

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from workers import NEEDS_FORK, run_in_fork, run_in_processes
+
+from helpers.workers import NEEDS_FORK, run_in_fork, run_in_processes
 
 
 def hang(rank: int, folder: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import FLOATS, assert_bits, normal
 
+from helpers.cases import FLOATS, assert_bits, normal
 from tritonclip.backends.native import CODES
 
 NATIVE = Path(__file__).parents[2] / "native"

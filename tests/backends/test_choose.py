@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED, bits, each_rule, normal, parameters
 from torch.utils._python_dispatch import TorchDispatchMode
-from workers import python
 
 import tritonclip
+from helpers.cases import INTERPRETED, bits, each_rule, normal, parameters
+from helpers.workers import python
 from tritonclip import settings
 from tritonclip.backends import choose
 from tritonclip.backends.native import NativeLayout

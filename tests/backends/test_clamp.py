@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
-from cases import FLOATS, assert_bits, grad_of, normal, parameters
 from torch.autograd import forward_ad
 
 import tritonclip
+from helpers import reference
+from helpers.cases import FLOATS, assert_bits, grad_of, normal, parameters
 from tritonclip import ClipByValue
 
 pytestmark = pytest.mark.usefixtures("operators")

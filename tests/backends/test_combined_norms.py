@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from cases import copies, grad_of, normal, parameters
 from torch.autograd import forward_ad
 
 import tritonclip
+from helpers.cases import copies, grad_of, normal, parameters
 from tritonclip import ClipByGlobalNorm, ClipByValue
 from tritonclip.backends.operators import combine, combine_numbers
 

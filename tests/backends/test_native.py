@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import FLOATS, HALVES, assert_bits, bits, normal
 from hypothesis import given
 from hypothesis import strategies as st
-from native_lists import (
+
+from helpers.cases import FLOATS, HALVES, assert_bits, bits, normal
+from helpers.native_lists import (
     BLOCK,
     LENGTHS,
     ORDERS,
@@ -24,8 +25,7 @@ from native_lists import (
     listed,
     norm_of,
 )
-from workers import python
-
+from helpers.workers import python
 from tritonclip.backends import native
 from tritonclip.backends.native import loops
 from tritonclip.engine import memory

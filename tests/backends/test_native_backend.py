@@ -6,15 +6,15 @@ import math
 import os
 
 import pytest
-import reference
 import torch
-from cases import grad_of, normal, parameter, parameters
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
-from workers import python
 
 import tritonclip
+from helpers import reference
+from helpers.cases import grad_of, normal, parameter, parameters
+from helpers.workers import python
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue
 from tritonclip.backends import native, operators
 from tritonclip.backends.native import NativeLayout

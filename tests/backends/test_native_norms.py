@@ -6,10 +6,11 @@ import itertools
 import math
 
 import pytest
-import reference
 import torch
-from cases import FLOATS, HALVES, normal
-from native_lists import (
+
+from helpers import reference
+from helpers.cases import FLOATS, HALVES, normal
+from helpers.native_lists import (
     BLOCK,
     LENGTHS,
     LONG,
@@ -19,7 +20,6 @@ from native_lists import (
     norm_of,
     norms_of,
 )
-
 from tritonclip.backends.native import loops
 
 if loops is None:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import FLOATS, assert_bits, copies, grad_of, normal
-from native_lists import BLOCK, amid_canaries, assert_canaries, listed, norms_of
 from torch import Tensor
-from units import assert_clipped, make, truths
 
 import tritonclip
+from helpers.cases import FLOATS, assert_bits, copies, grad_of, normal
+from helpers.native_lists import BLOCK, amid_canaries, assert_canaries, listed, norms_of
+from helpers.units import assert_clipped, make, truths
 from tritonclip import ClipByUnitNorm
 from tritonclip.backends import native_units, units
 from tritonclip.backends.native import CODES, loops

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from cases import grad_of, normal, parameters
 from torch.autograd import forward_ad
 
 import tritonclip
+from helpers.cases import grad_of, normal, parameters
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipState
 from tritonclip.backends.operators import LONG_PIECE, PIECE, ROW, SMALL
 

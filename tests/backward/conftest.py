@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from processes import Worlds
 
+from helpers.processes import Worlds
 from tritonclip.backward.activations import plans
 
 

@@ -1,15 +1,24 @@
-"""``clip_backward``: an identity whose gradient is clipped, as ``tests/reference.py`` says."""
+"""``clip_backward``: an identity whose gradient is clipped, as ``helpers.reference`` says."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import CHUNK, FLOATS, INTERPRETED, NORM_TYPES, assert_bits, grad_of, named, normal
 
 import tritonclip
+from helpers import reference
+from helpers.cases import (
+    CHUNK,
+    FLOATS,
+    INTERPRETED,
+    NORM_TYPES,
+    assert_bits,
+    grad_of,
+    named,
+    normal,
+)
 from tritonclip import ClipBackward, ClipByGlobalNorm, ClipByNorm, ClipByValue, clip_backward
 
 RULES = [

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_bits, copies, normal
 
 import tritonclip
+from helpers.cases import assert_bits, copies, normal
 from tritonclip import ClipByNorm, ClipByValue, clip_on_backward_
 from tritonclip.backward.activations import plans
 from tritonclip.engine import plan_cache

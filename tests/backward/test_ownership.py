@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import assert_bits, copies, grad_of, normal
 from torch.utils.dlpack import from_dlpack
 
+from helpers.cases import assert_bits, copies, grad_of, normal
 from tritonclip import ClipByNorm, clip_backward
 from tritonclip.backward import ownership
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import normal
-from processes import in_processes
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -16,6 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import tritonclip
+from helpers.cases import normal
+from helpers.processes import in_processes
 from tritonclip import ClipByNorm, ClipByValue, clip_backward, clip_on_backward_
 
 RULES = [

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import grad_of, normal, parameter
-from graphs import NEEDS_DYNAMO
 from torch._dynamo.testing import CompileCounter
 
+from helpers.cases import grad_of, normal, parameter
+from helpers.graphs import NEEDS_DYNAMO
 from tritonclip import ClipByNorm, ClipByValue, clip_, clip_backward, clip_on_backward_
 
 pytestmark = [

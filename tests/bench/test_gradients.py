@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_cases import CPU, SMALL
 
 from bench.accuracy import Gradients, WrongResultError
 from bench.providers import NAMED
 from bench.speed import checked
 from bench.workloads import DTYPES, RULES
+from helpers.bench_cases import CPU, SMALL
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

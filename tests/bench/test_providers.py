@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_cases import CPU, SMALL
 
 from bench.accuracy import Gradients
 from bench.providers import IN_PLACE, NAMED, OUT_OF_PLACE
 from bench.speed import checked
 from bench.workloads import DTYPES, Workload
+from helpers.bench_cases import CPU, SMALL
 
 
 def served(providers):

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bench_cases import BENCH, run_bench
 
 from bench import conftest
 from bench.workloads import RULES
+from helpers.bench_cases import BENCH, run_bench
 
 pytest.importorskip("pytest_benchmark", reason="pytest-benchmark is not installed")
 # One worker takes the first run for all.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from absent_gpu import kernel_module, replaced_launch
-from bench_cases import CPU, SMALL, elements, figures
 
 from bench.accuracy import Gradients, WrongResultError
 from bench.comparison import Effort
@@ -12,6 +10,8 @@ from bench.providers import NAMED, SUMMED, Entry, Provider, in_place
 from bench.speed import bytes_moved, checked, compare, providers_of
 from bench.test_gpu import VERBS, verb
 from bench.workloads import Workload
+from helpers.absent_gpu import kernel_module, replaced_launch
+from helpers.bench_cases import CPU, SMALL, elements, figures
 
 OURS = ("tritonclip", "torch", "torch foreach", "torch no foreach")
 

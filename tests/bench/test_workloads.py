@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bench_cases import CPU, elements
 
 from bench import workloads
 from bench.accuracy import Gradients
 from bench.workloads import DTYPES, PLANS, RULES, WORKLOADS, Workload, cases_of
+from helpers.bench_cases import CPU, elements
 
 # Published of the models; for the others, as their names say.
 COUNTS = {

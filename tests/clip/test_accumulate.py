@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import FLOATS, INTERPRETED, assert_bits, assert_norm, copies, normal
-from graphs import NEEDS_DYNAMO
 from torch import Tensor
 
 import tritonclip
+from helpers import reference
+from helpers.cases import FLOATS, INTERPRETED, assert_bits, assert_norm, copies, normal
+from helpers.graphs import NEEDS_DYNAMO
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer, accumulate_
 from tritonclip.accumulation import MicroBatch
 

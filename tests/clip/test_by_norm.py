@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
-from cases import (
+
+import tritonclip
+from helpers import reference
+from helpers.cases import (
     CHUNK,
     FLOATS,
     LARGE,
@@ -22,8 +24,6 @@ from cases import (
     parameter,
     parameters,
 )
-
-import tritonclip
 from tritonclip import ClipByNorm
 
 

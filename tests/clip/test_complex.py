@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
-from cases import (
+
+import tritonclip
+from helpers import reference
+from helpers.cases import (
     CHUNK,
     NORM_TYPES,
     assert_bits,
@@ -19,8 +21,6 @@ from cases import (
     parameter,
     parameters,
 )
-
-import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 COMPLEX = pytest.mark.parametrize("dtype", named((torch.complex64, torch.complex128)))

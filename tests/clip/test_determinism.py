@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from cases import (
+
+import tritonclip
+from helpers.cases import (
     CHUNK,
     FLOATS,
     INTERPRETED,
@@ -17,8 +19,6 @@ from cases import (
     normal,
     parameters,
 )
-
-import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm
 
 RULES = [

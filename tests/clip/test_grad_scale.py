@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import (
+
+import tritonclip
+from helpers import reference
+from helpers.cases import (
     CHUNK,
     FLOATS,
     SIZES,
@@ -21,8 +23,6 @@ from cases import (
     parameter,
     parameters,
 )
-
-import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 RULES = each_rule(1.0, 0.5)

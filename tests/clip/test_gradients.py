@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 
 import pytest
-import reference
 import torch
-from cases import (
+
+import tritonclip
+from helpers import reference
+from helpers.cases import (
     CHUNK,
     assert_bits,
     assert_norm,
@@ -20,8 +22,6 @@ from cases import (
     parameter,
     parameters,
 )
-
-import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 FORMS = {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
-from cases import (
+
+import tritonclip
+from helpers import reference
+from helpers.cases import (
     CHUNK,
     FLOATS,
     assert_bits,
@@ -16,8 +18,6 @@ from cases import (
     normal,
     parameter,
 )
-
-import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByValue
 
 # From a flat buffer to a view of it that is not a plain run of memory from its start.

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FLOATS, normal, of_sizes, parameters
 
 import tritonclip
+from helpers.cases import FLOATS, normal, of_sizes, parameters
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 LIMIT = 8 * 2**20

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
-from cases import CHUNK, FLOATS, assert_bits, bits, copies, each_rule, normal, parameter, parameters
 
 import tritonclip
+from helpers import reference
+from helpers.cases import (
+    CHUNK,
+    FLOATS,
+    assert_bits,
+    bits,
+    copies,
+    each_rule,
+    normal,
+    parameter,
+    parameters,
+)
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 RULES = each_rule(1.0, 0.5)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-import reference
 import torch
-from cases import (
+
+import tritonclip
+from helpers import reference
+from helpers.cases import (
     CHUNK,
     FLOATS,
     HALVES,
@@ -26,8 +28,6 @@ from cases import (
     parameter,
     parameters,
 )
-
-import tritonclip
 
 
 def measured(grads, p=2.0):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
-from cases import assert_bits, assert_norm, bits, clipped, copies, parameters
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import tritonclip
+from helpers import reference
+from helpers.cases import assert_bits, assert_norm, bits, clipped, copies, parameters
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 # 60 elements of 2**120 have norms that float32 holds, for p of 1 and more.

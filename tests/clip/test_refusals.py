@@ -7,10 +7,10 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from cases import assert_bits, bits, copies, each_rule, grad_of, normal, parameter
-from workers import NEEDS_FORK, run_in_fork
 
 import tritonclip
+from helpers.cases import assert_bits, bits, copies, each_rule, grad_of, normal, parameter
+from helpers.workers import NEEDS_FORK, run_in_fork
 from tritonclip import ClipByGlobalNorm
 
 RULES = each_rule(1.0, 0.5)

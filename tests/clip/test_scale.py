@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
-from cases import (
+
+import tritonclip
+from helpers import reference
+from helpers.cases import (
     CHUNK,
     FLOATS,
     LARGE,
@@ -20,9 +22,7 @@ from cases import (
     parameter,
     parameters,
 )
-from workers import NEEDS_FORK, run_in_fork
-
-import tritonclip
+from helpers.workers import NEEDS_FORK, run_in_fork
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
-from cases import (
+
+import tritonclip
+from helpers import reference
+from helpers.cases import (
     FLOATS,
     assert_bits,
     assert_norm,
@@ -15,8 +17,6 @@ from cases import (
     parameter,
     parameters,
 )
-
-import tritonclip
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 BOTH = pytest.mark.parametrize("coalesced", [True, False], ids=["coalesced", "duplicates"])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import FLOATS, assert_bits, assert_norm, copies, normal, of_sizes, parameters
 
 import tritonclip
+from helpers import reference
+from helpers.cases import FLOATS, assert_bits, assert_norm, copies, normal, of_sizes, parameters
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,

@@ -6,12 +6,12 @@ import inspect
 import warnings
 
 import pytest
-import reference
 import torch
-from cases import assert_bits, copies, grad_of, named, normal, parameter, parameters
 from torch.nn import utils
 
 import tritonclip
+from helpers import reference
+from helpers.cases import assert_bits, copies, grad_of, named, normal, parameter, parameters
 
 FUNCTIONS = ["clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_grads_with_norm_"]
 # Where torch's own result is right: moderate sizes, of these dtypes.

@@ -6,12 +6,12 @@ Each test first shows torch's behaviour where it can, so that a torch that chang
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
-from cases import MANY, assert_norm, grad_of, normal, parameter, parameters
 from torch.nn import utils
 
 import tritonclip
+from helpers import reference
+from helpers.cases import MANY, assert_norm, grad_of, normal, parameter, parameters
 
 
 def pair(values, device, dtype=torch.float32):

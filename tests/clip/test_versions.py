@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CHUNK, each_rule, normal, of_sizes, parameter, parameters
 
 import tritonclip
+from helpers.cases import CHUNK, each_rule, normal, of_sizes, parameter, parameters
 
 RULES = each_rule(0.5, 0.1)
 

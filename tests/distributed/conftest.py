@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from processes import Worlds
+
+from helpers.processes import Worlds
 
 
 @pytest.fixture(scope="session")

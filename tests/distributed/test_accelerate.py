@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from processes import in_processes
-from spread import as_torchrun, assert_same_everywhere, network, norm_alone, values
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 import tritonclip
+from helpers.processes import in_processes
+from helpers.spread import as_torchrun, assert_same_everywhere, network, norm_alone, values
 from tritonclip import ClippedOptimizer
 
 accelerate: Any = pytest.importorskip("accelerate", reason="needs tritonclip[integrations]")

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import reference
 import torch
-from processes import in_processes
-from spread import assert_same_everywhere, mesh_of, parameter, values, whole
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -17,6 +14,9 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tritonclip
+from helpers import reference
+from helpers.processes import in_processes
+from helpers.spread import assert_same_everywhere, mesh_of, parameter, values, whole
 from tritonclip import accumulate_
 
 LIMIT, MICRO_BATCHES = 0.3, 3

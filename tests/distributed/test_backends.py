@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import parameters
-from processes import in_processes
-from spread import check_clip, grads_of, mesh_of, parameter, values, with_partial
 from torch import distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from helpers import reference
+from helpers.cases import parameters
+from helpers.processes import in_processes
+from helpers.spread import check_clip, grads_of, mesh_of, parameter, values, with_partial
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 

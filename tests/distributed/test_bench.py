@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from processes import in_processes
 
 from bench import test_distributed as bench
+from helpers.processes import in_processes
 
 # Those whose Partial gradients, or whose parts of a sum, take one more.
 TWO = "FSDP2 beside a Partial gradient"

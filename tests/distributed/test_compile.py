@@ -6,16 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import assert_norm
-from processes import in_processes
-from refusing import check_raises, is_first, named_parameters, overlap
-from spread import assert_same_everywhere, mesh_of, parameter, whole
 from torch import distributed as dist
 from torch.distributed.tensor import Shard
 
 import tritonclip
+from helpers import reference
+from helpers.cases import assert_norm
+from helpers.processes import in_processes
+from helpers.refusing import check_raises, is_first, named_parameters, overlap
+from helpers.spread import assert_same_everywhere, mesh_of, parameter, whole
 from tritonclip import ClipByQuantile, ClipByUnitNorm, ClipByValue, ClipState
 
 

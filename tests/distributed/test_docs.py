@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
-from processes import in_processes
-from spread import mesh_of, parameter, values
 from torch import distributed as dist
 from torch.distributed.tensor import Shard
-from transformer import Transformer, loss_of, tokens
 
 import tritonclip
+from helpers import reference
+from helpers.processes import in_processes
+from helpers.spread import mesh_of, parameter, values
+from helpers.transformer import Transformer, loss_of, tokens
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGE = ROOT / "docs" / "distributed.md"

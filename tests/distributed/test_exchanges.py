@@ -11,12 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from processes import in_processes
-from spread import assert_same_everywhere, collectives_of, local, mesh_of, parameter, with_partial
 from torch import distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import tritonclip
+from helpers.processes import in_processes
+from helpers.spread import (
+    assert_same_everywhere,
+    collectives_of,
+    local,
+    mesh_of,
+    parameter,
+    with_partial,
+)
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,

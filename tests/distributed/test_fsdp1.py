@@ -7,16 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import assert_bits, assert_norm, copies, grad_of, parameters
-from processes import in_processes
-from spread import assert_same_everywhere, values
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import tritonclip
+from helpers import reference
+from helpers.cases import assert_bits, assert_norm, copies, grad_of, parameters
+from helpers.processes import in_processes
+from helpers.spread import assert_same_everywhere, values
 from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer, FlatGradients
 
 

@@ -6,11 +6,16 @@ import math
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import assert_norm
-from processes import in_processes
-from spread import (
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
+
+import tritonclip
+from helpers import reference
+from helpers.cases import assert_norm
+from helpers.processes import in_processes
+from helpers.spread import (
     assert_same_everywhere,
     check_clip,
     collectives_of,
@@ -20,11 +25,6 @@ from spread import (
     values,
     whole,
 )
-from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
-
-import tritonclip
 from tritonclip import ClipByGlobalNorm
 
 ORDERS = [2.0, 20.0, math.inf, -math.inf, 0.0]

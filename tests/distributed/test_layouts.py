@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import pytest
 import torch
-from processes import in_processes
-from spread import check_clip, mesh_of, parameter, with_partial
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import tritonclip
+from helpers.processes import in_processes
+from helpers.spread import check_clip, mesh_of, parameter, with_partial
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, Rule
 from tritonclip.rules import Measured
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from processes import in_processes
-from spread import as_torchrun, assert_same_everywhere, network, norm_alone, values
 from torch import distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import tritonclip
+from helpers.processes import in_processes
+from helpers.spread import as_torchrun, assert_same_everywhere, network, norm_alone, values
 
 lightning: Any = pytest.importorskip("lightning", reason="needs tritonclip[integrations]")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_bits, copies, grad_of, parameters
-from workers import python
 
 import tritonclip
+from helpers.cases import assert_bits, copies, grad_of, parameters
+from helpers.workers import python
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, FlatGradients
 
 pytestmark = pytest.mark.skipif(

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_norm
-from processes import in_processes
-from spread import check_clip, mesh_of, parameter
 from torch.distributed.tensor import Replicate, Shard
 
 import tritonclip
+from helpers.cases import assert_norm
+from helpers.processes import in_processes
+from helpers.spread import check_clip, mesh_of, parameter
 from tritonclip import ClipByGlobalNorm, ClipByNorm
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 
 import pytest
-import reference
 import torch
-from cases import assert_norm
-from processes import in_processes
-from spread import assert_same_everywhere, collectives_of, mesh_of, parameter, whole
 from torch import distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 import tritonclip
+from helpers import reference
+from helpers.cases import assert_norm
+from helpers.processes import in_processes
+from helpers.spread import assert_same_everywhere, collectives_of, mesh_of, parameter, whole
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 ORDERS = [2.0, 20.0, 100.0, math.inf, -math.inf, 0.0]

@@ -6,17 +6,17 @@ import math
 from collections.abc import Callable
 
 import pytest
-import reference
 import torch
-from cases import assert_norm
-from processes import in_processes
-from spread import assert_same_everywhere, collectives_of, grads_of, local, mesh_of, whole
 from torch import distributed as dist
 from torch import nn
 from torch.optim import SGD, AdamW
-from transformer import Transformer, loss_of, parallelize, shard, tokens
 
 import tritonclip
+from helpers import reference
+from helpers.cases import assert_norm
+from helpers.processes import in_processes
+from helpers.spread import assert_same_everywhere, collectives_of, grads_of, local, mesh_of, whole
+from helpers.transformer import Transformer, loss_of, parallelize, shard, tokens
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer
 
 ORDERS = (2.0, 1.0, 3.0, math.inf, -math.inf, 0.0)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from processes import in_processes
-from spread import assert_same_everywhere, mesh_of, parameter
 from torch import distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 import tritonclip
+from helpers.processes import in_processes
+from helpers.spread import assert_same_everywhere, mesh_of, parameter
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 BAD = [pytest.param(math.nan, id="nan"), pytest.param(math.inf, id="inf")]

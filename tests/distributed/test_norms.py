@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
-from processes import in_processes
-from spread import (
+from torch import distributed as dist
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import tritonclip
+from helpers import reference
+from helpers.processes import in_processes
+from helpers.spread import (
     assert_same_everywhere,
     collectives_of,
     local,
@@ -19,11 +23,7 @@ from spread import (
     whole,
     with_partial,
 )
-from torch import distributed as dist
-from torch.distributed.tensor import Partial, Replicate, Shard
-from transformer import Transformer, loss_of, shard, tokens
-
-import tritonclip
+from helpers.transformer import Transformer, loss_of, shard, tokens
 from tritonclip.monitor.history import read
 
 

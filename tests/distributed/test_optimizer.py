@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from processes import in_processes
-from serving import decided_on_device
-from spread import (
+from torch import distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import Shard
+
+import tritonclip
+from helpers.processes import in_processes
+from helpers.serving import decided_on_device
+from helpers.spread import (
     assert_same_everywhere,
     gathered,
     grads_of,
@@ -23,15 +31,7 @@ from spread import (
     values,
     whole,
 )
-from torch import distributed as dist
-from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import Shard
-from training import MODES, SCALERS
-
-import tritonclip
+from helpers.training import MODES, SCALERS
 from tritonclip import (
     ClipByNorm,
     ClipByOwnHistory,

@@ -7,15 +7,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import assert_norm
-from processes import in_processes
-from spread import assert_same_everywhere, collectives_of, local, mesh_of, parameter, values, whole
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import tritonclip
+from helpers import reference
+from helpers.cases import assert_norm
+from helpers.processes import in_processes
+from helpers.spread import (
+    assert_same_everywhere,
+    collectives_of,
+    local,
+    mesh_of,
+    parameter,
+    values,
+    whole,
+)
 from tritonclip import ClipByGlobalNorm, ClipByNorm
 from tritonclip.distributed import partial_sums
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from processes import in_processes
-from spread import assert_same_everywhere, values
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
+from helpers.processes import in_processes
+from helpers.spread import assert_same_everywhere, values
 from tritonclip import ClippedOptimizer
 
 LIMIT = 0.2

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Worlds, in_processes
 from torch import distributed as dist
+
+from helpers.processes import Worlds, in_processes
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-from processes import in_processes
 from torch import distributed as dist
 
 import tritonclip
+from helpers.processes import in_processes
 from tritonclip.monitor.history import read
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from cases import NoHostRead
-from processes import in_processes
-from refusing import as_on_accelerator
-from serving import decided_on_device
-from spread import check_clip, collectives_of, mesh_of, parameter, with_partial
 from torch import distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import tritonclip
+from helpers.cases import NoHostRead
+from helpers.processes import in_processes
+from helpers.refusing import as_on_accelerator
+from helpers.serving import decided_on_device
+from helpers.spread import check_clip, collectives_of, mesh_of, parameter, with_partial
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue, ClippedOptimizer
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import assert_norm
-from processes import in_processes
-from spread import mesh_of, parameter, values, with_partial
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import tritonclip
+from helpers import reference
+from helpers.cases import assert_norm
+from helpers.processes import in_processes
+from helpers.spread import mesh_of, parameter, values, with_partial
 from tritonclip import ClipByNorm, ClipByValue
 
 

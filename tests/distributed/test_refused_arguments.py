@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import pytest
 import torch
-from processes import in_processes
-from refusing import check_raises, is_first, named_parameters, overlap
-from spread import assert_same_everywhere, collectives_of, local, mesh_of, parameter
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import tritonclip
+from helpers.processes import in_processes
+from helpers.refusing import check_raises, is_first, named_parameters, overlap
+from helpers.spread import assert_same_everywhere, collectives_of, local, mesh_of, parameter
 from tritonclip import (
     AdaptiveRule,
     ClipByGlobalNorm,

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from processes import in_processes
-from spread import assert_same_everywhere, local, mesh_of, parameter, with_partial
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import tritonclip
+from helpers.processes import in_processes
+from helpers.spread import assert_same_everywhere, local, mesh_of, parameter, with_partial
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,

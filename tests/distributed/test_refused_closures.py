@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from processes import in_processes
-from refusing import check_nobody_waits, check_raises, is_first, named_parameters
-from spread import assert_same_everywhere, collectives_of, mesh_of, values, whole
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from helpers.processes import in_processes
+from helpers.refusing import check_nobody_waits, check_raises, is_first, named_parameters
+from helpers.spread import assert_same_everywhere, collectives_of, mesh_of, values, whole
 from tritonclip import ClippedOptimizer
 
 INNERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from processes import in_processes
-from refusing import (
+from torch import distributed as dist
+from torch import nn
+
+import tritonclip
+from helpers.processes import in_processes
+from helpers.refusing import (
     as_on_accelerator,
     check_nobody_waits,
     check_raises,
@@ -20,11 +24,7 @@ from refusing import (
     named_parameters,
     overlap,
 )
-from spread import assert_same_everywhere, collectives_of, local, parameter
-from torch import distributed as dist
-from torch import nn
-
-import tritonclip
+from helpers.spread import assert_same_everywhere, collectives_of, local, parameter
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue, ClippedOptimizer
 
 

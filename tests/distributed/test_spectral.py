@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from processes import in_processes
-from spread import local, loss_of, mesh_of, sharded_network
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import tritonclip
+from helpers.processes import in_processes
+from helpers.spread import local, loss_of, mesh_of, sharded_network
 from tritonclip import ClipBySpectralNorm, ClippedOptimizer
 
 RULE = ClipBySpectralNorm(0.01)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from processes import in_processes
-from spread import check_clip, mesh_of, parameter, whole, with_partial
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import tritonclip
+from helpers.processes import in_processes
+from helpers.spread import check_clip, mesh_of, parameter, whole, with_partial
 from tritonclip import ClipByRMS, ClippedOptimizer
 from tritonclip.distributed import shards
 from tritonclip.engine.norms import Norms

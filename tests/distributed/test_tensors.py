@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
-from processes import in_processes
-from spread import assert_same_everywhere, collectives_of, mesh_of, parameter, values, whole
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import tritonclip
+from helpers import reference
+from helpers.processes import in_processes
+from helpers.spread import assert_same_everywhere, collectives_of, mesh_of, parameter, values, whole
 
 
 @in_processes(2)

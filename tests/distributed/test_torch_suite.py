@@ -17,11 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import assert_norm
-from processes import in_processes
-from spread import (
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import tritonclip
+from helpers import reference
+from helpers.cases import assert_norm
+from helpers.processes import in_processes
+from helpers.spread import (
     collectives_of,
     grads_of,
     local,
@@ -31,14 +39,6 @@ from spread import (
     sharded_network,
     whole,
 )
-from torch import Tensor, nn
-from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-import tritonclip
 from tritonclip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from tritonclip.monitor.history import read
 

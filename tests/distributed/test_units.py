@@ -7,10 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_norm
-from processes import in_processes
-from refusing import check_raises, is_first, named_parameters
-from spread import assert_same_everywhere, local, loss_of, mesh_of, sharded_network, values, whole
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,9 +14,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
-from units import assert_clipped, expected
 
 import tritonclip
+from helpers.cases import assert_norm
+from helpers.processes import in_processes
+from helpers.refusing import check_raises, is_first, named_parameters
+from helpers.spread import (
+    assert_same_everywhere,
+    local,
+    loss_of,
+    mesh_of,
+    sharded_network,
+    values,
+    whole,
+)
+from helpers.units import assert_clipped, expected
 from tritonclip import ClipByUnitNorm, ClippedOptimizer
 
 RULE = ClipByUnitNorm(0.05)

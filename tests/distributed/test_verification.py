@@ -7,18 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import assert_norm
-from processes import in_processes
-from refusing import is_first
-from spread import grads_of, local, mesh_of, network, parameter, values, with_partial
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tritonclip
+from helpers import reference
+from helpers.cases import assert_norm
+from helpers.processes import in_processes
+from helpers.refusing import is_first
+from helpers.spread import grads_of, local, mesh_of, network, parameter, values, with_partial
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,

@@ -7,12 +7,12 @@ import re
 import numpy
 import pytest
 import torch
-from cases import assert_bits, copies, grad_of, normal, parameters
-from graphs import COMPILING, compiled
 from torch._inductor.utils import run_and_get_code
 from torch.testing._internal.two_tensor import TwoTensor
 
 import tritonclip
+from helpers.cases import assert_bits, copies, grad_of, normal, parameters
+from helpers.graphs import COMPILING, compiled
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 pytestmark = COMPILING

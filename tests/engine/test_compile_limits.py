@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_bits, copies, grad_of, parameters
-from graphs import COMPILING, compiled
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tritonclip
+from helpers.cases import assert_bits, copies, grad_of, parameters
+from helpers.graphs import COMPILING, compiled
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,

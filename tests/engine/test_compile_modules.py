@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import COMPILING, compiled
 from torch import nn
 
 import tritonclip
+from helpers.graphs import COMPILING, compiled
 
 pytestmark = COMPILING
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_bits, copies, grad_of, normal
-from graphs import COMPILING
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tritonclip
+from helpers.cases import assert_bits, copies, grad_of, normal
+from helpers.graphs import COMPILING
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, FlatGradients
 
 pytestmark = COMPILING

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import assert_bits, copies, grad_of, normal
-from graphs import COMPILING, compiled
-from units import make
 
 import tritonclip
+from helpers.cases import assert_bits, copies, grad_of, normal
+from helpers.graphs import COMPILING, compiled
+from helpers.units import make
 from tritonclip import ClipByUnitNorm, FlatGradients
 
 pytestmark = COMPILING

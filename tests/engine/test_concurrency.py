@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from arena import ARENAS, Arena
-from cases import INTERPRETED
-from workers import NEEDS_FORK, run_in_fork, run_in_threads
 
 import tritonclip
+from helpers.arena import ARENAS, Arena
+from helpers.cases import INTERPRETED
+from helpers.workers import NEEDS_FORK, run_in_fork, run_in_threads
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 pytestmark = [

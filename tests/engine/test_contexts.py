@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from arena import ARENAS, Arena, FlatArena
-from cases import INTERPRETED, normal, parameters
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
+from helpers.arena import ARENAS, Arena, FlatArena
+from helpers.cases import INTERPRETED, normal, parameters
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 # In some contexts operators serve in place of kernels, which is said once.

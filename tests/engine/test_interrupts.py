@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED, assert_bits, copies, each_rule, grad_of, normal, parameters
-from interrupts import InterruptAtBytecode, InterruptAtCall
-from serving import forget_plans
 from torch import Tensor
 
 import tritonclip
+from helpers.cases import INTERPRETED, assert_bits, copies, each_rule, grad_of, normal, parameters
+from helpers.interrupts import InterruptAtBytecode, InterruptAtCall
+from helpers.serving import forget_plans
 from tritonclip import ClipByOwnHistory, ClipByUnitNorm, ClippedOptimizer, ClipState
 from tritonclip.backends import choose
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
-from cases import CHUNK, assert_bits, copies, each_rule, grad_of, of_sizes, parameters
 
 import tritonclip
+from helpers import reference
+from helpers.cases import CHUNK, assert_bits, copies, each_rule, grad_of, of_sizes, parameters
 from tritonclip.engine import execute
 from tritonclip.engine.gradients import Gradients
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import each_rule, grad_of, normal, parameters
-from serving import forget_plans
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx import Interpreter
@@ -17,6 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
+from helpers.cases import each_rule, grad_of, normal, parameters
+from helpers.serving import forget_plans
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue
 
 # Tracing fills memory with what a test would take for ours.

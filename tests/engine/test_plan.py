@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import normal
-from plan_lists import LISTS, contiguous, described, planned
-from workers import python
 
 import tritonclip
+from helpers.cases import normal
+from helpers.plan_lists import LISTS, contiguous, described, planned
+from helpers.workers import python
 from tritonclip.engine import plan_cache
 from tritonclip.engine.plan_cache import PlanCache
 

@@ -6,10 +6,10 @@ import platform
 import weakref
 
 import pytest
-from cases import normal
-from plan_lists import contiguous, planned
-from workers import python
 
+from helpers.cases import normal
+from helpers.plan_lists import contiguous, planned
+from helpers.workers import python
 from tritonclip.engine import plan_cache
 from tritonclip.engine.plan_cache import CAPACITY
 

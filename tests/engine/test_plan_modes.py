@@ -6,13 +6,13 @@ import contextlib
 
 import pytest
 import torch
-from cases import normal, parameter
-from plan_lists import SIZES, contiguous, planned
-from serving import forget_plans
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tritonclip
+from helpers.cases import normal, parameter
+from helpers.plan_lists import SIZES, contiguous, planned
+from helpers.serving import forget_plans
 
 
 class Passing(torch.utils._python_dispatch.TorchDispatchMode):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import normal, parameter
-from plan_lists import LISTS, described, planned
-from serving import forget_plans
 
 import tritonclip
+from helpers.cases import normal, parameter
+from helpers.plan_lists import LISTS, described, planned
+from helpers.serving import forget_plans
 
 
 @pytest.mark.parametrize("again", [lambda g: g, lambda g: g.view(-1)], ids=["itself", "a view"])

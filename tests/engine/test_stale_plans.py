@@ -11,14 +11,14 @@ import math
 
 import pytest
 import torch
-from cases import CHUNK, INTERPRETED, assert_norm, grad_of, parameters
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import DTYPES, FORMS, MUTATIONS, RULES, SHAPES, alias, take_step, tie
-from workers import run_in_threads
-from world import World, assert_clips
 
 import tritonclip
+from helpers.cases import CHUNK, INTERPRETED, assert_norm, grad_of, parameters
+from helpers.mutations import DTYPES, FORMS, MUTATIONS, RULES, SHAPES, alias, take_step, tie
+from helpers.workers import run_in_threads
+from helpers.world import World, assert_clips
 from tritonclip import ClipByGlobalNorm
 
 # Kernels read runs of memory; gradients with gaps go to the torch backend, which is said once.

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED, assert_bits, grad_of, normal, parameters
 from torch._functorch.aot_autograd import aot_function
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import tritonclip
+from helpers.cases import INTERPRETED, assert_bits, grad_of, normal, parameters
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from broken_verbs import break_norm, break_scale
-from cases import (
+
+import tritonclip
+from helpers.broken_verbs import break_norm, break_scale
+from helpers.cases import (
     CHUNK,
     FLOATS,
     NORM_TYPES,
@@ -20,8 +22,6 @@ from cases import (
     parameter,
     parameters,
 )
-
-import tritonclip
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from broken_verbs import break_norm
-from cases import of_sizes, parameters
 
 import tritonclip
+from helpers.broken_verbs import break_norm
+from helpers.cases import of_sizes, parameters
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, VerificationError, settings
 from tritonclip.engine import verify
 

@@ -1,6 +1,6 @@
 """Clipping by FlatGradients.
 
-The truth is `tests/reference.py` on copies of the gradients, as for gradients of their own.
+The truth is `tests/helpers/reference.py` on copies of the gradients, as for gradients of their own.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import sys
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import FLOATS, NORM_TYPES, assert_bits, assert_norm, copies, grad_of, normal
-from views import SHAPES, grads_of, mixed, parameters_of
 
 import tritonclip
+from helpers import reference
+from helpers.cases import FLOATS, NORM_TYPES, assert_bits, assert_norm, copies, grad_of, normal
+from helpers.views import SHAPES, grads_of, mixed, parameters_of
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, FlatGradients
 from tritonclip.flat import flat_gradients
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FLOATS, assert_bits, copies, grad_of
 from torch import Tensor
-from views import SHAPES, assert_views, backward, grads_of, mixed, parameters_of
 
 import tritonclip
+from helpers.cases import FLOATS, assert_bits, copies, grad_of
+from helpers.views import SHAPES, assert_views, backward, grads_of, mixed, parameters_of
 from tritonclip import ClipByValue, FlatGradients
 
 

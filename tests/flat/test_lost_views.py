@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
-from cases import assert_bits, assert_norm, copies, grad_of
 from torch import Tensor
-from views import GONE, assert_views, backward, grads_of, parameters_of
 
 import tritonclip
+from helpers import reference
+from helpers.cases import assert_bits, assert_norm, copies, grad_of
+from helpers.views import GONE, assert_views, backward, grads_of, parameters_of
 from tritonclip import FlatGradients
 
 

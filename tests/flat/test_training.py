@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-import training
-from cases import assert_bits, copies, grad_of
 from torch import Tensor
 from torch.optim import SGD, AdamW
-from workers import run_in_processes
 
 import tritonclip
+from helpers import training
+from helpers.cases import assert_bits, copies, grad_of
+from helpers.workers import run_in_processes
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, FlatGradients
 
 RULES = pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
-import reference
 import torch
-from cases import FLOATS
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from helpers import reference
+from helpers.cases import FLOATS
 from tritonclip.functional import clip_by_norm, clip_by_spectral_norm
 
 FORMS = pytest.mark.parametrize("soft", [False, True], ids=["hard", "soft"])

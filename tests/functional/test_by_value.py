@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from cases import assert_bits, grad_of, normal
 
+from helpers.cases import assert_bits, grad_of, normal
 from tritonclip import functional
 
 X = torch.tensor([[-2.0, -0.5, 0.5], [2.0, math.nan, math.inf]])

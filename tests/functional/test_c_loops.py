@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FLOATS, assert_bits, normal, parameters
-from native_lists import BLOCK, LENGTHS, amid_canaries, assert_canaries
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
+from helpers.cases import FLOATS, assert_bits, normal, parameters
+from helpers.native_lists import BLOCK, LENGTHS, amid_canaries, assert_canaries
 from tritonclip import ClipByGlobalNorm, ClipByNorm, functional
 from tritonclip.backends.native import loops
 from tritonclip.functional import c_loops

@@ -10,9 +10,9 @@ import math
 
 import pytest
 import torch
-from cases import INTERPRETED, grad_of, normal
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
+from helpers.cases import INTERPRETED, grad_of, normal
 from tritonclip import functional
 
 DOUBLE = torch.float64

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
-from cases import FLOATS, assert_bits, assert_norm, no_sync, normal
 
+from helpers import reference
+from helpers.cases import FLOATS, assert_bits, assert_norm, no_sync, normal
 from tritonclip import functional
 
 CALLS = {

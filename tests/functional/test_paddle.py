@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from cases import grad_of
 
+from helpers.cases import grad_of
 from tritonclip.functional import clip_by_global_norm, clip_by_norm, clip_by_value
 
 

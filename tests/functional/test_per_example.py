@@ -7,14 +7,14 @@ import math
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import FLOATS, HALVES, bits, normal
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 import tritonclip
 from bench.timing import extra_bytes
+from helpers import reference
+from helpers.cases import FLOATS, HALVES, bits, normal
 from tritonclip.engine import units
 from tritonclip.functional import clip_by_global_norm, clip_per_example
 

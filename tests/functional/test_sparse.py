@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from cases import normal
 from torch.autograd import gradcheck
 
+from helpers.cases import normal
 from tritonclip import functional
 
 INDICES = torch.tensor([[1, 1, 3]])

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import grad_of
 from torch.autograd import gradcheck
 
+from helpers.cases import grad_of
 from tritonclip.functional import (
     clip_by_average_norm,
     clip_by_global_norm,

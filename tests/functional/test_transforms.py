@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import grad_of, normal
 from torch import Tensor
 
 import tritonclip
+from helpers.cases import grad_of, normal
 from tritonclip import functional
 from tritonclip.backends import choose
 

@@ -6,13 +6,22 @@ import math
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import FLOATS, HALVES, NORM_TYPES, assert_bits, assert_norm, copies, normal, parameters
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tritonclip
+from helpers import reference
+from helpers.cases import (
+    FLOATS,
+    HALVES,
+    NORM_TYPES,
+    assert_bits,
+    assert_norm,
+    copies,
+    normal,
+    parameters,
+)
 from tritonclip import ClipByGlobalNorm, ClipByNorm, functional
 from tritonclip.engine.plan_cache import plans
 

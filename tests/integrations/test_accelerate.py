@@ -4,15 +4,16 @@ import json
 
 import pytest
 import torch
-from cases import assert_bits
 
 import tritonclip
+from helpers.cases import assert_bits
 
 pytest.importorskip("accelerate", reason="needs tritonclip[integrations]")
 
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
-from digits import BATCHES, MAX_NORM, loader, loss_of, network, sgd, train_by_hand
+
+from helpers.digits import BATCHES, MAX_NORM, loader, loss_of, network, sgd, train_by_hand
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from workers import python
+
+from helpers.workers import python
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,18 @@
 
 import pytest
 import torch
-from cases import assert_bits
 
 import tritonclip
+from helpers.cases import assert_bits
 
 pytest.importorskip("lightning", reason="needs tritonclip[integrations]")
 
 import lightning
-from digits import BATCHES, MAX_NORM, loader, loss_of, network, sgd, train_by_hand
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
-from lightning_trainer import FITTING, logged, quiet_trainer
+
+from helpers.digits import BATCHES, MAX_NORM, loader, loss_of, network, sgd, train_by_hand
+from helpers.lightning_trainer import FITTING, logged, quiet_trainer
 
 pytestmark = FITTING
 

@@ -8,19 +8,19 @@ from typing import Any, cast
 
 import pytest
 import torch
-from cases import assert_bits
 
 import tritonclip
+from helpers.cases import assert_bits
 
 pytest.importorskip("lightning", reason="needs tritonclip[integrations]")
 
 import lightning
-from digits import BATCHES, MAX_NORM, loader, loss_of, network, sgd, train_by_hand
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning_trainer import FITTING, logged, quiet_trainer
 
+from helpers.digits import BATCHES, MAX_NORM, loader, loss_of, network, sgd, train_by_hand
+from helpers.lightning_trainer import FITTING, logged, quiet_trainer
 from tritonclip.integrations.lightning import Clipping
 
 pytestmark = FITTING

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_bits, normal
 from torch.optim import SGD, AdamW, lr_scheduler, swa_utils
 
 import tritonclip
+from helpers.cases import assert_bits, normal
 from tritonclip import ClippedOptimizer
 
 LIMIT = 0.5

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from cases import assert_bits
 
 import tritonclip
+from helpers.cases import assert_bits
 
 pytest.importorskip("sklearn", reason="the data are scikit-learn's: pip install scikit-learn")
 
-from digits import BATCHES, MAX_NORM, loader, loss_of, network, sgd, train_by_hand
-from training import SCALERS, train
+from helpers.digits import BATCHES, MAX_NORM, loader, loss_of, network, sgd, train_by_hand
+from helpers.training import SCALERS, train
 
 
 def scaler_of(kind):

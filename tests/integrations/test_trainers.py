@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 import torch
-from cases import normal, parameter
 
+from helpers.cases import normal, parameter
 from tritonclip import ClipByValue, ClippedOptimizer
 from tritonclip.integrations.trainers import metrics_of, wrapper_in
 

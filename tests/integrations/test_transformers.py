@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from cases import assert_bits
 
 import tritonclip
+from helpers.cases import assert_bits
 
 pytest.importorskip("transformers", reason="needs tritonclip[integrations]")
 pytest.importorskip("accelerate", reason="needs tritonclip[integrations]")

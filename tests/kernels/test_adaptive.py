@@ -12,10 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import histories
 import pytest
 import torch
-from cases import (
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import tritonclip
+from helpers import histories
+from helpers.cases import (
     CHUNK,
     INTERPRETED,
     assert_bits,
@@ -25,13 +29,9 @@ from cases import (
     parameters,
     same_parameters,
 )
-from graphs import captured
-from histories import ADAPTIVE, of_norm
-from interrupts import InterruptAtBytecode
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
-
-import tritonclip
+from helpers.graphs import captured
+from helpers.histories import ADAPTIVE, of_norm
+from helpers.interrupts import InterruptAtBytecode
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,

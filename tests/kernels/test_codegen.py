@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED
 
+from helpers.cases import INTERPRETED
 from tritonclip.backends.interface import Clip
 
 triton = pytest.importorskip("triton", reason="kernels are compiled with Triton")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
-from absent_gpu import kernel_module, launches, replaced_launch
-from cases import (
+
+import tritonclip
+from helpers import reference
+from helpers.absent_gpu import kernel_module, launches, replaced_launch
+from helpers.cases import (
     CHUNK,
     assert_bits,
     assert_norm,
@@ -19,9 +21,7 @@ from cases import (
     of_sizes,
     parameters,
 )
-from graphs import captured
-
-import tritonclip
+from helpers.graphs import captured
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 pytestmark = [

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import CHUNK, assert_bits, assert_norm, grad_of, no_sync, normal
-from graphs import captured
-from units import make
 
 import tritonclip
+from helpers.cases import CHUNK, assert_bits, assert_norm, grad_of, no_sync, normal
+from helpers.graphs import captured
+from helpers.units import make
 from tritonclip import ClipByUnitNorm
 
 pytestmark = [

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from absent_gpu import absent_gpu
+
+from helpers.absent_gpu import absent_gpu
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CHUNK, of_sizes, parameters
-from graphs import captured_second_gpu
 from hypothesis import given
 from hypothesis import strategies as st
 
 import tritonclip
+from helpers.cases import CHUNK, of_sizes, parameters
+from helpers.graphs import captured_second_gpu
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,

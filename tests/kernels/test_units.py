@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CHUNK, copies, grad_of
 from hypothesis import given
 from hypothesis import strategies as st
-from units import assert_clipped, expected, make, truths
 
 import tritonclip
+from helpers.cases import CHUNK, copies, grad_of
+from helpers.units import assert_clipped, expected, make, truths
 from tritonclip import ClipByUnitNorm, FlatGradients
 
 pytest.importorskip("triton", reason="tritonclip.kernels needs triton")

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from workers import NEEDS_FORK, python, run_in_fork
 
 import tritonclip
+from helpers.workers import NEEDS_FORK, python, run_in_fork
 from tritonclip.monitor.history import read
 
 ENDINGS = ["csv", "jsonl"]

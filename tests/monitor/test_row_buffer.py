@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import NoHostRead, no_sync
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
+from helpers.cases import NoHostRead, no_sync
 from tritonclip.monitor import row_buffer
 from tritonclip.monitor.history import read
 

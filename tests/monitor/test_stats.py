@@ -9,11 +9,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from clip_stats import COUNTS, KEYS, grouped
-from serving import decided_on_device
 from torch.optim import SGD
-from training import give_grads, new_params, sgd, wrapped
 
+from helpers.clip_stats import COUNTS, KEYS, grouped
+from helpers.serving import decided_on_device
+from helpers.training import give_grads, new_params, sgd, wrapped
 from tritonclip import ClippedOptimizer, ClippingWarning, ClipStats
 
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from clip_stats import COUNTS
-from training import give_grads, sgd, wrapped
 
+from helpers.clip_stats import COUNTS
+from helpers.training import give_grads, sgd, wrapped
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
 
 

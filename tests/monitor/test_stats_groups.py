@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from cases import assert_norm
-from clip_stats import KEYS, grouped, torch_norm
-from training import give_grads, new_params, sgd, wrapped
 
+from helpers.cases import assert_norm
+from helpers.clip_stats import KEYS, grouped, torch_norm
+from helpers.training import give_grads, new_params, sgd, wrapped
 from tritonclip import ClippedOptimizer
 
 

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from cases import assert_norm
-from clip_stats import torch_norm
 from torch.optim import SGD
-from training import give_grads, new_params, sgd, wrapped
 
+from helpers.cases import assert_norm
+from helpers.clip_stats import torch_norm
+from helpers.training import give_grads, new_params, sgd, wrapped
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
 
 

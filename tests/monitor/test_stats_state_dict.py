@@ -6,13 +6,13 @@ import io
 import math
 
 import pytest
-import reference
 import torch
-from cases import assert_bits, assert_norm
-from clip_stats import COUNTS, grouped
 from torch.optim import SGD
-from training import give_grads, new_params, sgd, wrapped
 
+from helpers import reference
+from helpers.cases import assert_bits, assert_norm
+from helpers.clip_stats import COUNTS, grouped
+from helpers.training import give_grads, new_params, sgd, wrapped
 from tritonclip import ClippedOptimizer
 
 

@@ -9,10 +9,10 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from norm_series import norms_of
-from workers import python
 
 import tritonclip
+from helpers.norm_series import norms_of
+from helpers.workers import python
 from tritonclip.monitor.history import read
 
 # As the docstring says.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from norm_series import norms_of
 
 import tritonclip
+from helpers.norm_series import norms_of
 
 
 @pytest.mark.parametrize("drift", [0.05, 20.0], ids=["falling", "rising"])

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from norm_series import norms_of
 
 import tritonclip
+from helpers.norm_series import norms_of
 
 
 def test_step_numbers_that_repeat_are_remarked_on(tmp_path):

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from norm_series import norms_of
 
 import tritonclip
+from helpers.norm_series import norms_of
 from tritonclip.monitor.history import read
 
 Norms = Any

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from norm_series import norms_of
 
 import tritonclip
+from helpers.norm_series import norms_of
 
 
 @pytest.mark.parametrize("high", [5.0, 1 / 5], ids=["above", "below"])

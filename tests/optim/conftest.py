@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
-from serving import decided_on_device
+
+from helpers.serving import decided_on_device
 
 
 @pytest.fixture(autouse=True)

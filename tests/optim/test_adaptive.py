@@ -11,13 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_bits, copies, grad_of, normal
-from serving import decided_on_device
 from torch import Tensor
 from torch.optim import SGD
-from training import PLAIN_AND_FUSED, SCALERS, give_grads, new_params, sgd, state_of, wrapped
 
 import tritonclip
+from helpers.cases import assert_bits, copies, grad_of, normal
+from helpers.serving import decided_on_device
+from helpers.training import (
+    PLAIN_AND_FUSED,
+    SCALERS,
+    give_grads,
+    new_params,
+    sgd,
+    state_of,
+    wrapped,
+)
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByOwnHistory,

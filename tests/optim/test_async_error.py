@@ -13,11 +13,13 @@ from weakref import ref
 
 import pytest
 import torch
-from cases import NoHostRead, assert_bits, copies, grad_of, no_sync
-from serving import decided_on_device
 from torch import Tensor
 from torch.optim import SGD, AdamW
-from training import (
+
+import tritonclip
+from helpers.cases import NoHostRead, assert_bits, copies, grad_of, no_sync
+from helpers.serving import decided_on_device
+from helpers.training import (
     INNERS,
     RULES,
     RULES_OF_EVERY_TYPE,
@@ -28,8 +30,6 @@ from training import (
     sgd,
     state_of,
 )
-
-import tritonclip
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,

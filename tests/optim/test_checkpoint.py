@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_bits, copies, grad_of
 from torch.optim import SGD, AdamW, Optimizer
-from training import state_of
 
+from helpers.cases import assert_bits, copies, grad_of
+from helpers.training import state_of
 from tritonclip import (
     ClipByNorm,
     ClipByOwnHistory,

@@ -6,8 +6,10 @@ from copy import deepcopy
 
 import pytest
 import torch
-from cases import assert_bits, grad_of
-from optimizers import (
+from torch.optim import SGD, Adam, Optimizer
+
+from helpers.cases import assert_bits, grad_of
+from helpers.optimizers import (
     EVERY,
     FACTORS,
     LIMIT,
@@ -21,8 +23,6 @@ from optimizers import (
     one_weight,
     train,
 )
-from torch.optim import SGD, Adam, Optimizer
-
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer
 
 

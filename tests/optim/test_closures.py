@@ -6,8 +6,11 @@ from copy import deepcopy
 
 import pytest
 import torch
-from cases import assert_bits, copies, grad_of
-from optimizers import (
+from torch.optim import SGD, Optimizer
+
+import tritonclip
+from helpers.cases import assert_bits, copies, grad_of
+from helpers.optimizers import (
     LIMIT,
     ONE_OF_EACH,
     assert_same_state,
@@ -17,9 +20,6 @@ from optimizers import (
     one_weight,
     train,
 )
-from torch.optim import SGD, Optimizer
-
-import tritonclip
 from tritonclip import ClippedOptimizer
 
 JUDGING = ["skip", "error"]

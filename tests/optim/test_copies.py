@@ -8,8 +8,10 @@ from copy import copy, deepcopy
 
 import pytest
 import torch
-from cases import assert_bits, copies
-from optimizers import (
+from torch.optim import SGD
+
+from helpers.cases import assert_bits, copies
+from helpers.optimizers import (
     CLASSES,
     LIMIT,
     OPTIONS,
@@ -20,8 +22,6 @@ from optimizers import (
     one_weight,
     train,
 )
-from torch.optim import SGD
-
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer
 
 # A copy of torch's LBFGS cannot step: it lacks the attribute _params, wrapped or not.

@@ -9,14 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import CHUNK, FLOATS, assert_bits, assert_norm, copies, grad_of, normal, parameters
 from torch import Tensor
 from torch.optim import SGD
-from training import give_grads, new_params, sgd
 
 import tritonclip
+from helpers import reference
+from helpers.cases import (
+    CHUNK,
+    FLOATS,
+    assert_bits,
+    assert_norm,
+    copies,
+    grad_of,
+    normal,
+    parameters,
+)
+from helpers.training import give_grads, new_params, sgd
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,

@@ -9,10 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import assert_bits, assert_norm, copies, grad_of, normal
-from loss_scale import (
+from torch import Tensor
+from torch.optim import SGD, AdamW, Optimizer
+
+import tritonclip
+from helpers import reference
+from helpers.cases import assert_bits, assert_norm, copies, grad_of, normal
+from helpers.loss_scale import (
     INTERVAL,
     OVERFLOWS,
     SCALE,
@@ -27,11 +31,7 @@ from loss_scale import (
     spoiled,
     weight_under,
 )
-from torch import Tensor
-from torch.optim import SGD, AdamW, Optimizer
-from training import INNERS, PLAIN_AND_FUSED, RULES, SCALERS, new_params, wrapped
-
-import tritonclip
+from helpers.training import INNERS, PLAIN_AND_FUSED, RULES, SCALERS, new_params, wrapped
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
 
 

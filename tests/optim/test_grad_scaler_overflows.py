@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_bits, copies, grad_of, normal
-from loss_scale import (
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+import tritonclip
+from helpers.cases import assert_bits, copies, grad_of, normal
+from helpers.loss_scale import (
     SCALE,
     UNSCALED_BEFORE,
     assert_same_run,
@@ -17,10 +21,8 @@ from loss_scale import (
     scaled_step,
     spoiled,
 )
-from serving import decided_on_device
-from torch import Tensor
-from torch.optim import SGD, Optimizer
-from training import (
+from helpers.serving import decided_on_device
+from helpers.training import (
     INNERS,
     PLAIN_AND_FUSED,
     POLICIES,
@@ -30,8 +32,6 @@ from training import (
     state_of,
     wrapped,
 )
-
-import tritonclip
 from tritonclip import ClipByGlobalNorm, ClippedOptimizer
 
 

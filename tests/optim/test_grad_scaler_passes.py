@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from loss_scale import SCALE, backward, grads_at, spoiled
 from torch.optim import AdamW, Optimizer
-from training import PLAIN_AND_FUSED, RULES, new_params, wrapped
 
 import tritonclip
+from helpers.loss_scale import SCALE, backward, grads_at, spoiled
+from helpers.training import PLAIN_AND_FUSED, RULES, new_params, wrapped
 from tritonclip import ClippedOptimizer
 from tritonclip.backends.operators import TorchLayout
 

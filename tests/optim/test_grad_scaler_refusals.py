@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_bits, copies, grad_of
-from loss_scale import backward, grads_at, weight_under
 from torch.optim import SGD
-from training import PLAIN_AND_FUSED, SCALERS, new_params, wrapped
 
 import tritonclip
+from helpers.cases import assert_bits, copies, grad_of
+from helpers.loss_scale import backward, grads_at, weight_under
+from helpers.training import PLAIN_AND_FUSED, SCALERS, new_params, wrapped
 from tritonclip import ClippedOptimizer
 
 

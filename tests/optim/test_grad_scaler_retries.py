@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import grad_of
-from loss_scale import (
+from torch.optim import SGD
+
+from helpers.cases import grad_of
+from helpers.loss_scale import (
     SCALE,
     assert_same_run,
     backward,
@@ -16,9 +18,7 @@ from loss_scale import (
     scaled_step,
     weight_under,
 )
-from torch.optim import SGD
-from training import SCALERS, new_params
-
+from helpers.training import SCALERS, new_params
 from tritonclip import ClipByGlobalNorm, ClippedOptimizer, FlatGradients
 from tritonclip.optim.clip_groups import ClipGroup
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import one_weight
 from torch.optim import SGD
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from training import Inner
 
+from helpers.optimizers import one_weight
+from helpers.training import Inner
 from tritonclip import ClipByGlobalNorm, ClippedOptimizer
 
 

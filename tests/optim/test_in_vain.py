@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import normal, parameter, parameters
 
 import tritonclip
+from helpers.cases import normal, parameter, parameters
 from tritonclip import ClipByValue, ClippedOptimizer, ClippingWarning
 from tritonclip.engine import misuse
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import normal, parameter
 
+from helpers.cases import normal, parameter
 from tritonclip import ClippedOptimizer
 
 INNER = r"SGD\.step\(\) was called on the optimizer inside"

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import copies, grad_of, normal
-from interrupts import InterruptAtBytecode
 from torch import Tensor
 from torch.optim import AdamW
-from training import state_of
 
 import tritonclip
+from helpers.cases import copies, grad_of, normal
+from helpers.interrupts import InterruptAtBytecode
+from helpers.training import state_of
 from tritonclip import ClippedOptimizer, FlatGradients
 
 # In other code torch enters contexts, which Python can leave open where it is interrupted.

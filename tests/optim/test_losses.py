@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import histories
 import numpy as np
 import pytest
 import torch
-from cases import INTERPRETED, NoHostRead, assert_bits, copies, grad_of
 from torch import Tensor
-from training import PLAIN_AND_FUSED, SCALERS, give_grads, sgd, state_of, wrapped
 
 import tritonclip
+from helpers import histories
+from helpers.cases import INTERPRETED, NoHostRead, assert_bits, copies, grad_of
+from helpers.training import PLAIN_AND_FUSED, SCALERS, give_grads, sgd, state_of, wrapped
 from tritonclip import ClippedOptimizer, Outlier
 from tritonclip.backends import choose
 from tritonclip.optim.watches import SkipWatch

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import grad_of
 from torch import Tensor
 from torch.optim import SGD
 
+from helpers.cases import grad_of
 from tritonclip import ClipByOwnHistory, ClipByQuantile, ClippedOptimizer, FlatGradients, Outlier
 
 # Clips to 1.05 times its norm a gradient that grows.

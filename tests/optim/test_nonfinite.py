@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_bits, copies, grad_of, normal
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
-from training import (
+
+from helpers.cases import assert_bits, copies, grad_of, normal
+from helpers.training import (
     INNERS,
     PLAIN_AND_FUSED,
     RULES,
@@ -22,7 +23,6 @@ from training import (
     state_of,
     wrapped,
 )
-
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer
 
 VALUES = [math.nan, math.inf, -math.inf]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_bits, copies
 from torch import Tensor
 from torch.optim import LBFGS, SGD, AdamW
-from training import INNERS, grads_of, new_params, state_of, wrapped
 
+from helpers.cases import assert_bits, copies
+from helpers.training import INNERS, grads_of, new_params, state_of, wrapped
 from tritonclip import ClipByGlobalNorm, ClippedOptimizer
 
 

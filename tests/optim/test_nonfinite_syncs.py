@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import no_sync
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
-from training import RULES, RULES_OF_EVERY_TYPE, give_grads, new_params
 
+from helpers.cases import no_sync
+from helpers.training import RULES, RULES_OF_EVERY_TYPE, give_grads, new_params
 from tritonclip import ClippedOptimizer
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_bits, copies, grad_of, normal, parameter
-from param_groups import ABSENT, grads_of, values_of
 from torch.optim import SGD
 
+from helpers.cases import assert_bits, copies, grad_of, normal, parameter
+from helpers.param_groups import ABSENT, grads_of, values_of
 from tritonclip import ClippedOptimizer
 
 

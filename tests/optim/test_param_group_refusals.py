@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_bits, copies, normal, parameter, parameters
-from optimizers import CLASSES
-from param_groups import ABSENT, grads_of, grouped, three_groups, values_of
 from torch.optim import SGD
 
+from helpers.cases import assert_bits, copies, normal, parameter, parameters
+from helpers.optimizers import CLASSES
+from helpers.param_groups import ABSENT, grads_of, grouped, three_groups, values_of
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, use_backend
 
 BAD_RULES = pytest.mark.parametrize(

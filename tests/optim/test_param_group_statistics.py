@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from param_groups import ABSENT, grouped, three_groups
 
+from helpers.param_groups import ABSENT, grouped, three_groups
 from tritonclip import ClipByValue
 
 

@@ -6,12 +6,20 @@ import math
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import assert_bits, assert_norm, grad_of, normal, parameter
-from param_groups import ABSENT, assert_close, clipped, grads_of, grouped, three_groups, values_of
 from torch.optim import SGD, SparseAdam
 
+from helpers import reference
+from helpers.cases import assert_bits, assert_norm, grad_of, normal, parameter
+from helpers.param_groups import (
+    ABSENT,
+    assert_close,
+    clipped,
+    grads_of,
+    grouped,
+    three_groups,
+    values_of,
+)
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, verify
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import assert_bits, bounds_of, copies, grad_of, normal
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from helpers import reference
+from helpers.cases import assert_bits, bounds_of, copies, grad_of, normal
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, FlatGradients
 
 N_GROUPS = 3

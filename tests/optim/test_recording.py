@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_bits, copies, grad_of
 from torch.optim import SGD
-from training import PLAIN_AND_FUSED, SCALERS, give_grads, new_params, sgd, wrapped
 
 import tritonclip
+from helpers.cases import assert_bits, copies, grad_of
+from helpers.training import PLAIN_AND_FUSED, SCALERS, give_grads, new_params, sgd, wrapped
 from tritonclip import ClipByNorm, ClipByQuantile, ClipByValue, ClippedOptimizer, FlatGradients
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import one_weight
 from torch.optim import SGD, Optimizer
 
+from helpers.optimizers import one_weight
 from tritonclip import ClipByGlobalNorm, ClippedOptimizer
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import NoHostRead, assert_bits, copies, grad_of
-from serving import decided_on_device
 from torch import Tensor
-from training import INNERS, PLAIN_AND_FUSED, SCALERS, give_grads, sgd, state_of, wrapped
 
 import tritonclip
+from helpers.cases import NoHostRead, assert_bits, copies, grad_of
+from helpers.serving import decided_on_device
+from helpers.training import INNERS, PLAIN_AND_FUSED, SCALERS, give_grads, sgd, state_of, wrapped
 from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer, Outlier
 from tritonclip.backends import choose
 from tritonclip.optim import watches

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import grad_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from optimizers import (
+from torch.optim import SGD
+from torch.utils._pytree import tree_map_only
+
+from helpers.cases import grad_of
+from helpers.optimizers import (
     EVERY,
     LIMIT,
     ONE_OF_EACH,
@@ -23,9 +26,6 @@ from optimizers import (
     one_weight,
     train,
 )
-from torch.optim import SGD
-from torch.utils._pytree import tree_map_only
-
 from tritonclip import (
     ClipByNorm,
     ClipByOwnHistory,

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import NoHostRead, grad_of
-from units import assert_clipped, expected
 
 import tritonclip
+from helpers.cases import NoHostRead, grad_of
+from helpers.units import assert_clipped, expected
 from tritonclip import ClipByUnitNorm, ClippedOptimizer, FlatGradients
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import normal
 from torch.optim import SGD
 
+from helpers.cases import normal
 from tritonclip import ClipByGlobalNorm, ClippedOptimizer
 
 RULE = ClipByGlobalNorm(1.0, eps=0.0)

@@ -8,9 +8,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import torch
-from workers import python
 
 import tritonclip
+from helpers.workers import python
 from tritonclip.cli import main
 from tritonclip.messages import printable
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from workers import python
 
 import tritonclip
+from helpers.workers import python
 from tritonclip import cli
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import INTERPRETED
+
+from helpers.cases import INTERPRETED
 
 nbformat = pytest.importorskip("nbformat", reason="needs tritonclip[test]")
 nbclient = pytest.importorskip("nbclient", reason="needs tritonclip[test]")

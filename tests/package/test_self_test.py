@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from workers import python
 
 import tritonclip
+from helpers.workers import python
 from tritonclip.backends.operators import TorchBatch
 from tritonclip.cli import main
 

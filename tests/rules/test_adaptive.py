@@ -8,15 +8,23 @@ from array import array
 from collections import Counter
 from typing import Any, ClassVar
 
-import histories
 import pytest
 import torch
-from cases import INTERPRETED, NoHostRead, grad_of, no_sync, normal, parameters, same_parameters
-from histories import ADAPTIVE, of_norm
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import tritonclip
+from helpers import histories
+from helpers.cases import (
+    INTERPRETED,
+    NoHostRead,
+    grad_of,
+    no_sync,
+    normal,
+    parameters,
+    same_parameters,
+)
+from helpers.histories import ADAPTIVE, of_norm
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,

@@ -9,12 +9,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from cases import grad_of, parameters, same_parameters
-from histories import ADAPTIVE, of_norm, run
-from serving import decided_on_device
 from torch import Tensor
 
 import tritonclip
+from helpers.cases import grad_of, parameters, same_parameters
+from helpers.histories import ADAPTIVE, of_norm, run
+from helpers.serving import decided_on_device
 from tritonclip import (
     ClipByNorm,
     ClipByOwnHistory,

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from cases import grad_of
 from torch import Tensor
 
 import tritonclip
+from helpers.cases import grad_of
 from tritonclip import AdaptiveRule, ClipByGlobalNorm, ClippedOptimizer, ClipState, Rule
 from tritonclip.rules import Measured
 

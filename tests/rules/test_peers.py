@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import assert_bits, copies, grad_of, parameters, same_parameters
 from torch import Tensor
-from training import give_grads, sgd, wrapped
 
 import tritonclip
+from helpers.cases import assert_bits, copies, grad_of, parameters, same_parameters
+from helpers.training import give_grads, sgd, wrapped
 from tritonclip import ClipByQuantile, ClipByRMS, ClipByZScore, ClipState, Outlier
 
 

@@ -7,12 +7,12 @@ import math
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import FLOATS, assert_bits, grad_of, normal
 from torch import Tensor, nn
 
 import tritonclip
+from helpers import reference
+from helpers.cases import FLOATS, assert_bits, grad_of, normal
 from tritonclip import (
     ClipByNorm,
     ClipBySpectralNorm,

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
-import reference
 import torch
-from cases import CHUNK, assert_bits, assert_norm, copies, normal, of_sizes, parameters
 from torch import Tensor
 
 import tritonclip
+from helpers import reference
+from helpers.cases import CHUNK, assert_bits, assert_norm, copies, normal, of_sizes, parameters
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer
 from tritonclip.rules import Measured, Rule
 

@@ -8,14 +8,23 @@ import math
 
 import numpy as np
 import pytest
-import reference
 import torch
-from cases import FLOATS, NoHostRead, assert_bits, assert_norm, bits, copies, grad_of, normal
 from hypothesis import given
 from hypothesis import strategies as st
-from units import assert_clipped, expected, make, truths, wide
 
 import tritonclip
+from helpers import reference
+from helpers.cases import (
+    FLOATS,
+    NoHostRead,
+    assert_bits,
+    assert_norm,
+    bits,
+    copies,
+    grad_of,
+    normal,
+)
+from helpers.units import assert_clipped, expected, make, truths, wide
 from tritonclip import ClipByUnitNorm, FlatGradients
 
 

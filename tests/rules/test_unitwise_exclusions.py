@@ -8,10 +8,10 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from cases import assert_bits, assert_norm, copies, grad_of, normal
-from units import make, wide
 
 import tritonclip
+from helpers.cases import assert_bits, assert_norm, copies, grad_of, normal
+from helpers.units import make, wide
 from tritonclip import ClipByUnitNorm, FlatGradients
 
 

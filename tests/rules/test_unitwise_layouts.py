@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import bits, copies, grad_of, named, normal
-from units import assert_clipped, expected, make, truths, wide
 
 import tritonclip
+from helpers.cases import bits, copies, grad_of, named, normal
+from helpers.units import assert_clipped, expected, make, truths, wide
 from tritonclip import ClipByUnitNorm
 
 LAYOUTS = {

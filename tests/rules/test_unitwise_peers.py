@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases import FLOATS, grad_of
-from units import SHAPES, assert_clipped, make, unit_norms, wide
 
 import tritonclip
+from helpers.cases import FLOATS, grad_of
+from helpers.units import SHAPES, assert_clipped, make, unit_norms, wide
 from tritonclip import ClipByUnitNorm
 
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import bounds_of, copies, normal
 from torch import Tensor
 from torch.optim import SGD, Optimizer
-from training import SHAPES
 
+from helpers import reference
+from helpers.cases import bounds_of, copies, normal
+from helpers.training import SHAPES
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
 
 STEPS = 12

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-from spread import local, mesh_of, parameter
 from torch import distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
+from helpers.spread import local, mesh_of, parameter
 from tritonclip.distributed import reduction
 
 

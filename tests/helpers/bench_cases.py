@@ -6,13 +6,13 @@ import math
 from pathlib import Path
 
 import torch
-from workers import python
 
 from bench.comparison import Effort
 from bench.speed import compare
 from bench.workloads import Workload
+from helpers.workers import python
 
-BENCH = Path(__file__).parents[1] / "bench"
+BENCH = Path(__file__).parents[2] / "bench"
 CPU = torch.device("cpu")
 SMALL = Workload("small", "small", ((5, 7), (3,), (1,), (257, 9)))
 

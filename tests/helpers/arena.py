@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import assert_norm, grad_of, normal, parameters
 from torch import Tensor
 
 import tritonclip
+from helpers import reference
+from helpers.cases import assert_norm, grad_of, normal, parameters
 from tritonclip import ClipByNorm, ClippedOptimizer, FlatGradients
 
 # The alignment of torch's allocators, so that vectorised paths are taken.

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import assert_norm
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,6 +16,8 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import tritonclip
+from helpers import reference
+from helpers.cases import assert_norm
 from tritonclip import ClipByGlobalNorm
 from tritonclip.rules import Rule
 

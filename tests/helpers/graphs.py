@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED
+
+from helpers.cases import INTERPRETED
 
 NEEDS_DYNAMO = pytest.mark.skipif(INTERPRETED, reason="dynamo cannot trace beside the interpreter")
 # Of files whose tests all compile.

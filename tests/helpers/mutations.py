@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from cases import grad_of
-from memories import elements
 from torch import Tensor
-from world import Subclass, World, assert_clips, memory
 
+from helpers.cases import grad_of
+from helpers.memories import elements
+from helpers.world import Subclass, World, assert_clips, memory
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, FlatGradients
 
 SHAPES = [(), (0,), (1,), (7,), (33,), (4, 5), (5, 4), (20,), (2, 3, 4), (24,)]

@@ -7,15 +7,13 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
-import histories
 import numpy as np
-import reference
 import torch
-import units
-from arena import Arena, OptimizerArena
-from cases import assert_bits
 from torch import Tensor
 
+from helpers import histories, reference, units
+from helpers.arena import Arena, OptimizerArena
+from helpers.cases import assert_bits
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,

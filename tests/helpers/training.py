@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import copies, grad_of, normal
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 import tritonclip
+from helpers.cases import copies, grad_of, normal
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer
 
 Make = Callable[[Any], Optimizer]

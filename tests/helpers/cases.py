@@ -10,12 +10,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import reference
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonclip
+from helpers import reference
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from tritonclip.backends import choose
 from tritonclip.engine import gradients

@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import reference
 import torch
-import units
-from arena import Arena, OptimizerArena, TorchArena
-from cases import assert_bits, assert_norm
-from memories import ADAPTIVE, assert_near, assert_remembers, coefficient, remembered
 from torch import Tensor
 
+from helpers import reference, units
+from helpers.arena import Arena, OptimizerArena, TorchArena
+from helpers.cases import assert_bits, assert_norm
+from helpers.memories import ADAPTIVE, assert_near, assert_remembers, coefficient, remembered
 from tritonclip import (
     ClipByGlobalNorm,
     ClipByNorm,

@@ -1,4 +1,4 @@
-"""Random calls of every public function on random gradient lists, for tests/answers.py."""
+"""Random calls of every public function on random gradient lists, for tools/answers.py."""
 
 from __future__ import annotations
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import reference
 import torch
-from cases import grad_of, normal, parameter
 from torch.optim import SGD
 
+from helpers import reference
+from helpers.cases import grad_of, normal, parameter
 from tritonclip import ClippedOptimizer
 
 ABSENT = object()

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from training import sgd
 
+from helpers.training import sgd
 from tritonclip import ClippedOptimizer
 
 COUNTS = {"steps", "clipped_steps", "skipped_steps", "overflowed_steps", "consecutive_skips"}

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_bits, normal
 from torch.optim import SGD, Optimizer
 
 import tritonclip
+from helpers.cases import assert_bits, normal
 from tritonclip import ClipByGlobalNorm, ClippedOptimizer
 
 LIMIT = 1.0

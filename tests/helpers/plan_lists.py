@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import normal
 from torch import Tensor
 
+from helpers.cases import normal
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.plan_cache import PlanCache
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from cases import grad_of, normal
 from torch import Tensor
 
+from helpers.cases import grad_of, normal
 from tritonclip import FlatGradients
 
 # Sizes that are multiples of 16 bytes for no dtype, for some and for all; an empty one.

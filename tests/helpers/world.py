@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-import reference
 import torch
-from cases import assert_norm, grad_of, normal
-from memories import Follower, assert_near, elements
 from torch import Tensor
 
 import tritonclip
+from helpers import reference
+from helpers.cases import assert_norm, grad_of, normal
+from helpers.memories import Follower, assert_near, elements
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, FlatGradients
 
 # Rules that the reference has bit for bit.

@@ -1,8 +1,8 @@
 """A soak: random lists and rules on both backends, with threads, forks and interrupts, for hours.
 
-    TRITON_INTERPRET=1 python tests/soak.py --minutes 60
+    TRITON_INTERPRET=1 PYTHONPATH=tests python tools/soak.py --minutes 60
 
-Every call is checked byte by byte against tests/reference.py. A round depends on its seed alone, so
+Every call is checked byte by byte against helpers.reference. A round depends on its seed alone, so
 that `--seed S --first N` repeats the round that failed, as long as no earlier one matters to it.
 """
 
@@ -23,16 +23,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from arena import Arena, FlatArena, FlatOptimizerArena, FusedArena, OptimizerArena, TorchArena
-from cases import INTERPRETED, bounds_of
 from clips import Clip, checked, random_clip, random_rule
 from footprint import memory
-from memories import Follower, random_follower, random_skip_bound
-from mutations import DTYPES, FORMS, MUTATIONS, RULES, SHAPES, take_step
-from workers import run_in_fork, run_in_threads
-from world import World
 
 import tritonclip
+from helpers.arena import (
+    Arena,
+    FlatArena,
+    FlatOptimizerArena,
+    FusedArena,
+    OptimizerArena,
+    TorchArena,
+)
+from helpers.cases import INTERPRETED, bounds_of
+from helpers.memories import Follower, random_follower, random_skip_bound
+from helpers.mutations import DTYPES, FORMS, MUTATIONS, RULES, SHAPES, take_step
+from helpers.workers import run_in_fork, run_in_threads
+from helpers.world import World
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 from tritonclip.backends import choose
 from tritonclip.engine.plan_cache import plans

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 import torch
-from cases import grad_of, normal
 from torch import Tensor
 
+from helpers.cases import grad_of, normal
 from tritonclip import ClipByUnitNorm
 
 # One unit, one short row each, rows of every way of the kernels, and nothing at all.

@@ -1,10 +1,10 @@
 """The answers of public calls on random gradient lists, a line for each, to compare two versions.
 
-    python tests/answers.py --lists 20000 --seed 1 --out after.txt
-    python tests/answers.py --compare before.txt after.txt
+    python tools/answers.py --lists 20000 --seed 1 --out after.txt
+    python tools/answers.py --compare before.txt after.txt
 
 A list depends on the seed and its index alone. Take one and the same copy of this file, digests.py
-and random_calls.py for both versions: they need no other file of tests/. The columns:
+and random_calls.py for both versions: they need no other file. The columns:
 
 - `bits`: of every gradient with the memory around it, every result, every `_version`;
 - `form`: the same but for finite floating-point values, which `digits` sums up, and for how often

@@ -1,4 +1,4 @@
-"""Mutation testing of the core: `nox -s mutants`, or `python tests/mutants.py` in a copy of it.
+"""Mutation testing of the core: `nox -s mutants`, or `python tools/mutants.py` in a copy of it.
 
 A mutant is the core with one small change. Where no test fails it survives: a test is missing, code
 is needless, or the change changes nothing. coverage.py measures once which tests run each line, and

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import grad_of, normal, same_parameters
 from torch import Tensor
 
 import tritonclip
+from helpers.cases import grad_of, normal, same_parameters
 from tritonclip import ClipByOwnHistory, ClipByOwnQuantile, ClipByQuantile, ClipByZScore, ClipState
 
 Limits = Callable[[float], float]
