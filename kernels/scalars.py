@@ -58,21 +58,6 @@ def unit_coefficient_of(norm, weight, ratio, eps, RESULT: tl.constexpr):
 
 
 @triton.jit
-def factors_of(coefficient, grad_scale, LANE: tl.constexpr):
-    """Returns two factors of LANE whose product is coefficient / grad_scale.
-
-    The second is 1, or the least normal number where the quotient is below that: it would lose
-    digits, or all of itself. float64 has room for every quotient that matters: always 1 there.
-    """
-    LEAST: tl.constexpr = 2.0**-126
-    INVERSE: tl.constexpr = 2.0**126
-    multiplier = divide(coefficient, grad_scale)
-    is_less = (multiplier < LEAST) & (LANE != tl.float64)
-    multiplier = tl.where(is_less, divide(coefficient * INVERSE, grad_scale), multiplier)
-    return multiplier.to(LANE), tl.where(is_less, LEAST, 1.0).to(LANE)
-
-
-@triton.jit
 def is_finite(x):
     """Whether x is neither NaN nor inf."""
     return (x == x) & (tl.abs(x) != INF)

@@ -22,23 +22,21 @@ from tritonclip.kernels.norm import combine
 from tritonclip.kernels.scalars import (
     as_float64,
     coefficient_of,
-    factors_of,
+    divide,
     is_finite,
     load_number,
 )
 
 
 @triton.jit
-def _scale_tile(x_ptr, mask, multiplier, rest, erase, MASKED: tl.constexpr):
-    """Multiplies one tile in place by both factors; `erase` writes zeros, also over NaN."""
+def _scale_tile(x_ptr, mask, multiplier, erase, MASKED: tl.constexpr):
+    """Multiplies one tile in place by the multiplier; `erase` writes zeros, also over NaN."""
     if MASKED:
         x = tl.load(x_ptr, mask=mask, other=0.0)
     else:
         x = tl.load(x_ptr)
 
     y = x.to(multiplier.dtype) * multiplier
-    if multiplier.dtype != tl.float64:
-        y *= rest
     y = tl.where(erase, 0.0, y).to(x.dtype)
 
     if MASKED:
@@ -48,11 +46,11 @@ def _scale_tile(x_ptr, mask, multiplier, rest, erase, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _scale_masked(x_ptr, n, multiplier, rest, erase, BLOCK: tl.constexpr):
+def _scale_masked(x_ptr, n, multiplier, erase, BLOCK: tl.constexpr):
     """Multiplies x_ptr[0:n] in place."""
     offsets = tl.arange(0, BLOCK)
     for start in range(0, n, BLOCK):
-        _scale_tile(x_ptr + start + offsets, start + offsets < n, multiplier, rest, erase, True)
+        _scale_tile(x_ptr + start + offsets, start + offsets < n, multiplier, erase, True)
 
 
 @triton.jit
@@ -61,7 +59,6 @@ def scale_chunk(
     start,
     n,
     multiplier,
-    rest,
     erase,
     DTYPE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -74,13 +71,13 @@ def scale_chunk(
         if n == CHUNK:
             offsets = tl.arange(0, BLOCK)
             for tile in range(0, CHUNK, BLOCK):
-                _scale_tile(x_ptr + tile + offsets, None, multiplier, rest, erase, False)
+                _scale_tile(x_ptr + tile + offsets, None, multiplier, erase, False)
         else:
             n_whole = whole_vectors(n)
-            _scale_masked(x_ptr, n_whole, multiplier, rest, erase, BLOCK)
-            _scale_masked(x_ptr + n_whole, n - n_whole, multiplier, rest, erase, TAIL)
+            _scale_masked(x_ptr, n_whole, multiplier, erase, BLOCK)
+            _scale_masked(x_ptr + n_whole, n - n_whole, multiplier, erase, TAIL)
     else:
-        _scale_masked(any_pointer(address, start, DTYPE), n, multiplier, rest, erase, BLOCK)
+        _scale_masked(any_pointer(address, start, DTYPE), n, multiplier, erase, BLOCK)
 
 
 @launch.jit
@@ -126,7 +123,7 @@ def scale_kernel(
     norm = norm.to(RESULT)
     coefficient = coefficient_of(norm, max_norm, as_float64(eps_bits).to(RESULT))
     LANE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
-    multiplier, rest = factors_of(coefficient, grad_scale.to(RESULT), LANE)
+    multiplier = divide(coefficient, grad_scale.to(RESULT)).to(LANE)
     erase = ERASE & (is_finite(norm) == 0)
 
     if pid == 0:
@@ -145,7 +142,7 @@ def scale_kernel(
                 pid + last - i,
                 CHUNK,
             )
-            scale_chunk(address, start, n, multiplier, rest, erase, DTYPE, CHUNK, BLOCK, TAIL)
+            scale_chunk(address, start, n, multiplier, erase, DTYPE, CHUNK, BLOCK, TAIL)
 
 
 @triton.jit
@@ -205,7 +202,6 @@ def scale_each_kernel(
     norm = grad_scale.to(RESULT)
     coefficient = norm
     multiplier = grad_scale.to(LANE)
-    rest = multiplier
     for i in range(_run_start(pid, n_chunks), _run_start(pid + 1, n_chunks)):
         tensor, address, start, n = find_chunk(
             pointers_ptr, sizes_ptr, first_chunks_ptr, tensor_of_chunk_ptr, n_chunks - 1 - i, CHUNK
@@ -223,10 +219,10 @@ def scale_each_kernel(
                 own_norm /= grad_scale
             norm = own_norm.to(RESULT)
             coefficient = coefficient_of(norm, max_norm.to(RESULT), eps)
-            multiplier, rest = factors_of(coefficient, grad_scale.to(RESULT), LANE)
+            multiplier = divide(coefficient, grad_scale.to(RESULT)).to(LANE)
         if start == 0:
             tl.store(norm_ptr + tensor, norm)
             tl.store(coefficient_ptr + tensor, tl.where(erase, 0.0, coefficient))
         if WRITE:
             if (multiplier != 1) | erase:
-                scale_chunk(address, start, n, multiplier, rest, erase, DTYPE, CHUNK, BLOCK, TAIL)
+                scale_chunk(address, start, n, multiplier, erase, DTYPE, CHUNK, BLOCK, TAIL)

@@ -33,13 +33,7 @@ from tritonclip.kernels.norm import (
     combine,
     norm_of,
 )
-from tritonclip.kernels.scalars import (
-    INF,
-    as_float64,
-    factors_of,
-    load_number,
-    unit_coefficient_of,
-)
+from tritonclip.kernels.scalars import INF, as_float64, divide, load_number, unit_coefficient_of
 from tritonclip.kernels.scale import scale_chunk
 
 # Rows of a tile: it has 4 elements for each of 256 threads. Larger ones spill.
@@ -198,7 +192,7 @@ def _scale_short(
         norm = tl.load(norms_ptr + own, mask=own < n_rows, other=0.0) / grad_scale
         weight = tl.load(weights_ptr + own, mask=own < n_rows, other=INF)
         coefficient = unit_coefficient_of(norm, weight, ratio, eps, RESULT)
-        multiplier, rest = factors_of(coefficient, grad_scale.to(RESULT), LANE)
+        multiplier = divide(coefficient, grad_scale.to(RESULT)).to(LANE)
         kept = tl.where(erase, 0.0, coefficient)
         tl.store(coefficient_ptr + own, kept, mask=own < n_rows)
         if WRITE:
@@ -210,8 +204,6 @@ def _scale_short(
                     inside &= changed[:, None]
                     x = tl.load(tile_ptr, mask=inside, other=0.0)
                     y = x.to(LANE) * multiplier[:, None]
-                    if LANE != tl.float64:
-                        y *= rest[:, None]
                     y = tl.where(erase, 0.0, y).to(x.dtype)
                     tl.store(tile_ptr, y, mask=inside)
 
@@ -291,13 +283,12 @@ def scale_units_kernel(
             for i in range(n_rows):
                 norm, weight = _norms_of_row(own_ptr + i, n_norms, chunks)
                 coefficient = unit_coefficient_of(norm / grad_scale, weight, ratio, eps, RESULT)
-                multiplier, rest = factors_of(coefficient, grad_scale.to(RESULT), LANE)
+                multiplier = divide(coefficient, grad_scale.to(RESULT)).to(LANE)
                 if chunk == 0:
                     tl.store(unit_ptr + i, tl.where(erase, 0.0, coefficient))
                 if WRITE:
                     if (multiplier != 1) | erase:
                         scale_chunk(
-                            row_address, start, n, multiplier, rest, erase,
-                            DTYPE, CHUNK, BLOCK, TAIL,
-                        )  # fmt: skip
+                            row_address, start, n, multiplier, erase, DTYPE, CHUNK, BLOCK, TAIL
+                        )
                 row_address += length * ITEMSIZE

@@ -77,17 +77,6 @@ static double limit_of(double limit, int64_t n, double power) {
     return limit * (power == 1 ? (double)n : sqrt((double)n));
 }
 
-/* Whether products have all their digits: those of narrow elements and a factor that float32 does not hold,
- * because it is of float64 and below the normal numbers, have not. */
-static int keep_digits(const Job *job) {
-    for (int64_t i = 0; i < job->n; i++) {
-        double factor = job->gradients[i].factor;
-        int is_lost = fabs(factor) < FLT_MIN && (double)(float)factor != factor;
-        if (is_lost && job->gradients[i].code % PAIRS != FLOAT64) return 0;
-    }
-    return 1;
-}
-
 /* A limit, a number of 0 or more; NaN for others. */
 static double as_limit(PyObject *limit) {
     double number = as_bound(limit, NAN);
@@ -150,7 +139,6 @@ static PyObject *clipped(PyObject *module, PyObject *const *arguments, Py_ssize_
         /* A norm of 0 that is given may be that of elements that are not: 0/0 counts as 0. */
         if (is_given && factor == 1 && !norm && !limit) factor = 0;
         for (int64_t i = 0; i < job.n; i++) job.gradients[i].factor = factor;
-        is_done = keep_digits(&job);
     }
     if (is_done == 1) {
         job.verb = MULTIPLY;
@@ -188,7 +176,6 @@ static PyObject *clipped_each(PyObject *module, PyObject *const *arguments, Py_s
         gradient->factor = coefficient_of(norm, own, 0, leaves.are_wide);
         is_done = is_known(&job, &leaves, norm) && !(power && leaves.have_pairs);
     }
-    if (is_done == 1) is_done = keep_digits(&job);
     if (PyErr_Occurred()) is_done = -1;
     if (is_done == 1) {
         job.verb = MULTIPLY;
@@ -206,7 +193,7 @@ static PyObject *scaled(PyObject *module, PyObject *const *arguments, Py_ssize_t
     Leaves leaves;
     PyObject *result = NULL;
     int is_done = read_leaves(&job, &leaves, MULTIPLY, arguments[0], arguments[1]);
-    if (is_done == 1) is_done = read_factors(&job, arguments[2]) ? keep_digits(&job) : -1;
+    if (is_done == 1 && !read_factors(&job, arguments[2])) is_done = -1;
     if (is_done == 1) {
         run(&job);
         result = made_of(&leaves);

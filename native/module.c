@@ -7,12 +7,11 @@
  * is trusted, but for 0.
  */
 #include <Python.h>
-#include <float.h>
 
 #include "tensors.h"
 
 /* Of the functions and their arguments, for `native.py`. */
-#define INTERFACE 11
+#define INTERFACE 12
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
 /* Elements, or rows, of a list at most: int64 holds as many bytes, and sums of rounded ones. */
@@ -300,7 +299,6 @@ static PyObject *clip(PyObject *module, PyObject *const *arguments, Py_ssize_t n
     if (!wide) norm = (float)norm, scale = (float)scale;
     double coefficient = coefficient_of(norm, limit, eps, wide), factor = coefficient / scale;
     if (!wide) factor = (float)factor;
-    if (factor < (wide ? DBL_MIN : FLT_MIN) && coefficient > 0) return Py_NewRef(Py_None);
     if (factor != 1) {
         PyObject *done = PyObject_CallFunctionObjArgs(arguments[9], arguments[10], NULL);
         if (!done) return NULL;
@@ -366,19 +364,11 @@ static double unit_coefficient(double norm, double weights, double ratio, double
     return limit / norm;
 }
 
-/* A coefficient divided by the loss scale, both rounded, as elements are multiplied by it; negative where
- * one factor would lose digits. */
-static double factor_of(double coefficient, double scale, int wide, int is_double) {
-    double factor = wide ? coefficient / scale : (double)((float)coefficient / (float)scale);
-    if (coefficient > 0 && factor < (is_double ? DBL_MIN : FLT_MIN)) return -1;
-    return is_double ? factor : (double)(float)factor;
-}
-
 static PyObject *unit_factors(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
     if (!has_arguments(n_arguments, 7)) return NULL;
     double numbers[2], least = 1;
-    int wide = read_doubles(arguments + 3, 2, numbers) ? PyObject_IsTrue(arguments[5]) : -1, fits = 1;
+    int wide = read_doubles(arguments + 3, 2, numbers) ? PyObject_IsTrue(arguments[5]) : -1;
     long dtype = wide < 0 ? -1 : read_dtype(arguments[6]);
     if (dtype < 0) return NULL;
     double eps = numbers[0], scale = numbers[1];
@@ -405,13 +395,14 @@ static PyObject *unit_factors(PyObject *module, PyObject *const *arguments, Py_s
             double coefficient = unit_coefficient(*norms / scale, norms[n_units], ratio, eps);
             if (!wide) coefficient = (float)coefficient;
             if (coefficient < least || coefficient != coefficient) least = coefficient;
-            *factors = factor_of(coefficient, scale, wide, dtype == FLOAT64);
-            is_changed |= *factors != 1, fits &= !(*factors < 0);
+            *factors = coefficient / (wide ? scale : (double)(float)scale);
+            /* As elements are multiplied by it. */
+            if (!wide || dtype != FLOAT64) *factors = (float)*factors;
+            is_changed |= *factors != 1;
         }
         if (!is_read || (is_changed && !append_index(changed, i))) Py_CLEAR(changed);
     }
-    if (changed && bytes)
-        result = fits ? Py_BuildValue("(OOd)", bytes, changed, least) : Py_NewRef(Py_None);
+    if (changed && bytes) result = Py_BuildValue("(OOd)", bytes, changed, least);
     Py_XDECREF(changed);
     Py_XDECREF(bytes);
     return result;

@@ -128,7 +128,6 @@ def test_clip_measures_and_multiplies(dtype, order, limit, scale):
     [
         pytest.param(1e200, 1.0, torch.float64, id="squares overflow"),
         pytest.param(1e-200, 1.0, torch.float64, id="squares vanish"),
-        pytest.param(1e20, 1e-20, torch.float32, id="factor loses digits"),
     ],
 )
 def test_clip_leaves_numbers_that_need_care(value, limit, dtype):

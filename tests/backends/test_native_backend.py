@@ -167,22 +167,3 @@ def test_norms_of_dense_views_that_are_measured_again_make_one_view_each(rule, m
     monkeypatch.setattr(native, "as_contiguous", as_contiguous)
     tritonclip.clip_(known, rule)
     assert len(viewed) <= len(known)
-
-
-@pytest.mark.parametrize("rule", [ClipByGlobalNorm(1e-37), ClipByNorm(1e-37)], ids=str)
-@pytest.mark.parametrize("n", [2, 513])
-def test_products_too_small_for_one_factor_are_of_contiguous_views(rule, n, monkeypatch):
-    """Operators take strided ones apart."""
-    known = [parameter(normal((5, 4), seed=seed).t()) for seed in range(n)]
-    tritonclip.clip_(known, math.inf)
-    multiplied: list[Tensor] = []
-    real = operators.multiply_
-
-    def seen(tensors, *arguments):
-        multiplied.extend(tensors)
-        real(tensors, *arguments)
-
-    monkeypatch.setattr(operators, "multiply_", seen)
-    tritonclip.clip_(known, rule, grad_scale=1e30)
-    assert len(multiplied) == n
-    assert all(one.is_contiguous() for one in multiplied)

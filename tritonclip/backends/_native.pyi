@@ -104,7 +104,7 @@ def unit_factors(
     wide: bool,
     dtype: int,
     /,
-) -> tuple[bytes, list[int], float] | None:
+) -> tuple[bytes, list[int], float]:
     """The factors of gradients of a dtype: coefficient / scale of each unit.
 
     A coefficient is min(1, ratio * max(weights, eps) / (gradient / scale)), from the float64[2, n]
@@ -113,7 +113,7 @@ def unit_factors(
 
     Returns:
         Factors, as bytes of float64; indices of gradients with a factor that is not 1; the least
-        coefficient, or NaN where one is. None where one factor would lose digits.
+        coefficient, or NaN where one is.
     """
 
 def multiply_units_(
@@ -141,7 +141,7 @@ def clip_(
 
     Returns:
         The norm, or None, with nothing written, where squares of float64 may have overflowed or
-        lost digits, or where one factor would lose digits.
+        lost digits.
     """
 
 def clamp_(

@@ -38,7 +38,7 @@ from tritonclip.backends.operators import (
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Of the functions and their arguments, as in `native/module.c`: a binary may be older.
-INTERFACE = 11
+INTERFACE = 12
 
 _MODULE = "tritonclip.backends._native"
 
@@ -132,8 +132,6 @@ class NativeLayout:
         sizes = list(map(Tensor.numel, tensors))
         self.dtype = torch.float32
         self.is_double = tensors[0].dtype == torch.float64
-        # The least factor that is a normal number where elements are multiplied.
-        self.tiny = torch.finfo(torch.float64 if self.is_double else torch.float32).tiny
         self.code = CODES[tensors[0].dtype]
         self.packed_sizes = array("q", sizes).tobytes()
         self.is_shared = may_share(sizes)
@@ -240,9 +238,6 @@ class NativeBatch:
         factor = coefficient
         if scale != 1:
             factor = rounded(coefficient / rounded(scale).value).value
-        if factor < self.layout.tiny and coefficient > 0:
-            # One factor would lose digits.
-            return self._by_operators().scale_([total], clip)
         if factor != 1:
             increment_version(self.tensors)
             loops.multiply_(*self._list, factor)
@@ -289,20 +284,13 @@ class NativeBatch:
         if isinstance(limit, Tensor):
             limit = limit.item() if limit.numel() == 1 else limit.tolist()
         coefficients, least = loops.coefficients(own, limit, clip.eps, wide)
-        factors, smallest = coefficients, least
+        factors = coefficients
         if scale != 1:
             rounded = c_double if wide else c_float
             divisor = rounded(scale).value
             factors = [rounded(coefficient / divisor).value for coefficient in coefficients]
-            smallest = min(factors)
-        if smallest == 1:
+        elif least == 1:
             return norm, least
-        tiny = self.layout.tiny
-        # NaN, which min may miss, is no number to lose digits of.
-        if not smallest >= tiny and any(
-            f < tiny and c > 0 for f, c in zip(factors, coefficients, strict=True)
-        ):
-            return self._by_operators().scale_each_(numbers, clip)
         changed = self.tensors
         if 1.0 in factors:
             changed = [t for t, f in zip(changed, factors, strict=True) if f != 1]

@@ -74,8 +74,7 @@ class NativeUnitLayout(TorchUnitLayout):
 class NativeUnits(TorchUnits):
     """Verbs by addresses: one call measures all units, one multiplies them.
 
-    Operators serve units with gaps, extreme norms, and products of two factors. Versions count
-    before a write.
+    Operators serve units with gaps and extreme norms. Versions count before a write.
     """
 
     layout: NativeUnitLayout
@@ -143,17 +142,16 @@ class NativeUnits(TorchUnits):
             limit = limit.item() if limit.numel() == 1 else limit.tolist()
         lengths, code, rows = self.layout.grads
         scale, wide = float(clip.grad_scale), self.dtype == torch.float64
-        found = loops.unit_factors(norms.data_ptr(), rows, limit, clip.eps, scale, wide, code)
-        if found is None:
-            return super().scale_each_(norms, clip)
-        factors, changed, least = found
+        factors, changed, least = loops.unit_factors(
+            norms.data_ptr(), rows, limit, clip.eps, scale, wide, code
+        )
         if changed:
             increment_version([self.grads[i] for i in changed if self._at[i]])
             loops.multiply_units_(self._at, lengths, code, self._threads, rows, factors)
             if not self.layout.is_dense:
                 with_gaps = [i for i in changed if not self._at[i]]
                 numbers = torch.frombuffer(bytearray(factors), dtype=torch.float64)
-                self._multiply_(with_gaps, [numbers if code == _DOUBLE else numbers.float()], None)
+                self._multiply_(with_gaps, numbers if code == _DOUBLE else numbers.float(), None)
         return norm, least
 
 

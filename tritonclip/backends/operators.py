@@ -132,9 +132,9 @@ class TorchBatch:
             return norms[0], least
         norm = self.total(norms, clip.norm_type, clip.grad_scale)
         coefficient = coefficient_of(norm, clip.limit, clip.eps)
-        factors = factors_of(coefficient, clip.grad_scale, self.tensors[0].dtype)
+        factor = factor_of(coefficient, clip.grad_scale, self.tensors[0].dtype)
         erase = ~torch.isfinite(norm) if clip.erase else None
-        multiply_(self.tensors, factors, erase)
+        multiply_(self.tensors, factor, erase)
         return norm, coefficient if erase is None else torch.where(erase, 0.0, coefficient)
 
     def _scale_on_host_(self, norms: list[float], clip: Clip) -> tuple[Tensor, float]:
@@ -153,12 +153,6 @@ class TorchBatch:
             (scale,) = array(own.typecode, [scale])
             quotients = array(own.typecode, [one / scale for one in coefficients])
             factors = array("d" if dtype == torch.float64 else "f", quotients)
-            tiny = torch.finfo(dtype).tiny
-            if any(f < tiny and c > 0 for f, c in zip(factors, coefficients, strict=True)):
-                # One factor would lose digits.
-                pair = factors_of(torch.frombuffer(coefficients, dtype=self.dtype), scale, dtype)
-                multiply_each_(self.tensors, [one.expand(len(self.tensors)) for one in pair], None)
-                return norm, least
         n_ones = factors.count(1.0)
         if n_ones == len(factors):
             return norm, least
@@ -194,7 +188,7 @@ class TorchBatch:
         erase = clip.erase if isinstance(clip.erase, Tensor) else None
         norm = self.total_each(norms, clip.norm_type, clip.grad_scale)
         coefficient = coefficient_of(norm, clip.limit, clip.eps)
-        factors = factors_of(coefficient, clip.grad_scale, self.tensors[0].dtype)
+        factors = factor_of(coefficient, clip.grad_scale, self.tensors[0].dtype)
         multiply_each_(self.tensors, factors, erase)
         return norm, coefficient if erase is None else torch.where(erase, 0.0, coefficient)
 
@@ -414,22 +408,11 @@ def _coefficients(norms: array[float], limit: Limit, eps: float) -> array[float]
     return array(code, [most / b if b and not most >= b else 1.0 for b, most in pairs])
 
 
-def factors_of(coefficient: Tensor, grad_scale: float | Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Factors whose product is coefficient / grad_scale, for elements of a dtype; often one."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    unscaled = not isinstance(grad_scale, Tensor) and grad_scale == 1
-    if unscaled and wide == coefficient.dtype:
-        return [coefficient]
-    scale = as_scalar(grad_scale, coefficient)
-    multiplier = coefficient / scale
-    # A quotient below the least normal number would lose digits, or all of itself.
-    least = torch.finfo(wide).tiny
-    is_less = multiplier < least
-    factors = [
-        torch.where(is_less, coefficient / least / scale, multiplier),
-        torch.where(is_less, least, torch.ones_like(multiplier)),
-    ]
-    return [factor.to(wide) for factor in factors]
+def factor_of(coefficient: Tensor, grad_scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns coefficient / grad_scale, as elements of a dtype are multiplied by it."""
+    if isinstance(grad_scale, Tensor) or grad_scale != 1:
+        coefficient = coefficient / as_scalar(grad_scale, coefficient)
+    return coefficient.to(torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 def as_scalar(number: float | Tensor, like: Tensor) -> Tensor:
@@ -446,32 +429,27 @@ def as_scalar(number: float | Tensor, like: Tensor) -> Tensor:
 # Writes.
 
 
-def multiply_(tensors: list[Tensor], factors: list[Tensor], erase: Tensor | None) -> None:
-    """Multiplies in place by each 0-d factor in turn, or writes zeros; half types in float32."""
-    on_cpu = tensors[0].device.type == "cpu"
-    # On a CPU, an interrupt between two factors would leave gradients multiplied by one of them.
-    # Elsewhere, foreach rounds a factor to the tensors' dtype first.
-    if len(factors) == 1 if on_cpu else tensors[0].dtype == factors[0].dtype:
-        for factor in factors:
-            torch._foreach_mul_(tensors, factor)
+def multiply_(tensors: list[Tensor], factor: Tensor, erase: Tensor | None) -> None:
+    """Multiplies in place by a 0-d factor, or writes zeros; half types in float32."""
+    # Elsewhere than on a CPU, foreach rounds a factor to the tensors' dtype first.
+    if tensors[0].device.type == "cpu" or tensors[0].dtype == factor.dtype:
+        torch._foreach_mul_(tensors, factor)
         if erase is not None:
             for tensor in tensors:
                 tensor.masked_fill_(erase, 0.0)
         return
     for piece in _writable_pieces(tensors):
-        wide = piece.to(factors[0].dtype, copy=True)
-        for factor in factors:
-            wide.mul_(factor)
+        wide = piece.to(factor.dtype, copy=True).mul_(factor)
         piece.copy_(wide if erase is None else wide.masked_fill_(erase, 0.0))
 
 
-def multiply_each_(tensors: list[Tensor], factors: list[Tensor], erase: Tensor | None) -> None:
-    """Multiplies each tensor in place by its element of every 1-d factor, or writes zeros."""
-    if len(factors) == 1 and erase is None and tensors[0].device.type == "cpu":
-        torch._foreach_mul_(tensors, factors[0].unbind())
+def multiply_each_(tensors: list[Tensor], factors: Tensor, erase: Tensor | None) -> None:
+    """Multiplies each tensor in place by its element of 1-d factors, or writes zeros."""
+    if erase is None and tensors[0].device.type == "cpu":
+        torch._foreach_mul_(tensors, factors.unbind())
         return
-    for tensor, *own in zip(tensors, *(factor.unbind() for factor in factors), strict=True):
-        multiply_([tensor], own, erase)
+    for tensor, factor in zip(tensors, factors.unbind(), strict=True):
+        multiply_([tensor], factor, erase)
 
 
 def unscale_and_clamp_(

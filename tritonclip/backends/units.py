@@ -16,7 +16,7 @@ from tritonclip.backends.operators import (
     as_scalar,
     coefficient_of,
     combine,
-    factors_of,
+    factor_of,
     multiply_,
     norm_of,
     unscaled,
@@ -120,15 +120,15 @@ class TorchUnits:
             torch._foreach_zero_(self.grads)
             return norm, 0.0
         coefficient = self._coefficients(norms, clip)
-        factors = factors_of(coefficient, clip.grad_scale, self._real_dtype)
+        factors = factor_of(coefficient, clip.grad_scale, self._real_dtype)
         if not self.layout.on_host:
             self._multiply_(range(len(self.grads)), factors, erase)
             return norm, coefficient if erase is None else torch.where(erase, 0.0, coefficient)
-        changed = (factors[0] != 1).nonzero().flatten()
+        changed = (factors != 1).nonzero().flatten()
         if changed.numel():
             ends = torch.tensor(self.layout.ends, device="cpu")
             indices = torch.searchsorted(ends, changed, right=True).unique_consecutive()
-            self._multiply_(indices.tolist(), _without_ones(factors), None)
+            self._multiply_(indices.tolist(), factors, None)
         return norm, float(coefficient.min())
 
     def _coefficients(self, norms: Tensor, clip: Clip) -> Tensor:
@@ -143,13 +143,11 @@ class TorchUnits:
         limit = torch.where(unlimited, torch.inf, ratio * floor)
         return coefficient_of(unscaled(own, 2.0, clip.grad_scale), limit, 0.0).to(self.dtype)
 
-    def _multiply_(
-        self, chosen: Sequence[int], factors: list[Tensor], erase: Tensor | None
-    ) -> None:
-        """Multiplies the units of some gradients by each of their factors, or writes zeros."""
-        by_gradient = [factor.split(self.layout.counts) for factor in factors]
+    def _multiply_(self, chosen: Sequence[int], factors: Tensor, erase: Tensor | None) -> None:
+        """Multiplies the units of some gradients by their factors, or writes zeros."""
+        by_gradient = factors.split(self.layout.counts)
         for i in chosen:
-            _multiply_units_(self.grads[i], [own[i] for own in by_gradient], erase)
+            _multiply_units_(self.grads[i], by_gradient[i], erase)
 
 
 def has_dense_units(tensor: Tensor) -> bool:
@@ -208,32 +206,21 @@ def as_rows(real: Tensor, *, whole: bool) -> Tensor:
     return real.unsqueeze(0) if whole or not real.shape[0] else real
 
 
-def _without_ones(factors: list[Tensor]) -> list[Tensor]:
-    """Factors without a second one that is 1 everywhere; reads its values."""
-    return factors[:1] if len(factors) > 1 and bool((factors[1] == 1).all()) else factors
-
-
-def _multiply_units_(grad: Tensor, factors: list[Tensor], erase: Tensor | None) -> None:
+def _multiply_units_(grad: Tensor, factors: Tensor, erase: Tensor | None) -> None:
     """Multiplies the units of a gradient in place by 1-d factors, rounding once."""
     rows = as_rows(as_real(grad), whole=grad.dim() < 2)
-    columns = [factor.view(-1, *(1,) * (rows.dim() - 1)) for factor in factors]
-    # As in multiply_, no interrupt comes between two factors on a CPU.
-    in_place = len(factors) == 1 or grad.device.type != "cpu"
-    if in_place and rows.dtype == factors[0].dtype:
-        for column in columns:
-            rows.mul_(column)
+    column = factors.view(-1, *(1,) * (rows.dim() - 1))
+    if rows.dtype == factors.dtype:
+        rows.mul_(column)
         if erase is not None:
             rows.masked_fill_(erase, 0.0)
         return
     length = max(1, rows[0].numel())
     if length > PIECE:
-        for i, row in enumerate(rows):
-            multiply_([row], [factor[i] for factor in factors], erase)
+        for row, factor in zip(rows, factors.unbind(), strict=True):
+            multiply_([row], factor, erase)
         return
     n = PIECE // length
-    parts = [column.split(n) for column in columns]
-    for piece, *own in zip(rows.split(n), *parts, strict=True):
-        values = piece.to(factors[0].dtype, copy=True)
-        for column in own:
-            values.mul_(column)
+    for piece, own in zip(rows.split(n), column.split(n), strict=True):
+        values = piece.to(factors.dtype, copy=True).mul_(own)
         piece.copy_(values if erase is None else values.masked_fill_(erase, 0.0))

@@ -15,8 +15,6 @@ from tritonclip.functional import c_loops, formulas
 from tritonclip.functional.norms import is_readable, list_of, needs_grad
 from tritonclip.rules import Rule
 
-# The least normal number of float32.
-_TINY = 2.0**-126
 # The factor of one tensor: a number if the host knows it.
 Coefficient = float | Tensor
 
@@ -106,9 +104,6 @@ def _product(x: Tensor, coefficient: Tensor) -> Tensor:
 
 def _times(x: Tensor, number: float) -> Tensor:
     """As `_product`: torch multiplies half types by a number in float32."""
-    if 0 < number < _TINY:
-        # Of a list with others of float64: float32 would hold some of its digits.
-        return (x.to(torch.float64) * number).to(x.dtype)
     if x.dtype in ARITHMETIC:
         return x * number
     return (x.to(torch.float32) * number).to(x.dtype)
@@ -130,7 +125,7 @@ def _products_of_all(tensors: Sequence[Tensor], coefficient: Tensor) -> list[Ten
 def _multiples(tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
     """Tensors times a number for each, or one for all."""
     one = numbers[0] if len(numbers) == 1 else None
-    if not _takes_foreach(tensors) or any(0 < number < _TINY for number in numbers):
+    if not _takes_foreach(tensors):
         factors = numbers if one is None else [one] * len(tensors)
         return [_times(x, factor) for x, factor in zip(tensors, factors, strict=True)]
     if one is None:
