@@ -111,6 +111,9 @@ def test_a_state_refuses_another_list(rule, n, fresh):
         {"kind": "", "steps": -3, "parameters": 1, "values": None},
         {"kind": "", "steps": 0, "parameters": -1, "values": None},
         {"kind": "", "steps": 0, "parameters": None, "values": [1.0, []]},
+        pytest.param(
+            {"kind": "", "steps": 0, "parameters": None, "values": [2**1024]}, id="above-float64"
+        ),
     ],
     ids=repr,
 )

@@ -146,7 +146,7 @@ class ClipState:
                 cannot have left are refused by that call.
         """
         if isinstance(state, dict) and isinstance(state.get("values"), list):
-            with suppress(TypeError, ValueError):
+            with suppress(TypeError, ValueError, OverflowError):
                 rows = torch.tensor(state["values"], dtype=torch.float64, device="cpu")
                 state = {**state, "values": rows}
         if not _is_state(state):
