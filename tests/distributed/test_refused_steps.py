@@ -78,6 +78,17 @@ def test_step_with_a_wrong_loss_scale_of_one_process_raises_everywhere(
     assert_same_everywhere(optimizer.stats.last_norm)
 
 
+@in_processes(2)
+def test_step_with_a_loss_scale_set_by_hand_on_one_process_raises_everywhere() -> None:
+    named, optimizer = _optimizer("group")
+    if is_first():
+        optimizer.grad_scale = 4.0
+    grads = [one.grad for one in named.values()]
+    check_raises(optimizer.step, RuntimeError, "the attribute grad_scale is for", grads)
+    optimizer.step(grad_scale=4.0)
+    assert_same_everywhere(optimizer.stats.last_norm)
+
+
 @pytest.mark.parametrize("skip_above", [None, 1e6])
 @pytest.mark.parametrize("policy", ["propagate", "error", "skip"])
 @pytest.mark.parametrize("how", LEFT)

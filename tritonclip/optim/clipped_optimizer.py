@@ -408,7 +408,7 @@ class ClippedOptimizer(OptimizerProxy):
         if grad_scale is not None or self._amp.grad_scale is not None:
             try:
                 grad_scale = self._amp.scale_with(grad_scale)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RuntimeError) as error:
                 if closure is None:
                     # For other processes, which measure under a scale.
                     self._measure_evaluation(1.0, refusal=error)
