@@ -88,7 +88,7 @@ def test_entered_finds_functions_of_the_library_only(found):
         ("each norm", 17, 11),
         ("value", 14, 10),
         ("flat", 13, 7),
-        ("step", 40, 19),
+        ("step", 40, 20),
     ],
 )
 def test_warm_call_enters_few_functions(found, call, functions, modules):

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 
-from tritonclip.distributed.agreement import verify_agreement
+from tritonclip.distributed.agreement import verify_replicas
 from tritonclip.distributed.gradients import collect, collect_tensors
 from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.engine import execute, misuse, traced
@@ -132,6 +133,8 @@ def clip_(
         return traced.clip_(
             clip_, parameters, rule, nonfinite, grad_scale, state, process_group, copies
         )
+    if isinstance(parameters, DistributedDataParallel):
+        verify_replicas(parameters, rule, grad_scale, nonfinite, state)
     processes = None
     if process_group is not None or copies is not None:
         processes = check_processes(process_group, copies)
@@ -286,9 +289,6 @@ def _clip_collected_(
     except Exception as error:
         # Also of a function of the step.
         gradients.reject_(error)
-    if gradients.plan is not None and gradients.plan.verifying and gradients.sharding is None:
-        # Replicas of DistributedDataParallel.
-        verify_agreement(gradients, "clip", rule, scale, nonfinite)
     norm = execute.clip_(gradients, rule, nonfinite, scale)
     if following is not None:
         following.commit()

@@ -401,6 +401,25 @@ def test_verify_finds_replicas_of_ddp_that_differ() -> None:
 
 
 @in_processes(2)
+def test_verify_leaves_no_replica_of_ddp_waiting() -> None:
+    """For a process that raises, or has no gradient."""
+    model = DistributedDataParallel(network())
+    model(values((4, 3), 0)).square().sum().backward()
+    first = next(model.parameters())
+    with tritonclip.verify():
+        if is_first():
+            first.grad = torch.zeros(1).expand_as(first)
+            with pytest.raises(ValueError, match="overlap"):
+                tritonclip.clip_(model, 1.0)
+        else:
+            tritonclip.clip_(model, 1.0)
+        if is_first():
+            model.zero_grad()
+        with pytest.raises(ValueError, match="differ in the parameter at position 0"):
+            tritonclip.clip_(model, 1.0)
+
+
+@in_processes(2)
 def test_verify_passes_rules_without_text() -> None:
     """A function's text, and an object's, has an address, which differs between processes."""
     addresses = [[object() for _ in range(7 * dist.get_rank())]]

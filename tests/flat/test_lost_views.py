@@ -41,6 +41,18 @@ REPLACING = pytest.mark.parametrize(
 )
 
 
+def test_gradient_that_was_replaced_is_noticed_beside_other_views_of_its_buffer():
+    """Among more parameters than a call compares one by one."""
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(999)]
+    flat = FlatGradients(params)
+    tritonclip.clip_(flat, 0.1)
+    logged = [grad_of(p).detach() for p in params]
+    params[900].grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match=GONE):
+        tritonclip.clip_(flat, 0.1)
+    assert len(logged) == len(params)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 @pytest.mark.parametrize("call", ["clip", "zero", "norm", "check"])
 @REPLACING

@@ -14,7 +14,7 @@ from torch.optim import SGD
 from helpers.clip_stats import COUNTS, KEYS, grouped
 from helpers.serving import decided_on_device
 from helpers.training import give_grads, new_params, sgd, wrapped
-from tritonclip import ClippedOptimizer, ClippingWarning, ClipStats
+from tritonclip import ClipByQuantile, ClippedOptimizer, ClippingWarning, ClipStats
 
 
 def test_statistics_follow_a_model_that_was_moved():
@@ -155,6 +155,27 @@ def test_summary_does_not_warn_of_a_norm_at_the_limit_by_chance():
         weight.grad = torch.tensor([1.0 if step % 20 == 7 else 0.3])
         optimizer.step()
     assert optimizer.stats.summary()["clipped_steps"] == 5
+
+
+def test_summary_does_not_warn_of_a_limit_that_follows_the_norms():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = ClippedOptimizer(sgd([weight]), ClipByQuantile(0.9, 10))
+    for step in range(100):
+        weight.grad = torch.tensor([1.0 + 1e-6 * step])
+        optimizer.step()
+    assert optimizer.stats.summary()["clipped_steps"] > 10
+
+
+def test_summary_warns_no_more_after_a_checkpoint_was_loaded():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = ClippedOptimizer(sgd([weight]), 1.0)
+    for _ in range(20):
+        weight.grad = torch.ones(1)
+        optimizer.step()
+    with pytest.warns(ClippingWarning, match=CLIPPED_BEFORE):
+        optimizer.stats.summary()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.stats.summary()
 
 
 def test_summary_does_not_warn_of_statistics_of_an_earlier_version():

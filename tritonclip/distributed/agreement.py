@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tritonclip import settings
 from tritonclip.distributed.partial_sums import PartialSum, sums_of, zeros_for
 from tritonclip.distributed.process_groups import (
     ERRORS,
@@ -90,22 +91,13 @@ def verify_agreement(
     nonfinite: str = "propagate",
     total_norm: Tensor | None = None,
 ) -> None:
-    """Under `verify()`, raises on every process where they differ in a call that they share.
-
-    Also of replicas on which DistributedDataParallel keeps whole gradients, if it was passed.
-    """
+    """Under `verify()`, raises on every process where they differ in a call that they share."""
     plan = gradients.plan
-    if plan is None or not plan.verifying:
+    if plan is None or not plan.verifying or plan.reduction is None:
         return
-    if plan.reduction is not None:
-        shards: Any = gradients
-        domain, one_list = shards.sharding.domain, shards.sharding.one_list
-        wanted, label_of = shards.wanted, shards.label_of_parameter
-    elif isinstance(gradients.argument, DistributedDataParallel):
-        domain, one_list = domain_of([], gradients.argument.process_group), True
-        wanted, label_of = gradients.tensors, gradients.label
-    else:
-        return
+    shards: Any = gradients
+    domain, one_list = shards.sharding.domain, shards.sharding.one_list
+    wanted, label_of = shards.wanted, shards.label_of_parameter
     own = {
         "the call": call,
         "the rule": str(rule) if isinstance(rule, Norm) else describe_rule(rule),
@@ -121,6 +113,30 @@ def verify_agreement(
     if one_list and (gradients.sources is not None or each):
         own |= describe_parameters(wanted, label_of)
     agree(own, gradients.error, domain)
+
+
+def verify_replicas(
+    model: DistributedDataParallel,
+    rule: Rule,
+    grad_scale: object,
+    nonfinite: str,
+    state: ClipState | None,
+) -> None:
+    """Under `verify()`, raises on every process where replicas are about to be clipped differently.
+
+    Before gradients are collected: an error of one process is no error of the others.
+    """
+    if not settings.current().verifying:
+        return
+    named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+    own = {
+        "the rule": describe_rule(rule),
+        "the policy for NaN and inf": nonfinite,
+        "the loss scale": f"{grad_scale!r:.80}",
+        "the state": "none" if state is None else describe_state(state.state_dict()),
+    }
+    own |= describe_parameters([p for _, p in named], lambda at: named[at][0])
+    agree(own, None, domain_of([], model.process_group))
 
 
 def is_own(rule: Rule) -> bool:

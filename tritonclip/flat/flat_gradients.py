@@ -70,10 +70,10 @@ class FlatGradients:
         compares the addresses of the first, the last and 16 others, different ones in each call.
         Noticed at once: `zero_grad(set_to_none=True)`, an assignment to `.grad`, a move of a
         submodule (`model.layer.to(...)`), and `backward(create_graph=True)`. Noticed after some
-        calls: a dropped view while other code keeps it or another view of its buffer, such as
-        `p.grad.detach()`, alive; `need_clip = False` set later; and a parameter that was left out
-        and is trained now (16 of these are compared at every call, too). :meth:`check` and
-        `verify()` find all of these, and a parameter frozen later, which keeps a gradient of 0.
+        calls: a view dropped while other code keeps it, or made another view of its buffer since
+        the last call; `need_clip = False` set later; and a parameter that was left out and is
+        trained now (16 of these are compared at every call, too). :meth:`check` and `verify()`
+        find all of these, and a parameter frozen later, which keeps a gradient of 0.
 
         It keeps its parameters alive. It does not notice that another parameter takes the place of
         one (`load_state_dict(assign=True)`): make a new one then. A :class:`ClippedOptimizer` finds

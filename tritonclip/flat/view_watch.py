@@ -62,8 +62,8 @@ class ViewWatch:
         first, self._turn = self._turn * _COMPARED, self._turn + 1
         start, stays = first % n, True
         for storage, count in self._counts:
-            # A view that is replaced gives up the memory.
-            if _use_count is None or _use_count(storage) < count:
+            # A view that is replaced gives up the memory; other views come and go.
+            if _use_count is None or _use_count(storage) != count:
                 self._check_views()
                 self.read_addresses_()
                 break

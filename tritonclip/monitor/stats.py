@@ -67,6 +67,10 @@ class ClipStats(NamesAttributes):
         group_coefficients: a dict with the `last_coefficient` of these groups.
     """
 
+    # Of the class, so that a loaded state leaves both as they are.
+    _was_warned = False
+    _follows = False
+
     def __init__(self, device: torch.device) -> None:
         self._counts = StepCounts(device)
         self._coefficient: float | Tensor = torch.nan
@@ -74,7 +78,6 @@ class ClipStats(NamesAttributes):
         self.last_norm = self._nan()
         self.group_norms: dict[int, Tensor] = {}
         self.group_coefficients: dict[int, Tensor] = {}
-        self._was_warned = False
 
     @property
     def steps(self) -> Tensor:
@@ -135,8 +138,8 @@ class ClipStats(NamesAttributes):
             RuntimeError: parameters on the device meta.
 
         Warns:
-            UserWarning: ten steps or more were clipped, and no norm was more than 2e-5 of the limit
-                above it: something else clips first.
+            UserWarning: ten steps or more were clipped by limits that do not follow the norms, and
+                no norm was more than 2e-5 of the limit above it: something else clips first.
 
         Example:
             >>> ClipStats(torch.device("cpu")).summary()["steps"]
@@ -174,7 +177,7 @@ class ClipStats(NamesAttributes):
 
     def _warn_if_clipped_before(self, n_clipped: int, n_well_clipped: int) -> None:
         """Warns, once, where every clipped norm was at the limit."""
-        if n_clipped < _SUSPICIOUS or n_well_clipped or self._was_warned:
+        if n_clipped < _SUSPICIOUS or n_well_clipped or self._was_warned or self._follows:
             return
         self._was_warned = True
         warn_user(
@@ -190,12 +193,15 @@ class ClipStats(NamesAttributes):
         left_out: Tensor | None = None,
         overflow: Tensor | None = None,
         skip: Tensor | None = None,
+        *,
+        follows: bool = False,
     ) -> None:
         """Keeps the outcomes of a step and counts it.
 
         A step that was left out changes nothing but the count of overflows or of skips. The flags
-        are 0-d bool; None for no.
+        are 0-d bool; None for no. A limit that `follows` the norms may often be near them.
         """
+        self._follows = self._follows or follows
         device = self.last_norm.device
         left_out = None if left_out is None else left_out.to(device)
         # Groups that no longer have their own rule drop out.

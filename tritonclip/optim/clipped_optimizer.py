@@ -384,7 +384,8 @@ class ClippedOptimizer(OptimizerProxy):
         Raises:
             RuntimeError: gradients that are not finite, with nonfinite="error", or of an earlier
                 step with "async_error"; a closure that the wrapped optimizer does not evaluate; a
-                closure or a `grad_scale` under a GradScaler.
+                closure or a `grad_scale` under a GradScaler that hands over its own, as torch's
+                does to a fused optimizer.
             TypeError: a closure that computes gradients and returns None; gradients as for
                 :func:`clip_`.
             TypeError, ValueError: a `grad_scale` that :func:`clip_` refuses.

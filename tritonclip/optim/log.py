@@ -51,7 +51,7 @@ class StepLog:
             step.commit(step.stop)
         if step.outlier is not None:
             step.outlier.commit(either(step.overflow, step.held))
-        self.stats.record_(step.outcomes, step.stop, step.overflow, step.skip)
+        self.stats.record_(step.outcomes, step.stop, step.overflow, step.skip, follows=step.follows)
         if self.recorder is not None:
             self._record(step, step.stop)
         if step.skip is not None:
