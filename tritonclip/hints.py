@@ -66,7 +66,9 @@ _ARGUMENTS = {
     ),
     "max clip_value_max a_max": "max | clip=ClipByValue(-0.5, 0.5) | rule=ClipByValue(-0.5, 0.5)",
     "clip_factor clipping": "clip=ClipByUnitNorm({value}) | ratio",
-    "mode clip_mode gradient_clip_algorithm algorithm": "clip=ClipByNorm(1.0)",
+    "mode clip_mode gradient_clip_algorithm algorithm": (
+        "a rule for it: a number for the norm, ClipByValue(0.5), or ClipByUnitNorm(0.01) for agc"
+    ),
     "norm_type eps": (
         "clip=ClipByGlobalNorm(1.0, {name}={value}) | rule=ClipByNorm(1.0, {name}={value})"
     ),

@@ -263,7 +263,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 @pytest.mark.parametrize("page", ["architecture", "decisions"])
 def test_page_names_files_that_exist(page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text()
-    folders = ("tritonclip", "kernels", "native", "docs", "tests", "bench")
+    folders = ("tritonclip", "kernels", "native", "docs", "tests", "tools", "bench")
     files = [
         f"/{file.relative_to(ROOT)}" for name in folders for file in (ROOT / name).rglob("*.*")
     ]
