@@ -451,10 +451,14 @@ def _plain(x: Tensor | None, name: str) -> Tensor:
 
 
 def _copied(model: Module) -> Module:
-    # Notes marks of need_clip, which the copies of parameters have then, too.
     check_marks(model)
     try:
-        return copy.deepcopy(model)
+        twin = copy.deepcopy(model)
+        for parameter, copied in zip(model.parameters(), twin.parameters(), strict=True):
+            # An attribute of Python, which copies do not have.
+            if not needs_clip(parameter):
+                copied.need_clip = False  # type: ignore[attr-defined]
+        return twin
     except Exception as error:
         raise RuntimeError(
             "loss_of trains a copy of the model, and copy.deepcopy(model) raised "

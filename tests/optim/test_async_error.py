@@ -498,5 +498,5 @@ def test_async_error_is_raised_where_the_recorder_of_its_step_failed(monkeypatch
         assert_bits(params, before)
 
 
-def interrupted(*_: Any) -> None:
+def interrupted(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt

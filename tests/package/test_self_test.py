@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tritonclip
+from helpers.broken_verbs import break_norm
 from helpers.workers import python
 from tritonclip.backends.operators import TorchBatch
 from tritonclip.cli import main
@@ -67,13 +68,7 @@ def test_self_test_says_why_a_gpu_would_be_slow(cuda, installed):
 
 
 def test_self_test_fails_with_a_reason_where_a_backend_is_wrong(monkeypatch, capsys):
-    real = TorchBatch.norm
-
-    def wrong(batch, norm_type, *, per_gradient):
-        norms = real(batch, norm_type, per_gradient=per_gradient)
-        return 1.001 * norms
-
-    monkeypatch.setattr(TorchBatch, "norm", wrong)
+    break_norm(monkeypatch, TorchBatch, 1.001)
     with tritonclip.use_backend("torch"):
         assert main(["doctor"]) == 1
     assert "self-test failed: VerificationError: " in capsys.readouterr().out
