@@ -394,6 +394,8 @@ def test_verify_finds_replicas_of_ddp_that_differ() -> None:
     before = [grad.clone() for grad in grads_of(model.parameters())]
     with tritonclip.verify():
         tritonclip.clip_(model, math.inf)
+        scale = torch.tensor(1.0, dtype=torch.float64 if is_first() else torch.float32)
+        tritonclip.clip_(model, math.inf, grad_scale=scale)
         with pytest.raises(ValueError, match="differ in the rule: rank 0"):
             tritonclip.clip_(model, 0.5 + is_first())
     for grad, was in zip(grads_of(model.parameters()), before, strict=True):

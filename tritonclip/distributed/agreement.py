@@ -129,10 +129,12 @@ def verify_replicas(
     if not settings.current().verifying:
         return
     named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+    # A tensor's text has its device, which differs.
+    scale = grad_scale.tolist() if isinstance(grad_scale, Tensor) else grad_scale
     own = {
         "the rule": describe_rule(rule),
         "the policy for NaN and inf": nonfinite,
-        "the loss scale": f"{grad_scale!r:.80}",
+        "the loss scale": f"{scale!r:.80}",
         "the state": "none" if state is None else describe_state(state.state_dict()),
     }
     own |= describe_parameters([p for _, p in named], lambda at: named[at][0])
