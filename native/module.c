@@ -11,7 +11,7 @@
 #include "tensors.h"
 
 /* Of the functions and their arguments, for `native.py`. */
-#define INTERFACE 12
+#define INTERFACE 13
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
 /* Elements, or rows, of a list at most: int64 holds as many bytes, and sums of rounded ones. */
@@ -268,21 +268,6 @@ static PyObject *multiply(PyObject *module, PyObject *const *arguments, Py_ssize
     return finish(&job);
 }
 
-static PyObject *add(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
-    Job job;
-    if (!has_arguments(n_arguments, 6) || !read_job(&job, COMBINE, arguments, NULL)) return NULL;
-    double factor = 0;
-    Py_ssize_t n = read_doubles(arguments + 4, 1, &factor) ? length_of(arguments[5]) : -1;
-    if (n >= 0 && n != (Py_ssize_t)job.n) PyErr_SetString(PyExc_ValueError, "expected a sum for each gradient");
-    for (int64_t i = 0; !PyErr_Occurred() && i < job.n; i++) {
-        Gradient *gradient = job.gradients + i;
-        gradient->target = read_address(PyList_GetItem(arguments[5], (Py_ssize_t)i), !gradient->size);
-        gradient->others = gradient->target, gradient->factor = factor, gradient->other_factor = 1;
-    }
-    return finish(&job);
-}
-
 /* Measures a list and multiplies it by the coefficient of its norm; see `_native.pyi`. */
 static PyObject *clip(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
@@ -502,7 +487,6 @@ static PyMethodDef methods[] = {
     {"statistics", FAST(statistics), NULL},
     {"coefficients", FAST(coefficients), NULL},
     {"multiply_", FAST(multiply), NULL},
-    {"add_", FAST(add), NULL},
     {"unit_norms", FAST(unit_norms), NULL},
     {"unit_factors", FAST(unit_factors), NULL},
     {"multiply_units_", FAST(multiply_units), NULL},

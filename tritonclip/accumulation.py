@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -17,16 +16,14 @@ from tritonclip.clipping import Nonfinite, Parameters
 from tritonclip.distributed.gradients import collect
 from tritonclip.distributed.process_groups import Copies, Processes, check_processes
 from tritonclip.engine import execute
-from tritonclip.engine.arguments import PLAIN, LabelOf, as_list, device_of, names_at, unnamed
-from tritonclip.engine.checks import (
-    POLICIES,
-    refuse_common_memory,
-    refuse_sums,
-    unknown_policy,
-)
+from tritonclip.engine.arguments import PLAIN, LabelOf, as_list, names_at, needs_clip, unnamed
+from tritonclip.engine.checks import POLICIES, unknown_policy
 from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.memory import are_apart, find_overlap, has_overlap, memory_of
+from tritonclip.engine.plan import unique_indices
 from tritonclip.hints import explained
 from tritonclip.messages import warn_user
+from tritonclip.modes import without_grad
 from tritonclip.rules import ClipByGlobalNorm, Rule, as_rule
 from tritonclip.rules.arguments import as_grad_scale
 
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-_get_is_sparse = attrgetter("is_sparse")
 # The ids of the parameters of each block that was entered, by the id of the block.
 _open_blocks: dict[int, set[int]] = {}
 
@@ -150,31 +146,25 @@ class MicroBatch:
         grad_scale: float | Tensor,
         processes: Processes | None,
     ) -> None:
-        self._argument = parameters
         items = as_list(parameters)
-        self._label_of: LabelOf = "parameters[{}]".format
-        self._are_plain = processes is None and PLAIN.issuperset(map(type, items))
-        if not self._are_plain:
-            items, self._label_of = unnamed(items, self._label_of)
-        self._items = items
-        self._ids = set(map(id, items))
-        if len(self._ids) != len(items):
-            items = list({id(p): p for p in items}.values())
-        self._parameters = [p for p in items if getattr(p, "need_clip", True)]
-        # Whose gradients are added as they are.
-        self._others: list[Tensor] = []
-        if len(self._parameters) != len(items):
-            self._others = [p for p in items if not getattr(p, "need_clip", True)]
-        self._all = [*self._parameters, *self._others]
-        if not self._parameters and processes is None:
+        label_of: LabelOf = "parameters[{}]".format
+        if not PLAIN.issuperset(map(type, items)):
+            items, label_of = unnamed(items, label_of)
+        ids = set(map(id, items))
+        if len(ids) != len(items):
+            once = unique_indices(map(id, items)) or ()
+            items, label_of = [items[i] for i in once], [label_of(i) for i in once].__getitem__
+        if processes is None and True not in map(needs_clip, items):
             raise ValueError(
-                f"accumulate_ got no parameter to clip, and {len(self._others)} with need_clip = "
-                "False; expected at least one: pass a model, or a list in place of an iterator "
-                "that was read before"
+                f"accumulate_ got no parameter to clip, and {len(items)} with need_clip = False; "
+                "expected at least one: pass a model, or a list in place of an iterator that was "
+                "read before"
             )
+        self._argument, self._parameters, self._label_of = parameters, items, label_of
+        self._ids = ids
         self._rule, self._nonfinite, self._grad_scale = rule, nonfinite, grad_scale
-        self._processes, self._device = processes, device_of(items)
-        # What `.grad` was before the block, of others last; None outside of one.
+        self._processes = processes
+        # What `.grad` was before the block; None outside of one.
         self._sums: list[Tensor | None] | None = None
         self._is_unused = True
 
@@ -202,10 +192,10 @@ class MicroBatch:
             )
         if isinstance(self._argument, Module) and dist.is_available() and dist.is_initialized():
             _refuse_average(self._argument)
-        self._sums = [p.grad for p in self._all]
+        self._sums = [p.grad for p in self._parameters]
         try:
             _open_blocks[id(self)] = self._ids
-            for parameter in self._all:
+            for parameter in self._parameters:
                 parameter.grad = None
         except BaseException:
             self._leave(self._sums)
@@ -232,100 +222,98 @@ class MicroBatch:
             raise RuntimeError("the block of accumulate_ was left already; expected `with` around")
         try:
             if is_whole:
-                n = len(self._parameters)
-                others = sums[n:]
-                sums = self._added_to(sums[:n], others) + self._plain_sums(others)
+                sums = self._added_to(sums)
         finally:
             self._leave(sums)
 
     def _leave(self, sums: Sequence[Tensor | None]) -> None:
-        for parameter, own in zip(self._all, sums, strict=True):
+        for parameter, own in zip(self._parameters, sums, strict=True):
             parameter.grad = own
         self._sums = None
         _open_blocks.pop(id(self), None)
 
-    def _added_to(
-        self, sums: list[Tensor | None], others: Sequence[Tensor | None]
-    ) -> list[Tensor | None]:
-        """The sums after the gradients were added, clipped; in place where there was one.
-
-        Args:
-            sums: of the parameters that are clipped.
-            others: the sums of others, which are refused here where they cannot be written.
-        """
-        everyone = [p.grad for p in self._parameters]
-        gradients = self._collected(everyone)
-        if self._others:
+    def _added_to(self, sums: list[Tensor | None]) -> list[Tensor | None]:
+        """The sums after the gradients were clipped and added; in place where there was one."""
+        gradients = collect(self._parameters, self._label, self._processes)
+        if (plain := _plain_sums(gradients, sums)) is not None:
+            self._clip_(gradients)
+            torch._foreach_add_(plain, list(gradients.tensors))
+            return sums
+        # Of other forms, not one for each gradient, or on several processes.
+        grads = [p.grad for p in self._parameters]
+        sums = [_sum_for(grad, own) for grad, own in zip(grads, sums, strict=True)]
+        pairs = zip(sums, grads, strict=True)
+        both = [(own, grad) for own, grad in pairs if own is not None and grad is not None]
+        if both:
             try:
-                self._check_others(others)
+                self._check(sums, grads, whole=gradients.sharding is None)
             except ValueError as error:
                 gradients.reject_(error)
-        grads: list[Tensor] = [grad for grad in everyone if grad is not None]
-        targets = [own for own in sums if own is not None]
-        if not len(grads) == len(targets) == len(sums) or True in map(_get_is_sparse, targets):
-            targets = _targets(everyone, sums)
         if gradients.plan is not None:
             # Other processes may wait for this one, also where it has no gradient.
-            self.norm = execute.add_to_(
-                gradients,
-                grads,
-                targets,
-                self._rule,
-                self._nonfinite,
-                self._grad_scale,
-                self._label_of_sum,
-            )
-        if gradients.plan is None or self._lack(grads):
+            self._clip_(gradients)
+        clipped = [p for p in self._parameters if needs_clip(p)]
+        # A stage may be frozen.
+        lacks = not gradients.tensors and any(p.requires_grad for p in clipped)
+        if gradients.plan is None or lacks:
             raise RuntimeError(
-                f"the block of accumulate_ left no gradient in any of {len(sums)} parameters; "
+                f"the block of accumulate_ left no gradient in any of {len(clipped)} parameters; "
                 "expected loss.backward() inside of it, and gradients that are reduced: without "
                 "set_requires_gradient_sync(False) of FSDP2"
             )
-        results = targets or grads
-        if len(results) == len(sums):
-            return [*results]
-        each = iter(results)
-        pairs = zip(everyone, sums, strict=True)
-        return [own if grad is None else next(each) for grad, own in pairs]
+        if both:
+            _add_([own for own, _ in both], [grad for _, grad in both])
+        return [grad if own is None else own for grad, own in zip(grads, sums, strict=True)]
 
-    def _check_others(self, sums: Sequence[Tensor | None]) -> None:
-        triples = [(p, p.grad, own) for p, own in zip(self._others, sums, strict=True)]
-        there = [(p, g, own) for p, g, own in triples if g is not None and own is not None]
+    def _clip_(self, gradients: Gradients) -> None:
+        rule, scale = self._rule, self._grad_scale
+        self.norm = execute.clip_(gradients, rule, self._nonfinite, scale, keeps_scale=True)
 
-        def label_of(index: int) -> str:
-            return self._label_of_parameter(there[index][0])
+    def _check(
+        self, sums: Sequence[Tensor | None], grads: Sequence[Tensor | None], *, whole: bool
+    ) -> None:
+        """Refuses sums that cannot be written, or that have the memory of another tensor.
 
-        targets = [own for _, _, own in there]
-        refuse_sums(targets, label_of)
-        if self._are_plain:
-            refuse_common_memory(targets, [grad for _, grad, _ in there], label_of)
+        Args:
+            sums: of each parameter.
+            grads: of each parameter; what has none is not written.
+            whole: not spread over processes; else memory is not compared.
 
-    def _plain_sums(self, sums: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The sums after the gradients of others were added, in place where there was one."""
-        pairs = zip(self._others, sums, strict=True)
-        return [_plain_sum(parameter.grad, own) for parameter, own in pairs]
-
-    def _collected(self, grads: list[Tensor | None]) -> Gradients:
-        """The gradients of the block, with their plan."""
-        if not self._are_plain:
-            return collect(self._parameters, self._label, self._processes)
-        there = [grad for grad in grads if grad is not None]
-        return Gradients(there, self._device, self._label, self._parameters)
-
-    def _lack(self, grads: Sequence[Tensor]) -> bool:
-        """Whether there is no gradient, and should be; a stage may be frozen."""
-        return not grads and any(parameter.requires_grad for parameter in self._parameters)
+        Raises:
+            ValueError: names the parameters.
+        """
+        pairs = enumerate(zip(sums, grads, strict=True))
+        written = {i: own for i, (own, grad) in pairs if own is not None and grad is not None}
+        for index, own in written.items():
+            if fault := _fault_of(own):
+                raise ValueError(
+                    f"the .grad of {self._label(index)} {fault}, so no gradient can be added to "
+                    "it; nothing was changed: replace it by .grad.detach().clone()"
+                )
+        if not whole:
+            return
+        there = {i: grad for i, grad in enumerate(grads) if grad is not None}
+        for tensors in (written, there):
+            known: dict[int, int] = {}
+            for index, tensor in tensors.items():
+                first = known.setdefault(id(tensor), index)
+                if first != index:
+                    raise ValueError(
+                        f"{self._label(first)} and {self._label(index)} have one tensor as their "
+                        ".grad, which would count twice; nothing was changed: expected a tensor "
+                        "for each"
+                    )
+        regions = map(memory_of, (*written.values(), *there.values()))
+        if find_overlap([region for region in regions if region is not None]) is not None:
+            raise ValueError(
+                "a gradient has the memory of another one, or of the sum that it would be added "
+                "to, which backward has then overwritten; expected new memory for every gradient: "
+                "gradient_as_bucket_view=False of DistributedDataParallel. Repeat the step after "
+                "zero_grad(): the sums in .grad may be wrong"
+            )
 
     def _label(self, index: int) -> str:
-        return self._label_of_parameter(self._parameters[index])
-
-    def _label_of_parameter(self, own: Tensor) -> str:
-        position = next(i for i, parameter in enumerate(self._items) if parameter is own)
-        return names_at([position], self._argument, self._label_of)[0]
-
-    def _label_of_sum(self, index: int) -> str:
-        """Names the parameter of the gradient at an index among those that there are."""
-        return self._label([i for i, p in enumerate(self._parameters) if p.grad is not None][index])
+        return names_at([index], self._argument, self._label_of)[0]
 
 
 def _refuse_average(model: Module) -> None:
@@ -341,23 +329,46 @@ def _refuse_average(model: Module) -> None:
             )
 
 
-def _targets(grads: Sequence[Tensor | None], sums: Sequence[Tensor | None]) -> list[Tensor]:
-    """The tensors that gradients are added to; none where no gradient has a sum yet."""
-    pairs = [(grad, own) for grad, own in zip(grads, sums, strict=True) if grad is not None]
-    if all(own is None for _, own in pairs):
-        return []
-    return [_target(grad, own) for grad, own in pairs]
+def _plain_sums(gradients: Gradients, sums: Sequence[Tensor | None]) -> list[Tensor] | None:
+    """The sums where each gradient has one of its form, and no two tensors share memory; else None.
+
+    A cheap check, which may miss such sums.
+    """
+    plan, known = gradients.plan, gradients.addresses
+    if plan is None or plan.guards is None or plan.requires_grad or known is None:
+        return None
+    there = [own for own in sums if own is not None]
+    if not len(there) == len(sums) == len(known) or not plan.guards.check(*there):
+        return None
+    addresses = [*known, *map(Tensor.data_ptr, there)]
+    return there if are_apart(addresses, plan.spans * 2) else None
 
 
-def _target(grad: Tensor, own: Tensor | None) -> Tensor:
-    if own is None:
-        return torch.zeros_like(grad)
-    # A dense gradient makes a sparse sum dense, as in backward.
-    return own.to_dense() if own.is_sparse and not grad.is_sparse else own
+def _sum_for(grad: Tensor | None, own: Tensor | None) -> Tensor | None:
+    """A sum to add a gradient to: a dense gradient makes a sparse sum dense, as in backward."""
+    if own is None or grad is None or not own.is_sparse or grad.is_sparse:
+        return own
+    return own.to_dense()
 
 
-@torch.no_grad()
-def _plain_sum(grad: Tensor | None, own: Tensor | None) -> Tensor | None:
-    if grad is None or own is None:
-        return own if grad is None else grad
-    return _target(grad, own).add_(grad)
+def _fault_of(own: Tensor) -> str:
+    """Why nothing can be added to a sum in place; "" where it can."""
+    if own.is_inference() and not torch.is_inference_mode_enabled():
+        return "was made in inference mode"
+    if own.requires_grad and own.is_leaf:
+        return "is a leaf that requires a gradient"
+    local = getattr(own, "_local_tensor", own)
+    if local.layout == torch.strided and not local.is_contiguous() and has_overlap(local):
+        return "has elements that share memory"
+    return ""
+
+
+@without_grad
+def _add_(sums: list[Tensor], grads: list[Tensor]) -> None:
+    """Adds gradients to sums in place."""
+    if any(own.is_neg() or own.is_conj() for own in sums):
+        # foreach writes no lazily negated or conjugated tensors.
+        for own, grad in zip(sums, grads, strict=True):
+            own.add_(grad)
+    else:
+        torch._foreach_add_(sums, grads)

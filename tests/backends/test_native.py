@@ -330,7 +330,6 @@ VERBS = {
     "statistics": LIST,
     "coefficients": "numbers, factors, number, flag",
     "multiply_": f"{LIST}, factors",
-    "add_": f"{LIST}, number, addresses",
     "unit_norms": f"{BY_UNIT}, address",
     "unit_factors": "address, counts, factors, number, number, flag, dtype",
     "multiply_units_": f"{BY_UNIT}, bytes",

@@ -83,11 +83,6 @@ def _scale_each(table: Any, p: float, variant: str) -> None:
     _batch(table).scale_each_(norms, Clip(p, EPS, number, number, _flag(variant)))
 
 
-def _add(table: Any, p: float, variant: str) -> None:
-    norms, zero = torch.empty(1, dtype=torch.float64), variant == "zero"
-    _batch(table).add_to_(_batch(table), norms, Clip(p, EPS, _number(variant), 1.0, zero))
-
-
 def _clamp(table: Any, p: float, variant: str) -> None:
     _batch(table).clamp_(-1.0, 1.0, _number(variant))
 
@@ -139,7 +134,6 @@ VERBS = {
     "norm": Verb(_norm, 1, 0),
     "scale": Verb(_scale, 1, 1),
     "scale_each": Verb(_scale_each, 1, 1),
-    "add": Verb(_add, 2, 1),
     "clamp": Verb(_clamp, 2, 1),
     "unit_norms": Verb(_unit_norms, 1, 0),
     "scale_units": Verb(_scale_units, 1, 1),
@@ -179,7 +173,7 @@ def _cases() -> list[Case]:
     made += [
         Case(verb, target, torch.float32, variant="zero")
         for target in ("sm_90", "gfx942")
-        for verb in ("scale", "scale_each", "add", "clamp", "scale_units")
+        for verb in ("scale", "scale_each", "clamp", "scale_units")
     ]
     return made
 

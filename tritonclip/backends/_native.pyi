@@ -67,21 +67,6 @@ def multiply_(
     Factors are rounded to float32, but for float64 gradients. Gradients whose factor is 1 are left.
     """
 
-def add_(
-    addresses: list[int],
-    sizes: bytes,
-    dtype: int,
-    threads: int,
-    factor: float,
-    sums: list[int],
-    /,
-) -> None:
-    """Adds all gradients times one factor to as many tensors of the same sizes and dtype.
-
-    `sums` are the addresses of these. The factor is rounded to float32, but for float64 gradients,
-    and each sum is rounded once.
-    """
-
 def unit_norms(
     addresses: list[int], sizes: bytes, dtype: int, threads: int, rows: bytes, norms: int, /
 ) -> list[int]:

@@ -100,18 +100,6 @@ class Batch(Protocol):
             Norm before clipping, 0-d, and coefficient, on the gradients' device.
         """
 
-    def add_to_(self, sums: "Batch", norms: PartialNorms, clip: Clip) -> Tensor:
-        """Adds all gradients times one coefficient to other tensors of their form.
-
-        Args:
-            sums: a batch of the same layout, whose tensors are written; the gradients may be.
-            norms: partial norms of all groups.
-            clip: gives the coefficient; its loss scale is 1.
-
-        Returns:
-            Norm before clipping, 0-d, on the gradients' device.
-        """
-
     def clip_(
         self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
     ) -> Tensor:

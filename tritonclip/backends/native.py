@@ -38,7 +38,7 @@ from tritonclip.backends.operators import (
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Of the functions and their arguments, as in `native/module.c`: a binary may be older.
-INTERFACE = 12
+INTERFACE = 13
 
 _MODULE = "tritonclip.backends._native"
 
@@ -242,21 +242,6 @@ class NativeBatch:
             increment_version(self.tensors)
             loops.multiply_(*self._list, factor)
         return norm, coefficient
-
-    def add_to_(self, sums: Batch, norms: PartialNorms, clip: Clip) -> Tensor:
-        """Adds all gradients times one coefficient to other tensors, in one pass."""
-        assert isinstance(sums, NativeBatch)
-        numbers = norms if isinstance(norms, list) else norms.tolist()
-        total = numbers[0] if len(numbers) == 1 else combine_numbers(numbers, clip.norm_type)
-        wide = self.dtype == torch.float64
-        measured = (c_double if wide else c_float)(total).value
-        norm = torch.scalar_tensor(measured, dtype=self.dtype, device=_CPU)
-        if clip.erase and not math.isfinite(measured):
-            return norm
-        _, coefficient = loops.coefficients([measured], float(clip.limit), clip.eps, wide)
-        increment_version(sums.tensors)
-        loops.add_(*self._list, coefficient, sums._list[0])
-        return norm
 
     def clip_(
         self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor

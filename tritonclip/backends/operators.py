@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from tritonclip.backends.interface import Batch, Clip, Limit, PartialNorms
+from tritonclip.backends.interface import Clip, Limit, PartialNorms
 
 # Elements of a tensor that is read at a time, to bound temporaries: 1 MiB of float64.
 PIECE = 131072
@@ -165,13 +165,6 @@ class TorchBatch:
             changed, by = [changed[i] for i in over], tuple(by[i] for i in over)
         torch._foreach_mul_(changed, by)
         return norm, least
-
-    def add_to_(self, sums: Batch, norms: PartialNorms, clip: Clip) -> Tensor:
-        """Adds all gradients times one coefficient to other tensors; the gradients are scaled."""
-        assert isinstance(sums, TorchBatch)
-        norm, _ = self.scale_(norms, clip)
-        torch._foreach_add_(sums.tensors, self.tensors)
-        return norm
 
     def clip_(
         self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from tritonclip.backends.interface import Batch, Clip
-from tritonclip.kernels import adaptive, add, clamp, launch, norm, scale
+from tritonclip.backends.interface import Clip
+from tritonclip.kernels import adaptive, clamp, launch, norm, scale
 from tritonclip.kernels.access import CHUNK, OCCUPANCY_2X128, OCCUPANCY_3X80, TAIL, block_of
 from tritonclip.kernels.tables import ChunkTable, ChunkTables, count_chunks
 
@@ -128,40 +128,6 @@ class TritonBatch:
         # Kernels write through addresses, which autograd does not see.
         increment_version(self._tensors)
         return result
-
-    def add_to_(self, sums: Batch, norms: Tensor, clip: Clip) -> Tensor:
-        """Adds all gradients times one coefficient to other tensors."""
-        assert isinstance(sums, TritonBatch)
-        table = self._table
-        total = torch.empty_strided((), (), dtype=self._dtype, device=table.device)
-        (limit, _, _), (limit_bits, eps_bits, _) = pack_scalars(
-            clip.limit, clip.eps, 1.0, table.device
-        )
-        launch.launch(
-            add.add_kernel,
-            table.device,
-            table.programs[OCCUPANCY_2X128],
-            OCCUPANCY_2X128,
-            (
-                *table.arguments,
-                sums._table.arguments[0],
-                norms,
-                total,
-                limit,
-                table.n_chunks,
-                norms.numel(),
-                limit_bits,
-                eps_bits,
-            ),
-            DTYPE=launch.TL_DTYPES[table.dtype],
-            P=clip.norm_type,
-            ERASE=bool(clip.erase),
-            CHUNK=CHUNK,
-            BLOCK=block_of(table.dtype.itemsize),
-            TAIL=TAIL,
-        )
-        increment_version(sums._tensors)
-        return total
 
     def clip_(
         self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor

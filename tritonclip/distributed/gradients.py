@@ -37,7 +37,6 @@ from tritonclip.engine.arguments import (
     tensors_in,
     unnamed,
 )
-from tritonclip.engine.checks import refuse_sums
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.norms import EACH_ORDERS, Norms
 from tritonclip.engine.plan import NewPlan, Plan, empty_plan, make_plan
@@ -261,12 +260,6 @@ class ShardedGradients(Gradients):
         super().check(rule)
         if self.plan is not None:
             _refuse_shards(self, rule)
-
-    def check_sums(
-        self, sums: Sequence[Tensor], grads: Sequence[Tensor], label_of: LabelOf
-    ) -> None:
-        """As of :class:`Gradients`, but for memory that DTensors have in common."""
-        refuse_sums(sums, label_of)
 
     def verify_agreement(
         self,

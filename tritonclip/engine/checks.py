@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tritonclip.engine.arguments import LabelOf, refuse_fsdp_shards
-from tritonclip.engine.memory import are_apart, find_overlap, has_overlap, memory_of, overlap_error
+from tritonclip.engine.arguments import refuse_fsdp_shards
+from tritonclip.engine.memory import are_apart, find_overlap, memory_of, overlap_error
 from tritonclip.rules import Rule
 
 if TYPE_CHECKING:
@@ -127,63 +127,6 @@ def refuse_shared(lists: Sequence[Gradients]) -> None:
     if found is not None:
         first, second = (there[i][0].label(there[i][1]) for i in found)
         raise overlap_error(first, second)
-
-
-def refuse_sums(sums: Sequence[Tensor], label_of: LabelOf) -> None:
-    """Refuses tensors that nothing can be added to in place.
-
-    Args:
-        sums: strided or sparse; DTensors too.
-        label_of: names the parameter of the sum at an index.
-
-    Raises:
-        ValueError: names the parameter.
-    """
-    for index, own in enumerate(sums):
-        fault = _fault_of_sum(own)
-        if fault:
-            raise ValueError(
-                f"the .grad of {label_of(index)} {fault}, so no gradient can be added to it; "
-                "nothing was changed: replace it by .grad.detach().clone()"
-            )
-
-
-def _fault_of_sum(own: Tensor) -> str:
-    if own.is_inference() and not torch.is_inference_mode_enabled():
-        return "was made in inference mode"
-    if own.requires_grad and own.is_leaf:
-        return "is a leaf that requires a gradient"
-    local = getattr(own, "_local_tensor", own)
-    if local.layout == torch.strided and not local.is_contiguous() and has_overlap(local):
-        return "has elements that share memory"
-    return ""
-
-
-def refuse_common_memory(
-    sums: Sequence[Tensor], grads: Sequence[Tensor], label_of: LabelOf
-) -> None:
-    """Refuses sums and gradients, one for each, of which two overlap in memory.
-
-    Raises:
-        ValueError: names the parameters of two that are the same tensor.
-    """
-    for tensors in (sums, grads):
-        known: dict[int, int] = {}
-        for index, tensor in enumerate(tensors):
-            first = known.setdefault(id(tensor), index)
-            if first != index:
-                raise ValueError(
-                    f"{label_of(first)} and {label_of(index)} have one tensor as their .grad, "
-                    "which would count twice; nothing was changed: expected a tensor for each"
-                )
-    regions = [region for own in (*sums, *grads) if (region := memory_of(own)) is not None]
-    if find_overlap(regions) is not None:
-        raise ValueError(
-            "a gradient has the memory of another one, or of the sum that it would be added to, "
-            "which backward has then overwritten; expected new memory for every gradient: "
-            "gradient_as_bucket_view=False of DistributedDataParallel. Repeat the step after "
-            "zero_grad(): the sums in .grad may be wrong"
-        )
 
 
 POLICIES = ("propagate", "error", "zero")

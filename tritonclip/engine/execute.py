@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,6 @@ from tritonclip.backends import choose
 from tritonclip.backends.interface import Clip, Limit
 from tritonclip.backends.operators import coefficient_of, wide_dtype
 from tritonclip.engine import misuse, verify
-from tritonclip.engine.arguments import LabelOf
 from tritonclip.engine.checks import (
     REMEDY,
     TORCH_REMEDY,
@@ -26,7 +24,6 @@ from tritonclip.engine.checks import (
     refuse_sparse_minimum,
 )
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.memory import are_apart, is_freed
 from tritonclip.engine.norms import Norms
 from tritonclip.engine.plan import Group
 from tritonclip.engine.units import Units
@@ -61,23 +58,37 @@ def clip_(
     grad_scale: float | Tensor = 1.0,
     *,
     remedy: str = REMEDY,
+    keeps_scale: bool = False,
 ) -> Tensor | None:
-    """Clips a gradient list; `remedy` ends the message of nonfinite="error"."""
+    """Clips a gradient list.
+
+    Args:
+        gradients: the list.
+        rule: to clip by.
+        nonfinite: the policy.
+        grad_scale: the loss scale that the gradients carry.
+        remedy: ends the message of nonfinite="error".
+        keeps_scale: the loss scale stays in the gradients; for rules of one norm.
+    """
     plan, norm = gradients.plan, None
     if plan is None:
         gradients.check(rule)
         misuse.warn_of_nothing(gradients)
         return None if rule.clamps else no_norm(gradients, per_gradient=rule.per_gradient)
     if plan.requires_grad and torch.is_grad_enabled():
-        return without_grad(clip_)(gradients, rule, nonfinite, grad_scale, remedy=remedy)
+        return without_grad(clip_)(
+            gradients, rule, nonfinite, grad_scale, remedy=remedy, keeps_scale=keeps_scale
+        )
     if not plan.ordinary:
         norm = _check(gradients, rule)
     if plan.only_group is not None and nonfinite == "propagate":
         limit = rule.known_limit
-        if type(limit) is float:
+        keeps = keeps_scale and (isinstance(grad_scale, Tensor) or grad_scale != 1)
+        if type(limit) is float and not keeps:
             return _clip_only_group_(gradients, plan.only_group, rule, limit, grad_scale)
     if plan.verifying:
-        gradients.verify_agreement("clip", rule, grad_scale, nonfinite)
+        call = "accumulate_" if keeps_scale else "clip"
+        gradients.verify_agreement(call, rule, grad_scale, nonfinite)
     norms = None
     if nonfinite != "propagate" or not rule.clamps:
         # By value, an element counts as it came, before the loss scale is divided out.
@@ -93,7 +104,10 @@ def clip_(
     elif gradients.error is not None:
         # No process waits for norms.
         raise gradients.error
-    return write_(gradients, rule, norms, grad_scale, zero_nonfinite=nonfinite == "zero").norm
+    zero = nonfinite == "zero"
+    return write_(
+        gradients, rule, norms, grad_scale, zero_nonfinite=zero, keeps_scale=keeps_scale
+    ).norm
 
 
 def _check(gradients: Gradients, rule: Rule) -> Norm:
@@ -152,6 +166,7 @@ def write_(
     grad_scale: float | Tensor,
     *,
     zero_nonfinite: bool,
+    keeps_scale: bool = False,
 ) -> Outcome:
     """Clips a measured list, once; a rule that clamps needs norms only to zero NaN and inf.
 
@@ -161,6 +176,7 @@ def write_(
         norms: of the rule's norm type.
         grad_scale: the loss scale that the gradients still carry.
         zero_nonfinite: write zeros everywhere where a norm is not finite.
+        keeps_scale: as for `clip_`.
     """
     plan = gradients.plan
     assert plan is not None
@@ -174,120 +190,17 @@ def write_(
             _scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=True)
     else:
         assert norms is not None
-        outcome = _scale_groups_(gradients, rule, norms, grad_scale, zero_nonfinite=zero_nonfinite)
+        scale = grad_scale
+        if keeps_scale:
+            norms, scale = norms.without_scale(), 1.0
+        outcome = _scale_groups_(gradients, rule, norms, scale, zero_nonfinite=zero_nonfinite)
     if not plan.ordinary:
         gradients.finish_writing(wrote=_may_have_written(rule, grad_scale, outcome))
     if expected is not None:
-        expected.check_clip(rule, zero_nonfinite, grad_scale, norms, outcome.norm)
+        expected.check_clip(
+            rule, zero_nonfinite, grad_scale, norms, outcome.norm, keeps_scale=keeps_scale
+        )
     return outcome
-
-
-def add_to_(
-    gradients: Gradients,
-    grads: Sequence[Tensor],
-    sums: Sequence[Tensor],
-    rule: Rule,
-    nonfinite: str,
-    grad_scale: float | Tensor,
-    label_of: LabelOf,
-) -> Tensor:
-    """Measures a list and adds it, clipped, to other tensors; the loss scale stays in both.
-
-    Args:
-        gradients: not empty; they may be scaled.
-        grads: the same as users see them.
-        sums: one for each of these. None at all: the gradients are clipped in place.
-        rule: of one norm.
-        nonfinite: the policy; "zero" adds nothing where the norm is not finite.
-        grad_scale: the loss scale.
-        label_of: names the parameter of a sum.
-
-    Returns:
-        The norm before clipping, divided by the loss scale.
-
-    Raises:
-        ValueError: a sum that cannot be written, or overlaps in memory with another one or with a
-            gradient.
-    """
-    plan = gradients.plan
-    assert plan is not None
-    if plan.requires_grad and torch.is_grad_enabled():
-        return without_grad(add_to_)(gradients, grads, sums, rule, nonfinite, grad_scale, label_of)
-    norm = rule.norm if plan.ordinary else _check(gradients, rule)
-    addresses = _addresses_of(gradients, sums)
-    if addresses is None and sums:
-        # Of other forms, or on several processes.
-        try:
-            gradients.check_sums(sums, grads, label_of)
-        except ValueError as error:
-            gradients.reject_(error)
-    if plan.verifying:
-        gradients.verify_agreement("accumulate_", rule, grad_scale, nonfinite)
-    norms = gradients.measure(norm, grad_scale, names_culprits=nonfinite == "error")
-    if nonfinite == "error":
-        raise_if_nonfinite(gradients, norms, norms.norm(), REMEDY, rule)
-    zero, norms = nonfinite == "zero", norms.without_scale()
-    if not plan.verifying or norms.is_checked or not _are_same(grads, gradients.tensors):
-        return _add_to_(gradients, grads, sums, addresses, rule, norms, zero)
-    expected, before = verify.Expectation(gradients), [own.clone() for own in sums]
-    total = _add_to_(gradients, grads, sums, addresses, rule, norms, zero)
-    expected.check_sums(sums or grads, before, rule, zero, grad_scale, total)
-    return total
-
-
-def _add_to_(
-    gradients: Gradients,
-    grads: Sequence[Tensor],
-    sums: Sequence[Tensor],
-    addresses: list[int] | None,
-    rule: Rule,
-    norms: Norms,
-    zero_nonfinite: bool,
-) -> Tensor:
-    """As `add_to_`, after measuring; the addresses of sums where they serve."""
-    plan = gradients.plan
-    assert plan is not None
-    if addresses is None:
-        norm = _scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=zero_nonfinite).norm
-        gradients.finish_writing()
-        if any(total.is_neg() or total.is_conj() for total in sums):
-            # foreach writes no lazily negated or conjugated tensors.
-            for total, grad in zip(sums, grads, strict=True):
-                total.add_(grad)
-        elif sums:
-            torch._foreach_add_(list(sums), list(grads))
-        assert norm is not None
-        return norm
-    limit = checked_limit(rule, rule.limit(norms), norms)
-    clip = Clip(rule.norm_type, rule.eps, limit, 1.0, zero_nonfinite)
-    results, target = [], plan.readable(list(sums))
-    for group, batch, partials in zip(plan.groups, norms.batches, norms.partials, strict=True):
-        own, at = target, addresses
-        if group.indices is not None:
-            own, at = [target[i] for i in group.indices], [addresses[i] for i in group.indices]
-        results.append(batch.add_to_(group.layout.bind(own, at), partials, clip))
-    return results[0] if results[0].device == plan.device else results[0].to(plan.device)
-
-
-def _addresses_of(gradients: Gradients, sums: Sequence[Tensor]) -> list[int] | None:
-    """The addresses of tensors to which a gradient list can be added by addresses; else None.
-
-    They have the form of the gradients, one by one, and share no memory.
-    """
-    plan, known = gradients.plan, gradients.addresses
-    if plan is None or plan.guards is None or known is None:
-        return None
-    if len(sums) != len(known) or not plan.guards.check(*sums):
-        return None
-    addresses = list(map(Tensor.data_ptr, sums))
-    if not are_apart([*known, *addresses], [*plan.spans, *plan.spans]):
-        return None
-    return None if any(map(is_freed, sums, addresses)) else addresses
-
-
-def _are_same(grads: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    """Whether gradients are the tensors of a list: no DTensors, and none repeated."""
-    return len(grads) == len(tensors) and all(map(is_, grads, tensors))
 
 
 def _may_have_written(rule: Rule, grad_scale: float | Tensor, outcome: Outcome) -> bool:

@@ -166,13 +166,6 @@ class Gradients:
         """Refuses gradients that cannot be written, or that a rule has no meaning for."""
         checks.check(self, rule)
 
-    def check_sums(
-        self, sums: Sequence[Tensor], grads: Sequence[Tensor], label_of: LabelOf
-    ) -> None:
-        """Refuses sums that these gradients, as users see them, cannot be added to."""
-        checks.refuse_sums(sums, label_of)
-        checks.refuse_common_memory(sums, grads, label_of)
-
     def verify_agreement(
         self,
         call: str,
