@@ -52,28 +52,31 @@ def on_one(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 # The function, the arguments after the first, what came, and what to write.
 CALLS: list[tuple[Any, list[Any], dict[str, Any], str, str]] = [
-    (clip_, [], {"max_norm": 1.5}, "'max_norm', got 1.5", "write clip_(parameters, 1.5)"),
+    (clip_, [], {"max_norm": 1.5}, "argument 'max_norm'", "write clip_(parameters, 1.5)"),
     (clip_, [], {"gradient_clip_val": 1}, "'gradient_clip_val'", "write clip_(parameters, 1)"),
     (clip_, [], {"clip_value": 0.5}, "", "write clip_(parameters, ClipByValue(0.5))"),
     (clip_, [], {"a_min": -1.0, "a_max": 1}, "", "write clip_(parameters, ClipByValue(-0.5, 0.5))"),
     (clip_, [], {"clip_factor": 0.01}, "", "write clip_(parameters, ClipByUnitNorm(0.01))"),
     (
-        *(clip_, [1.0, 2.0], {}, "takes parameters, clip by position, got 2.0 after them"),
+        *(clip_, [1.0, 2.0], {}, "too many positional arguments"),
         'write clip_(parameters, ClipByGlobalNorm(1.0, norm_type=2.0), nonfinite="error")',
     ),
     (
-        *(clip_, [1.0], {"norm_type": 1.0}, "'norm_type', got 1.0"),
+        *(clip_, [1.0], {"norm_type": 1.0}, "'norm_type'"),
         "write clip_(parameters, ClipByGlobalNorm(1.0, norm_type=1.0))",
     ),
     (
-        *(clip_, [1.0], {"error_if_nonfinite": True}, "'error_if_nonfinite', got True"),
+        *(clip_, [1.0], {"error_if_nonfinite": True}, "'error_if_nonfinite'"),
         'write clip_(parameters, 1.0, nonfinite="error")',
     ),
     (clip_, [1.0], {"foreach": True}, "", "write clip_(parameters, 1.0) without it"),
     (clip_, [], {"total_norm": 3.0}, "", "write clip_grads_with_norm_(parameters, 1.0, 3.0)"),
-    (clip_, [1.0], {"nonfinit": "zero"}, "'nonfinit'", "copies; did you mean nonfinite?"),
-    (clip_, [1.0], {"strict": True}, "'strict'", "copies, as in clip_(parameters, 1.0)"),
-    (clip_, [], {}, "needs its argument 'clip', got none", "write clip_(parameters, 1.0)"),
+    (
+        *(clip_, [1.0], {"nonfinit": "zero"}, "'nonfinit'"),
+        "expected parameters, clip, nonfinite, grad_scale, state, process_group, copies, as in "
+        "clip_(parameters, 1.0)",
+    ),
+    (clip_, [], {}, "missing a required argument: 'clip'", "write clip_(parameters, 1.0)"),
     (tritonclip.clip_tensors_, [], {"max_norm": 0.5}, "", "write clip_tensors_(tensors, 0.5)"),
     (tritonclip.accumulate_, [], {"max_norm": 0.5}, "", "write accumulate_(parameters, 0.5)"),
     (
@@ -88,7 +91,7 @@ CALLS: list[tuple[Any, list[Any], dict[str, Any], str, str]] = [
         *(tritonclip.clip_on_backward_, [], {"max_norm": 0.5}, ""),
         "write clip_on_backward_(parameters, ClipByNorm(0.5))",
     ),
-    (FlatGradients, [1.0], {}, "got 1.0 after", "write clip_(FlatGradients(model), 1.0) to clip"),
+    (FlatGradients, [1.0], {}, "too many", "write clip_(FlatGradients(model), 1.0) to clip"),
     (FlatGradients, [], {"clip_norm": 1}, "", "write clip_(FlatGradients(model), 1)"),
     (functional.clip_by_norm, [], {"clip_norm": 0.5}, "", "write clip_by_norm(x, 0.5)"),
     (functional.clip_by_norm, [1.0], {"axes": [0]}, "", "write clip_by_norm(x, 1.0, dim=[0])"),
@@ -130,14 +133,14 @@ CLASSES: list[tuple[Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("function", "args", "kwargs", "came", "write"), CALLS)
 def test_misfit_says_what_came_and_what_to_write(function, args, kwargs, came, write):
-    expected = f"^{function.__name__}\\(\\) .*{re.escape(came)}.*; .*{re.escape(write)}$"
+    expected = f"^{function.__name__}\\(\\): .*{re.escape(came)}.*; .*{re.escape(write)}$"
     with pytest.raises(TypeError, match=expected):
         on_one(function, *args, **kwargs)
 
 
 @pytest.mark.parametrize(("kind", "kwargs", "write"), CLASSES)
 def test_misfit_of_a_class_says_what_to_write(kind, kwargs, write):
-    with pytest.raises(TypeError, match=f"^{kind.__name__}\\(\\) .*; write {re.escape(write)}$"):
+    with pytest.raises(TypeError, match=f"^{kind.__name__}\\(\\): .*; write {re.escape(write)}$"):
         kind(**kwargs)
 
 
@@ -266,10 +269,9 @@ def test_name_from_elsewhere_gets_its_match(name, match):
     assert not hasattr(tritonclip, name)
 
 
-@pytest.mark.parametrize(("name", "match"), NAMES.items())
-def test_import_of_a_name_from_elsewhere_gets_its_match(name, match):
-    with pytest.raises(ImportError, match=rf"{name}'; here it is tritonclip\.{match}"):
-        exec(f"from tritonclip import {name}")
+def test_import_of_a_name_from_elsewhere_gets_pythons_error():
+    with pytest.raises(ImportError, match="cannot import name 'clip' from 'tritonclip'"):
+        exec("from tritonclip import clip")
 
 
 @pytest.mark.parametrize("name", ["clip", "adaptive_clip_grad"])

@@ -1,23 +1,19 @@
-"""Errors for names and calls of other libraries: each shows what to write here.
+"""Errors for names and calls of other libraries: Python's own, with what to write here.
 
-Python raises for a call that does not fit before the function begins. `explained` wraps a function
-or a class to catch that error. `receives_misfits` is for functions that run in every step: these
-take what does not fit as `*_excess` and `**_unknown`, and a right call passes through no wrapper.
+`explained` wraps a function or a class to catch the error of a call that does not fit. A function
+that runs in every step `receives_misfits` instead: it takes what does not fit as `*_excess` and
+`**_unknown`, and a right call passes through no wrapper.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
-from dis import opname
 from functools import wraps
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T", bound=Callable[..., Any])
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 # Our name for each name in torch, Paddle, TensorFlow, optax, timm and papers; rules add theirs.
 NAMES = {
@@ -85,7 +81,7 @@ _ARGUMENTS = {
 }
 # By each word: the first word of its line, and what to write.
 _WORDS = {
-    word: (words.split()[0], one) for words, one in _ARGUMENTS.items() for word in words.split()
+    word: (words.split()[0], text) for words, text in _ARGUMENTS.items() for word in words.split()
 }
 
 # The value of an argument that was not passed.
@@ -93,10 +89,10 @@ ABSENT: Any = object()
 
 
 class _Call(NamedTuple):
-    """A function or class, its parameters, its usual call, and what to write for arguments."""
+    """A function, or a class by its constructor; its usual call; what to write for arguments."""
 
     name: str
-    parameters: Mapping[str, inspect.Parameter]
+    function: Callable[..., Any]
     usual: str
     arguments: Mapping[str, str]
 
@@ -112,133 +108,104 @@ def explained(usual: str, arguments: Mapping[str, str] | None = None) -> Callabl
     """
 
     def explain(target: T) -> T:
-        kind: Any = target
+        untyped: Any = target
         is_class = isinstance(target, type)
-        function = kind.__init__ if is_class else target
-        parameters = dict(list(inspect.signature(function).parameters.items())[is_class:])
-        call = _Call(target.__name__, parameters, usual, _by_word(arguments))
+        function = untyped.__init__ if is_class else target
+        words = {word: text for key, text in (arguments or {}).items() for word in key.split()}
+        call = _Call(target.__name__, function, usual, words)
 
         @wraps(function)
         def explaining(*args: Any, **kwargs: Any) -> Any:
             try:
                 return function(*args, **kwargs)
-            except TypeError as error:
-                # Raised by the call itself, before the function began.
-                if error.__traceback__ is not None and error.__traceback__.tb_next is None:
-                    raise _misfit(call, args[is_class:], kwargs) or error from None
+            except TypeError:
+                if (error := _misfit(call, args, kwargs)) is not None:
+                    raise error from None
                 raise
 
         if not is_class:
             return explaining  # type: ignore[return-value]  # of the same signature
-        kind.__init__ = explaining
+        untyped.__init__ = explaining
         return target
 
     return explain
-
-
-def receives_misfits(usual: str, arguments: Mapping[str, str] | None = None) -> Callable[[T], T]:
-    """As `explained`, for a function that takes `*_excess` and `**_unknown` to raise `misfit`.
-
-    Required arguments after the first get the default `ABSENT`. `inspect` shows the function
-    without all three.
-    """
-
-    def receive(function: T) -> T:
-        signature = inspect.signature(function)
-        shown = {
-            name: one
-            for name, one in signature.parameters.items()
-            if name not in ("_excess", "_unknown")
-        }
-        untyped: Any = function
-        untyped.__signature__ = signature.replace(parameters=list(shown.values()))
-        absent = [ABSENT] * (sum(map(_is_required, shown.values())) - 1)
-        untyped.__defaults__ = (*absent, *(untyped.__defaults__ or ()))
-        _receiving[function.__name__] = _Call(function.__name__, shown, usual, _by_word(arguments))
-        return function
-
-    return receive
 
 
 # The functions that receive misfits, by name.
 _receiving: dict[str, _Call] = {}
 
 
+def receives_misfits(usual: str) -> Callable[[T], T]:
+    """As `explained`, for a function that takes `*_excess` and `**_unknown` to raise `misfit`.
+
+    Its second argument gets the default `ABSENT`. `inspect` shows the function without all three.
+    """
+
+    def receive(function: T) -> T:
+        untyped: Any = function
+        signature = inspect.signature(function)
+        parameters = [p for name, p in signature.parameters.items() if not name.startswith("_")]
+        untyped.__signature__ = signature.replace(parameters=parameters)
+        untyped.__defaults__ = (ABSENT,)
+        _receiving[function.__name__] = _Call(function.__name__, function, usual, {})
+        return function
+
+    return receive
+
+
 def misfit(function: Callable[..., Any], /, *args: object, **unknown: object) -> TypeError:
     """The error for a call of a function that `receives_misfits`."""
-    given = [one for one in args if one is not ABSENT]
+    given = [value for value in args if value is not ABSENT]
     error = _misfit(_receiving[function.__name__], given, unknown)
     assert error is not None
     return error
 
 
-def missing(module: ModuleType, name: str) -> AttributeError | ImportError:
+def missing(module: ModuleType, name: str) -> AttributeError:
     """The error of a module's `__getattr__`, with our name for a name of another library."""
-    match = NAMES.get(name)
-    if match is None:
-        return AttributeError(
-            f"module {module.__name__!r} has no attribute {name!r}", name=name, obj=module
-        )
-    text = f"module {module.__name__!r} has no attribute {name!r}; here it is tritonclip.{match}"
-    # `from module import name` replaces an AttributeError by its own, an ImportError it keeps.
-    frame = sys._getframe(2)
-    if opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM":
-        return ImportError(text, name=module.__name__)
+    text = f"module {module.__name__!r} has no attribute {name!r}"
+    if name in NAMES:
+        text += f"; here it is tritonclip.{NAMES[name]}"
     return AttributeError(text, name=name, obj=module)
 
 
-def _by_word(arguments: Mapping[str, str] | None) -> dict[str, str]:
-    return {word: one for words, one in (arguments or {}).items() for word in words.split()}
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind in _POSITIONAL
-
-
 def _misfit(call: _Call, args: Sequence[object], kwargs: Mapping[str, object]) -> TypeError | None:
-    """The error for a call; None for a repeated argument, which Python's own error names."""
-    name, parameters, usual, _ = call
-    kinds = {one.kind for one in parameters.values()}
-    for key, value in kwargs.items():
-        if key not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
-            remedy = _remedy(call, key, value)
-            if remedy is None:
-                close = get_close_matches(key, parameters, n=1)
-                meant = f"; did you mean {close[0]}?" if close else f", as in {usual}"
-                remedy = f"expected {', '.join(parameters)}{meant}"
-            return TypeError(f"{name}() has no argument {key!r}, got {value!r:.40}; {remedy}")
-    positional = [key for key, one in parameters.items() if one.kind in _POSITIONAL]
-    if len(args) > len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        return TypeError(
-            f"{name}() takes {', '.join(positional)} by position, got "
-            f"{args[len(positional)]!r:.40} after them; "
-            f"{_remedy(call, '*', None) or f'write {usual}'}"
-        )
-    named = [key for key, one in parameters.items() if one.kind is one.KEYWORD_ONLY]
-    for key in (*positional[len(args) :], *named):
-        if key not in kwargs and parameters[key].default is inspect.Parameter.empty:
-            return TypeError(f"{name}() needs its argument {key!r}, got none; write {usual}")
+    """Python's error for a call, with what to write; None for a call that fits."""
+    signature = inspect.signature(call.function)
+    names = [name for name in signature.parameters if name != "self"]
+    try:
+        signature.bind_partial(*args, **kwargs)
+    except TypeError as error:
+        word = next((key for key in kwargs if key not in names), "*")
+        remedy = _remedy(call, names, word, kwargs.get(word))
+        return TypeError(f"{call.name}(): {error}; {remedy}")
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return TypeError(f"{call.name}(): {error}; write {call.usual}")
     return None
 
 
-def _remedy(call: _Call, word: str, value: object) -> str | None:
-    """What to write for an argument; None where no function takes one of this name."""
-    first, known = _WORDS.get(word, (word, ""))
-    own = call.arguments.get(word) or call.arguments.get(first)
-    for one in filter(None, (own or known).split(" | ")):
-        template = f"{one}={{value}}" if one.isidentifier() else one
+def _remedy(call: _Call, names: Sequence[str], word: str, value: object) -> str:
+    """What to write for an argument that the call does not have; "*" for one by position."""
+    line, common = _WORDS.get(word, (word, ""))
+    remedies = call.arguments.get(word) or call.arguments.get(line) or common
+    for remedy in filter(None, remedies.split(" | ")):
+        template = f"{remedy}={{value}}" if remedy.isidentifier() else remedy
         text = template.format(name=word, value=f"{value!r:.40}", usual=call.usual)
         name = text.partition("=")[0]
         if not name.isidentifier():
             return f"write {text}"
-        if name in call.parameters:
-            return f"write {_with_argument(call, name, text)}"
-    return None
+        if name in names:
+            return f"write {_with_argument(call.usual, names.index(name), text)}"
+    return f"expected {', '.join(names)}, as in {call.usual}"
 
 
-def _with_argument(call: _Call, name: str, argument: str) -> str:
+def _with_argument(usual: str, position: int, argument: str) -> str:
     """The usual call with an argument, which takes the place of one by position."""
-    head, _, inside = call.usual[:-1].partition("(")
-    args, i = inside.split(", "), list(call.parameters).index(name)
-    args[i : i + 1] = [argument.removeprefix(f"{name}=") if i < len(args) else argument]
+    head, _, inside = usual[:-1].partition("(")
+    args = inside.split(", ")
+    if position < len(args):
+        argument = argument.partition("=")[2]
+    args[position : position + 1] = [argument]
     return f"{head}({', '.join(args)})"

@@ -307,7 +307,7 @@ def test_marks_on_modules_are_refused(tmp_path):
 
 @pytest.mark.parametrize("kind", [ClippingTrainer, ClippingWithDeepSpeed])
 def test_trainer_without_a_clip_says_what_to_write(tmp_path, kind):
-    with pytest.raises(TypeError, match=r"needs its argument 'clip', .* \.\.\., clip=1\.0\)"):
+    with pytest.raises(TypeError, match=r"missing a required .*: 'clip'; .* \.\.\., clip=1\.0\)"):
         kind(model=language_model(), args=arguments_of(tmp_path))
 
 

@@ -171,7 +171,7 @@ def test_every_public_rule_is_made_by_the_decorator(kind):
     assert getattr(rules, kind.__name__) is kind
     assert kind in torch.serialization.get_safe_globals()
     assert kind.clamps or {one.name for one in dataclasses.fields(kind)} == dict(kind.checks).keys()
-    with pytest.raises(TypeError, match=f"{kind.__name__}\\(\\) has no argument 'nonsense'"):
+    with pytest.raises(TypeError, match=f"{kind.__name__}\\(\\): .* argument 'nonsense'"):
         kind(nonsense=1)
 
 
