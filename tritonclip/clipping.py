@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -11,16 +11,31 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonclip.distributed.agreement import verify_replicas
-from tritonclip.distributed.gradients import collect, collect_tensors
-from tritonclip.distributed.process_groups import Copies, check_processes
+from tritonclip.distributed.gradients import ShardedGradients, collect, collect_tensors
+from tritonclip.distributed.process_groups import Copies, Processes, check_processes
+from tritonclip.distributed.shards import replicated
 from tritonclip.engine import execute, misuse, traced
 from tritonclip.engine.arguments import as_list
-from tritonclip.engine.checks import POLICIES, refuse_other_model, unknown_policy
+from tritonclip.engine.checks import (
+    POLICIES,
+    REMEDY,
+    TORCH_REMEDY,
+    refuse_other_model,
+    unknown_policy,
+)
 from tritonclip.engine.gradients import Gradients
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.hints import ABSENT, misfit, receives_misfits
 from tritonclip.modes import is_traced, n_dispatch_modes
-from tritonclip.rules import ClipByValue, ClipState, Rule, as_rule, by_number, follow
+from tritonclip.rules import (
+    ClipByGlobalNorm,
+    ClipByValue,
+    ClipState,
+    Rule,
+    as_rule,
+    follow,
+    known_rule,
+)
 from tritonclip.rules.arguments import as_grad_scale
 
 if TYPE_CHECKING:
@@ -121,32 +136,9 @@ def clip_(
     """
     if _excess or _unknown or clip is ABSENT:
         raise misfit(clip_, parameters, clip, *_excess, **_unknown)
-    is_compiling = torch.compiler.is_compiling()
-    if type(clip) is float and not is_compiling:
-        # As `as_rule`, in one call less.
-        rule: Rule = by_number(clip)
-    else:
-        rule = clip if isinstance(clip, Rule) else as_rule(clip)
-    if nonfinite not in POLICIES:
-        raise unknown_policy(nonfinite)
-    if is_compiling or (n_dispatch_modes() and is_traced()):
-        return traced.clip_(
-            clip_, parameters, rule, nonfinite, grad_scale, state, process_group, copies
-        )
-    if isinstance(parameters, DistributedDataParallel):
-        verify_replicas(parameters, rule, grad_scale, nonfinite, state)
-    processes = None
-    if process_group is not None or copies is not None:
-        processes = check_processes(process_group, copies)
-    if isinstance(parameters, FlatGradients):
-        gradients = parameters.gradients(
-            per_gradient=rule.per_gradient,
-            processes=processes,
-            weights=rule.per_unit or rule.excludes > 0,
-        )
-    else:
-        gradients = collect(parameters, processes=processes)
-    return _clip_collected_(gradients, parameters, rule, nonfinite, grad_scale, state)
+    return clip_gradients_(
+        clip_, parameters, clip, nonfinite, grad_scale, state, process_group, copies
+    )
 
 
 @overload
@@ -227,13 +219,7 @@ def clip_tensors_(
     """
     if _excess or _unknown or clip is ABSENT:
         raise misfit(clip_tensors_, tensors, clip, *_excess, **_unknown)
-    is_compiling = torch.compiler.is_compiling()
-    if type(clip) is float and not is_compiling:
-        rule: Rule = by_number(clip)
-    else:
-        rule = clip if isinstance(clip, Rule) else as_rule(clip)
-    if nonfinite not in POLICIES:
-        raise unknown_policy(nonfinite)
+    rule = clip if isinstance(clip, Rule) else as_rule(clip)
     if rule.per_unit:
         raise TypeError(
             f"{rule.name} compares gradients with the weights of their parameters, and tensors "
@@ -244,37 +230,59 @@ def clip_tensors_(
             f"{rule.name} excludes parameters, and tensors that are no gradients of them cannot be "
             "among these; expected a rule without exclude, and a list without those tensors"
         )
+    return clip_gradients_(
+        *(clip_tensors_, tensors, rule, nonfinite, grad_scale, state, process_group, copies),
+        are_gradients=True,
+    )
+
+
+def clip_gradients_(
+    call: Callable[..., Any],
+    argument: Any,
+    clip: float | Rule,
+    nonfinite: Nonfinite,
+    grad_scale: float | Tensor | None = None,
+    state: ClipState | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    copies: Copies | None = None,
+    *,
+    are_gradients: bool = False,
+    is_torchs: bool = False,
+) -> Tensor | None:
+    """The common body of the functions that clip in place, with the arguments of `clip_`.
+
+    `call` is the user's, made once more where torch.compile breaks the graph; `argument` has
+    parameters, or, if `are_gradients`, the gradients themselves. If `is_torchs`, messages, and
+    norms of DTensors, are those of torch.
+    """
+    is_compiling = torch.compiler.is_compiling()
+    if type(clip) is float and not is_compiling:
+        # As `as_rule`, in one call less.
+        rule: Rule = known_rule(ClipByGlobalNorm, clip)
+    else:
+        rule = clip if isinstance(clip, Rule) else as_rule(clip)
+    if nonfinite not in POLICIES:
+        raise unknown_policy(nonfinite)
     if is_compiling or (n_dispatch_modes() and is_traced()):
-        return traced.clip_tensors_(
-            clip_tensors_, tensors, rule, nonfinite, grad_scale, state, process_group, copies
+        return traced.clip_(
+            *(call, argument, rule, nonfinite, grad_scale, state, process_group, copies),
+            are_gradients=are_gradients,
         )
+    if isinstance(argument, DistributedDataParallel):
+        verify_replicas(argument, rule, grad_scale, nonfinite, state)
     processes = None
     if process_group is not None or copies is not None:
         processes = check_processes(process_group, copies)
-    if state is not None and rule.per_gradient:
-        tensors = as_list(tensors)
-    gradients = collect_tensors(tensors, processes=processes, writes=True)
-    if state is not None and rule.per_gradient:
-        n, n_distinct = len(as_list(tensors)), len(gradients.tensors)
-        if n_distinct != n and gradients.error is None:
-            gradients.reject_(
-                ValueError(
-                    f"a state of {rule.name} remembers a norm for each position, got {n_distinct} "
-                    f"tensors at {n} positions; expected one at each, and none twice"
-                )
-            )
-    return _clip_collected_(gradients, tensors, rule, nonfinite, grad_scale, state)
-
-
-def _clip_collected_(
-    gradients: Gradients,
-    argument: object,
-    rule: Rule,
-    nonfinite: Nonfinite,
-    grad_scale: float | Tensor | None,
-    state: ClipState | None,
-) -> Tensor | None:
-    """Clips a gradient list; `argument` is the user's."""
+    if are_gradients:
+        gradients = _collect_tensors(argument, rule, state, processes)
+    elif isinstance(argument, FlatGradients):
+        gradients = argument.gradients(
+            per_gradient=rule.per_gradient,
+            processes=processes,
+            weights=rule.per_unit or rule.excludes > 0,
+        )
+    else:
+        gradients = collect(argument, processes=processes)
     scale: float | Tensor = 1.0
     following = None
     try:
@@ -289,12 +297,35 @@ def _clip_collected_(
     except Exception as error:
         # Also of a function of the step.
         gradients.reject_(error)
-    norm = execute.clip_(gradients, rule, nonfinite, scale)
+    norm = execute.clip_(
+        gradients, rule, nonfinite, scale, remedy=TORCH_REMEDY if is_torchs else REMEDY
+    )
     if following is not None:
         following.commit()
     if misuse.calls:
         misuse.look(gradients)
+    if is_torchs and isinstance(gradients, ShardedGradients) and norm is not None:
+        norm = replicated(norm, gradients.wrappers)
     return norm
+
+
+def _collect_tensors(
+    tensors: Tensors, rule: Rule, state: ClipState | None, processes: Processes | None
+) -> Gradients:
+    """Gradients that are the tensors themselves; a state knows each by its position."""
+    if state is None or not rule.per_gradient:
+        return collect_tensors(tensors, processes=processes, writes=True)
+    tensors = as_list(tensors)
+    gradients = collect_tensors(tensors, processes=processes, writes=True)
+    n, n_distinct = len(tensors), len(gradients.tensors)
+    if n_distinct != n and gradients.error is None:
+        gradients.reject_(
+            ValueError(
+                f"a state of {rule.name} remembers a norm for each position, got {n_distinct} "
+                f"tensors at {n} positions; expected one at each, and none twice"
+            )
+        )
+    return gradients
 
 
 def _members_of(parameters: object, gradients: Gradients) -> Sequence[Tensor]:

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from tritonclip.clipping import Parameters, clip_
+from tritonclip.clipping import Parameters, clip_, clip_gradients_
 from tritonclip.distributed.gradients import ShardedGradients, collect, collect_tensors
-from tritonclip.distributed.process_groups import Copies, Processes, check_processes
+from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.distributed.shards import replicated, without_mesh
 from tritonclip.engine import execute, misuse, traced
-from tritonclip.engine.checks import TORCH_REMEDY, refuse_negative
-from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.checks import refuse_negative
 from tritonclip.flat.flat_gradients import FlatGradients
-from tritonclip.modes import is_traced, n_dispatch_modes
-from tritonclip.rules import ClipByGlobalNorm, ClipByValue, Rule
+from tritonclip.modes import is_traced
+from tritonclip.rules import ClipByGlobalNorm, ClipByValue, Rule, rule_of
 from tritonclip.rules.arguments import as_limit, as_norm_type, check_one_float, local_number
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-
-# Where torch has its foreach functions.
-_FOREACH_DEVICES = ("cpu", "cuda", "xpu", "mtia", "privateuseone")
-_cached_by_norm = lru_cache(maxsize=64)(ClipByGlobalNorm)
-_cached_by_value = lru_cache(maxsize=64)(lambda bound: ClipByValue(as_limit("clip_value", bound)))
 
 
 def clip_grad_norm_(
@@ -82,22 +74,15 @@ def clip_grad_norm_(
         TypeError, ValueError: an argument, or gradients, that :func:`clip_` refuses too.
         RuntimeError: a norm that is not finite, with `error_if_nonfinite`.
     """
-    rule = _by_norm(_as_float("max_norm", max_norm), _as_float("norm_type", norm_type))
-    policy = "error" if error_if_nonfinite else "propagate"
-    if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
-        norm = traced.clip_(
-            _clip_eagerly_, parameters, rule, policy, None, None, process_group, copies
-        )
-    else:
-        processes = None
-        if process_group is not None or copies is not None:
-            processes = check_processes(process_group, copies)
-        gradients = _collect(parameters, foreach, processes)
-        norm = execute.clip_(gradients, rule, policy, remedy=TORCH_REMEDY)
-        if isinstance(gradients, ShardedGradients):
-            norm = replicated(cast(Tensor, norm), gradients.wrappers)
-        if misuse.calls:
-            misuse.look(gradients)
+    rule = rule_of(
+        ClipByGlobalNorm, _as_float("max_norm", max_norm), _as_float("norm_type", norm_type)
+    )
+    norm = clip_gradients_(
+        *(_clip_grad_norm_, parameters, rule, "error" if error_if_nonfinite else "propagate"),
+        process_group=process_group,
+        copies=copies,
+        is_torchs=True,
+    )
     return cast(Tensor, norm)
 
 
@@ -130,14 +115,8 @@ def clip_grad_value_(
         TypeError, ValueError: an argument, or gradients, that :func:`clip_` refuses too; complex
             gradients, which have no order.
     """
-    rule = _by_value(_as_float("clip_value", clip_value))
-    if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
-        traced.clip_(clip_, parameters, rule, "propagate")
-    else:
-        gradients = _collect(parameters, foreach)
-        execute.clip_(gradients, rule)
-        if misuse.calls:
-            misuse.look(gradients)
+    bound = as_limit("clip_value", _as_float("clip_value", clip_value))
+    clip_gradients_(clip_, parameters, rule_of(ClipByValue, bound), "propagate")
 
 
 def get_total_norm(
@@ -198,8 +177,6 @@ def get_total_norm(
         gradients = tensors.gradients(processes=processes)
     else:
         gradients = collect_tensors(tensors, processes=processes)
-        if foreach:
-            _check_foreach(gradients)
     norm = execute.total_norm(gradients, order, error_if_nonfinite)
     if isinstance(gradients, ShardedGradients):
         norm = replicated(norm, gradients.wrappers)
@@ -268,30 +245,22 @@ def clip_grads_with_norm_(
         traced.scale_to_norm_(clip_grads_with_norm_, parameters, rule, total_norm)
     else:
         processes = check_processes(process_group, copies)
-        gradients = _collect(parameters, foreach, processes)
+        if isinstance(parameters, FlatGradients):
+            gradients = parameters.gradients(processes=processes)
+        else:
+            gradients = collect(parameters, processes=processes)
         execute.scale_(gradients, rule, total_norm)
         if misuse.calls:
             misuse.look(gradients)
 
 
-def _clip_eagerly_(
+def _clip_grad_norm_(
     parameters: Parameters, rule: ClipByGlobalNorm, *, nonfinite: str, **options: Any
 ) -> Tensor:
     """`clip_grad_norm_` with the arguments of `clip_`, for a graph that breaks."""
     given = {name: value for name, value in options.items() if value is not None}
     max_norm: Any = rule.max_norm
     return clip_grad_norm_(parameters, max_norm, rule.norm_type, nonfinite == "error", **given)
-
-
-def _collect(
-    parameters: Parameters, foreach: bool | None, processes: Processes | None = None
-) -> Gradients:
-    if isinstance(parameters, FlatGradients):
-        return parameters.gradients(processes=processes)
-    gradients = collect(parameters, processes=processes)
-    if foreach:
-        _check_foreach(gradients)
-    return gradients
 
 
 def _as_float(name: str, number: object) -> float:
@@ -331,30 +300,3 @@ def _as_float(name: str, number: object) -> float:
             f"{name} must be a number, such as 1.0, got {number!r:.80} of type "
             f"{type(number).__name__}"
         ) from None
-
-
-def _by_norm(max_norm: float, norm_type: float) -> ClipByGlobalNorm:
-    """The rule, made once for floats: a cache would find 1 for True, and cannot be traced."""
-    floats = type(max_norm) is float and type(norm_type) is float
-    if floats and not torch.compiler.is_compiling():
-        return _cached_by_norm(max_norm, norm_type)
-    return ClipByGlobalNorm(max_norm, norm_type)
-
-
-def _by_value(bound: float) -> ClipByValue:
-    """As `_by_norm`."""
-    if type(bound) is float and not torch.compiler.is_compiling():
-        return _cached_by_value(bound)
-    return ClipByValue(as_limit("clip_value", bound))
-
-
-def _check_foreach(gradients: Gradients) -> None:
-    """Refuses foreach=True where torch does; otherwise the argument changes nothing."""
-    for tensor in gradients.tensors:
-        if tensor.device.type not in _FOREACH_DEVICES:
-            error = RuntimeError(
-                "foreach=True was passed, but can't use the foreach API on "
-                f"{tensor.device.type} tensors"
-            )
-            gradients.reject_(error)
-            break

@@ -233,10 +233,9 @@ def test_arguments_that_are_no_numbers_raise_errors_of_torchs_types(device, name
     assert_bits([one.grad for one in ours], before)
 
 
-def test_foreach_on_a_device_without_it_raises_torchs_message():
+def test_foreach_is_ignored_on_a_device_without_it():
     one = parameter(torch.ones(3, device="meta"))
-    ours = raised(lambda: tritonclip.clip_grad_norm_([one], 1.0, foreach=True))
-    assert ours == raised(lambda: utils.clip_grad_norm_([one], 1.0, foreach=True))
+    assert tritonclip.clip_grad_norm_([one], 1.0, foreach=True).device.type == "meta"
 
 
 def test_clip_grad_norm_warns_of_an_exhausted_generator_as_torch(backend):

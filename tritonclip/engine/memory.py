@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import gcd
 from operator import add, gt
 from typing import NamedTuple
@@ -75,19 +75,22 @@ def flat_size(grad: Tensor) -> int | None:
     return grad.numel() if grad.permute(order).is_contiguous() else None
 
 
-def are_apart(addresses: list[int], spans: list[int]) -> bool:
+def apart_in_python(addresses: list[int], spans: list[int]) -> bool:
     """Whether no two tensors share a byte; those without bytes may lie anywhere.
 
     Args:
         addresses: of their first bytes.
         spans: bytes from the first to the last of each.
     """
-    if loops is not None:
-        apart: bool = loops.are_apart(addresses, spans)
-        return apart
     # So it is exactly where every end, in order, comes before the start that follows.
     ends = sorted(map(add, addresses, spans))
     return not any(map(gt, ends, sorted(addresses)[1:]))
+
+
+# Calls whose gradients moved pass here.
+are_apart: Callable[[list[int], list[int]], bool] = (
+    apart_in_python if loops is None else loops.are_apart
+)
 
 
 def is_freed(tensor: Tensor, address: int) -> bool:

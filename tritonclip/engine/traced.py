@@ -301,22 +301,30 @@ def as_tensor(number: float | Tensor) -> Tensor:
 
 
 def clip_(
-    eager: Callable[..., Any],
-    parameters: object,
+    call: Callable[..., Any],
+    argument: Any,
     rule: Rule,
     nonfinite: str,
     grad_scale: float | Tensor | None = None,
     state: object = None,
     process_group: object = None,
     copies: object = None,
+    *,
+    are_gradients: bool = False,
 ) -> Tensor | None:
-    """`clip_` where it is traced; `eager` is the function itself, for where the graph breaks."""
-    parameters = _read_once(parameters)
-    items = _items(parameters)
-    grads, names, owners = _collect(items)
-    # Processes that have gradients of a DTensor wait for one that has none. No guard looks for the
-    # attribute of plain parameters, whose class is guarded anyway.
-    spread = any(type(p) not in WHOLE and hasattr(p, "_spec") for _, p in items)
+    """The body of the functions that clip where it is traced; arguments as of `clip_gradients_`."""
+    argument = _read_once(argument)
+    items: list[tuple[str, Tensor]] = []
+    owners: Sequence[Tensor] = ()
+    spread = False
+    if are_gradients:
+        grads, names = _collect_tensors(argument)
+    else:
+        items = _items(argument)
+        grads, names, owners = _collect(items)
+        # Processes that have gradients of a DTensor wait for one that has none. No guard looks for
+        # the attribute of plain parameters, whose class is guarded anyway.
+        spread = any(type(p) not in WHOLE and hasattr(p, "_spec") for _, p in items)
     if (
         (state is not None or process_group is not None or copies is not None)
         or not _is_written(rule)
@@ -325,8 +333,8 @@ def clip_(
     ):
         # Nothing was refused before: the call itself raises in all processes.
         return break_graph(  # type: ignore[no-any-return]
-            eager,
-            parameters,
+            call,
+            argument,
             rule,
             nonfinite=nonfinite,
             grad_scale=grad_scale,
@@ -334,44 +342,13 @@ def clip_(
             process_group=process_group,
             copies=copies,
         )
-    if isinstance(parameters, Module):
-        check_marks(parameters)
+    if isinstance(argument, Module):
+        check_marks(argument)
     if rule.excludes:
         # Of FlatGradients.
-        left_out = getattr(parameters, "left_out", ())
+        left_out = getattr(argument, "left_out", ())
         refuse_other_model(rule, [*(parameter for _, parameter in items), *left_out])
     return _clip_collected(grads, names, owners, rule, nonfinite, grad_scale)
-
-
-def clip_tensors_(
-    eager: Callable[..., Any],
-    tensors: object,
-    rule: Rule,
-    nonfinite: str,
-    grad_scale: float | Tensor | None,
-    state: object,
-    process_group: object,
-    copies: object,
-) -> Tensor | None:
-    """`clip_tensors_` where it is traced; `eager` as for `clip_`."""
-    tensors = _read_once(tensors)
-    grads, names = _collect_tensors(tensors)
-    if (
-        (state is not None or process_group is not None or copies is not None)
-        or not _is_written(rule)
-        or _is_spread(grads)
-    ):
-        return break_graph(  # type: ignore[no-any-return]
-            eager,
-            tensors,
-            rule,
-            nonfinite=nonfinite,
-            grad_scale=grad_scale,
-            state=state,
-            process_group=process_group,
-            copies=copies,
-        )
-    return _clip_collected(grads, names, [], rule, nonfinite, grad_scale)
 
 
 def _clip_collected(

@@ -1,11 +1,11 @@
 """Rules whose limit depends on no norm, and numbers as rules."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from tritonclip.rules.rule import (
     number_of,
     rule,
 )
+
+T = TypeVar("T", bound=Rule)
 
 
 @rule()
@@ -302,8 +304,15 @@ class ClipByValue(Rule):
         return number_of(self, "min"), number_of(self, "max")
 
 
-# Only for floats: the cache takes True for 1.
-by_number = lru_cache(maxsize=64)(ClipByGlobalNorm)
+# The rules of the last numbers. Only for floats: it takes True for 1.
+known_rule: Callable[..., Any] = lru_cache(maxsize=64)(lambda kind, *numbers: kind(*numbers))
+
+
+def rule_of(kind: type[T], *numbers: float) -> T:
+    """The rule of some numbers, made once for floats; nothing that is traced comes from a cache."""
+    if {float}.issuperset(map(type, numbers)) and not torch.compiler.is_compiling():
+        return known_rule(kind, *numbers)  # type: ignore[no-any-return]
+    return kind(*numbers)
 
 
 @dataclass(frozen=True, repr=False)
@@ -324,8 +333,8 @@ def as_rule(clip: object) -> Rule:
     if isinstance(clip, Rule):
         _ = clip.norm  # Raises where there is none.
         return clip
-    if type(clip) is float and not torch.compiler.is_compiling():
-        return by_number(clip)
+    if type(clip) is float:
+        return rule_of(ClipByGlobalNorm, clip)
     if isinstance(clip, type) and issubclass(clip, Rule):
         raise TypeError(f"clip must be a rule, got the class; write {clip.__name__}(...)")
     if is_function(clip):

@@ -189,6 +189,8 @@ class Rule(_Checked):
     spectral: ClassVar[bool] = False
     # Of a spectral rule: whether singular values come near the limit smoothly.
     soft: bool
+    # The number of parameters that `exclude` names, of any model.
+    excludes: ClassVar[Any] = 0
     # Elements are clamped to `bounds`, the least and the largest value by dtype. A norm is measured
     # only where a policy for NaN and inf asks for one.
     clamps: ClassVar[bool] = False
@@ -287,11 +289,6 @@ class Rule(_Checked):
     def numbers(self) -> tuple[float, ...]:
         """The arguments of the constructor that are numbers, in order."""
         return tuple(number_of(self, name) for name in self.__match_args__ if name != "exclude")
-
-    @property
-    def excludes(self) -> int:
-        """The number of parameters that `exclude` names, of any model."""
-        return 0
 
     def exempt(self, parameters: Sequence[Tensor]) -> list[bool]:
         """Whether each of these parameters is excluded from the limit, where `excludes`."""
