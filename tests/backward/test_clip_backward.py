@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from helpers.cases import (
     INTERPRETED,
     NORM_TYPES,
     assert_bits,
+    copies,
     grad_of,
     named,
     normal,
@@ -84,6 +86,95 @@ def test_clip_backward_clips_complex_gradients_by_modulus(dtype):
     grad, rule = normal(7, dtype), ClipByNorm(0.5)
 
     assert_clipped(through(grad, rule), grad, rule)
+
+
+class Copying(torch.autograd.Function):
+    """`clip_backward`, with a copy of the gradient that arrives."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            return through(grad.clone(), ClipByNorm(0.01))
+
+
+class Saved(torch.autograd.Function):
+    """Hands on a tensor that its graph keeps."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.save_for_backward(kept)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0], None
+
+
+Identity = Callable[[torch.Tensor], torch.Tensor]
+
+
+def expanded(identity: Identity, x: Any) -> list[Any]:
+    identity(x).sum().backward()
+    return [x.grad]
+
+
+def from_the_user(identity: Identity, x: Any) -> list[Any]:
+    root = torch.ones(4, 3)
+    identity(x).backward(root)
+    return [x.grad, root]
+
+
+def view_from_numpy(identity: Identity, x: Any) -> list[Any]:
+    array = normal(12).numpy()
+    identity(x).view(12).backward(torch.from_numpy(array))
+    return [x.grad, torch.from_numpy(array)]
+
+
+def of_two_branches(identity: Identity, x: Any) -> list[Any]:
+    other = normal((4, 3)).requires_grad_()
+    # Made first, and so waiting while the gradient of the other branch is clipped.
+    waiting = other * 3
+    ((identity(x * 2) + waiting) * 2).sum().backward()
+    return [x.grad, other.grad]
+
+
+def saved_by_the_graph(identity: Identity, x: Any) -> list[Any]:
+    kept = normal((4, 3))
+    Saved.apply(identity(x), kept).sum().backward()
+    return [x.grad, kept]
+
+
+def kept_by_a_hook(identity: Identity, x: Any) -> list[Any]:
+    kept: list[Any] = []
+    y = identity(x * 2)
+    y.register_hook(kept.append)
+    (y * 2).sum().backward()
+    return [x.grad, *kept]
+
+
+HOLDERS = (
+    expanded,
+    from_the_user,
+    view_from_numpy,
+    of_two_branches,
+    saved_by_the_graph,
+    kept_by_a_hook,
+)
+
+
+@pytest.mark.parametrize("scenario", HOLDERS, ids=lambda scenario: scenario.__name__)
+def test_clip_backward_leaves_gradients_alone_that_others_hold(scenario):
+    x, twin = (normal((4, 3), seed=1).requires_grad_() for _ in range(2))
+
+    results = copies(scenario(lambda t: clip_backward(t, ClipByNorm(0.01)), x))
+
+    expected = scenario(Copying.apply, twin)
+    assert_bits(results, expected)
+    assert all(t.abs().max() > 0 for t in expected)
 
 
 @pytest.mark.parametrize("rule", [ClipByNorm(1e3), ClipByValue(1e3)], ids=["by-norm", "by-value"])

@@ -1,11 +1,13 @@
 """`clip_backward`: an identity whose gradient is clipped on its way back.
 
-The engine clips a gradient in place, through its address. A formula of torch operators, which is
-slower, serves where there is no address, as inside torch.func and torch.compile, and where the
-clipping itself is differentiated.
+The engine clips a copy of the gradient, because autograd passes one tensor to several branches, and
+hands on tensors that users gave it or keep. A formula of torch operators, which is slower, serves
+where there is no address, as inside torch.func and torch.compile, and where the clipping itself is
+differentiated.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,14 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from tritonclip.backward.ownership import Identity, References, is_free
 from tritonclip.distributed.gradients import collect_tensors
 from tritonclip.engine import execute
 from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.checks import POLICIES, REMEDY, unknown_policy
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.functional.coefficients import filled
-from tritonclip.functional.formulas import norm_of, result_dtype
+from tritonclip.functional.formulas import coefficient_of, norm_of, result_dtype
 from tritonclip.hints import explained
 from tritonclip.modes import is_traced
 from tritonclip.rules import ClipByGlobalNorm, ClipByNorm, ClipByValue
@@ -71,9 +72,9 @@ def clip_backward(
         ValueError: an unknown policy; "error" in a compiled graph, which cannot wait.
 
     Notes:
-        The gradient is clipped in place if autograd has just made it and nothing else refers to it,
-        else in a copy. Where the clipping itself is differentiated (`create_graph=True`,
-        torch.func), and in a graph of torch.compile, it is a formula of torch operators.
+        The clipped gradient is a new tensor, so that no gradient is overwritten that something else
+        holds. Where the clipping itself is differentiated (`create_graph=True`, torch.func), and in
+        a graph of torch.compile, it is a formula of torch operators.
 
     References:
         Graves, `Generating sequences with recurrent neural networks
@@ -98,7 +99,7 @@ def clip_backward(
             )
         compiled: Tensor = _Compiled.apply(x, rule, nonfinite)  # type: ignore[no-untyped-call]
         return compiled
-    result: Tensor = Identity.apply(x, partial(_clip, rule, nonfinite))  # type: ignore[no-untyped-call]
+    result: Tensor = _Identity.apply(x, partial(_clip, rule, nonfinite))  # type: ignore[no-untyped-call]
     return result
 
 
@@ -147,17 +148,14 @@ class ClipBackward(Module):
         return f"{self.rule}{policy}"
 
 
-def _clip(
-    rule: ClipByNorm | ClipByValue, nonfinite: str, grad: Tensor, references: References
-) -> Tensor:
-    """The gradient after clipping: in its own memory, in a copy, or as a formula."""
+def _clip(rule: ClipByNorm | ClipByValue, nonfinite: str, grad: Tensor) -> Tensor:
+    """The gradient after clipping, in new memory."""
     if (torch.is_grad_enabled() and grad.requires_grad) or is_traced() or not _has_memory(grad):
         return clipped(grad, rule, nonfinite)
-    if not is_free(grad, references):
-        grad = grad.clone()
-    gradients = collect_tensors([grad], "x in clip_backward".format, cache=plans)
+    copy = grad.clone()
+    gradients = collect_tensors([copy], "x in clip_backward".format, cache=plans)
     execute.clip_(gradients, rule, nonfinite)
-    return grad
+    return copy
 
 
 def _has_memory(grad: Tensor) -> bool:
@@ -170,6 +168,33 @@ def _has_memory(grad: Tensor) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+class _Identity(torch.autograd.Function):
+    """Passes its gradient in backward to a function."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """A view of `x`; in backward, `function` gets its gradient and returns another one."""
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keeps the function; a missing gradient is None."""
+        ctx.function = inputs[1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        """The result of the function."""
+        return None if grad is None else ctx.function(grad), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor | None, _: None) -> Tensor | None:
+        """The tangent of an identity."""
+        return None if tangent is None else tangent.view_as(tangent)
 
 
 class _Compiled(torch.autograd.Function):
@@ -234,11 +259,12 @@ def clipped(grad: Tensor, rule: ClipByNorm | ClipByValue, nonfinite: str) -> Ten
     """
     if not grad.numel():
         return grad
+    wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
     if isinstance(rule, ClipByValue):
-        norm, result = grad, _clamped(grad, rule)
+        norm, result = grad, _clamped(wide, rule, torch.finfo(grad.dtype).max).to(grad.dtype)
     else:
         norm = norm_of(grad, rule.norm_type).to(result_dtype([grad]))
-        result = (grad.to(_at_least_single(grad)) * _coefficient(norm, rule)).to(grad.dtype)
+        result = (wide * _coefficient(norm, rule)).to(grad.dtype)
     if nonfinite == "propagate":
         return result
     finite = torch.isfinite(norm).all()
@@ -251,31 +277,19 @@ def clipped(grad: Tensor, rule: ClipByNorm | ClipByValue, nonfinite: str) -> Ten
     return torch.where(finite, result, torch.zeros_like(result))
 
 
-def _clamped(grad: Tensor, rule: ClipByValue) -> Tensor:
-    """The gradient within its bounds; a finite bound stays finite in its dtype."""
-    largest = torch.finfo(grad.dtype).max
+def _clamped(grad: Tensor, rule: ClipByValue, largest: float) -> Tensor:
+    """The gradient within its bounds; a finite bound is at most the largest number of a dtype."""
     low, high = (
         bound if abs(bound) == math.inf else min(max(bound, -largest), largest)
         for bound in rule.interval()
     )
-    wide = grad.to(_at_least_single(grad))
     if is_traced():
-        least, most = (filled(bound, wide.dtype, wide.device) for bound in (low, high))
-        return wide.clamp(least, most).to(grad.dtype)
-    return wide.clamp(low, high).to(grad.dtype)
+        return grad.clamp(*(filled(bound, grad.dtype, grad.device) for bound in (low, high)))
+    return grad.clamp(low, high)
 
 
 def _coefficient(norm: Tensor, rule: ClipByNorm) -> Tensor:
-    """min(1, max_norm / (norm + eps)); NaN stays NaN, and no derivative is taken of a kept 1."""
-    one = torch.ones_like(norm)
-    max_norm = as_number("max_norm", rule.max_norm)
-    limit, bound = one * max_norm, norm + rule.eps
-    keep = (bound <= limit) | (bound == 0)
-    if type(max_norm) is float and max_norm == math.inf:
-        keep = norm == norm
-    return torch.where(keep, one, limit / torch.where(keep, one, bound))
-
-
-def _at_least_single(grad: Tensor) -> torch.dtype:
-    """The dtype that a gradient is multiplied in: float32 for half types."""
-    return torch.promote_types(grad.dtype, torch.float32)
+    """min(1, max_norm / (norm + eps)), and 1 for 0/0; NaN stays NaN."""
+    bound, max_norm = norm + rule.eps, as_number("max_norm", rule.max_norm)
+    coefficient = coefficient_of(bound, filled(max_norm, norm.dtype, norm.device))
+    return torch.where(bound == 0, 1.0, coefficient)
