@@ -43,7 +43,7 @@ from tritonclip import (
     ClipState,
     Outlier,
 )
-from tritonclip.optim.watches import LAG
+from tritonclip.optim.watches import DELAY_STEPS
 
 
 def _weights(model: nn.Module) -> list[torch.Tensor]:
@@ -121,7 +121,7 @@ def test_async_error_comes_at_the_same_step_everywhere(rule: Any) -> None:
     wrapper = ClippedOptimizer(inner, rule, nonfinite="async_error")
     errors, before = {}, []
     with decided_on_device():
-        for step in range(2 * LAG):
+        for step in range(2 * DELAY_STEPS):
             wrapper.zero_grad()
             loss_of(model, step).backward()
             if step == 1:
@@ -133,13 +133,13 @@ def test_async_error_comes_at_the_same_step_everywhere(rule: Any) -> None:
                 errors[step] = str(error)
                 break
     where = "0, 1" if isinstance(rule, ClipByNorm) else "1"
-    assert list(errors) == [1 + LAG]
+    assert list(errors) == [1 + DELAY_STEPS]
     assert (
         f"Step 1, counted from 0, has non-finite gradients: 0.weight (on rank {where})"
-        in (errors[1 + LAG])
+        in (errors[1 + DELAY_STEPS])
     )
     # Each process names the nearest of its own.
-    assert ("0.bias after them" in errors[1 + LAG]) == (str(dist.get_rank()) in where)
+    assert ("0.bias after them" in errors[1 + DELAY_STEPS]) == (str(dist.get_rank()) in where)
     for ours, was in zip(_weights(model), before, strict=True):
         assert torch.equal(ours, was)
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonclip.monitor import step_counts
 from tritonclip.monitor.step_counts import COUNTS, KEPT, StepCounts
+from tritonclip.monitor.verdict import Verdict
 
 CPU = torch.device("cpu")
 
@@ -220,9 +221,9 @@ def flag(value):
 @pytest.mark.parametrize(
     ("left_out", "overflow", "skip", "names", "in_a_row"),
     [
-        (flag(False), flag(False), None, CLIPPED | {"well_clipped_steps"}, 0),
-        (flag(True), flag(True), None, {"overflowed_steps"}, 0),
-        (flag(True), None, flag(True), {"skipped_steps"}, 1),
+        (flag(False), flag(False), False, CLIPPED | {"well_clipped_steps"}, 0),
+        (flag(True), flag(True), False, {"overflowed_steps"}, 0),
+        (flag(True), False, flag(True), {"skipped_steps"}, 1),
         (flag(True), flag(True), flag(True), {"overflowed_steps"}, 0),
         (flag(True), flag(False), flag(False), set(), 0),
     ],
@@ -230,16 +231,16 @@ def flag(value):
 )
 def test_add_with_flags_counts_by_them(left_out, overflow, skip, names, in_a_row):
     counts = StepCounts(CPU)
-    counts.add([0.5], left_out, overflow, skip)
+    counts.add([0.5], Verdict(left_out, overflow, skip))
     assert by_name(counts) == dict.fromkeys(COUNTS, 0) | dict.fromkeys(names, 1)
     assert int(counts.consecutive_skips) == in_a_row
 
 
 def test_consecutive_skips_end_with_a_step():
     counts = StepCounts(CPU)
-    counts.add_left_out(overflows=False)
-    counts.add_left_out(overflows=True)
-    counts.add([0.5], flag(True), None, flag(True))
+    counts.add([], Verdict(left_out=True, skip=True))
+    counts.add([], Verdict(left_out=True, overflow=True))
+    counts.add([0.5], Verdict(flag(True), skip=flag(True)))
     assert int(counts.consecutive_skips) == 2
     counts.add([0.5])
     assert int(counts.consecutive_skips) == 0

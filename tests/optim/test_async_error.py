@@ -42,7 +42,7 @@ from tritonclip import (
 )
 from tritonclip.backends import choose
 from tritonclip.optim import watches
-from tritonclip.optim.watches import LAG
+from tritonclip.optim.watches import DELAY_STEPS
 
 NAMES = ("alpha", "beta", "gamma")
 BY_ID = {inner.id: inner for inner in INNERS}
@@ -67,7 +67,7 @@ def own_state(optimizer: ClippedOptimizer) -> list[Tensor]:
 
 def count_before_error(step: Callable[[], Any], message: str) -> int:
     """Takes steps until one raises; returns how many did not."""
-    for n in range(3 * LAG):
+    for n in range(3 * DELAY_STEPS):
         try:
             step()
         except RuntimeError as error:
@@ -135,7 +135,7 @@ def test_async_error_of_a_device_leaves_everything_as_before_the_step(make, rule
         optimizer.step()
     kind = "gradients whose norms are not finite" if rule.per_unit else "non-finite gradients"
     message = f"Step 3, counted from 0, has {kind}: beta; .*: alpha before them, gamm"
-    assert steps_until_error(params, optimizer, message) == LAG - 1
+    assert steps_until_error(params, optimizer, message) == DELAY_STEPS - 1
     assert_bits(params, before)
     assert_bits(state_of(optimizer, params), state)
     if math.isnan(value):
@@ -203,7 +203,7 @@ def test_async_error_waits_for_no_device_where_the_optimizer_is_fused(rule, monk
         give_grads(params, 0)
         optimizer.step()
         with NoHostRead():
-            for step in range(1, LAG):
+            for step in range(1, DELAY_STEPS):
                 give_grads(params, step, bad=math.nan if step == 2 else None)
                 optimizer.step()
 
@@ -223,14 +223,14 @@ def test_async_error_is_no_overflow_of_a_scaler(scaler):
     with decided_on_device():
         params, optimizer = wrapped(FUSED)
         scale = scaler("cpu", init_scale=2.0)
-        for seed in range(2 * LAG):
+        for seed in range(2 * DELAY_STEPS):
             scale.scale(torch.ones(()))
             give_grads(params, seed, bad=math.inf if seed == 1 else None)
             scale.step(optimizer)
             scale.update()
         optimizer.synchronize()
         assert scale.get_scale() == 1.0
-    assert optimizer.stats.summary()["steps"] == 2 * LAG - 1
+    assert optimizer.stats.summary()["steps"] == 2 * DELAY_STEPS - 1
 
 
 def test_async_error_is_no_step_that_is_skipped_as_an_outlier():
@@ -303,7 +303,7 @@ def test_checkpoint_before_an_async_error_has_the_state_before_the_step(how):
         twin.step()
         twin.synchronize()
         # The run that was saved still raises.
-        assert steps_until_error(params, optimizer, "Step 2, ") == LAG - 2
+        assert steps_until_error(params, optimizer, "Step 2, ") == DELAY_STEPS - 2
 
 
 def test_loading_a_checkpoint_forgets_an_async_error():
@@ -346,7 +346,7 @@ def test_async_error_of_a_closure(make):
         return loss
 
     n = count_before_error(partial(optimizer.step, closure), "gamma.*beta before")
-    assert n == (LAG if make.on_device else 0)
+    assert n == (DELAY_STEPS if make.on_device else 0)
     assert_bits(params, before)
 
 
@@ -412,7 +412,7 @@ def test_async_error_of_finite_steps_changes_nothing():
         params, optimizer = wrapped(FUSED)
         twins = new_params()
         plain = ClippedOptimizer(FUSED(twins), 1.0)
-        for seed in range(2 * LAG):
+        for seed in range(2 * DELAY_STEPS):
             give_grads(params, seed)
             give_grads(twins, seed)
             optimizer.step()
@@ -431,7 +431,7 @@ def test_async_error_of_a_gpu_does_not_sync(cuda_backend, rule):
     give_grads(params, 2, bad=math.nan)
     with no_sync():
         optimizer.step()
-    assert steps_until_error(params, optimizer, "Step 1, .*: beta.*alpha before") == LAG - 1
+    assert steps_until_error(params, optimizer, "Step 1, .*: beta.*alpha before") == DELAY_STEPS - 1
     assert_bits(params, before)
 
 

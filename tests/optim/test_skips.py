@@ -19,7 +19,7 @@ from helpers.training import INNERS, PLAIN_AND_FUSED, SCALERS, give_grads, sgd, 
 from tritonclip import ClipByNorm, ClipByValue, ClippedOptimizer, Outlier
 from tritonclip.backends import choose
 from tritonclip.optim import watches
-from tritonclip.optim.watches import LAG, SkipWatch
+from tritonclip.optim.watches import DELAY_STEPS, SkipWatch
 
 CLIPS: list[Any] = [
     pytest.param(1.0, id="global"),
@@ -332,7 +332,7 @@ def test_skips_in_a_row_of_a_gpu_are_read_when_they_have_arrived(cuda_backend):
         max_consecutive_skips=3,
     )
     give_grads(params, bad=math.nan)
-    for _ in range(2 + LAG):
+    for _ in range(2 + DELAY_STEPS):
         optimizer.step()
     with pytest.raises(RuntimeError, match="3 steps in a row were skipped"):
         optimizer.step()
@@ -348,11 +348,11 @@ def test_skips_in_a_row_of_a_gpu_are_read_so_many_steps_later(monkeypatch):
         on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), value=n)
         watch.look(on_gpu, waited=False)
 
-    for n in range(1, 3 + LAG):
+    for n in range(1, 3 + DELAY_STEPS):
         look(n)
     with pytest.raises(RuntimeError, match="3 steps in a row"):
-        look(3 + LAG)
-    for _ in range(LAG):
+        look(3 + DELAY_STEPS)
+    for _ in range(DELAY_STEPS):
         look(3)
 
 
@@ -365,7 +365,7 @@ class _Mps(torch.Tensor):
 def test_skips_in_a_row_of_other_accelerators_are_read_so_many_steps_later():
     """Each is the count of its step, not of the step that reads it."""
     watch, in_a_row = SkipWatch(3), torch.zeros((), dtype=torch.int64).as_subclass(_Mps)
-    for _ in range(2 + LAG):
+    for _ in range(2 + DELAY_STEPS):
         watch.look(in_a_row.add_(1), waited=False)
     with pytest.raises(RuntimeError, match="3 steps in a row"):
         watch.look(in_a_row.add_(1), waited=False)

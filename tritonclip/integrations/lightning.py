@@ -14,8 +14,9 @@ from tritonclip.engine.arguments import check_marks
 from tritonclip.hints import explained
 from tritonclip.integrations.trainers import metrics_of, needs
 from tritonclip.monitor.recorder import Recorder
-from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite
+from tritonclip.optim.clipped_optimizer import ClippedOptimizer
 from tritonclip.optim.misuse import wrapper_of
+from tritonclip.optim.policy import StepNonfinite
 from tritonclip.rules import Rule, as_rule
 
 try:

@@ -8,7 +8,8 @@ from typing import Any
 from tritonclip.engine.arguments import check_marks
 from tritonclip.hints import explained
 from tritonclip.integrations.trainers import metrics_of, needs, wrapper_in
-from tritonclip.optim.clipped_optimizer import ClippedOptimizer, StepNonfinite
+from tritonclip.optim.clipped_optimizer import ClippedOptimizer
+from tritonclip.optim.policy import StepNonfinite
 from tritonclip.rules import Rule, as_rule
 
 try:

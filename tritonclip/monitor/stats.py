@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tritonclip.messages import NamesAttributes, warn_user
 from tritonclip.monitor.step_counts import COUNTS, StepCounts
+from tritonclip.monitor.verdict import TAKEN, Verdict
 
 
 class Clipped(NamedTuple):
@@ -188,30 +189,30 @@ class ClipStats(NamesAttributes):
         )
 
     def record_(
-        self,
-        outcomes: Outcomes,
-        left_out: Tensor | None = None,
-        overflow: Tensor | None = None,
-        skip: Tensor | None = None,
-        *,
-        follows: bool = False,
+        self, outcomes: Outcomes, verdict: Verdict = TAKEN, *, follows: bool = False
     ) -> None:
         """Keeps the outcomes of a step and counts it.
 
-        A step that was left out changes nothing but the count of overflows or of skips. The flags
-        are 0-d bool; None for no. A limit that `follows` the norms may often be near them.
+        A step that was left out changes nothing but the count of overflows or of skips. A limit
+        that `follows` the norms may often be near them.
         """
         self._follows = self._follows or follows
-        device = self.last_norm.device
-        left_out = None if left_out is None else left_out.to(device)
+        left_out, device = verdict.left_out, self.last_norm.device
+        if left_out is True:
+            self._counts.add((), verdict)
+            return
+        last: dict[int | None, tuple[Tensor, Tensor]] = {}
+        if isinstance(left_out, Tensor):
+            left_out = left_out.to(device)
+            verdict = verdict._replace(left_out=left_out)
+            last = {owner: self._last(owner) for owner in outcomes}
         # Groups that no longer have their own rule drop out.
-        last = {} if left_out is None else {owner: self._last(owner) for owner in outcomes}
         self.group_norms, self.group_coefficients = {}, {}
         # If every group has its own rule, the wrapper's norm is unknown.
         for owner, outcome in {None: None, **outcomes}.items():
             norm, coefficient, limit = outcome or (self._nan(), torch.nan, torch.nan)
             norm = norm.to(device)
-            if left_out is not None and owner in last:
+            if isinstance(left_out, Tensor) and owner in last:
                 old_norm, old_coefficient = last[owner]
                 coefficient = as_tensor(coefficient, norm)
                 norm = torch.where(left_out, old_norm.to(norm.dtype), norm)
@@ -223,11 +224,7 @@ class ClipStats(NamesAttributes):
                 self.group_norms[owner] = norm
                 self.group_coefficients[owner] = as_tensor(coefficient, norm).clone()
         measured = [outcome.coefficient for outcome in outcomes.values() if outcome is not None]
-        self._counts.add(measured, left_out, overflow, skip)
-
-    def record_left_out_(self, *, overflows: bool) -> None:
-        """Counts a step that was left out, because of an overflow or else as skipped."""
-        self._counts.add_left_out(overflows=overflows)
+        self._counts.add(measured, verdict)
 
     def move_(self, device: torch.device) -> None:
         """Moves all tensors, if the model was moved after its optimizer was made."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.modes import is_captured, is_pre_dispatch, n_dispatch_modes, outside_inference
+from tritonclip.monitor.verdict import TAKEN, Verdict
 from tritonclip.rules.arguments import saved_count
 
 # In this order in one tensor, which moves in one copy.
@@ -65,23 +66,22 @@ class StepCounts:
         self._count_kept()
         return self._counts
 
-    def add(
-        self,
-        coefficients: Sequence[float | Tensor],
-        left_out: Tensor | None = None,
-        overflow: Tensor | None = None,
-        skip: Tensor | None = None,
-    ) -> None:
-        """Counts a step.
+    def add(self, coefficients: Sequence[float | Tensor], verdict: Verdict = TAKEN) -> None:
+        """Counts a step: as taken, as an overflow, or else as skipped.
 
         Args:
             coefficients: of the rules that measured a norm: numbers, or 0-d on any device.
-            left_out: whether the step was left out; 0-d bool on the device, None for no.
-            overflow: whether it overflowed, and counts as such; likewise.
-            skip: whether it was skipped, and counts as such if it did not overflow; likewise.
+            verdict: whether it was left out, and why; flags may be on any device.
         """
-        if left_out is not None:
-            self._add_uncertain(coefficients, left_out, overflow, skip)
+        left_out = verdict.left_out
+        if isinstance(left_out, Tensor):
+            self._add_uncertain(coefficients, left_out, verdict)
+            return
+        if left_out:
+            self._counts[5 if verdict.overflow else 4].add_(1)
+            if not verdict.overflow:
+                self.consecutive_skips.add_(1)
+                self._may_have_skipped = True
             return
         if self._may_have_skipped:
             self.consecutive_skips.zero_()
@@ -103,13 +103,6 @@ class StepCounts:
             self._kept.append(self._least(coefficients))
         if len(self._kept) >= KEPT:
             self._count_kept()
-
-    def add_left_out(self, *, overflows: bool) -> None:
-        """Counts a step that the host left out, because of an overflow or else as skipped."""
-        self._counts[5 if overflows else 4].add_(1)
-        if not overflows:
-            self.consecutive_skips.add_(1)
-            self._may_have_skipped = True
 
     def move_(self, device: torch.device) -> None:
         """Moves all counts."""
@@ -167,16 +160,15 @@ class StepCounts:
         return sums
 
     def _add_uncertain(
-        self,
-        coefficients: Sequence[float | Tensor],
-        left_out: Tensor,
-        overflow: Tensor | None,
-        skip: Tensor | None,
+        self, coefficients: Sequence[float | Tensor], left_out: Tensor, verdict: Verdict
     ) -> None:
         """As `add`, for a step of which only the device knows whether it was taken."""
         no = torch.zeros(1, dtype=torch.bool, device=self.device)
-        overflow = no if overflow is None else overflow.to(self.device).reshape(1)
-        skip = no if skip is None else skip.to(self.device) & ~overflow
+        overflow = skip = no
+        if isinstance(verdict.overflow, Tensor):
+            overflow = verdict.overflow.to(self.device).reshape(1)
+        if isinstance(verdict.skip, Tensor):
+            skip = verdict.skip.to(self.device) & ~overflow
         taken = ~left_out.to(self.device).reshape(1)
         measured, clipped = no, no.expand(2)
         if coefficients:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from tritonclip.monitor.verdict import Flag
 from tritonclip.optim.step import Step
 from tritonclip.rules.arguments import as_grad_scale
 
@@ -41,6 +42,12 @@ class Handshake:
         """Forgets what a scaler hands over for one step; it takes it back only from a success."""
         self.grad_scale: Any = None
         self.found_inf: Any = None
+
+    @property
+    def overflow(self) -> Flag:
+        """Whether a GradScaler found an overflow; a tensor where it handed over one."""
+        found_inf = self.found_inf
+        return found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else False
 
     def refuse_set_by_hand(self) -> None:
         """RuntimeError where no scaler has set the loss scale, which it sets with `found_inf`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from tritonclip.hints import explained
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import ClipStats
+from tritonclip.monitor.verdict import TAKEN, Flag, Verdict, either, unless
 from tritonclip.optim.amp import (
     Handshake,
     has_momentum,
@@ -56,9 +57,10 @@ from tritonclip.optim.param_groups import (
     rule_of_all,
     unclipped,
 )
+from tritonclip.optim.policy import StepNonfinite, policy_of
 from tritonclip.optim.proxy import GRAD_SCALER, OptimizerProxy, called_from
 from tritonclip.optim.states import RuleStates, as_loss, as_skip_bound
-from tritonclip.optim.step import RAISING, Step, either
+from tritonclip.optim.step import Step
 from tritonclip.optim.step_record import ParameterNames, StepRecord, as_recorder
 from tritonclip.optim.watches import SkipWatch
 from tritonclip.rules import Outlier, Rule
@@ -66,9 +68,6 @@ from tritonclip.rules import Outlier, Rule
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-StepNonfinite = Literal["propagate", "error", "async_error", "zero", "skip"]
-_POLICIES = ("propagate", "error", "async_error", "zero", "skip")
 
 
 @explained(
@@ -210,10 +209,10 @@ class ClippedOptimizer(OptimizerProxy):
         processes = check_processes(process_group, copies)
         self._partition = Partition(optimizer, rule_of_all(clip), processes)
         states, watch = RuleStates(as_skip_bound(skip_above)), SkipWatch(max_consecutive_skips)
-        watch.refuse_without_skips(nonfinite, skip_above)
+        self._policy = policy_of(nonfinite)
+        watch.refuse_without_skips(self._policy, skip_above)
         groups = optimizer.param_groups
         self._log = StepLog(ClipStats(first_device(groups)), states, watch)
-        self.nonfinite = nonfinite
         self.recorder = recorder
         for number, group in enumerate(groups):
             check_group(number, group, options_of(optimizer))
@@ -257,17 +256,13 @@ class ClippedOptimizer(OptimizerProxy):
     @property
     def nonfinite(self) -> str:
         """The policy for a step that is not finite. May be replaced."""
-        return self._nonfinite
+        return self._policy.name
 
     @nonfinite.setter
     def nonfinite(self, nonfinite: str) -> None:
-        if nonfinite not in _POLICIES:
-            raise ValueError(
-                "nonfinite must be 'propagate', 'error', 'async_error', 'zero' or 'skip', got "
-                f"{nonfinite!r}"
-            )
+        policy = policy_of(nonfinite)
         self.synchronize()
-        self._nonfinite = nonfinite
+        self._policy = policy
 
     @property
     def skip_above(self) -> float | Outlier | None:
@@ -303,7 +298,7 @@ class ClippedOptimizer(OptimizerProxy):
     @max_consecutive_skips.setter
     def max_consecutive_skips(self, most: int | None) -> None:
         watch = SkipWatch(most)
-        watch.refuse_without_skips(self._nonfinite, self.skip_above)
+        watch.refuse_without_skips(self._policy, self.skip_above)
         self._log.watch = watch
 
     @property
@@ -361,7 +356,7 @@ class ClippedOptimizer(OptimizerProxy):
             amp.refuse_set_by_hand()
             amp.clear()
             if self._unfinished is not None:
-                self._unfinished.settle(self._partition.present())
+                self._unfinished.decide(self._partition.present())
         return takes_scaling(self.optimizer) if amp.on_device is None else amp.on_device
 
     @torch.compiler.disable(recursive=False)
@@ -420,23 +415,17 @@ class ClippedOptimizer(OptimizerProxy):
             # Other processes do not get this: they have begun to evaluate their closures, and the
             # collectives of their models wait for this process first.
             raise TypeError(NO_LOSS_FOR_LBFGS)
-        step, self._amp.begun = self._amp.begun, None
-        if self._optimizer_step_pre_hooks:
-            # They run after a GradScaler has measured, and may have changed anything.
-            step = self._amp.measured = None
-        step = step or self._begin(grad_scale)
-        if step is None:
+        step = self._clip(grad_scale)
+        left_out = step.verdict.left_out
+        if left_out is True:
+            self._log.add(step)
             return None, False
-        stop = step.stop
-        if step.outcomes is None:
-            if self._nonfinite in RAISING and step.held is None and not stop:
-                step.raise_if_nonfinite()
-            self._unfinished = step
-            step.clip_()
-
         # An interrupted step may have left its own.
         vars(self.optimizer).pop("found_inf", None)
-        result = self.optimizer.step() if stop is None else step_unless(self.optimizer, stop)
+        if isinstance(left_out, Tensor):
+            result = step_unless(self.optimizer, left_out)
+        else:
+            result = self.optimizer.step()
         self._unfinished = None
         if self._in_vain is not None:
             self._look_for_gradients(self._in_vain + 1)
@@ -449,8 +438,8 @@ class ClippedOptimizer(OptimizerProxy):
         self._unfinished = None
         if isinstance(self.found_inf, Tensor):
             raise RuntimeError(CLOSURE_UNDER_SCALER)
-        if self._nonfinite in ("propagate", "zero") and self.skip_above is None:
-            return step_evaluating(self.optimizer, closure, measure, self._log), True
+        if not self._policy.checks and self.skip_above is None:
+            return step_evaluating(self.optimizer, closure, measure, self._log)
         loss = evaluate(closure, self.optimizer, measure)
         if loss is None or takes_found_inf(self.optimizer):
             # Nothing to hand on, or an optimizer that evaluates first and only once.
@@ -458,7 +447,7 @@ class ClippedOptimizer(OptimizerProxy):
             return loss, taken
         # Evaluated before the wrapped optimizer does it, while nothing has changed yet.
         self.synchronize()
-        return step_checking(self.optimizer, closure, loss, measure, self._nonfinite, self._log)
+        return step_checking(self.optimizer, closure, loss, measure, self._log)
 
     def _step_under_scaler(
         self, scale: Tensor | None, found_inf: Tensor, *args: Any, **kwargs: Any
@@ -476,8 +465,9 @@ class ClippedOptimizer(OptimizerProxy):
         try:
             # `step` refuses a closure, and a second loss scale.
             if all(argument is None for argument in (*args, *kwargs.values())):
-                amp.begun = self._begin(scale)
-                if amp.begun is None:
+                amp.begun = _begin(self, scale)
+                if amp.begun.verdict.left_out is True:
+                    self._log.add(amp.begun)
                     self._log.states.loss = None
                     return None
                 amp.found_inf = False
@@ -491,58 +481,74 @@ class ClippedOptimizer(OptimizerProxy):
 
     @torch.compiler.disable
     @without_grad
-    def _begin(self, grad_scale: Tensor | float | None) -> Step | None:
-        """Measures and judges a step; None of one that the host leaves out, which is counted."""
-        amp = self._amp
+    def _clip(self, grad_scale: Tensor | float | None) -> Step:
+        """A step that is measured, judged, and clipped unless the host leaves it out."""
+        step, self._amp.begun = self._amp.begun, None
+        if self._optimizer_step_pre_hooks:
+            # They run after a GradScaler has measured, and may have changed anything.
+            step = self._amp.measured = None
+        if step is None:
+            step = self._begin(grad_scale)
+        verdict = step.verdict
+        if verdict.left_out is not True and not step.is_clipped:
+            if self._policy.raises and verdict.error is False and not verdict.left_out:
+                step.raise_if_nonfinite()
+            self._unfinished = step
+            step.clip_()
+        return step
+
+    def _begin(self, grad_scale: Tensor | float | None) -> Step:
+        """A step that is measured and judged; nothing is written yet."""
+        amp, unfinished = self._amp, self._unfinished
         step, amp.measured = amp.measured, None
-        unfinished, skips = self._unfinished, False
-        if unfinished is not None and unfinished.goes_on(self._partition.present()):
+        if unfinished is not None and unfinished.resumes(self._partition.present()):
             if grad_scale is not None and amp.found_inf is None:
                 unfinished.refuse_other_scale(grad_scale)
             unfinished.remember_in(self._log.states)
-            step = unfinished
+            step, skip = unfinished, unfinished.verdict.skip
         else:
             if step is None or grad_scale is None:
                 step = self._measure(grad_scale)
-            flags = [step.nonfinite()] if self._nonfinite == "skip" else []
-            if self._log.states.skip_above is not None:
-                step.outlier = step.judge()
-                flags.append(step.outlier.flag)
-            for flag in flags:
-                if isinstance(flag, Tensor):
-                    step.skip = either(step.skip, flag)
-                else:
-                    skips = skips or flag
+            may_skip = self._policy.skips or self._log.states.skip_above is not None
+            skip = step.is_unwanted() if may_skip else False
             self._unfinished = None
-
-        found_inf = amp.found_inf
-        step.overflow = found_inf.reshape(()) > 0 if isinstance(found_inf, Tensor) else None
-        # An overflow is the GradScaler's.
-        if skips and not step.overflow:
-            self._log.add_left_out(step)
-            return None
-        step.stop = either(step.overflow, step.skip)
-        nonfinite = step.nonfinite() if step.by_gradient else None
-        if isinstance(nonfinite, Tensor):
-            step.held = self._log.errors.hold(nonfinite, step.stop)
-            step.stop = either(step.stop, step.held)
-            if step.skip is not None:
-                # The steps before the error are not counted.
-                step.skip = step.skip & ~step.held.to(step.skip.device)
-            return step
-        if self._log.errors.arriving:
-            self.synchronize()
-        if step.stop is not None and not self._decides_on_device():
-            if step.stop:
-                self._log.add_left_out(step)
-                return None
-            step.stop = step.overflow = step.skip = None
+        overflow = False if amp.found_inf is None else amp.overflow
+        step.verdict = TAKEN
+        if overflow is not False or skip is not False or self._policy.is_late:
+            step.verdict = self._judge(step, overflow, skip)
         return step
+
+    def _judge(self, step: Step, overflow: Flag, skip: Flag) -> Verdict:
+        """The verdict on a measured step; waits for the device where it cannot decide.
+
+        Args:
+            step: measured.
+            overflow: whether a GradScaler found one.
+            skip: whether the policy or the test for outliers skips it.
+        """
+        if skip is True:
+            # An overflow is the GradScaler's.
+            overflow, skip = (overflow, False) if overflow else (False, True)
+        verdict = Verdict(either(overflow, skip), overflow, skip)
+        if verdict.left_out is True:
+            return verdict
+        errors = self._log.errors
+        nonfinite = step.nonfinite() if step.by_gradient else False
+        if isinstance(nonfinite, Tensor):
+            error = errors.judge(nonfinite, verdict.left_out)
+            # The steps before the error are not counted.
+            skip = unless(skip, error)
+            return Verdict(either(verdict.left_out, error), overflow, skip, error)
+        if errors.arriving:
+            self.synchronize()
+        if verdict.left_out is not False and not self._decides_on_device():
+            return verdict.read()
+        return verdict
 
     def _raises_later(self) -> bool:
         """Whether the error of a step that is not finite waits for no device."""
         return (
-            self._nonfinite == "async_error"
+            self._policy.is_late
             and not choose.host_decides(first_device(self.optimizer.param_groups))
             and self._decides_on_device()
             and not (self._partition.processes is not None and has_momentum(self.optimizer))
@@ -569,7 +575,7 @@ class ClippedOptimizer(OptimizerProxy):
         References:
             `torch.cuda.synchronize`, which raises the errors of kernels that nobody waited for.
         """
-        self._log.settle(self.optimizer.param_groups)
+        self._log.synchronize(self.optimizer.param_groups)
 
     def _decides_on_device(self) -> bool:
         """Whether the device makes the wrapped optimizer leave a step out."""
@@ -602,7 +608,7 @@ class ClippedOptimizer(OptimizerProxy):
         Raises:
             TypeError, ValueError, RuntimeError: the refusal, and as for `clip_`.
         """
-        partition, recorder, policy = self._partition, self._log.recorder, self._nonfinite
+        partition, recorder, policy = self._partition, self._log.recorder, self._policy
         groups = self.optimizer.param_groups
         device = first_device(groups)
         if device != self._log.stats.last_norm.device:
@@ -610,8 +616,8 @@ class ClippedOptimizer(OptimizerProxy):
         refusal = refusal or partition.refresh()
         # Under a GradScaler, a step that is not finite is an overflow.
         raises_if_nonfinite = None if check_finite else self._raises_if_nonfinite
-        check_finite = check_finite or policy in ("skip", *RAISING)
-        by_gradient = self._raises_later()
+        check_finite = check_finite or policy.checks
+        by_gradient = policy.is_late and self._raises_later()
         takes_each = recorder is not None and recorder.each and partition.processes is None
         clip_groups = partition.divide(
             covers_all=check_finite or grad_scale is not None, each=by_gradient or takes_each
@@ -633,20 +639,17 @@ class ClippedOptimizer(OptimizerProxy):
             groups,
             self._log.states,
             grad_scale,
+            policy,
+            record,
             check_finite=check_finite,
             by_gradient=by_gradient,
-            names_nearest=policy == "async_error",
-            zero_nonfinite=policy == "zero",
-            record=record,
         )
-        step.measure(refusal, partition.processes, policy, raises_if_nonfinite=raises_if_nonfinite)
+        step.measure(refusal, partition.processes, raises_if_nonfinite=raises_if_nonfinite)
         return step
 
     def _raises_if_nonfinite(self) -> bool:
         """Whether a step that is not finite raises, and is no overflow."""
-        found_inf = self.found_inf
-        overflows = isinstance(found_inf, Tensor) and bool(found_inf > 0)
-        return self._nonfinite in RAISING and not self._raises_later() and not overflows
+        return self._policy.raises and not self._raises_later() and not self._amp.overflow
 
     @torch.compiler.disable
     @without_grad
@@ -739,7 +742,7 @@ class ClippedOptimizer(OptimizerProxy):
         return {
             "optimizer": self.optimizer,
             "clip": self.clip,
-            "nonfinite": self._nonfinite,
+            "nonfinite": self.nonfinite,
             "memory": states,
             "max_consecutive_skips": self.max_consecutive_skips,
             "stats": self.stats,
@@ -773,3 +776,7 @@ class ClippedOptimizer(OptimizerProxy):
             f"ClippedOptimizer(clip={self.clip}, nonfinite={self.nonfinite!r}, "
             f"optimizer={self.optimizer!r})"
         )
+
+
+# A GradScaler's call of it may compute gradients.
+_begin = torch.compiler.disable(without_grad(ClippedOptimizer._begin))

@@ -11,9 +11,10 @@ from torch.optim import LBFGS, Optimizer
 
 from tritonclip.modes import without_grad
 from tritonclip.monitor.stats import Outcomes, as_tensor
+from tritonclip.monitor.verdict import SKIPPED
 from tritonclip.optim.log import StepLog
 from tritonclip.optim.param_groups import Groups
-from tritonclip.optim.step import RAISING, Step, version_of
+from tritonclip.optim.step import Step, version_of
 
 Closure = Callable[[], Any]
 _NO_LOSS = (
@@ -41,40 +42,8 @@ class _NonfiniteEvaluationError(Exception):
     """A closure that was evaluated again, within a step, gave gradients that are not finite."""
 
 
-def step_evaluating(inner: Optimizer, closure: Closure, measure: Measure, log: StepLog) -> Any:
-    """Lets the optimizer evaluate the closure whenever it wants to, and clips each time.
-
-    Returns:
-        The result of its step.
-    """
-    steps: list[Step] = []
-    outcomes: list[Outcomes] = []
-
-    def evaluate_and_clip() -> Any:
-        loss = evaluate(closure, inner, measure)
-        steps.append(measure())
-        outcomes.append(steps[-1].clip_())
-        return loss
-
-    result = inner.step(evaluate_and_clip)
-    if not outcomes:
-        raise RuntimeError(
-            f"{type(inner).__name__} updated without evaluating the closure, so nothing was "
-            "clipped; expected an optimizer that evaluates it: call backward, then step() without "
-            "a closure"
-        )
-    steps[0].outcomes = _merged(outcomes)
-    log.add(steps[0])
-    return result
-
-
 def step_checking(
-    inner: Optimizer,
-    closure: Closure,
-    first: Any,
-    measure: Measure,
-    nonfinite: str,
-    log: StepLog,
+    inner: Optimizer, closure: Closure, first: Any, measure: Measure, log: StepLog
 ) -> tuple[Any, bool]:
     """Checks a first evaluation while nothing has changed, and hands the optimizer its result.
 
@@ -83,56 +52,53 @@ def step_checking(
         closure: for evaluations after the first.
         first: the loss of the first evaluation.
         measure: measures the gradients of an evaluation.
-        nonfinite: the policy: "skip" leaves the step out, or undoes it; errors are raised at once.
         log: for the step.
 
     Returns:
         The result of its step, `first` of one that was left out; and whether it was taken.
     """
     step = measure()
-    if _leaves_out(step, nonfinite, judges=log.states.skip_above is not None):
-        log.add_left_out(step)
-        return first, False
-    if nonfinite in RAISING:
-        step.raise_if_nonfinite()
-    result, outcomes = _step_on(inner, closure, first, step, measure, nonfinite)
-    if outcomes is None:
-        log.add_left_out(step)
-    else:
-        step.outcomes = outcomes
+    if _is_unwanted(step):
+        step.verdict = SKIPPED
         log.add(step)
-    return result, outcomes is not None
+        return first, False
+    if step.policy.raises:
+        step.raise_if_nonfinite()
+    return step_evaluating(inner, closure, measure, log, (first, step))
 
 
-@torch.compiler.disable
-@without_grad
-def _leaves_out(step: Step, nonfinite: str, *, judges: bool) -> bool:
-    """Whether a step is left out by the policy, or, where it `judges`, as an outlier."""
-    if judges:
-        step.outlier = step.judge()
-    is_nonfinite = nonfinite == "skip" and bool(step.nonfinite())
-    return is_nonfinite or (step.outlier is not None and bool(step.outlier.flag))
-
-
-def _step_on(
+def step_evaluating(
     inner: Optimizer,
     closure: Closure,
-    first: Any,
-    step: Step,
     measure: Measure,
-    nonfinite: str,
-) -> tuple[Any, Outcomes | None]:
-    """The result of a step whose first evaluation is clipped, and outcomes; None if undone."""
-    outcomes = [step.clip_()]
-    untouched = _watch(inner.param_groups)
-    undone = isinstance(inner, LBFGS)
-    remedy = (
-        "This was a later evaluation of the closure within a step. Parameters and state are "
-        + ("those before the step" if undone else "as changed by the step so far")
-    )
-    losses = [first]
+    log: StepLog,
+    first: tuple[Any, Step] | None = None,
+) -> tuple[Any, bool]:
+    """Lets the optimizer evaluate the closure whenever it wants to, and clips each time.
 
-    def evaluate_again() -> Any:
+    Args:
+        inner: the wrapped optimizer.
+        closure: of the user.
+        measure: measures the gradients of an evaluation.
+        log: for the step.
+        first: loss and gradients of an evaluation that takes the place of the first one, in a step
+            that ends where a later one is not finite.
+
+    Returns:
+        The result of its step, and whether it was taken; if not, it is undone.
+    """
+    steps: list[Step] = []
+    outcomes: list[Outcomes] = []
+    losses: list[Any] = []
+    restore = None
+    if first is not None:
+        losses.append(first[0])
+        steps.append(first[1])
+        outcomes.append(_clip_(first[1]))
+        restore = snapshot(inner) if isinstance(inner, LBFGS) else None
+    untouched = _watch(inner.param_groups)
+
+    def evaluate_and_clip() -> Any:
         if losses:
             if not untouched():
                 raise RuntimeError(
@@ -143,17 +109,21 @@ def _step_on(
                 )
             return losses.pop()
         loss = evaluate(closure, inner, measure)
-        later = measure()
-        if _leaves_out(later, nonfinite, judges=False):
+        step = measure()
+        if step.policy.skips and bool(step.nonfinite()):
             raise _NonfiniteEvaluationError
-        if nonfinite in RAISING:
-            later.raise_if_nonfinite(remedy)
-        outcomes.append(later.clip_())
+        if step.policy.raises:
+            step.raise_if_nonfinite(
+                "This was a later evaluation of the closure within a step. Parameters and state "
+                + ("are those before the step" if restore else "are as changed by the step so far")
+            )
+        steps.append(step)
+        outcomes.append(_clip_(step))
         return loss
 
-    restore = snapshot(inner) if undone else None
+    result = None
     try:
-        result = inner.step(evaluate_again)
+        result = inner.step(evaluate_and_clip)
     except _NonfiniteEvaluationError:
         if restore is None:
             raise RuntimeError(
@@ -162,12 +132,33 @@ def _step_on(
                 "nonfinite='skip' cannot be kept. Use nonfinite='zero' or 'error'"
             ) from None
         restore()
-        return first, None
+        steps[0].verdict = SKIPPED
     except BaseException:
         if restore is not None:
             restore()
         raise
-    return result, _merged(outcomes)
+    if not outcomes:
+        raise RuntimeError(
+            f"{type(inner).__name__} updated without evaluating the closure, so nothing was "
+            "clipped; expected an optimizer that evaluates it: call backward, then step() without "
+            "a closure"
+        )
+    steps[0].outcomes = _merged(outcomes)
+    log.add(steps[0])
+    if steps[0].verdict is SKIPPED:
+        assert first is not None
+        return first[0], False
+    return result, True
+
+
+# Their caller may compute gradients.
+_clip_ = torch.compiler.disable(without_grad(Step.clip_))
+
+
+@torch.compiler.disable
+@without_grad
+def _is_unwanted(step: Step) -> bool:
+    return bool(step.is_unwanted())
 
 
 def _merged(evaluations: list[Outcomes]) -> Outcomes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -10,9 +10,10 @@ from torch import Tensor
 from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder, saved_place
 from tritonclip.monitor.stats import ClipStats
+from tritonclip.monitor.verdict import either
 from tritonclip.optim.param_groups import Groups, first_device
 from tritonclip.optim.states import RuleStates
-from tritonclip.optim.step import Step, either
+from tritonclip.optim.step import Step
 from tritonclip.optim.step_record import ParameterNames
 from tritonclip.optim.watches import ErrorWatch, LeftOut, SkipWatch
 from tritonclip.rules import Rule
@@ -20,7 +21,7 @@ from tritonclip.rules.arguments import saved_count
 
 
 class StepLog:
-    """Counts and remembers the steps of a wrapper, each by one of the `add` methods.
+    """Counts and remembers the steps of a wrapper, taken and left out.
 
     Attributes:
         stats: norms, coefficients and counts.
@@ -40,56 +41,37 @@ class StepLog:
     @torch.compiler.disable
     @without_grad
     def add(self, step: Step) -> None:
-        """Adds a step that was clipped; its flags may say on the device that it was left out."""
-        assert step.outcomes is not None
+        """Adds a step by its verdict: the norm of an outlier is remembered, not of an overflow."""
+        verdict = step.verdict
         self.states.steps += 1
         found = None
-        if step.held is not None:
+        if isinstance(verdict.error, Tensor):
             # First: whatever raises below, the step is known to be left out.
-            found = self.errors.add(self.states.steps - 1, step.held, step.clip_groups)
+            found = self.errors.add(self.states.steps - 1, verdict.error, step.clip_groups)
         if step.follows:
-            step.commit(step.stop)
+            step.commit(verdict.left_out)
         if step.outlier is not None:
-            step.outlier.commit(either(step.overflow, step.held))
-        self.stats.record_(step.outcomes, step.stop, step.overflow, step.skip, follows=step.follows)
-        if self.recorder is not None:
-            self._record(step, step.stop)
-        if step.skip is not None:
-            self.watch.look(self.stats.consecutive_skips, waited=False)
-        self._raise(found, step.param_groups)
+            step.outlier.commit(either(verdict.overflow, verdict.error))
+        self.stats.record_(step.outcomes, verdict, follows=step.follows)
+        if self.recorder is not None and step.record is not None:
+            step.record.add_to(self.recorder, step.outcomes, verdict.left_out)
+        if verdict.skip is not False:
+            self.watch.look(self.stats.consecutive_skips, waited=verdict.skip is True)
+        if found is not None:
+            self._raise(found, step.param_groups)
 
-    def settle(self, groups: Groups) -> None:
+    def synchronize(self, groups: Groups) -> None:
         """Raises the error of a step that the device has left out; waits for the device."""
-        self._raise(self.errors.settle(), groups)
+        found = self.errors.wait()
+        if found is not None:
+            self._raise(found, groups)
 
-    def _raise(self, found: LeftOut | None, groups: Groups) -> None:
+    def _raise(self, found: LeftOut, groups: Groups) -> NoReturn:
         """Raises the error of a step, and goes on from the state before it."""
-        if found is None:
-            return
         error = found.error(self.states.steps - found.step - 1, groups)
         self.states.steps = found.step
         self.errors.forget()
         raise error
-
-    @torch.compiler.disable
-    @without_grad
-    def add_left_out(self, step: Step) -> None:
-        """Adds a step that was left out; remembers the norm of an outlier, not of an overflow."""
-        overflows = step.overflow is not None and bool(step.overflow)
-        self.states.steps += 1
-        step.commit(left_out=True)
-        if step.outlier is not None and not overflows:
-            step.outlier.commit(None)
-        self.stats.record_left_out_(overflows=overflows)
-        self._record(step, skipped=True)
-        if not overflows:
-            self.watch.look(self.stats.consecutive_skips, waited=True)
-
-    def _record(self, step: Step, skipped: Tensor | bool | None) -> None:
-        """Hands a step to the recorder, if there is one."""
-        if self.recorder is not None and step.record is not None:
-            outcomes = None if skipped is True else step.outcomes
-            step.record.add_to(self.recorder, outcomes, skipped)
 
     def n_steps(self) -> int:
         """The steps before the first that will raise; waits for the device if any may."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tritonclip.backends import adaptive
 from tritonclip.distributed.process_groups import mean_of_all
+from tritonclip.monitor.verdict import Flag
 from tritonclip.optim.param_groups import Groups, key_of
 from tritonclip.rules import BoundRule, ClipState, LossOutlier, Numbering, Outlier, Rule
 from tritonclip.rules.arguments import as_limit
@@ -286,7 +287,7 @@ class RuleStates:
 
     def _test(
         self, owner: str, above: Outlier, number: float | Tensor
-    ) -> tuple[bool | Tensor, tuple[ClipState, Values]]:
+    ) -> tuple[Flag, tuple[ClipState, Values]]:
         """Whether a number is an outlier; the state of the test, and its values after it."""
         state = self._states.setdefault(owner, ClipState())
         if not state.remembers(above):
@@ -392,10 +393,10 @@ class Judgement(NamedTuple):
 
     norm: float | Tensor
     loss: float | Tensor | None
-    flag: bool | Tensor
+    flag: Flag
     tests: Sequence[tuple[ClipState, Values]]
 
-    def commit(self, overflow: Tensor | bool | None) -> None:
+    def commit(self, overflow: Flag) -> None:
         """Remembers norm and loss, of a skipped step too, but not of one that overflowed."""
         for state, values in self.tests:
             state.commit(values, overflow)

@@ -27,6 +27,7 @@ from tritonclip.engine.checks import nonfinite_indices
 from tritonclip.engine.norms import measure
 from tritonclip.modes import without_grad
 from tritonclip.monitor.stats import Outcomes
+from tritonclip.monitor.verdict import TAKEN, Flag, either
 from tritonclip.optim.clip_groups import (
     NONFINITE_REMEDY,
     ClipGroup,
@@ -42,13 +43,11 @@ from tritonclip.optim.clip_groups import (
     verify_agreement,
 )
 from tritonclip.optim.param_groups import Groups
+from tritonclip.optim.policy import Policy
 from tritonclip.optim.states import Judgement, RuleStates
 from tritonclip.optim.step_record import StepRecord
 from tritonclip.rules import Norm, Numbering, Outlier, Rule
 from tritonclip.rules.rule import Adaptive
-
-# Policies for which the host raises an error.
-RAISING = ("error", "async_error")
 
 
 class Step:
@@ -59,25 +58,23 @@ class Step:
         param_groups: of the optimizer.
         states: of its rules whose limit changes from step to step.
         grad_scale: the loss scale that all gradients still carry; None for none.
-        check_finite: `nonfinite` will be read. It covers every gradient, also those that no rule
-            holds for.
-        by_gradient: the norms are to tell which gradients are finite.
-        names_nearest: an error also names the finite gradients next to those that are not.
-        zero_nonfinite: a clip group that is not finite becomes 0.
+        policy: for NaN and inf.
         record: for a recorder; None without one.
+        check_finite: `nonfinite` will be read, whatever the policy. It covers every gradient, also
+            those that no rule holds for.
+        by_gradient: the norms are to tell which gradients are finite.
 
     Attributes:
         clip_groups: as handed over.
         param_groups: as handed over.
+        policy: as handed over.
         by_gradient: as handed over.
         record: as handed over.
         follows: a rule has a limit that changes from step to step.
-        skip: whether to leave the step out, on the device; None for no.
-        outlier: the verdict of the test for outliers, where there is one.
-        overflow: whether a GradScaler leaves it out, on the device; None for no.
-        held: whether the device leaves it out because an error will be raised; None for no.
-        stop: whether the device is to leave it out; None where the host has decided to take it.
-        outcomes: of clipping, as soon as all gradients are written.
+        outlier: the result of the test for outliers, where there is one.
+        verdict: whether the step is left out.
+        outcomes: of clipping.
+        is_clipped: all gradients are written.
     """
 
     def __init__(
@@ -86,38 +83,33 @@ class Step:
         param_groups: Groups,
         states: RuleStates,
         grad_scale: Tensor | float | None,
+        policy: Policy,
+        record: StepRecord | None,
         *,
         check_finite: bool,
         by_gradient: bool,
-        names_nearest: bool,
-        zero_nonfinite: bool,
-        record: StepRecord | None,
     ) -> None:
         self.clip_groups, self.param_groups, self._states = clip_groups, param_groups, states
-        self.by_gradient, self._names_nearest = by_gradient, names_nearest
+        self.by_gradient, self._check_finite = by_gradient, check_finite
         self._is_scaled = grad_scale is not None
         self._grad_scale = 1.0 if grad_scale is None else grad_scale
-        self._check_finite, self._zero = check_finite, zero_nonfinite
-        self.record, self.follows = record, False
-        self.skip: Tensor | None = None
+        self.policy, self.record, self.follows = policy, record, False
         self.outlier: Judgement | None = None
-        self.overflow: Tensor | None = None
-        self.held: Tensor | None = None
-        self.stop: Tensor | None = None
-        self.outcomes: Outcomes | None = None
+        self.verdict = TAKEN
+        self.outcomes: Outcomes = {}
+        self.is_clipped = False
         # Clip groups over processes whose limits are asked before the first write.
         self._own: Sequence[ClipGroup] = ()
         # The clip group that is written, or was last.
         self._writing: ClipGroup | None = None
         # Of a step that failed: its gradients and their versions, and whether the next goes on.
         self._left: list[tuple[Tensor, int]] = []
-        self._verdict: bool | None = None
+        self._resumes: bool | None = None
 
     def measure(
         self,
         refusal: Exception | None,
         processes: Processes | None,
-        policy: str,
         *,
         raises_if_nonfinite: Callable[[], bool] | None,
     ) -> None:
@@ -126,17 +118,16 @@ class Step:
         Args:
             refusal: the error for gradients that cannot be clipped, if that is known already.
             processes: the processes that the gradients are spread over.
-            policy: for NaN and inf.
             raises_if_nonfinite: whether `raise_if_nonfinite` comes next where a norm is NaN.
 
         Raises:
             TypeError, ValueError, RuntimeError: the refusal, and as for `clip_`.
         """
         groups, record, check_finite = self.clip_groups, self.record, self._check_finite
-        by_value = check_finite or self._zero
+        by_value = check_finite or self.policy.zeroes
         if len(groups) == 1 and refusal is None and self._is_usual(groups[0]):
             (group,) = groups
-            rule = self._bound(group)
+            rule = group.rule if group.rule.fixed else self._bound(group)
             if record is not None:
                 record.check(groups)
             if by_value or not rule.clamps:
@@ -172,8 +163,7 @@ class Step:
         )
         if settings.current().verifying:
             error = refusal or _error_of([*groups, *recorded])
-            describe = partial(self._describe, policy)
-            verify_agreement(groups, needed, describe, error, self.param_groups, processes)
+            verify_agreement(groups, needed, self._describe, error, self.param_groups, processes)
         measure_requests(needed, self._grad_scale, by_gradient=self.by_gradient)
         refusal = refusal or _error_of([*groups, *recorded])
         if refusal is not None:
@@ -188,11 +178,11 @@ class Step:
             group.rule = limited(group.rule)
         self._own = own
 
-    def _describe(self, policy: str) -> dict[str, str]:
+    def _describe(self) -> dict[str, str]:
         """Text of what processes of one step have to agree on, beside rules and gradients."""
         states, above = self._states, self._states.skip_above
         known = {
-            "the policy for NaN and inf": policy,
+            "the policy for NaN and inf": self.policy.name,
             "the loss scale": repr(float(self._grad_scale)),
             "skip_above": describe_rule(above) if isinstance(above, Outlier) else str(above),
             "optimizer.loss": "none" if states.loss is None else "a loss",
@@ -218,19 +208,19 @@ class Step:
             raise refusal
         refuse(groups, self.param_groups)
         for group in groups:
-            self._bound(group)
+            if not group.rule.fixed:
+                self._bound(group)
         if self.record is not None:
             self.record.check(groups)
 
     def _bound(self, group: ClipGroup) -> Rule:
-        """The rule of a clip group; one whose limit changes is bound to its state."""
-        if not group.rule.fixed:
-            self.follows = True
-            each = group.rule.per_gradient and isinstance(group.rule, Adaptive)
-            self._states.meet(self.param_groups, each=each)
-            rows = self._rows_of(group)
-            group.bound_rule = self._states.bind(group.index, group.rule, rows)
-            group.rule = group.bound_rule
+        """The rule of a clip group, whose limit changes, bound to its state."""
+        self.follows = True
+        each = group.rule.per_gradient and isinstance(group.rule, Adaptive)
+        self._states.meet(self.param_groups, each=each)
+        rows = self._rows_of(group)
+        group.bound_rule = self._states.bind(group.index, group.rule, rows)
+        group.rule = group.bound_rule
         return group.rule
 
     def _rows_of(self, group: ClipGroup) -> Numbering:
@@ -242,7 +232,7 @@ class Step:
             return lambda: states.rows(flat.parameters, grouped=False)
         return lambda: states.rows(own)
 
-    def nonfinite(self) -> Tensor | bool:
+    def nonfinite(self) -> Flag:
         """Whether any gradient is NaN or inf, or any norm does not fit its dtype.
 
         Where the host does not decide, 0-d bool on the device of the first gradient, for which
@@ -250,9 +240,13 @@ class Step:
         """
         return nonfinite_of(self.clip_groups)
 
-    def judge(self) -> Judgement:
-        """Whether the step is an outlier; waits for nothing."""
-        return self._states.judge(*global_norm_of(self.clip_groups, self._grad_scale))
+    def is_unwanted(self) -> Flag:
+        """Whether the policy or the test for outliers skips the step; waits for nothing."""
+        skip = self.nonfinite() if self.policy.skips else False
+        if self._states.skip_above is not None:
+            self.outlier = self._states.judge(*global_norm_of(self.clip_groups, self._grad_scale))
+            skip = either(skip, self.outlier.flag)
+        return skip
 
     @torch.compiler.disable
     @without_grad
@@ -263,7 +257,7 @@ class Step:
         try:
             refuse_nonfinite(self.clip_groups, remedy)
         except RuntimeError as error:
-            if not self._names_nearest:
+            if not self.policy.is_late:
                 raise
             found = []
             for group in self.clip_groups:
@@ -272,8 +266,6 @@ class Step:
                 found.append((group.gradients, [i not in bad for i in range(n)]))
             raise RuntimeError(f"{error}{nearest_finite(found, self.param_groups)}") from None
 
-    @torch.compiler.disable
-    @without_grad
     def clip_(self) -> Outcomes:
         """Clips all groups, once; returns norms before clipping, 0-d, and coefficients.
 
@@ -287,13 +279,15 @@ class Step:
         for group in self.clip_groups:
             self._writing = group
             if not group.unclipped:
-                outcomes[group.index] = group.clip_(self._grad_scale, zero_nonfinite=self._zero)
+                outcomes[group.index] = group.clip_(
+                    self._grad_scale, zero_nonfinite=self.policy.zeroes
+                )
             elif self._is_scaled and group.norms is not None:
                 group.clip_(self._grad_scale, zero_nonfinite=False)
-        self.outcomes = outcomes
+        self.outcomes, self.is_clipped = outcomes, True
         return outcomes
 
-    def commit(self, left_out: Tensor | bool | None) -> None:
+    def commit(self, left_out: Flag) -> None:
         """Makes the rules whose limit changes remember this step; see `BoundRule.commit`."""
         for group in self.clip_groups:
             if group.bound_rule is not None:
@@ -306,43 +300,43 @@ class Step:
 
     def fail(self, error: BaseException) -> bool:
         """Whether the failed step may have written gradients, which it then knows from others."""
-        is_new = self.outcomes is None and not self._left
+        is_new = not (self.is_clipped or self._left)
         is_refusal = isinstance(error, TypeError | ValueError)
         if is_new and (
             self._writing is None or (is_refusal and self._writing is self.clip_groups[0])
         ):
             # Before a rule wrote anything.
             return False
-        self._verdict = None
+        self._resumes = None
         self._left = [(grad, version_of(grad)) for grad in self.written_to()]
         return True
 
-    def settle(self, present: Iterable[Tensor]) -> None:
+    def decide(self, present: Iterable[Tensor]) -> None:
         """Decides now whether the next step goes on: before a GradScaler writes to gradients."""
-        self._verdict = None
-        self._verdict = self.goes_on(present)
+        self._resumes = None
+        self._resumes = self.resumes(present)
 
     def refuse_unscaling(self, present: Iterable[Tensor]) -> None:
         """RuntimeError where a GradScaler would divide the gradients that the failed step left."""
-        self.settle(present)
-        if self._verdict:
+        self.decide(present)
+        if self._resumes:
             raise RuntimeError(
                 "the step before ended after it divided or clipped these gradients, and unscale_ "
                 "would divide them again; expected another step, which goes on with them, or new "
                 "gradients: call zero_grad and backward"
             )
 
-    def goes_on(self, present: Iterable[Tensor]) -> bool:
+    def resumes(self, present: Iterable[Tensor]) -> bool:
         """Whether the gradients are those that the failed step left, so that none is written again.
 
         Raises:
             RuntimeError: some are, and would be divided or clipped twice, or not at all.
         """
-        if self._verdict is not None:
-            return self._verdict
+        if self._resumes is not None:
+            return self._resumes
         here = set(map(id, present))
         same = [id(grad) in here and version_of(grad) == n for grad, n in self._left]
-        whole = self.outcomes is not None
+        whole = self.is_clipped
         if not any(same) or (whole and not self._is_scaled and not all(same)):
             return False
         if whole and all(same):
@@ -385,10 +379,3 @@ def _error_of(groups: Sequence[ClipGroup]) -> Exception | None:
 def version_of(tensor: Tensor) -> int:
     """How often it was written to; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def either(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """Whether one of two flags is true, 0-d bool; None for one that cannot be."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a | b.to(a.device)

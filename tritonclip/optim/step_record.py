@@ -21,6 +21,7 @@ from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.messages import warn_user
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import Outcomes
+from tritonclip.monitor.verdict import Flag
 from tritonclip.named_norms import NamedNorms, is_measured
 from tritonclip.optim.clip_groups import UNLIMITED, ClipGroup, global_norm_of
 from tritonclip.optim.param_groups import Groups, key_of, label_of_member
@@ -274,25 +275,21 @@ class StepRecord:
             return [{**named.numbers_by_name(each.tolist(), 2.0)}]
         return [{**named.by_name(each, 2.0)}]
 
-    def add_to(
-        self, recorder: Recorder, outcomes: Outcomes | None, skipped: Tensor | bool | None
-    ) -> None:
+    def add_to(self, recorder: Recorder, outcomes: Outcomes, left_out: Flag) -> None:
         """Records the step.
 
         Args:
             recorder: that takes it.
-            outcomes: of clipping; None where nothing was clipped.
-            skipped: whether the step was left out; None for no.
+            outcomes: of clipping.
+            left_out: whether the step was left out.
         """
-        own = None if outcomes is None else outcomes.get(None)
+        own = None if left_out is True else outcomes.get(None)
         coefficient, limit = (None, None) if own is None else (own.coefficient, own.limit)
         norm, *norms = self._norms
         if recorder is not self._recorder:
             recorder.prepare(self._order)
         try:
-            recorder.append_(
-                [norm, coefficient, limit, False if skipped is None else skipped, *norms]
-            )
+            recorder.append_([norm, coefficient, limit, left_out, *norms])
         except OSError as error:
             # The step is taken: training goes on.
             warn_user(

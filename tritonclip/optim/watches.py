@@ -16,16 +16,17 @@ from torch import Tensor
 
 from tritonclip.messages import warn_user
 from tritonclip.modes import is_captured
+from tritonclip.monitor.verdict import Flag, either, unless
 from tritonclip.optim.clip_groups import ClipGroup, nearest_finite
 from tritonclip.optim.param_groups import Groups
-from tritonclip.optim.step import either
+from tritonclip.optim.policy import Policy
 from tritonclip.rules.arguments import as_count
 
 # A run that skips so many steps in a row is no run; nobody may have noticed.
 _SUSPICIOUS = 100
 # Steps between a number on a GPU and the look at it. They are as many in every process, so that all
 # raise at one step. By then it has arrived, or the GPU has work for so many steps.
-LAG = 8
+DELAY_STEPS = 8
 
 
 def _sent(number: Tensor) -> Callable[[], int]:
@@ -57,12 +58,12 @@ class SkipWatch:
         self._warned = False
         self._arriving: deque[Callable[[], int]] = deque()
 
-    def refuse_without_skips(self, nonfinite: str, skip_above: object) -> None:
+    def refuse_without_skips(self, policy: Policy, skip_above: object) -> None:
         """Refuses a number of steps for a wrapper that skips none."""
-        if self.most is not None and nonfinite != "skip" and skip_above is None:
+        if self.most is not None and not policy.skips and skip_above is None:
             raise ValueError(
                 "max_consecutive_skips was given, but no step is skipped: expected "
-                f"nonfinite='skip' or skip_above beside it, got nonfinite={nonfinite!r} alone"
+                f"nonfinite='skip' or skip_above beside it, got nonfinite={policy.name!r} alone"
             )
 
     def forget(self) -> None:
@@ -74,8 +75,8 @@ class SkipWatch:
 
         Args:
             in_a_row: the number of them, on any device.
-            waited: this step has waited for the device already; else the number of `LAG` steps
-                before is looked at, if it is on an accelerator.
+            waited: this step has waited for the device already; else an accelerator's number of
+                `DELAY_STEPS` steps before is looked at.
         """
         n = int(in_a_row) if waited else self._read(in_a_row)
         if self.most is not None and n >= self.most:
@@ -96,13 +97,13 @@ class SkipWatch:
             )
 
     def _read(self, in_a_row: Tensor) -> int:
-        """The number, or an accelerator's of `LAG` looks before; 0 where there is none."""
+        """The number, or an accelerator's of `DELAY_STEPS` looks before; 0 where there is none."""
         if in_a_row.device.type == "cpu":
             return int(in_a_row)
         if in_a_row.device.type == "meta" or is_captured(in_a_row.device):
             return 0
         self._arriving.append(_sent(in_a_row))
-        return self._arriving.popleft()() if len(self._arriving) > LAG else 0
+        return self._arriving.popleft()() if len(self._arriving) > DELAY_STEPS else 0
 
 
 class LeftOut:
@@ -157,23 +158,23 @@ class LeftOut:
 class ErrorWatch:
     """Has the device leave out all steps from the first that is not finite, until the host knows.
 
-    A step is judged by `hold`, and enters by `add`: one that is interrupted leaves no trace.
+    A step is judged, and enters by `add`: one that is interrupted leaves no trace.
 
     Attributes:
         arriving: the last steps, whose flags are not read yet.
     """
 
     def __init__(self) -> None:
-        # Whether the last step was left out; None for none to wait for.
-        self._held: Tensor | None = None
+        # Whether the last step was left out.
+        self._left_out: Flag = False
         self.arriving: deque[LeftOut] = deque()
 
-    def hold(self, nonfinite: Tensor, stop: Tensor | None) -> Tensor:
-        """Whether to leave out a step, 0-d bool; waits for nothing.
+    def judge(self, nonfinite: Tensor, left_out: Flag) -> Flag:
+        """Whether to leave out a step until its error, or an earlier one, is raised.
 
         Args:
             nonfinite: whether its gradients or norms are not finite.
-            stop: whether it is left out for another reason, and is no error.
+            left_out: whether it is left out for another reason, and is no error.
 
         Raises:
             RuntimeError: a CUDA graph is captured, whose replays could not raise.
@@ -184,20 +185,17 @@ class ErrorWatch:
                 "graph cannot do; expected 'skip' while a graph is captured, and a look at "
                 "stats.consecutive_skips between replays"
             )
-        bad = nonfinite if stop is None else nonfinite & ~stop.to(nonfinite.device)
-        held = either(bad, self._held)
-        assert held is not None
-        return held
+        return either(unless(nonfinite, left_out), self._left_out)
 
-    def add(self, step: int, held: Tensor, clip_groups: Sequence[ClipGroup]) -> LeftOut | None:
-        """Takes a step that `hold` judged; returns the first one left out, if it is known now."""
-        self._held = held
-        self.arriving.append(LeftOut(step, held, clip_groups))
-        if len(self.arriving) > LAG:
+    def add(self, step: int, flag: Tensor, clip_groups: Sequence[ClipGroup]) -> LeftOut | None:
+        """Takes a step that was judged; returns the first one left out, if it is known now."""
+        self._left_out = flag
+        self.arriving.append(LeftOut(step, flag, clip_groups))
+        if len(self.arriving) > DELAY_STEPS:
             return self._first(1)
         return None
 
-    def settle(self) -> LeftOut | None:
+    def wait(self) -> LeftOut | None:
         """Waits for all steps; returns the first one that was left out."""
         found = self._first(len(self.arriving))
         if found is None:
@@ -218,5 +216,5 @@ class ErrorWatch:
 
     def forget(self) -> None:
         """Goes on as if no step had been left out."""
-        self._held = None
+        self._left_out = False
         self.arriving.clear()

@@ -318,7 +318,7 @@ class ClipState:
             self._index = key, upload(positions, torch.int64, device)
         return self._index[1]
 
-    def commit(self, values: Values | None, left_out: Tensor | bool | None) -> None:
+    def commit(self, values: Values | None, left_out: bool | Tensor) -> None:
         """Ends a step: counts it, and keeps its values unless it was left out."""
         self._steps += 1
         if values is None or left_out is True:
@@ -530,11 +530,11 @@ class BoundRule(Rule):
             moved.limit(self._measured)
         return moved
 
-    def commit(self, left_out: Tensor | bool | None = None) -> None:
+    def commit(self, left_out: bool | Tensor = False) -> None:
         """Makes the state remember this call; a call that was left out is only counted.
 
         Args:
-            left_out: whether the call was left out; a 0-d bool may be on any device. None for no.
+            left_out: whether the call was left out; a 0-d bool may be on any device.
         """
         if self._list:
             self._state.begin_with(self._list)
