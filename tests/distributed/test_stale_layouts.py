@@ -165,7 +165,7 @@ def test_layouts_take_bounded_memory() -> None:
     for n in range(1, 2 * shards.CAPACITY):
         parameters = [parameter((2,), mesh, [Shard(0)]) for _ in range(n)]
         tritonclip.clip_(parameters, 1.0)
-    assert len(shards._known) <= shards.CAPACITY
+    assert len(shards._cache) <= shards.CAPACITY
     with pytest.MonkeyPatch.context() as patch:
         # Of the last list it is known.
         patch.delattr(shards, "sharding_of")

@@ -23,7 +23,7 @@ from tritonclip.distributed.process_groups import (
     Domain,
     all_reduce,
     domain_of,
-    everyones,
+    gather_objects,
 )
 from tritonclip.distributed.shards import where
 from tritonclip.engine.arguments import LabelOf
@@ -61,7 +61,7 @@ def agree(own: Mapping[str, str], error: Exception | None, domain: Domain) -> No
     if error is not None:
         kind = next((i for i, kind in enumerate(ERRORS) if isinstance(error, kind)), None)
         message = kind, str(error) if kind is not None else f"{type(error).__name__}: {error}"
-    everyone = everyones((message, dict(own)), domain)
+    everyone = gather_objects((message, dict(own)), domain)
     if error is not None:
         raise error
     for rank, (found, _) in everyone.items():
@@ -228,7 +228,7 @@ class Replicas:
     def __init__(self, gradients: ShardedGradients, norm_type: float) -> None:
         sharding = gradients.sharding
         self._norm_type, self._one_list = norm_type, sharding.one_list
-        self._entries: dict[int, list[_Entry]] = everyones(
+        self._entries: dict[int, list[_Entry]] = gather_objects(
             _entries(gradients, norm_type) + _sums(gradients, norm_type), sharding.domain
         )
         if sharding.one_list:
@@ -335,7 +335,7 @@ def _sums(gradients: ShardedGradients, norm_type: float) -> list[_Entry]:
     """The sums of Partial gradients, each measured by itself; every process of a sum calls this."""
     sharding = gradients.sharding
     own = [pair for pair, here in zip(sharding.copied, sharding.is_partial, strict=True) if here]
-    known = {pair for theirs in everyones(own, sharding.domain).values() for pair in theirs}
+    known = {pair for theirs in gather_objects(own, sharding.domain).values() for pair in theirs}
     flags = [float(pair in known) for pair in sharding.copied]
     terms = zeros_for(gradients.absent, sharding, flags)
     for index, tensor in enumerate(gradients.versions or gradients.tensors):

@@ -17,7 +17,7 @@ from torch import Tensor
 from tritonclip import settings
 from tritonclip.distributed import agreement
 from tritonclip.distributed.norms import ReducedNorms, exchange
-from tritonclip.distributed.process_groups import Processes, everyones
+from tritonclip.distributed.process_groups import Processes, gather_objects
 from tritonclip.distributed.reduction import (
     Exchange,
     Reduction,
@@ -230,9 +230,9 @@ class ShardedGradients(Gradients):
         shard_at = dict(zip(sharding.positions, sharding.shards, strict=True))
         groups = []
         for group in plan.groups:
-            own = positions if group.indices is None else [positions[i] for i in group.indices]
+            at = positions if group.indices is None else [positions[i] for i in group.indices]
             narrow = group.dtype != torch.float64
-            groups.append(ShardGroup(shard_at[own[0]], Slots(own), narrow))
+            groups.append(ShardGroup(shard_at[at[0]], Slots(at), narrow))
         return Reduction(sharding, groups, Slots(positions), Slots(sharding.is_partial))
 
     def reject_(self, error: Exception) -> None:
@@ -329,7 +329,7 @@ class ShardedGradients(Gradients):
             )
             if self.error is not None and names_culprits:
                 # The others ask for names where a norm is NaN.
-                everyones([], self.sharding.domain)
+                gather_objects([], self.sharding.domain)
         if self.error is not None:
             raise self.error
         return norms
@@ -350,8 +350,8 @@ class ShardedGradients(Gradients):
 
     def shard(self, index: int) -> LocalShard:
         """The shard of the gradient at an index."""
-        own = index if self.distinct is None else self.distinct[index]
-        return self.sharding.shards[own]
+        kept_index = index if self.distinct is None else self.distinct[index]
+        return self.sharding.shards[kept_index]
 
     def position(self, index: int) -> int:
         """The position of a gradient among the parameters that are to be clipped."""
@@ -362,8 +362,8 @@ class ShardedGradients(Gradients):
         if not self._is_reduced:
             return self.labels(indices)
         ranks: dict[str, list[int]] = {}
-        own = [self.label(i) for i in indices]
-        for rank, labels in everyones(own, self.sharding.domain).items():
+        names_here = [self.label(i) for i in indices]
+        for rank, labels in gather_objects(names_here, self.sharding.domain).items():
             for label in labels:
                 ranks.setdefault(label, []).append(rank)
         return join_names(
@@ -406,17 +406,17 @@ def _refuse_shards(gradients: ShardedGradients, rule: Rule) -> None:
 def _refuse_split(gradients: ShardedGradients) -> None:
     """Refuses DTensors whose units lie on several processes, unless they are one unit."""
     for index, parameter in enumerate(gradients.owners()):
-        own = getattr(parameter, "placements", ())
+        expected = getattr(parameter, "placements", ())
         found = getattr(parameter.grad, "placements", ())
-        if own != found or not all(
+        if expected != found or not all(
             placement.is_replicate() or _splits_rows(placement) or n_processes == 1
             for placement, n_processes in zip(found, _sizes(parameter), strict=True)
         ):
             raise TypeError(
-                f"{gradients.label(index)} has the placements {own} and its gradient {found}; a "
-                "rule by unit expects the same for both, and rows that are whole on their process: "
-                "Replicate or Shard(0), as fully_shard makes them. Clip such a model by norm, or "
-                "set need_clip = False on these parameters"
+                f"{gradients.label(index)} has the placements {expected} and its gradient {found}; "
+                "a rule by unit expects the same for both, and rows that are whole on their "
+                "process: Replicate or Shard(0), as fully_shard makes them. Clip such a model by "
+                "norm, or set need_clip = False on these parameters"
             )
 
 

@@ -272,13 +272,13 @@ def mean_of_all(number: float | Tensor, device: torch.device | None) -> float | 
     return torch.as_tensor(number, dtype=wide_dtype(device), device=device)
 
 
-def everyones(own: Any, domain: Domain) -> dict[int, Any]:
+def gather_objects(item: Any, domain: Domain) -> dict[int, Any]:
     """An object of each process of the domain, by rank; each of them calls this, and waits."""
     from torch import distributed as dist
 
-    known = {dist.get_rank(): own}
+    found = {dist.get_rank(): item}
     for group in domain.groups:
         gathered: list[dict[int, Any]] = [{} for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(gathered, known, group=group)
-        known = {rank: one for part in gathered for rank, one in part.items()}
-    return dict(sorted(known.items()))
+        dist.all_gather_object(gathered, found, group=group)
+        found = {rank: other for part in gathered for rank, other in part.items()}
+    return dict(sorted(found.items()))

@@ -176,40 +176,40 @@ class Sharding:
 
 def sharding_of(
     specs: list[Any],
-    forms: list[Any],
+    grad_specs: list[Any],
     n_copies: list[int | None],
     user: Processes,
     label: Callable[[int], str],
 ) -> Sharding:
     """Finds the domain from the parameters, then the weight of each gradient."""
     # Of tensors that are no parameters, the gradient is all there is.
-    found = [mesh_of(a) or mesh_of(b) for a, b in zip(specs, forms, strict=True)]
+    found = [mesh_of(a) or mesh_of(b) for a, b in zip(specs, grad_specs, strict=True)]
     # Of lists of one step the same domain: of meshes that are alike, the first one's groups.
     meshes = {id(mesh): mesh for mesh in (*user.meshes, *found) if mesh is not None}
     domain = domain_of(list(meshes.values()), user.group)
-    positions = tuple(i for i, form in enumerate(forms) if form is not False)
+    positions = tuple(i for i, spec in enumerate(grad_specs) if spec is not False)
     for at, copies in enumerate(n_copies):
         if copies is not None:
             check_copies(copies, domain, label(at))
     shards = tuple(
-        shard_of_spec(forms[i], n_copies[i], domain, partial(label, i), mesh=mesh_of(specs[i]))
+        shard_of_spec(grad_specs[i], n_copies[i], domain, partial(label, i), mesh=mesh_of(specs[i]))
         for i in positions
     )
     copied = _copied(specs)
     return Sharding(
         domain=domain,
         shards=shards,
-        where=tuple(where(forms[i]) for i in positions),
+        where=tuple(where(grad_specs[i]) for i in positions),
         positions=positions,
         n_parameters=len(specs),
-        absent=tuple(i for i, form in enumerate(forms) if form is False),
+        absent=tuple(i for i, spec in enumerate(grad_specs) if spec is False),
         copied=copied,
-        is_partial=tuple(_is_partial(forms[i], dim) for i, dim in copied),
+        is_partial=tuple(_is_partial(grad_specs[i], dim) for i, dim in copied),
         n_copies=tuple(n_copies),
         wide=not _WIDE.isdisjoint(map(dtype_of, specs)),
         one_list=user.group is None,
         sums=any(shard.sums_over for shard in shards),
-        mixed=any(forms[i] is None for i in positions),
+        mixed=any(grad_specs[i] is None for i in positions),
     )
 
 
@@ -224,9 +224,9 @@ def _copied(specs: Sequence[Any]) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _is_partial(form: Any, dim: int) -> bool:
+def _is_partial(spec: Any, dim: int) -> bool:
     """Whether a gradient is there, and Partial along a dimension of its mesh."""
-    return mesh_of(form) is not None and bool(form.placements[dim].is_partial())
+    return mesh_of(spec) is not None and bool(spec.placements[dim].is_partial())
 
 
 def shard_of(
@@ -300,31 +300,31 @@ class LocalShards(NamedTuple):
     sharding: Sharding
 
 
-class _Known(NamedTuple):
+class _CachedSharding(NamedTuple):
     """A sharding, and the list that it was made for: specs of parameters and gradients."""
 
     specs: list[Any]
-    forms: list[Any]
+    grad_specs: list[Any]
     n_copies: list[int | None]
     # Kept alive for the key, which has their ids.
     group: object
     meshes: tuple[Any, ...]
     sharding: Sharding
 
-    def has(self, specs: list[Any], forms: list[Any]) -> bool:
+    def has(self, specs: list[Any], grad_specs: list[Any]) -> bool:
         """Whether these are its very specs."""
-        return all(map(is_, specs, self.specs)) and all(map(is_, forms, self.forms))
+        return all(map(is_, specs, self.specs)) and all(map(is_, grad_specs, self.grad_specs))
 
-    def serves(self, specs: list[Any], forms: list[Any], n_copies: list[int | None]) -> bool:
+    def serves(self, specs: list[Any], grad_specs: list[Any], n_copies: list[int | None]) -> bool:
         """Whether a list of as many parameters is laid out alike."""
         if n_copies != self.n_copies:
             return False
-        return self.has(specs, forms) or (
-            all(map(_alike, specs, self.specs)) and all(map(_alike, forms, self.forms))
+        return self.has(specs, grad_specs) or (
+            all(map(_alike, specs, self.specs)) and all(map(_alike, grad_specs, self.grad_specs))
         )
 
 
-_known: OrderedDict[tuple[object, ...], _Known] = OrderedDict()
+_cache: OrderedDict[tuple[object, ...], _CachedSharding] = OrderedDict()
 
 
 def are_sharded(tensors: Iterable[Tensor | None]) -> bool:
@@ -332,7 +332,7 @@ def are_sharded(tensors: Iterable[Tensor | None]) -> bool:
     # Where nobody imported it, nothing is a DTensor.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(
-        issubclass(kind, module.DTensor) for kind in set(map(type, tensors))
+        issubclass(cls, module.DTensor) for cls in set(map(type, tensors))
     )
 
 
@@ -355,29 +355,31 @@ def local_shards(
         ValueError: meshes or groups that cannot be reduced over; a wrong number of copies.
     """
     module = sys.modules.get("torch.distributed.tensor")
-    kind: Any = () if module is None else module.DTensor
+    dtensor: Any = () if module is None else module.DTensor
     # Of plain parameters the dtype: a spec has it.
     specs = _specs(parameters)
     if specs is None:
-        specs = [p._spec if isinstance(p, kind) else p.dtype for p in parameters]
-    forms = _specs(grads)
-    if forms is None:
+        specs = [p._spec if isinstance(p, dtensor) else p.dtype for p in parameters]
+    grad_specs = _specs(grads)
+    if grad_specs is None:
         # False where there is no gradient, None where it is plain.
-        forms = [g._spec if isinstance(g, kind) else False if g is None else None for g in grads]
+        grad_specs = [
+            g._spec if isinstance(g, dtensor) else False if g is None else None for g in grads
+        ]
     user = processes or _NOBODY
     n_copies = _numbers_of_copies(parameters, user.copies)
-    ends = [_form_of(spec) for spec in (*specs[:1], *specs[-1:])]
+    ends = [_placing_of(spec) for spec in (*specs[:1], *specs[-1:])]
     key = len(specs), *ends, id(user.group), *map(id, user.meshes)
-    known = _known.get(key)
-    if known is None or not known.serves(specs, forms, n_copies):
-        sharding = sharding_of(specs, forms, n_copies, user, label)
-    elif known.has(specs, forms):
-        return _shards_of(parameters, grads, kind, known.sharding)
+    cached = _cache.get(key)
+    if cached is None or not cached.serves(specs, grad_specs, n_copies):
+        sharding = sharding_of(specs, grad_specs, n_copies, user, label)
+    elif cached.has(specs, grad_specs):
+        return _shards_of(parameters, grads, dtensor, cached.sharding)
     else:
         # Other specs, of the same content: from now on these are recognised at once.
-        sharding = known.sharding
-    _keep(key, _Known(specs, forms, n_copies, user.group, user.meshes, sharding))
-    return _shards_of(parameters, grads, kind, sharding)
+        sharding = cached.sharding
+    _keep(key, _CachedSharding(specs, grad_specs, n_copies, user.group, user.meshes, sharding))
+    return _shards_of(parameters, grads, dtensor, sharding)
 
 
 def without_mesh(tensor: Tensor) -> Tensor:
@@ -417,20 +419,20 @@ def _alike(a: Any, b: Any) -> bool:
     if a is b:
         return True
     mesh = mesh_of(a)
-    return mesh is not None and mesh is mesh_of(b) and _form_of(a) == _form_of(b)
+    return mesh is not None and mesh is mesh_of(b) and _placing_of(a) == _placing_of(b)
 
 
-def _form_of(spec: Any) -> Any:
+def _placing_of(spec: Any) -> Any:
     """Placements, and shape and dtype of the whole: shards of other wholes may look alike here."""
     return spec if mesh_of(spec) is None else (spec.placements, spec.tensor_meta)
 
 
-def _keep(key: tuple[object, ...], known: _Known) -> None:
-    _known.pop(key, None)
-    _known[key] = known
-    while len(_known) > CAPACITY:
+def _keep(key: tuple[object, ...], cached: _CachedSharding) -> None:
+    _cache.pop(key, None)
+    _cache[key] = cached
+    while len(_cache) > CAPACITY:
         try:
-            _known.popitem(last=False)
+            _cache.popitem(last=False)
         except KeyError:
             # Emptied by another thread.
             break
@@ -445,14 +447,14 @@ def _specs(tensors: Sequence[Tensor | None]) -> list[Any] | None:
 
 
 def _shards_of(
-    parameters: Sequence[Tensor], grads: Sequence[Tensor | None], kind: Any, sharding: Sharding
+    parameters: Sequence[Tensor], grads: Sequence[Tensor | None], dtensor: Any, sharding: Sharding
 ) -> LocalShards:
     there: list[Any] = [g for g in grads if g is not None]
     if not sharding.mixed:
         wrappers, tensors = there, list(map(_get_local, there))
     else:
-        wrappers = [g for g in there if isinstance(g, kind)]
-        tensors = [g._local_tensor if isinstance(g, kind) else g for g in there]
+        wrappers = [g for g in there if isinstance(g, dtensor)]
+        tensors = [g._local_tensor if isinstance(g, dtensor) else g for g in there]
     if not _PLAIN.issuperset(map(type, tensors)):
         # Results of collectives that may still run.
         tensors = [t.wait() if hasattr(t, "trigger_wait") else t for t in tensors]

@@ -139,8 +139,8 @@ def _norm_of(values: list[Tensor]) -> Tensor:
 
 def _given(norm: float | Tensor, values: list[Tensor], dtype: torch.dtype) -> Tensor:
     """The user's norm, rounded to the dtype of results, in the wide dtype."""
-    known = as_limit_or_tensor("use_norm", norm, may_be_nan=True)
+    given = as_limit_or_tensor("use_norm", norm, may_be_nan=True)
     device = values[0].device if values else torch.device("cpu")
-    if not isinstance(known, Tensor):
-        known = torch.full((), known, dtype=torch.float64, device=device)
-    return one_element("use_norm", known).to(device, dtype).to(wide_dtype(device))
+    if not isinstance(given, Tensor):
+        given = torch.full((), given, dtype=torch.float64, device=device)
+    return one_element("use_norm", given).to(device, dtype).to(wide_dtype(device))

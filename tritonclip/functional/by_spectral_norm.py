@@ -108,21 +108,21 @@ def _clip_each(values: list[Tensor], limit: float, *, soft: bool) -> list[Tensor
     """Each tensor by its singular values, or by its norm where it has one of them."""
     norms, is_limit = norms_of_each(values, 2.0), 0 < limit < math.inf
     try:
-        known = norms.tolist()
+        numbers = norms.tolist()
     except RuntimeError as error:
         raise RuntimeError(
             "clip_by_spectral_norm reads the norms of matrices, and torch.func.vmap has no numbers "
             "for them; expected a call outside: clip_by_spectral_norm(list(batch), c)"
         ) from error
     # That of a finite matrix may be beyond the range of its dtype.
-    known = [
+    numbers = [
         _wide_norm(x) if norm == math.inf and spectral.is_matrix(x) else norm
-        for x, norm in zip(values, known, strict=True)
+        for x, norm in zip(values, numbers, strict=True)
     ]
     # One norm tells all of a vector, of what is not finite, and of what any limit leaves or zeroes.
     bounds = [
         (0.0, norm if is_limit and math.isfinite(norm) and spectral.is_matrix(x) else math.nan)
-        for x, norm in zip(values, known, strict=True)
+        for x, norm in zip(values, numbers, strict=True)
     ]
     by_norm = [i for i, (_, most) in enumerate(bounds) if math.isnan(most)]
     vectors = [values[i] for i in by_norm]
@@ -145,8 +145,8 @@ def _refuse(tensors: list[Tensor]) -> None:
     """TypeError for tensors whose singular values are not to be had."""
     for x in tensors:
         if x.is_complex() or x.layout != torch.strided:
-            kind = f"dtype {x.dtype}" if x.is_complex() else f"layout {x.layout}"
+            got = f"dtype {x.dtype}" if x.is_complex() else f"layout {x.layout}"
             raise TypeError(
-                f"clip_by_spectral_norm takes real and dense matrices, got one of {kind}; convert "
+                f"clip_by_spectral_norm takes real and dense matrices, got one of {got}; convert "
                 "it with to_dense(), or clip by norm"
             )

@@ -63,9 +63,9 @@ def coefficients_of(
     """
     numbers = [limit for limit in limits if not isinstance(limit, Tensor)]
     if len(numbers) == len(limits) and _host_knows(norms):
-        known = norms.reshape(-1).tolist()
-        each = numbers * (len(known) if len(numbers) == 1 else 1)
-        return [_number(*pair, dtype) for pair in zip(known, each, strict=True)]
+        norm_numbers = norms.reshape(-1).tolist()
+        each = numbers * (len(norm_numbers) if len(numbers) == 1 else 1)
+        return [_number(*pair, dtype) for pair in zip(norm_numbers, each, strict=True)]
     bounds = [one_element(name, _as_tensor(limit, norms, dtype)) for limit in limits]
     limit = bounds[0] if len(bounds) == 1 else torch.stack(bounds)
     coefficients = coefficient_of(norms, limit)
@@ -123,4 +123,4 @@ def one_element(name: str, limit: Tensor, others: str = "") -> Tensor:
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     """Whether a tensor of one shape can be expanded to another."""
     pairs = zip(reversed(shape), reversed(to), strict=False)
-    return len(shape) <= len(to) and all(own in (1, other) for own, other in pairs)
+    return len(shape) <= len(to) and all(size in (1, to_size) for size, to_size in pairs)

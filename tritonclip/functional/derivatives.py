@@ -102,13 +102,13 @@ def _slopes_by_loops(
     """The derivatives in plain tensors; None for others, and where they are differentiated."""
     if torch.is_grad_enabled() or norms.device.type != "cpu" or not c_loops.serve():
         return None
-    known = norms.tolist() if each else [norms.item()]
+    numbers = norms.tolist() if each else [norms.item()]
     try:
-        outer = [0.0] * len(known) if of_norms is None else of_norms.reshape(-1).tolist()
+        outer = [0.0] * len(numbers) if of_norms is None else of_norms.reshape(-1).tolist()
     except RuntimeError:
         # Of several derivatives at once, which have no numbers.
         return None
-    found = [_coefficient(*pair) for pair in zip(known, limits, strict=True)]
+    found = [_coefficient(*pair) for pair in zip(numbers, limits, strict=True)]
     coefficients = [coefficient for coefficient, _ in found]
     if not any(outer) and all(pair == (1.0, 0.0) for pair in found):
         return grads
@@ -117,9 +117,9 @@ def _slopes_by_loops(
     if products is None:
         return None
     factors = [
-        (slope * product + own) / norm if norm else 0.0
-        for norm, (_, slope), product, own in zip(
-            known, found, products if each else [sum(products)], outer, strict=True
+        (slope * product + term) / norm if norm else 0.0
+        for norm, (_, slope), product, term in zip(
+            numbers, found, products if each else [sum(products)], outer, strict=True
         )
     ]
     if not c_loops.are_moderate([*coefficients, *factors]):
@@ -153,7 +153,7 @@ def _slopes_by_formulas(
     fill = partial(torch.full, dtype=norms.dtype, device=norms.device)
     limit = fill(norms.shape, limits[0])
     if len(set(limits)) > 1:
-        limit = torch.stack([fill((), own) for own in limits])
+        limit = torch.stack([fill((), number) for number in limits])
     coefficients = formulas.coefficient_of(norms, limit)
     products = [
         formulas.inner_product(x, g).to(norms.device) for x, g in zip(tensors, grads, strict=True)
@@ -165,8 +165,8 @@ def _slopes_by_formulas(
     if of_norms is not None:
         totals = totals + of_norms
     n = 1 if each else len(tensors)
-    owns = ([*v.reshape(-1).unbind()] * n for v in (norms, totals, coefficients))
+    each_of = ([*v.reshape(-1).unbind()] * n for v in (norms, totals, coefficients))
     return [
         formulas.product_of(g, coefficient) + formulas.slope_of(x, norm, total)
-        for x, g, norm, total, coefficient in zip(tensors, grads, *owns, strict=True)
+        for x, g, norm, total, coefficient in zip(tensors, grads, *each_of, strict=True)
     ]

@@ -119,8 +119,8 @@ class _Norm(torch.autograd.Function):
         slopes = _slopes_c_loops(tensors, norm, grad)
         if slopes is None:
             n = 1 if norm.dim() else len(tensors)
-            owns = ([*v.reshape(-1).unbind()] * n for v in (norm, grad))
-            slopes = [formulas.slope_of(*own) for own in zip(tensors, *owns, strict=True)]
+            numbers_of = ([*v.reshape(-1).unbind()] * n for v in (norm, grad))
+            slopes = [formulas.slope_of(*own) for own in zip(tensors, *numbers_of, strict=True)]
         wanted = ctx.needs_input_grad[1:]
         return (None, *[s if w else None for s, w in zip(slopes, wanted, strict=True)])
 
@@ -134,7 +134,7 @@ def _slopes_c_loops(tensors: list[Tensor], norm: Tensor, grad: Tensor) -> list[T
     except RuntimeError:
         # Of several derivatives at once, which have no numbers.
         return None
-    factors = [own / n if n else 0.0 for n, own in numbers]
+    factors = [slope / n if n else 0.0 for n, slope in numbers]
     if not c_loops.are_moderate(factors):
         return None
     slopes: list[Tensor] | None = c_loops.scaled(tensors, factors if norm.dim() else factors[0])
@@ -149,10 +149,10 @@ def _total(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _each(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    known = c_loops.norms_of(list(tensors), norm_type)
-    if known is not None:
+    numbers = c_loops.norms_of(list(tensors), norm_type)
+    if numbers is not None:
         dtype = formulas.result_dtype(tensors)
-        return torch.tensor(known, dtype=dtype, device="cpu").to(torch.float64)
+        return torch.tensor(numbers, dtype=dtype, device="cpu").to(torch.float64)
     norms = execute.total_norm(_planned(tensors), norm_type, per_gradient=True)
     return norms.to(wide_dtype(norms.device))
 

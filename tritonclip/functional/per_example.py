@@ -186,27 +186,29 @@ def clip_per_example(
             _refuse_nonfinite(finite, tree, read)
         elif not all(map(_is_all_on_host, finite)):
             every = finite if per_layer else finite * len(batches)
-            for batch, own in zip(batches, every, strict=True):
-                batch.leave_out(~own.to(batch.device))
+            for batch, is_finite in zip(batches, every, strict=True):
+                batch.leave_out(~is_finite.to(batch.device))
             # Not from inf, whose derivatives would be NaN.
             limiting = norms if fast else _measure(batches, dtype, per_layer=per_layer)
     weights = [_weights_of(x, limit, dtype, normalize=normalize, fast=fast) for x in limiting]
     if normalize:
         # A weight of inf would make gradients of 0 NaN.
         largest = min(torch.finfo(batch.dtype).max for batch in batches)
-        weights = [own.clamp(max=largest) for own in weights]
+        weights = [weight.clamp(max=largest) for weight in weights]
     if reduce == "mean":
-        weights = [own / n for own in weights]
+        weights = [weight / n for weight in weights]
     weights = _for_each(weights, batches)
-    sums = [batch.weighted_sum(own) for batch, own in zip(batches, weights, strict=True)]
+    sums = [batch.weighted_sum(weight) for batch, weight in zip(batches, weights, strict=True)]
     measured = [x.to(dtype) for x in norms]
-    known = tree.rebuild(measured) if per_layer else measured[0]
+    norms_of_all = tree.rebuild(measured) if per_layer else measured[0]
     if totals is None:
         pairs = zip(sums, tensors, strict=True)
-        return tree.rebuild([y if y.dtype == x.dtype else y.to(x.dtype) for y, x in pairs]), known
+        return tree.rebuild(
+            [y if y.dtype == x.dtype else y.to(x.dtype) for y, x in pairs]
+        ), norms_of_all
     torch._foreach_add_(totals, sums)
     assert add_to is not None
-    return add_to, known
+    return add_to, norms_of_all
 
 
 class _Batch:
@@ -288,8 +290,8 @@ def _add_up_pieces(pages: Tensor, weights: Tensor, left_out: Tensor | None, tota
     if left_out is not None:
         # In place of their values 0, because 0 times inf is NaN.
         weights = weights.masked_fill(left_out, 0.0)
-    for some, own in zip(pages.split(n_pages), total.split(n_pages), strict=True):
-        for piece, part in zip(some.split(n_columns, 2), own.split(n_columns, 1), strict=True):
+    for some, sums in zip(pages.split(n_pages), total.split(n_pages), strict=True):
+        for piece, part in zip(some.split(n_columns, 2), sums.split(n_columns, 1), strict=True):
             values = piece.to(weights.dtype, copy=True)
             if left_out is not None:
                 values.masked_fill_(left_out[:, None], 0.0)
@@ -314,17 +316,17 @@ def _measure(batches: Sequence[_Batch], dtype: torch.dtype, *, per_layer: bool) 
             joined = torch.stack([x.to(device) for x in norms])
             norms = [formulas.norm_of(joined, 2.0, (0,)).view(-1)]
         return [formulas.within(x, dtype) for x in norms]
-    known = c_loops.norms_of_rows(pages)
-    if known is None:
+    parts = c_loops.norms_of_rows(pages)
+    if parts is None:
         rows = norms_of_rows([x if x.dim() == 2 else x.flatten(0, 1) for x in pages])
         norms = [
-            own if x.dim() == 2 else _norm_over(own.view(len(x), -1), dtype)
-            for own, x in zip(rows, pages, strict=True)
+            row_norms if x.dim() == 2 else _norm_over(row_norms.view(len(x), -1), dtype)
+            for row_norms, x in zip(rows, pages, strict=True)
         ]
         if per_layer:
             return [x.to(dtype) for x in norms]
-        known = torch.stack([x.to(device) for x in norms])
-    return list(known.to(dtype)) if per_layer else [_norm_over(known, dtype).to(dtype)]
+        parts = torch.stack([x.to(device) for x in norms])
+    return list(parts.to(dtype)) if per_layer else [_norm_over(parts, dtype).to(dtype)]
 
 
 def _norm_over(norms: Tensor, dtype: torch.dtype) -> Tensor:
@@ -349,11 +351,11 @@ def _weights_of(
 
 def _for_each(weights: list[Tensor], batches: Sequence[_Batch]) -> list[Tensor]:
     """Weights for each batch, of its device and dtype, each converted once."""
-    kinds = [(batch.device, batch.dtype) for batch in batches]
-    if len(weights) == len(kinds):
-        return [own.to(*kind) for own, kind in zip(weights, kinds, strict=True)]
-    of_kind = {kind: weights[0].to(*kind) for kind in set(kinds)}
-    return [of_kind[kind] for kind in kinds]
+    targets = [(batch.device, batch.dtype) for batch in batches]
+    if len(weights) == len(targets):
+        return [weight.to(*target) for weight, target in zip(weights, targets, strict=True)]
+    weight_for = {target: weights[0].to(*target) for target in set(targets)}
+    return [weight_for[target] for target in targets]
 
 
 def _is_all_on_host(flags: Tensor) -> bool:
@@ -426,8 +428,8 @@ def _refuse_nonfinite(finite: list[Tensor], tree: Tree, read: bool) -> None:
         return
     labels = tree.tensor_labels() if len(finite) > 1 else [""]
     names = []
-    for label, own in zip(labels, finite, strict=True):
-        found = (~own).nonzero().flatten().tolist()
+    for label, is_finite in zip(labels, finite, strict=True):
+        found = (~is_finite).nonzero().flatten().tolist()
         names += [f"{i} in {label}" if label else str(i) for i in found]
     raise RuntimeError(
         f"The norms of examples {join_names(names)} of {len(finite[0])} are not finite. Nothing "

@@ -40,8 +40,8 @@ def scaled(tensors: Sequence[Tensor], coefficients: Sequence[Coefficient]) -> li
         (one, *others) = coefficients
         if not others and isinstance(one, Tensor) and one.dim() == 0 and not needs_grad([one]):
             return _products_of_all(tensors, one)
-    own = list(coefficients) * (len(tensors) if len(coefficients) == 1 else 1)
-    return [_scaled_one(x, c) for x, c in zip(tensors, own, strict=True)]
+    factors = list(coefficients) * (len(tensors) if len(coefficients) == 1 else 1)
+    return [_scaled_one(x, c) for x, c in zip(tensors, factors, strict=True)]
 
 
 def _scaled_pairs(tensors: Sequence[Tensor], coefficients: Sequence[Coefficient]) -> list[Tensor]:
@@ -116,27 +116,27 @@ def _products_of_all(tensors: Sequence[Tensor], coefficient: Tensor) -> list[Ten
         groups.setdefault((x.device, x.dtype), []).append(index)
     products: list[Tensor] = list(tensors)
     for indices in groups.values():
-        own = _products_of_group([tensors[i] for i in indices], coefficient)
-        for i, product in zip(indices, own, strict=True):
+        scaled_group = _products_of_group([tensors[i] for i in indices], coefficient)
+        for i, product in zip(indices, scaled_group, strict=True):
             products[i] = product
     return products
 
 
 def _multiples(tensors: Sequence[Tensor], numbers: Sequence[float]) -> list[Tensor]:
     """Tensors times a number for each, or one for all."""
-    one = numbers[0] if len(numbers) == 1 else None
+    number = numbers[0] if len(numbers) == 1 else None
     if not _takes_foreach(tensors):
-        factors = numbers if one is None else [one] * len(tensors)
+        factors = numbers if number is None else [number] * len(tensors)
         return [_times(x, factor) for x, factor in zip(tensors, factors, strict=True)]
-    if one is None:
+    if number is None:
         return list(torch._foreach_mul(list(tensors), numbers))
-    return list(torch._foreach_mul(list(tensors), one))
+    return list(torch._foreach_mul(list(tensors), number))
 
 
 def _takes_foreach(tensors: Sequence[Tensor]) -> bool:
     """Whether torch's foreach functions take tensors: neither float8 nor lazily negated ones."""
-    known = {x.dtype for x in tensors}.issubset(ARITHMETIC)
-    return known and not any(map(Tensor.is_neg, tensors))
+    is_arithmetic = {x.dtype for x in tensors}.issubset(ARITHMETIC)
+    return is_arithmetic and not any(map(Tensor.is_neg, tensors))
 
 
 def _products_of_group(tensors: list[Tensor], coefficient: Tensor) -> list[Tensor]:

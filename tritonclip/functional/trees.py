@@ -50,11 +50,11 @@ class Tree:
         """
         present = [leaf for leaf in self.leaves if leaf is not None]
         # Stand-ins for tensors, while they are traced, are of other classes.
-        known = _PLAIN.issuperset(map(type, present)) or (
+        are_tensors = _PLAIN.issuperset(map(type, present)) or (
             is_traced() and all(isinstance(x, Tensor) for x in present)
         )
-        kinds = {_kind_of(x) for x in present} if known else set()
-        if not known or any(_fault_of_kind(*kind, self._ordered) for kind in kinds):
+        kinds = {_kind_of(x) for x in present} if are_tensors else set()
+        if not are_tensors or any(_fault_of_kind(*kind, self._ordered) for kind in kinds):
             _refuse(self.leaves, self._tree, self._name, self._ordered)
         self.tensors: list[Tensor] = present
         self.is_sparse = any(layout != torch.strided for _, layout, _ in kinds)
@@ -169,8 +169,8 @@ def _flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         made = []
         for record in records:
             n = 1 if record is None else len(record[0])
-            own, rest = rest[:n], rest[n:]
-            made.append(own[0] if record is None else record[1](own))
+            values, rest = rest[:n], rest[n:]
+            made.append(values[0] if record is None else record[1](values))
         return pytree.tree_unflatten(made, spec)
 
     return flat, rebuild

@@ -74,8 +74,12 @@ class History:
             columns[name] for name in COLUMNS[2:]
         ]
         self.named_norms, self.named_largest, self.named_zeros = (
-            {name.removeprefix(kind): own for name, own in columns.items() if name.startswith(kind)}
-            for kind in PREFIXES
+            {
+                name.removeprefix(prefix): column
+                for name, column in columns.items()
+                if name.startswith(prefix)
+            }
+            for prefix in PREFIXES
         )
 
     def __len__(self) -> int:
@@ -91,7 +95,9 @@ class History:
     def runs(self) -> tuple[History, ...]:
         """The runs, in order."""
         return tuple(
-            History({name: own[start:end] for name, own in self.columns.items()}, self.replaced)
+            History(
+                {name: column[start:end] for name, column in self.columns.items()}, self.replaced
+            )
             for start, end in self.spans
         )
 
@@ -163,7 +169,7 @@ class History:
                 magnitude = _quantile_of(self.named_largest.get(name), 1.0)
                 zeros = _quantile_of(self.named_zeros.get(name), 0.5)
                 found.append(NamedNorm(name, median, float(norms[at]), step, magnitude, zeros))
-        return sorted(found, key=lambda one: (-one.median, -one.largest))[:n]
+        return sorted(found, key=lambda named: (-named.median, -named.largest))[:n]
 
     def most_zeros(self, n: int = 5) -> dict[str, float]:
         """The names with the largest median shares of zeros, as far as these were recorded.
@@ -173,9 +179,9 @@ class History:
         Args:
             n: the largest number of names.
         """
-        medians = {name: _quantile_of(own, 0.5) for name, own in self.named_zeros.items()}
+        medians = {name: _quantile_of(column, 0.5) for name, column in self.named_zeros.items()}
         some = {name: share for name, share in medians.items() if share and share < 1}
-        return dict(sorted(some.items(), key=lambda one: -one[1])[:n])
+        return dict(sorted(some.items(), key=lambda item: -item[1])[:n])
 
     def dead(self) -> dict[str, int]:
         """The names whose norm is 0 at the last step, and for how many steps it has been.
@@ -251,7 +257,7 @@ def read(path: str | os.PathLike[str]) -> History:
             than a hundredth.
     """
     path = Path(path)
-    form = format_of(path)
+    format = format_of(path)
     if not path.exists():
         raise FileNotFoundError(
             f"{path}: expected a history file, got none; a recorder writes it at its first "
@@ -260,7 +266,7 @@ def read(path: str | os.PathLike[str]) -> History:
     try:
         check_file(path)
         text = path.read_text(encoding="utf-8-sig")
-        return _table(form.decode(text[: text.rfind("\n") + 1]))
+        return _table(format.decode(text[: text.rfind("\n") + 1]))
     except UnicodeDecodeError:
         error = "expected text in UTF-8, got other bytes"
     except ValueError as found:

@@ -107,13 +107,13 @@ _FORMATS: dict[str, Format] = {".csv": Csv(), ".jsonl": JsonLines()}
 
 def format_of(path: Path) -> Format:
     """The format of a file by the ending of its name; ValueError for another ending."""
-    form = _FORMATS.get(path.suffix.lower())
-    if form is None:
+    format = _FORMATS.get(path.suffix.lower())
+    if format is None:
         raise ValueError(
             f"{path}: expected a name that ends in .csv or .jsonl, the two formats, got "
             f"{path.suffix or 'no ending'}; rename the file"
         )
-    return form
+    return format
 
 
 def check_file(path: Path) -> None:
@@ -205,8 +205,8 @@ class HistoryFile:
         Raises:
             ValueError: the file has other columns.
         """
-        kinds = PREFIXES if statistics else PREFIXES[:1]
-        columns = (*COLUMNS, *(kind + printable(name) for kind in kinds for name in names))
+        prefixes = PREFIXES if statistics else PREFIXES[:1]
+        columns = (*COLUMNS, *(prefix + printable(name) for prefix in prefixes for name in names))
         if self._columns is not None and columns != self._columns:
             before_and_now = (found[len(COLUMNS) :] for found in (self._columns, columns))
             had, got = (join_names(names) or "no names" for names in before_and_now)

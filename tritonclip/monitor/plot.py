@@ -322,22 +322,22 @@ def _percent(share: float) -> str:
 def draw_largest(axes: Axes, history: History, largest: Sequence[NamedNorm]) -> None:
     """Norms by name, a line each: most steps, median, and the largest of all steps."""
     ends = []
-    for one in largest:
-        norms = history.named_norms[one.name]
+    for named in largest:
+        norms = history.named_norms[named.name]
         norms = norms[norms.isfinite() & (norms > 0)]
         ends.append(norms.quantile(torch.tensor([0.05, 0.95], dtype=norms.dtype)).tolist())
     rows = range(len(largest))
     lows, highs = zip(*ends, strict=True)
     axes.hlines(rows, lows, highs, color=BAR, lw=5, label="5% to 95% of the steps")
-    medians, spikes = [one.median for one in largest], [one.largest for one in largest]
+    medians, spikes = [named.median for named in largest], [named.largest for named in largest]
     axes.plot(medians, rows, ls="", marker="|", ms=9, mew=1.6, color=MEDIAN, label="median")
     axes.plot(spikes, rows, ls="", marker="x", ms=4, color=CLIPPED, label="largest")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     axes.set_xscale("log")
-    names = [_shortened(one.name) for one in largest]
-    for row, one in enumerate(largest):
-        if one.zeros is not None:
-            names[row] += f", {_percent(one.zeros)} zeros"
+    names = [_shortened(named.name) for named in largest]
+    for row, named in enumerate(largest):
+        if named.zeros is not None:
+            names[row] += f", {_percent(named.zeros)} zeros"
     # A dollar sign begins no formula.
     axes.set_yticks(rows, names, parse_math=False)
     axes.set_ylim(len(largest) - 0.5, -0.5)

@@ -175,16 +175,16 @@ class Recorder:
         self._rows = _RowWriter(HistoryFile(self.path, find=self._write is not False), every)
         self.steps = self._rows.file.last_step
         self._names: tuple[str, ...] | None = None
-        known = _open.get(self.path)
-        if append is False and (self.steps or (known is not None and known.steps)):
+        writer = _open.get(self.path)
+        if append is False and (self.steps or (writer is not None and writer.steps)):
             raise FileExistsError(
                 f"{self.path} already has steps, but append=False expects a file without any; "
                 "pass another path, or append=True to append to the file"
             )
-        if known is not None:
+        if writer is not None:
             # As where a notebook's cell is run again. Its rows come first.
-            known.close()
-            known._is_replaced = True
+            writer.close()
+            writer._is_replaced = True
             self._rows.file = HistoryFile(self.path, find=self._write is not False)
             self.steps = self._rows.file.last_step
         _open[self.path] = self
@@ -326,7 +326,7 @@ class Recorder:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        exc_type: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
@@ -393,8 +393,8 @@ class Recorder:
 
     def note_user(self, user: object) -> None:
         """Warns where another live optimizer adds its steps, too."""
-        known = self._user and self._user()
-        if known is not None and known is not user:
+        noted = self._user and self._user()
+        if noted is not None and noted is not user:
             warn_user(
                 f"the recorder of {self.path} takes the steps of two wrappers, whose rows will "
                 "alternate; expected a recorder for each, with another path"
@@ -455,8 +455,8 @@ def _checked_value(
     if value is None:
         return None
     if isinstance(value, bool) is not of_truth or not isinstance(value, Real):
-        kind = "a truth value" if of_truth else "a number"
-        raise TypeError(f"{name} must be {kind} or a one-element tensor, got {value!r:.80}")
+        expected = "a truth value" if of_truth else "a number"
+        raise TypeError(f"{name} must be {expected} or a one-element tensor, got {value!r:.80}")
     number = float(value)
     if number < least:
         raise ValueError(f"{name} must be {least:g} or more, got {number}")

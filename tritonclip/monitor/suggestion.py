@@ -169,7 +169,7 @@ def suggest_max_norm(
     """
     recorded = _as_history(history)
     runs = dict(enumerate(recorded.runs, 1))
-    norms = {n: one.norms[_usable(one, warmup)[0]] for n, one in runs.items()}
+    norms = {n: rows.norms[_usable(rows, warmup)[0]] for n, rows in runs.items()}
     if run is None:
         # The last with enough steps.
         run = max((len(x) >= _ENOUGH, len(x) >= _LEAST_STEPS, n) for n, x in norms.items())[-1]
