@@ -33,7 +33,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 
 CORE = ("backends", "clipping.py", "engine", "flat", "optim", "rules")
 # Compiled graphs, launches of kernels and several processes take other tests.
-NOT_CORE = re.compile("traced|graph_break|triton")
+NOT_CORE = re.compile("compiled|graph_break|triton")
 TESTS = ("backends", "clip", "engine", "flat", "optim", "rules", "test_norms.py")
 # One change of each kind: most others say nothing more, and those for | change annotations.
 NOT_TRIED = re.compile(

@@ -14,7 +14,7 @@ from tritonclip.distributed.agreement import verify_replicas
 from tritonclip.distributed.gradients import ShardedGradients, collect, collect_tensors
 from tritonclip.distributed.process_groups import Copies, Processes, check_processes
 from tritonclip.distributed.shards import replicated
-from tritonclip.engine import execute, misuse, traced
+from tritonclip.engine import compiled, execute, misuse
 from tritonclip.engine.arguments import as_list
 from tritonclip.engine.checks import (
     POLICIES,
@@ -264,7 +264,7 @@ def clip_gradients_(
     if nonfinite not in POLICIES:
         raise unknown_policy(nonfinite)
     if is_compiling or (n_dispatch_modes() and is_traced()):
-        return traced.clip_(
+        return compiled.clip_(
             *(call, argument, rule, nonfinite, grad_scale, state, process_group, copies),
             are_gradients=are_gradients,
         )

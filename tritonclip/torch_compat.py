@@ -14,7 +14,7 @@ from tritonclip.clipping import Parameters, clip_, clip_gradients_
 from tritonclip.distributed.gradients import ShardedGradients, collect, collect_tensors
 from tritonclip.distributed.process_groups import Copies, check_processes
 from tritonclip.distributed.shards import replicated, without_mesh
-from tritonclip.engine import execute, misuse, traced
+from tritonclip.engine import compiled, execute, misuse
 from tritonclip.engine.checks import refuse_negative
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.modes import is_traced
@@ -169,7 +169,7 @@ def get_total_norm(
     if is_traced():
         if isinstance(tensors, FlatGradients):
             tensors = [p.grad for p in tensors.parameters if p.grad is not None]
-        return traced.total_norm(
+        return compiled.total_norm(
             get_total_norm, tensors, order, error_if_nonfinite, process_group, copies
         )
     processes = check_processes(process_group, copies)
@@ -237,12 +237,12 @@ def clip_grads_with_norm_(
     else:
         number = as_limit("total_norm", total_norm)
         total_norm = (
-            traced.as_tensor(number)
+            compiled.as_tensor(number)
             if tracing
             else torch.tensor(number, dtype=torch.float64, device="cpu")
         )
     if tracing:
-        traced.scale_to_norm_(clip_grads_with_norm_, parameters, rule, total_norm)
+        compiled.scale_to_norm_(clip_grads_with_norm_, parameters, rule, total_norm)
     else:
         processes = check_processes(process_group, copies)
         if isinstance(parameters, FlatGradients):

@@ -25,7 +25,7 @@ from tritonclip import (
     FlatGradients,
     functional,
 )
-from tritonclip.engine import traced
+from tritonclip.engine import compiled
 
 # Tracing fills memory with what a test would take for ours.
 pytestmark = pytest.mark.plain_empty
@@ -99,7 +99,7 @@ def test_traced_call_looks_at_each_gradient_a_fixed_number_of_times():
 
         def count(frame: Any, event: str, _: Any) -> None:
             nonlocal found
-            found += event == "call" and frame.f_code.co_filename == traced.__file__
+            found += event == "call" and frame.f_code.co_filename == compiled.__file__
 
         with FakeTensorMode():
             params = parameters(grads_of("cpu", (1,) * n))

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from tritonclip.backward.activations import check_policy, plans, rule_for_one
 from tritonclip.clipping import clip_
 from tritonclip.distributed.gradients import collect
-from tritonclip.engine import execute, traced
+from tritonclip.engine import compiled, execute
 from tritonclip.engine.arguments import FSDP_MARK, with_labels
 from tritonclip.hints import explained
 from tritonclip.messages import join_names, warn_user
@@ -115,7 +115,7 @@ class _Clip:
     def __call__(self, parameter: Tensor) -> None:
         if torch.compiler.is_compiling() or (n_dispatch_modes() and is_traced()):
             # In a graph of compiled autograd, among others.
-            traced.clip_(clip_, [(self._label, parameter)], self._rule, self._nonfinite)
+            compiled.clip_(clip_, [(self._label, parameter)], self._rule, self._nonfinite)
             return
         gradients = collect([parameter], lambda _: self._label, cache=plans)
         execute.clip_(gradients, self._rule, self._nonfinite)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritonclip.backends import spectral
 from tritonclip.backends.operators import wide_dtype
-from tritonclip.engine.traced import break_graph
+from tritonclip.engine.compiled import break_graph
 from tritonclip.functional.by_norm import clip_by_norm
 from tritonclip.functional.norms import norms_of_each
 from tritonclip.functional.products import scaled

@@ -10,7 +10,7 @@ that change break the graph of torch.compile, see `graph_break.py`, and are refu
 
 from collections.abc import Callable, Sequence, Sized
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from torch.nn import Module
 from tritonclip import rules
 from tritonclip.engine import execute
 from tritonclip.engine.arguments import (
-    LabelOf,
     check_marks,
     needs_clip,
     refuse_parameters,
@@ -28,99 +27,77 @@ from tritonclip.engine.arguments import (
 from tritonclip.engine.checks import refuse_negative, refuse_other_model, refuse_repeated
 from tritonclip.engine.gradients import Gradients
 from tritonclip.modes import WHOLE
-from tritonclip.rules import ClipByGlobalNorm, Rule
+from tritonclip.rules import ClipByGlobalNorm, Rule, rule_of
 from tritonclip.rules.arguments import as_grad_scale, as_norm_type
 
 
-class _Call(NamedTuple):
-    """What is constant about a call in a graph.
-
-    Attributes:
-        kind: the class of the rule.
-        numbers: the arguments of its constructor; none where they are an input of the graph.
-        rule: made of them, or None.
-        nonfinite: the policy.
-        grad_scale: the loss scale, unless it is an input.
-        exempt: whether the rule leaves out each of the weights.
-        label_of: names the i-th gradient in messages.
-    """
-
-    kind: type[Rule]
-    numbers: Sequence[float]
-    rule: Rule | None
-    nonfinite: str
-    grad_scale: float
-    exempt: Sequence[bool]
-    label_of: LabelOf
-
-
-def _write_call(
-    rule: Rule,
-    numbers: Sequence[float],
-    names: str,
-    nonfinite: str = "propagate",
-    grad_scale: float = 1.0,
-    exempt: Sequence[bool] = (),
-) -> str:
-    """The constants as one text: each argument of an operator takes time. In traceable code."""
-    own = " ".join([str(number) for number in numbers])
-    free = "".join(["1" if one else "0" for one in exempt])
-    return "\n".join([type(rule).__name__, own, nonfinite, str(grad_scale), free, names])
+def _write_rule(rule: Rule, numbers: Sequence[float]) -> str:
+    """The name and the numbers of a rule, for `_read_rule`; in traceable code."""
+    return " ".join([type(rule).__name__, *[str(number) for number in numbers]])
 
 
 def _is_written(rule: Rule) -> bool:
-    """Whether `_read_call` finds a rule again: not one that changes, or of a user's class."""
+    """Whether `_read_rule` finds a rule again: not one that changes, or of a user's class."""
     return rule.fixed and getattr(rules, type(rule).__name__, None) is type(rule)
 
 
 @lru_cache(maxsize=64)
-def _read_call(text: str) -> _Call:
-    name, own, nonfinite, grad_scale, free, names = text.split("\n", 5)
-    kind: type[Rule] = getattr(rules, name)
-    numbers = [float(number) for number in own.split()]
-    rule = kind(*numbers) if numbers else None
-    exempt = [digit == "1" for digit in free]
-    return _Call(kind, numbers, rule, nonfinite, float(grad_scale), exempt, _label_of(names))
+def _read_rule(text: str) -> Rule:
+    rule: Rule = _kind_of(text)(*map(float, text.split()[1:]))
+    return rule
 
 
-def _label_of(names: str) -> LabelOf:
-    return names.split("\n").__getitem__ if names else "gradients[{}]".format
+def _kind_of(text: str) -> Any:
+    return getattr(rules, text.partition(" ")[0])
 
 
-def _rule_of(call: _Call, numbers: Tensor | None, weights: Sequence[Tensor] = ()) -> Rule:
-    """The rule, with numbers and weights that are inputs of the graph."""
-    if call.rule is not None and not weights:
-        return call.rule
-    own = call.numbers if numbers is None else numbers.tolist()
-    free = [weight for weight, one in zip(weights, call.exempt, strict=True) if one]
-    return call.kind(*own, **({"exclude": free} if weights else {}))
+def _gradients(grads: list[Tensor], names: str) -> Gradients:
+    label_of = names.split("\n").__getitem__ if names else "gradients[{}]".format
+    return Gradients(grads, grads[0].device, label_of)
 
 
 def _clip(
     grads: list[Tensor],
+    names: str,
     text: str,
-    weights: Sequence[Tensor] = (),
+    nonfinite: str,
+    constant_scale: float,
     grad_scale: Tensor | None = None,
+    weights: Sequence[Tensor] | None = None,
+    exempt: Sequence[int] = (),
     numbers: Tensor | None = None,
 ) -> Tensor:
     """Clips by a fixed rule; returns the norm, empty for a rule that clamps.
 
-    A rule by unit, or with `exclude`, has the weights of all gradients.
+    Args:
+        grads: distinct.
+        names: theirs, line by line; "" without any.
+        text: of the rule, without numbers where they are inputs of the graph.
+        nonfinite: the policy.
+        constant_scale: the loss scale, unless it is an input.
+        grad_scale: the loss scale that is an input.
+        weights: of all gradients, for a rule by unit or with `exclude`.
+        exempt: indices of those that the rule leaves out.
+        numbers: of the rule, where they are inputs.
     """
-    call = _read_call(text)
-    rule = _rule_of(call, numbers, weights)
-    scale = call.grad_scale if grad_scale is None else as_grad_scale(grad_scale)
-    gradients = Gradients(grads, grads[0].device, call.label_of)
-    if weights:
+    gradients = _gradients(grads, names)
+    if weights is None and numbers is None:
+        rule = _read_rule(text)
+    else:
+        arguments = map(float, text.split()[1:]) if numbers is None else numbers.tolist()
+        options = {} if weights is None else {"exclude": [weights[i] for i in exempt]}
+        rule = _kind_of(text)(*arguments, **options)
+    if weights is not None:
         gradients = gradients.with_parameters(weights)
     if rule.per_gradient:
         refuse_repeated(gradients, len(grads))
-    norm = execute.clip_(gradients, rule, call.nonfinite, scale)
+    scale = constant_scale if grad_scale is None else as_grad_scale(grad_scale)
+    norm = execute.clip_(gradients, rule, nonfinite, scale)
     return grads[0].new_empty(0) if norm is None else norm
 
 
-def _simulate_clip(grads: Sequence[Tensor], text: str, *_: object) -> Tensor:
-    kind = _read_call(text).kind
+def _simulate_clip(grads: Sequence[Tensor], names: str, text: str, *_: object) -> Tensor:
+    kind = _kind_of(text)
     if kind.clamps:
         return grads[0].new_empty(0)
     shape = (len(grads),) if kind.per_gradient else ()
@@ -130,7 +107,7 @@ def _simulate_clip(grads: Sequence[Tensor], text: str, *_: object) -> Tensor:
 def _norm(
     tensors: list[Tensor], norm_type: float, raises: bool = False, order: Tensor | None = None
 ) -> Tensor:
-    """The norm of all tensors; an order that changes is in a tensor."""
+    """The norm of all tensors; an order that is an input of the graph is in a tensor."""
     if order is not None:
         norm_type = as_norm_type("norm_type", order.item())
     gradients = Gradients(tensors, tensors[0].device, "tensors[{}]".format)
@@ -142,13 +119,16 @@ def _simulate_norm(tensors: Sequence[Tensor], *_: object) -> Tensor:
 
 
 def _scale(
-    grads: list[Tensor], text: str, total_norm: Tensor, numbers: Tensor | None = None
+    grads: list[Tensor],
+    names: str,
+    total_norm: Tensor,
+    numbers: Sequence[float],
+    changing: Tensor | None = None,
 ) -> None:
-    """Scales by a norm that was measured before."""
+    """Scales by a norm that was measured before; `numbers` of the rule, or those that change."""
     refuse_negative("total_norm", total_norm)
-    call = _read_call(text)
-    gradients = Gradients(grads, grads[0].device, call.label_of)
-    execute.scale_(gradients, _rule_of(call, numbers), total_norm)
+    rule = rule_of(ClipByGlobalNorm, *(numbers if changing is None else changing.tolist()))
+    execute.scale_(_gradients(grads, names), rule, total_norm)
 
 
 def _simulate_scale(*_: object) -> None:
@@ -163,55 +143,45 @@ def _result_dtype(grads: Sequence[Tensor]) -> torch.dtype:
 _LIBRARY = torch.library.Library("tritonclip", "FRAGMENT")
 
 
-def _operator(
-    name: str, schema: str, run: Callable[..., Any], simulate: Callable[..., Any], *tags: torch.Tag
-) -> Any:
-    """Registers an operator.
+def _operators(
+    name: str, schema: str, run: Callable[..., Any], simulate: Callable[..., Any]
+) -> tuple[Any, Any]:
+    """Registers an operator, and it once more for calls by which the host reads a value.
 
-    `torch.library.custom_op` would wrap it in layers of Python that take longer than a small list.
-    Two of them are not needed: no operator has a derivative, and each counts versions where it
-    writes.
+    No CUDA graph captures these. `torch.library.custom_op` would wrap both in layers of Python that
+    take longer than a small list. Two of them are not needed: no operator has a derivative, and
+    each counts versions where it writes.
     """
-    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    for key in ("Autograd", "ADInplaceOrView"):
-        _LIBRARY.impl(name, torch.library.fallthrough_kernel, key)
-    torch.library.register_fake(f"tritonclip::{name}", simulate, lib=_LIBRARY)
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.tritonclip, packet), overload or "default")
+    for overload, tags in (("", ()), (".reads", (torch.Tag.cudagraph_unsafe,))):
+        _LIBRARY.define(name + overload + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
+        _LIBRARY.impl(name + overload, run, "CompositeExplicitAutograd")
+        for key in ("Autograd", "ADInplaceOrView"):
+            _LIBRARY.impl(name + overload, torch.library.fallthrough_kernel, key)
+        torch.library.register_fake(f"tritonclip::{name}{overload}", simulate, lib=_LIBRARY)
+    packet = getattr(torch.ops.tritonclip, name)
+    return packet.default, packet.reads
 
 
-# A graph calls the overload with the fewest arguments. No CUDA graph captures those by which the
-# host reads a value.
-_READS = torch.Tag.cudagraph_unsafe
-_INPUTS = "(Tensor(a!)[] grads, str call, Tensor[] weights, Tensor? grad_scale"
-_clip_op = _operator("clip_", "(Tensor(a!)[] grads, str call) -> Tensor", _clip, _simulate_clip)
-_clip_inputs = _operator("clip_.inputs", f"{_INPUTS}) -> Tensor", _clip, _simulate_clip)
-_clip_reads = _operator(
-    "clip_.reads", f"{_INPUTS}, Tensor? numbers) -> Tensor", _clip, _simulate_clip, _READS
+_clip_op, _clip_reads = _operators(
+    "clip_",
+    "(Tensor(a!)[] grads, str names, str rule, str nonfinite, float constant_scale,"
+    " Tensor? grad_scale=None, Tensor[]? weights=None, int[] exempt=[], Tensor? numbers=None)"
+    " -> Tensor",
+    _clip,
+    _simulate_clip,
 )
-_norm_op = _operator(
-    "total_norm", "(Tensor[] tensors, float norm_type) -> Tensor", _norm, _simulate_norm
-)
-_norm_reads = _operator(
-    "total_norm.reads",
-    "(Tensor[] tensors, float norm_type, bool raises, Tensor? order) -> Tensor",
+_norm_op, _norm_reads = _operators(
+    "total_norm",
+    "(Tensor[] tensors, float norm_type, bool raises=False, Tensor? order=None) -> Tensor",
     _norm,
     _simulate_norm,
-    _READS,
 )
-_scale_op = _operator(
+_scale_op, _scale_reads = _operators(
     "scale_to_norm_",
-    "(Tensor(a!)[] grads, str call, Tensor total_norm) -> ()",
+    "(Tensor(a!)[] grads, str names, Tensor total_norm, float[] numbers, Tensor? changing=None)"
+    " -> ()",
     _scale,
     _simulate_scale,
-)
-_scale_reads = _operator(
-    "scale_to_norm_.reads",
-    "(Tensor(a!)[] grads, str call, Tensor total_norm, Tensor? numbers) -> ()",
-    _scale,
-    _simulate_scale,
-    _READS,
 )
 
 
@@ -366,21 +336,21 @@ def _clip_collected(
         return None if rule.clamps else torch.zeros(shape, dtype=torch.float32)
     numbers, changing = _as_inputs(rule.numbers)
     constant, factor = ([], scale) if isinstance(scale, Tensor) else _as_inputs([scale])
-    weights: Sequence[Tensor] = ()
-    exempt: Sequence[bool] = ()
-    if rule.per_unit or rule.excludes:
-        weights, exempt = owners, rule.exempt(owners)
-    number = constant[0] if constant else 1.0
-    call = _write_call(rule, numbers, names, nonfinite, number, exempt)
-    norm: Tensor
+    inputs: list[Any] = [factor]
+    if rule.per_unit or rule.excludes or changing is not None:
+        weights, exempt = None, []
+        if rule.per_unit or rule.excludes:
+            weights = owners
+            exempt = [i for i, is_exempt in enumerate(rule.exempt(owners)) if is_exempt]
+        inputs += [weights, exempt, changing]
+    reads = nonfinite == "error" or rule.spectral or changing is not None or _is_on_host(factor)
+    operator = _clip_reads if reads else _clip_op
+    text = _write_rule(rule, numbers)
     # As in eager mode, gradients that have a derivative keep it.
     with torch.no_grad():
-        if nonfinite == "error" or rule.spectral or changing is not None or _is_on_host(factor):
-            norm = _clip_reads(grads, call, weights, factor, changing)
-        elif weights or factor is not None:
-            norm = _clip_inputs(grads, call, weights, factor)
-        else:
-            norm = _clip_op(grads, call)
+        norm: Tensor = operator(
+            grads, names, text, nonfinite, constant[0] if constant else 1.0, *inputs
+        )
     return None if rule.clamps else norm
 
 
@@ -407,11 +377,8 @@ def total_norm(
     if not items:
         return torch.zeros((), dtype=torch.float32)
     order, changing = _as_inputs([norm_type])
-    norm: Tensor
-    if error_if_nonfinite or changing is not None:
-        norm = _norm_reads(items, order[0] if order else 2.0, error_if_nonfinite, changing)
-    else:
-        norm = _norm_op(items, order[0])
+    operator = _norm_op if changing is None and not error_if_nonfinite else _norm_reads
+    norm: Tensor = operator(items, order[0] if order else 2.0, error_if_nonfinite, changing)
     return norm
 
 
@@ -427,9 +394,6 @@ def scale_to_norm_(
         if isinstance(parameters, Module):
             check_marks(parameters)
         numbers, changing = _as_inputs(rule.numbers)
-        call = _write_call(rule, numbers, names)
+        operator = _scale_reads if changing is not None or _is_on_host(norm) else _scale_op
         with torch.no_grad():
-            if changing is not None or _is_on_host(norm):
-                _scale_reads(grads, call, norm, changing)
-            else:
-                _scale_op(grads, call, norm)
+            operator(grads, names, norm, numbers, changing)
