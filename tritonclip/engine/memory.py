@@ -12,6 +12,8 @@ from torch import Tensor
 
 from tritonclip.backends.native import loops
 
+# Steps along a dimension: its stride, the fewest and the most.
+_Steps = tuple[int, int, int]
 # A view into a freed buffer has its offset in place of an address. No buffer is as large as this,
 # and most systems give no memory below it.
 OFFSETS = 1 << 40
@@ -46,7 +48,7 @@ class Region(NamedTuple):
     @property
     def end(self) -> int:
         """The address after the last byte."""
-        return self.start + _span(self.runs)
+        return self.start + sum(stride * (size - 1) for stride, size in self.runs) + 1
 
 
 def region_of(tensor: Tensor) -> Region:
@@ -114,12 +116,12 @@ def has_overlap(tensor: Tensor) -> bool:
     if not tensor.numel():
         return False
     runs = _runs(tensor)
-    if _is_nested(runs):
-        return False
-    # Fewer bytes than the elements need.
-    if _span(runs) < tensor.numel() * tensor.element_size():
-        return True
-    return _shares(Region(tensor.device, 0, runs))
+    # Two elements share a byte where steps along some dimensions, of which the one of the largest
+    # stride is forward, lead back to it.
+    return any(
+        stride == 0 or _is_sum(0, [(stride, 1, size - 1), *_steps(runs[:i], runs[:i])])
+        for i, (stride, size) in enumerate(runs[1:], 1)
+    )
 
 
 def find_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
@@ -128,32 +130,21 @@ def find_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
     Args:
         regions: each without overlap in itself.
     """
-    by_device: dict[torch.device, list[int]] = {}
-    for index, region in enumerate(regions):
-        by_device.setdefault(region.device, []).append(index)
-    for indices in by_device.values():
-        cluster: list[int] = []
-        end = 0
-        for index in sorted(indices, key=lambda i: regions[i].start):
-            if regions[index].start >= end:
-                if found := _pair(regions, cluster):
-                    return found
-                cluster = []
-            cluster.append(index)
-            end = max(end, regions[index].end)
-        if found := _pair(regions, cluster):
-            return found
-    return None
-
-
-def _pair(regions: Sequence[Region], cluster: Sequence[int]) -> tuple[int, int] | None:
-    """Two regions of a cluster that overlap, or None."""
-    if len(cluster) < 2 or not _shares(*(regions[i] for i in cluster)):
-        return None
-    for position, second in enumerate(cluster):
-        for first in cluster[:position]:
-            if _shares(regions[first], regions[second]):
-                return min(first, second), max(first, second)
+    reaching: list[int] = []
+    for index in sorted(
+        range(len(regions)), key=lambda i: (str(regions[i].device), regions[i].start)
+    ):
+        second = regions[index]
+        reaching = [
+            i
+            for i in reaching
+            if regions[i].end > second.start and regions[i].device == second.device
+        ]
+        for other in reaching:
+            first = regions[other]
+            if _is_sum(second.start - first.start, _steps(first.runs, second.runs)):
+                return min(index, other), max(index, other)
+        reaching.append(index)
     return None
 
 
@@ -172,38 +163,28 @@ def _runs(tensor: Tensor) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-def _span(runs: Sequence[tuple[int, int]]) -> int:
-    """Bytes from the first to the last."""
-    return sum(stride * (size - 1) for stride, size in runs) + 1
+def _steps(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> list[_Steps]:
+    """The steps from the start of one region to a byte of it, and from a byte of another back."""
+    strides = sorted({stride for stride, _ in (*first, *second)}, reverse=True)
+    return [
+        (
+            stride,
+            sum(1 - n for s, n in second if s == stride),
+            sum(n - 1 for s, n in first if s == stride),
+        )
+        for stride in strides
+    ]
 
 
-def _is_nested(runs: Sequence[tuple[int, int]]) -> bool:
-    """Whether every stride leaves smaller ones behind, so that no byte is met twice."""
-    return all(stride >= _span(runs[:i]) for i, (stride, _) in enumerate(runs))
-
-
-def _shares(*regions: Region) -> bool:
-    """Whether a byte is met twice, counted in a map of the memory."""
-    base = min(region.start for region in regions)
-    starts = [region.start - base for region in regions]
-    runs = [region.runs for region in regions]
-    # Parts of the columns of one matrix are compared in its first row.
-    while (
-        all(len(r) > 1 and r[-1] == runs[0][-1] for r in runs)
-        and max(start + _span(r[:-1]) for start, r in zip(starts, runs, strict=True))
-        <= runs[0][-1][0]
-    ):
-        runs = [r[:-1] for r in runs]
-    unit = gcd(*starts, *(r[0][1] for r in runs), *(s for r in runs for s, _ in r[1:]))
-    end = max(start + _span(r) for start, r in zip(starts, runs, strict=True))
-    met = torch.zeros(end // unit, dtype=torch.bool, device="cpu")
-    n = 0
-    for start, ((_, length), *outer) in zip(starts, runs, strict=True):
-        if any(stride == 0 for stride, _ in outer):
-            return True
-        sizes = [length // unit, *(size for _, size in outer)]
-        strides = [1, *(stride // unit for stride, _ in outer)]
-        view = met.as_strided(sizes, strides, start // unit)
-        n += view.numel()
-        view.fill_(True)
-    return int(met.sum()) < n
+def _is_sum(distance: int, steps: Sequence[_Steps]) -> bool:
+    """Whether steps add up to a distance; those of adjacent bytes are last."""
+    (stride, least, most), *inner = steps
+    if not inner:
+        return least <= distance <= most
+    # What the steps of smaller strides can add, and what only adjacent bytes can.
+    low, high = sum(s * n for s, n, _ in inner), sum(s * n for s, _, n in inner)
+    *larger, (_, start, end) = steps
+    if (distance - start) % gcd(*(s for s, _, _ in larger)) > end - start:
+        return False
+    first, last = max(least, -((high - distance) // stride)), min(most, (distance - low) // stride)
+    return any(_is_sum(distance - n * stride, inner) for n in range(first, last + 1))
