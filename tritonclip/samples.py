@@ -107,7 +107,7 @@ def interleaved(
     collects = gc.isenabled()
     try:
         gc.disable()
-        rounds = [[sample(one, device)[1] for one in timed] for _ in range(warm_up)]
+        rounds = [[sample(call, device)[1] for call in timed] for _ in range(warm_up)]
         # The first round warms up.
         usual = map(statistics.median, zip(*rounds[1:], strict=True))
         most = most_calls if device.type == "cpu" else 1

@@ -62,11 +62,11 @@ def unit_layout_of(grads: list[Tensor], weights: list[Tensor], dtype: torch.dtyp
     """
     device, kinds = grads[0].device, {weight.dtype for weight in weights}
     name = backend_name(device, grads[0].dtype.to_real())
-    known = len(kinds) == 1 and weights[0].dtype.to_real() in ARITHMETIC
+    is_arithmetic = len(kinds) == 1 and weights[0].dtype.to_real() in ARITHMETIC
     if name == "triton":
         # As many reals in a unit of the weights as in one of the gradients.
-        known = known and weights[0].is_complex() == grads[0].is_complex()
-        if known and all(map(has_dense_units, [*grads, *weights])):
+        is_arithmetic = is_arithmetic and weights[0].is_complex() == grads[0].is_complex()
+        if is_arithmetic and all(map(has_dense_units, [*grads, *weights])):
             backend = importlib.import_module("tritonclip.backends.triton_units")
             layout: UnitLayout = backend.TritonUnitLayout(grads, weights, dtype)
             return layout
@@ -75,7 +75,7 @@ def unit_layout_of(grads: list[Tensor], weights: list[Tensor], dtype: torch.dtyp
             "complex where their gradients are: others take the slower torch backend; make "
             "parameters contiguous or channels_last where speed matters"
         )
-    if name == "native" and known:
+    if name == "native" and is_arithmetic:
         return NativeUnitLayout(grads, weights, dtype)
     return TorchUnitLayout(grads, dtype, on_host=host_decides(device))
 
@@ -145,7 +145,7 @@ def _triton_of_torch() -> str | None:
         needed = requires("torch") or []
     except PackageNotFoundError:
         return None
-    return next((one.partition(";")[0].strip() for one in needed if "triton" in one), None)
+    return next((name.partition(";")[0].strip() for name in needed if "triton" in name), None)
 
 
 # What keeps a backend from a device, with a remedy; nothing where that does not hold.

@@ -98,15 +98,15 @@ class NativeUnits(TorchUnits):
         return norms
 
     def _measure(
-        self, tensors: Sequence[Tensor | None], at: list[int], form: _Form, norms: Tensor
+        self, tensors: Sequence[Tensor | None], at: list[int], memory: _Form, norms: Tensor
     ) -> None:
         """Writes the norm of each unit of some tensors; inf for None."""
-        lengths, code, rows = form
+        lengths, code, rows = memory
         for i in loops.unit_norms(at, lengths, code, self._threads, rows, norms.data_ptr()):
             tensor = tensors[i]
             if tensor is not None:
-                own = norms.view(-1).split(self.layout.counts * len(norms))[i]
-                own.copy_(unit_norms(tensor, on_host=True))
+                part = norms.view(-1).split(self.layout.counts * len(norms))[i]
+                part.copy_(unit_norms(tensor, on_host=True))
 
     def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm of each gradient, 1-d."""
@@ -114,7 +114,7 @@ class NativeUnits(TorchUnits):
         if totals is None:
             return super().total_each(norms, norm_type, grad_scale)
         code = "d" if self.dtype == torch.float64 else "f"
-        return torch.frombuffer(array(code, [one / scale for one in totals]), dtype=self.dtype)
+        return torch.frombuffer(array(code, [total / scale for total in totals]), dtype=self.dtype)
 
     def _of_all_units(self, norms: Tensor) -> Tensor:
         """The norm of each tensor from those of its units."""

@@ -157,14 +157,14 @@ def clipped(
         stack, floor = stack_of([tensors[i] for i in members]), floors[members[0]]
         least, most = ([bounds[i][side] for i in members] for side in (0, 1))
         # Of a list that was only measured by 2-norms, nothing is known from below.
-        known = any(least)
-        for squarings in (_CAREFUL_SQUARINGS,) if known else (SQUARINGS, _CAREFUL_SQUARINGS):
+        is_known = any(least)
+        for squarings in (_CAREFUL_SQUARINGS,) if is_known else (SQUARINGS, _CAREFUL_SQUARINGS):
             if members and min(least) <= floor:
-                found = [own.tolist() for own in extremes(stack.detach(), squarings)]
+                found = [bound.tolist() for bound in extremes(stack.detach(), squarings)]
                 least, most = found[0], list(map(min, most, found[1]))
                 chosen = [at for at, bound in enumerate(most) if bound > floor]
                 members = [members[at] for at in chosen]
-                least, most = ([own[at] for at in chosen] for own in (least, most))
+                least, most = ([bound[at] for at in chosen] for bound in (least, most))
                 stack = stack if len(chosen) == len(stack) else stack[chosen]
         if not members:
             continue

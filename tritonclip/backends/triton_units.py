@@ -90,13 +90,22 @@ class TritonUnits:
                 (gradients, norms[0], table.dtype, 1),
                 (weights, norms[1], table.weight_dtype, 1),
             ]
-        for own, out, dtype, n_sides in sides:
+        for of_side, out, dtype, n_sides in sides:
             launch.launch(
                 units.unit_norms_kernel,
                 table.device,
                 table.programs[OCCUPANCY_2X128],
                 OCCUPANCY_2X128,
-                (own, forms, pieces, out, table.n_tensors, table.n_pieces, n_sides, table.n_norms),
+                (
+                    of_side,
+                    forms,
+                    pieces,
+                    out,
+                    table.n_tensors,
+                    table.n_pieces,
+                    n_sides,
+                    table.n_norms,
+                ),
                 DTYPE=launch.TL_DTYPES[dtype],
                 SHORT=SHORT,
                 ROWS=units.ROWS_MEASURED,
@@ -111,8 +120,8 @@ class TritonUnits:
         layout = self._layout
         pairs = zip(norms[0].split(layout.sizes), layout.counts, strict=True)
         return [
-            own if len(own) == n else norms_of_rows(own.view(n, -1), torch.float64)
-            for own, n in pairs
+            of_units if len(of_units) == n else norms_of_rows(of_units.view(n, -1), torch.float64)
+            for of_units, n in pairs
         ]
 
     def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:

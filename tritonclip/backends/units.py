@@ -65,19 +65,19 @@ class TorchUnits:
     def measure(self) -> Tensor:
         """Measures gradients and weights, by unit."""
         on_host = self.layout.on_host
-        own = [unit_norms(grad, on_host=on_host) for grad in self.grads]
+        grad_norms = [unit_norms(grad, on_host=on_host) for grad in self.grads]
         limits = [
             torch.full_like(norms, torch.inf)
             if weight is None
             else unit_norms(weight, on_host=on_host)
-            for norms, weight in zip(own, self.weights, strict=True)
+            for norms, weight in zip(grad_norms, self.weights, strict=True)
         ]
-        return torch.cat([*own, *limits]).view(2, -1)
+        return torch.cat([*grad_norms, *limits]).view(2, -1)
 
     def norms_of_units(self, norms: Tensor) -> Sequence[Tensor]:
         """The norm of each unit, 1-d for each gradient."""
-        own: Sequence[Tensor] = norms[0].split(self.layout.counts)
-        return own
+        of_units: Sequence[Tensor] = norms[0].split(self.layout.counts)
+        return of_units
 
     def total_each(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm of each gradient, 1-d."""
@@ -98,7 +98,7 @@ class TorchUnits:
             return norms
         if norms.dtype != torch.float64 or self._real_dtype == torch.float64:
             # Squares may leave the range.
-            return torch.stack([combine(own, 2.0) for own in norms.split(layout.counts)])
+            return torch.stack([combine(part, 2.0) for part in norms.split(layout.counts)])
         return torch.stack(torch._foreach_norm(norms.split(layout.counts)))
 
     def with_whole(self, norms: Tensor, gradients: Tensor, weights: Tensor) -> Tensor:
@@ -136,12 +136,12 @@ class TorchUnits:
         ratio = as_scalar(clip.limit, norms)
         if ratio.dim():
             own_ratios = zip(ratio.split(1), self.layout.counts, strict=True)
-            ratio = torch.cat([one.expand(n) for one, n in own_ratios])
-        own, weights = norms.unbind()
+            ratio = torch.cat([ratio.expand(n) for ratio, n in own_ratios])
+        grad_norms, weights = norms.unbind()
         floor = torch.where(weights < clip.eps, clip.eps, weights)
         unlimited = (weights == torch.inf) | (ratio == torch.inf)
         limit = torch.where(unlimited, torch.inf, ratio * floor)
-        return coefficient_of(unscaled(own, 2.0, clip.grad_scale), limit, 0.0).to(self.dtype)
+        return coefficient_of(unscaled(grad_norms, 2.0, clip.grad_scale), limit, 0.0).to(self.dtype)
 
     def _multiply_(self, chosen: Sequence[int], factors: Tensor, erase: Tensor | None) -> None:
         """Multiplies the units of some gradients by their factors, or writes zeros."""
@@ -221,6 +221,6 @@ def _multiply_units_(grad: Tensor, factors: Tensor, erase: Tensor | None) -> Non
             multiply_([row], factor, erase)
         return
     n = PIECE // length
-    for piece, own in zip(rows.split(n), column.split(n), strict=True):
-        values = piece.to(factors.dtype, copy=True).mul_(own)
+    for piece, part in zip(rows.split(n), column.split(n), strict=True):
+        values = piece.to(factors.dtype, copy=True).mul_(part)
         piece.copy_(values if erase is None else values.masked_fill_(erase, 0.0))

@@ -93,8 +93,8 @@ class FlatGradients:
         chosen: dict[int, tuple[str, Tensor]] = {}
         left_out: dict[int, tuple[str, Tensor]] = {}
         for position, parameter in enumerate(items):
-            kind = chosen if is_wanted(parameter) else left_out
-            kind.setdefault(id(parameter), (label_of(position), parameter))
+            labels = chosen if is_wanted(parameter) else left_out
+            labels.setdefault(id(parameter), (label_of(position), parameter))
         if not chosen:
             raise ValueError(
                 "expected at least one parameter that requires a gradient and has no need_clip = "

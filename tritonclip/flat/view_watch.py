@@ -68,10 +68,10 @@ class ViewWatch:
                 self.read_addresses_()
                 break
         for at in (*self._ends, *range(start, min(n, start + _COMPARED))):
-            known, address = self._seen[at]
+            seen, address = self._seen[at]
             parameter = self._named[at][1]
             grad = parameter.grad
-            if grad is None or id(grad) != known or grad.data_ptr() != address:
+            if grad is None or id(grad) != seen or grad.data_ptr() != address:
                 self._check_views()
                 self.read_addresses_()
                 stays = False

@@ -110,7 +110,7 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
                 "optimizer, in which the callback Clipping clips; expected one of the two: remove "
                 "the method, and look at gradients in on_before_optimizer_step"
             )
-        if any(kind.__name__ == "DeepSpeedStrategy" for kind in type(trainer.strategy).__mro__):
+        if any(cls.__name__ == "DeepSpeedStrategy" for cls in type(trainer.strategy).__mro__):
             raise RuntimeError(
                 "DeepSpeed clips in its engine, out of reach of an optimizer; expected another "
                 "strategy, or gradient_clipping in the configuration of DeepSpeed and no callback "
@@ -136,12 +136,12 @@ class Clipping(Callback):  # type: ignore[misc]  # Lightning has no types here
         self._logged_step = trainer.global_step
 
     def _wrap(self, inner: Any, options: dict[str, Any]) -> ClippedOptimizer:
-        known = wrapper_of(inner)
-        if isinstance(known, ClippedOptimizer) and known in _made:
+        wrapper = wrapper_of(inner)
+        if isinstance(wrapper, ClippedOptimizer) and wrapper in _made:
             # A module that keeps its optimizer is fitted once more.
-            known.clip, known.nonfinite = self.clip, self.nonfinite
-            known.recorder = options["recorder"]
-            return known
+            wrapper.clip, wrapper.nonfinite = self.clip, self.nonfinite
+            wrapper.recorder = options["recorder"]
+            return wrapper
         wrapper = ClippedOptimizer(inner, self.clip, nonfinite=self.nonfinite, **options)
         _made.add(wrapper)
         return wrapper

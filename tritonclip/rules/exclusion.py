@@ -70,8 +70,8 @@ class ExcludingRule(Rule):
         """Whether each of these parameters is excluded."""
         if not len(self.exclude):
             return [False] * len(parameters)
-        known = set(map(id, self.exclude.parameters))
-        return [id(parameter) in known for parameter in parameters]
+        excluded = set(map(id, self.exclude.parameters))
+        return [id(parameter) in excluded for parameter in parameters]
 
 
 def as_excluded(_: str, exclude: object) -> Excluded:

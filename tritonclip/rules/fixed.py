@@ -308,11 +308,11 @@ class ClipByValue(Rule):
 known_rule: Callable[..., Any] = lru_cache(maxsize=64)(lambda kind, *numbers: kind(*numbers))
 
 
-def rule_of(kind: type[T], *numbers: float) -> T:
+def rule_of(cls: type[T], *numbers: float) -> T:
     """The rule of some numbers, made once for floats; nothing that is traced comes from a cache."""
     if {float}.issuperset(map(type, numbers)) and not torch.compiler.is_compiling():
-        return known_rule(kind, *numbers)  # type: ignore[no-any-return]
-    return kind(*numbers)
+        return known_rule(cls, *numbers)  # type: ignore[no-any-return]
+    return cls(*numbers)
 
 
 @dataclass(frozen=True, repr=False)

@@ -71,10 +71,10 @@ class Outlier(Adaptive):
 
     def _limit(self, state: Tensor) -> Tensor:
         """The largest number that is no outlier."""
-        known = ~state[:-1].isnan()
-        n = known.sum()
-        mean = torch.where(known, state[:-1], 0.0).sum() / n
-        squares = torch.where(known, state[:-1] - mean, 0.0).square().sum()
+        is_filled = ~state[:-1].isnan()
+        n = is_filled.sum()
+        mean = torch.where(is_filled, state[:-1], 0.0).sum() / n
+        squares = torch.where(is_filled, state[:-1] - mean, 0.0).square().sum()
         deviation = torch.maximum((squares / (n - 1)).sqrt(), _LEAST_DEVIATION * mean.abs())
         limit = mean + self.sigmas * deviation
         return torch.where(n >= self.window // 2, limit, math.inf)

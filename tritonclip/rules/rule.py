@@ -83,10 +83,10 @@ class Measured(Protocol):
         """
 
 
-def _overrides(cls: type, method: str, form: str) -> bool:
+def _overrides(cls: type, method: str, other: str) -> bool:
     """Whether the class that defines `method` comes before the one that defines `form`."""
     defined = [
-        next(i for i, one in enumerate(cls.__mro__) if n in vars(one)) for n in (method, form)
+        next(i for i, base in enumerate(cls.__mro__) if n in vars(base)) for n in (method, other)
     ]
     return defined[0] < defined[1]
 
@@ -110,10 +110,10 @@ def rule(
         elsewhere: its names in other libraries.
     """
 
-    def make(kind: Kind) -> Kind:
-        made: Any = dataclass(frozen=True, slots=True)(kind)
+    def make(cls: Kind) -> Kind:
+        made: Any = dataclass(frozen=True, slots=True)(cls)
         made.checks = tuple(
-            (one.name, one.metadata["check"]) for one in fields(made) if "check" in one.metadata
+            (item.name, item.metadata["check"]) for item in fields(made) if "check" in item.metadata
         )
         if call:
             # Trainers save param groups, with rules among their keys, and load weights only.
@@ -458,11 +458,11 @@ def advanced(rule: Adaptive, state: Tensor, norm: Tensor) -> tuple[Tensor, Tenso
     """
     result = rule.advance(state, norm)
     expected = [norm.shape, state.shape]
-    if isinstance(result, tuple) and [getattr(one, "shape", None) for one in result] == expected:
+    if isinstance(result, tuple) and [getattr(item, "shape", None) for item in result] == expected:
         return result
     got = repr(result)
     if isinstance(result, tuple):
-        got = str([tuple(one.shape) if isinstance(one, Tensor) else one for one in result])
+        got = str([tuple(item.shape) if isinstance(item, Tensor) else item for item in result])
     raise TypeError(
         f"{type(rule).__name__}.advance must return two tensors, a limit of shape "
         f"{tuple(norm.shape)} as the norm and a state of shape {tuple(state.shape)} as the state; "

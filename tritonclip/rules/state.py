@@ -105,8 +105,8 @@ class ClipState:
         values = self._as_tensor()
         if values is not None and rows is not None and values.dim() == 2:
             values = self._at(values, rows)
-        known = {"kind": self._kind, "steps": self._steps, "parameters": self._n_parameters}
-        return {**known, "values": None if values is None else values.tolist()}
+        counts = {"kind": self._kind, "steps": self._steps, "parameters": self._n_parameters}
+        return {**counts, "values": None if values is None else values.tolist()}
 
     @outside_inference
     def _as_tensor(self) -> Tensor | None:
@@ -175,12 +175,14 @@ class ClipState:
         """
         if rule is self._known_rule:
             return True
-        kind = kind_of(rule)
-        if not kind or not self._kind:
+        rule_name = kind_of(rule)
+        if not rule_name or not self._kind:
             return True
-        form = self._form
+        shape = self._form
         n_dims = 1 + getattr(rule, "per_gradient", False)
-        if kind != self._kind or (form and (form[-1] != len(rule.start()) or len(form) != n_dims)):
+        if rule_name != self._kind or (
+            shape and (shape[-1] != len(rule.start()) or len(shape) != n_dims)
+        ):
             return False
         if self._is_loaded and self._values is not None and not self._values.is_meta:
             values = self._values.to("cpu", torch.float64)
@@ -240,13 +242,13 @@ class ClipState:
             ValueError: another parameter, or another number of them.
         """
         if self._list and tuple(map(id, parameters)) != self._ids[: len(parameters)]:
-            for position, (known, parameter) in enumerate(
+            for position, (expected, parameter) in enumerate(
                 zip(self._list, parameters, strict=False)
             ):
-                if known is not parameter:
-                    raise _other_parameter(position, known, parameter)
-        form = self._form
-        n_known = form[0] if len(form) == 2 else self._n_parameters
+                if expected is not parameter:
+                    raise _other_parameter(position, expected, parameter)
+        shape = self._form
+        n_known = shape[0] if len(shape) == 2 else self._n_parameters
         if n is not None and n_known not in (None, n):
             raise _other_list(n_known, n)
 
@@ -298,16 +300,16 @@ class ClipState:
         Raises:
             ValueError: another number of parameters than that of the rows, unless it may grow.
         """
-        form = self._form
+        shape = self._form
         if n is None:
             n_new = 0
         else:
             self.begin_as(rule)
-            n_known = form[0] if form else 0
+            n_known = shape[0] if shape else 0
             n_new = n - n_known
-            if form and (n_new < 0 or (n_new and not grows)):
+            if shape and (n_new < 0 or (n_new and not grows)):
                 raise _other_list(n_known, n)
-        if not form or n_new:
+        if not shape or n_new:
             self._kind = kind_of(rule)
         return n_new
 
@@ -337,19 +339,19 @@ class ClipState:
         return f"<ClipState of {self._kind or 'no norms'} after {calls}>"
 
 
-def _other_parameter(position: int, known: Tensor, parameter: Tensor) -> ValueError:
+def _other_parameter(position: int, expected: Tensor, parameter: Tensor) -> ValueError:
     return ValueError(
         f"this state belongs to another list of parameters: at position {position} expected the "
-        f"parameter of its first call, of shape {tuple(known.shape)}, got another one, of shape "
+        f"parameter of its first call, of shape {tuple(expected.shape)}, got another one, of shape "
         f"{tuple(parameter.shape)}; pass the same parameters in the same order, or make a new "
         "ClipState() for another model. If parameters were replaced, load the state into a new "
         "one: new_state.load_state_dict(state.state_dict())"
     )
 
 
-def _other_list(known: int | None, n: int | None) -> ValueError:
+def _other_list(expected: int | None, n: int | None) -> ValueError:
     return ValueError(
-        f"this state remembers norms of {known} parameters, got {n}; expected the parameters of "
+        f"this state remembers norms of {expected} parameters, got {n}; expected the parameters of "
         "its first call: make a new ClipState() for another list"
     )
 
@@ -357,9 +359,9 @@ def _other_list(known: int | None, n: int | None) -> ValueError:
 def _is_state(state: object) -> bool:
     if not isinstance(state, dict) or set(state) != {"kind", "steps", "parameters", "values"}:
         return False
-    kind, values, n = state["kind"], state["values"], state["parameters"]
+    rule_name, values, n = state["kind"], state["values"], state["parameters"]
     counts = [state["steps"], 0 if n is None else n]
-    if not isinstance(kind, str) or not all(type(n) is int and 0 <= n < 2**62 for n in counts):
+    if not isinstance(rule_name, str) or not all(type(n) is int and 0 <= n < 2**62 for n in counts):
         return False
     return values is None or (
         isinstance(values, Tensor)
@@ -367,7 +369,7 @@ def _is_state(state: object) -> bool:
         and values.layout == torch.strided
         and values.dim() in (1, 2)
         and values.numel() > 0
-        and kind != ""
+        and rule_name != ""
     )
 
 
