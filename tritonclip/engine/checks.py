@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tritonclip.engine.arguments import refuse_fsdp_shards
-from tritonclip.engine.memory import are_apart, find_overlap, memory_of, overlap_error
+from tritonclip.engine.fsdp1 import refuse_fsdp_shards
 from tritonclip.rules import Rule
 
 if TYPE_CHECKING:
     from tritonclip.engine.gradients import Gradients
     from tritonclip.engine.norms import Norms
-
-
-def refuse_repeated(gradients: Gradients, n: int) -> None:
-    """Refuses one gradient met twice where there must be a norm for each of n."""
-    if gradients.distinct is not None:
-        again = min(set(range(n)).difference(gradients.distinct))
-        raise ValueError(
-            f"the gradient of {gradients.label_of(again)} has the memory of an earlier one, and a "
-            f"compiled graph expects a norm for each of {n}; expected each gradient once: pass one "
-            "of the two, or clip outside of the compiled region"
-        )
 
 
 def check(gradients: Gradients, rule: Rule) -> None:
@@ -99,34 +86,6 @@ def refuse_negative(name: str, norm: Tensor) -> None:
     """Refuses a norm below 0 where it can be read at no cost."""
     if norm.device.type == "cpu" and (number := float(norm.detach())) < 0:
         raise ValueError(f"{name} must be 0 or more, got {number}")
-
-
-def refuse_shared(lists: Sequence[Gradients]) -> None:
-    """Refuses a gradient, or a part of one, under two rules, which would be scaled twice."""
-    known: dict[int, tuple[Gradients, int]] = {}
-    for gradients in lists:
-        for index, grad in enumerate(gradients.tensors):
-            address = grad.data_ptr() if grad.layout == torch.strided else 0
-            if address in known:
-                other, at = known[address]
-                raise ValueError(
-                    f"{other.label(at)} and {gradients.label(index)} have the same gradient but "
-                    "different rules; put them into one parameter group with the same need_clip"
-                )
-            if address:
-                known[address] = gradients, index
-    planned = [(g, g.plan.spans) for g in lists if g.plan is not None]
-    starts = [a for g, _ in planned for a in g.addresses or map(Tensor.data_ptr, g.readable)]
-    # Copies lie elsewhere.
-    staged = any(g.copies for g, _ in planned)
-    if not staged and are_apart(starts, list(chain(*(spans for _, spans in planned)))):
-        return
-    every = [(g, at, memory_of(grad)) for g, _ in planned for at, grad in enumerate(g.tensors)]
-    there = [(g, at, region) for g, at, region in every if region is not None]
-    found = find_overlap([region for *_, region in there])
-    if found is not None:
-        first, second = (there[i][0].label(there[i][1]) for i in found)
-        raise overlap_error(first, second)
 
 
 POLICIES = ("propagate", "error", "zero")

@@ -24,7 +24,7 @@ from tritonclip.engine.arguments import (
     refuse_parameters,
     tensors_in,
 )
-from tritonclip.engine.checks import refuse_negative, refuse_other_model, refuse_repeated
+from tritonclip.engine.checks import refuse_negative, refuse_other_model
 from tritonclip.engine.gradients import Gradients
 from tritonclip.modes import WHOLE
 from tritonclip.rules import ClipByGlobalNorm, Rule, rule_of
@@ -90,10 +90,21 @@ def _clip(
     if weights is not None:
         gradients = gradients.with_parameters(weights)
     if rule.per_gradient:
-        refuse_repeated(gradients, len(grads))
+        _refuse_repeated(gradients, len(grads))
     scale = constant_scale if grad_scale is None else as_grad_scale(grad_scale)
     norm = execute.clip_(gradients, rule, nonfinite, scale)
     return grads[0].new_empty(0) if norm is None else norm
+
+
+def _refuse_repeated(gradients: Gradients, n: int) -> None:
+    """Refuses one gradient met twice where there must be a norm for each of n."""
+    if gradients.distinct is not None:
+        again = min(set(range(n)).difference(gradients.distinct))
+        raise ValueError(
+            f"the gradient of {gradients.label_of(again)} has the memory of an earlier one, and a "
+            f"compiled graph expects a norm for each of {n}; expected each gradient once: pass one "
+            "of the two, or clip outside of the compiled region"
+        )
 
 
 def _simulate_clip(grads: Sequence[Tensor], names: str, text: str, *_: object) -> Tensor:

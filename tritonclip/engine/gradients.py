@@ -13,16 +13,11 @@ from torch import Tensor
 
 from tritonclip import settings
 from tritonclip.engine import checks, norms
-from tritonclip.engine.arguments import (
-    LabelOf,
-    are_fsdp_shards,
-    gradient_of,
-    may_be_fsdp_shards,
-    names_at,
-)
+from tritonclip.engine.arguments import LabelOf, gradient_of, names_at
+from tritonclip.engine.fsdp1 import are_fsdp_shards, may_be_fsdp_shards
 from tritonclip.engine.plan import NewPlan, Plan, make_plan, unique_indices
 from tritonclip.engine.plan_cache import PlanCache, plans
-from tritonclip.engine.staging import copy_of, write_back_
+from tritonclip.engine.reading import copy_of, write_back_
 from tritonclip.messages import join_names
 from tritonclip.modes import is_observed, refuse_batches, refuse_tracer
 from tritonclip.rules import Norm, Rule
@@ -108,10 +103,11 @@ class Gradients:
             # Tied parameters: the list without repeats may be known.
             once = unique_indices(map(id, tensors))
             if once is not None:
-                self.distinct, self.tensors = once, (tensors := [tensors[i] for i in once])
-                addresses = None if addresses is None else [addresses[i] for i in once]
+                tensors, addresses = self._keep(once, tensors, addresses)
                 plan = cache.find(tensors, addresses, setting) if known else None  # type: ignore[arg-type]
-        if plan is not None:
+        if plan is None:
+            self._plan_anew(tensors, addresses, setting, cache if known else None)
+        else:
             self.plan, self.addresses, self.readable = plan, addresses, tensors
             if plan.staged:
                 self.copies = {i: copy_of(tensors[i]) for i in plan.staged}
@@ -119,20 +115,33 @@ class Gradients:
                 self.addresses = None
             if plan.views:
                 self.readable = plan.readable(self.readable)
-        else:
-            new = self._make_plan(tensors, addresses, verifying=setting.verifying)
-            self.plan, self.readable, self.copies = new.plan, new.readable, new.copies
-            if new.distinct is not None:
-                once = self.distinct
-                self.distinct = new.distinct if once is None else [once[i] for i in new.distinct]
-                self.tensors = [tensors[i] for i in new.distinct]
-                addresses = None if addresses is None else [addresses[i] for i in new.distinct]
-            self.addresses = None if new.plan.sparse or new.plan.staged else addresses
-            if known and new.lasting:
-                assert addresses is not None
-                cache.keep(new.plan, tensors, addresses, setting, self.sharding)
         if views is not None:
             self.tensors, self.versions = views, views.buffers
+
+    def _keep(
+        self, indices: list[int], tensors: list[Tensor], addresses: list[int] | None
+    ) -> tuple[list[Tensor], list[int] | None]:
+        """Drops gradients that occurred before; returns the others and their addresses."""
+        self.distinct = indices if self.distinct is None else [self.distinct[i] for i in indices]
+        self.tensors = kept = [tensors[i] for i in indices]
+        return kept, None if addresses is None else [addresses[i] for i in indices]
+
+    def _plan_anew(
+        self,
+        tensors: list[Tensor],
+        addresses: list[int] | None,
+        setting: settings.Settings,
+        cache: PlanCache | None,
+    ) -> None:
+        """Makes a plan; a cache keeps it where it may serve other lists."""
+        new = self._make_plan(tensors, addresses, verifying=setting.verifying)
+        self.plan, self.readable, self.copies = new.plan, new.readable, new.copies
+        if new.distinct is not None:
+            _, addresses = self._keep(new.distinct, tensors, addresses)
+        self.addresses = None if new.plan.sparse or new.plan.staged else addresses
+        if cache is not None and new.lasting:
+            assert addresses is not None
+            cache.keep(new.plan, tensors, addresses, setting, self.sharding)
 
     def _make_plan(
         self, tensors: list[Tensor], addresses: list[int] | None, *, verifying: bool

@@ -20,36 +20,13 @@ from tritonclip.engine.memory import (
     OverlapError,
     Region,
     find_overlap,
-    flat_size,
     has_overlap,
     is_freed,
     memory_of,
     overlap_error,
 )
-from tritonclip.engine.staging import copy_of, needs_copy
+from tritonclip.engine.reading import View, copy_of, needs_copy, view_of
 from tritonclip.modes import without_grad
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """How a dense gradient is read by verbs, where not in its shape.
-
-    Attributes:
-        index: of the gradient in the list.
-        pairs: a complex gradient is read as pairs of reals.
-        size: elements of a flat view, for a gradient dense in another order of its dimensions
-            whose verbs want it contiguous; None to keep the shape.
-    """
-
-    index: int
-    pairs: bool
-    size: int | None
-
-    def of(self, grad: Tensor) -> Tensor:
-        """The view of a gradient."""
-        if self.pairs:
-            grad = torch.view_as_real(grad.conj() if grad.is_conj() else grad)
-        return grad if self.size is None else grad.as_strided((self.size,), (1,))
 
 
 @dataclass(slots=True)
@@ -212,7 +189,7 @@ def make_plan(
         if values.layout == torch.sparse_coo:
             sparse.append(index)
             values = values._values()
-        view = _view(index, values)
+        view = view_of(index, values)
         if view is not None:
             views.append(view)
             values = view.of(values)
@@ -288,14 +265,6 @@ def unique_indices(keys: Iterable[Hashable]) -> list[int] | None:
 
 def _result_dtype(dtypes: Sequence[torch.dtype], *, wide: bool) -> torch.dtype:
     return torch.float64 if wide or torch.float64 in dtypes else torch.float32
-
-
-def _view(index: int, grad: Tensor) -> View | None:
-    """How verbs read a dense gradient; None for as it is."""
-    real = View(index, grad.is_complex(), None)
-    grad = real.of(grad)
-    size = None if grad.is_contiguous() else flat_size(grad)
-    return View(index, real.pairs, size) if real.pairs or size is not None else None
 
 
 def _refuse_kind(grad: Tensor, label: Callable[[], str]) -> None:

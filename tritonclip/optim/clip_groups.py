@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from typing import NamedTuple, NoReturn
 
@@ -31,9 +32,9 @@ from tritonclip.engine.checks import (
     raise_if_any_nonfinite,
     raise_if_nonfinite,
     refuse_other_model,
-    refuse_shared,
 )
 from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.memory import are_apart, find_overlap, memory_of, overlap_error
 from tritonclip.engine.norms import Norms, measure_each
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
@@ -614,11 +615,39 @@ def refuse(groups: Sequence[ClipGroup], param_groups: Groups) -> None:
         if plan is not None and not plan.ordinary:
             group.gradients.check(group.rule)
     if len(groups) > 1:
-        refuse_shared([group.gradients for group in groups])
+        _refuse_shared([group.gradients for group in groups])
     if any(group.rule.excludes for group in groups):
         every = [p for group in param_groups for p in group["params"]]
         for group in groups:
             refuse_other_model(group.rule, every)
+
+
+def _refuse_shared(lists: Sequence[Gradients]) -> None:
+    """Refuses a gradient, or a part of one, under two rules, which would be scaled twice."""
+    known: dict[int, tuple[Gradients, int]] = {}
+    for gradients in lists:
+        for index, grad in enumerate(gradients.tensors):
+            address = grad.data_ptr() if grad.layout == torch.strided else 0
+            if address in known:
+                other, at = known[address]
+                raise ValueError(
+                    f"{other.label(at)} and {gradients.label(index)} have the same gradient but "
+                    "different rules; put them into one parameter group with the same need_clip"
+                )
+            if address:
+                known[address] = gradients, index
+    planned = [(g, g.plan.spans) for g in lists if g.plan is not None]
+    starts = [a for g, _ in planned for a in g.addresses or map(Tensor.data_ptr, g.readable)]
+    # Copies lie elsewhere.
+    staged = any(g.copies for g, _ in planned)
+    if not staged and are_apart(starts, list(chain(*(spans for _, spans in planned)))):
+        return
+    every = [(g, at, memory_of(grad)) for g, _ in planned for at, grad in enumerate(g.tensors)]
+    there = [(g, at, region) for g, at, region in every if region is not None]
+    found = find_overlap([region for *_, region in there])
+    if found is not None:
+        first, second = (there[i][0].label(there[i][1]) for i in found)
+        raise overlap_error(first, second)
 
 
 def refuse_nonfinite(groups: Sequence[ClipGroup], remedy: str) -> NoReturn:

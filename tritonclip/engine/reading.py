@@ -1,14 +1,47 @@
-"""Gradients that no backend reads as they are: it reads a dense copy, which is written back.
+"""How the verbs of a backend read a gradient: as it is, by a view, or from a copy.
 
-These are sparse gradients that are not coalesced, float8, which has no arithmetic, gradients with
-gaps between their elements, and lazily negated ones. A copy lives as long as the call.
+Copies are of gradients that no backend reads in their memory: sparse ones that are not coalesced,
+float8, which has no arithmetic, those with gaps between their elements, and lazily negated ones. A
+copy lives as long as the call, and is written back.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tritonclip.engine.memory import flat_size
 from tritonclip.modes import without_grad
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a dense gradient is read by verbs, where not in its shape.
+
+    Attributes:
+        index: of the gradient in the list.
+        pairs: a complex gradient is read as pairs of reals.
+        size: elements of a flat view, for a gradient dense in another order of its dimensions
+            whose verbs want it contiguous; None to keep the shape.
+    """
+
+    index: int
+    pairs: bool
+    size: int | None
+
+    def of(self, grad: Tensor) -> Tensor:
+        """The view of a gradient."""
+        if self.pairs:
+            grad = torch.view_as_real(grad.conj() if grad.is_conj() else grad)
+        return grad if self.size is None else grad.as_strided((self.size,), (1,))
+
+
+def view_of(index: int, grad: Tensor) -> View | None:
+    """How verbs read a dense gradient; None for as it is."""
+    real = View(index, grad.is_complex(), None)
+    grad = real.of(grad)
+    size = None if grad.is_contiguous() else flat_size(grad)
+    return View(index, real.pairs, size) if real.pairs or size is not None else None
 
 
 def needs_copy(grad: Tensor) -> bool:
