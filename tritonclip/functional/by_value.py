@@ -8,7 +8,6 @@ from typing import TypeVar, overload
 import torch
 from torch import Tensor
 
-from tritonclip.backends.native import loops
 from tritonclip.functional import c_loops
 from tritonclip.functional.coefficients import broadcasts, filled
 from tritonclip.functional.norms import is_readable, needs_grad
@@ -80,7 +79,7 @@ def clip_by_value(x: T, *bounds: Bound, min: Bound = None, max: Bound = None) ->
     """
     min, max = bounds if len(bounds) == 2 and min is max is None else _named(bounds, min, max)
     # A tree would take a fifth of the time of one small tensor.
-    clamped = loops.clamped(x, torch.empty_like, min, max) if c_loops.serve() else None
+    clamped = c_loops.clamped(x, min, max)
     return _clip(x, min, max) if clamped is None else clamped
 
 
@@ -90,9 +89,7 @@ def _clip(x: T, min: Bound, max: Bound) -> T:
         raise ValueError("expected a bound, got None for both: pass min, max, or both")
     low, high = _bound("min", min, none=-math.inf), _bound("max", max, none=math.inf)
     tree = Tree(x, "x", ordered=True)
-    clamped = None
-    if c_loops.serve():
-        clamped = loops.clamped(tree.leaves, torch.empty_like, min, max)
+    clamped = c_loops.clamped(tree.leaves, min, max)
     if clamped is None:
         clamped = _clamped_leaves(tree, low, high)
     result: T = tree.rebuild(clamped)

@@ -58,6 +58,11 @@ def serve() -> bool:
     return backend in ("auto", "native") and not verifying
 
 
+def clamped(leaves: Any, low: object, high: object) -> Any:
+    """New tensors within bounds, numbers or None; None as for `clipped`."""
+    return loops.clamped(leaves, torch.empty_like, low, high) if serve() else None
+
+
 def have_at_bounds(leaves: Any, low: object, high: object) -> bool:
     """Whether any element of leaves may equal a bound, a number or None, or be NaN."""
     return not serve() or loops.has_at_bounds(leaves, low, high) is not False
