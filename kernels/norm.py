@@ -38,8 +38,6 @@ LARGEST_FLOAT64 = tl.constexpr(2.0**900)
 # Elements at a time in the rare float64 path, and partials at a time in `combine`: small, for few
 # registers.
 SLOW_BLOCK = tl.constexpr(512)
-# Elements at a time where a chunk is read again for its largest magnitude and its nonzeros.
-EXTREMES_BLOCK = tl.constexpr(2048)
 
 
 @triton.jit
@@ -146,20 +144,6 @@ def _full_total(
         x = tl.load(x_ptr + tile + offsets)
         lanes = _add(lanes, x.to(LANE), P)
     return _total(lanes, P)
-
-
-@triton.jit
-def _extremes(x_ptr, n, DTYPE: tl.constexpr):
-    """The largest magnitude of x_ptr[0:n], and the number of elements that are not 0."""
-    LANE: tl.constexpr = tl.float64 if DTYPE == tl.float64 else tl.float32
-    offsets = tl.arange(0, EXTREMES_BLOCK)
-    largest = _zero_lanes(EXTREMES_BLOCK, LANE, INF)
-    nonzeros = _zero_lanes(EXTREMES_BLOCK, LANE, 0.0)
-    for start in range(0, n, EXTREMES_BLOCK):
-        x = tl.load(x_ptr + start + offsets, mask=start + offsets < n, other=0.0).to(LANE)
-        largest = _add(largest, x, INF)
-        nonzeros = _add(nonzeros, x, 0.0)
-    return _total(largest, INF), _total(nonzeros, 0.0)
 
 
 @triton.jit
@@ -300,21 +284,18 @@ def norm_kernel(
     first_chunks_ptr,
     tensor_of_chunk_ptr,
     norms_ptr,
-    chunk_norms_ptr,
-    largest_ptr,
-    nonzeros_ptr,
     n_chunks: tl.int32,
     DTYPE: tl.constexpr,
     P: tl.constexpr,
+    EACH: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program measures the chunks program_id, program_id + grid, ...
 
     pointers_ptr, sizes_ptr, first_chunks_ptr: int64[n_tensors]; tensor_of_chunk_ptr:
-    int32[n_chunks]; norms_ptr: float64[grid], one norm a program, or None; chunk_norms_ptr,
-    largest_ptr, nonzeros_ptr: float64[n_chunks], norms of a chunk of order P, inf and 0, or None
-    for the first, or for the others.
+    int32[n_chunks]; norms_ptr: float64[grid], one norm a program, or with EACH float64[n_chunks],
+    one a chunk.
     """
     pid = tl.program_id(0)
     UNSCALED: tl.constexpr = (
@@ -328,25 +309,18 @@ def norm_kernel(
             pointers_ptr, sizes_ptr, first_chunks_ptr, tensor_of_chunk_ptr, chunk, CHUNK
         )
         chunk_scale, chunk_total = chunk_norm(address, start, n, DTYPE, P, CHUNK, BLOCK)
-        if chunk_norms_ptr is not None:
+        if EACH:
             norm = norm_of(chunk_scale, chunk_total, P)
             if P == -INF:
                 # The least of no elements is inf, but a gradient without elements has the norm 0.
                 norm = tl.where(n == 0, 0.0, norm)
-            tl.store(chunk_norms_ptr + chunk, norm)
-        if largest_ptr is not None:
-            # The chunk is still in the caches of the multiprocessor, or in L2. With a loop for all
-            # three, the norm would have other lanes, and other last bits.
-            largest, nonzeros = _extremes(any_pointer(address, start, DTYPE), n, DTYPE)
-            tl.store(largest_ptr + chunk, largest)
-            tl.store(nonzeros_ptr + chunk, nonzeros)
-        if norms_ptr is not None:
-            if UNSCALED:
-                total = _join(total, chunk_total, P)
-            else:
-                scale, total = _add_scaled(scale, total, chunk_scale, chunk_total, P)
+            tl.store(norms_ptr + chunk, norm)
+        elif UNSCALED:
+            total = _join(total, chunk_total, P)
+        else:
+            scale, total = _add_scaled(scale, total, chunk_scale, chunk_total, P)
 
-    if norms_ptr is not None:
+    if EACH == 0:
         tl.store(norms_ptr + pid, norm_of(scale, total, P))
 
 

@@ -7,14 +7,13 @@
 #include <cpuid.h>
 #endif
 
-/* The parts of a norm of order 2, 1, inf and 0, of those of order 2, inf and 0 at once, of an inner
- * product, and of the number of elements at a bound; the verbs that write. */
+/* The parts of a norm of order 2, 1, inf and 0, of an inner product, and of the number of elements at a
+ * bound; the verbs that write. */
 typedef enum {
     SUM_SQUARES,
     SUM_MAGNITUDES,
     LARGEST,
     COUNT,
-    STATISTICS,
     DOT,
     COUNT_AT_BOUNDS,
     MULTIPLY,

@@ -68,8 +68,7 @@ typedef struct {
     long threads;
     int64_t n, n_rows, n_parts, n_elements;
     Gradient *gradients;
-    /* Of verbs that measure: the part of every block of rows that have no place for a norm; of STATISTICS
-     * behind these sums of squares as many largest magnitudes, and as many counts. */
+    /* Of verbs that measure: the part of every block of rows that have no place for a norm. */
     double *parts;
     /* Of CLAMP. */
     double low, high;
@@ -109,9 +108,8 @@ static Gradient *add_gradient(Job *job, long code, char *elements, int64_t rows,
 
 /* Makes room for the parts of a norm, once all gradients were added; 0 without memory. */
 static int make_parts(Job *job) {
-    int64_t n = job->verb == STATISTICS ? 3 * job->n_parts : job->n_parts;
-    if (job->verb >= MULTIPLY || n <= FEW) return 1;
-    return (job->parts = malloc(sizeof(double) * (size_t)n)) != NULL;
+    if (job->verb >= MULTIPLY || job->n_parts <= FEW) return 1;
+    return (job->parts = malloc(sizeof(double) * (size_t)job->n_parts)) != NULL;
 }
 
 static void free_job(Job *job) {
@@ -120,20 +118,16 @@ static void free_job(Job *job) {
     free(job->places);
 }
 
-/* Puts together parts of a norm that a verb measured: by the largest, NaN before all, or by their sum. */
-static double norm_of_parts(Verb verb, const double *part, const double *end) {
+/* The norm of the parts from one up to another, of a job that ran: the largest, NaN before all, or by
+ * their sum. */
+static double norm_of(const Job *job, int64_t from, int64_t to) {
     double norm = 0;
-    for (; part < end; part++)
-        if (verb != LARGEST)
+    for (const double *part = job->parts + from; part < job->parts + to; part++)
+        if (job->verb != LARGEST)
             norm += *part;
         else if (*part > norm || *part != *part)
             norm = *part;
-    return verb == SUM_SQUARES ? sqrt(norm) : norm;
-}
-
-/* The norm of the parts from one up to another, of a job that ran. */
-static double norm_of(const Job *job, int64_t from, int64_t to) {
-    return norm_of_parts(job->verb, job->parts + from, job->parts + to);
+    return job->verb == SUM_SQUARES ? sqrt(norm) : norm;
 }
 
 /* A bound, if it is finite, in the range of a dtype. */
@@ -168,12 +162,7 @@ static void do_block(Job *job, const Gradient *gradient, int64_t start, int64_t 
     for (; n; n -= length, at += length * loops->itemsize, row++) {
         const char *x = gradient->elements + at, *others = gradient->others + at;
         char *y = gradient->target + at;
-        if (job->verb == STATISTICS) {
-            /* Of a block that the first sweep brings into a core's caches. */
-            part[0] = loops->measure(x, length, SUM_SQUARES);
-            part[job->n_parts] = loops->measure(x, length, LARGEST);
-            part[2 * job->n_parts] = loops->measure(x, length, COUNT);
-        } else if (job->verb < MULTIPLY && gradient->norms)
+        if (job->verb < MULTIPLY && gradient->norms)
             gradient->norms[row] = sqrt(measure_part(job, loops, x, others, length));
         else if (job->verb < MULTIPLY)
             *part = measure_part(job, loops, x, others, length);

@@ -11,7 +11,7 @@
 #include "tensors.h"
 
 /* Of the functions and their arguments, for `native.py`. */
-#define INTERFACE 13
+#define INTERFACE 14
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
 /* Elements, or rows, of a list at most: int64 holds as many bytes, and sums of rounded ones. */
@@ -177,18 +177,16 @@ static PyObject *norm(PyObject *module, PyObject *const *arguments, Py_ssize_t n
     return PyFloat_FromDouble(norm);
 }
 
-/* Parts of each gradient of a job that ran, put together as a verb measured them, as a list. */
-static PyObject *combine_each(const Job *job, Verb verb, const double *parts) {
+/* The norm of each gradient of a job that ran, as a list. */
+static PyObject *parts_of_each(const Job *job) {
     PyObject *result = PyList_New((Py_ssize_t)job->n);
     for (Py_ssize_t i = 0; result && i < job->n; i++) {
-        const double *from = parts + job->gradients[i].first_part;
-        PyObject *own = PyFloat_FromDouble(norm_of_parts(verb, from, from + blocks_of(job->gradients[i].size)));
+        int64_t from = job->gradients[i].first_part;
+        PyObject *own = PyFloat_FromDouble(norm_of(job, from, from + blocks_of(job->gradients[i].size)));
         if (!own || PyList_SetItem(result, i, own)) Py_CLEAR(result);
     }
     return result;
 }
-
-static PyObject *parts_of_each(const Job *job) { return combine_each(job, job->verb, job->parts); }
 
 static PyObject *norms(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
@@ -197,31 +195,6 @@ static PyObject *norms(PyObject *module, PyObject *const *arguments, Py_ssize_t 
     PyObject *result = parts_of_each(&job);
     free_job(&job);
     return result;
-}
-
-static PyObject *two_norms(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
-    Job job;
-    if (!has_arguments(n_arguments, 4) || !read_job(&job, SUM_SQUARES, arguments, NULL)) return NULL;
-    run(&job);
-    PyObject *each = parts_of_each(&job);
-    PyObject *result = each ? Py_BuildValue("(dN)", norm_of(&job, 0, job.n_parts), each) : NULL;
-    free_job(&job);
-    return result;
-}
-
-static PyObject *statistics(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
-    (void)module;
-    Job job;
-    if (!has_arguments(n_arguments, 4) || !read_job(&job, STATISTICS, arguments, NULL)) return NULL;
-    run(&job);
-    double norm = norm_of_parts(SUM_SQUARES, job.parts, job.parts + job.n_parts);
-    PyObject *each = combine_each(&job, SUM_SQUARES, job.parts);
-    PyObject *largest = combine_each(&job, LARGEST, job.parts + job.n_parts);
-    PyObject *counts = combine_each(&job, COUNT, job.parts + 2 * job.n_parts);
-    free_job(&job);
-    /* NULL among them, with its error, gives NULL. */
-    return Py_BuildValue("(dNNN)", norm, each, largest, counts);
 }
 
 /* min(1, limit / (norm + eps)), every step rounded to float32 unless `wide`; 1 where there is nothing
@@ -483,8 +456,6 @@ static PyObject *share(PyObject *module, PyObject *address) {
 static PyMethodDef methods[] = {
     {"norm", FAST(norm), NULL},
     {"norms", FAST(norms), NULL},
-    {"two_norms", FAST(two_norms), NULL},
-    {"statistics", FAST(statistics), NULL},
     {"coefficients", FAST(coefficients), NULL},
     {"multiply_", FAST(multiply), NULL},
     {"unit_norms", FAST(unit_norms), NULL},

@@ -325,8 +325,6 @@ BY_UNIT = "addresses or 0, sizes, dtype, threads, rows"
 VERBS = {
     "norm": f"{LIST}, order",
     "norms": f"{LIST}, order",
-    "two_norms": LIST,
-    "statistics": LIST,
     "coefficients": "numbers, factors, number, flag",
     "multiply_": f"{LIST}, factors",
     "unit_norms": f"{BY_UNIT}, address",

@@ -65,12 +65,7 @@ def _flag(variant: str) -> torch.Tensor | None:
 
 
 def _norm(table: Any, p: float, variant: str) -> None:
-    if variant == "both":
-        _batch(table).two_norms()
-    elif variant == "statistics":
-        _batch(table).statistics()
-    else:
-        _batch(table).norm(p, per_gradient=variant == "each")
+    _batch(table).norm(p, per_gradient=variant == "each")
 
 
 def _scale(table: Any, p: float, variant: str) -> None:
@@ -142,9 +137,8 @@ VERBS = {
 
 @dataclass(frozen=True)
 class Case:
-    """What to compile; variant "each" is a norm by chunk, "both" one by program as well,
-    "statistics" these and norms of order inf and 0, "zero" the policy that writes zeros, with limit
-    and loss scale in tensors."""
+    """What to compile; variant "each" is a norm by chunk, "zero" the policy that writes zeros, with
+    limit and loss scale in tensors."""
 
     verb: str
     target: str
@@ -164,7 +158,7 @@ def _cases() -> list[Case]:
         for target in TARGETS
         for dtype in DTYPES
         for verb in VERBS
-        for variant in (("", "each", "both", "statistics") if verb == "norm" else ("",))
+        for variant in (("", "each") if verb == "norm" else ("",))
     ]
     # Registers hardly depend on the norm type: one target and dtype stand for the others.
     others = (1.0, torch.inf, -torch.inf, 0.0, 3.0)

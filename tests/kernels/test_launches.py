@@ -135,19 +135,20 @@ def test_accumulate_launches_as_clip_does(device, launches):
 
 @pytest.mark.parametrize("statistics", [False, True])
 @pytest.mark.parametrize(("rule", "expected"), [RULES[0], RULES[3], RULES[5]])
-def test_norms_by_name_of_a_step_read_no_gradient_again(
+def test_norms_by_name_of_a_step_launch_twice_for_each_number(
     tmp_path, device, launches, rule, expected, statistics
 ):
-    """The norm of all and that of each, for the recorder, are put together from partial norms."""
+    """What the rule measures for each gradient serves the recorder too."""
     params = parameters(of_sizes((9, CHUNK + 1, 0), torch.float32, device))
     path = tmp_path / "run.csv"
     with tritonclip.record(path, each=True, statistics=statistics) as recorder:
         optimizer = torch.optim.SGD(params, lr=0.1)
         tritonclip.ClippedOptimizer(optimizer, rule, recorder=recorder).step()
-    total = "scale_kernel" if rule.norm_type == 2.0 and not rule.per_gradient else EACH[1]
-    # Largest magnitudes and nonzeros take one each.
-    each = ["scale_each_kernel"] * (3 if statistics else 1)
-    assert names(launches) == ["norm_kernel", total, *each, expected[-1]]
+    n = 3 if statistics else 1
+    measured = ["norm_kernel"] * n, ["scale_each_kernel"] * (n + 1)
+    if rule.norm_type == 2.0 and not rule.per_gradient:
+        measured = ["norm_kernel"] * (n + 1), ["scale_kernel"] + ["scale_each_kernel"] * n
+    assert names(launches) == [*measured[0], *measured[1], expected[-1]]
 
 
 STATES = [

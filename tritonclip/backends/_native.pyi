@@ -35,16 +35,6 @@ def norms(
 ) -> list[float]:
     """The norm of each gradient."""
 
-def two_norms(
-    addresses: list[int], sizes: bytes, dtype: int, threads: int, /
-) -> tuple[float, list[float]]:
-    """The norm of all elements, and of each gradient, of order 2: as `norm` and `norms`."""
-
-def statistics(
-    addresses: list[int], sizes: bytes, dtype: int, threads: int, /
-) -> tuple[float, list[float], list[float], list[float]]:
-    """As `two_norms`, and the norms of each gradient of order inf and 0, by one reading."""
-
 def coefficients(
     norms: list[float], limit: float | list[float], eps: float, wide: bool, /
 ) -> tuple[list[float], float]:

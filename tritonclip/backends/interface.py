@@ -59,22 +59,6 @@ class Batch(Protocol):
             device has no float64.
         """
 
-    def two_norms(self) -> tuple[PartialNorms, PartialNorms]:
-        """Measures the 2-norms of all gradients and of each, by one reading.
-
-        Returns:
-            Partial norms as `norm` returns them, without and with `per_gradient`.
-        """
-
-    def statistics(self) -> tuple[PartialNorms, PartialNorms, PartialNorms, PartialNorms]:
-        """Measures 2-norms, and of each gradient the largest magnitude and the nonzeros.
-
-        By one reading, but in PyTorch's operators.
-
-        Returns:
-            As `two_norms`; then partial norms of order inf and 0, as with `per_gradient`.
-        """
-
     def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms of all groups, 0-d."""
 
@@ -152,9 +136,6 @@ class Layout(Protocol):
 
     def bind(self, tensors: list[Tensor], addresses: list[int] | None) -> Batch:
         """The gradients of a call; addresses are theirs where they are known."""
-
-    def finite_each(self, norms: PartialNorms) -> list[bool]:
-        """Which gradients are finite, from partial norms `per_gradient`; waits for the device."""
 
 
 def count_units(tensor: Tensor) -> int:

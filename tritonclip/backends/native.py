@@ -38,7 +38,7 @@ from tritonclip.backends.operators import (
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Of the functions and their arguments, as in `native/module.c`: a binary may be older.
-INTERFACE = 13
+INTERFACE = 14
 
 _MODULE = "tritonclip.backends._native"
 
@@ -141,10 +141,6 @@ class NativeLayout:
         """The gradients of a call."""
         return NativeBatch(tensors, self, addresses or list(map(Tensor.data_ptr, tensors)))
 
-    def finite_each(self, norms: PartialNorms) -> list[bool]:
-        """Which gradients are finite: there is one partial norm for each."""
-        return list(map(math.isfinite, _as_numbers(norms)))
-
 
 class NativeBatch:
     """Verbs by addresses; see :class:`tritonclip.backends.interface.Batch`.
@@ -173,24 +169,6 @@ class NativeBatch:
         if norm_type == 2.0 and self.layout.is_double:
             self._measure_extremes_(norms, per_gradient)
         return norms
-
-    def two_norms(self) -> tuple[PartialNorms, PartialNorms]:
-        """Measures the 2-norms of all gradients, as `norm` does, and of each."""
-        return self._two_norms(*loops.two_norms(*self._list))
-
-    def statistics(self) -> tuple[PartialNorms, PartialNorms, PartialNorms, PartialNorms]:
-        """Measures 2-norms, as `two_norms`, and norms of each gradient of order inf and 0."""
-        total, each, largest, counts = loops.statistics(*self._list)
-        return *self._two_norms(total, each), largest, counts
-
-    def _two_norms(self, total: float, each: list[float]) -> tuple[list[float], list[float]]:
-        """The 2-norms of all gradients and of each as partial norms."""
-        norms = [total]
-        if self.layout.is_double:
-            self._measure_extremes_(each, per_gradient=True)
-            if is_extreme(total):
-                norms = each
-        return norms, each
 
     def _measure_extremes_(self, norms: list[float], per_gradient: bool) -> None:
         """Measures anew where squares of float64 may have overflowed or lost digits."""

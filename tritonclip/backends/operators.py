@@ -63,11 +63,6 @@ class TorchLayout:
         """The gradients of a call."""
         return TorchBatch(tensors, self.dtype, on_host=self._on_host)
 
-    def finite_each(self, norms: PartialNorms) -> list[bool]:
-        """Which gradients are finite: there is one partial norm for each."""
-        finite: list[bool] = torch.isfinite(as_tensor(norms)).tolist()
-        return finite
-
 
 class TorchBatch:
     """Verbs in PyTorch; see :class:`tritonclip.backends.interface.Batch`.
@@ -91,16 +86,6 @@ class TorchBatch:
                 if tensor.numel() == 0:
                     norms[i] = 0.0
         return norms.tolist() if self._on_host else norms
-
-    def two_norms(self) -> tuple[PartialNorms, PartialNorms]:
-        """Measures the 2-norms of all gradients and of each: the norms of each are partial ones."""
-        norms = self.norm(2.0, per_gradient=True)
-        return norms, norms
-
-    def statistics(self) -> tuple[PartialNorms, PartialNorms, PartialNorms, PartialNorms]:
-        """Measures 2-norms, and norms of each gradient of order inf and 0: a reading for each."""
-        largest, counts = (self.norm(p, per_gradient=True) for p in (math.inf, 0.0))
-        return *self.two_norms(), largest, counts
 
     def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms, 0-d."""

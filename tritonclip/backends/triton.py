@@ -6,7 +6,6 @@ Imported where the backend is first chosen, because it imports triton.
 import math
 from collections.abc import Sequence
 from struct import Struct
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch.autograd.graph import increment_version
 from tritonclip.backends.interface import Clip
 from tritonclip.kernels import adaptive, clamp, launch, norm, scale
 from tritonclip.kernels.access import CHUNK, OCCUPANCY_2X128, OCCUPANCY_3X80, TAIL, block_of
-from tritonclip.kernels.tables import ChunkTable, ChunkTables, count_chunks
+from tritonclip.kernels.tables import ChunkTable, ChunkTables
 
 _FLOATS, _INTEGERS = Struct("<3d"), Struct("<3q")
 _NO_POINTERS = None, None, None
@@ -42,11 +41,6 @@ class TritonLayout:
             addresses = list(map(Tensor.data_ptr, tensors))
         return TritonBatch(tensors, self._tables.table(addresses), self.dtype)
 
-    def finite_each(self, norms: Tensor) -> list[bool]:
-        """Which gradients are finite: there is one partial norm for each chunk."""
-        by_gradient = torch.isfinite(norms).cpu().split(list(map(count_chunks, self._sizes)))
-        return [bool(chunks.all()) for chunks in by_gradient]
-
 
 class TritonBatch:
     """Verbs that launch one kernel each; see :class:`tritonclip.backends.interface.Batch`.
@@ -66,42 +60,23 @@ class TritonBatch:
 
     def norm(self, norm_type: float, *, per_gradient: bool) -> Tensor:
         """Measures the gradients: one partial norm a chunk, or one a program."""
-        both = self._measure(norm_type, whole=not per_gradient, each=per_gradient)
-        norms: Tensor = both[per_gradient]
-        return norms
-
-    def two_norms(self) -> tuple[Tensor, Tensor]:
-        """Measures the 2-norms of all gradients, as `norm` does to the bit, and of each."""
-        norms, each, _, _ = self._measure(2.0, whole=True, each=True)
-        return norms, each
-
-    def statistics(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Measures 2-norms, as `two_norms`, and norms of each gradient of order inf and 0."""
-        return self._measure(2.0, whole=True, each=True, statistics=True)
-
-    def _measure(
-        self, norm_type: float, *, whole: bool, each: bool, statistics: bool = False
-    ) -> tuple[Any, Any, Any, Any]:
-        """Partial norms by one launch: one a program, and one a chunk of three orders; or None."""
         table = self._table
-        programs, device = table.programs[OCCUPANCY_3X80], table.device
-        norms = torch.empty(programs, dtype=torch.float64, device=device) if whole else None
-        by_chunk = [
-            torch.empty(table.n_chunks, dtype=torch.float64, device=device) if wanted else None
-            for wanted in (each, statistics, statistics)
-        ]
+        programs = table.programs[OCCUPANCY_3X80]
+        n_norms = table.n_chunks if per_gradient else programs
+        norms = torch.empty(n_norms, dtype=torch.float64, device=table.device)
         launch.launch(
             norm.norm_kernel,
-            device,
+            table.device,
             programs,
             OCCUPANCY_3X80,
-            (*table.arguments, norms, *by_chunk, table.n_chunks),
+            (*table.arguments, norms, table.n_chunks),
             DTYPE=launch.TL_DTYPES[table.dtype],
             P=norm_type,
+            EACH=per_gradient,
             CHUNK=CHUNK,
             BLOCK=norm.block_of(table.dtype.itemsize, norm_type),
         )
-        return norms, *by_chunk  # type: ignore[return-value]  # one for each order
+        return norms
 
     def total(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms, 0-d."""

@@ -38,7 +38,7 @@ from tritonclip.engine.arguments import (
     unnamed,
 )
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.norms import EACH_ORDERS, Norms
+from tritonclip.engine.norms import Norms
 from tritonclip.engine.plan import NewPlan, Plan, empty_plan, make_plan
 from tritonclip.engine.plan_cache import PlanCache, plans
 from tritonclip.messages import join_names
@@ -285,32 +285,27 @@ class ShardedGradients(Gradients):
         """
         return self._is_reduced and (self.sharding.one_list or not norm.each)
 
-    def exchange(
-        self, norm: Norm, grad_scale: float | Tensor, *, by_gradient: bool = False
-    ) -> Exchange[ReducedNorms]:
+    def exchange(self, norm: Norm, grad_scale: float | Tensor) -> Exchange[ReducedNorms]:
         """As `measure`, beside other exchanges; the caller raises `error` after it."""
-        return exchange(self, norm, grad_scale, by_gradient=by_gradient)
+        return exchange(self, norm, grad_scale)
 
     def measure(
         self,
         norm: Norm,
         grad_scale: float | Tensor = 1.0,
         *,
-        by_gradient: bool = False,
         names_culprits: bool = False,
     ) -> Norms:
         """As of :class:`Gradients`, by one all-reduce in the usual case."""
         if not self._is_reduced:
-            return super().measure(norm, grad_scale, by_gradient=by_gradient)
-        (norms,) = self._measure([norm], grad_scale, by_gradient, names_culprits)
+            return super().measure(norm, grad_scale)
+        (norms,) = self._measure([norm], grad_scale, names_culprits)
         return norms
 
-    def measure_statistics(self, grad_scale: float | Tensor = 1.0) -> Sequence[Norms]:
-        """As of :class:`Gradients`; reads shards once for each order."""
+    def measure_all(self, kinds: Sequence[Norm], grad_scale: float | Tensor) -> list[Norms]:
+        """As of :class:`Gradients`, but beside each other."""
         if not self._is_reduced:
-            return super().measure_statistics(grad_scale)
-        kinds = [Norm(order, each=True) for order in EACH_ORDERS]
-        self.verify_agreement("statistics_by_name", kinds[0], grad_scale)
+            return super().measure_all(kinds, grad_scale)
         return self._measure(kinds, grad_scale)
 
     @without_grad
@@ -318,15 +313,12 @@ class ShardedGradients(Gradients):
         self,
         kinds: Sequence[Norm],
         grad_scale: float | Tensor,
-        by_gradient: bool = False,
         names_culprits: bool = False,
-    ) -> Sequence[Norms]:
+    ) -> list[Norms]:
         """Measures norms beside each other, and raises the error of a rejected list."""
-        norms: Sequence[Norms] = ()
+        norms: list[Norms] = []
         if self.error is None or self.awaits(kinds[0]):
-            norms = run_exchanges(
-                [self.exchange(norm, grad_scale, by_gradient=by_gradient) for norm in kinds]
-            )
+            norms = [*run_exchanges([self.exchange(norm, grad_scale) for norm in kinds])]
             if self.error is not None and names_culprits:
                 # The others ask for names where a norm is NaN.
                 gather_objects([], self.sharding.domain)

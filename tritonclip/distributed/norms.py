@@ -10,7 +10,6 @@ anything is written. On an accelerator the others have the norm NaN, as for a Na
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,8 +19,7 @@ import torch
 from torch import Tensor
 
 from tritonclip.backends.adaptive import Parts
-from tritonclip.backends.interface import Layout, PartialNorms
-from tritonclip.backends.operators import as_tensor, unscaled
+from tritonclip.backends.operators import unscaled
 from tritonclip.distributed.agreement import Replicas, agree
 from tritonclip.distributed.partial_sums import PartialSum, measure_sums, norms_of
 from tritonclip.distributed.process_groups import ERRORS
@@ -61,10 +59,6 @@ class ReducedNorms(Norms):
         assert plan is not None
         norm = unscaled(self.reduced, self.norm_type, self.grad_scale).to(plan.dtype)
         return norm if self.per_gradient else norm.reshape(())
-
-    def nonzeros(self) -> Tensor:
-        """Norms of order 0 of each gradient here, of all shards."""
-        return self.own(self.reduced)
 
     def without_scale(self) -> Norms:
         """The same norms, for a write that leaves the loss scale in the gradients."""
@@ -114,15 +108,11 @@ class ReducedNorms(Norms):
 
 
 def exchange(
-    gradients: ShardedGradients,
-    norm: Norm,
-    grad_scale: float | Tensor,
-    *,
-    by_gradient: bool = False,
+    gradients: ShardedGradients, norm: Norm, grad_scale: float | Tensor
 ) -> Exchange[ReducedNorms]:
     """Measures shards, and reduces their norms: by one all-reduce in the usual case.
 
-    The caller raises the error of a rejected list. `by_gradient` as for `engine.norms.measure`.
+    The caller raises the error of a rejected list.
     """
     norm_type, per_gradient, rule = norm
     if rule is not None and rule.per_unit:
@@ -136,24 +126,15 @@ def exchange(
         raise ValueError(uncovered)
     replicas = Replicas(gradients, norm_type) if plan.verifying else None
     batches, own, sums = [], [], []
-    kept: list[tuple[Layout, PartialNorms]] = []
     for group, shards in zip(plan.groups, reduction.shard_groups, strict=True):
         tensors, addresses = gradients.of_group(group.indices)
         batch = group.layout.bind(tensors, addresses)
         batches.append(batch)
-        moduli = group.pairs and norm_type != 2.0
-        if by_gradient and (moduli or shards.shard.sums_over):
-            # Their own norms are not measured below: one more reading.
-            kept.append((group.layout, batch.norm(math.inf, per_gradient=True)))
         if shards.shard.sums_over:
             sums += [
                 PartialSum(at, tensor, group.pairs, shards.shard)
                 for at, tensor in zip(shards.slots.positions, tensors, strict=True)
             ]
-        elif by_gradient and not (moduli or per_gradient):
-            partials_each = batch.norm(norm_type, per_gradient=True)
-            kept.append((group.layout, partials_each))
-            own.append((as_tensor(partials_each), shards))
         else:
             measured = norms_of(tensors, batch, norm_type, pairs=group.pairs, each=per_gradient)
             own.append((measured, shards))
@@ -175,16 +156,7 @@ def exchange(
         if per_gradient:
             whole = batch.partials_each(reduced[shards.slots.on(plan.device)], norm_type)
         partials.append(whole.to(group.device))
-    return ReducedNorms(
-        batches,
-        partials,
-        norm_type,
-        per_gradient,
-        grad_scale,
-        gradients,
-        reduced,
-        by_gradient=kept if by_gradient and not per_gradient else None,
-    )
+    return ReducedNorms(batches, partials, norm_type, per_gradient, grad_scale, gradients, reduced)
 
 
 def _exchange_of_units(

@@ -190,7 +190,6 @@ class Gradients:
         norm: Norm,
         grad_scale: float | Tensor = 1.0,
         *,
-        by_gradient: bool = False,
         names_culprits: bool = False,
     ) -> norms.Norms:
         """Measures a list that is not empty; of a rejected one, raises when others know.
@@ -198,16 +197,15 @@ class Gradients:
         Args:
             norm: of which kind.
             grad_scale: the loss scale that gradients carry.
-            by_gradient: as for `engine.norms.measure`, of norms of elements.
             names_culprits: names of gradients will be asked for where a norm is NaN.
         """
         if norm.by is not None:
             return norms.measure_by(self, norm.by, grad_scale)
-        return norms.measure(self, norm.order, norm.each, grad_scale, by_gradient=by_gradient)
+        return norms.measure(self, norm.order, norm.each, grad_scale)
 
-    def measure_statistics(self, grad_scale: float | Tensor = 1.0) -> Sequence[norms.Norms]:
-        """Measures the norm of each gradient of order 2, inf and 0."""
-        return norms.measure_each(self, grad_scale, statistics=True)[1:]
+    def measure_all(self, kinds: Sequence[Norm], grad_scale: float | Tensor) -> list[norms.Norms]:
+        """Measures norms one after the other."""
+        return [self.measure(norm, grad_scale) for norm in kinds]
 
     def ask_limit(self, rule: Rule, measured: norms.Norms) -> Rule:
         """Asks for a limit that may raise on one process alone; the rule, which then has it."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from tritonclip.backends import adaptive, choose
 from tritonclip.backends.choose import layout_of, torch_layout
-from tritonclip.backends.interface import Batch, Layout, PartialNorms
+from tritonclip.backends.interface import Batch, PartialNorms
 from tritonclip.backends.operators import (
     as_tensor,
     combine_numbers,
@@ -44,8 +43,6 @@ class Norms:
         per_gradient: partials give the norm of each gradient.
         grad_scale: the loss scale that gradients and partials still carry.
         gradients: the list that was measured.
-        by_gradient: for each group the layout that measured it, and its own partial norms, none of
-            them of two gradients; None where that was not asked for.
         is_checked: under `verify()`, they were compared with a reference.
     """
 
@@ -55,7 +52,6 @@ class Norms:
     per_gradient: bool
     grad_scale: float | Tensor
     gradients: Gradients
-    by_gradient: Sequence[tuple[Layout, PartialNorms]] | None = field(default=None, kw_only=True)
     is_checked: ClassVar[bool] = False
 
     def norm(self) -> Tensor:
@@ -115,22 +111,6 @@ class Norms:
     def total(self) -> Tensor:
         """As `norm`, 0-d, or 1-d with that of each gradient here."""
         return self.norm()
-
-    def nonzeros(self) -> Tensor:
-        """Norms of order 0 of each gradient here, exactly: wide, 1-d."""
-        counts = zip(self.batches, self.partials, strict=True)
-        return self.in_order([batch.norms_each(own, 0.0) for batch, own in counts])
-
-    def zeros(self) -> list[float] | Tensor:
-        """The share of zeros in each gradient here, from norms of order 0; 1 without elements.
-
-        Numbers where the host decides, else 1-d.
-        """
-        counts, sizes = self.nonzeros(), self.own(self.sizes())
-        if not choose.host_decides(counts.device):
-            return 1 - counts / sizes.clamp(min=1)
-        pairs = zip(counts.tolist(), sizes.tolist(), strict=True)
-        return [1 - count / size if size else 1.0 for count, size in pairs]
 
     def without_scale(self) -> Norms:
         """The same norms, for a write that leaves the loss scale in the gradients."""
@@ -197,8 +177,6 @@ def measure(
     norm_type: float,
     per_gradient: bool,
     grad_scale: float | Tensor = 1.0,
-    *,
-    by_gradient: bool = False,
 ) -> Norms:
     """Measures the groups of a list that is not empty: one launch each on a GPU.
 
@@ -207,8 +185,6 @@ def measure(
         norm_type: p of the p-norm.
         per_gradient: each gradient has its norm.
         grad_scale: the loss scale that gradients still carry.
-        by_gradient: keeps partial norms that tell which gradients are finite. Not for norms of
-            order -inf, which no gradient without elements may count for.
     """
     plan = gradients.plan
     assert plan is not None
@@ -216,64 +192,10 @@ def measure(
         # The host decides by numbers that no operator reads: a trace would not notice.
         refuse_tracer()
     if len(plan.groups) == 1 and not ((plan.pairs or plan.empty) and norm_type != 2.0):
-        layout = plan.groups[0].layout
-        batch = layout.bind(gradients.readable, gradients.addresses)
-        partials = batch.norm(norm_type, per_gradient=per_gradient or by_gradient)
-        norms = Norms([batch], [partials], norm_type, per_gradient, grad_scale, gradients)
-        if by_gradient:
-            norms.by_gradient = [(layout, partials)]
-        return norms
-    return _measure_groups(gradients, norm_type, per_gradient, grad_scale, by_gradient=by_gradient)
-
-
-# Orders of the norms of each gradient that `measure_each` gives.
-EACH_ORDERS = (2.0, math.inf, 0.0)
-
-
-def measure_each(
-    gradients: Gradients, grad_scale: float | Tensor = 1.0, *, statistics: bool = False
-) -> tuple[Norms, ...]:
-    """Measures the 2-norms of a list that is not empty, of all and of each, by one reading.
-
-    With `statistics` also norms of each of order inf and 0. Those of complex gradients, which are
-    no norms of pairs, take more readings.
-    """
-    plan = gradients.plan
-    assert plan is not None
-    refuse_tracer()
-    batches: list[Batch] = []
-    partials: list[PartialNorms] = []
-    orders = EACH_ORDERS if statistics else EACH_ORDERS[:1]
-    each: list[tuple[PartialNorms, ...]] = []
-    # For orders other than 2, where elements are no pairs.
-    measuring: list[Batch] = []
-    for group in plan.groups:
-        tensors, addresses = gradients.readable, gradients.addresses
-        if group.indices is not None:
-            tensors, addresses = gradients.of_group(group.indices)
-        batch = moduli = group.layout.bind(tensors, addresses)
-        if statistics and group.pairs:
-            layout = torch_layout(group.device)
-            layout.dtype = plan.dtype
-            moduli = layout.bind([moduli_of(tensor) for tensor in tensors], None)
-            own, *own_each = batch.two_norms()
-            own_each += [moduli.norm(p, per_gradient=True) for p in orders[1:]]
-        else:
-            own, *own_each = batch.statistics() if statistics else batch.two_norms()
-        batches.append(batch)
-        measuring.append(moduli)
-        partials.append(own)
-        each.append(tuple(own_each))
-    if len(partials) > 1:
-        partials = _join(partials, [group.device for group in plan.groups])
-    kept = [(group.layout, own[0]) for group, own in zip(plan.groups, each, strict=True)]
-    whole = Norms(batches, partials, 2.0, False, grad_scale, gradients, by_gradient=kept)
-    of_each = [
-        Norms(batches if p == 2.0 else measuring, [*own], p, True, grad_scale, gradients)
-        for p, own in zip(orders, zip(*each, strict=True), strict=True)
-    ]
-    of_each[0].by_gradient = kept
-    return whole, *of_each
+        batch = plan.groups[0].layout.bind(gradients.readable, gradients.addresses)
+        partials = batch.norm(norm_type, per_gradient=per_gradient)
+        return Norms([batch], [partials], norm_type, per_gradient, grad_scale, gradients)
+    return _measure_groups(gradients, norm_type, per_gradient, grad_scale)
 
 
 @without_grad
@@ -295,19 +217,15 @@ def _measure_groups(
     norm_type: float,
     per_gradient: bool,
     grad_scale: float | Tensor,
-    *,
-    by_gradient: bool,
 ) -> Norms:
     """Measures several groups, complex gradients, or no elements at all."""
     plan = gradients.plan
     assert plan is not None
     batches: list[Batch] = []
     partials: list[PartialNorms] = []
-    kept: list[tuple[Layout, PartialNorms]] = []
     for group in plan.groups:
         tensors, addresses = gradients.of_group(group.indices)
-        measuring: Layout = group.layout
-        moduli = batch = measuring.bind(tensors, addresses)
+        moduli = batch = group.layout.bind(tensors, addresses)
         if group.pairs and norm_type != 2.0:
             # Kernels find the norm of a gradient by the chunks that they write to, and moduli have
             # others.
@@ -318,18 +236,14 @@ def _measure_groups(
             measuring = torch_layout(group.device) if per_gradient else layout_of(own)
             moduli = measuring.bind(own, None)
         batches.append(batch)
-        measured = moduli.norm(norm_type, per_gradient=per_gradient or by_gradient)
+        measured = moduli.norm(norm_type, per_gradient=per_gradient)
         if plan.empty:
             # The least of no elements would be inf.
             measured = [0.0] * len(measured) if isinstance(measured, list) else measured.zero_()
         partials.append(measured)
-        kept.append((measuring, measured))
     if not per_gradient:
         partials = _join(partials, [group.device for group in plan.groups])
-    norms = Norms(batches, partials, norm_type, per_gradient, grad_scale, gradients)
-    if by_gradient:
-        norms.by_gradient = kept
-    return norms
+    return Norms(batches, partials, norm_type, per_gradient, grad_scale, gradients)
 
 
 def _join(partials: list[PartialNorms], devices: list[torch.device]) -> list[PartialNorms]:

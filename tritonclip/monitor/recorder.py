@@ -65,12 +65,10 @@ def record(
             file in this process is closed.
         every: the number of steps from flush to flush, 1 or more.
         each: whether a ClippedOptimizer adds the 2-norm of every parameter's gradient by its name.
-            The reading that measures the norm for clipping gives these too. Read once more are
-            gradients that no rule holds for, those of a rule with another `norm_type`, and shards
-            of several processes. The optimizer knows the names if it was made from
-            `model.named_parameters()`.
+            Gradients are read once more, unless their rule measures these norms. The optimizer
+            knows the names if it was made from `model.named_parameters()`.
         statistics: whether it also adds the largest magnitude and the share of zeros of these
-            gradients, from the same reading; with `each`. The torch backend reads for each of them.
+            gradients, by a reading for each of the two; with `each`.
         write: whether this process writes. None: only rank 0 writes, if torch.distributed is
             initialized at the first step. Other processes check their arguments and count steps.
         append: whether to append to a file that already has steps. The columns must be the same,

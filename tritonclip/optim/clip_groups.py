@@ -35,11 +35,12 @@ from tritonclip.engine.checks import (
 )
 from tritonclip.engine.gradients import Gradients
 from tritonclip.engine.memory import are_apart, find_overlap, memory_of, overlap_error
-from tritonclip.engine.norms import Norms, measure_each
+from tritonclip.engine.norms import Norms, measure
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
 from tritonclip.flat.view_watch import zero_gradient_
 from tritonclip.monitor.stats import Clipped, as_tensor
+from tritonclip.named_norms import STATISTICS
 from tritonclip.optim.param_groups import (
     Groups,
     OwnRules,
@@ -77,6 +78,7 @@ class ClipGroup:
         with_statistics: the recorder also takes the next two.
         largest_each: the largest magnitude of each gradient.
         nonzeros_each: how many elements of each gradient are not 0, as its norm of order 0.
+        finite: which gradients are finite, bool, 1-d, where an error some steps later names them.
         bound_rule: the rule, bound to its state for one step, if its limit changes between steps.
     """
 
@@ -93,6 +95,7 @@ class ClipGroup:
     with_statistics: bool = False
     largest_each: Norms | None = None
     nonzeros_each: Norms | None = None
+    finite: Tensor | None = None
     bound_rule: BoundRule | None = None
 
     @property
@@ -113,62 +116,25 @@ class ClipGroup:
         """Whether a rule holds for them that measures norms."""
         return not (self.unclipped or self.rule.clamps)
 
-    def measure_(
-        self, norm: Norm, field: str, grad_scale: float | Tensor, *, by_gradient: bool = False
-    ) -> None:
-        """Measures norms, and keeps them as one of the attributes.
-
-        From the same reading come the norms of each gradient that a recorder takes, but for norms
-        by unit beside statistics. With `by_gradient` the norms tell which gradients are finite.
-        """
-        gradients, norms = self.gradients, None
-        takes_each = self.by_name and norm.order == 2.0
-        if takes_each and (self.with_statistics or not norm.each):
-            whole, self.each, *others = measure_each(
-                gradients, grad_scale, statistics=self.with_statistics
-            )
-            if others:
-                self.largest_each, self.nonzeros_each = others
-            norms = self.each if norm.each else whole
-        if norms is None or norm.by is not None:
-            norms = gradients.measure(norm, grad_scale, by_gradient=by_gradient)
-            if takes_each:
-                self.each = norms
+    def measure_(self, norm: Norm, field: str, grad_scale: float | Tensor) -> None:
+        """Measures norms, and keeps them as one of the attributes; as `each` too, if they are."""
+        norms = self.gradients.measure(norm, grad_scale)
         setattr(self, field, norms)
+        if self.by_name and norm.order == 2.0 and norm.each:
+            self.each = norms
+
+    def measure_finite_(self) -> None:
+        """Measures which gradients are finite, those of this process alone."""
+        gradients = self.gradients
+        if gradients.plan is None:
+            return
+        self.finite = torch.ones(0, dtype=torch.bool, device=gradients.device)
+        if gradients.tensors:
+            self.finite = torch.isfinite(measure(gradients, math.inf, per_gradient=True).norm())
 
     def norm(self) -> float | Tensor:
         """The norm of all before clipping; 0-d where the host does not decide."""
         return 0.0 if self.norms is None else _norm_of_all(self.norms)
-
-    @property
-    def reads_norms(self) -> bool:
-        """Whether `finite_reader` reads norms that may not fit though the gradients are finite."""
-        return self.largest is None and (self.rule.per_unit or self.rule.spectral)
-
-    def finite_reader(self) -> Callable[[], list[bool]] | None:
-        """Reads which gradients are finite, from norms alone: it keeps no gradient alive.
-
-        None where nothing was measured. Norms of each gradient count all processes' shards.
-        """
-        norms = self.norms if self.largest is None else self.largest
-        if norms is None:
-            return None
-        n, plan = len(self.gradients.tensors), norms.gradients.plan
-        assert plan is not None
-        if norms.by_gradient is None:
-            each = norms.total()
-            return lambda: torch.isfinite(each).reshape(-1).tolist()
-        kept, indices = norms.by_gradient, [group.indices for group in plan.groups]
-
-        def read() -> list[bool]:
-            finite = [True] * n
-            for (layout, partials), own in zip(kept, indices, strict=True):
-                flags = layout.finite_each(partials)
-                for index, flag in zip(range(n) if own is None else own, flags, strict=True):
-                    finite[index] = flag
-            return finite
-
-        return read
 
     def clip_(self, grad_scale: float | Tensor, *, zero_nonfinite: bool) -> Clipped | None:
         """Clips by the rule, once; returns the outcome, None of a rule that clamps."""
@@ -448,18 +414,21 @@ def requests(
             found.append(NormRequest(group, rule.norm, "norms"))
             if check_finite and hides_nonfinite(rule.norm_type):
                 found.append(NormRequest(group, Norm(math.inf), "largest"))
-        if is_measured and rule.norm_type == 2.0:
-            continue
         if group.by_name:
-            found.append(NormRequest(group, Norm(each=True), "each"))
-        elif two_norm and not group.unclipped:
+            found += recorded_requests(group)
+        elif two_norm and not group.unclipped and not (is_measured and rule.norm_type == 2.0):
             found.append(NormRequest(group, Norm(), "two_norm"))
     for group in recorded:
-        found.append(NormRequest(group, Norm(each=True), "norms"))
-        if group.with_statistics:
-            found.append(NormRequest(group, Norm(math.inf, each=True), "largest_each"))
-            found.append(NormRequest(group, Norm(0.0, each=True), "nonzeros_each"))
+        found += recorded_requests(group)
     return found
+
+
+def recorded_requests(group: ClipGroup) -> list[NormRequest]:
+    """The norms of each gradient that a recorder takes, less those that the rule measures."""
+    fields = ("each", "largest_each", "nonzeros_each")
+    found = [NormRequest(group, *one) for one in zip(STATISTICS, fields, strict=True)]
+    first = int(group.rule.norm_type == 2.0 and group.rule.per_gradient)
+    return found[first : 3 if group.with_statistics else 1]
 
 
 def hides_nonfinite(order: float) -> bool:
@@ -467,15 +436,12 @@ def hides_nonfinite(order: float) -> bool:
     return order in (0.0, -math.inf)
 
 
-def measure_requests(
-    requests: Sequence[NormRequest], grad_scale: float | Tensor, *, by_gradient: bool = False
-) -> None:
+def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor) -> None:
     """Measures norms; of refused gradients those that other processes wait for.
 
     Args:
         requests: the norms.
         grad_scale: the loss scale that gradients still carry.
-        by_gradient: as for `engine.norms.measure`, of norms that show NaN and inf.
 
     Raises:
         TypeError, ValueError, RuntimeError: gradients that a process refuses; on a CPU only.
@@ -485,11 +451,10 @@ def measure_requests(
         # By value, an element counts as it came.
         scale = 1.0 if field == "norms" and group.rule.clamps else grad_scale
         gradients = group.gradients
-        shows = by_gradient and field in ("norms", "largest") and not hides_nonfinite(norm.order)
         if not isinstance(gradients, ShardedGradients) or not group.is_spread:
-            group.measure_(norm, field, scale, by_gradient=shows)
+            group.measure_(norm, field, scale)
         elif gradients.error is None or gradients.awaits(norm):
-            exchanges.append(gradients.exchange(norm, scale, by_gradient=shows))
+            exchanges.append(gradients.exchange(norm, scale))
             awaited.append((group, field))
     if exchanges:
         for (group, field), norms in zip(awaited, run_exchanges(exchanges), strict=True):

@@ -36,6 +36,7 @@ from tritonclip.optim.clip_groups import (
     measure_requests,
     nearest_finite,
     nonfinite_of,
+    recorded_requests,
     refuse,
     refuse_nonfinite,
     refused,
@@ -46,7 +47,7 @@ from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.policy import Policy
 from tritonclip.optim.states import Judgement, RuleStates
 from tritonclip.optim.step_record import StepRecord
-from tritonclip.rules import Norm, Numbering, Outlier, Rule
+from tritonclip.rules import Numbering, Outlier, Rule
 from tritonclip.rules.rule import Adaptive
 
 
@@ -62,7 +63,7 @@ class Step:
         record: for a recorder; None without one.
         check_finite: `nonfinite` will be read, whatever the policy. It covers every gradient, also
             those that no rule holds for.
-        by_gradient: the norms are to tell which gradients are finite.
+        by_gradient: which gradients are finite is measured, for an error some steps later.
 
     Attributes:
         clip_groups: as handed over.
@@ -136,18 +137,14 @@ class Step:
                     _ = rule.norm
                 scale = 1.0 if rule.clamps else self._grad_scale
                 if group.by_name:
-                    group.measure_(rule.norm, "norms", scale, by_gradient=self.by_gradient)
+                    group.measure_(rule.norm, "norms", scale)
                 else:
-                    group.norms = measure(
-                        group.gradients,
-                        rule.norm_type,
-                        rule.per_gradient,
-                        scale,
-                        by_gradient=self.by_gradient,
-                    )
+                    group.norms = measure(group.gradients, rule.norm_type, rule.per_gradient, scale)
+            if self.by_gradient:
+                group.measure_finite_()
             if record is not None:
-                if group.by_name and group.each is None:
-                    group.measure_(Norm(each=True), "each", self._grad_scale)
+                if group.by_name:
+                    measure_requests(recorded_requests(group), self._grad_scale)
                 record.measure(groups, self._grad_scale)
             return
         recorded = [] if record is None else record.clip_groups
@@ -164,7 +161,10 @@ class Step:
         if settings.current().verifying:
             error = refusal or _error_of([*groups, *recorded])
             verify_agreement(groups, needed, self._describe, error, self.param_groups, processes)
-        measure_requests(needed, self._grad_scale, by_gradient=self.by_gradient)
+        measure_requests(needed, self._grad_scale)
+        if self.by_gradient:
+            for group in groups:
+                group.measure_finite_()
         refusal = refusal or _error_of([*groups, *recorded])
         if refusal is not None:
             if raises_if_nonfinite is not None and raises_if_nonfinite():

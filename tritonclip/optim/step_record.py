@@ -1,8 +1,7 @@
 """The norms of a step for a recorder: of all gradients, of groups with a rule, of each parameter.
 
-The norm of each parameter, its largest magnitude and its share of zeros come from the reading that
-measures the clip groups. Others are read once more: gradients that no rule holds for, and shards of
-which other processes have more.
+The norm of each parameter, its largest magnitude and its share of zeros are ordinary norms, of
+order 2, inf and 0: each takes a reading of the gradients, but the first where the rule measures it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tritonclip.messages import warn_user
 from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import Outcomes
 from tritonclip.monitor.verdict import Flag
-from tritonclip.named_norms import NamedNorms, is_measured
+from tritonclip.named_norms import NamedNorms, is_measured, zeros_of
 from tritonclip.optim.clip_groups import UNLIMITED, ClipGroup, global_norm_of
 from tritonclip.optim.param_groups import Groups, key_of, label_of_member
 
@@ -117,7 +116,7 @@ def _numbers_of(each: Norms) -> Sequence[float | Tensor]:
 def _shares_of_zeros(each: Norms) -> Sequence[float | Tensor]:
     """The share of zeros in each gradient, from norms of order 0."""
     _verify(each)
-    zeros = each.zeros()
+    zeros = zeros_of(each)
     return [zeros] if isinstance(zeros, Tensor) else zeros
 
 
@@ -262,13 +261,13 @@ class StepRecord:
     def _columns_of_named(self, named: NamedNorms) -> list[_Column]:
         """Norms by name, and statistics, of gradients that are measured for the recorder alone."""
         group = self.clip_groups[0] if self.clip_groups else None
-        measured = None if group is None else group.norms
+        measured = None if group is None else group.each
         if self._recorder.statistics:
             statistics: Sequence[Norms] = ()
             if group is None:
                 statistics = named.measure_statistics(self._grad_scale)
-            elif group.norms and group.largest_each and group.nonzeros_each:
-                statistics = (group.norms, group.largest_each, group.nonzeros_each)
+            elif group.each and group.largest_each and group.nonzeros_each:
+                statistics = (group.each, group.largest_each, group.nonzeros_each)
             return [{**column} for column in named.statistics_by_name(statistics)]
         each = named.measure(2.0, self._grad_scale) if measured is None else measured.total()
         if choose.host_decides(each.device):

@@ -112,21 +112,16 @@ class LeftOut:
     Args:
         step: the number of calls before it.
         flag: whether the device leaves it out, 0-d bool.
-        clip_groups: measured. Of their gradients only partial norms are kept.
+        clip_groups: measured. Of their gradients it keeps which are finite.
     """
 
     def __init__(self, step: int, flag: Tensor, clip_groups: Sequence[ClipGroup]) -> None:
         self.step, self.read = step, _sent(flag)
         self._lists = [
-            (group.gradients.without_tensors(), read)
+            (group.gradients.without_tensors(), group.finite)
             for group in clip_groups
-            if (read := group.finite_reader()) is not None
+            if group.finite is not None
         ]
-        self._kind = (
-            "gradients whose norms are not finite"
-            if any(group.reads_norms for group in clip_groups)
-            else "non-finite gradients"
-        )
 
     def error(self, n_after: int, param_groups: Groups) -> RuntimeError:
         """The error that names its gradients with NaN or inf; other processes call this, too.
@@ -135,7 +130,7 @@ class LeftOut:
             n_after: the steps after it that were left out.
             param_groups: of the optimizer.
         """
-        found = [(gradients, read()) for gradients, read in self._lists]
+        found = [(gradients, finite.tolist()) for gradients, finite in self._lists]
         culprits = [
             gradients.culprits([i for i, is_finite in enumerate(finite) if not is_finite])
             for gradients, finite in found
@@ -144,7 +139,7 @@ class LeftOut:
         steps = "step" if n_after == 1 else f"{n_after} steps"
         after = f" and of the {steps} after it" if n_after else ""
         blame = (
-            f"has {self._kind}: {names}{nearest_finite(found, param_groups)}"
+            f"has non-finite gradients: {names}{nearest_finite(found, param_groups)}"
             if names
             else "is non-finite: every gradient is finite, but their norm does not fit its dtype"
         )
