@@ -99,6 +99,16 @@ def load(model: Any, optimizers: Any, saved: dict[str, Any], flatten: bool) -> N
     )
 
 
+def resumed(
+    folder: Path, make: Make, flatten: bool, *, flat: bool, rule: bool = True
+) -> tuple[torch.nn.Sequential, ClippedOptimizer]:
+    """A new program, after it loaded; torch makes no state where there are gradients."""
+    model, optimizer = program(make, seed=9, flat=False, rule=rule)
+    load_from(folder, model, optimizer, flatten)
+    optimizer.flat = FlatGradients(model) if flat else None
+    return model, optimizer
+
+
 def _is_alone() -> bool:
     return not torch.distributed.is_initialized()
 
@@ -140,13 +150,14 @@ def assert_same_run(ours: Any, theirs: Any) -> None:
 @FLAT
 @pytest.mark.parametrize("rule", [False, True], ids=["one-rule", "group-rule"])
 def test_resumed_run_equals_one_without_interruption(tmp_path, make, flatten, flat, rule):
+    if flatten and rule:
+        pytest.skip("torch does not load the keys of such groups")
     whole = program(make, flat=flat, rule=rule)
     train(*whole, range(7))
     first = program(make, flat=flat, rule=rule)
     train(*first, range(4))
     save_to(tmp_path, *first, flatten)
-    second = program(make, seed=9, flat=flat, rule=rule)
-    load_from(tmp_path, *second, flatten)
+    second = resumed(tmp_path, make, flatten, flat=flat, rule=rule)
     train(*second, range(4, 7))
     assert_same_run(second, whole)
 
@@ -164,14 +175,13 @@ def lone_group(tmp_path: Path) -> Iterator[None]:
 @FLATTEN
 @FLAT
 def test_run_resumed_in_a_process_group_equals_one_without_interruption(tmp_path, flatten, flat):
-    make = partial(AdamW, lr=0.05)
-    whole = program(make, flat=flat)
+    make, rule = partial(AdamW, lr=0.05), not flatten
+    whole = program(make, flat=flat, rule=rule)
     train(*whole, range(7))
-    first = program(make, flat=flat)
+    first = program(make, flat=flat, rule=rule)
     train(*first, range(4))
     save_to(tmp_path / "saved", *first, flatten)
-    second = program(make, seed=9, flat=flat)
-    load_from(tmp_path / "saved", *second, flatten)
+    second = resumed(tmp_path / "saved", make, flatten, flat=flat, rule=rule)
     train(*second, range(4, 7))
     assert_same_run(second, whole)
 
@@ -217,7 +227,10 @@ def test_norms_that_a_rule_remembers_come_back(tmp_path, flatten, flat, rule):
     train(*first, range(5))
     save_to(tmp_path, *first, flatten)
     second = one(seed=9)
+    second[1].flat = None
+    second[1].zero_grad()
     load_from(tmp_path, *second, flatten)
+    second[1].flat = FlatGradients(second[0]) if flat else None
     train(*second, range(5, 9))
     memory = second[1].state_dict()["tritonclip"]["memory"]
     torch.testing.assert_close(
@@ -267,17 +280,44 @@ def test_template_of_a_new_program_leaves_model_gradients_and_statistics(make, f
     assert optimizer.flat is None or optimizer.flat.check() is None  # type: ignore[func-returns-value]
 
 
-@FLATTEN
-def test_rules_are_those_of_the_program_that_loads(tmp_path, flatten):
+def test_rules_are_those_of_the_program_that_loads(tmp_path):
     first = program(AdamW, flat=False, rule=True)
     train(*first, range(2))
-    save_to(tmp_path, *first, flatten)
+    save_to(tmp_path, *first, flatten=False)
     model, optimizer = program(AdamW, flat=False, rule=False)
     optimizer.param_groups[1]["clip"] = ClipByValue(0.1)
-    load_from(tmp_path, model, optimizer, flatten)
+    load_from(tmp_path, model, optimizer, flatten=False)
     assert [group.get("clip") for group in optimizer.param_groups] == [None, ClipByValue(0.1)]
     assert "clip" not in optimizer.param_groups[0]
-    assert not any("tritonclip" in group for group in optimizer.param_groups)
+    assert [group["tritonclip"] for group in optimizer.param_groups] == [None, None]
+
+
+def test_rules_of_groups_refuse_a_flattened_checkpoint_and_may_be_set_after_it(tmp_path):
+    """torch looks for every key of a group that the optimizer has while it loads."""
+    whole, first = program(AdamW, flat=False), program(AdamW, flat=False)
+    train(*whole, range(4))
+    train(*first, range(2))
+    save_to(tmp_path, *first, flatten=True)
+    model, optimizer = program(AdamW, seed=9, flat=False)
+    with pytest.raises(KeyError, match=r"param_groups\..*\.clip"):
+        load_from(tmp_path, model, optimizer, flatten=True)
+    model, optimizer = program(AdamW, seed=9, flat=False, rule=False)
+    load_from(tmp_path, model, optimizer, flatten=True)
+    optimizer.param_groups[0]["clip"] = ClipByNorm(0.02)
+    train(model, optimizer, range(2, 4))
+    assert_same_run((model, optimizer), whole)
+
+
+@FLATTEN
+def test_state_that_torch_could_not_load_is_missed(tmp_path, flatten):
+    """It makes none for an optimizer whose parameters have gradients."""
+    first = program(AdamW, flat=False, rule=False)
+    train(*first, range(2))
+    save_to(tmp_path, *first, flatten)
+    model, optimizer = program(AdamW, seed=9, flat=True, rule=False)
+    with pytest.raises(ValueError, match=r"state of the optimizer, and it is missing .* flat"):
+        load_from(tmp_path, model, optimizer, flatten)
+    assert optimizer.stats.summary()["steps"] == 0
 
 
 @FLATTEN
@@ -343,7 +383,7 @@ def test_checkpoint_of_the_bare_optimizer_loads_where_statistics_may_be_missing(
     bare = make(groups_of(model, rule=False))
     train(model, bare, range(3))
     save_to(tmp_path, model, bare, flatten)
-    twin, wrapper = program(make, seed=1, flat=True)
+    twin, wrapper = program(make, seed=1, flat=False, rule=False)
     with pytest.raises(CheckpointException, match=r"Missing key .*tritonclip"):
         load_from(tmp_path, twin, wrapper, flatten)
     load_from(tmp_path, twin, wrapper, flatten, planner=DefaultLoadPlanner(allow_partial_load=True))
@@ -352,13 +392,16 @@ def test_checkpoint_of_the_bare_optimizer_loads_where_statistics_may_be_missing(
     assert wrapper.stats.summary()["steps"] == 0
 
 
-def test_state_dict_outside_of_torchs_checkpoint_is_as_ever():
-    model, optimizer = program(AdamW, flat=True)
-    checkpoint_of(model, optimizer, flatten=False)
-    assert set(optimizer.state_dict()) == {"state", "param_groups", "tritonclip"}
-    assert not any("tritonclip" in group for group in optimizer.state_dict()["param_groups"])
-    assert optimizer.param_groups is optimizer.optimizer.param_groups
-    assert optimizer.state is optimizer.optimizer.state
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize("size", [0.0, 1.0])
+@pytest.mark.parametrize("rule", [1.0, ClipByValue(0.5)], ids=["norm", "value"])
+def test_only_a_step_that_changes_nothing_is_not_counted(rate, size, rule):
+    """As torch takes it where an optimizer has no state: gradients and learning rates of 0."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = ClippedOptimizer(SGD([weight], lr=rate), rule)
+    weight.grad = torch.full((2,), size)
+    optimizer.step()
+    assert int(optimizer.stats.steps) == (rate > 0 or size > 0)
 
 
 MEMORIES = [ClipByQuantile(0.5, 5), ClipByOwnHistory(warmup=2)]

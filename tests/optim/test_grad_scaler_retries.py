@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
+import tritonclip
 from helpers.cases import grad_of
 from helpers.loss_scale import (
     SCALE,
@@ -68,11 +69,24 @@ def test_scaler_does_not_unscale_again_after_a_step_that_raised(scaler_type, fus
     torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
 
 
-@pytest.mark.parametrize("scaler_type", SCALERS)
+def test_gradients_that_torchs_scaler_divides_again_are_refused():
+    """It does not ask before; the wrapper knows that it divided them itself."""
+    weight, optimizer, scaler = weight_under(torch.amp.GradScaler, fused=True)
+    interrupt_a_step(scaler, optimizer)
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"unscale_ .* divided them again.* zero_grad and"):
+        scaler.step(optimizer)
+    assert not weight.any()
+    optimizer.zero_grad()
+    weight.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), torch.tensor([-0.6, -0.8]))
+
+
 @pytest.mark.parametrize("fused", [False, True])
-def test_unscale_after_a_step_that_raised_is_refused(scaler_type, fused):
+def test_unscale_after_a_step_that_raised_is_refused(fused):
     """The step has divided and clipped, and another one goes on."""
-    weight, optimizer, scaler = weight_under(scaler_type, fused=fused)
+    weight, optimizer, scaler = weight_under(tritonclip.GradScaler, fused=fused)
     interrupt_a_step(scaler, optimizer)
     # A scaler that has unscaled refuses by itself until then.
     scaler.update()

@@ -287,6 +287,8 @@ def test_damaged_entry_is_named_and_nothing_is_loaded(name, value):
 def test_damaged_bytes_in_a_group_are_refused(damaged):
     _, source = one_weight()
     saved = source.state_dict()
+    # As torch.distributed.checkpoint carries it.
+    del saved["tritonclip"]
     saved["param_groups"][0]["tritonclip"] = damaged
     with pytest.raises(ValueError, match="must be bytes that state_dict"):
         one_weight()[1].load_state_dict(saved)

@@ -26,6 +26,8 @@ class Handshake:
             None for none.
         found_inf: whether gradients overflow, 0-d; False where it is known that none does; None
             outside of the step of a GradScaler.
+        is_begun: a GradScaler has begun a step, and hands over both.
+        resumes: in a step of a GradScaler, whether it goes on where a failed step ended.
         on_device: in a step of our GradScaler, whether the device decides to leave it out; else
             None.
         measured: the step to come, where the scaler had its overflow measured.
@@ -42,6 +44,7 @@ class Handshake:
         """Forgets what a scaler hands over for one step; it takes it back only from a success."""
         self.grad_scale: Any = None
         self.found_inf: Any = None
+        self.is_begun = self.resumes = False
 
     @property
     def overflow(self) -> Flag:

@@ -25,8 +25,8 @@ from tritonclip.optim.amp import (
     takes_scaling,
 )
 from tritonclip.optim.checkpoint import (
-    STATS_KEY,
     keep_rules_out_,
+    mark_,
     split_own,
     with_own,
     with_present_rules,
@@ -58,7 +58,7 @@ from tritonclip.optim.param_groups import (
     unclipped,
 )
 from tritonclip.optim.policy import StepNonfinite, policy_of
-from tritonclip.optim.proxy import GRAD_SCALER, OptimizerProxy, called_from
+from tritonclip.optim.proxy import OptimizerProxy
 from tritonclip.optim.states import RuleStates, as_loss, as_skip_bound
 from tritonclip.optim.step import Step
 from tritonclip.optim.step_record import ParameterNames, StepRecord, as_recorder
@@ -172,7 +172,8 @@ class ClippedOptimizer(OptimizerProxy):
         program. `state_dict` is that of the wrapped optimizer, with the statistics and the norms
         that rules remember. The wrapper and the bare optimizer load each other's checkpoints.
         `torch.distributed.checkpoint` finds the wrapper's part in the parameter groups, under the
-        key `tritonclip`.
+        key `tritonclip`. It makes the state of a new optimizer by a step with gradients and
+        learning rates of 0. Of an optimizer without state, such a step is not counted.
 
         Between a step that is not finite and its "async_error", parameters, state and rules are
         those before that step, in checkpoints and copies too. A checkpoint that is loaded then ends
@@ -222,6 +223,7 @@ class ClippedOptimizer(OptimizerProxy):
         self._unfinished: Step | None = None
         # Steps without a gradient so far; None once one was found, and where that was warned of.
         self._in_vain: int | None = 0
+        mark_(groups)
         # Last: where anything raises, this does not count as a wrapper.
         keep_rules_out_(optimizer)
         self._guard = guard_(optimizer, self)
@@ -318,13 +320,15 @@ class ClippedOptimizer(OptimizerProxy):
 
         For a loss scale of your own, call `step(grad_scale=scale)`.
         """
+        # A scaler multiplies its own by it.
+        self._amp.refuse_set_by_hand()
         if self._amp.grad_scale is None:
             raise AttributeError("grad_scale: no loss scale is set")
         return self._amp.grad_scale
 
     @grad_scale.setter
     def grad_scale(self, scale: Any) -> None:
-        if called_from(GRAD_SCALER):
+        if self._amp.is_begun:
             # Not by hand, even if an interrupt comes before the overflow.
             self._amp.found_inf = False
         self._amp.grad_scale = scale
@@ -348,15 +352,18 @@ class ClippedOptimizer(OptimizerProxy):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a GradScaler hands scale and overflow to `step` instead of dealing with them."""
+        """Whether a GradScaler hands scale and overflow to `step` instead of dealing with them.
+
+        It asks at the beginning of a step: whatever an interrupted one left is void.
+        """
         amp = self._amp
-        if called_from(GRAD_SCALER):
-            # It begins a step; whatever an interrupted one left is void.
-            amp.measured = None
-            amp.refuse_set_by_hand()
-            amp.clear()
-            if self._unfinished is not None:
-                self._unfinished.decide(self._partition.present())
+        amp.measured = None
+        amp.refuse_set_by_hand()
+        amp.clear()
+        if self._unfinished is not None:
+            # Before it writes to the gradients.
+            amp.resumes = self._unfinished.resumes(self._partition.present())
+        amp.is_begun = takes_scaling(self.optimizer)
         return takes_scaling(self.optimizer) if amp.on_device is None else amp.on_device
 
     @torch.compiler.disable(recursive=False)
@@ -420,6 +427,7 @@ class ClippedOptimizer(OptimizerProxy):
         if left_out is True:
             self._log.add(step)
             return None, False
+        was_empty = not self.optimizer.state
         # An interrupted step may have left its own.
         vars(self.optimizer).pop("found_inf", None)
         if isinstance(left_out, Tensor):
@@ -429,7 +437,9 @@ class ClippedOptimizer(OptimizerProxy):
         self._unfinished = None
         if self._in_vain is not None:
             self._look_for_gradients(self._in_vain + 1)
-        self._log.add(step)
+        # So torch.distributed.checkpoint makes the state of an optimizer that has none.
+        if not (was_empty and step.is_idle()):
+            self._log.add(step)
         return result, True
 
     def _step_with(self, closure: Closure, grad_scale: float | Tensor | None) -> tuple[Any, bool]:
@@ -501,9 +511,12 @@ class ClippedOptimizer(OptimizerProxy):
         """A step that is measured and judged; nothing is written yet."""
         amp, unfinished = self._amp, self._unfinished
         step, amp.measured = amp.measured, None
-        if unfinished is not None and unfinished.resumes(self._partition.present()):
-            if grad_scale is not None and amp.found_inf is None:
-                unfinished.refuse_other_scale(grad_scale)
+        resumes = False
+        if unfinished is not None:
+            resumes = amp.resumes and amp.found_inf is not None
+            resumes = resumes or unfinished.resumes(self._partition.present())
+        if unfinished is not None and resumes:
+            unfinished.refuse_other_scale(grad_scale, scaler=amp.found_inf is not None)
             unfinished.remember_in(self._log.states)
             step, skip = unfinished, unfinished.verdict.skip
         else:
@@ -672,6 +685,7 @@ class ClippedOptimizer(OptimizerProxy):
         self._amp.clear()
 
     def _before_unscaling(self) -> None:
+        """Refuses that gradients which a failed step left are divided."""
         if self._unfinished is not None:
             self._unfinished.refuse_unscaling(self._partition.present())
 
@@ -704,6 +718,7 @@ class ClippedOptimizer(OptimizerProxy):
                 "new FlatGradients"
             )
         super().add_param_group(param_group)
+        mark_(self.param_groups)
         self._partition.read_rules()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -714,13 +729,13 @@ class ClippedOptimizer(OptimizerProxy):
         else:
             self._partition.zero_flat_(set_to_none=set_to_none)
 
-    def _save(self, *, in_groups: bool) -> dict[str, Any]:
+    def _save(self) -> dict[str, Any]:
         # Also here, for optimizers that do not run their hooks.
         saved = without_rules(self.optimizer, self.optimizer.state_dict())
         # Rules that no step could take are no reason not to save.
         rules = self._partition.rules(anew=False)
         own = self._log.state_dict(self.optimizer.param_groups, rules)
-        return with_own(saved, own) if in_groups else {**saved, STATS_KEY: own}
+        return with_own(saved, own)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         rest, own = split_own(state_dict)

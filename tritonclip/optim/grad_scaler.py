@@ -68,6 +68,8 @@ class GradScaler(torch.amp.GradScaler):
             # Called by `step`.
             self._check_inf_per_device(optimizer)
             return
+        if isinstance(optimizer, ClippedOptimizer):
+            optimizer._before_unscaling()
         super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:

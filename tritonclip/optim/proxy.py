@@ -1,11 +1,6 @@
-"""An optimizer in front of another one: torch's interface, whose state is that of the other.
-
-torch has no protocol by which an optimizer could give its own code another answer than a user. Its
-modules are known by their names.
-"""
+"""An optimizer in front of another one: torch's interface, whose state is that of the other."""
 
 import re
-import sys
 from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tritonclip.optim.checkpoint import filled_state, saved_groups
-
-CHECKPOINT = "torch.distributed.checkpoint.state_dict"
-GRAD_SCALER = "torch.amp.grad_scaler"
 # Where Optimizer keeps its registered hooks.
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -28,24 +19,6 @@ _HOOKS = (
 )
 # Methods that update parameters, or give the step a closure, as those of SAM, LOMO and GSAM.
 _UPDATES = re.compile(r"(?!get_|is_)\w+_step|step_\w+|fused_backward|set_closure")
-
-
-def called_from(module: str) -> bool:
-    """Whether the caller of the caller is code of that module."""
-    known = sys.modules.get(module)
-    return known is not None and sys._getframe(2).f_globals is known.__dict__
-
-
-def _is_unscaling() -> bool:
-    """Whether the caller of the caller belongs to the `unscale_` of a GradScaler."""
-    # A step only looks for inf there, by the same function.
-    frame = sys._getframe(2)
-    above = frame.f_back
-    return (
-        frame.f_code.co_name == "_unscale_grads_"
-        and above is not None
-        and above.f_code.co_name == "unscale_"
-    )
 
 
 class OptimizerProxy(Optimizer):
@@ -96,10 +69,6 @@ class OptimizerProxy(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's."""
-        if called_from(CHECKPOINT):
-            return saved_groups(self.optimizer.param_groups)
-        if _is_unscaling():
-            self._before_unscaling()
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -109,8 +78,6 @@ class OptimizerProxy(Optimizer):
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """The wrapped optimizer's."""
-        if called_from(CHECKPOINT):
-            return filled_state(self.optimizer)
         return self.optimizer.state
 
     @state.setter
@@ -167,7 +134,7 @@ class OptimizerProxy(Optimizer):
         """A checkpoint that this class and the bare optimizer load."""
         for before in tuple(self._optimizer_state_dict_pre_hooks.values()):
             before(self)
-        state_dict = self._save(in_groups=called_from(CHECKPOINT))
+        state_dict = self._save()
         for after in tuple(self._optimizer_state_dict_post_hooks.values()):
             state_dict = after(self, state_dict) or state_dict
         return state_dict
@@ -180,11 +147,7 @@ class OptimizerProxy(Optimizer):
         for after in tuple(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
-    def _before_unscaling(self) -> None:
-        """Runs before a GradScaler divides the gradients outside of a step; may refuse."""
-
-    def _save(self, *, in_groups: bool) -> dict[str, Any]:
-        """The checkpoint; with `in_groups`, all that the wrapped optimizer lacks is in groups."""
+    def _save(self) -> dict[str, Any]:
         raise NotImplementedError
 
     def _load(self, state_dict: dict[str, Any]) -> None:

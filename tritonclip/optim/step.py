@@ -25,7 +25,7 @@ from tritonclip.distributed.agreement import (
 from tritonclip.distributed.process_groups import Processes
 from tritonclip.engine.checks import nonfinite_indices
 from tritonclip.engine.norms import measure
-from tritonclip.modes import without_grad
+from tritonclip.modes import is_captured, without_grad
 from tritonclip.monitor.stats import Outcomes
 from tritonclip.monitor.verdict import TAKEN, Flag, either
 from tritonclip.optim.clip_groups import (
@@ -105,7 +105,6 @@ class Step:
         self._writing: ClipGroup | None = None
         # Of a step that failed: its gradients and their versions, and whether the next goes on.
         self._left: list[tuple[Tensor, int]] = []
-        self._resumes: bool | None = None
 
     def measure(
         self,
@@ -293,6 +292,21 @@ class Step:
             if group.bound_rule is not None:
                 group.bound_rule.commit(left_out)
 
+    @torch.compiler.disable
+    def is_idle(self) -> bool:
+        """Whether the step had learning rates and norms of 0; waits for the device for the norms.
+
+        Without norms, whether it had gradients of 0.
+        """
+        for group in self.param_groups:
+            rate = group.get("lr")
+            on_host = rate.device.type == "cpu" if isinstance(rate, Tensor) else rate is not None
+            if not on_host or rate != 0:
+                return False
+        norms = [outcome.norm for outcome in self.outcomes.values() if outcome is not None]
+        read = norms or [grad for group in self.clip_groups for grad in group.gradients.tensors]
+        return not any(is_captured(t.device) or t.is_meta or bool(t.any()) for t in read)
+
     def written_to(self) -> list[Tensor]:
         """The tensors whose versions tell of a write: gradients, or the buffers that hold them."""
         lists = [group.gradients for group in self.clip_groups]
@@ -307,19 +321,12 @@ class Step:
         ):
             # Before a rule wrote anything.
             return False
-        self._resumes = None
         self._left = [(grad, version_of(grad)) for grad in self.written_to()]
         return True
 
-    def decide(self, present: Iterable[Tensor]) -> None:
-        """Decides now whether the next step goes on: before a GradScaler writes to gradients."""
-        self._resumes = None
-        self._resumes = self.resumes(present)
-
     def refuse_unscaling(self, present: Iterable[Tensor]) -> None:
         """RuntimeError where a GradScaler would divide the gradients that the failed step left."""
-        self.decide(present)
-        if self._resumes:
+        if self.resumes(present):
             raise RuntimeError(
                 "the step before ended after it divided or clipped these gradients, and unscale_ "
                 "would divide them again; expected another step, which goes on with them, or new "
@@ -332,8 +339,6 @@ class Step:
         Raises:
             RuntimeError: some are, and would be divided or clipped twice, or not at all.
         """
-        if self._resumes is not None:
-            return self._resumes
         here = set(map(id, present))
         same = [id(grad) in here and version_of(grad) == n for grad, n in self._left]
         whole = self.is_clipped
@@ -346,8 +351,21 @@ class Step:
             "still there as it left them; expected new gradients: call zero_grad and backward"
         )
 
-    def refuse_other_scale(self, grad_scale: Tensor | float) -> None:
-        """RuntimeError where the next step, which goes on, is given another loss scale."""
+    def refuse_other_scale(self, grad_scale: Tensor | float | None, *, scaler: bool) -> None:
+        """RuntimeError where the next step, which goes on, is given another loss scale.
+
+        Args:
+            grad_scale: of the next step; None for none.
+            scaler: it is the step of a GradScaler, which has no scale where it has unscaled.
+        """
+        if scaler and grad_scale is None and self._is_scaled:
+            raise RuntimeError(
+                "the step before ended after it divided these gradients by the loss scale, and "
+                "unscale_ of a GradScaler has divided them again; expected another step at once, "
+                "or new gradients: call zero_grad and backward"
+            )
+        if scaler or grad_scale is None:
+            return
         if float(grad_scale) != float(self._grad_scale):
             raise RuntimeError(
                 "the step before ended after it divided these gradients by the loss scale "
