@@ -392,9 +392,21 @@ class ClippedOptimizer(OptimizerProxy):
                 :func:`clip_`.
             TypeError, ValueError: a `grad_scale` that :func:`clip_` refuses.
         """
+        args: tuple[Any, ...] = (self,) if closure is None else (self, closure)
+        kwargs: dict[str, Any] = {} if grad_scale is None else {"grad_scale": grad_scale}
         self._guard.open = True
         try:
-            result = super().step(closure, grad_scale=grad_scale)
+            if isinstance(closure, Tensor):
+                raise TypeError(
+                    "step takes a closure, a function that computes the loss, got a tensor; "
+                    "expected step(), after optimizer.loss = loss where a loss is to be judged"
+                )
+            if self._optimizer_step_pre_hooks:
+                args, kwargs = self._before_step(args, kwargs)
+            result, taken = self._step(*args[1:], **kwargs)
+            if taken:
+                for after in tuple(self._optimizer_step_post_hooks.values()):
+                    after(self, args, kwargs)
             self._log.states.loss = None
             return result
         except BaseException as error:

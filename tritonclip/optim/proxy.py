@@ -4,7 +4,6 @@ import re
 from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -101,16 +100,8 @@ class OptimizerProxy(Optimizer):
         """Adds a parameter group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
-    @torch.compiler.disable(recursive=False)
-    def step(self, closure: Any = None, *, grad_scale: Any = None) -> Any:
-        """Runs hooks around `_step`, which subclasses define."""
-        if isinstance(closure, Tensor):
-            raise TypeError(
-                "step takes a closure, a function that computes the loss, got a tensor; expected "
-                "step(), after optimizer.loss = loss where a loss is to be judged"
-            )
-        args: tuple[Any, ...] = (self,) if closure is None else (self, closure)
-        kwargs: dict[str, Any] = {} if grad_scale is None else {"grad_scale": grad_scale}
+    def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Runs the pre-hooks of a step; returns its arguments, which they may replace."""
         for before in tuple(self._optimizer_step_pre_hooks.values()):
             result = before(self, args, kwargs)
             if result is not None:
@@ -120,15 +111,7 @@ class OptimizerProxy(Optimizer):
                         f"got {result!r:.80}"
                     )
                 args, kwargs = result
-        loss, taken = self._step(*args[1:], **kwargs)
-        if taken:
-            for after in tuple(self._optimizer_step_post_hooks.values()):
-                after(self, args, kwargs)
-        return loss
-
-    def _step(self, closure: Any = None, *, grad_scale: Any = None) -> tuple[Any, bool]:
-        """The result of the step, and whether it was taken."""
-        raise NotImplementedError
+        return args, kwargs
 
     def state_dict(self) -> dict[str, Any]:
         """A checkpoint that this class and the bare optimizer load."""
