@@ -219,19 +219,8 @@ def clip_tensors_(
     """
     if _excess or _unknown or clip is ABSENT:
         raise misfit(clip_tensors_, tensors, clip, *_excess, **_unknown)
-    rule = clip if isinstance(clip, Rule) else as_rule(clip)
-    if rule.per_unit:
-        raise TypeError(
-            f"{rule.name} compares gradients with the weights of their parameters, and tensors "
-            "have none; expected another rule, or clip_(parameters, rule) with gradients in .grad"
-        )
-    if rule.excludes:
-        raise TypeError(
-            f"{rule.name} excludes parameters, and tensors that are no gradients of them cannot be "
-            "among these; expected a rule without exclude, and a list without those tensors"
-        )
     return clip_gradients_(
-        *(clip_tensors_, tensors, rule, nonfinite, grad_scale, state, process_group, copies),
+        *(clip_tensors_, tensors, clip, nonfinite, grad_scale, state, process_group, copies),
         are_gradients=True,
     )
 
@@ -263,6 +252,8 @@ def clip_gradients_(
         rule = clip if isinstance(clip, Rule) else as_rule(clip)
     if nonfinite not in POLICIES:
         raise unknown_policy(nonfinite)
+    if are_gradients and (rule.per_unit or rule.excludes):
+        raise _needs_parameters(rule)
     if is_compiling or (n_dispatch_modes() and is_traced()):
         return compiled.clip_(
             *(call, argument, rule, nonfinite, grad_scale, state, process_group, copies),
@@ -307,6 +298,19 @@ def clip_gradients_(
     if is_torchs and isinstance(gradients, ShardedGradients) and norm is not None:
         norm = replicated(norm, gradients.wrappers)
     return norm
+
+
+def _needs_parameters(rule: Rule) -> TypeError:
+    """The error for tensors under a rule that knows parameters."""
+    if rule.per_unit:
+        return TypeError(
+            f"{rule.name} compares gradients with the weights of their parameters, and tensors "
+            "have none; expected another rule, or clip_(parameters, rule) with gradients in .grad"
+        )
+    return TypeError(
+        f"{rule.name} excludes parameters, and tensors that are no gradients of them cannot be "
+        "among these; expected a rule without exclude, and a list without those tensors"
+    )
 
 
 def _collect_tensors(

@@ -310,9 +310,10 @@ known_rule: Callable[..., Any] = lru_cache(maxsize=64)(lambda kind, *numbers: ki
 
 def rule_of(cls: type[T], *numbers: float) -> T:
     """The rule of some numbers, made once for floats; nothing that is traced comes from a cache."""
-    if {float}.issuperset(map(type, numbers)) and not torch.compiler.is_compiling():
-        return known_rule(cls, *numbers)  # type: ignore[no-any-return]
-    return cls(*numbers)
+    for number in numbers:
+        if type(number) is not float:
+            return cls(*numbers)
+    return cls(*numbers) if torch.compiler.is_compiling() else known_rule(cls, *numbers)
 
 
 @dataclass(frozen=True, repr=False)
