@@ -39,8 +39,8 @@ def parameters_of(module: Module) -> list[Tensor]:
         ValueError: a module in it has `need_clip = False`.
     """
     found = _walk(module)
-    kind = type(module)
-    if any(getattr(kind, name) is not getattr(Module, name) for name in _METHODS):
+    cls = type(module)
+    if any(getattr(cls, name) is not getattr(Module, name) for name in _METHODS):
         return list(module.parameters())
     return found
 
@@ -56,22 +56,22 @@ def _walk(module: Module) -> list[Tensor]:
     seen: set[int] = set()
     waiting: list[Module | None] = [module]
     while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in seen:
+        child = waiting.pop()
+        if child is None or id(child) in seen:
             continue
-        seen.add(id(one))
-        attributes = one.__dict__
+        seen.add(id(child))
+        attributes = child.__dict__
         if "need_clip" in attributes and not attributes["need_clip"]:
-            _refuse_mark(module, one)
-        for parameter in one._parameters.values():
+            _refuse_mark(module, child)
+        for parameter in child._parameters.values():
             if parameter is not None:
                 found.setdefault(id(parameter), parameter)
-        waiting.extend(reversed(one._modules.values()))
+        waiting.extend(reversed(child._modules.values()))
     return list(found.values())
 
 
 def _refuse_mark(module: Module, marked: Module) -> None:
-    names = [name for name, one in module.named_modules() if one is marked]
+    names = [name for name, child in module.named_modules() if child is marked]
     name = f"module.{names[0]}" if names and names[0] else "module"
     raise ValueError(
         f"{name} (a {type(marked).__name__}) has need_clip = False, which nothing reads on a "
@@ -209,9 +209,9 @@ def refuse_parameters(tensors: Sequence[Tensor], label_of: LabelOf) -> None:
     """Refuses to write tensors that require grad, or are parameters: weights, most likely."""
     for index, tensor in enumerate(tensors):
         if tensor.requires_grad or isinstance(tensor, Parameter):
-            kind = "is a parameter" if isinstance(tensor, Parameter) else "requires grad"
+            fault = "is a parameter" if isinstance(tensor, Parameter) else "requires grad"
             raise TypeError(
-                f"{label_of(index)} {kind}, and would itself be clipped in place, not its .grad; "
+                f"{label_of(index)} {fault}, and would itself be clipped in place, not its .grad; "
                 "expected gradients or updates that autograd does not follow: for gradients in "
                 ".grad call clip_(parameters, 1.0); to clip these values pass tensor.detach(), "
                 "which has the same memory; with derivatives, functional.clip_by_global_norm"
@@ -220,7 +220,7 @@ def refuse_parameters(tensors: Sequence[Tensor], label_of: LabelOf) -> None:
 
 def are_tensors(items: Sequence[object]) -> bool:
     """Whether all items are tensors, of any class."""
-    return all(issubclass(kind, Tensor) for kind in set(map(type, items)))
+    return all(issubclass(cls, Tensor) for cls in set(map(type, items)))
 
 
 def refuse_no_tensors(items: Iterable[tuple[int, object]], noun: str, expected: str) -> None:

@@ -131,9 +131,9 @@ def raise_if_nonfinite(
     if norms.per_gradient:
         indices = (~torch.isfinite(norms.own(norm))).nonzero().flatten().tolist()
         spectral = rule is not None and rule.spectral
-        kind = "singular values" if spectral else f"norms of order {norms.norm_type}"
+        norm_names = "singular values" if spectral else f"norms of order {norms.norm_type}"
         raise RuntimeError(
-            f"The {kind} of {gradients.culprits(indices)} are non-finite, "
+            f"The {norm_names} of {gradients.culprits(indices)} are non-finite, "
             f"so they cannot be clipped. {remedy}"
         )
     labels = gradients.culprits(nonfinite_indices(gradients))

@@ -108,10 +108,10 @@ def _refuse_repeated(gradients: Gradients, n: int) -> None:
 
 
 def _simulate_clip(grads: Sequence[Tensor], names: str, text: str, *_: object) -> Tensor:
-    kind = _kind_of(text)
-    if kind.clamps:
+    rule = _kind_of(text)
+    if rule.clamps:
         return grads[0].new_empty(0)
-    shape = (len(grads),) if kind.per_gradient else ()
+    shape = (len(grads),) if rule.per_gradient else ()
     return grads[0].new_empty(shape, dtype=_result_dtype(grads))
 
 
@@ -214,11 +214,11 @@ def _collect(items: Sequence[tuple[str, Tensor]]) -> tuple[list[Tensor], str, li
     names: list[str] = []
     owners: list[Tensor] = []
     # Tensors are hashed by identity.
-    known: set[Tensor] = set()
+    seen: set[Tensor] = set()
     for name, parameter in items:
         grad = parameter.grad
-        if grad is not None and needs_clip(parameter) and grad not in known:
-            known.add(grad)
+        if grad is not None and needs_clip(parameter) and grad not in seen:
+            seen.add(grad)
             grads.append(grad)
             names.append(name)
             owners.append(parameter)
@@ -231,10 +231,10 @@ def _collect_tensors(tensors: object) -> tuple[list[Tensor], str]:
     refuse_parameters(items, label_of)
     grads: list[Tensor] = []
     names: list[str] = []
-    known: set[Tensor] = set()
+    seen: set[Tensor] = set()
     for index, tensor in enumerate(items):
-        if tensor not in known:
-            known.add(tensor)
+        if tensor not in seen:
+            seen.add(tensor)
             grads.append(tensor)
             names.append(label_of(index))
     return grads, "\n".join(names)

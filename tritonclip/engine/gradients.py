@@ -92,21 +92,21 @@ class Gradients:
         except (RuntimeError, NotImplementedError, ValueError):
             # Sparse gradients, among others, have no memory that an address could tell.
             addresses = None
-        known = addresses is not None and not observed
+        may_cache = addresses is not None and not observed
         if sources and "torch.distributed.fsdp" in modules and may_be_fsdp_shards(sources):
             # A plan of whole gradients says nothing of shards.
-            known = False
+            may_cache = False
         plan = None
-        if known:
+        if may_cache:
             plan = cache.find(tensors, addresses, setting, self.sharding)  # type: ignore[arg-type]
         if plan is None and self.sharding is None:
             # Tied parameters: the list without repeats may be known.
             once = unique_indices(map(id, tensors))
             if once is not None:
                 tensors, addresses = self._keep(once, tensors, addresses)
-                plan = cache.find(tensors, addresses, setting) if known else None  # type: ignore[arg-type]
+                plan = cache.find(tensors, addresses, setting) if may_cache else None  # type: ignore[arg-type]
         if plan is None:
-            self._plan_anew(tensors, addresses, setting, cache if known else None)
+            self._plan_anew(tensors, addresses, setting, cache if may_cache else None)
         else:
             self.plan, self.addresses, self.readable = plan, addresses, tensors
             if plan.staged:
@@ -271,9 +271,9 @@ class Gradients:
         """Why the list is empty, where the user probably did not intend it; else ""."""
         if not self.sources and isinstance(self.argument, Iterator):
             # As torch says of generators. A `filter` that was used before is empty, too.
-            kind = "generator" if isinstance(self.argument, GeneratorType) else "iterator"
+            iterator = "generator" if isinstance(self.argument, GeneratorType) else "iterator"
             noun = "tensors" if self.sources is None else "parameters"
-            return f"`{noun}` is an empty {kind}, no gradient clipping will occur."
+            return f"`{noun}` is an empty {iterator}, no gradient clipping will occur."
         if self.sources is None and isinstance(self.argument, Sized) and len(self.argument):
             return (
                 f"each of the {len(self.argument)} `tensors` is None, no gradient clipping will "

@@ -208,8 +208,8 @@ def make_plan(
         if views and layout.by_address and not (pairs or sparse or shards):
             # Addresses are enough here. Complex pairs need views; shards are sent to other
             # processes as contiguous tensors.
-            own = set(indices)
-            views = [view for view in views if view.index not in own]
+            addressed = set(indices)
+            views = [view for view in views if view.index not in addressed]
             for index in indices:
                 readable[index] = copies.get(index, grads[index])
     plan = Plan(

@@ -50,10 +50,10 @@ class PlainGuards:
 
 
 def _form(grad: Tensor) -> tuple[object, ...]:
-    form = _get_form(grad)
-    if form[4] != torch.strided:
-        return form
-    return (*form, grad.stride(), grad.is_conj(), grad.is_neg(), grad.is_inference())
+    metadata = _get_form(grad)
+    if metadata[4] != torch.strided:
+        return metadata
+    return (*metadata, grad.stride(), grad.is_conj(), grad.is_neg(), grad.is_inference())
 
 
 class PlanCache:
@@ -91,8 +91,8 @@ class PlanCache:
         # users write them, every tensor has the key of inference tensors, so the first one stands
         # for the list.
         inference, last = grads[0].is_inference(), self._last
-        kind = len(grads), setting, inference, sharding
-        if last is not None and last[1] == kind and last[0].guards.check(*grads):
+        quick_key = len(grads), setting, inference, sharding
+        if last is not None and last[1] == quick_key and last[0].guards.check(*grads):
             plan = last[0]
             return plan if addresses == plan.addresses or _accepts(plan, grads, addresses) else None
         key = _key(grads, inference, setting, sharding)
@@ -106,7 +106,7 @@ class PlanCache:
         except KeyError:
             # Dropped since, by another thread.
             self._plans[key] = found
-        self._last = found, kind
+        self._last = found, quick_key
         return found
 
     def keep(

@@ -54,8 +54,8 @@ class SpectralBatch:
         matrices = [i for i, grad in enumerate(grads) if spectral.is_matrix(grad)]
         for members in spectral.stacks(grads, matrices):
             bounds = spectral.extremes(spectral.stack_of([grads[i] for i in members]))
-            for values, own in zip((least, most), bounds, strict=True):
-                for i, value in zip(members, own.unbind(), strict=True):
+            for values, bound in zip((least, most), bounds, strict=True):
+                for i, value in zip(members, bound.unbind(), strict=True):
                     values[i] = value
         extremes = torch.stack([torch.stack(least), torch.stack(most)])
         # What is not finite has no singular values.
@@ -74,9 +74,9 @@ class SpectralBatch:
         """
         result = self.total_each(norms, 2.0, clip.grad_scale)
         limit, is_erased = float(clip.limit), clip.erase is not None and bool(clip.erase)
-        scale, known = float(clip.grad_scale), unscaled(norms, 2.0, clip.grad_scale).tolist()
+        scale, found = float(clip.grad_scale), unscaled(norms, 2.0, clip.grad_scale).tolist()
         limits, bounds = [], []
-        for grad, exempt, size, least, most in zip(self._grads, self._exempt, *known, strict=True):
+        for grad, exempt, size, least, most in zip(self._grads, self._exempt, *found, strict=True):
             by_norm = not (
                 spectral.is_matrix(grad) and math.isfinite(size) and 0 < limit < math.inf
             )
@@ -94,7 +94,7 @@ class SpectralBatch:
         if batch is not None:
             partials = batch.partials_each(sizes, 2.0)
             batch.scale_each_(partials, Clip(2.0, 0.0, after, clip.grad_scale, clip.erase))
-        pairs = zip(known[1], self._exempt, strict=True)
+        pairs = zip(found[1], self._exempt, strict=True)
         ratios = [1.0 if e else self._norm_after(s, limit) / s if s else 1.0 for s, e in pairs]
         return result, torch.tensor(ratios, dtype=result.dtype, device=result.device)
 
