@@ -13,7 +13,15 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from helpers import reference
 from helpers.cases import parameters
 from helpers.processes import in_processes
-from helpers.spread import check_clip, grads_of, mesh_of, parameter, values, with_partial
+from helpers.spread import (
+    check_clip,
+    collectives_at,
+    grads_of,
+    mesh_of,
+    parameter,
+    values,
+    with_partial,
+)
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue
 
 
@@ -34,7 +42,7 @@ def _pieces() -> list[Any]:
 @in_processes(2)
 def test_clip_on_backends(backend: Any, p: float) -> None:
     pieces = _pieces()
-    collectives = 2 if p == 100 else 1
+    collectives = collectives_at(p)
     check_clip(pieces, ClipByGlobalNorm(0.5, p), collectives=collectives)
     check_clip(pieces, ClipByNorm(0.5, p), collectives=collectives)
     check_clip(pieces, ClipByValue(0.1), collectives=0)

@@ -41,7 +41,7 @@ RULES: dict[str, Any] = {
     "2": ClipByGlobalNorm(0.5),
     "0": ClipByGlobalNorm(0.5, 0.0),
     "3": ClipByGlobalNorm(0.5, 3.0),
-    "20": ClipByGlobalNorm(0.5, 20.0),
+    "6": ClipByGlobalNorm(0.5, 6.0),
     "each": ClipByNorm(0.5),
     "rms": ClipByRMS(0.05),
     "unit": ClipByUnitNorm(0.01),
@@ -50,6 +50,7 @@ EXTREMES: dict[str, Any] = {
     "inf": ClipByGlobalNorm(0.5, math.inf),
     "-inf": ClipByGlobalNorm(0.5, -math.inf),
     "each-inf": ClipByNorm(0.5, math.inf),
+    "20": ClipByGlobalNorm(0.5, 20.0),
     "100": ClipByGlobalNorm(0.5, 100.0),
 }
 

@@ -18,6 +18,7 @@ from helpers.processes import in_processes
 from helpers.spread import (
     assert_same_everywhere,
     check_clip,
+    collectives_at,
     collectives_of,
     gathered,
     mesh_of,
@@ -53,7 +54,8 @@ def test_clip_pipeline_stages_by_group(p: float) -> None:
     parameters = _stage()
     expected = _all_norms([one.grad for one in parameters], p)
     group = dist.group.WORLD
-    check_clip(parameters, ClipByGlobalNorm(0.5, p), expected=expected, process_group=group)
+    options: Any = {"process_group": group, "collectives": collectives_at(p)}
+    check_clip(parameters, ClipByGlobalNorm(0.5, p), expected=expected, **options)
 
 
 @in_processes(2)
@@ -184,6 +186,7 @@ def test_clip_megatron_shards() -> None:
             expected=expected,
             process_group=dist.group.WORLD,
             copies=copies,
+            collectives=collectives_at(p),
         )
     numbers = {split: 1, copied: world, tied: world}
     expected = reference.total_norm([*parts, copied.grad, tied.grad])

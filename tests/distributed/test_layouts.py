@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import tritonclip
 from helpers.processes import in_processes
-from helpers.spread import check_clip, mesh_of, parameter, with_partial
+from helpers.spread import check_clip, collectives_at, mesh_of, parameter, with_partial
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, Rule
 from tritonclip.rules import Measured
 
@@ -65,7 +65,7 @@ def test_clip_norm_types(p: float) -> None:
         parameter((7,), mesh, [Replicate()], seed=3),
         parameter((3, 3), None, seed=4),
     ]
-    collectives = 2 if p == 100 else 1
+    collectives = collectives_at(p)
     check_clip(parameters, ClipByGlobalNorm(0.5, p), collectives=collectives)
     check_clip(parameters, ClipByNorm(0.5, p), collectives=collectives)
     check_clip(parameters, ClipByValue(0.1), collectives=0)

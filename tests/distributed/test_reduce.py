@@ -15,7 +15,14 @@ from helpers.cases import NoHostRead
 from helpers.processes import in_processes
 from helpers.refusing import as_on_accelerator
 from helpers.serving import decided_on_device
-from helpers.spread import check_clip, collectives_of, mesh_of, parameter, with_partial
+from helpers.spread import (
+    check_clip,
+    collectives_at,
+    collectives_of,
+    mesh_of,
+    parameter,
+    with_partial,
+)
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue, ClippedOptimizer
 
 
@@ -85,7 +92,7 @@ def test_clip_is_right_where_reading_a_number_would_wait(rule: Any) -> None:
         parameter((4,), mesh_of(-1), [Replicate()], seed=2),
     ]
     with as_on_accelerator():
-        check_clip(parameters, rule, collectives=2 if rule.norm_type == 100 else 1)
+        check_clip(parameters, rule, collectives=collectives_at(rule.norm_type))
 
 
 @in_processes(2)

@@ -231,8 +231,7 @@ class ShardedGradients(Gradients):
         groups = []
         for group in plan.groups:
             at = positions if group.indices is None else [positions[i] for i in group.indices]
-            narrow = group.dtype != torch.float64
-            groups.append(ShardGroup(shard_at[at[0]], Slots(at), narrow))
+            groups.append(ShardGroup(shard_at[at[0]], Slots(at)))
         return Reduction(sharding, groups, Slots(positions), Slots(sharding.is_partial))
 
     def reject_(self, error: Exception) -> None:

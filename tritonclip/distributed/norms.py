@@ -209,7 +209,7 @@ def _absent_weights(
     sharding, measured = gradients.sharding, []
     for at, parameter in zip(sharding.absent, gradients.absent, strict=True):
         if parameter.dim() < 2 and parameter.requires_grad:
-            shards = ShardGroup(shard_of(parameter, at, sharding), Slots([n + at]), narrow=False)
+            shards = ShardGroup(shard_of(parameter, at, sharding), Slots([n + at]))
             measured.append((_norm_of(weight_of(parameter).detach(), device), shards))
     return measured
 
@@ -224,7 +224,7 @@ def _norm_of(weight: Tensor, device: torch.device) -> Tensor:
 def _of_weights(shards: ShardGroup, n: int) -> ShardGroup:
     """The shards of weights, whose norms stand below those of n gradients."""
     slots = Slots([n + position for position in shards.slots.positions])
-    return ShardGroup(shards.shard, slots, narrow=False)
+    return ShardGroup(shards.shard, slots)
 
 
 def _reduced_norm(

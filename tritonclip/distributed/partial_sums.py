@@ -149,7 +149,6 @@ def measure_sums(
     for members in alike.values():
         tensors = [term.tensor for term in members]
         norms = norms_of(tensors, None, norm_type, pairs=members[0].pairs, each=each)
-        narrow = members[0].tensor.dtype != torch.float64
-        group = ShardGroup(members[0].shard, Slots([term.position for term in members]), narrow)
+        group = ShardGroup(members[0].shard, Slots([term.position for term in members]))
         measured.append((norms, group))
     return measured

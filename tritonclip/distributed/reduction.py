@@ -3,7 +3,7 @@
 Norms travel as float64 numbers that can be added up, or compared: a row for the norm of all
 gradients, or one for each parameter, with or without a gradient here.
 
-    p > 0      weight * norm**p; a vector of bins where that might not fit
+    p > 0      weight * norm**p; above order 6 of norms over the largest, which takes a maximum
     0          weighted counts
     inf, -inf  the norm or its negative, and a flag: maxima may lose NaN
 
@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from tritonclip.backends.operators import MOST_IN_FLOAT64
 from tritonclip.distributed.process_groups import Domain, all_reduce
 from tritonclip.distributed.shards import LocalShard, Sharding
 from tritonclip.modes import outside_inference
@@ -63,12 +63,10 @@ class ShardGroup:
     Attributes:
         shard: the weight and sums of each of them.
         slots: theirs among the parameters.
-        narrow: they are no float64.
     """
 
     shard: LocalShard
     slots: Slots
-    narrow: bool
 
 
 # Norms of some gradients, partial ones or one for each, and the group of these gradients.
@@ -89,15 +87,12 @@ class Rows:
     device: torch.device
     each: bool
 
-    def weighted(
-        self, powers: Sequence[Tensor], measured: Sequence[MeasuredShards], n_columns: int
-    ) -> Tensor:
-        """Weighted powers, added up, or at the slots of their parameters: float64[n, n_columns].
+    def weighted(self, powers: Sequence[Tensor], measured: Sequence[MeasuredShards]) -> Tensor:
+        """Weighted powers, added up, or at the slots of their parameters: float64[n, 1].
 
         Args:
             powers: rows for each entry of `measured`.
             measured: says whose they are.
-            n_columns: numbers of a row.
         """
         counted = [
             (own * group.shard.weight if group.shard.weight != 1 else own, group)
@@ -107,7 +102,7 @@ class Rows:
         ]
         if not self.each and counted:
             return counted[0][0] if len(counted) == 1 else sum(own for own, _ in counted)  # type: ignore[return-value]
-        rows = torch.zeros((self.n, n_columns), dtype=torch.float64, device=self.device)
+        rows = torch.zeros((self.n, 1), dtype=torch.float64, device=self.device)
         for own, group in counted:
             rows.index_copy_(0, group.slots.on(self.device), own)
         return rows
@@ -132,50 +127,16 @@ class Rows:
         return rows
 
 
-# Orders whose powers of norms narrower than float64 fit it: (3.4e38)**6 = 1.6e231 and
-# (1.4e-45)**6 = 7.5e-270.
-UNBINNED = 6.0
-# Orders up to which bins are few: 77 at 64. Beyond, the largest norm is found first.
-BINNED = 64.0
-# Binary exponents of the powers in a bin: from 2**-950 to 2**950, so that sums of 2**70 fit.
-_SPAN = 1900.0
-# Norms in float64, denormal ones and sums of 2**70 too, lie within this binary exponent of 1.
-_EXPONENTS = 1100.0
 # A flag of maxima; 1 and 2 are for inf and NaN.
 REJECTED = 3.0
 
 
-def count_bins(norm_type: float, *, wide: bool) -> int:
-    """How many bins hold power sums; `wide` where norms may be of float64 gradients."""
-    if norm_type == 0 or (norm_type <= UNBINNED and not wide):
-        return 1
-    return 2 * round(_EXPONENTS / _bin_width(norm_type)) + 1
-
-
-def _bin_width(norm_type: float) -> float:
-    """Binary exponents of the norms in a bin."""
-    return min(_SPAN / norm_type, _SPAN)
-
-
-def powers_of(norms: Tensor, norm_type: float, bins: int, *, narrow: bool, total: bool) -> Tensor:
-    """norm**p, a row each of one number a bin: by magnitude, so that every power fits."""
-    if bins == 1 or (narrow and norm_type <= UNBINNED):
-        if norm_type == 2 and total:
-            powers = torch.dot(norms, norms).reshape(1, 1)
-        else:
-            powers = (norms if norm_type == 0 else norms.pow(norm_type)).reshape(-1, 1)
-        half = bins // 2
-        rows = pad(powers, (half, half)) if half else powers
-    else:
-        width, half = _bin_width(norm_type), bins // 2
-        exponents = torch.frexp(norms).exponent.to(norms.dtype)
-        at = torch.round(exponents / width).clamp(-half, half)
-        # In two factors: one may not fit.
-        shift = torch.exp2(-at * (width / 2))
-        powers = (norms * shift * shift).pow(norm_type)
-        columns = torch.arange(-half, half + 1, device=norms.device)
-        rows = torch.where(at[:, None] == columns, powers[:, None], 0.0)
-    return rows.sum(0, keepdim=True) if total and rows.shape[0] != 1 else rows
+def powers_of(norms: Tensor, norm_type: float, *, total: bool) -> Tensor:
+    """norm**p, a row each, or one row of their sum; inf or 0 beyond the range of float64."""
+    if norm_type == 2 and total:
+        return torch.dot(norms, norms).reshape(1, 1)
+    powers = (norms if norm_type == 0 else norms.pow(norm_type)).reshape(-1, 1)
+    return powers.sum(0, keepdim=True) if total and powers.shape[0] != 1 else powers
 
 
 def positive(sums: Tensor) -> Tensor:
@@ -185,19 +146,10 @@ def positive(sums: Tensor) -> Tensor:
 
 def roots_of(sums: Tensor, norm_type: float) -> Tensor:
     """The norm of each row of power sums, 1-d."""
-    bins = sums.shape[1]
     if norm_type == 0:
         return positive(sums)[:, 0].round()
     roots = sums.sqrt() if norm_type == 2 else positive(sums).pow(1 / norm_type)
-    if bins == 1:
-        return roots[:, 0]
-    columns = torch.arange(-(bins // 2), bins // 2 + 1, dtype=sums.dtype, device=sums.device)
-    shift = torch.exp2(columns * (_bin_width(norm_type) / 2))
-    roots = roots * shift * shift
-    largest = roots.amax(1, keepdim=True)
-    # Dividing by 1 instead of 0, inf and NaN gives just these.
-    scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
-    return (scale * (roots / scale).pow(norm_type).sum(1, keepdim=True).pow(1 / norm_type))[:, 0]
+    return roots[:, 0]
 
 
 def extreme_of(rows: Tensor, sign: float) -> Tensor:
@@ -335,7 +287,7 @@ class Reduction:
         one = _Norm(self, rows, norm_type, home, sums, rejected)
         if math.isinf(norm_type):
             return (yield from one.extreme(own, norm_type))
-        if norm_type > BINNED:
+        if norm_type > MOST_IN_FLOAT64:
             return (yield from one.by_largest(own))
         return (yield from one.by_powers(own))
 
@@ -366,16 +318,11 @@ class _Norm:
 
     def by_powers(self, own: Sequence[MeasuredShards]) -> Exchange[Tensor]:
         """The root of sums of powers."""
-        # Known to every process, whichever gradients it has.
-        wide = self._sharding.wide or not self._sharding.one_list
-        bins = count_bins(self.norm_type, wide=wide)
 
         def rows_of(measured: Sequence[MeasuredShards]) -> Tensor:
-            rows = [
-                powers_of(norm, self.norm_type, bins, narrow=group.narrow, total=not self.rows.each)
-                for norm, group in measured
-            ]
-            return self.rows.weighted(rows, measured, bins)
+            total = not self.rows.each
+            rows = [powers_of(norm, self.norm_type, total=total) for norm, _ in measured]
+            return self.rows.weighted(rows, measured)
 
         rows, _ = yield from self._everyones(rows_of, own, largest=False)
         return roots_of(rows, self.norm_type)
@@ -392,7 +339,7 @@ class _Norm:
             divisor = scale[group.slots.on(self.rows.device)] if self.rows.each else scale
             powers = (norm / divisor).pow(self.norm_type).reshape(-1, 1)
             rows.append(powers if self.rows.each else powers.sum(0, keepdim=True))
-        total = self.rows.weighted(rows, own, 1)
+        total = self.rows.weighted(rows, own)
         if self.rejected:
             # Where nobody has raised: the root of this is NaN.
             total.fill_(-math.inf)
