@@ -161,15 +161,16 @@ def test_gradients_are_read_once_for_each_number(device, verbs, monkeypatch):
     assert orders == [2.0, math.inf, 0.0]
 
 
-def test_verification_covers_the_statistics(operators, monkeypatch):
-    from tritonclip.backends.operators import TorchBatch
+def test_verification_covers_the_statistics(monkeypatch):
+    from tritonclip.backends.native import NativeBatch
 
-    real = TorchBatch.norm
+    real = NativeBatch.total_each
     monkeypatch.setattr(
-        TorchBatch,
-        "norm",
-        lambda batch, p, **options: [n + float(p == 0.0) for n in real(batch, p, **options)],
+        NativeBatch,
+        "total_each",
+        lambda batch, norms, p, *args: real(batch, norms, p, *args) + (p == 0.0),
     )
     params = parameters([torch.ones(3)])
-    with tritonclip.verify(), pytest.raises(tritonclip.VerificationError, match="norm of"):
+    wrong = pytest.raises(tritonclip.VerificationError, match="norm of")
+    with tritonclip.use_backend("native"), tritonclip.verify(), wrong:
         tritonclip.statistics_by_name(params)

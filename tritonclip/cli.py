@@ -235,6 +235,7 @@ def _self_test(device: torch.device) -> tuple[str, str]:
     """The backend of a device, and the result of a verified clip in every dtype by every rule."""
     try:
         backend = choose.backend_name(device, torch.float32)
+        _clip_known(device)
         with tritonclip.verify():
             for dtype in _DTYPES:
                 for rule in _RULES:
@@ -242,6 +243,18 @@ def _self_test(device: torch.device) -> tuple[str, str]:
     except Exception as error:
         return "no", f"failed: {type(error).__name__}: {error}"
     return backend, "ok"
+
+
+def _clip_known(device: torch.device) -> None:
+    """Clips a gradient whose norm is known: verification is by the torch backend itself."""
+    weight = torch.zeros(2, device=device, requires_grad=True)
+    weight.grad = torch.tensor([3.0, 4.0], device=device)
+    norm = float(tritonclip.clip_(weight, 1.0))
+    if abs(norm - 5) > 1e-5 or not torch.allclose(weight.grad.cpu(), torch.tensor([0.6, 0.8])):
+        raise tritonclip.VerificationError(
+            f"the gradient [3, 4] of norm 5 was clipped to {weight.grad.tolist()}, by a norm of "
+            f"{norm}; expected [0.6, 0.8]"
+        )
 
 
 def _clip_sample(device: torch.device, dtype: torch.dtype, rule: tritonclip.rules.Rule) -> None:
@@ -297,9 +310,9 @@ def _fail(error: Exception, dtype: str | None, device: torch.device | None) -> i
         hint = '; what a script does belongs under if __name__ == "__main__":'
     if _is_out_of_memory(cause):
         hint = (
-            "; the memory must hold one more copy of the gradients and, with loss_of, a copy of "
-            "the module with gradients and two states of AdamW. Expected a smaller model, fewer "
-            "examples in the loss, or --device cpu"
+            "; the memory must hold one more copy of the gradients, two in float64 while results "
+            "are checked and, with loss_of, a copy of the module with gradients and two states of "
+            "AdamW. Expected a smaller model, fewer examples in the loss, or --device cpu"
         )
     elif not isinstance(error, _CodeError | TypeError | ValueError | RuntimeError):
         raise error

@@ -1,7 +1,7 @@
 """`compare`: what a model gains from tritonclip in place of `torch.nn.utils`.
 
-Both clip copies of the model's own gradients. tritonclip's results are compared with float64 first:
-wrong ones are not timed. Then the calls are timed in turn (`tritonclip.samples`), so that ratios
+Both clip copies of the model's own gradients. tritonclip's results are verified first: wrong ones
+are not timed. Then the calls are timed in turn (`tritonclip.samples`), so that ratios
 hold on a machine that does other work meanwhile.
 """
 
@@ -25,16 +25,11 @@ from torch.nn.parameter import is_lazy
 
 from tritonclip import settings
 from tritonclip.backends import choose
+from tritonclip.backends.operators import norm_of
 from tritonclip.clipping import Parameters
 from tritonclip.engine.arguments import LabelOf, check_marks, labelled, needs_clip
-from tritonclip.engine.verify import (
-    coefficient_of,
-    norm_of,
-    raise_mismatches,
-    scaled,
-    total_of,
-    widened,
-)
+from tritonclip.engine.verify import VerificationError, mismatch, raise_mismatches
+from tritonclip.functional.formulas import real_of, result_dtype
 from tritonclip.messages import NamesAttributes, join_names
 from tritonclip.modes import outside_inference, refuse_tracer
 from tritonclip.samples import Timed, interleaved, paired, spread
@@ -47,9 +42,8 @@ LossOf = Callable[[Any], Tensor]
 _VARIANTS = {"default": None, "foreach": True, "no foreach": False}
 # Added to a norm before a limit is divided by it, by torch and by tritonclip.
 _EPS = 1e-6
-# Fewest and most samples of each call, so that only the time ends them, and elements that are taken
-# to float64 at once.
-_LEAST, _MOST, _BLOCK = 5, sys.maxsize, 2**18
+# Fewest and most samples of each call, so that only the time ends them.
+_LEAST, _MOST = 5, sys.maxsize
 # Where compare measures.
 _DEVICES = ("cpu", "cuda")
 # Of random gradients.
@@ -238,8 +232,8 @@ def compare(
 
     Nothing of the model changes: not its parameters, gradients, `requires_grad`, mode or buffers,
     and no state of torch's random numbers, even if the call raises or is interrupted. One more copy
-    of the gradients is held. With `loss_of`, a copy of the model is held as well, with gradients
-    and the two states of AdamW.
+    of the gradients is held, and while they are checked two in float64. With `loss_of`, a copy of
+    the model is held as well, with gradients and the two states of AdamW.
 
     Args:
         model: as `parameters` for :func:`clip_`; a module with `loss_of`. Parameters with
@@ -338,13 +332,13 @@ class _Copies:
     def __init__(self, fresh: list[Tensor], label_of: LabelOf) -> None:
         self.fresh, self.label_of = fresh, label_of
         self.device = fresh[0].device
-        self.norm = total_of([norm_of(b, 2.0) for f in fresh for b in _blocks(f)], 2.0)
         self._check()
         self.grads = [f.clone() for f in fresh]
         # Nothing reads the tensors that have the gradients: they need no memory but the gradients'.
         self.parameters = [grad.detach().requires_grad_() for grad in self.grads]
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
             parameter.grad = grad
+        self.named = [(label_of(i), parameter) for i, parameter in enumerate(self.parameters)]
 
     def _check(self) -> None:
         devices = {grad.device for grad in self.fresh}
@@ -353,12 +347,13 @@ class _Copies:
                 "compare measures gradients on one device, got "
                 f"{', '.join(sorted(map(str, devices)))}; expected the parameters of one of them"
             )
-        self.dtype = torch.float64 if any(map(_is_double, self.fresh)) else torch.float32
-        if not self.norm < torch.finfo(self.dtype).max / 100:
+        self.norm = self._norm(2.0)
+        dtype = result_dtype(self.fresh)
+        if not self.norm < torch.finfo(dtype).max / 100:
             bad = [i for i, f in enumerate(self.fresh) if not bool(f.isfinite().all())]
             got = f"NaN or inf in {join_names([self.label_of(i) for i in bad])}"
             raise ValueError(
-                f"gradients must be finite, and their norm within the range of {self.dtype}, got "
+                f"gradients must be finite, and their norm within the range of {dtype}, got "
                 f"{got if bad else f'a norm of {self.norm:.3g}'}; expected those of a step that "
                 "trains"
             )
@@ -368,28 +363,22 @@ class _Copies:
                 "that trains"
             )
 
+    def _norm(self, norm_type: float) -> float:
+        """The norm of pairs of reals, where gradients are complex."""
+        return float(norm_of([*map(real_of, self.fresh)], norm_type, torch.float64))
+
     def refill(self) -> None:
         """Gives all copies their first values again."""
         torch._foreach_copy_(self.grads, self.fresh)
 
     def free(self) -> None:
         """Gives the memory back."""
-        self.fresh, self.grads, self.parameters = [], [], []
+        self.fresh, self.grads, self.parameters, self.named = [], [], [], []
 
     def bound(self) -> float:
         """A limit by value that some elements are beyond."""
-        largest = max(norm_of(block, math.inf) for f in self.fresh for block in _blocks(f))
         n_elements = sum(f.numel() for f in self.fresh)
-        return min(3 * self.norm / math.sqrt(n_elements), largest / 2)
-
-
-def _is_double(x: Tensor) -> bool:
-    return x.dtype in (torch.float64, torch.complex128)
-
-
-def _blocks(x: Tensor) -> Sequence[Tensor]:
-    blocks: Sequence[Tensor] = x.reshape(-1).split(_BLOCK)
-    return blocks
+        return min(3 * self.norm / math.sqrt(n_elements), self._norm(math.inf) / 2)
 
 
 def _present_or_random(model: Parameters) -> tuple[_Copies, Source]:
@@ -627,9 +616,7 @@ def _call_times(case: _Case, copies: _Copies, seconds: float) -> CallTimes:
     limit = case.limit(copies)
     clip = clip_grad_value_ if case.by_value else clip_grad_norm_
     ours = partial(clip, copies.parameters, limit)
-    copies.refill()
-    norm = ours()
-    _check_clip(case, copies, limit, norm)
+    norm = _verified(case, copies, ours, partial(clip, copies.named, limit))
     torchs, norms = _torchs(getattr(torch.nn.utils, clip.__name__), copies, limit)
     copies.refill()
     prepare = copies.refill if case.clipped else None
@@ -675,41 +662,31 @@ def _error(norm: Tensor | None, copies: _Copies) -> float | None:
     return None if norm is None else abs(float(norm) / copies.norm - 1)
 
 
-def _check_clip(case: _Case, copies: _Copies, limit: float, norm: Tensor | None) -> None:
-    """Raises VerificationError where a clip differs from float64."""
-    tolerance = 1e-12 if all(map(_is_double, copies.fresh)) else 1e-6
-    info, mismatches = torch.finfo(copies.dtype), []
-    # Below the least normal number, a norm is right to one unit in the last place.
-    allowed = tolerance * copies.norm + info.smallest_normal * info.eps
-    if norm is not None and not abs(float(norm) - copies.norm) <= allowed:
-        mismatches.append(f"norm: got {float(norm)!r}, expected {copies.norm!r}")
-    bound = limit if case.by_value else math.inf
-    multiplier = 1.0 if case.by_value else coefficient_of(copies.norm, limit, _EPS)
-    for i, (grad, fresh) in enumerate(zip(copies.grads, copies.fresh, strict=True)):
-        # Within the limit, no bit changes; else the norm and the stored element are rounded.
-        slack = 2 * tolerance + torch.finfo(fresh.dtype).eps / 2 if case.clipped else 0.0
-        mismatches += _mismatch(grad, fresh, multiplier, bound, slack, copies.label_of(i))
-    raise_mismatches([f"{case}, {text}" for text in mismatches])
+def _verified(
+    case: _Case, copies: _Copies, ours: Callable[[], Any], named: Callable[[], Any]
+) -> Tensor | None:
+    """The norm before clipping, which is verified, as all elements are.
 
+    Args:
+        case: the call.
+        copies: of the gradients.
+        ours: the call as it is timed, which may take a shorter way than one that is verified.
+        named: the call with names of the gradients.
 
-def _mismatch(
-    grad: Tensor, fresh: Tensor, multiplier: float, bound: float, slack: float, name: str
-) -> list[str]:
-    """A line for a gradient of which an element is off by more than some part of it."""
-    info, start = torch.finfo(fresh.dtype), 0
-    least = info.smallest_normal * info.eps if slack else 0.0
-    for block, before in zip(_blocks(grad), _blocks(fresh), strict=True):
-        expected = scaled(before, multiplier)
-        if bound < math.inf:
-            expected = expected.clamp(-bound, bound)
-        off = (widened(block) - expected).abs()
-        # NaN is wrong, too.
-        wrong = ~(off <= slack * expected.abs() + least)
-        if bool(wrong.any()):
-            at = int(wrong.nonzero()[0])
-            return [
-                f"{name}, element {start + at:,} of {grad.numel():,}: got {block[at].item()!r}, "
-                f"expected {expected[at].item()!r}"
-            ]
-        start += len(block)
-    return []
+    Raises:
+        VerificationError: a wrong result.
+    """
+    copies.refill()
+    try:
+        with settings.verify():
+            norm: Tensor | None = named()
+        expected = [grad.clone() for grad in copies.grads]
+        copies.refill()
+        found = ours()
+        wrong = [] if norm is None else mismatch("norm", found, norm, found != norm)
+        for i, (grad, right) in enumerate(zip(copies.grads, expected, strict=True)):
+            wrong += mismatch(copies.label_of(i), grad, right, grad != right)
+        raise_mismatches(wrong)
+    except VerificationError as error:
+        raise VerificationError(f"{case}: {error}") from None
+    return norm

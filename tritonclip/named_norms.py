@@ -204,12 +204,11 @@ class NamedNorms:
         gradients, scale = self.gradients, 1.0 if grad_scale is None else grad_scale
         if gradients.plan is None:
             return ()
-        expected = verify.Expectation(gradients) if gradients.plan.verifying else None
         verify_agreement(gradients, "statistics_by_name", STATISTICS[0], scale)
         measured = gradients.measure_all(STATISTICS, scale)
-        for norms in measured:
-            if expected is not None and not norms.is_checked:
-                expected.check_norms(norms.norm_type, scale, norms.total())
+        if gradients.plan.verifying:
+            for norms in measured:
+                verify.check_norms(norms)
         return measured
 
     def _warn(self) -> None:
@@ -299,13 +298,11 @@ def _measured(gradients: Gradients, p: float, grad_scale: float | Tensor) -> Ten
     """The norm of each gradient, 1-d."""
     if gradients.plan is None:
         return torch.zeros(0, dtype=torch.float32, device=gradients.device)
-    expected = verify.Expectation(gradients) if gradients.plan.verifying else None
     verify_agreement(gradients, "norms_by_name", Norm(p, each=True), grad_scale)
     measured = gradients.measure(Norm(p, each=True), grad_scale)
-    norms = measured.total()
-    if expected is not None and not measured.is_checked:
-        expected.check_norms(p, grad_scale, norms)
-    return norms
+    if gradients.plan.verifying:
+        verify.check_norms(measured)
+    return measured.total()
 
 
 def _combined(norms: list[Tensor], p: float, like: Tensor) -> Tensor:

@@ -142,9 +142,10 @@ def use_backend(name: str) -> Block:
 
 
 def verify() -> Block:
-    """Checks every call in a block against a plain float64 reference.
+    """Checks every call in a block against the torch backend in float64.
 
-    Slow, and it waits for the device. For a whole program set TRITONCLIP_VERIFY=1.
+    Slow, and it waits for the device. Of the torch backend itself it checks the rounding. For a
+    whole program set TRITONCLIP_VERIFY=1.
 
     Example:
         >>> import torch, tritonclip

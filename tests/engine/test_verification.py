@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -158,9 +159,9 @@ def test_verify_finds_a_write_where_none_was_due(verbs, device, monkeypatch):
         tritonclip.clip_(parameters(grads), 1e9)
 
 
-def test_verify_finds_a_norm_that_is_off(verbs, device, monkeypatch):
+def test_verify_finds_a_norm_that_is_off(faulty_verbs, device, monkeypatch):
     grads = [torch.tensor([3.0, 4.0], device=device)]
-    break_norm(monkeypatch, verbs, 1 + 1e-4)
+    break_norm(monkeypatch, faulty_verbs, 1 + 1e-4)
     with (
         tritonclip.verify(),
         pytest.raises(VerificationError, match=r"norm: got 5\.000\d+, expected 5\.0\b"),
@@ -173,8 +174,8 @@ def test_verify_finds_a_norm_that_is_off(verbs, device, monkeypatch):
         tritonclip.get_total_norm([torch.tensor([3.0, 4.0], device=device)])
 
 
-def test_verify_finds_a_norm_that_is_nan(verbs, device, monkeypatch):
-    break_norm(monkeypatch, verbs, torch.nan)
+def test_verify_finds_a_norm_that_is_nan(faulty_verbs, device, monkeypatch):
+    break_norm(monkeypatch, faulty_verbs, torch.nan)
     with (
         tritonclip.verify(),
         pytest.raises(VerificationError, match=r"norm: got nan, expected 5\.0\b"),
@@ -182,14 +183,31 @@ def test_verify_finds_a_norm_that_is_nan(verbs, device, monkeypatch):
         tritonclip.get_total_norm([torch.tensor([3.0, 4.0], device=device)])
 
 
-def test_verify_finds_norms_by_gradient_that_are_off(verbs, device, monkeypatch):
+def test_verify_finds_norms_by_gradient_that_are_off(faulty_verbs, device, monkeypatch):
     grads = of_sizes((5, 300), torch.float32, device)
-    break_norm(monkeypatch, verbs, 1 - 1e-4)
+    break_norm(monkeypatch, faulty_verbs, 1 - 1e-4)
     with (
         tritonclip.verify(),
         pytest.raises(VerificationError, match=r"norm of w0: got .*norm of w1"),
     ):
         tritonclip.clip_(named(grads), ClipByNorm(1.0))
+
+
+@pytest.mark.parametrize("by_gradient", [False, True], ids=["global", "by-norm"])
+@pytest.mark.parametrize("factor", [1 + 1e-4, 1 - 1e-4, math.inf], ids=["above", "below", "none"])
+def test_verify_finds_a_limit_that_is_off(faulty_verbs, device, monkeypatch, by_gradient, factor):
+    """By a limit of inf, nothing is written."""
+    verb = "scale_each_" if by_gradient else "scale_"
+    real = getattr(faulty_verbs, verb)
+    monkeypatch.setattr(
+        faulty_verbs,
+        verb,
+        lambda batch, norms, clip: real(batch, norms, clip._replace(limit=clip.limit * factor)),
+    )
+    grads = of_sizes((5, 300), torch.float32, device)
+    rule = ClipByNorm(0.5) if by_gradient else ClipByGlobalNorm(0.5)
+    with tritonclip.verify(), pytest.raises(VerificationError, match=r"w0\[0\]: got .* w1\[0\]"):
+        tritonclip.clip_(named(grads), rule)
 
 
 def test_verify_finds_a_clamp_that_drops_nan(verbs, device, monkeypatch):

@@ -15,9 +15,9 @@ from tritonclip.engine import verify
 
 
 @pytest.mark.parametrize("value", ["1", "true"])
-def test_environment_switches_verification_on(verbs, device, monkeypatch, value):
+def test_environment_switches_verification_on(faulty_verbs, device, monkeypatch, value):
     monkeypatch.setenv("TRITONCLIP_VERIFY", value)
-    break_norm(monkeypatch, verbs, 1.001)
+    break_norm(monkeypatch, faulty_verbs, 1.001)
     with pytest.raises(VerificationError):
         tritonclip.clip_(parameters(of_sizes((5,), torch.float32, device)), 0.5)
 
@@ -35,7 +35,7 @@ def test_verification_that_is_off_costs_nothing(backend, monkeypatch, value):
         monkeypatch.delenv("TRITONCLIP_VERIFY", raising=False)
     else:
         monkeypatch.setenv("TRITONCLIP_VERIFY", value)
-    monkeypatch.setattr(verify, "Expectation", lambda found: pytest.fail("verified"))
+    monkeypatch.setattr(verify, "Reference", lambda found: pytest.fail("verified"))
     clone, sizes = torch.Tensor.clone, (5, 300)
 
     def checked_clone(tensor):
@@ -49,9 +49,9 @@ def test_verification_that_is_off_costs_nothing(backend, monkeypatch, value):
     tritonclip.clip_grads_with_norm_(parameters(grads), 1.0, torch.tensor(3.0))
 
 
-def test_verify_ends_with_its_block(verbs, device, monkeypatch):
+def test_verify_ends_with_its_block(faulty_verbs, device, monkeypatch):
     monkeypatch.delenv("TRITONCLIP_VERIFY", raising=False)
-    break_norm(monkeypatch, verbs, 1.001)
+    break_norm(monkeypatch, faulty_verbs, 1.001)
     grads = of_sizes((5,), torch.float32, device)
     with tritonclip.verify(), tritonclip.verify():
         pass
@@ -60,12 +60,12 @@ def test_verify_ends_with_its_block(verbs, device, monkeypatch):
     tritonclip.clip_(parameters(grads), 0.5)
 
 
-def test_verify_checks_a_list_that_was_clipped_without_it(verbs, device, monkeypatch):
+def test_verify_checks_a_list_that_was_clipped_without_it(faulty_verbs, device, monkeypatch):
     monkeypatch.delenv("TRITONCLIP_VERIFY", raising=False)
     known = parameters(of_sizes((5,), torch.float32, device))
     for _ in range(2):
         tritonclip.clip_(known, 0.5)
-    break_norm(monkeypatch, verbs, 1.001)
+    break_norm(monkeypatch, faulty_verbs, 1.001)
     with pytest.raises(VerificationError), tritonclip.verify():
         tritonclip.clip_(known, 0.25)
     tritonclip.clip_(known, 0.125)

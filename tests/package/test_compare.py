@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import tritonclip
+from helpers.broken_verbs import break_norm
 from helpers.workers import python
 from tritonclip import cli
+from tritonclip.backends.native import NativeBatch
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGE = (ROOT / "docs" / "comparing.md").read_text()
@@ -175,16 +177,12 @@ def test_an_error_inside_the_users_module_is_shown_with_its_line(run, tmp_path, 
 
 
 def test_a_wrong_result_ends_with_status_1_and_what_differs(run, monkeypatch):
-    real = tritonclip.clip_grad_norm_
-
-    def doubles(parameters, limit):
-        return 2 * real(parameters, limit)
-
-    doubles.__name__ = "clip_grad_norm_"
-    monkeypatch.setattr("tritonclip.comparison.clip_grad_norm_", doubles)
-    status, printed = run("mymodule:make_model")
+    break_norm(monkeypatch, NativeBatch, 2.0)
+    with tritonclip.use_backend("native"):
+        status, printed = run("mymodule:make_model")
     assert status == 1
-    assert "by global norm, clipped, norm: got " in printed.err
+    assert "Error: by global norm, clipped: " in printed.err
+    assert "norm: got " in printed.err
     assert not printed.out
 
 

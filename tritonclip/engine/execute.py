@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -180,7 +181,7 @@ def write_(
     """
     plan = gradients.plan
     assert plan is not None
-    expected = verify.Expectation(gradients) if plan.verifying else None
+    reference = verify.Reference(gradients) if plan.verifying else None
     if rule.clamps:
         _clamp_(gradients, rule, grad_scale)
         outcome = _CLAMPED
@@ -190,16 +191,14 @@ def write_(
             _scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=True)
     else:
         assert norms is not None
-        scale = grad_scale
-        if keeps_scale:
-            norms, scale = norms.without_scale(), 1.0
-        outcome = _scale_groups_(gradients, rule, norms, scale, zero_nonfinite=zero_nonfinite)
+        left, scale = (norms.without_scale(), 1.0) if keeps_scale else (norms, grad_scale)
+        outcome = _scale_groups_(gradients, rule, left, scale, zero_nonfinite=zero_nonfinite)
     if not plan.ordinary:
         gradients.finish_writing(wrote=_may_have_written(rule, grad_scale, outcome))
-    if expected is not None:
-        expected.check_clip(
-            rule, zero_nonfinite, grad_scale, norms, outcome.norm, keeps_scale=keeps_scale
-        )
+    if reference is not None:
+        options: Any = {"zero_nonfinite": zero_nonfinite, "keeps_scale": keeps_scale}
+        write = partial(write_, grad_scale=grad_scale, **options)
+        reference.check_clip(write, rule, grad_scale, norms, outcome.norm, **options)
     return outcome
 
 
@@ -289,8 +288,8 @@ def total_norm(
     norm = norms.norm()
     if error_if_nonfinite:
         raise_if_nonfinite(gradients, norms, norm, TORCH_REMEDY)
-    if verifying and not norms.is_checked:
-        verify.Expectation(gradients).check_norm(norm_type, norm)
+    if verifying:
+        verify.check_norms(norms)
     return norm
 
 
@@ -316,7 +315,7 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
     if not plan.groups:
         return
     refuse_read_only(gradients)
-    expected = verify.Expectation(gradients) if plan.verifying else None
+    reference = verify.Reference(gradients) if plan.verifying else None
     given = norm.detach().abs().reshape(1)
     # An upload need not be waited for; a download must be.
     uploaded = given.device.type == "cpu"
@@ -328,8 +327,8 @@ def scale_(gradients: Gradients, rule: Rule, norm: Tensor) -> None:
     norms = Norms(batches, partials, rule.norm_type, False, 1.0, gradients)
     _scale_groups_(gradients, rule, norms, 1.0, zero_nonfinite=False)
     gradients.finish_writing()
-    if expected is not None:
-        expected.check_scale(rule, norm)
+    if reference is not None:
+        reference.check_scale(partial(scale_, rule=rule, norm=norm))
 
 
 def checked_limit(rule: Rule, limit: float | list[float] | Tensor, norms: Norms) -> Limit:

@@ -124,8 +124,10 @@ class SpectralBatch:
         return min(norm, limit)
 
 
-def batches_of(gradients: Gradients, rule: Rule) -> list[SpectralBatch]:
-    """The gradients of a list that is not empty, one batch a group.
+def batches_of(
+    gradients: Gradients, rule: Rule, made: type[SpectralBatch] = SpectralBatch
+) -> list[SpectralBatch]:
+    """The gradients of a list that is not empty, one batch a group, of the class `made`.
 
     Raises:
         TypeError: complex and sparse gradients.
@@ -149,7 +151,5 @@ def batches_of(gradients: Gradients, rule: Rule) -> list[SpectralBatch]:
         indices = range(len(exempt)) if group.indices is None else group.indices
         batch = group.layout.bind(*gradients.of_group(group.indices))
         grads = [gradients.copies.get(i, gradients.tensors[i]) for i in indices]
-        batches.append(
-            SpectralBatch(batch, grads, [exempt[i] for i in indices], plan.dtype, soft=rule.soft)
-        )
+        batches.append(made(batch, grads, [exempt[i] for i in indices], plan.dtype, soft=rule.soft))
     return batches

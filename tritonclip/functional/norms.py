@@ -74,7 +74,7 @@ def norms_of_rows(rows: Sequence[Tensor]) -> list[Tensor]:
         gradients = _planned([rows[i] for i in dense] if len(dense) < len(rows) else rows)
         found = units.norms_by_unit(gradients)
         if gradients.plan is not None and gradients.plan.verifying:
-            verify.Expectation(gradients).check_units(found)
+            verify.Reference(gradients).check_units(found)
         norms.update(zip(dense, found, strict=True))
     for i in set(range(len(rows))).difference(norms):
         x = rows[i]
