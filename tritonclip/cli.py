@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import inspect
 import math
 import operator
 import platform
@@ -26,6 +25,7 @@ from torch.nn import Module
 import tritonclip
 from tritonclip import settings
 from tritonclip.backends import choose, native
+from tritonclip.comparison import fault_of_call
 from tritonclip.messages import printable
 
 if TYPE_CHECKING:
@@ -360,7 +360,11 @@ def _model_of(target: str) -> tuple[Module, Callable[..., Any] | None]:
         )
     found = _attribute_of(_module_of(name), attribute)
     if isinstance(found, type) or (callable(found) and not isinstance(found, Module)):
-        _check_call(target, found)
+        if fault := fault_of_call(found):
+            raise TypeError(
+                f"{target}: expected a function without arguments, but {fault}; give its arguments "
+                "defaults, or write one that calls it"
+            )
         found, target = _named(f"{target}()", found)(), f"{target}()"
     model, *rest = found if isinstance(found, tuple) else (found,)
     if not isinstance(model, Module) or len(rest) > 1 or (rest and not callable(rest[0])):
@@ -407,20 +411,6 @@ def _attribute_of(module: Any, name: str) -> Any:
             f"expected a name in {module.__name__}, got {name!r}, which is not in "
             f"{getattr(module, '__file__', None) or 'its folder'}{meant}"
         ) from None
-
-
-def _check_call(target: str, function: Callable[..., Any]) -> None:
-    """Refuses a function that cannot be called without arguments."""
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise TypeError(
-            f"{target}: expected a function without arguments, but {error}; give its arguments "
-            "defaults, or write one that calls it"
-        ) from None
-    except ValueError:
-        # A function in C may have no signature.
-        return
 
 
 def suggest(file: Path, warmup: int | None, run: int | None) -> None:

@@ -290,16 +290,23 @@ def _check_arguments(model: object, loss_of: object, seconds: object) -> None:
             "loss_of must be a function of a model, which returns the loss, got "
             f"{type(loss_of).__name__}; expected lambda model: ..."
         )
-    try:
-        inspect.signature(loss_of).bind(model)
-    except TypeError as error:
+    if fault := fault_of_call(loss_of, model):
         raise TypeError(
-            f"loss_of must take the model as its only argument: {error}; expected "
+            f"loss_of must take the model as its only argument: {fault}; expected "
             "lambda model: ..., which uses the model that it gets"
-        ) from None
+        )
+
+
+def fault_of_call(function: Callable[..., Any], *arguments: object) -> str:
+    """Why a function cannot be called with these arguments; "" where it can."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        return str(error)
     except ValueError:
         # A function in C may have no signature.
-        return
+        pass
+    return ""
 
 
 @contextlib.contextmanager
