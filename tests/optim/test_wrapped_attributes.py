@@ -99,7 +99,7 @@ def test_attributes_of_the_wrapper_come_first():
     vars(optimizer.optimizer).update(max_norm=7.0, grad_scale=5.0, found_inf=torch.ones(()))
 
     assert optimizer.step.__self__ is optimizer
-    with pytest.raises(AttributeError, match=r"expected optimizer\.clip\.max_norm"):
+    with pytest.raises(AttributeError, match="max_norm"):
         _ = optimizer.max_norm
     with pytest.raises(AttributeError, match="no loss scale is set"):
         _ = optimizer.grad_scale

@@ -44,9 +44,9 @@ from tritonclip.optim.closures import (
 from tritonclip.optim.log import StepLog
 from tritonclip.optim.misuse import (
     IN_VAIN,
-    OfRule,
     check_optimizer,
     guard_,
+    of_rule,
     warn_of_nothing,
 )
 from tritonclip.optim.param_groups import (
@@ -187,10 +187,8 @@ class ClippedOptimizer(OptimizerProxy):
         Paddle, `Optimizer(grad_clip=)`; Keras, `Optimizer(global_clipnorm=)`.
     """
 
-    max_norm = OfRule("2.0")
-    norm_type = OfRule("ClipByGlobalNorm(1.0, norm_type=1.0)")
-    max_rms = OfRule("ClipByRMS(1.0)")
-    quantile = OfRule("ClipByQuantile(0.9)")
+    max_norm, norm_type = of_rule("max_norm"), of_rule("norm_type")
+    max_rms, quantile = of_rule("max_rms"), of_rule("quantile")
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 from weakref import ref
 
 import torch
@@ -141,33 +141,13 @@ def _remedy(refused: object) -> str:
     return f"wrap the optimizer inside it: {kind}(ClippedOptimizer(optimizer, 1.0), ...)"
 
 
-class OfRule:
-    """A number of a rule, which an optimizer neither has nor takes; to set it would do nothing.
+def of_rule(name: str) -> property:
+    """A number of a rule, which an optimizer refuses: set there, it would change nothing."""
 
-    Other names stay free: schedulers, trainers, hooks and subclasses keep attributes on optimizers.
-
-    Args:
-        example: a rule that has it.
-    """
-
-    def __init__(self, example: str) -> None:
-        self._example = example
-
-    def __set_name__(self, _: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, optimizer: object, kind: type) -> NoReturn:
+    def refuse(_: object, value: object) -> None:
         raise AttributeError(
-            f"{kind.__name__!r} object has no attribute {self._name!r}, which belongs to a rule; "
-            f"expected optimizer.clip.{self._name}, where the rule has it",
-            name=self._name,
-            obj=optimizer,
+            f"{name} belongs to a rule, and would change nothing here; expected a new rule, such "
+            f"as optimizer.clip = ClipByGlobalNorm(2.0), got {name} = {value!r:.40}"
         )
 
-    def __set__(self, optimizer: object, value: object) -> NoReturn:
-        raise AttributeError(
-            f"{self._name} belongs to a rule, and would change nothing here; expected a new rule, "
-            f"such as optimizer.clip = {self._example}, got {self._name} = {value!r:.40}",
-            name=self._name,
-            obj=optimizer,
-        )
+    return property(fset=refuse)
