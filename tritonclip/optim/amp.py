@@ -13,12 +13,16 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from tritonclip.modes import without_grad
 from tritonclip.monitor.verdict import Flag
+from tritonclip.optim.clip_groups import Partition
+from tritonclip.optim.log import StepLog
+from tritonclip.optim.proxy import OptimizerProxy
 from tritonclip.optim.step import Step
 from tritonclip.rules.arguments import as_grad_scale
 
 
-class Handshake:
+class ScalerState:
     """The side of a ClippedOptimizer: all that a GradScaler leaves with it for one step.
 
     Attributes:
@@ -81,6 +85,146 @@ class Handshake:
                 "expected one of the two: scaler.step(optimizer), or optimizer.step(grad_scale=...)"
             )
         return as_grad_scale(grad_scale)
+
+
+class ScalerSide(OptimizerProxy):
+    """The part of a wrapper that a GradScaler calls."""
+
+    _amp: ScalerState
+    _log: StepLog
+    _partition: Partition
+    # A step that failed after it wrote a gradient.
+    _unfinished: Step | None
+
+    @property
+    def grad_scale(self) -> Any:
+        """The loss scale that a GradScaler sets for its step; absent where there is none.
+
+        For a loss scale of your own, call `step(grad_scale=scale)`.
+        """
+        # A scaler multiplies its own by it.
+        self._amp.refuse_set_by_hand()
+        if self._amp.grad_scale is None:
+            raise AttributeError("grad_scale: no loss scale is set")
+        return self._amp.grad_scale
+
+    @grad_scale.setter
+    def grad_scale(self, scale: Any) -> None:
+        if self._amp.is_begun:
+            # Not by hand, even if an interrupt comes before the overflow.
+            self._amp.found_inf = False
+        self._amp.grad_scale = scale
+
+    @grad_scale.deleter
+    def grad_scale(self) -> None:
+        self._amp.clear()
+
+    @property
+    def found_inf(self) -> Any:
+        """Whether gradients overflow, as a GradScaler says during its step; None without one."""
+        return self._amp.found_inf
+
+    @found_inf.setter
+    def found_inf(self, found_inf: Any) -> None:
+        self._amp.found_inf = found_inf
+
+    @found_inf.deleter
+    def found_inf(self) -> None:
+        self._amp.clear()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a GradScaler hands scale and overflow to `step` instead of dealing with them.
+
+        It asks at the beginning of a step: whatever an interrupted one left is void.
+        """
+        amp = self._amp
+        amp.measured = None
+        amp.refuse_set_by_hand()
+        amp.clear()
+        if self._unfinished is not None:
+            # Before it writes to the gradients.
+            amp.resumes = self._unfinished.resumes(self._partition.present())
+        amp.is_begun = takes_scaling(self.optimizer)
+        return takes_scaling(self.optimizer) if amp.on_device is None else amp.on_device
+
+    def _step_under_scaler(
+        self, scale: Tensor | None, found_inf: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Steps, unless the host leaves the step out: then `step` is not called, as by torch's.
+
+        Args:
+            scale: that gradients carry; None for none.
+            found_inf: whether they overflow.
+            args: of `step`.
+            kwargs: of `step`.
+        """
+        amp = self._amp
+        amp.found_inf, amp.grad_scale = found_inf, scale
+        try:
+            # `step` refuses a closure, and a second loss scale.
+            if all(argument is None for argument in (*args, *kwargs.values())):
+                amp.begun = self._begin_scaled(scale)
+                if amp.begun.verdict.left_out is True:
+                    self._log.add(amp.begun)
+                    self._log.states.loss = None
+                    return None
+                amp.found_inf = False
+            return self.step(*args, **kwargs)
+        except BaseException as error:
+            self._end_failed(error)
+            raise
+        finally:
+            amp.begun = None
+            amp.clear()
+
+    @torch.compiler.disable
+    @without_grad
+    def _begin_scaled(self, scale: Tensor | None) -> Step:
+        return self._begin(scale)
+
+    @torch.compiler.disable
+    @without_grad
+    def _measure_scaled(self, scale: Tensor) -> Tensor:
+        """Measures the step to come; says whether it overflows: float32, 0-d, 0 or 1.
+
+        Args:
+            scale: of a GradScaler.
+        """
+        self._amp.measured = self._measure(scale, check_finite=True)
+        nonfinite = self._amp.measured.nonfinite()
+        if isinstance(nonfinite, Tensor):
+            return nonfinite.to(torch.float32)
+        return torch.full((), nonfinite, dtype=torch.float32, device=scale.device)
+
+    def _before_unscaling(self) -> None:
+        """Refuses that gradients which a failed step left are divided."""
+        if self._unfinished is not None:
+            self._unfinished.refuse_unscaling(self._partition.present())
+
+    def _decides_on_device(self) -> bool:
+        """Whether the device makes the wrapped optimizer leave a step out."""
+        if self._amp.on_device is None or self._optimizer_step_pre_hooks:
+            return takes_found_inf(self.optimizer)
+        return self._amp.on_device
+
+    def _begin(self, grad_scale: Tensor | float | None) -> Step:
+        """A step that is measured and judged."""
+        raise NotImplementedError
+
+    def _measure(
+        self,
+        grad_scale: Tensor | float | None = None,
+        *,
+        check_finite: bool = False,
+        refusal: Exception | None = None,
+    ) -> Step:
+        """A step that is measured."""
+        raise NotImplementedError
+
+    def _end_failed(self, error: BaseException) -> None:
+        """Ends a step that raises."""
+        raise NotImplementedError
 
 
 def takes_scaling(optimizer: Optimizer) -> bool:

@@ -18,11 +18,11 @@ from tritonclip.monitor.recorder import Recorder
 from tritonclip.monitor.stats import ClipStats
 from tritonclip.monitor.verdict import TAKEN, Flag, Verdict, either, unless
 from tritonclip.optim.amp import (
-    Handshake,
+    ScalerSide,
+    ScalerState,
     has_momentum,
     step_unless,
     takes_found_inf,
-    takes_scaling,
 )
 from tritonclip.optim.checkpoint import (
     keep_rules_out_,
@@ -58,7 +58,6 @@ from tritonclip.optim.param_groups import (
     unclipped,
 )
 from tritonclip.optim.policy import StepNonfinite, policy_of
-from tritonclip.optim.proxy import OptimizerProxy
 from tritonclip.optim.states import RuleStates, as_loss, as_skip_bound
 from tritonclip.optim.step import Step
 from tritonclip.optim.step_record import ParameterNames, StepRecord, as_recorder
@@ -79,7 +78,7 @@ if TYPE_CHECKING:
         "grad_scale loss_scale": "optimizer.step(grad_scale={value})",
     },
 )
-class ClippedOptimizer(OptimizerProxy):
+class ClippedOptimizer(ScalerSide):
     """Wraps an optimizer so that every `step` clips the gradients first, and counts clipped steps.
 
     The wrapper is a `torch.optim.Optimizer` with the parameter groups, state and defaults of the
@@ -216,7 +215,7 @@ class ClippedOptimizer(OptimizerProxy):
         for number, group in enumerate(groups):
             check_group(number, group, options_of(optimizer))
         self.flat = flat
-        self._amp = Handshake()
+        self._amp = ScalerState()
         # From the first gradient that a step writes, until it has updated the parameters.
         self._unfinished: Step | None = None
         # Steps without a gradient so far; None once one was found, and where that was warned of.
@@ -311,58 +310,6 @@ class ClippedOptimizer(OptimizerProxy):
         self._log.recorder, self._log.names = as_recorder(recorder), ParameterNames()
         if recorder is not None:
             recorder.note_user(self)
-
-    @property
-    def grad_scale(self) -> Any:
-        """The loss scale that a GradScaler sets for its step; absent where there is none.
-
-        For a loss scale of your own, call `step(grad_scale=scale)`.
-        """
-        # A scaler multiplies its own by it.
-        self._amp.refuse_set_by_hand()
-        if self._amp.grad_scale is None:
-            raise AttributeError("grad_scale: no loss scale is set")
-        return self._amp.grad_scale
-
-    @grad_scale.setter
-    def grad_scale(self, scale: Any) -> None:
-        if self._amp.is_begun:
-            # Not by hand, even if an interrupt comes before the overflow.
-            self._amp.found_inf = False
-        self._amp.grad_scale = scale
-
-    @grad_scale.deleter
-    def grad_scale(self) -> None:
-        self._amp.clear()
-
-    @property
-    def found_inf(self) -> Any:
-        """Whether gradients overflow, as a GradScaler says during its step; None without one."""
-        return self._amp.found_inf
-
-    @found_inf.setter
-    def found_inf(self, found_inf: Any) -> None:
-        self._amp.found_inf = found_inf
-
-    @found_inf.deleter
-    def found_inf(self) -> None:
-        self._amp.clear()
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Whether a GradScaler hands scale and overflow to `step` instead of dealing with them.
-
-        It asks at the beginning of a step: whatever an interrupted one left is void.
-        """
-        amp = self._amp
-        amp.measured = None
-        amp.refuse_set_by_hand()
-        amp.clear()
-        if self._unfinished is not None:
-            # Before it writes to the gradients.
-            amp.resumes = self._unfinished.resumes(self._partition.present())
-        amp.is_begun = takes_scaling(self.optimizer)
-        return takes_scaling(self.optimizer) if amp.on_device is None else amp.on_device
 
     @torch.compiler.disable(recursive=False)
     def step(
@@ -469,36 +416,6 @@ class ClippedOptimizer(OptimizerProxy):
         self.synchronize()
         return step_checking(self.optimizer, closure, loss, measure, self._log)
 
-    def _step_under_scaler(
-        self, scale: Tensor | None, found_inf: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Steps, unless the host leaves the step out: then `step` is not called, as by torch's.
-
-        Args:
-            scale: that gradients carry; None for none.
-            found_inf: whether they overflow.
-            args: of `step`.
-            kwargs: of `step`.
-        """
-        amp = self._amp
-        amp.found_inf, amp.grad_scale = found_inf, scale
-        try:
-            # `step` refuses a closure, and a second loss scale.
-            if all(argument is None for argument in (*args, *kwargs.values())):
-                amp.begun = _begin(self, scale)
-                if amp.begun.verdict.left_out is True:
-                    self._log.add(amp.begun)
-                    self._log.states.loss = None
-                    return None
-                amp.found_inf = False
-            return self.step(*args, **kwargs)
-        except BaseException as error:
-            self._end_failed(error)
-            raise
-        finally:
-            amp.begun = None
-            amp.clear()
-
     @torch.compiler.disable
     @without_grad
     def _clip(self, grad_scale: Tensor | float | None) -> Step:
@@ -600,12 +517,6 @@ class ClippedOptimizer(OptimizerProxy):
         """
         self._log.synchronize(self.optimizer.param_groups)
 
-    def _decides_on_device(self) -> bool:
-        """Whether the device makes the wrapped optimizer leave a step out."""
-        if self._amp.on_device is None or self._optimizer_step_pre_hooks:
-            return takes_found_inf(self.optimizer)
-        return self._amp.on_device
-
     @torch.compiler.disable
     @without_grad
     def _measure_evaluation(
@@ -674,30 +585,11 @@ class ClippedOptimizer(OptimizerProxy):
         """Whether a step that is not finite raises, and is no overflow."""
         return self._policy.raises and not self._raises_later() and not self._amp.overflow
 
-    @torch.compiler.disable
-    @without_grad
-    def _measure_scaled(self, scale: Tensor) -> Tensor:
-        """Measures the step to come; says whether it overflows: float32, 0-d, 0 or 1.
-
-        Args:
-            scale: of a GradScaler.
-        """
-        self._amp.measured = self._measure(scale, check_finite=True)
-        nonfinite = self._amp.measured.nonfinite()
-        if isinstance(nonfinite, Tensor):
-            return nonfinite.to(torch.float32)
-        return torch.full((), nonfinite, dtype=torch.float32, device=scale.device)
-
     def _end_failed(self, error: BaseException) -> None:
         """Ends a step that raises: keeps it for the next one, if it may have written anything."""
         if self._unfinished is not None and not self._unfinished.fail(error):
             self._unfinished = None
         self._amp.clear()
-
-    def _before_unscaling(self) -> None:
-        """Refuses that gradients which a failed step left are divided."""
-        if self._unfinished is not None:
-            self._unfinished.refuse_unscaling(self._partition.present())
 
     @torch.compiler.disable
     def _look_for_gradients(self, n_steps: int) -> None:
@@ -801,7 +693,3 @@ class ClippedOptimizer(OptimizerProxy):
             f"ClippedOptimizer(clip={self.clip}, nonfinite={self.nonfinite!r}, "
             f"optimizer={self.optimizer!r})"
         )
-
-
-# A GradScaler's call of it may compute gradients.
-_begin = torch.compiler.disable(without_grad(ClippedOptimizer._begin))
