@@ -9,11 +9,10 @@ or a policy needs one, however many clip groups there are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from operator import is_
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,20 +20,13 @@ from torch.optim import Optimizer
 
 from tritonclip.backends import choose
 from tritonclip.backends.operators import combine_numbers
-from tritonclip.distributed.agreement import agree, describe_parameters, describe_rule
 from tritonclip.distributed.gradients import ShardedGradients, collect, collect_all
-from tritonclip.distributed.process_groups import Processes, domain_of
+from tritonclip.distributed.process_groups import Processes
 from tritonclip.distributed.reduction import run_exchanges
 from tritonclip.distributed.shards import meshes_of
 from tritonclip.engine import execute
 from tritonclip.engine.arguments import PLAIN
-from tritonclip.engine.checks import (
-    raise_if_any_nonfinite,
-    raise_if_nonfinite,
-    refuse_other_model,
-)
 from tritonclip.engine.gradients import Gradients
-from tritonclip.engine.memory import are_apart, find_overlap, memory_of, overlap_error
 from tritonclip.engine.norms import Norms, measure
 from tritonclip.engine.plan_cache import PlanCache
 from tritonclip.flat.flat_gradients import FlatGradients
@@ -54,10 +46,6 @@ from tritonclip.rules import BoundRule, ClipByGlobalNorm, Norm, Rule
 
 # Scales nothing but a loss scale; its norm is finite where every gradient is.
 UNLIMITED = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
-NONFINITE_REMEDY = (
-    "Neither gradients nor parameters were changed. To go on, drop the gradients by zero_grad(), "
-    "or set nonfinite to 'propagate', 'zero' or 'skip'"
-)
 
 
 @dataclass(slots=True, eq=False)
@@ -533,167 +521,3 @@ def _norm_of(norms: Tensor) -> Tensor:
     """The norm of all from 2-norms, in float64: none of them overflows."""
     norm: Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
     return norm
-
-
-def refused(check: Callable[[], None], groups: Sequence[ClipGroup]) -> Exception | None:
-    """The error of a check, if other processes wait for norms; None for no error.
-
-    All clip groups are then refused: measuring them hands the error to the others. Where nobody
-    waits, it raises.
-
-    Args:
-        check: raises an error where the gradients cannot be clipped.
-        groups: all that are measured in this step.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: that of the check.
-    """
-    try:
-        check()
-    except Exception as error:
-        spread = [group.gradients for group in groups if group.is_spread]
-        for gradients in spread:
-            gradients.reject_(error)
-        if not spread:
-            raise
-        return error
-    return None
-
-
-def refuse(groups: Sequence[ClipGroup], param_groups: Groups) -> None:
-    """Refuses gradients that their rules have no meaning for.
-
-    Args:
-        groups: of the step.
-        param_groups: of the optimizer.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: gradients that their rule has no meaning for, or that
-            were refused when they were collected; a gradient in two clip groups; a rule that
-            excludes parameters of no group.
-    """
-    for group in groups:
-        if group.gradients.error is not None:
-            raise group.gradients.error
-    for group in groups:
-        plan = group.gradients.plan
-        if plan is not None and not plan.ordinary:
-            group.gradients.check(group.rule)
-    if len(groups) > 1:
-        _refuse_shared([group.gradients for group in groups])
-    if any(group.rule.excludes for group in groups):
-        every = [p for group in param_groups for p in group["params"]]
-        for group in groups:
-            refuse_other_model(group.rule, every)
-
-
-def _refuse_shared(lists: Sequence[Gradients]) -> None:
-    """Refuses a gradient, or a part of one, under two rules, which would be scaled twice."""
-    known: dict[int, tuple[Gradients, int]] = {}
-    for gradients in lists:
-        for index, grad in enumerate(gradients.tensors):
-            address = grad.data_ptr() if grad.layout == torch.strided else 0
-            if address in known:
-                other, at = known[address]
-                raise ValueError(
-                    f"{other.label(at)} and {gradients.label(index)} have the same gradient but "
-                    "different rules; put them into one parameter group with the same need_clip"
-                )
-            if address:
-                known[address] = gradients, index
-    planned = [(g, g.plan.spans) for g in lists if g.plan is not None]
-    starts = [a for g, _ in planned for a in g.addresses or map(Tensor.data_ptr, g.readable)]
-    # Copies lie elsewhere.
-    staged = any(g.copies for g, _ in planned)
-    if not staged and are_apart(starts, list(chain(*(spans for _, spans in planned)))):
-        return
-    every = [(g, at, memory_of(grad)) for g, _ in planned for at, grad in enumerate(g.tensors)]
-    there = [(g, at, region) for g, at, region in every if region is not None]
-    found = find_overlap([region for *_, region in there])
-    if found is not None:
-        first, second = (there[i][0].label(there[i][1]) for i in found)
-        raise overlap_error(first, second)
-
-
-def refuse_nonfinite(groups: Sequence[ClipGroup], remedy: str) -> NoReturn:
-    """RuntimeError for a step that is not finite, which names the parameters with NaN or inf.
-
-    Args:
-        groups: measured.
-        remedy: ends the message.
-    """
-    for group in groups:
-        if group.norms is not None:
-            if not group.unclipped:
-                norm = group.norms.norm()
-                raise_if_nonfinite(group.gradients, group.norms, norm, remedy, group.rule)
-            raise_if_any_nonfinite(group.gradients, remedy)
-    if any(group.is_spread for group in groups):
-        raise RuntimeError(f"Another process refuses its gradients. {remedy}")
-    raise RuntimeError(
-        "Every gradient is finite, but divided by the loss scale the largest does not fit its "
-        f"dtype. {remedy}"
-    )
-
-
-def nearest_finite(found: Sequence[tuple[Gradients, Sequence[bool]]], param_groups: Groups) -> str:
-    """Names the finite gradients next to those that are not, which bracket a layer; or "".
-
-    Args:
-        found: gradient lists, and for each gradient whether it is finite.
-        param_groups: of the optimizer, whose order of parameters counts.
-    """
-    places: dict[str, int] = {}
-    for index, group in enumerate(param_groups):
-        for position in range(len(group["params"])):
-            places.setdefault(label_of_member(param_groups, index, position), len(places))
-    flags = {
-        gradients.label(i): is_finite
-        for gradients, finite in found
-        for i, is_finite in enumerate(finite)
-    }
-    # Names of FlatGradients may be others; they are in order.
-    names = sorted(flags, key=lambda name: places.get(name, 0))
-    bad = [at for at, name in enumerate(names) if not flags[name]]
-    if not bad:
-        return ""
-    nearest = [f"{name} before them" for name in names[: bad[0]][-1:]]
-    nearest += [f"{name} after them" for name in names[bad[-1] + 1 :][:1]]
-    if not nearest:
-        return "; no other is finite" if len(bad) < len(names) else ""
-    return f"; the nearest finite ones in the order of the parameters: {', '.join(nearest)}"
-
-
-def verify_agreement(
-    groups: Sequence[ClipGroup],
-    requests: Sequence[NormRequest],
-    describe: Callable[[], Mapping[str, str]],
-    refusal: Exception | None,
-    param_groups: Groups,
-    processes: Processes | None,
-) -> None:
-    """Under `verify()`, raises on every process where they differ in a step that they share.
-
-    Args:
-        groups: of the step.
-        requests: all norms of the step.
-        describe: gives text of what else has to agree, by name.
-        refusal: the error of this process, which is raised on all.
-        param_groups: of the optimizer.
-        processes: the processes that the gradients are spread over.
-    """
-    meshes = meshes_of(p for group in param_groups for p in group["params"])
-    if not meshes and processes is None:
-        return
-    own = {"the call": "a step of ClippedOptimizer", **describe()}
-    names = [group.owner for group in groups if group.is_spread]
-    own["the parameter groups with a rule"] = ", ".join(names)
-    for group in groups:
-        gradients = group.gradients
-        if isinstance(gradients, ShardedGradients) and group.is_spread:
-            own[f"the rule of {group.owner}"] = describe_rule(group.rule)
-            if gradients.sharding.one_list:
-                found = describe_parameters(gradients.wanted, gradients.label_of_parameter)
-                own |= {f"{name} of {group.owner}": text for name, text in found.items()}
-    own["the norms to measure"] = str([one.describe() for one in requests if one.group.is_spread])
-    agree(own, refusal, domain_of(meshes, None if processes is None else processes.group))

@@ -29,22 +29,24 @@ from tritonclip.modes import is_captured, without_grad
 from tritonclip.monitor.stats import Outcomes
 from tritonclip.monitor.verdict import TAKEN, Flag, either
 from tritonclip.optim.clip_groups import (
-    NONFINITE_REMEDY,
     ClipGroup,
     global_norm_of,
     hides_nonfinite,
     measure_requests,
-    nearest_finite,
     nonfinite_of,
     recorded_requests,
-    refuse,
-    refuse_nonfinite,
-    refused,
     requests,
-    verify_agreement,
 )
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.policy import Policy
+from tritonclip.optim.refusals import (
+    NONFINITE_REMEDY,
+    nearest_finite,
+    refuse,
+    refuse_nonfinite,
+    refused,
+    verify_agreement,
+)
 from tritonclip.optim.states import Judgement, RuleStates
 from tritonclip.optim.step_record import StepRecord
 from tritonclip.rules import Numbering, Outlier, Rule

@@ -17,9 +17,10 @@ from torch import Tensor
 from tritonclip.messages import warn_user
 from tritonclip.modes import is_captured
 from tritonclip.monitor.verdict import Flag, either, unless
-from tritonclip.optim.clip_groups import ClipGroup, nearest_finite
+from tritonclip.optim.clip_groups import ClipGroup
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.policy import Policy
+from tritonclip.optim.refusals import nearest_finite
 from tritonclip.rules.arguments import as_count
 
 # A run that skips so many steps in a row is no run; nobody may have noticed.
