@@ -88,7 +88,7 @@ def test_entered_finds_functions_of_the_library_only(found):
         ("each norm", 16, 10),
         ("value", 13, 9),
         ("flat", 11, 6),
-        ("step", 36, 20),
+        ("step", 36, 19),
     ],
 )
 def test_warm_call_enters_few_functions(found, call, functions, modules):

@@ -226,7 +226,7 @@ def test_a_loss_is_that_of_the_moment_when_it_was_set():
 
 
 def test_a_repeated_step_sends_its_loss_once(monkeypatch):
-    from tritonclip.optim import states
+    from tritonclip.optim import outliers
 
     sent: list[float] = []
 
@@ -234,7 +234,7 @@ def test_a_repeated_step_sends_its_loss_once(monkeypatch):
         sent.append(loss)
         return float(loss)
 
-    monkeypatch.setattr(states, "mean_of_all", mean_of_all)
+    monkeypatch.setattr(outliers, "mean_of_all", mean_of_all)
     params, optimizer = filled()
     give_grads(params, 1)
     optimizer.loss, sent[:] = 1.0, []

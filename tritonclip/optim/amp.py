@@ -167,7 +167,7 @@ class ScalerSide(OptimizerProxy):
                 amp.begun = self._begin_scaled(scale)
                 if amp.begun.verdict.left_out is True:
                     self._log.add(amp.begun)
-                    self._log.states.loss = None
+                    self._log.states.outliers.loss = None
                     return None
                 amp.found_inf = False
             return self.step(*args, **kwargs)

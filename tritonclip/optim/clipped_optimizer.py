@@ -49,6 +49,7 @@ from tritonclip.optim.misuse import (
     of_rule,
     warn_of_nothing,
 )
+from tritonclip.optim.outliers import OutlierTest, as_loss
 from tritonclip.optim.param_groups import (
     check_group,
     first_device,
@@ -58,7 +59,7 @@ from tritonclip.optim.param_groups import (
     unclipped,
 )
 from tritonclip.optim.policy import StepNonfinite, policy_of
-from tritonclip.optim.states import RuleStates, as_loss, as_skip_bound
+from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step import Step
 from tritonclip.optim.step_record import ParameterNames, StepRecord, as_recorder
 from tritonclip.optim.watches import SkipWatch
@@ -206,11 +207,11 @@ class ClippedOptimizer(ScalerSide):
         super().__init__(optimizer)
         processes = check_processes(process_group, copies)
         self._partition = Partition(optimizer, rule_of_all(clip), processes)
-        states, watch = RuleStates(as_skip_bound(skip_above)), SkipWatch(max_consecutive_skips)
+        outliers, watch = OutlierTest(skip_above), SkipWatch(max_consecutive_skips)
         self._policy = policy_of(nonfinite)
         watch.refuse_without_skips(self._policy, skip_above)
         groups = optimizer.param_groups
-        self._log = StepLog(ClipStats(first_device(groups)), states, watch)
+        self._log = StepLog(ClipStats(first_device(groups)), RuleStates(outliers), watch)
         self.recorder = recorder
         for number, group in enumerate(groups):
             check_group(number, group, options_of(optimizer))
@@ -266,14 +267,11 @@ class ClippedOptimizer(ScalerSide):
     @property
     def skip_above(self) -> float | Outlier | None:
         """The largest norm of a step that is not skipped, None for any. May be replaced."""
-        return self._log.states.skip_above
+        return self._log.states.outliers.skip_above
 
     @skip_above.setter
     def skip_above(self, skip_above: float | Outlier | None) -> None:
-        self._log.states.skip_above = as_skip_bound(skip_above)
-        if not isinstance(skip_above, Outlier):
-            # Nothing would judge it.
-            self._log.states.loss = None
+        self._log.states.outliers.replace(skip_above)
 
     @property
     def loss(self) -> float | Tensor | None:
@@ -283,11 +281,11 @@ class ClippedOptimizer(ScalerSide):
         micro-batches. The step drops it. The mean over all processes of `torch.distributed` is
         judged, so that each of them sets a loss, or none does.
         """
-        return self._log.states.loss
+        return self._log.states.outliers.loss
 
     @loss.setter
     def loss(self, loss: float | Tensor | None) -> None:
-        self._log.states.loss = as_loss(loss, self.skip_above)
+        self._log.states.outliers.loss = as_loss(loss, self.skip_above)
 
     @property
     def max_consecutive_skips(self) -> int | None:
@@ -352,7 +350,7 @@ class ClippedOptimizer(ScalerSide):
             if taken:
                 for after in tuple(self._optimizer_step_post_hooks.values()):
                     after(self, args, kwargs)
-            self._log.states.loss = None
+            self._log.states.outliers.loss = None
             return result
         except BaseException as error:
             self._end_failed(error)
@@ -449,7 +447,7 @@ class ClippedOptimizer(ScalerSide):
         else:
             if step is None or grad_scale is None:
                 step = self._measure(grad_scale)
-            may_skip = self._policy.skips or self._log.states.skip_above is not None
+            may_skip = self._policy.skips or self._log.states.outliers.skip_above is not None
             skip = step.is_unwanted() if may_skip else False
             self._unfinished = None
         overflow = False if amp.found_inf is None else amp.overflow
@@ -679,7 +677,7 @@ class ClippedOptimizer(ScalerSide):
             optimizer,
             state["clip"],
             nonfinite=state["nonfinite"],
-            skip_above=states.skip_above,
+            skip_above=states.outliers.skip_above,
             flat=state["flat"],
             process_group=group,
             copies=copies,

@@ -11,6 +11,7 @@ from tritonclip.modes import without_grad
 from tritonclip.monitor.recorder import Recorder, saved_place
 from tritonclip.monitor.stats import ClipStats
 from tritonclip.monitor.verdict import either
+from tritonclip.optim.outliers import OutlierTest
 from tritonclip.optim.param_groups import Groups, first_device
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step import Step
@@ -111,7 +112,7 @@ class StepLog:
                 "; expected the result of its state_dict(). Nothing was loaded"
             )
         own = dict(own)
-        states = RuleStates(self.states.skip_above)
+        states = RuleStates(OutlierTest(self.states.outliers.skip_above))
         n_parameters = sum(len(group["params"]) for group in groups)
         states.load_state_dict(own.pop("memory", {}), rules, n_parameters)
         states.steps = saved_count("calls", own.pop("calls", 0))

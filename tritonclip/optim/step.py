@@ -37,6 +37,7 @@ from tritonclip.optim.clip_groups import (
     recorded_requests,
     requests,
 )
+from tritonclip.optim.outliers import Judgement
 from tritonclip.optim.param_groups import Groups
 from tritonclip.optim.policy import Policy
 from tritonclip.optim.refusals import (
@@ -47,7 +48,7 @@ from tritonclip.optim.refusals import (
     refused,
     verify_agreement,
 )
-from tritonclip.optim.states import Judgement, RuleStates
+from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step_record import StepRecord
 from tritonclip.rules import Numbering, Outlier, Rule
 from tritonclip.rules.rule import Adaptive
@@ -157,7 +158,8 @@ class Step:
             recorded,
             by_value=by_value,
             check_finite=check_finite,
-            two_norm=self._states.skip_above is not None or not (record is None or has_shared),
+            two_norm=self._states.outliers.skip_above is not None
+            or not (record is None or has_shared),
         )
         if settings.current().verifying:
             error = refusal or _error_of([*groups, *recorded])
@@ -181,14 +183,14 @@ class Step:
 
     def _describe(self) -> dict[str, str]:
         """Text of what processes of one step have to agree on, beside rules and gradients."""
-        states, above = self._states, self._states.skip_above
+        outliers, above = self._states.outliers, self._states.outliers.skip_above
         known = {
             "the policy for NaN and inf": self.policy.name,
             "the loss scale": repr(float(self._grad_scale)),
             "skip_above": describe_rule(above) if isinstance(above, Outlier) else str(above),
-            "optimizer.loss": "none" if states.loss is None else "a loss",
+            "optimizer.loss": "none" if outliers.loss is None else "a loss",
         }
-        for owner, state in states.state_dict(self.param_groups).items():
+        for owner, state in self._states.state_dict(self.param_groups).items():
             known[f"the state of {owner}"] = describe_state(state)
         return known
 
@@ -244,8 +246,9 @@ class Step:
     def is_unwanted(self) -> Flag:
         """Whether the policy or the test for outliers skips the step; waits for nothing."""
         skip = self.nonfinite() if self.policy.skips else False
-        if self._states.skip_above is not None:
-            self.outlier = self._states.judge(*global_norm_of(self.clip_groups, self._grad_scale))
+        outliers = self._states.outliers
+        if outliers.skip_above is not None:
+            self.outlier = outliers.judge(*global_norm_of(self.clip_groups, self._grad_scale))
             skip = either(skip, self.outlier.flag)
         return skip
 
@@ -385,9 +388,9 @@ class Step:
                 if group.bound_rule is not None:
                     rows = self._rows_of(group)
                     group.bound_rule = states.take_over(group.index, group.bound_rule, rows)
-        if self.outlier is not None and states.skip_above is not None:
+        if self.outlier is not None and states.outliers.skip_above is not None:
             # The step goes on as it was judged.
-            again = states.judge(self.outlier.norm, known=self.outlier)
+            again = states.outliers.judge(self.outlier.norm, known=self.outlier)
             self.outlier = again._replace(flag=self.outlier.flag)
 
 

@@ -1,0 +1,228 @@
+"""The test for outliers: norms and losses of steps, compared with a limit or with earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_float
+from functools import lru_cache
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonclip.backends import adaptive
+from tritonclip.distributed.process_groups import mean_of_all
+from tritonclip.monitor.verdict import Flag
+from tritonclip.rules import ClipState, LossOutlier, Outlier
+from tritonclip.rules.arguments import as_limit
+from tritonclip.rules.rule import Adaptive
+from tritonclip.rules.state import Values
+
+# The keys of its states in checkpoints.
+OWNERS = OUTLIERS, LOSSES = "outliers", "losses"
+
+
+class Judgement(NamedTuple):
+    """Whether a step is an outlier, and the states of the tests after it.
+
+    Attributes:
+        norm: of the step: a number where the host decides; else 0-d.
+        loss: likewise, the mean over all processes; None where none was given.
+        flag: likewise; 0-d bool.
+        tests: the states of its tests, and their values after this step.
+    """
+
+    norm: float | Tensor
+    loss: float | Tensor | None
+    flag: Flag
+    tests: Sequence[tuple[ClipState, Values]]
+
+    def commit(self, overflow: Flag) -> None:
+        """Remembers norm and loss, of a skipped step too, but not of one that overflowed."""
+        for state, values in self.tests:
+            state.commit(values, overflow)
+
+
+class _Norm(NamedTuple):
+    """A measured norm, as a state asks for it."""
+
+    value: float | Tensor
+
+    def norm(self) -> Tensor:
+        """The norm on its device."""
+        assert isinstance(self.value, Tensor)
+        return self.value
+
+    @property
+    def device(self) -> torch.device:
+        """Of the norm."""
+        return self.norm().device
+
+    def advance(
+        self, rule: Adaptive, values: Tensor, rows: Tensor | None, *, in_place: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Limit and values after this norm."""
+        return adaptive.advance(rule, values, rows, self, in_place=in_place)
+
+    def parts(self) -> adaptive.Parts:
+        """The norm itself."""
+        norm = self.norm()
+        return adaptive.Parts(norm, norm.dtype)
+
+    def numbers(self) -> float | None:
+        """The norm, where the host decides."""
+        return None if isinstance(self.value, Tensor) else self.value
+
+    def sizes(self) -> Tensor:
+        """Not asked for."""
+        raise NotImplementedError
+
+    def positions(self) -> tuple[None, int]:
+        """Of one norm."""
+        return None, 1
+
+
+def as_skip_bound(skip_above: object) -> float | Outlier | None:
+    """The user's `skip_above`.
+
+    Raises:
+        TypeError, ValueError: neither a limit, nor :class:`Outlier`, nor None.
+    """
+    if skip_above is None or isinstance(skip_above, Outlier):
+        return skip_above
+    try:
+        return as_limit("skip_above", skip_above)
+    except TypeError:
+        raise TypeError(
+            "skip_above must be a number (the largest norm that is not skipped), an Outlier or "
+            f"None, got {skip_above!r:.80}"
+        ) from None
+
+
+def as_loss(loss: object, skip_above: float | Outlier | None) -> float | Tensor | None:
+    """The user's `loss`, without its graph.
+
+    Raises:
+        TypeError: neither one real number nor None.
+        ValueError: a number that nothing judges.
+    """
+    if loss is None:
+        return None
+    if not isinstance(skip_above, Outlier):
+        raise ValueError(
+            f"loss was set, but skip_above is {skip_above!r}, which compares norms alone; expected "
+            "skip_above=Outlier(), which compares a loss with those of earlier steps"
+        )
+    if isinstance(loss, Real) and not isinstance(loss, bool):
+        return float(loss)
+    kind = type(loss).__name__
+    if isinstance(loss, Tensor) and not hasattr(loss, "full_tensor"):
+        if loss.is_floating_point() and loss.dim() == 0:
+            # A copy: a running sum may be reset before the step.
+            return loss.detach().clone()
+        kind = f"shape {tuple(loss.shape)} of {loss.dtype}"
+    raise TypeError(
+        f"loss must be a floating-point tensor without dimensions, or a number, got {kind}; "
+        "expected the mean over the batch, of a DTensor loss.full_tensor()"
+    )
+
+
+@lru_cache(maxsize=16)
+def _of_losses(above: Outlier) -> LossOutlier:
+    """The test of losses beside one of norms."""
+    return LossOutlier(above.sigmas, above.window)
+
+
+class OutlierTest:
+    """Whether steps are outliers, and the states of the test.
+
+    Attributes:
+        skip_above: the largest norm that is no outlier, or :class:`Outlier`; None for no test.
+        loss: of the step to come, to be judged beside its norm; None for none.
+    """
+
+    def __init__(self, skip_above: object = None) -> None:
+        self._states: dict[str, ClipState] = {}
+        self.loss: float | Tensor | None = None
+        self.skip_above = as_skip_bound(skip_above)
+
+    def replace(self, skip_above: object) -> None:
+        """Replaces `skip_above`."""
+        self.skip_above = as_skip_bound(skip_above)
+        if not isinstance(skip_above, Outlier):
+            # Nothing would judge it.
+            self.loss = None
+
+    def rules(self) -> dict[str, Outlier]:
+        """The tests that remember something, by the keys of their states."""
+        above = self.skip_above
+        return {OUTLIERS: above, LOSSES: _of_losses(above)} if isinstance(above, Outlier) else {}
+
+    def judge(
+        self,
+        norm: float | Tensor,
+        dtype: torch.dtype = torch.float64,
+        *,
+        known: Judgement | None = None,
+    ) -> Judgement:
+        """Whether a norm is an outlier, by those before, or the loss.
+
+        Waits for nothing, but for a loss on another device than the norm.
+
+        Args:
+            norm: a number where the host decides; else 0-d.
+            dtype: of a number, before it was one.
+            known: of the same step, whose loss other processes do not send again.
+        """
+        above = self.skip_above
+        assert above is not None
+        if not isinstance(above, Outlier):
+            if isinstance(norm, float) and dtype == torch.float32:
+                # As a tensor of this dtype is compared with a number.
+                above = c_float(above).value
+            return Judgement(norm, None, norm > above, ())
+        flag, own = self._test(OUTLIERS, above, norm)
+        if known is not None:
+            mean = known.loss
+        elif self.loss is None:
+            mean = None
+        else:
+            mean = mean_of_all(self.loss, None if isinstance(norm, float) else norm.device)
+        if mean is None:
+            return Judgement(norm, None, flag, (own,))
+        its_flag, its = self._test(LOSSES, _of_losses(above), mean)
+        # Two numbers, or two tensors.
+        return Judgement(norm, mean, flag | its_flag, (own, its))
+
+    def _test(
+        self, owner: str, above: Outlier, number: float | Tensor
+    ) -> tuple[Flag, tuple[ClipState, Values]]:
+        """Whether a number is an outlier; the state of the test, and its values after it."""
+        state = self._states.setdefault(owner, ClipState())
+        if not state.remembers(above):
+            state = self._states[owner] = ClipState()
+        limit, values = state.advance(above, _Norm(number))
+        assert not isinstance(limit, list)
+        if isinstance(number, Tensor) and isinstance(limit, Tensor):
+            limit = limit.to(number.device)
+        return number > limit, (state, values)
+
+    def state_dict(self, *, is_whole: bool) -> dict[str, Any]:
+        """Copies of all states; if `is_whole`, also of those that no step has needed yet."""
+        owners = self.rules() if is_whole else {}
+        states = {**dict.fromkeys(owners, ClipState()), **self._states}
+        return {owner: state.state_dict() for owner, state in states.items()}
+
+    def copy(self) -> OutlierTest:
+        """One that goes on alone, without the loss."""
+        twin = OutlierTest(self.skip_above)
+        for owner, saved in self.state_dict(is_whole=False).items():
+            twin._states[owner] = ClipState()
+            twin._states[owner].load_state_dict(saved)
+            twin._states[owner]._is_loaded = False
+        return twin
+
+    def restore(self, states: dict[str, ClipState]) -> None:
+        """Goes on from states of a checkpoint."""
+        self._states = states
