@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import is_
 from typing import NamedTuple
 
@@ -46,6 +46,7 @@ from tritonclip.rules import BoundRule, ClipByGlobalNorm, Norm, Rule
 
 # Scales nothing but a loss scale; its norm is finite where every gradient is.
 UNLIMITED = ClipByGlobalNorm(math.inf, math.inf, eps=0.0)
+LARGEST, TWO_NORM = Norm(math.inf), Norm()
 
 
 @dataclass(slots=True, eq=False)
@@ -59,13 +60,10 @@ class ClipGroup:
         flat: their buffers, if the gradients were collected from them.
         unclipped: no rule holds for them.
         norms: before clipping, as the rule measures them.
-        largest: the largest magnitude, where `norms` do not show NaN and inf.
-        two_norm: the 2-norm, where `norms` are of another order and one was requested.
+        others: norms for other readers: the largest magnitude, where `norms` do not show NaN and
+            inf; the 2-norm, where they are of another order; those of each gradient.
         by_name: a recorder takes the norm of each gradient.
-        each: the 2-norm of each gradient, where a recorder takes it.
-        with_statistics: the recorder also takes the next two.
-        largest_each: the largest magnitude of each gradient.
-        nonzeros_each: how many elements of each gradient are not 0, as its norm of order 0.
+        with_statistics: the recorder takes all of `STATISTICS`.
         finite: which gradients are finite, bool, 1-d, where an error some steps later names them.
         bound_rule: the rule, bound to its state for one step, if its limit changes between steps.
     """
@@ -76,13 +74,9 @@ class ClipGroup:
     flat: FlatGradients | None = None
     unclipped: bool = False
     norms: Norms | None = None
-    largest: Norms | None = None
-    two_norm: Norms | None = None
+    others: dict[Norm, Norms] = field(default_factory=dict)
     by_name: bool = False
-    each: Norms | None = None
     with_statistics: bool = False
-    largest_each: Norms | None = None
-    nonzeros_each: Norms | None = None
     finite: Tensor | None = None
     bound_rule: BoundRule | None = None
 
@@ -104,12 +98,17 @@ class ClipGroup:
         """Whether a rule holds for them that measures norms."""
         return not (self.unclipped or self.rule.clamps)
 
-    def measure_(self, norm: Norm, field: str, grad_scale: float | Tensor) -> None:
-        """Measures norms, and keeps them as one of the attributes; as `each` too, if they are."""
-        norms = self.gradients.measure(norm, grad_scale)
-        setattr(self, field, norms)
-        if self.by_name and norm.order == 2.0 and norm.each:
-            self.each = norms
+    @property
+    def recorded(self) -> list[Norms]:
+        """The norm of each gradient that a recorder takes, and then, if measured, statistics."""
+        return [self.others[norm] for norm in STATISTICS if norm in self.others]
+
+    def keep(self, norm: Norm, norms: Norms, *, of_rule: bool) -> None:
+        """Keeps norms that were measured, for the rule or for other readers."""
+        if of_rule:
+            self.norms = norms
+        if not of_rule or (self.by_name and norm.order == 2.0 and norm.each):
+            self.others[norm._replace(by=None)] = norms
 
     def measure_finite_(self) -> None:
         """Measures which gradients are finite, those of this process alone."""
@@ -365,15 +364,17 @@ def _with_meshes(processes: Processes | None, groups: Groups) -> Processes | Non
 
 
 class NormRequest(NamedTuple):
-    """A norm to be measured: of which clip group, of which kind, for which of its fields."""
+    """A norm to be measured: of which clip group, and whether for its rule."""
 
     group: ClipGroup
     norm: Norm
-    field: str
+    of_rule: bool = False
 
     def describe(self) -> str:
-        """Owner, field and order; they must agree in all processes."""
-        return f"{self.group.owner}: {self.field} of order {self.norm.order}"
+        """Owner, reader and norm; they must agree in all processes."""
+        what = "norms of each gradient" if self.norm.each else "the norm"
+        reader = "for its rule" if self.of_rule else "beside its rule"
+        return f"{self.group.owner}: {what} of order {self.norm.order}, {reader}"
 
 
 def requests(
@@ -399,13 +400,13 @@ def requests(
             continue
         rule, is_measured = group.rule, by_value or not group.rule.clamps
         if is_measured:
-            found.append(NormRequest(group, rule.norm, "norms"))
+            found.append(NormRequest(group, rule.norm, of_rule=True))
             if check_finite and hides_nonfinite(rule.norm_type):
-                found.append(NormRequest(group, Norm(math.inf), "largest"))
+                found.append(NormRequest(group, LARGEST))
         if group.by_name:
             found += recorded_requests(group)
         elif two_norm and not group.unclipped and not (is_measured and rule.norm_type == 2.0):
-            found.append(NormRequest(group, Norm(), "two_norm"))
+            found.append(NormRequest(group, TWO_NORM))
     for group in recorded:
         found += recorded_requests(group)
     return found
@@ -413,8 +414,7 @@ def requests(
 
 def recorded_requests(group: ClipGroup) -> list[NormRequest]:
     """The norms of each gradient that a recorder takes, less those that the rule measures."""
-    fields = ("each", "largest_each", "nonzeros_each")
-    found = [NormRequest(group, *one) for one in zip(STATISTICS, fields, strict=True)]
+    found = [NormRequest(group, norm) for norm in STATISTICS]
     first = int(group.rule.norm_type == 2.0 and group.rule.per_gradient)
     return found[first : 3 if group.with_statistics else 1]
 
@@ -434,19 +434,20 @@ def measure_requests(requests: Sequence[NormRequest], grad_scale: float | Tensor
     Raises:
         TypeError, ValueError, RuntimeError: gradients that a process refuses; on a CPU only.
     """
-    exchanges, awaited = [], []
-    for group, norm, field in requests:
+    exchanges, sent = [], []
+    for request in requests:
+        group, norm, of_rule = request
         # By value, an element counts as it came.
-        scale = 1.0 if field == "norms" and group.rule.clamps else grad_scale
+        scale = 1.0 if of_rule and group.rule.clamps else grad_scale
         gradients = group.gradients
         if not isinstance(gradients, ShardedGradients) or not group.is_spread:
-            group.measure_(norm, field, scale)
+            group.keep(norm, gradients.measure(norm, scale), of_rule=of_rule)
         elif gradients.error is None or gradients.awaits(norm):
             exchanges.append(gradients.exchange(norm, scale))
-            awaited.append((group, field))
+            sent.append(request)
     if exchanges:
-        for (group, field), norms in zip(awaited, run_exchanges(exchanges), strict=True):
-            setattr(group, field, norms)
+        for (group, norm, of_rule), norms in zip(sent, run_exchanges(exchanges), strict=True):
+            group.keep(norm, norms, of_rule=of_rule)
 
 
 def global_norm_of(
@@ -459,7 +460,7 @@ def global_norm_of(
     clipped = [one for one in groups if not one.unclipped and one.gradients.plan is not None]
     missing = [one for one in clipped if _two_norm_of(one) is None]
     if missing:
-        requests = [NormRequest(group, Norm(), "two_norm") for group in missing]
+        requests = [NormRequest(group, TWO_NORM) for group in missing]
         measure_requests(requests, grad_scale)
     measured = [norms for one in clipped if (norms := _two_norm_of(one)) is not None]
     if len(measured) == 1:
@@ -489,7 +490,7 @@ def _two_norm_of(group: ClipGroup) -> Norms | None:
     norms = group.norms
     if norms is not None and norms.norm_type == 2.0:
         return norms
-    return group.two_norm or group.each
+    return group.others.get(TWO_NORM) or group.others.get(STATISTICS[0])
 
 
 def nonfinite_of(groups: Sequence[ClipGroup]) -> Tensor | bool:
@@ -499,7 +500,7 @@ def nonfinite_of(groups: Sequence[ClipGroup]) -> Tensor | bool:
     """
     flags = []
     for group in groups:
-        for norms in (group.norms, group.largest):
+        for norms in (group.norms, group.others.get(LARGEST)):
             if norms is None:
                 continue
             numbers = norms.numbers()

@@ -139,7 +139,8 @@ class Step:
                     _ = rule.norm
                 scale = 1.0 if rule.clamps else self._grad_scale
                 if group.by_name:
-                    group.measure_(rule.norm, "norms", scale)
+                    norms = group.gradients.measure(rule.norm, scale)
+                    group.keep(rule.norm, norms, of_rule=True)
                 else:
                     group.norms = measure(group.gradients, rule.norm_type, rule.per_gradient, scale)
             if self.by_gradient:

@@ -98,12 +98,8 @@ def _columns_by_name(group: ClipGroup, names: Sequence[str]) -> list[_Column]:
 
 def _values_of(group: ClipGroup) -> list[Sequence[float | Tensor]]:
     """Each gradient's norm and statistics: numbers, or a tensor where the host does not decide."""
-    if group.each is None:
-        return []
-    values = [_numbers_of(group.each)]
-    if group.largest_each is not None and group.nonzeros_each is not None:
-        values += [_numbers_of(group.largest_each), _shares_of_zeros(group.nonzeros_each)]
-    return values
+    values = list(map(_numbers_of, group.recorded[:2]))
+    return values + list(map(_shares_of_zeros, group.recorded[2:]))
 
 
 def _numbers_of(each: Norms) -> Sequence[float | Tensor]:
@@ -243,7 +239,7 @@ class StepRecord:
         if norm is None:
             # By value, and where every group has a rule, no rule of the wrapper measures a norm.
             norm, _ = global_norm_of(clip_groups, grad_scale)
-        if self._is_whole and self._clipped[0].each is not None:
+        if self._is_whole and self._clipped[0].recorded:
             self._norms = [norm, *chain.from_iterable(_values_of(self._clipped[0]))]
             return
         found = [
@@ -260,15 +256,13 @@ class StepRecord:
     def _columns_of_named(self, named: NamedNorms) -> list[_Column]:
         """Norms by name, and statistics, of gradients that are measured for the recorder alone."""
         group = self.clip_groups[0] if self.clip_groups else None
-        measured = None if group is None else group.each
+        measured = [] if group is None else group.recorded
         if self._recorder.statistics:
-            statistics: Sequence[Norms] = ()
+            statistics: Sequence[Norms] = measured
             if group is None:
                 statistics = named.measure_statistics(self._grad_scale)
-            elif group.each and group.largest_each and group.nonzeros_each:
-                statistics = (group.each, group.largest_each, group.nonzeros_each)
             return [{**column} for column in named.statistics_by_name(statistics)]
-        each = named.measure(2.0, self._grad_scale) if measured is None else measured.total()
+        each = measured[0].total() if measured else named.measure(2.0, self._grad_scale)
         if choose.host_decides(each.device):
             return [{**named.numbers_by_name(each.tolist(), 2.0)}]
         return [{**named.by_name(each, 2.0)}]
