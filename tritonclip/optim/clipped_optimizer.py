@@ -42,13 +42,6 @@ from tritonclip.optim.closures import (
     step_evaluating,
 )
 from tritonclip.optim.log import StepLog
-from tritonclip.optim.misuse import (
-    IN_VAIN,
-    check_optimizer,
-    guard_,
-    of_rule,
-    warn_of_nothing,
-)
 from tritonclip.optim.outliers import OutlierTest, as_loss
 from tritonclip.optim.param_groups import (
     check_group,
@@ -63,6 +56,13 @@ from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step import Step
 from tritonclip.optim.step_record import ParameterNames, StepRecord, as_recorder
 from tritonclip.optim.watches import SkipWatch
+from tritonclip.optim.wrapping import (
+    PATIENCE,
+    check_optimizer,
+    guard_,
+    of_rule,
+    warn_of_no_gradient,
+)
 from tritonclip.rules import Outlier, Rule
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class ClippedOptimizer(ScalerSide):
         # From the first gradient that a step writes, until it has updated the parameters.
         self._unfinished: Step | None = None
         # Steps without a gradient so far; None once one was found, and where that was warned of.
-        self._in_vain: int | None = 0
+        self._n_without_gradient: int | None = 0
         mark_(groups)
         # Last: where anything raises, this does not count as a wrapper.
         keep_rules_out_(optimizer)
@@ -390,8 +390,8 @@ class ClippedOptimizer(ScalerSide):
         else:
             result = self.optimizer.step()
         self._unfinished = None
-        if self._in_vain is not None:
-            self._look_for_gradients(self._in_vain + 1)
+        if self._n_without_gradient is not None:
+            self._look_for_gradients(self._n_without_gradient + 1)
         # So torch.distributed.checkpoint makes the state of an optimizer that has none.
         if not (was_empty and step.is_idle()):
             self._log.add(step)
@@ -594,9 +594,9 @@ class ClippedOptimizer(ScalerSide):
         """Warns of the first steps, if none of them found a gradient."""
         n_parameters = sum(len(group["params"]) for group in self.optimizer.param_groups)
         found = bool(self._partition.present())
-        self._in_vain = None if found or n_steps == IN_VAIN else n_steps
-        if n_steps == IN_VAIN and n_parameters and not found:
-            warn_of_nothing(n_parameters)
+        self._n_without_gradient = None if found or n_steps == PATIENCE else n_steps
+        if n_steps == PATIENCE and n_parameters and not found:
+            warn_of_no_gradient(n_parameters)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group, which may carry a rule under the key `clip`.

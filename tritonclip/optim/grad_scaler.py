@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from tritonclip.hints import explained
 from tritonclip.optim.amp import takes_found_inf
 from tritonclip.optim.clipped_optimizer import ClippedOptimizer
-from tritonclip.optim.misuse import wrapper_of
+from tritonclip.optim.wrapping import wrapper_of
 
 
 @explained(

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from tritonclip.messages import warn_user
 
 # Steps in a row without a gradient that are warned of.
-IN_VAIN = 3
+PATIENCE = 3
 
 
 class StepGuard:
@@ -82,11 +82,11 @@ def opened(optimizer: Optimizer) -> Iterator[None]:
         guard.open = before
 
 
-def warn_of_nothing(n_parameters: int) -> None:
+def warn_of_no_gradient(n_parameters: int) -> None:
     """Warns of the first steps of a wrapper, none of which found a gradient."""
     warn_user(
-        f"{IN_VAIN} steps in a row found no gradient in any of the {n_parameters} parameters of "
-        "the ClippedOptimizer, and neither clipped nor updated anything; expected step() after "
+        f"{PATIENCE} steps in a row found no gradient in any of the {n_parameters} parameters "
+        "of the ClippedOptimizer, and neither clipped nor updated anything; expected step() after "
         "backward() and before zero_grad(), and an optimizer of the parameters that the model has "
         "now and that require gradients"
     )
