@@ -332,7 +332,7 @@ WITH_KERNEL = [one for one in ADAPTIVE if one.id != "own-quantile"]
 @pytest.mark.plain_empty
 @pytest.mark.parametrize("rule", WITH_KERNEL)
 def test_a_launch_takes_the_place_of_all_operators(backend, rule, monkeypatch):
-    """Beside those of a fixed limit: memory for the limit, and for norms by gradient."""
+    """Beside those of a fixed limit: memory for limit and state, and for norms by gradient."""
     if backend.name != "triton":
         pytest.skip("the torch backend launches no kernels of ours")
     fixed = ClipByNorm(1e9) if rule.per_gradient else ClipByGlobalNorm(1e9)
@@ -346,10 +346,10 @@ def test_a_launch_takes_the_place_of_all_operators(backend, rule, monkeypatch):
             patch.setattr(module, "launch", lambda *args, **constants: None)
             tritonclip.clip_(weights, one, state=state)
         called.append(functions.called)
-    # Memory for the limit, and for the launch that finds the norm of each gradient. The limit is
-    # checked and handed over as it is.
+    # Memory for the limit, for the state after, which is then copied into the state, and for the
+    # launch that finds the norm of each gradient. The limit is checked and handed over as it is.
     names = ["empty", "empty", "empty", "contiguous"] if rule.per_gradient else ["empty", "reshape"]
-    names.append("to")
+    names += ["to", "empty_like", "copy_"]
     assert Counter(called[1]) - Counter(called[0]) == Counter(names)
 
 

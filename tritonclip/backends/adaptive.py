@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import math
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,52 +14,56 @@ from tritonclip.rules.rule import Adaptive, advanced
 
 
 class Parts(NamedTuple):
-    """What a norm is put together from, on its device; by default a norm that is known.
+    """What the norm of all gradients is put together from, on its device.
 
     Attributes:
-        norms: partial norms of all gradients; or the norm, 0-d; or that of each gradient, 1-d.
+        norms: partial norms of all gradients; or the norm itself, whose norm of order inf it is.
         dtype: of the norm.
-        norm_type: p of the p-norm; under inf, the norm of one norm is that norm.
+        norm_type: p of the p-norm.
         grad_scale: the loss scale that partial norms still carry.
     """
 
     norms: Tensor
     dtype: torch.dtype
-    norm_type: float = math.inf
-    grad_scale: float | Tensor = 1.0
-
-
-class Measured(Protocol):
-    """Measured norms, in both forms that are asked for."""
-
-    def norm(self) -> Tensor:
-        """The norm, 0-d, or that of each gradient, 1-d."""
-
-    def parts(self) -> Parts:
-        """What the norm is put together from."""
+    norm_type: float
+    grad_scale: float | Tensor
 
 
 def advance(
-    rule: Adaptive, values: Tensor, rows: Tensor | None, measured: Measured, *, in_place: bool
+    rule: Adaptive,
+    values: Tensor,
+    rows: Tensor | None,
+    norm: Callable[[], Tensor],
+    parts: Parts | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The limit for measured norms, and all values after them; see `rules.rule.Measured`."""
-    form = rule.in_kernel()
-    each = form is not None and form[0] == "own_history"
+    """The limit for measured norms, and all values after them; see `rules.rule.Measured`.
+
+    Args:
+        rule: any.
+        values: its state.
+        rows: int64, of the norms; None for all in order.
+        norm: returns the norm, 0-d, or that of each gradient, 1-d.
+        parts: of which a kernel puts the norm together, which saves the launch of `norm`; None
+            where the norm is there, or not of all gradients.
+    """
+    in_kernel = rule.in_kernel()
+    each = in_kernel is not None and in_kernel[0] == "own_history"
     # Operators raise for the values of another rule.
     if (
-        form is None
+        in_kernel is None
         or values.dim() != 1 + each
         or choose.backend_name(values.device, torch.float64) != "triton"
     ):
-        norm = measured.norm().to(values.dtype)
+        norms = norm().to(values.dtype)
         if rows is None:
-            return advanced(rule, values, norm)
-        limit, after = advanced(rule, values[rows], norm)
+            return advanced(rule, values, norms)
+        limit, after = advanced(rule, values[rows], norms)
         return limit, values.index_copy(0, rows, after)
-    after = values
-    if not in_place:
-        after = torch.empty_like(values) if rows is None else values.clone()
-    triton, (kind, numbers) = importlib.import_module("tritonclip.backends.triton"), form
+    after = torch.empty_like(values) if rows is None else values.clone()
+    triton, (name, numbers) = importlib.import_module("tritonclip.backends.triton"), in_kernel
     if each:
-        return triton.advance_each(numbers, values, after, rows, measured.parts().norms), after
-    return triton.advance(kind, numbers, values, after, *measured.parts()), after
+        return triton.advance_each(numbers, values, after, rows, norm()), after
+    if parts is None:
+        whole = norm()
+        parts = Parts(whole, whole.dtype, torch.inf, 1.0)
+    return triton.advance(name, numbers, values, after, *parts), after

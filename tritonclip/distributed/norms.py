@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from tritonclip.backends.adaptive import Parts
 from tritonclip.backends.operators import unscaled
 from tritonclip.distributed.agreement import Replicas, agree
 from tritonclip.distributed.partial_sums import PartialSum, measure_sums, norms_of
@@ -65,10 +64,8 @@ class ReducedNorms(Norms):
         reduced = unscaled(self.reduced, self.norm_type, self.grad_scale)
         return replace(Norms.without_scale(self), reduced=reduced)  # type: ignore[call-arg]
 
-    def parts(self) -> Parts:
-        """The norms themselves: a state has the same bits in processes without gradients."""
-        norm = self.norm()
-        return Parts(norm, norm.dtype)
+    def _parts(self) -> None:
+        """None: a state has the same bits in processes without gradients."""
 
     def total(self) -> Tensor:
         """The norm, 0-d, or that of each gradient here, 1-d."""

@@ -93,20 +93,17 @@ class Norms:
         assert plan is not None
         return plan.device
 
-    def advance(
-        self, rule: Adaptive, values: Tensor, rows: Tensor | None, *, in_place: bool
-    ) -> tuple[Tensor, Tensor]:
+    def advance(self, rule: Adaptive, values: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """Limit and values after these norms: on a GPU by one launch."""
-        return adaptive.advance(rule, values, rows, self, in_place=in_place)
+        return adaptive.advance(rule, values, rows, self.norm, self._parts())
 
-    def parts(self) -> adaptive.Parts:
-        """What the norm is put together from; the norms of all gradients for `per_gradient`."""
-        plan, own = self.gradients.plan, self.partials[0] if self.partials else None
+    def _parts(self) -> adaptive.Parts | None:
+        """What the norm of all gradients is put together from, where that is on one device."""
+        plan, partials = self.gradients.plan, self.partials[0] if self.partials else None
         assert plan is not None
-        if not self.per_gradient and isinstance(own, Tensor) and own.device == plan.device:
-            return adaptive.Parts(own, plan.dtype, self.norm_type, self.grad_scale)
-        norm = self.norm()
-        return adaptive.Parts(norm, norm.dtype)
+        if self.per_gradient or not isinstance(partials, Tensor) or partials.device != plan.device:
+            return None
+        return adaptive.Parts(partials, plan.dtype, self.norm_type, self.grad_scale)
 
     def total(self) -> Tensor:
         """As `norm`, 0-d, or 1-d with that of each gradient here."""

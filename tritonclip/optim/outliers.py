@@ -59,16 +59,9 @@ class _Norm(NamedTuple):
         """Of the norm."""
         return self.norm().device
 
-    def advance(
-        self, rule: Adaptive, values: Tensor, rows: Tensor | None, *, in_place: bool
-    ) -> tuple[Tensor, Tensor]:
+    def advance(self, rule: Adaptive, values: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """Limit and values after this norm."""
-        return adaptive.advance(rule, values, rows, self, in_place=in_place)
-
-    def parts(self) -> adaptive.Parts:
-        """The norm itself."""
-        norm = self.norm()
-        return adaptive.Parts(norm, norm.dtype)
+        return adaptive.advance(rule, values, rows, self.norm)
 
     def numbers(self) -> float | None:
         """The norm, where the host decides."""

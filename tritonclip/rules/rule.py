@@ -54,19 +54,16 @@ class Measured(Protocol):
     def numbers(self) -> float | list[float] | None:
         """`norm` in numbers, where the host decides; None where it would wait for the device."""
 
-    def advance(
-        self, rule: Adaptive, values: Tensor, rows: Tensor | None, *, in_place: bool
-    ) -> tuple[Tensor, Tensor]:
+    def advance(self, rule: Adaptive, values: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """As `Adaptive.advance`, for these rows of the values and these norms, on their device.
 
         Args:
             rule: any.
             values: its state.
             rows: int64, of the norms; None for all in order.
-            in_place: `values` may be written.
 
         Returns:
-            The limit, and all values after, which may be `values` themselves.
+            The limit, and all values after.
         """
 
     @property

@@ -90,7 +90,7 @@ class ClipState:
                 f"this state remembers norms for {self._kind}, got the rule {kind_of(rule)}; "
                 "expected the rule of its first call: make a new ClipState() for another rule"
             )
-        return BoundRule(rule.at(self._steps), self, in_place=True)
+        return BoundRule(rule.at(self._steps), self)
 
     def state_dict(self, rows: Sequence[int] | None = None) -> dict[str, Any]:
         """A copy of the state: `kind`, `steps`, `parameters`, and `values`, numbers or None.
@@ -196,12 +196,7 @@ class ClipState:
         return True
 
     def advance(
-        self,
-        rule: Any,
-        measured: Measured,
-        numbering: Numbering | None = None,
-        *,
-        in_place: bool = False,
+        self, rule: Any, measured: Measured, numbering: Numbering | None = None
     ) -> tuple[float | list[float] | Tensor, Values]:
         """The limit for the measured norms, and the values after them, for `commit`.
 
@@ -209,7 +204,6 @@ class ClipState:
             rule: an adaptive one.
             measured: the norms.
             numbering: the rows of the parameters, as they are now; None for all in order.
-            in_place: the step is sure to be taken, so that a device may write the values at once.
         """
         rows, n, grows = None, None, numbering is not None
         if getattr(rule, "per_gradient", False):
@@ -229,7 +223,7 @@ class ClipState:
             return limit, _placed(after, numbers, rows, width)
         values = self._values_for(rule, measured.device, n, grows=grows)
         index = None if rows is None else self._index_of(rows, values.device)
-        return measured.advance(rule, values, index, in_place=in_place)
+        return measured.advance(rule, values, index)
 
     def check_list(self, parameters: Sequence[Tensor], n: int | None) -> None:
         """Checks that a list is the one that the state knows.
@@ -328,7 +322,7 @@ class ClipState:
         if not isinstance(values, Tensor):
             if self._numbers is not None and not left_out:
                 self._numbers = values
-        elif self._values is not None and values is not self._values:
+        elif self._values is not None:
             if isinstance(left_out, Tensor):
                 values = torch.where(left_out.to(values.device), self._values, values)
             # In place, for CUDA graphs.
@@ -444,17 +438,8 @@ class BoundRule(Rule):
     _measured: Measured | None = None
     _values: Values | None = None
 
-    def __init__(
-        self,
-        rule: Any,
-        state: ClipState,
-        numbering: Numbering | None = None,
-        *,
-        in_place: bool = False,
-    ) -> None:
+    def __init__(self, rule: Any, state: ClipState, numbering: Numbering | None = None) -> None:
         self.rule, self._state, self._numbering = rule, state, numbering
-        # No call is left out: a device may write the state before `commit`.
-        self._in_place = in_place
         if isinstance(rule, Rule):
             self.norm_type, self.eps = rule.norm_type, rule.eps
             self.per_gradient = rule.per_gradient  # type: ignore[misc]  # of this rule
@@ -472,7 +457,7 @@ class BoundRule(Rule):
             if isinstance(self.rule, Adaptive):
                 self._measured = measured
                 self._limit, self._values = self._state.advance(
-                    self.rule, measured, self._numbering, in_place=self._in_place
+                    self.rule, measured, self._numbering
                 )
             else:
                 self._limit = self.rule.limit(measured)
