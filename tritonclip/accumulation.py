@@ -55,8 +55,8 @@ def accumulate_(
         grad = grad + g * min(1, max_norm / (norm(g) + eps))
 
     In the block `.grad` is None, so that backward keeps the gradient apart. After it `.grad` has
-    the sum of clipped gradients, as an optimizer expects it. On a GPU two launches for each device
-    and dtype measure and add; memory grows by one gradient list.
+    the sum of clipped gradients, as an optimizer expects it: a call of :func:`clip_` and one of
+    `torch._foreach_add_`, for which the host does not wait. Memory grows by one gradient list.
 
     Example:
         >>> import torch, tritonclip
