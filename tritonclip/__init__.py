@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from tritonclip.named_norms import norms_by_name, statistics_by_name
     from tritonclip.optim.clipped_optimizer import ClippedOptimizer
     from tritonclip.optim.grad_scaler import GradScaler
+    from tritonclip.patching import patch_torch
 
 __version__ = "0.1.0"
 
@@ -91,6 +92,7 @@ __all__ = [
     "functional",
     "get_total_norm",
     "norms_by_name",
+    "patch_torch",
     "record",
     "statistics_by_name",
     "suggest_max_norm",
@@ -107,6 +109,7 @@ _LAZY = {
     "Recorder": "monitor.recorder",
     "compare": "comparison",
     "norms_by_name": "named_norms",
+    "patch_torch": "patching",
     "record": "monitor.recorder",
     "statistics_by_name": "named_norms",
     "suggest_max_norm": "monitor.suggestion",

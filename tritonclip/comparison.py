@@ -32,6 +32,7 @@ from tritonclip.engine.verify import VerificationError, mismatch, raise_mismatch
 from tritonclip.functional.formulas import real_of, result_dtype
 from tritonclip.messages import NamesAttributes, join_names
 from tritonclip.modes import outside_inference, refuse_tracer
+from tritonclip.patching import original_of
 from tritonclip.samples import Timed, interleaved, paired, spread
 from tritonclip.torch_compat import clip_grad_norm_, clip_grad_value_
 
@@ -535,7 +536,7 @@ class _Steps:
             optimizer.step()
 
         def clip_by_torch() -> None:
-            torch.nn.utils.clip_grad_norm_(clipped, limit, foreach=foreach)
+            original_of(torch.nn.utils.clip_grad_norm_)(clipped, limit, foreach=foreach)
 
         def clip() -> None:
             clip_grad_norm_(clipped, limit)
@@ -624,7 +625,7 @@ def _call_times(case: _Case, copies: _Copies, seconds: float) -> CallTimes:
     clip = clip_grad_value_ if case.by_value else clip_grad_norm_
     ours = partial(clip, copies.parameters, limit)
     norm = _verified(case, copies, ours, partial(clip, copies.named, limit))
-    torchs, norms = _torchs(getattr(torch.nn.utils, clip.__name__), copies, limit)
+    torchs, norms = _torchs(original_of(getattr(torch.nn.utils, clip.__name__)), copies, limit)
     copies.refill()
     prepare = copies.refill if case.clipped else None
     timed = [Timed(call, prepare) for call in (ours, *torchs.values())]
