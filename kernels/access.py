@@ -148,11 +148,11 @@ def row_block_of(itemsize: int) -> int:
 
 
 @triton.jit
-def short_tile(x_ptr, own, column, n_rows, length, COLUMNS: tl.constexpr):
+def short_tile(x_ptr, rows, column, n_rows, length, COLUMNS: tl.constexpr):
     """Pointers and mask of the elements [own, column : column + COLUMNS] of rows end to end."""
     columns = column + tl.arange(0, COLUMNS)
-    inside = (own < n_rows)[:, None] & (columns < length)[None, :]
-    return x_ptr + own[:, None] * length + columns[None, :], inside
+    inside = (rows < n_rows)[:, None] & (columns < length)[None, :]
+    return x_ptr + rows[:, None] * length + columns[None, :], inside
 
 
 @triton.jit

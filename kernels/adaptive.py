@@ -78,11 +78,11 @@ def _slots(state_ptr, start, window, slot, norm, BLOCK: tl.constexpr):
 @triton.jit
 def _n_known(state_ptr, window, slot, norm, BLOCK: tl.constexpr):
     """The number of norms in a window."""
-    known = tl.zeros([BLOCK], tl.int32)
+    counts = tl.zeros([BLOCK], tl.int32)
     for start in range(0, window, BLOCK):
         x = _slots(state_ptr, start, window, slot, norm, BLOCK)
-        known += (x == x).to(tl.int32)
-    return tl.sum(known, axis=0)
+        counts += (x == x).to(tl.int32)
+    return tl.sum(counts, axis=0)
 
 
 @triton.jit
@@ -161,14 +161,14 @@ def advance_kernel(
     grad_scale_bits: tl.int64,
     b_bits: tl.int64,
     c_bits: tl.int64,
-    KIND: tl.constexpr,
+    RULE: tl.constexpr,
     P: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The only program advances a state by one norm, and writes the limit.
 
-    KIND "zscore": a, b, c are threshold, decay and warm-up, and the state is mean, variance and
+    RULE "zscore": a, b, c are threshold, decay and warm-up, and the state is mean, variance and
     number of norms. "quantile": a is the quantile; "outlier": the distance in deviations. Their
     state is a window, NaN where a slot is empty, and the number of norms. "loss": as "outlier", for
     one number of any sign in place of the norms.
@@ -181,7 +181,7 @@ def advance_kernel(
     max_norm = as_float64(max_norm_bits)
     a = as_float64(a_bits)
     count = tl.load(state_ptr + window)
-    if KIND == "loss":
+    if RULE == "loss":
         norm = tl.load(norms_ptr).to(tl.float64)
         counts = is_finite(norm)
     else:
@@ -193,7 +193,7 @@ def advance_kernel(
         counts = _counts(norm)
     count_after = tl.where(counts, count + 1, count)
 
-    if KIND == "zscore":
+    if RULE == "zscore":
         mean = tl.load(state_ptr)
         variance = tl.load(state_ptr + 1)
         limit, mean_after, variance_after = _zscore(
@@ -204,7 +204,7 @@ def advance_kernel(
         tl.store(after_ptr + 1, tl.where(counts, variance_after, variance))
     else:
         slot = tl.where(counts, (count.to(tl.int64) % window).to(tl.int32), -1)
-        if KIND == "quantile":
+        if RULE == "quantile":
             limit = _quantile(state_ptr, window, slot, norm, a, BLOCK)
         else:
             limit = _outlier(state_ptr, window, a, BLOCK)

@@ -87,7 +87,7 @@ class Tables(Generic[_Table]):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # By stream, the addresses of a call and its table, replaced together: threads may meet.
-        self._known: dict[int, tuple[list[int], _Table]] = {}
+        self._uploaded: dict[int, tuple[list[int], _Table]] = {}
 
     def table(self, addresses: list[int]) -> _Table:
         """The table for these addresses, on the current stream.
@@ -101,24 +101,24 @@ class Tables(Generic[_Table]):
         stream, capturing = _current_stream(self._device)
         if pinned_memory.taken and not capturing:
             pinned_memory.refill()
-        known = self._known.get(stream)
-        if known is None:
+        cached = self._uploaded.get(stream)
+        if cached is None:
             table = self._lay_out(addresses, capturing)
-        elif known[0] is addresses or known[0] == addresses:
-            table = known[1]
+        elif cached[0] is addresses or cached[0] == addresses:
+            table = cached[1]
         else:
             pointers = upload(on_cpu(addresses), self._device, capturing)
-            table = replace(known[1], arguments=(pointers, *known[1].arguments[1:]))
+            table = replace(cached[1], arguments=(pointers, *cached[1].arguments[1:]))
         if capturing:
             # A graph reads its tables at every replay, and those that it uploads hold nothing
             # before: no other call may find them. A graph's lifetime is unknown, so its tables
             # live as long as the process.
-            pinned_memory.captured.append((known, table))
+            pinned_memory.captured.append((cached, table))
             return table
-        if known is None or known[1] is not table:
-            self._known[stream] = addresses, table
-            while len(self._known) > STREAMS:
-                self._known.pop(next(iter(self._known)), None)
+        if cached is None or cached[1] is not table:
+            self._uploaded[stream] = addresses, table
+            while len(self._uploaded) > STREAMS:
+                self._uploaded.pop(next(iter(self._uploaded)), None)
         return table
 
     def _lay_out(self, addresses: list[int], capturing: bool) -> _Table:

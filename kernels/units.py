@@ -44,19 +44,19 @@ ROWS_SCALED = 32
 
 
 @triton.jit
-def _exact_short_norms(x_ptr, own, n_rows, length, LANE: tl.constexpr, COLUMNS: tl.constexpr):
+def _exact_short_norms(x_ptr, rows, n_rows, length, LANE: tl.constexpr, COLUMNS: tl.constexpr):
     """The norm of each row of a tile in float64, divided by its largest magnitude first."""
-    zeros = tl.zeros([own.shape[0], COLUMNS], LANE)
+    zeros = tl.zeros([rows.shape[0], COLUMNS], LANE)
     keys = magnitude_key(zeros)
     for column in range(0, length, COLUMNS):
-        tile_ptr, inside = short_tile(x_ptr, own, column, n_rows, length, COLUMNS)
+        tile_ptr, inside = short_tile(x_ptr, rows, column, n_rows, length, COLUMNS)
         x = tl.load(tile_ptr, mask=inside, other=0.0).to(LANE)
         keys = tl.maximum(keys, magnitude_key(x))
     largest = key_magnitude(tl.max(keys, axis=1))
 
     squares = zeros.to(tl.float64)
     for column in range(0, length, COLUMNS):
-        tile_ptr, inside = short_tile(x_ptr, own, column, n_rows, length, COLUMNS)
+        tile_ptr, inside = short_tile(x_ptr, rows, column, n_rows, length, COLUMNS)
         x = tl.load(tile_ptr, mask=inside, other=0.0).to(tl.float64)
         ratio = tl.where(x == 0, 0.0, x / largest[:, None])
         squares += ratio * ratio
@@ -79,20 +79,20 @@ def _measure_short(
     trusted: tl.constexpr = TRUSTED_FLOAT64 if LANE == tl.float64 else TRUSTED_FLOAT32
     most: tl.constexpr = LARGEST_FLOAT64 if LANE == tl.float64 else INF
     for first in range(0, n_rows, ROWS):
-        own = first + tl.arange(0, ROWS)
+        rows = first + tl.arange(0, ROWS)
         squares = tl.zeros([ROWS, COLUMNS], LANE)
         for column in range(0, length, COLUMNS):
-            tile_ptr, inside = short_tile(x_ptr, own, column, n_rows, length, COLUMNS)
+            tile_ptr, inside = short_tile(x_ptr, rows, column, n_rows, length, COLUMNS)
             x = tl.load(tile_ptr, mask=inside, other=0.0).to(LANE)
             squares += x * x
         total = tl.sum(squares, axis=1).to(tl.float64)
 
         norm = tl.sqrt(total)
-        doubtful = ((total < trusted) | (total >= most) | (total != total)) & (own < n_rows)
+        doubtful = ((total < trusted) | (total >= most) | (total != total)) & (rows < n_rows)
         if tl.max(doubtful.to(tl.int32), axis=0) != 0:
-            exact = _exact_short_norms(x_ptr, own, n_rows, length, LANE, COLUMNS)
+            exact = _exact_short_norms(x_ptr, rows, n_rows, length, LANE, COLUMNS)
             norm = tl.where(doubtful, exact, norm)
-        tl.store(out_ptr + own, norm, mask=own < n_rows)
+        tl.store(out_ptr + rows, norm, mask=rows < n_rows)
 
 
 @launch.jit
@@ -148,8 +148,8 @@ def unit_norms_kernel(
 def _store_unlimited(out_ptr, n_rows, ROWS: tl.constexpr):
     """Stores inf for every row of weights that set no limit."""
     for first in range(0, n_rows, ROWS):
-        own = first + tl.arange(0, ROWS)
-        tl.store(out_ptr + own, tl.full([ROWS], INF, tl.float64), mask=own < n_rows)
+        rows = first + tl.arange(0, ROWS)
+        tl.store(out_ptr + rows, tl.full([ROWS], INF, tl.float64), mask=rows < n_rows)
 
 
 @triton.jit
@@ -188,19 +188,19 @@ def _scale_short(
 ):
     """Multiplies rows that lie end to end from x_ptr on, each by its own coefficient."""
     for first in range(0, n_rows, ROWS):
-        own = first + tl.arange(0, ROWS)
-        norm = tl.load(norms_ptr + own, mask=own < n_rows, other=0.0) / grad_scale
-        weight = tl.load(weights_ptr + own, mask=own < n_rows, other=INF)
+        rows = first + tl.arange(0, ROWS)
+        norm = tl.load(norms_ptr + rows, mask=rows < n_rows, other=0.0) / grad_scale
+        weight = tl.load(weights_ptr + rows, mask=rows < n_rows, other=INF)
         coefficient = unit_coefficient_of(norm, weight, ratio, eps, RESULT)
         multiplier = divide(coefficient, grad_scale.to(RESULT)).to(LANE)
         kept = tl.where(erase, 0.0, coefficient)
-        tl.store(coefficient_ptr + own, kept, mask=own < n_rows)
+        tl.store(coefficient_ptr + rows, kept, mask=rows < n_rows)
         if WRITE:
             # One comparison: interpreters do not take a mask made of `erase`.
-            changed = (tl.where(erase, 0.0, multiplier) != 1) & (own < n_rows)
+            changed = (tl.where(erase, 0.0, multiplier) != 1) & (rows < n_rows)
             if tl.max(changed.to(tl.int32), axis=0) != 0:
                 for column in range(0, length, COLUMNS):
-                    tile_ptr, inside = short_tile(x_ptr, own, column, n_rows, length, COLUMNS)
+                    tile_ptr, inside = short_tile(x_ptr, rows, column, n_rows, length, COLUMNS)
                     inside &= changed[:, None]
                     x = tl.load(tile_ptr, mask=inside, other=0.0)
                     y = x.to(LANE) * multiplier[:, None]
@@ -257,11 +257,11 @@ def scale_units_kernel(
         erase = pid < 0
 
     # First: within the loop below, its registers would spill on gfx942.
-    for own in range(pid, n_tensors, tl.num_programs(0)):
-        n_own = count_of(forms_ptr, own) * chunks_of(length_of(forms_ptr, own), CHUNK)
-        first = first_norm_of(forms_ptr, own)
-        whole = combine(norms_ptr + first, 0, n_own, 2.0) / grad_scale
-        tl.store(norm_ptr + own, whole.to(RESULT))
+    for index in range(pid, n_tensors, tl.num_programs(0)):
+        n_partials = count_of(forms_ptr, index) * chunks_of(length_of(forms_ptr, index), CHUNK)
+        first = first_norm_of(forms_ptr, index)
+        whole = combine(norms_ptr + first, 0, n_partials, 2.0) / grad_scale
+        tl.store(norm_ptr + index, whole.to(RESULT))
 
     for back in range(pid, n_pieces, tl.num_programs(0)):
         tensor, row, n_rows, chunk, length = find_piece(forms_ptr, pieces_ptr, n_pieces - 1 - back)

@@ -204,16 +204,16 @@ class MicroBatch:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        exc_type: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
         if torch.compiler.is_compiling():
             from tritonclip.engine import graph_break
 
-            graph_break.call(self._end, kind is None)
+            graph_break.call(self._end, exc_type is None)
         else:
-            self._end(kind is None)
+            self._end(exc_type is None)
 
     def _end(self, is_whole: bool) -> None:
         """Adds the gradients of a whole block, and puts the sums back."""
@@ -227,8 +227,8 @@ class MicroBatch:
             self._leave(sums)
 
     def _leave(self, sums: Sequence[Tensor | None]) -> None:
-        for parameter, own in zip(self._parameters, sums, strict=True):
-            parameter.grad = own
+        for parameter, total in zip(self._parameters, sums, strict=True):
+            parameter.grad = total
         self._sums = None
         _open_blocks.pop(id(self), None)
 
@@ -241,9 +241,9 @@ class MicroBatch:
             return sums
         # Of other forms, not one for each gradient, or on several processes.
         grads = [p.grad for p in self._parameters]
-        sums = [_sum_for(grad, own) for grad, own in zip(grads, sums, strict=True)]
+        sums = [_sum_for(grad, total) for grad, total in zip(grads, sums, strict=True)]
         pairs = zip(sums, grads, strict=True)
-        both = [(own, grad) for own, grad in pairs if own is not None and grad is not None]
+        both = [(total, grad) for total, grad in pairs if total is not None and grad is not None]
         if both:
             try:
                 self._check(sums, grads, whole=gradients.sharding is None)
@@ -262,8 +262,8 @@ class MicroBatch:
                 "set_requires_gradient_sync(False) of FSDP2"
             )
         if both:
-            _add_([own for own, _ in both], [grad for _, grad in both])
-        return [grad if own is None else own for grad, own in zip(grads, sums, strict=True)]
+            _add_([total for total, _ in both], [grad for _, grad in both])
+        return [grad if total is None else total for grad, total in zip(grads, sums, strict=True)]
 
     def _clip_(self, gradients: Gradients) -> None:
         rule, scale = self._rule, self._grad_scale
@@ -283,9 +283,9 @@ class MicroBatch:
             ValueError: names the parameters.
         """
         pairs = enumerate(zip(sums, grads, strict=True))
-        written = {i: own for i, (own, grad) in pairs if own is not None and grad is not None}
-        for index, own in written.items():
-            if fault := _fault_of(own):
+        written = {i: total for i, (total, grad) in pairs if total is not None and grad is not None}
+        for index, total in written.items():
+            if fault := _fault_of(total):
                 raise ValueError(
                     f"the .grad of {self._label(index)} {fault}, so no gradient can be added to "
                     "it; nothing was changed: replace it by .grad.detach().clone()"
@@ -294,9 +294,9 @@ class MicroBatch:
             return
         there = {i: grad for i, grad in enumerate(grads) if grad is not None}
         for tensors in (written, there):
-            known: dict[int, int] = {}
+            seen: dict[int, int] = {}
             for index, tensor in tensors.items():
-                first = known.setdefault(id(tensor), index)
+                first = seen.setdefault(id(tensor), index)
                 if first != index:
                     raise ValueError(
                         f"{self._label(first)} and {self._label(index)} have one tensor as their "
@@ -334,30 +334,30 @@ def _plain_sums(gradients: Gradients, sums: Sequence[Tensor | None]) -> list[Ten
 
     A cheap check, which may miss such sums.
     """
-    plan, known = gradients.plan, gradients.addresses
-    if plan is None or plan.guards is None or plan.requires_grad or known is None:
+    plan, grad_addresses = gradients.plan, gradients.addresses
+    if plan is None or plan.guards is None or plan.requires_grad or grad_addresses is None:
         return None
-    there = [own for own in sums if own is not None]
-    if not len(there) == len(sums) == len(known) or not plan.guards.check(*there):
+    there = [total for total in sums if total is not None]
+    if not len(there) == len(sums) == len(grad_addresses) or not plan.guards.check(*there):
         return None
-    addresses = [*known, *map(Tensor.data_ptr, there)]
+    addresses = [*grad_addresses, *map(Tensor.data_ptr, there)]
     return there if are_apart(addresses, plan.spans * 2) else None
 
 
-def _sum_for(grad: Tensor | None, own: Tensor | None) -> Tensor | None:
+def _sum_for(grad: Tensor | None, total: Tensor | None) -> Tensor | None:
     """A sum to add a gradient to: a dense gradient makes a sparse sum dense, as in backward."""
-    if own is None or grad is None or not own.is_sparse or grad.is_sparse:
-        return own
-    return own.to_dense()
+    if total is None or grad is None or not total.is_sparse or grad.is_sparse:
+        return total
+    return total.to_dense()
 
 
-def _fault_of(own: Tensor) -> str:
+def _fault_of(total: Tensor) -> str:
     """Why nothing can be added to a sum in place; "" where it can."""
-    if own.is_inference() and not torch.is_inference_mode_enabled():
+    if total.is_inference() and not torch.is_inference_mode_enabled():
         return "was made in inference mode"
-    if own.requires_grad and own.is_leaf:
+    if total.requires_grad and total.is_leaf:
         return "is a leaf that requires a gradient"
-    local = getattr(own, "_local_tensor", own)
+    local = getattr(total, "_local_tensor", total)
     if local.layout == torch.strided and not local.is_contiguous() and has_overlap(local):
         return "has elements that share memory"
     return ""
@@ -366,9 +366,9 @@ def _fault_of(own: Tensor) -> str:
 @without_grad
 def _add_(sums: list[Tensor], grads: list[Tensor]) -> None:
     """Adds gradients to sums in place."""
-    if any(own.is_neg() or own.is_conj() for own in sums):
+    if any(total.is_neg() or total.is_conj() for total in sums):
         # foreach writes no lazily negated or conjugated tensors.
-        for own, grad in zip(sums, grads, strict=True):
-            own.add_(grad)
+        for total, grad in zip(sums, grads, strict=True):
+            total.add_(grad)
     else:
         torch._foreach_add_(sums, grads)

@@ -327,9 +327,9 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _check_device(device: torch.device) -> None:
-    there = [str(one) for one in _devices()]
+    there = [str(listed) for listed in _devices()]
     if device.type not in ("cpu", "cuda") or f"{device}".removesuffix(":0") not in (
-        one.removesuffix(":0") for one in there
+        name.removesuffix(":0") for name in there
     ):
         raise ValueError(
             f"--device: expected one of {', '.join(there)}, got {device}; python -m tritonclip "
@@ -370,7 +370,7 @@ def _model_of(target: str) -> tuple[Module, Callable[..., Any] | None]:
     if not isinstance(model, Module) or len(rest) > 1 or (rest and not callable(rest[0])):
         got = type(found).__name__
         if isinstance(found, tuple):
-            got = f"({', '.join(type(one).__name__ for one in found)})"
+            got = f"({', '.join(type(value).__name__ for value in found)})"
         raise TypeError(
             f"{target}: expected a torch.nn.Module, or (module, loss_of) with a function "
             f"loss_of(module) that returns the loss, got {got}"
@@ -472,26 +472,26 @@ def _print_largest(console: Console, history: History) -> None:
         elements = ("largest element", "zeros") if history.named_zeros else ()
         for name in ("", "median", "largest", "at step", *elements):
             table.add_column(name, justify="right" if name else "left", overflow="fold")
-        for one in largest:
-            numbers = [f"{one.median:.4g}", f"{one.largest:.4g}", str(one.step)]
+        for norm in largest:
+            numbers = [f"{norm.median:.4g}", f"{norm.largest:.4g}", str(norm.step)]
             if elements:
-                numbers.append("" if one.magnitude is None else f"{one.magnitude:.4g}")
-                numbers.append("" if one.zeros is None else f"{one.zeros:.1%}")
-            table.add_row(Text(printable(one.name)), *numbers)
+                numbers.append("" if norm.magnitude is None else f"{norm.magnitude:.4g}")
+                numbers.append("" if norm.zeros is None else f"{norm.zeros:.1%}")
+            table.add_row(Text(printable(norm.name)), *numbers)
         console.print(table)
     if most := history.most_zeros():
         shares = ", ".join(f"{printable(name)} {share:.1%}" for name, share in most.items())
         console.print(Text(f"most zeros: {shares}"))
     dead = history.dead()
     for steps in sorted(set(dead.values()), reverse=True):
-        names = ", ".join(printable(name) for name, own in dead.items() if own == steps)
+        names = ", ".join(printable(name) for name, n_steps in dead.items() if n_steps == steps)
         since = "last step" if steps == 1 else f"last {steps} steps"
         console.print(Text(f"0 in the {since}: {names}"))
 
 
 def _left_out(suggestion: Suggestion) -> str:
     counts = ((suggestion.nonfinite, "NaN or inf"), (suggestion.zeros, "0"))
-    found = ", ".join(f"{n} that are {kind}" for n, kind in counts if n)
+    found = ", ".join(f"{n} that are {value}" for n, value in counts if n)
     return f"left out: {found}" if found else "no norm is NaN, inf or 0"
 
 

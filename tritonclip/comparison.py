@@ -516,8 +516,8 @@ class _Steps:
                 "use_reentrant=False where torch.utils.checkpoint runs the whole model, because "
                 "reentrant checkpointing hides its parameters"
             )
-        own = parameters.union(map(id, self._model.buffers()))
-        return [leaf for leaf in reached if id(leaf) not in own]
+        ids = parameters.union(map(id, self._model.buffers()))
+        return [leaf for leaf in reached if id(leaf) not in ids]
 
     def measure(
         self, limit: float, variant: str, device: torch.device, seconds: float
@@ -545,7 +545,7 @@ class _Steps:
         found = interleaved(
             timed, device, _LEAST, seconds, most_samples=_MOST, most_calls=1, warm_up=2
         )
-        steps, torchs, ours = (one.walls for one in found)
+        steps, torchs, ours = (samples.walls for samples in found)
         return StepTimes(
             step_us=statistics.median(steps),
             torch_us=statistics.median(torchs),
@@ -573,7 +573,7 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
         node = waiting.pop()
         if hasattr(node, "variable"):
             yield node.variable
-        following = {one for one, _ in node.next_functions if one is not None} - seen
+        following = {function for function, _ in node.next_functions if function is not None} - seen
         seen |= following
         waiting += following
 
@@ -630,7 +630,7 @@ def _call_times(case: _Case, copies: _Copies, seconds: float) -> CallTimes:
     prepare = copies.refill if case.clipped else None
     timed = [Timed(call, prepare) for call in (ours, *torchs.values())]
     found = interleaved(timed, copies.device, _LEAST, seconds, most_samples=_MOST)
-    own, *others = (samples.walls for samples in found)
+    our_walls, *others = (samples.walls for samples in found)
     walls = dict(zip(torchs, others, strict=True))
     best = min(walls, key=lambda name: statistics.median(walls[name]))
     return CallTimes(
@@ -638,8 +638,8 @@ def _call_times(case: _Case, copies: _Copies, seconds: float) -> CallTimes:
         clipped=case.clipped,
         variant=best,
         torch_us=statistics.median(walls[best]),
-        tritonclip_us=statistics.median(own),
-        **spread("ratio", paired(walls[best], own)),
+        tritonclip_us=statistics.median(our_walls),
+        **spread("ratio", paired(walls[best], our_walls)),
         torch_error=_error(norms[best], copies),
         tritonclip_error=_error(norm, copies),
     )

@@ -146,7 +146,11 @@ def statistics_by_name(
     named = NamedNorms(parameters, group_of)
     columns = named.statistics_by_name(named.measure_statistics(scale))
     return dict(
-        zip(named.names, map(GradientStatistics, *(own.values() for own in columns)), strict=True)
+        zip(
+            named.names,
+            map(GradientStatistics, *map(dict.values, columns)),
+            strict=True,
+        )
     )
 
 
@@ -218,7 +222,7 @@ class NamedNorms:
     def by_name(self, norms: Tensor, p: float) -> dict[str, Tensor]:
         """The p-norms by name, from those of each gradient."""
         # Without Python code of Tensor.__iter__.
-        return self._by_name(norms.unbind(), lambda own: _combined(own, p, norms))
+        return self._by_name(norms.unbind(), lambda members: _combined(members, p, norms))
 
     def statistics_by_name(self, measured: Sequence[Norms]) -> list[dict[str, Tensor]]:
         """Norms, largest magnitudes and shares of zeros by name, from what was measured."""
@@ -241,7 +245,7 @@ class NamedNorms:
             zeros = torch.as_tensor(zeros_of(nonzeros), dtype=dtype, device=nonzeros.device)
             return dict(zip(self.names, zeros.unbind(), strict=True))
         counts = nonzeros.total().to(wide_dtype(nonzeros.device))
-        sizes = [sum(map(Tensor.numel, own.values())) for own in self._members.values()]
+        sizes = [sum(map(Tensor.numel, members.values())) for members in self._members.values()]
         divisors = upload([max(1, size) for size in sizes], counts.dtype, counts.device)
         by_name = self.by_name(counts, 0.0)
         shares = 1 - torch.stack(list(by_name.values())) / divisors
@@ -249,7 +253,7 @@ class NamedNorms:
 
     def numbers_by_name(self, norms: list[float], p: float) -> dict[str, float]:
         """As `by_name`, where the host decides."""
-        return self._by_name(norms, lambda own: combine_numbers(own, p) if own else 0.0)
+        return self._by_name(norms, lambda members: combine_numbers(members, p) if members else 0.0)
 
     def _by_name(self, norms: Iterable[N], combined: Callable[[list[N]], N]) -> dict[str, N]:
         if self._members is None:
@@ -257,8 +261,8 @@ class NamedNorms:
         norm_of = dict(zip(map(id, self._measured), norms, strict=True))
         by_name = {}
         for name, members in self._members.items():
-            own = [norm_of[at] for at in members if at in norm_of]
-            by_name[name] = own[0] if len(own) == 1 else combined(own)
+            found = [norm_of[at] for at in members if at in norm_of]
+            by_name[name] = found[0] if len(found) == 1 else combined(found)
         return by_name
 
 
@@ -269,7 +273,7 @@ def zeros_of(nonzeros: Norms) -> list[float] | Tensor:
     """
     counts = nonzeros.total()
     # Rounded as the counts are, so that a gradient without zeros has none.
-    sizes = nonzeros.own(nonzeros.sizes()).to(counts.dtype)
+    sizes = nonzeros.here(nonzeros.sizes()).to(counts.dtype)
     if not choose.host_decides(counts.device):
         wide = wide_dtype(counts.device)
         return 1 - counts.to(wide) / sizes.to(wide).clamp(min=1)

@@ -344,7 +344,7 @@ def test_tables_of_the_oldest_streams_are_forgotten(tables, stream):
     first = tables.table(ADDRESSES)
     for stream[0] in range(1, kept + 1):
         tables.table(ADDRESSES)
-    assert len(tables._known) == kept
+    assert len(tables._uploaded) == kept
     stream[0] = 0
     assert tables.table(ADDRESSES) is not first
 

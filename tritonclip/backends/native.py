@@ -174,8 +174,8 @@ class NativeBatch:
         """Measures anew where squares of float64 may have overflowed or lost digits."""
         for i, norm in enumerate(norms):
             if is_extreme(norm):
-                own = as_contiguous([self.tensors[i]] if per_gradient else self.tensors)
-                norms[i] = float(norm_of(own, 2.0, torch.float64))
+                tensors = as_contiguous([self.tensors[i]] if per_gradient else self.tensors)
+                norms[i] = float(norm_of(tensors, 2.0, torch.float64))
 
     def total(self, norms: PartialNorms, norm_type: float, grad_scale: float | Tensor) -> Tensor:
         """The norm from partial norms, 0-d."""
@@ -238,15 +238,15 @@ class NativeBatch:
         """Multiplies each gradient by the coefficient of its norm, but not where it is 1."""
         numbers = norms if isinstance(norms, list) else norms.tolist()
         scale, wide = float(clip.grad_scale), self.dtype == torch.float64
-        own = [norm / scale for norm in numbers] if scale != 1 and clip.norm_type else numbers
-        norm = self._as_tensor(results_of(own, clip.norm_type, 1.0, self.dtype))
+        unscaled = [norm / scale for norm in numbers] if scale != 1 and clip.norm_type else numbers
+        norm = self._as_tensor(results_of(unscaled, clip.norm_type, 1.0, self.dtype))
         if isinstance(clip.erase, Tensor) and bool(clip.erase):
             torch._foreach_zero_(self.tensors)
             return norm, 0.0
         limit: Any = clip.limit
         if isinstance(limit, Tensor):
             limit = limit.item() if limit.numel() == 1 else limit.tolist()
-        coefficients, least = loops.coefficients(own, limit, clip.eps, wide)
+        coefficients, least = loops.coefficients(unscaled, limit, clip.eps, wide)
         factors = coefficients
         if scale != 1:
             rounded = c_double if wide else c_float

@@ -80,7 +80,7 @@ class TorchBatch:
         if self._on_host and norm_type == 2.0:
             return two_norms_on_host(tensors, per_gradient=per_gradient)
         lists = [[tensor] for tensor in tensors] if per_gradient else [tensors]
-        norms = torch.stack([norm_of(own, norm_type, wide) for own in lists])
+        norms = torch.stack([norm_of(part, norm_type, wide) for part in lists])
         if per_gradient and norm_type == -math.inf:
             for i, tensor in enumerate(tensors):
                 if tensor.numel() == 0:
@@ -123,19 +123,19 @@ class TorchBatch:
 
     def _scale_on_host_(self, norms: list[float], clip: Clip) -> tuple[Tensor, float]:
         """Multiplies by numbers: by that of the only norm, or each gradient by that of its own."""
-        own = results_of(norms, clip.norm_type, clip.grad_scale, self.dtype)
-        norm = torch.frombuffer(own, dtype=self.dtype)
-        if not math.isfinite(own[0]) if clip.erase is True else clip.erase:
+        results = results_of(norms, clip.norm_type, clip.grad_scale, self.dtype)
+        norm = torch.frombuffer(results, dtype=self.dtype)
+        if not math.isfinite(results[0]) if clip.erase is True else clip.erase:
             torch._foreach_zero_(self.tensors)
             return norm, 0.0
-        factors = coefficients = _coefficients(own, clip.limit, clip.eps)
+        factors = coefficients = _coefficients(results, clip.limit, clip.eps)
         total, scale = sum(coefficients), float(clip.grad_scale)
         # min may miss NaN.
         least = total if math.isnan(total) else min(coefficients)
         dtype = torch.float64 if self.tensors[0].dtype == torch.float64 else torch.float32
         if scale != 1 or dtype != self.dtype:
-            (scale,) = array(own.typecode, [scale])
-            quotients = array(own.typecode, [one / scale for one in coefficients])
+            (scale,) = array(results.typecode, [scale])
+            quotients = array(results.typecode, [number / scale for number in coefficients])
             factors = array("d" if dtype == torch.float64 else "f", quotients)
         n_ones = factors.count(1.0)
         if n_ones == len(factors):
@@ -327,8 +327,8 @@ def results_of(
 ) -> array[float]:
     """Norms as results of a dtype have them: without the loss scale, and rounded."""
     scale = float(grad_scale)
-    own = [norm / scale for norm in norms] if scale != 1 and norm_type else norms
-    return array("d" if dtype == torch.float64 else "f", own)
+    unscaled = [norm / scale for norm in norms] if scale != 1 and norm_type else norms
+    return array("d" if dtype == torch.float64 else "f", unscaled)
 
 
 def combine_numbers(norms: list[float], p: float) -> float:

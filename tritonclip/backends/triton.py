@@ -205,7 +205,7 @@ class TritonBatch:
 
 
 def advance(
-    kind: str,
+    rule: str,
     numbers: Sequence[float],
     values: Tensor,
     after: Tensor,
@@ -217,7 +217,7 @@ def advance(
     """Advances the state of a rule by one norm, in one launch.
 
     Args:
-        kind: of rule, by its name in `kernels.adaptive`.
+        rule: its name in `kernels.adaptive`.
         numbers: three of the rule, and its largest limit.
         values: the state, float64, 1-d.
         after: for the state after; may be `values`.
@@ -248,7 +248,7 @@ def advance(
             *bits,
             *_INTEGERS.unpack(_FLOATS.pack(b, c, 0.0))[:2],
         ),
-        KIND=kind,
+        RULE=rule,
         P=norm_type,
         DTYPE=launch.TL_DTYPES[dtype],
         BLOCK=adaptive.BLOCK,

@@ -46,11 +46,11 @@ def raise_if_any(error: Exception | None, domain: Domain, device: torch.device) 
         agree({}, error, domain)
 
 
-def agree(own: Mapping[str, str], error: Exception | None, domain: Domain) -> None:
+def agree(described: Mapping[str, str], error: Exception | None, domain: Domain) -> None:
     """Raises on every process where one has an error, or where they do not agree.
 
     Args:
-        own: text of this process by name, the same text in each of them.
+        described: text of this process by name, the same text in each of them.
         error: of this process.
         domain: the processes; each of them calls this, and waits.
 
@@ -60,15 +60,15 @@ def agree(own: Mapping[str, str], error: Exception | None, domain: Domain) -> No
     """
     message = None
     if error is not None:
-        kind = next((i for i, kind in enumerate(ERRORS) if isinstance(error, kind)), None)
-        message = kind, str(error) if kind is not None else f"{type(error).__name__}: {error}"
-    everyone = gather_objects((message, dict(own)), domain)
+        index = next((i for i, cls in enumerate(ERRORS) if isinstance(error, cls)), None)
+        message = index, str(error) if index is not None else f"{type(error).__name__}: {error}"
+    everyone = gather_objects((message, dict(described)), domain)
     if error is not None:
         raise error
     for rank, (found, _) in everyone.items():
         if found is not None:
-            kind, text = found
-            raise (RuntimeError if kind is None else ERRORS[kind])(
+            index, text = found
+            raise (RuntimeError if index is None else ERRORS[index])(
                 f"rank {rank} raised, so no gradient was clipped on any rank: {text}"
             )
     for name in dict.fromkeys(name for _, texts in everyone.values() for name in texts):
@@ -99,21 +99,21 @@ def verify_agreement(
     shards: Any = gradients
     domain, one_list = shards.sharding.domain, shards.sharding.one_list
     wanted, label_of = shards.wanted, shards.label_of_parameter
-    own = {
+    described = {
         "the call": call,
         "the rule": str(rule) if isinstance(rule, Norm) else describe_rule(rule),
         "the policy for NaN and inf": nonfinite,
         "the loss scale": repr(float(grad_scale)),
     }
     if total_norm is not None:
-        own["the total norm"] = repr(float(total_norm))
+        described["the total norm"] = repr(float(total_norm))
     if isinstance(rule, BoundRule):
-        own["the state"] = describe_state(rule.state.state_dict())
+        described["the state"] = describe_state(rule.state.state_dict())
     # Tensors that are no gradients of known parameters may be others elsewhere, under one norm.
     each = rule.each if isinstance(rule, Norm) else rule.per_gradient
     if one_list and (gradients.sources is not None or each):
-        own |= describe_parameters(wanted, label_of)
-    agree(own, gradients.error, domain)
+        described |= describe_parameters(wanted, label_of)
+    agree(described, gradients.error, domain)
 
 
 def verify_replicas(
@@ -132,20 +132,20 @@ def verify_replicas(
     named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
     # A tensor's text has its device, which differs.
     scale = grad_scale.tolist() if isinstance(grad_scale, Tensor) else grad_scale
-    own = {
+    described = {
         "the rule": describe_rule(rule),
         "the policy for NaN and inf": nonfinite,
         "the loss scale": f"{scale!r:.80}",
         "the state": "none" if state is None else describe_state(state.state_dict()),
     }
-    own |= describe_parameters([p for _, p in named], lambda at: named[at][0])
-    agree(own, None, domain_of([], model.process_group))
+    described |= describe_parameters([p for _, p in named], lambda at: named[at][0])
+    agree(described, None, domain_of([], model.process_group))
 
 
-def is_own(rule: Rule) -> bool:
+def has_user_limit(rule: Rule) -> bool:
     """Whether a limit is code of the user's, which may raise on one process alone."""
-    kind: Any = type(getattr(rule, "rule", rule))
-    limit = kind.advance if issubclass(kind, Adaptive) else kind.limit
+    cls: Any = type(getattr(rule, "rule", rule))
+    limit = cls.advance if issubclass(cls, Adaptive) else cls.limit
     module = str(getattr(limit, "__module__", ""))
     return not (rule.clamps or module.startswith("tritonclip."))
 
@@ -194,9 +194,9 @@ def describe_state(state: Mapping[str, Any]) -> str:
 def describe_parameters(parameters: Sequence[Tensor], label_of: LabelOf) -> dict[str, str]:
     """Name, shape, dtype and placements of each parameter, by its position."""
     return {
-        f"the parameter at position {at}": f"{label_of(at)} of shape {tuple(one.shape)}, "
-        f"{one.dtype} and placements {getattr(one, 'placements', 'of a plain tensor')}"
-        for at, one in enumerate(parameters)
+        f"the parameter at position {at}": f"{label_of(at)} of shape {tuple(parameter.shape)}, "
+        f"{parameter.dtype} and placements {getattr(parameter, 'placements', 'of a plain tensor')}"
+        for at, parameter in enumerate(parameters)
     }
 
 
@@ -337,9 +337,9 @@ def _entries(gradients: ShardedGradients, norm_type: float) -> list[_Entry]:
 def _sums(gradients: ShardedGradients, norm_type: float) -> list[_Entry]:
     """The sums of Partial gradients, each measured by itself; every process of a sum calls this."""
     sharding = gradients.sharding
-    own = [pair for pair, here in zip(sharding.copied, sharding.is_partial, strict=True) if here]
-    known = {pair for theirs in gather_objects(own, sharding.domain).values() for pair in theirs}
-    flags = [float(pair in known) for pair in sharding.copied]
+    local = [pair for pair, here in zip(sharding.copied, sharding.is_partial, strict=True) if here]
+    anywhere = {pair for part in gather_objects(local, sharding.domain).values() for pair in part}
+    flags = [float(pair in anywhere) for pair in sharding.copied]
     terms = zeros_for(gradients.absent, sharding, flags)
     for index, tensor in enumerate(gradients.versions or gradients.tensors):
         shard, at = gradients.shard(index), gradients.position(index)
@@ -347,8 +347,8 @@ def _sums(gradients: ShardedGradients, norm_type: float) -> list[_Entry]:
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             terms.append(PartialSum(at, real, tensor.is_complex(), shard))
     where_of = dict(zip(sharding.positions, sharding.where, strict=True))
-    for at, one in zip(sharding.absent, gradients.absent, strict=True):
-        where_of[at] = where(getattr(one, "_spec", None))
+    for at, parameter in zip(sharding.absent, gradients.absent, strict=True):
+        where_of[at] = where(getattr(parameter, "_spec", None))
     entries = []
     for at, tensor, pairs, shard in sums_of(terms, sharding):
         whole = torch.view_as_complex(tensor) if pairs else tensor

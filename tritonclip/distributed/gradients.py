@@ -327,7 +327,7 @@ class ShardedGradients(Gradients):
 
     def ask_limit(self, rule: Rule, measured: Norms) -> Rule:
         """As of :class:`Gradients`."""
-        if self._is_reduced and agreement.is_own(rule):
+        if self._is_reduced and agreement.has_user_limit(rule):
             rule = bound = agreement.limited(rule)
             agreement.ask_limits([(bound, measured)])
         return rule

@@ -69,7 +69,7 @@ class ReducedNorms(Norms):
 
     def total(self) -> Tensor:
         """The norm, 0-d, or that of each gradient here, 1-d."""
-        return self.own(self.norm()) if self.per_gradient else self.norm()
+        return self.here(self.norm()) if self.per_gradient else self.norm()
 
     def in_order(self, results: list[Tensor]) -> Tensor:
         """The norm of each gradient here.
@@ -83,12 +83,12 @@ class ReducedNorms(Norms):
         """The number of norms."""
         return len(self.reduced)
 
-    def own(self, values: Tensor) -> Tensor:
+    def here(self, values: Tensor) -> Tensor:
         """Of one value for each parameter, those of the gradients here."""
         plan = self.gradients.plan
         assert plan is not None
-        own: Tensor = values[plan.reduction.slots.on(values.device)]
-        return own
+        values_here: Tensor = values[plan.reduction.slots.on(values.device)]
+        return values_here
 
     def whole(self) -> Sequence[Tensor]:
         """The parameters that are to be clipped, or the tensors; DTensors have the whole shape."""
@@ -122,7 +122,7 @@ def exchange(
     if not per_gradient and (uncovered := reduction.sharding.domain.uncovered):
         raise ValueError(uncovered)
     replicas = Replicas(gradients, norm_type) if plan.verifying else None
-    batches, own, sums = [], [], []
+    batches, shard_norms, sums = [], [], []
     for group, shards in zip(plan.groups, reduction.shard_groups, strict=True):
         tensors, addresses = gradients.of_group(group.indices)
         batch = group.layout.bind(tensors, addresses)
@@ -134,7 +134,7 @@ def exchange(
             ]
         else:
             measured = norms_of(tensors, batch, norm_type, pairs=group.pairs, each=per_gradient)
-            own.append((measured, shards))
+            shard_norms.append((measured, shards))
     measure_own_sums = None
     if reduction.sharding.copied or sums:
         absent = gradients.absent
@@ -143,7 +143,7 @@ def exchange(
         )
     reduced = yield from _reduced_norm(
         gradients,
-        partial(reduction.norm, own, norm_type, each=per_gradient, sums=measure_own_sums),
+        partial(reduction.norm, shard_norms, norm_type, each=per_gradient, sums=measure_own_sums),
     )
     if replicas is not None:
         replicas.check(reduced, each=per_gradient)
@@ -194,8 +194,8 @@ def _whole_units(
     whole = []
     for batch, norms, shards in groups:
         slots = shards.slots.on(device)
-        own, limits = (half[slots].to(norms.device) for half in reduced.split(n))
-        whole.append(batch.with_whole(norms, own, limits))
+        norms_each, limits = (half[slots].to(norms.device) for half in reduced.split(n))
+        whole.append(batch.with_whole(norms, norms_each, limits))
     return whole, reduced[:n]
 
 

@@ -95,16 +95,16 @@ class Rows:
             measured: says whose they are.
         """
         counted = [
-            (own * group.shard.weight if group.shard.weight != 1 else own, group)
-            for own, (_, group) in zip(powers, measured, strict=True)
+            (power * group.shard.weight if group.shard.weight != 1 else power, group)
+            for power, (_, group) in zip(powers, measured, strict=True)
             # Not multiplied by 0, which would make inf NaN.
             if group.shard.weight
         ]
         if not self.each and counted:
-            return counted[0][0] if len(counted) == 1 else sum(own for own, _ in counted)  # type: ignore[return-value]
+            return counted[0][0] if len(counted) == 1 else sum(power for power, _ in counted)  # type: ignore[return-value]
         rows = torch.zeros((self.n, 1), dtype=torch.float64, device=self.device)
-        for own, group in counted:
-            rows.index_copy_(0, group.slots.on(self.device), own)
+        for power, group in counted:
+            rows.index_copy_(0, group.slots.on(self.device), power)
         return rows
 
     def extremes(self, measured: Sequence[MeasuredShards], sign: float) -> Tensor:
@@ -217,7 +217,7 @@ def _served(waiting: dict[int, Request]) -> dict[int, Tensor | None]:
     """Serves the requests that are like the most urgent one, and takes them out of `waiting`."""
     # A maximum may come before a sum that others wait for, flags before other numbers.
     first = min(waiting.values(), key=lambda request: (not request.early, not request.largest))
-    served = {at: waiting.pop(at) for at, one in list(waiting.items()) if one.is_like(first)}
+    served = {at: waiting.pop(at) for at, request in [*waiting.items()] if request.is_like(first)}
     reduced = _reduced(list(served.values()))
     return dict(zip(served, reduced, strict=True))
 
@@ -228,11 +228,11 @@ def _reduced(requests: Sequence[Request]) -> Sequence[Tensor]:
     A single request's may be overwritten.
     """
     first, *others = requests
-    own = [request.numbers for request in requests]
-    flat = own[0] if not others else torch.cat([n.reshape(-1).to(first.device) for n in own])
+    sent = [request.numbers for request in requests]
+    flat = sent[0] if not others else torch.cat([n.reshape(-1).to(first.device) for n in sent])
     flat = all_reduce(flat.to(first.device), first.groups, first.domain, largest=first.largest)
-    parts = [flat] if not others else flat.split([n.numel() for n in own])
-    return [part.view_as(n).to(n.device) for part, n in zip(parts, own, strict=True)]
+    parts = [flat] if not others else flat.split([n.numel() for n in sent])
+    return [part.view_as(n).to(n.device) for part, n in zip(parts, sent, strict=True)]
 
 
 # Measures the sums of Partial gradients, given the reduced flags of all processes.
@@ -282,14 +282,14 @@ class Reduction:
         Raises:
             Rejected: a process of the domain rejects its gradients; on a CPU only.
         """
-        own = [(n.reshape(-1).to(device), group) for n, group in measured]
+        flat = [(n.reshape(-1).to(device), group) for n, group in measured]
         rows = Rows(self.sharding.n_parameters if each else 1, device, each)
-        one = _Norm(self, rows, norm_type, home, sums, rejected)
+        norm = _Norm(self, rows, norm_type, home, sums, rejected)
         if math.isinf(norm_type):
-            return (yield from one.extreme(own, norm_type))
+            return (yield from norm.extreme(flat, norm_type))
         if norm_type > MOST_IN_FLOAT64:
-            return (yield from one.by_largest(own))
-        return (yield from one.by_powers(own))
+            return (yield from norm.by_largest(flat))
+        return (yield from norm.by_powers(flat))
 
 
 class Rejected(Exception):
@@ -316,7 +316,7 @@ class _Norm:
         """Whether numbers can be read without a wait for the device."""
         return self.rows.device.type == "cpu"
 
-    def by_powers(self, own: Sequence[MeasuredShards]) -> Exchange[Tensor]:
+    def by_powers(self, measured: Sequence[MeasuredShards]) -> Exchange[Tensor]:
         """The root of sums of powers."""
 
         def rows_of(measured: Sequence[MeasuredShards]) -> Tensor:
@@ -324,39 +324,39 @@ class _Norm:
             rows = [powers_of(norm, self.norm_type, total=total) for norm, _ in measured]
             return self.rows.weighted(rows, measured)
 
-        rows, _ = yield from self._everyones(rows_of, own, largest=False)
+        rows, _ = yield from self._everyones(rows_of, measured, largest=False)
         return roots_of(rows, self.norm_type)
 
-    def by_largest(self, own: Sequence[MeasuredShards]) -> Exchange[Tensor]:
+    def by_largest(self, measured: Sequence[MeasuredShards]) -> Exchange[Tensor]:
         """Norms of a high order: the largest of all is taken out first, by one more all-reduce."""
         rows_of = partial(self.rows.extremes, sign=1.0)
-        found, own = yield from self._everyones(rows_of, own, largest=True, early=True)
+        found, measured = yield from self._everyones(rows_of, measured, largest=True, early=True)
         largest = extreme_of(found, 1.0)
         # NaN and inf come out of the powers at any scale.
         scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
         rows = []
-        for norm, group in own:
+        for norm, group in measured:
             divisor = scale[group.slots.on(self.rows.device)] if self.rows.each else scale
             powers = (norm / divisor).pow(self.norm_type).reshape(-1, 1)
             rows.append(powers if self.rows.each else powers.sum(0, keepdim=True))
-        total = self.rows.weighted(rows, own)
+        total = self.rows.weighted(rows, measured)
         if self.rejected:
             # Where nobody has raised: the root of this is NaN.
             total.fill_(-math.inf)
         total = yield from self._reduced(total, self._sharding.domain.groups)
         return scale * positive(total)[:, 0].pow(1 / self.norm_type)
 
-    def extreme(self, own: Sequence[MeasuredShards], norm_type: float) -> Exchange[Tensor]:
+    def extreme(self, measured: Sequence[MeasuredShards], norm_type: float) -> Exchange[Tensor]:
         """The largest or the smallest of norms."""
         sign = 1.0 if norm_type > 0 else -1.0
         rows_of = partial(self.rows.extremes, sign=sign)
-        rows, _ = yield from self._everyones(rows_of, own, largest=True)
+        rows, _ = yield from self._everyones(rows_of, measured, largest=True)
         return extreme_of(rows, sign)
 
     def _everyones(
         self,
         rows_of: Callable[[Sequence[MeasuredShards]], Tensor],
-        own: Sequence[MeasuredShards],
+        measured: Sequence[MeasuredShards],
         *,
         largest: bool,
         early: bool = False,
@@ -366,7 +366,7 @@ class _Norm:
         The first collective carries flags, where gradients may be Partial, and the others go by
         them. `early` where the caller asks for more.
         """
-        domain, rows = self._sharding.domain, self._marked(rows_of(own), largest=largest)
+        domain, rows = self._sharding.domain, self._marked(rows_of(measured), largest=largest)
         groups = domain.groups
         if self.sums is not None:
             flags = self.reduction.flags.on(self.rows.device, torch.float64)
@@ -380,9 +380,9 @@ class _Norm:
             if sums := self.sums(sent):
                 more = yield from self._of_sums(rows_of(sums), sums, largest=largest)
                 rows = torch.maximum(rows, more) if largest else rows + more
-                own = [*own, *sums]
+                measured = [*measured, *sums]
         rows = yield from self._reduced(rows, groups, largest=largest, early=early)
-        return self._unmarked(rows, largest=largest), own
+        return self._unmarked(rows, largest=largest), measured
 
     def _of_sums(
         self, more: Tensor, sums: Sequence[MeasuredShards], *, largest: bool
@@ -400,7 +400,7 @@ class _Norm:
 
     def _reduced(
         self,
-        numbers: Tensor,
+        sent: Tensor,
         groups: Sequence[ProcessGroup],
         *,
         largest: bool = False,
@@ -408,8 +408,8 @@ class _Norm:
     ) -> Exchange[Tensor]:
         """Numbers after a collective over groups, if there are any."""
         if not groups:
-            return numbers
-        return (yield Request(numbers, groups, self._sharding.domain, self.home, largest, early))
+            return sent
+        return (yield Request(sent, groups, self._sharding.domain, self.home, largest, early))
 
     def _marked(self, rows: Tensor, *, largest: bool) -> Tensor:
         """Rows that say whether this process rejects its gradients: by a flag, or a row of sums.

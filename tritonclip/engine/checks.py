@@ -129,7 +129,7 @@ def raise_if_nonfinite(
             f"clipped by value. {remedy}"
         )
     if norms.per_gradient:
-        indices = (~torch.isfinite(norms.own(norm))).nonzero().flatten().tolist()
+        indices = (~torch.isfinite(norms.here(norm))).nonzero().flatten().tolist()
         spectral = rule is not None and rule.spectral
         norm_names = "singular values" if spectral else f"norms of order {norms.norm_type}"
         raise RuntimeError(

@@ -239,10 +239,10 @@ def _scale_groups_(
             finite = norms.is_finite()
             erase = [~finite.to(group.device) for group in plan.groups]
         for i, batch in enumerate(norms.batches):
-            own, indices = clip, plan.groups[i].indices
+            group_clip, indices = clip, plan.groups[i].indices
             if indices is not None or zero_nonfinite:
-                own = clip._replace(limit=_limit_of_group(limit, indices), erase=erase[i])
-            results.append(batch.scale_each_(norms.partials[i], own))
+                group_clip = clip._replace(limit=_limit_of_group(limit, indices), erase=erase[i])
+            results.append(batch.scale_each_(norms.partials[i], group_clip))
         norm = norms.in_order([result[0] for result in results])
     norm = norm if norm.device == plan.device else norm.to(plan.device)
     is_shared = isinstance(limit, float) or not _is_each(limit)
@@ -275,7 +275,7 @@ def total_norm(
     """The norm of a gradient list, 0-d, or, `per_gradient`, the norm of each, 1-d."""
     if gradients.plan is None:
         return no_norm(gradients, per_gradient=per_gradient)
-    kind = Norm(norm_type, per_gradient)
+    spec = Norm(norm_type, per_gradient)
     try:
         refuse_sparse_minimum(gradients, norm_type)
     except ValueError as error:
@@ -283,8 +283,8 @@ def total_norm(
     verifying = gradients.plan.verifying
     if verifying:
         policy = "error" if error_if_nonfinite else "propagate"
-        gradients.verify_agreement("get_total_norm", kind, nonfinite=policy)
-    norms = gradients.measure(kind, names_culprits=error_if_nonfinite)
+        gradients.verify_agreement("get_total_norm", spec, nonfinite=policy)
+    norms = gradients.measure(spec, names_culprits=error_if_nonfinite)
     norm = norms.norm()
     if error_if_nonfinite:
         raise_if_nonfinite(gradients, norms, norm, TORCH_REMEDY)
@@ -363,7 +363,7 @@ def checked_limit(rule: Rule, limit: float | list[float] | Tensor, norms: Norms)
             f"the limit of {rule.name} must be a number, one element, or one for each of "
             f"{norms.n_norms} gradients; got shape {tuple(limit.shape)}"
         )
-    return norms.own(limit.detach()).contiguous()
+    return norms.here(limit.detach()).contiguous()
 
 
 def _is_each(limit: Limit) -> bool:

@@ -77,13 +77,13 @@ class Norms:
         assert plan is not None
         if not choose.host_decides(plan.device):
             return None
-        own = self.partials[0] if len(self.partials) == 1 else None
-        if not isinstance(own, list):
+        partials = self.partials[0] if len(self.partials) == 1 else None
+        if not isinstance(partials, list):
             numbers: float | list[float] = self.norm().tolist()
             return numbers
         if self.per_gradient:
-            return results_of(own, self.norm_type, self.grad_scale, plan.dtype).tolist()
-        total = own if len(own) == 1 else [combine_numbers(own, self.norm_type)]
+            return results_of(partials, self.norm_type, self.grad_scale, plan.dtype).tolist()
+        total = partials if len(partials) == 1 else [combine_numbers(partials, self.norm_type)]
         return results_of(total, self.norm_type, self.grad_scale, plan.dtype)[0]
 
     @property
@@ -115,8 +115,10 @@ class Norms:
         if not isinstance(scale, Tensor) and scale == 1:
             return self
         partials = [
-            unscaled(own, p, scale) if isinstance(own, Tensor) else _unscaled_numbers(own, p, scale)
-            for own in self.partials
+            unscaled(norms, p, scale)
+            if isinstance(norms, Tensor)
+            else _unscaled_numbers(norms, p, scale)
+            for norms in self.partials
         ]
         return replace(self, partials=partials, grad_scale=1.0)
 
@@ -142,7 +144,7 @@ class Norms:
         """The number of norms, also of gradients that only other processes have."""
         return len(self.gradients.tensors) if self.per_gradient else 1
 
-    def own(self, values: Tensor) -> Tensor:
+    def here(self, values: Tensor) -> Tensor:
         """Of one value for each norm, those of the gradients here."""
         return values
 
@@ -229,9 +231,9 @@ def _measure_groups(
             layout = torch_layout(group.device) if per_gradient else group.layout
             layout.dtype = plan.dtype
             batch = layout.bind(tensors, addresses)
-            own = [moduli_of(tensor) for tensor in tensors]
-            measuring = torch_layout(group.device) if per_gradient else layout_of(own)
-            moduli = measuring.bind(own, None)
+            magnitudes = [moduli_of(tensor) for tensor in tensors]
+            measuring = torch_layout(group.device) if per_gradient else layout_of(magnitudes)
+            moduli = measuring.bind(magnitudes, None)
         batches.append(batch)
         measured = moduli.norm(norm_type, per_gradient=per_gradient)
         if plan.empty:
@@ -245,11 +247,11 @@ def _measure_groups(
 
 def _join(partials: list[PartialNorms], devices: list[torch.device]) -> list[PartialNorms]:
     """Gives every group the partial norms of all groups, in one order everywhere."""
-    if all(isinstance(own, list) for own in partials):
+    if all(isinstance(norms, list) for norms in partials):
         return [list(chain.from_iterable(partials))] * len(partials)
-    tensors = [as_tensor(own) for own in partials]
+    tensors = [as_tensor(norms) for norms in partials]
     joined = {
-        device: torch.cat([own.to(device).to(wide_dtype(device)) for own in tensors])
+        device: torch.cat([norms.to(device).to(wide_dtype(device)) for norms in tensors])
         for device in set(devices)
     }
     return [joined[device] for device in devices]

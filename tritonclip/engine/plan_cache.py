@@ -45,7 +45,7 @@ class PlainGuards:
     def check(self, *grads: Tensor) -> bool:
         """Whether these gradients are of the form of the first, and each is another one."""
         return len(set(map(id, grads))) == len(self._forms) and all(
-            _form(grad) == form for grad, form in zip(grads, self._forms, strict=True)
+            _form(grad) == expected for grad, expected in zip(grads, self._forms, strict=True)
         )
 
 

@@ -137,15 +137,15 @@ class Reference:
         if rule.spectral:
             norms = engine.measure(twin, 2.0, True, 1.0)
         larger = []
-        for own in map(as_tensor, norms.partials):
+        for measured in map(as_tensor, norms.partials):
             # By unit, norms of weights stand below.
-            above = own if own.dim() == 1 else own[:1]
-            larger.append(torch.cat([above * _MARGIN, own[len(above) :]]))
+            above = measured if measured.dim() == 1 else measured[:1]
+            larger.append(torch.cat([above * _MARGIN, measured[len(above) :]]))
         write(twin, rule, replace(norms, partials=larger))
         pairs = zip(twin.tensors, self._before, strict=True)
         untouched = [torch.equal(after, before) for after, before in pairs]
         torch._foreach_copy_(list(twin.tensors), self._before)
-        return [one and not (rule.spectral and rule.soft) for one in untouched]
+        return [is_equal and not (rule.spectral and rule.soft) for is_equal in untouched]
 
     def check_scale(self, write: Callable[[Gradients], object]) -> None:
         """Compares gradients that were scaled by the coefficient of a norm that was given."""
@@ -306,19 +306,19 @@ def _measure(twin: Gradients, rule: Rule, measured: Norms, dtype: torch.dtype) -
     values = torch.where(values.to(dtype).isinf(), math.inf, values)
     if rule.norm_type:
         values = values * as_scalar(scale, values)
-    own = [
+    partials = [
         (values[group.indices] if rule.per_gradient else values).to(group.device)
         for group in plan.groups
     ]
     if rule.per_unit:
         batches = [*Units(twin, rule).batches]
-        own = [
+        partials = [
             batch.with_whole(batch.measure(), norms_each, _weight_norms(twin, group, norms_each))
-            for batch, norms_each, group in zip(batches, own, plan.groups, strict=True)
+            for batch, norms_each, group in zip(batches, partials, plan.groups, strict=True)
         ]
     else:
         batches = [group.layout.bind(*twin.of_group(group.indices)) for group in plan.groups]
-    return replace(norms, batches=batches, partials=own, gradients=twin)
+    return replace(norms, batches=batches, partials=partials, gradients=twin)
 
 
 def _weight_norms(twin: Gradients, group: Group, like: Tensor) -> Tensor:

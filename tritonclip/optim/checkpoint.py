@@ -48,14 +48,14 @@ def keep_rules_out_(optimizer: Optimizer) -> None:
         optimizer.register_load_state_dict_pre_hook(with_present_rules)
 
 
-def with_own(state_dict: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def with_own(state_dict: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint with the wrapper's own part, as it is, and in the groups as bytes."""
-    own["has_state"] = torch.tensor(bool(state_dict["state"]), device="cpu")
+    part["has_state"] = torch.tensor(bool(state_dict["state"]), device="cpu")
     # torch compares the values of a group's parameters: those of bytes, where a NaN equals itself.
     buffer = io.BytesIO()
-    torch.save(own, buffer)
+    torch.save(part, buffer)
     groups = [{**group, STATS_KEY: buffer.getvalue()} for group in state_dict["param_groups"]]
-    return {**state_dict, "param_groups": groups, STATS_KEY: own}
+    return {**state_dict, "param_groups": groups, STATS_KEY: part}
 
 
 def split_own(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -73,10 +73,10 @@ def split_own(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     found = [group[STATS_KEY] for group in groups if group.get(STATS_KEY) is not None]
     groups = [{k: v for k, v in group.items() if k != STATS_KEY} for group in groups]
     rest = {key: value for key, value in state_dict.items() if key != STATS_KEY}
-    own = state_dict.get(STATS_KEY)
-    if own is None:
-        own = _read(found[0]) if found else {}
-    if isinstance(own, dict) and own.get("has_state") and not any(rest["state"].values()):
+    part = state_dict.get(STATS_KEY)
+    if part is None:
+        part = _read(found[0]) if found else {}
+    if isinstance(part, dict) and part.get("has_state") and not any(rest["state"].values()):
         raise ValueError(
             "the checkpoint was saved with state of the optimizer, and it is missing here. "
             "torch.distributed.checkpoint loads state into an optimizer that has some, and makes "
@@ -84,7 +84,7 @@ def split_own(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
             "backward, and without FlatGradients: set the attribute flat after loading. Nothing "
             "was loaded"
         )
-    return {**rest, "param_groups": groups}, own
+    return {**rest, "param_groups": groups}, part
 
 
 def _read(saved: Any) -> Any:

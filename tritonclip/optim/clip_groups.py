@@ -185,8 +185,8 @@ class Partition:
 
     def rules(self, *, anew: bool = True) -> dict[str, Rule]:
         """All rules of the program, by their keys in a checkpoint; read `anew`, or as last."""
-        own = (rules_of(self.groups) if anew else self._own_rules).items()
-        return {key_of(None): self.rule, **{key_of(i): rule for i, rule in own if rule}}
+        by_index = (rules_of(self.groups) if anew else self._own_rules).items()
+        return {key_of(None): self.rule, **{key_of(i): rule for i, rule in by_index if rule}}
 
     def present(self) -> list[Tensor]:
         """The gradients that are there, and the buffers that hold them."""
@@ -242,10 +242,10 @@ class Partition:
 
     def _groups_changed(self) -> bool:
         """Whether the groups hold other parameters than those that were compared with `flat`."""
-        groups, known = self.groups, self._known_params
-        return len(groups) != len(known) or not all(
+        groups, compared = self.groups, self._known_params
+        return len(groups) != len(compared) or not all(
             len(group["params"]) == len(params) and all(map(is_, group["params"], params))
-            for group, params in zip(groups, known, strict=True)
+            for group, params in zip(groups, compared, strict=True)
         )
 
     def divide(self, *, covers_all: bool, each: bool = False) -> list[ClipGroup]:
@@ -267,14 +267,14 @@ class Partition:
         for index, group in enumerate(groups):
             if index not in own_rules:
                 common.append(index)
-            elif (own := own_rules[index]) is not None:
-                clip_groups.append(ClipGroup(self._collect([index], processes), own, index))
+            elif (rule := own_rules[index]) is not None:
+                clip_groups.append(ClipGroup(self._collect([index], processes), rule, index))
             else:
                 unclipped += [(index, i) for i in range(len(group["params"]))]
         if common:
             clip_groups.insert(0, ClipGroup(self._collect(common, processes), self.rule))
         if covers_all:
-            n_clipped = sum([len(one.gradients.tensors) for one in clip_groups])
+            n_clipped = sum([len(clip_group.gradients.tensors) for clip_group in clip_groups])
             if n_clipped < sum([len(group["params"]) for group in groups]):
                 unclipped += [
                     (index, i)
@@ -457,12 +457,14 @@ def global_norm_of(
 
     Where the host does not decide, 0-d on the device of the first gradient.
     """
-    clipped = [one for one in groups if not one.unclipped and one.gradients.plan is not None]
-    missing = [one for one in clipped if _two_norm_of(one) is None]
+    clipped = [
+        group for group in groups if not group.unclipped and group.gradients.plan is not None
+    ]
+    missing = [group for group in clipped if _two_norm_of(group) is None]
     if missing:
         requests = [NormRequest(group, TWO_NORM) for group in missing]
         measure_requests(requests, grad_scale)
-    measured = [norms for one in clipped if (norms := _two_norm_of(one)) is not None]
+    measured = [norms for group in clipped if (norms := _two_norm_of(group)) is not None]
     if len(measured) == 1:
         plan = measured[0].gradients.plan
         assert plan is not None

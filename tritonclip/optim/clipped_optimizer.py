@@ -634,14 +634,14 @@ class ClippedOptimizer(ScalerSide):
         saved = without_rules(self.optimizer, self.optimizer.state_dict())
         # Rules that no step could take are no reason not to save.
         rules = self._partition.rules(anew=False)
-        own = self._log.state_dict(self.optimizer.param_groups, rules)
-        return with_own(saved, own)
+        part = self._log.state_dict(self.optimizer.param_groups, rules)
+        return with_own(saved, part)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        rest, own = split_own(state_dict)
+        rest, part = split_own(state_dict)
         for number, group in enumerate(rest["param_groups"]):
             refuse_differentiable(number, group)
-        loaded = self._log.loaded(own, self._partition.rules(), self.optimizer.param_groups)
+        loaded = self._log.loaded(part, self._partition.rules(), self.optimizer.param_groups)
         self.optimizer.load_state_dict(with_present_rules(self.optimizer, rest))
         self._log.restore(*loaded, self.optimizer.param_groups)
 

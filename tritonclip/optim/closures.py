@@ -166,10 +166,10 @@ def _merged(evaluations: list[Outcomes]) -> Outcomes:
     merged = dict(evaluations[0])
     for outcomes in evaluations[1:]:
         for index, outcome in outcomes.items():
-            known = merged.get(index)
-            if outcome is not None and known is not None:
-                both = [as_tensor(o.coefficient, known.norm) for o in (known, outcome)]
-                merged[index] = known._replace(coefficient=torch.minimum(*both))
+            earlier = merged.get(index)
+            if outcome is not None and earlier is not None:
+                both = [as_tensor(o.coefficient, earlier.norm) for o in (earlier, outcome)]
+                merged[index] = earlier._replace(coefficient=torch.minimum(*both))
     return merged
 
 
@@ -215,9 +215,9 @@ def evaluate(closure: Closure, inner: Optimizer, measure: Measure) -> Any:
     return loss
 
 
-def _all_of(groups: Groups, known: list[tuple[ref[Tensor], int]]) -> bool:
+def _all_of(groups: Groups, before: list[tuple[ref[Tensor], int]]) -> bool:
     """Whether every gradient there is now was there before, and has not been written to since."""
-    there = {id(grad): version for weak, version in known if (grad := weak()) is not None}
+    there = {id(grad): version for weak, version in before if (grad := weak()) is not None}
     grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
     return all(there.get(id(grad)) == version_of(grad) for grad in grads)
 

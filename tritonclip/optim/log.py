@@ -80,22 +80,22 @@ class StepLog:
 
     def state_dict(self, groups: Groups, rules: dict[str, Rule]) -> dict[str, Any]:
         """The wrapper's own part of a checkpoint of these groups, for all rules of the program."""
-        own: dict[str, Any] = self.stats.state_dict()
-        own["calls"] = torch.tensor(self.n_steps(), device="cpu")
+        saved: dict[str, Any] = self.stats.state_dict()
+        saved["calls"] = torch.tensor(self.n_steps(), device="cpu")
         states = self.states.state_dict(groups, rules)
         if states:
-            own["memory"] = states
+            saved["memory"] = states
         if self.recorder is not None:
-            own["recorder"] = self.recorder.state_dict()
-        return own
+            saved["recorder"] = self.recorder.state_dict()
+        return saved
 
     def loaded(
-        self, own: object, rules: dict[str, Rule], groups: Groups
+        self, part: object, rules: dict[str, Rule], groups: Groups
     ) -> tuple[ClipStats, RuleStates, dict[str, Any] | None]:
         """Loads a checkpoint into new objects; this log stays as it is until `restore`.
 
         Args:
-            own: the result of `state_dict`.
+            part: the result of `state_dict`.
             rules: those of the program, by their keys in a checkpoint.
             groups: of the optimizer.
 
@@ -106,21 +106,21 @@ class StepLog:
             ValueError: norms that were remembered for another rule; anything but the result of
                 `state_dict`.
         """
-        if not isinstance(own, dict):
+        if not isinstance(part, dict):
             raise ValueError(
-                f"the part of the ClippedOptimizer in a saved state must be a dict, got {own!r:.80}"
-                "; expected the result of its state_dict(). Nothing was loaded"
+                "the part of the ClippedOptimizer in a saved state must be a dict, got "
+                f"{part!r:.80}; expected the result of its state_dict(). Nothing was loaded"
             )
-        own = dict(own)
+        part = dict(part)
         states = RuleStates(OutlierTest(self.states.outliers.skip_above))
         n_parameters = sum(len(group["params"]) for group in groups)
-        states.load_state_dict(own.pop("memory", {}), rules, n_parameters)
-        states.steps = saved_count("calls", own.pop("calls", 0))
-        recorded = own.pop("recorder", None)
+        states.load_state_dict(part.pop("memory", {}), rules, n_parameters)
+        states.steps = saved_count("calls", part.pop("calls", 0))
+        recorded = part.pop("recorder", None)
         if recorded is not None:
             saved_place(recorded)
         stats = ClipStats(first_device(groups))
-        stats.load_state_dict(own)
+        stats.load_state_dict(part)
         return stats, states, recorded
 
     def restore(

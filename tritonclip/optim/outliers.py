@@ -109,14 +109,14 @@ def as_loss(loss: object, skip_above: float | Outlier | None) -> float | Tensor 
         )
     if isinstance(loss, Real) and not isinstance(loss, bool):
         return float(loss)
-    kind = type(loss).__name__
+    got = type(loss).__name__
     if isinstance(loss, Tensor) and not hasattr(loss, "full_tensor"):
         if loss.is_floating_point() and loss.dim() == 0:
             # A copy: a running sum may be reset before the step.
             return loss.detach().clone()
-        kind = f"shape {tuple(loss.shape)} of {loss.dtype}"
+        got = f"shape {tuple(loss.shape)} of {loss.dtype}"
     raise TypeError(
-        f"loss must be a floating-point tensor without dimensions, or a number, got {kind}; "
+        f"loss must be a floating-point tensor without dimensions, or a number, got {got}; "
         "expected the mean over the batch, of a DTensor loss.full_tensor()"
     )
 
@@ -157,7 +157,7 @@ class OutlierTest:
         norm: float | Tensor,
         dtype: torch.dtype = torch.float64,
         *,
-        known: Judgement | None = None,
+        earlier: Judgement | None = None,
     ) -> Judgement:
         """Whether a norm is an outlier, by those before, or the loss.
 
@@ -166,7 +166,7 @@ class OutlierTest:
         Args:
             norm: a number where the host decides; else 0-d.
             dtype: of a number, before it was one.
-            known: of the same step, whose loss other processes do not send again.
+            earlier: of the same step, whose loss other processes do not send again.
         """
         above = self.skip_above
         assert above is not None
@@ -175,18 +175,18 @@ class OutlierTest:
                 # As a tensor of this dtype is compared with a number.
                 above = c_float(above).value
             return Judgement(norm, None, norm > above, ())
-        flag, own = self._test(OUTLIERS, above, norm)
-        if known is not None:
-            mean = known.loss
+        flag, test = self._test(OUTLIERS, above, norm)
+        if earlier is not None:
+            mean = earlier.loss
         elif self.loss is None:
             mean = None
         else:
             mean = mean_of_all(self.loss, None if isinstance(norm, float) else norm.device)
         if mean is None:
-            return Judgement(norm, None, flag, (own,))
-        its_flag, its = self._test(LOSSES, _of_losses(above), mean)
+            return Judgement(norm, None, flag, (test,))
+        loss_flag, loss_test = self._test(LOSSES, _of_losses(above), mean)
         # Two numbers, or two tensors.
-        return Judgement(norm, mean, flag | its_flag, (own, its))
+        return Judgement(norm, mean, flag | loss_flag, (test, loss_test))
 
     def _test(
         self, owner: str, above: Outlier, number: float | Tensor

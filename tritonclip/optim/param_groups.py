@@ -27,8 +27,8 @@ _CLOSE = 0.85
 
 def options_of(optimizer: Optimizer) -> set[str]:
     """The keys of groups that an optimizer has by itself, or that one inside it has."""
-    inside = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
-    return {key for one in (optimizer, *inside) for key in one.defaults}
+    inside = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    return {key for holder in (optimizer, *inside) for key in holder.defaults}
 
 
 def refuse_differentiable(number: int, group: Mapping[str, Any]) -> None:

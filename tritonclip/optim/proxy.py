@@ -48,7 +48,7 @@ class OptimizerProxy(Optimizer):
 
         def __getattr__(self, name: str) -> Any:
             optimizer = vars(self).get("optimizer")
-            has_own = any(name in vars(kind) for kind in type(self).__mro__)
+            has_own = any(name in vars(cls) for cls in type(self).__mro__)
             if has_own or name.startswith("_") or not hasattr(optimizer, name):
                 # Raises; a property that raised says why once more.
                 return object.__getattribute__(self, name)

@@ -83,18 +83,18 @@ def refuse(groups: Sequence[ClipGroup], param_groups: Groups) -> None:
 
 def _refuse_shared(lists: Sequence[Gradients]) -> None:
     """Refuses a gradient, or a part of one, under two rules, which would be scaled twice."""
-    known: dict[int, tuple[Gradients, int]] = {}
+    seen: dict[int, tuple[Gradients, int]] = {}
     for gradients in lists:
         for index, grad in enumerate(gradients.tensors):
             address = grad.data_ptr() if grad.layout == torch.strided else 0
-            if address in known:
-                other, at = known[address]
+            if address in seen:
+                other, at = seen[address]
                 raise ValueError(
                     f"{other.label(at)} and {gradients.label(index)} have the same gradient but "
                     "different rules; put them into one parameter group with the same need_clip"
                 )
             if address:
-                known[address] = gradients, index
+                seen[address] = gradients, index
     planned = [(g, g.plan.spans) for g in lists if g.plan is not None]
     starts = [a for g, _ in planned for a in g.addresses or map(Tensor.data_ptr, g.readable)]
     # Copies lie elsewhere.
@@ -179,15 +179,17 @@ def verify_agreement(
     meshes = meshes_of(p for group in param_groups for p in group["params"])
     if not meshes and processes is None:
         return
-    own = {"the call": "a step of ClippedOptimizer", **describe()}
+    texts = {"the call": "a step of ClippedOptimizer", **describe()}
     names = [group.owner for group in groups if group.is_spread]
-    own["the parameter groups with a rule"] = ", ".join(names)
+    texts["the parameter groups with a rule"] = ", ".join(names)
     for group in groups:
         gradients = group.gradients
         if isinstance(gradients, ShardedGradients) and group.is_spread:
-            own[f"the rule of {group.owner}"] = describe_rule(group.rule)
+            texts[f"the rule of {group.owner}"] = describe_rule(group.rule)
             if gradients.sharding.one_list:
                 found = describe_parameters(gradients.wanted, gradients.label_of_parameter)
-                own |= {f"{name} of {group.owner}": text for name, text in found.items()}
-    own["the norms to measure"] = str([one.describe() for one in requests if one.group.is_spread])
-    agree(own, refusal, domain_of(meshes, None if processes is None else processes.group))
+                texts |= {f"{name} of {group.owner}": text for name, text in found.items()}
+    texts["the norms to measure"] = str(
+        [request.describe() for request in requests if request.group.is_spread]
+    )
+    agree(texts, refusal, domain_of(meshes, None if processes is None else processes.group))

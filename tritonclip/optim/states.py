@@ -53,8 +53,8 @@ class RuleStates:
             groups: of the optimizer.
             each: whether parameters may have changed in groups that have not; a look at each.
         """
-        known = self._groups
-        same = known is not None and len(known) == len(groups) and all(map(is_, known, groups))
+        last = self._groups
+        same = last is not None and len(last) == len(groups) and all(map(is_, last, groups))
         if same and not each:
             return
         ids = [list(map(id, group["params"])) for group in groups]

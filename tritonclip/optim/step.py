@@ -19,7 +19,7 @@ from tritonclip.distributed.agreement import (
     ask_limits,
     describe_rule,
     describe_state,
-    is_own,
+    has_user_limit,
     limited,
 )
 from tritonclip.distributed.process_groups import Processes
@@ -103,7 +103,7 @@ class Step:
         self.outcomes: Outcomes = {}
         self.is_clipped = False
         # Clip groups over processes whose limits are asked before the first write.
-        self._own: Sequence[ClipGroup] = ()
+        self._user_limited: Sequence[ClipGroup] = ()
         # The clip group that is written, or was last.
         self._writing: ClipGroup | None = None
         # Of a step that failed: its gradients and their versions, and whether the next goes on.
@@ -177,23 +177,27 @@ class Step:
             raise refusal
         if record is not None:
             record.measure(groups, self._grad_scale)
-        own = [one for one in groups if one.is_spread and one.norms and is_own(one.rule)]
-        for group in own:
+        user_limited = [
+            group
+            for group in groups
+            if group.is_spread and group.norms and has_user_limit(group.rule)
+        ]
+        for group in user_limited:
             group.rule = limited(group.rule)
-        self._own = own
+        self._user_limited = user_limited
 
     def _describe(self) -> dict[str, str]:
         """Text of what processes of one step have to agree on, beside rules and gradients."""
         outliers, above = self._states.outliers, self._states.outliers.skip_above
-        known = {
+        texts = {
             "the policy for NaN and inf": self.policy.name,
             "the loss scale": repr(float(self._grad_scale)),
             "skip_above": describe_rule(above) if isinstance(above, Outlier) else str(above),
             "optimizer.loss": "none" if outliers.loss is None else "a loss",
         }
         for owner, state in self._states.state_dict(self.param_groups).items():
-            known[f"the state of {owner}"] = describe_state(state)
-        return known
+            texts[f"the state of {owner}"] = describe_state(state)
+        return texts
 
     def _is_usual(self, group: ClipGroup) -> bool:
         """Whether nothing refuses the only clip group, and no other norm of it is needed yet."""
@@ -230,11 +234,11 @@ class Step:
     def _rows_of(self, group: ClipGroup) -> Numbering:
         """Looks up the rows of a clip group's parameters in the present states."""
         # Without the group, which keeps the gradients and, by its rule, this: a cycle.
-        states, flat, own = self._states, group.flat, group.gradients.sources
-        if own is None:
+        states, flat, parameters = self._states, group.flat, group.gradients.sources
+        if parameters is None:
             assert flat is not None
             return lambda: states.rows(flat.parameters, grouped=False)
-        return lambda: states.rows(own)
+        return lambda: states.rows(parameters)
 
     def nonfinite(self) -> Flag:
         """Whether any gradient is NaN or inf, or any norm does not fit its dtype.
@@ -279,8 +283,8 @@ class Step:
         scale.
         """
         outcomes: Outcomes = {}
-        if self._own:
-            ask_limits([(one.rule, one.norms) for one in self._own])  # type: ignore[misc]  # bound
+        if self._user_limited:
+            ask_limits([(group.rule, group.norms) for group in self._user_limited])  # type: ignore[misc]  # bound
         for group in self.clip_groups:
             self._writing = group
             if not group.unclipped:
@@ -391,7 +395,7 @@ class Step:
                     group.bound_rule = states.take_over(group.index, group.bound_rule, rows)
         if self.outlier is not None and states.outliers.skip_above is not None:
             # The step goes on as it was judged.
-            again = states.outliers.judge(self.outlier.norm, known=self.outlier)
+            again = states.outliers.judge(self.outlier.norm, earlier=self.outlier)
             self.outlier = again._replace(flag=self.outlier.flag)
 
 

@@ -39,10 +39,10 @@ class ParameterNames:
         found = [_parameters_in(group) for group in clip_groups]
         if len(found) != len(self._known) or not all(map(_are_same, found, self._known)):
             # The user's list may change; the views of a FlatGradients do not.
-            self._known = [list(own) if isinstance(own, list) else own for own in found]
+            self._known = [list(params) if isinstance(params, list) else params for params in found]
             names = [
-                list(map(group.gradients.label_of, range(len(own))))
-                for own, group in zip(found, clip_groups, strict=True)
+                list(map(group.gradients.label_of, range(len(params))))
+                for params, group in zip(found, clip_groups, strict=True)
             ]
             every = [*chain.from_iterable(names)]
             self._names = names if len(set(every)) == len(every) else None
@@ -55,11 +55,11 @@ def _parameters_in(group: ClipGroup) -> Any:
     return group.gradients.tensors if sources is None else sources
 
 
-def _are_same(parameters: Any, known: Any) -> bool:
+def _are_same(parameters: Any, before: Any) -> bool:
     """Whether a clip group has the parameters that it had."""
     if not isinstance(parameters, list):
-        return parameters is known
-    return len(parameters) == len(known) and all(map(is_, parameters, known))
+        return parameters is before
+    return len(parameters) == len(before) and all(map(is_, parameters, before))
 
 
 def _names_of_measured(group: ClipGroup, names: Sequence[str]) -> list[str]:
@@ -208,18 +208,18 @@ class StepRecord:
             if group.index is not None and group.has_norm:
                 names.append(key_of(group.index))
         complete = True
-        for group, own in zip(self._clipped, self._names, strict=True):
+        for group, group_names in zip(self._clipped, self._names, strict=True):
             if group.gradients.positions() is None:
-                names += own
+                names += group_names
             else:
-                names += _names_of_measured(group, own)
+                names += _names_of_measured(group, group_names)
                 complete = False
         if self._named is not None:
             names += self._named.names
-        known, order = self._recorder.names or (), tuple(names)
-        if order != known:
+        earlier_names, order = self._recorder.names or (), tuple(names)
+        if order != earlier_names:
             # Those of the recorder first: of parameters frozen since nothing is known.
-            order = tuple(dict.fromkeys([*known, *names]))
+            order = tuple(dict.fromkeys([*earlier_names, *names]))
         self._is_whole = complete and len(self._names) == 1 and order == tuple(self._names[0])
         self._order = order
         self._recorder.prepare(order)
@@ -228,14 +228,14 @@ class StepRecord:
         """Takes the norms of a step that is measured, and not written yet."""
         norm: float | Tensor | None = None
         columns: list[_Column] = [{} for _ in range(3 if self._recorder.statistics else 1)]
-        own = columns[0]
+        by_group = columns[0]
         for group in clip_groups:
             if not group.has_norm:
                 continue
             if group.index is None:
                 norm = group.norm()
             else:
-                own[key_of(group.index)] = group.norm()
+                by_group[key_of(group.index)] = group.norm()
         if norm is None:
             # By value, and where every group has a rule, no rule of the wrapper measures a norm.
             norm, _ = global_norm_of(clip_groups, grad_scale)
@@ -275,8 +275,8 @@ class StepRecord:
             outcomes: of clipping.
             left_out: whether the step was left out.
         """
-        own = None if left_out is True else outcomes.get(None)
-        coefficient, limit = (None, None) if own is None else (own.coefficient, own.limit)
+        result = None if left_out is True else outcomes.get(None)
+        coefficient, limit = (None, None) if result is None else (result.coefficient, result.limit)
         norm, *norms = self._norms
         if recorder is not self._recorder:
             recorder.prepare(self._order)

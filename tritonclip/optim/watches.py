@@ -208,7 +208,7 @@ class ErrorWatch:
 
     def n_left_out(self) -> int:
         """The steps that were left out and have not raised; waits for the device."""
-        return sum(one.read() for one in self.arriving)
+        return sum(step.read() for step in self.arriving)
 
     def forget(self) -> None:
         """Goes on as if no step had been left out."""

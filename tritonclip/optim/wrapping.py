@@ -127,18 +127,18 @@ def _is_wrapper(optimizer: Optimizer) -> bool:
 
 def _remedy(refused: object) -> str:
     """The object to wrap in place of one that cannot be wrapped, or the call to write."""
-    kind = type(refused).__name__
+    name = type(refused).__name__
     if hasattr(refused, "noise_multiplier"):
         return (
             "its step clips the gradient of each example and then adds noise, and a "
             "ClippedOptimizer around or inside it would clip the noise or nothing: set its "
             "max_grad_norm, and use it bare"
         )
-    if not any(isinstance(one, Optimizer) for one in getattr(refused, "__dict__", {}).values()):
+    if not any(isinstance(value, Optimizer) for value in getattr(refused, "__dict__", {}).values()):
         return "write ClippedOptimizer(optimizer, 1.0), with an optimizer such as torch.optim.SGD"
     if not hasattr(refused, "zero_grad"):
         return "wrap its optimizer, before a scheduler is made of it"
-    return f"wrap the optimizer inside it: {kind}(ClippedOptimizer(optimizer, 1.0), ...)"
+    return f"wrap the optimizer inside it: {name}(ClippedOptimizer(optimizer, 1.0), ...)"
 
 
 def of_rule(name: str) -> property:
