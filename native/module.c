@@ -11,7 +11,7 @@
 #include "tensors.h"
 
 /* Of the functions and their arguments, for `native.py`. */
-#define INTERFACE 14
+#define INTERFACE 15
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
 /* Elements, or rows, of a list at most: int64 holds as many bytes, and sums of rounded ones. */
@@ -413,7 +413,7 @@ static PyObject *are_apart(PyObject *module, PyObject *const *arguments, Py_ssiz
     return PyErr_Occurred() ? NULL : PyBool_FromLong(apart);
 }
 
-static PyObject *set_portable(PyObject *module, PyObject *flag) {
+static PyObject *use_plain_loops(PyObject *module, PyObject *flag) {
     (void)module;
     int is_portable = PyObject_IsTrue(flag);
     if (is_portable < 0) return NULL;
@@ -421,29 +421,29 @@ static PyObject *set_portable(PyObject *module, PyObject *flag) {
     return Py_NewRef(Py_None);
 }
 
-static PyObject *know(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
+static PyObject *register_torch(PyObject *module, PyObject *const *arguments, Py_ssize_t n_arguments) {
     (void)module;
-    PyObject **const known[] = {
+    PyObject **const registered[] = {
         &torch.tensor, &torch.parameter, &torch.codes, &torch.number, &torch.wide_number,
         &torch.is_recording, &torch.n_threads, &torch.hypot,
     };
-    enum { N_KNOWN = sizeof known / sizeof *known };
-    if (!has_arguments(n_arguments, N_KNOWN + 1)) return NULL;
+    enum { N_REGISTERED = sizeof registered / sizeof *registered };
+    if (!has_arguments(n_arguments, N_REGISTERED + 1)) return NULL;
     if (!PyDict_Check(arguments[2]))
         return PyErr_Format(PyExc_TypeError, "expected codes in a dict, got %R", Py_TYPE(arguments[2]));
     const DLPackExchange *exchange = NULL;
-    PyObject *capsule = arguments[N_KNOWN];
+    PyObject *capsule = arguments[N_REGISTERED];
     if (capsule != Py_None && !(exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api"))) return NULL;
     torch.view = exchange && exchange->major == 1 ? exchange->view : NULL;
-    for (int i = 0; i < N_KNOWN; i++) {
-        PyObject *earlier = *known[i];
-        *known[i] = Py_NewRef(arguments[i]);
+    for (int i = 0; i < N_REGISTERED; i++) {
+        PyObject *earlier = *registered[i];
+        *registered[i] = Py_NewRef(arguments[i]);
         Py_XDECREF(earlier);
     }
     return Py_NewRef(Py_None);
 }
 
-static PyObject *share(PyObject *module, PyObject *address) {
+static PyObject *use_threads(PyObject *module, PyObject *address) {
     (void)module;
     void *function = PyLong_AsVoidPtr(address);
     if (PyErr_Occurred()) return NULL;
@@ -476,9 +476,9 @@ static PyMethodDef methods[] = {
     {"advance_averages", FAST(advance_averages), NULL},
     {"advance_quantiles", FAST(advance_quantiles), NULL},
     {"mean_and_deviation", FAST(mean_and_deviation), NULL},
-    {"set_portable", set_portable, METH_O, NULL},
-    {"know", FAST(know), NULL},
-    {"share", share, METH_O, NULL},
+    {"use_plain_loops", use_plain_loops, METH_O, NULL},
+    {"register_torch", FAST(register_torch), NULL},
+    {"use_threads", use_threads, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -28,7 +28,7 @@ typedef struct {
 
 enum { DL_CPU = 1, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5 };
 
-/* What `know` was told: the classes of plain tensors, codes of dtypes, numbers of float32 and float64, and
+/* What `register_torch` was told: the classes of plain tensors, codes of dtypes, numbers of float32 and float64, and
  * functions: whether autograd records operations, the number of threads, Python's hypot, and DLPack's. */
 static struct {
     PyObject *tensor, *parameter, *codes, *number, *wide_number, *is_recording, *n_threads, *hypot;

@@ -204,9 +204,9 @@ def poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.fixture(params=[False, True], ids=["fastest", "portable"])
 def both_forms(request: pytest.FixtureRequest) -> Iterator[None]:
     """Both forms of the loops in C."""
-    loops.set_portable(request.param)
+    loops.use_plain_loops(request.param)
     yield
-    loops.set_portable(False)
+    loops.use_plain_loops(False)
 
 
 @pytest.fixture

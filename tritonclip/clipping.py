@@ -284,7 +284,7 @@ def clip_gradients_(
         if rule.excludes:
             refuse_other_model(rule, _all_of(argument, gradients))
         if following is not None:
-            following.meet(_members_of(argument, gradients))
+            following.check_list(_members_of(argument, gradients))
     except Exception as error:
         # Also of a function of the step.
         gradients.reject_(error)

@@ -232,10 +232,10 @@ class NamedNorms:
             columns[2] = {name: zero + 1 for name, zero in columns[2].items()}
             return columns
         norms, largest, nonzeros = measured
-        totals = norms.total()
+        totals = norms.norm_here()
         return [
             self.by_name(totals, 2.0),
-            self.by_name(largest.total(), math.inf),
+            self.by_name(largest.norm_here(), math.inf),
             self._zeros_by_name(nonzeros, totals.dtype),
         ]
 
@@ -244,7 +244,7 @@ class NamedNorms:
         if self._members is None:
             zeros = torch.as_tensor(zeros_of(nonzeros), dtype=dtype, device=nonzeros.device)
             return dict(zip(self.names, zeros.unbind(), strict=True))
-        counts = nonzeros.total().to(wide_dtype(nonzeros.device))
+        counts = nonzeros.norm_here().to(wide_dtype(nonzeros.device))
         sizes = [sum(map(Tensor.numel, members.values())) for members in self._members.values()]
         divisors = upload([max(1, size) for size in sizes], counts.dtype, counts.device)
         by_name = self.by_name(counts, 0.0)
@@ -271,7 +271,7 @@ def zeros_of(nonzeros: Norms) -> list[float] | Tensor:
 
     Numbers where the host decides, else 1-d.
     """
-    counts = nonzeros.total()
+    counts = nonzeros.norm_here()
     # Rounded as the counts are, so that a gradient without zeros has none.
     sizes = nonzeros.here(nonzeros.sizes()).to(counts.dtype)
     if not choose.host_decides(counts.device):
@@ -306,7 +306,7 @@ def _measured(gradients: Gradients, p: float, grad_scale: float | Tensor) -> Ten
     measured = gradients.measure(Norm(p, each=True), grad_scale)
     if gradients.plan.verifying:
         verify.check_norms(measured)
-    return measured.total()
+    return measured.norm_here()
 
 
 def _combined(norms: list[Tensor], p: float, like: Tensor) -> Tensor:

@@ -336,7 +336,7 @@ VERBS = {
     "advance_averages": "address, numbers, number, number, number, number, number",
     "advance_quantiles": "address, numbers, share, window, number",
     "mean_and_deviation": "address, many",
-    "set_portable": "flag",
+    "use_plain_loops": "flag",
     "clamped": "leaves, like, bound, any",
     "has_at_bounds": "leaves, bound, any",
     "clipped": "leaves, like, limit, any",

@@ -346,7 +346,7 @@ def test_skips_in_a_row_of_a_gpu_are_read_so_many_steps_later(monkeypatch):
 
     def look(n: int) -> None:
         on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), value=n)
-        watch.look(on_gpu, waited=False)
+        watch.look(on_gpu, synced=False)
 
     for n in range(1, 3 + DELAY_STEPS):
         look(n)
@@ -366,9 +366,9 @@ def test_skips_in_a_row_of_other_accelerators_are_read_so_many_steps_later():
     """Each is the count of its step, not of the step that reads it."""
     watch, in_a_row = SkipWatch(3), torch.zeros((), dtype=torch.int64).as_subclass(_Mps)
     for _ in range(2 + DELAY_STEPS):
-        watch.look(in_a_row.add_(1), waited=False)
+        watch.look(in_a_row.add_(1), synced=False)
     with pytest.raises(RuntimeError, match="3 steps in a row"):
-        watch.look(in_a_row.add_(1), waited=False)
+        watch.look(in_a_row.add_(1), synced=False)
 
 
 class Late(SkipWatch):
@@ -386,9 +386,9 @@ class Late(SkipWatch):
 
 def test_skips_that_a_step_has_waited_for_raise_at_once():
     watch = Late(2)
-    watch.look(torch.tensor(1), waited=True)
+    watch.look(torch.tensor(1), synced=True)
     with pytest.raises(RuntimeError, match="2 steps in a row"):
-        watch.look(torch.tensor(2), waited=True)
+        watch.look(torch.tensor(2), synced=True)
 
 
 def test_skips_that_arrive_late_are_forgotten_with_a_checkpoint():

@@ -22,7 +22,7 @@ from tritonclip import (
     GradScaler,
     VerificationError,
 )
-from tritonclip.backends import spectral
+from tritonclip.backends import singular_values
 
 FORMS = pytest.mark.parametrize("soft", [False, True], ids=["hard", "soft"])
 LIMIT = 2.0
@@ -223,14 +223,14 @@ def test_clip_by_spectral_norm_of_singular_values_beyond_float32_passes_verifica
 
 @pytest.mark.parametrize("broken", ["clipped", "extremes"])
 def test_verification_notices_wrong_singular_values(monkeypatch, broken):
-    real = getattr(spectral, broken)
+    real = getattr(singular_values, broken)
 
     def wrong(*args: Any, **options: Any) -> Any:
         if broken == "extremes":
             return tuple(0.9 * bound for bound in real(*args, **options))
         return ((i, 1.01 * x) for i, x in real(*args, **options))
 
-    monkeypatch.setattr(spectral, broken, wrong)
+    monkeypatch.setattr(singular_values, broken, wrong)
     with tritonclip.verify(), pytest.raises(VerificationError):
         tritonclip.clip_(make_model(), ClipBySpectralNorm(LIMIT))
 

@@ -124,7 +124,7 @@ def clamp_(
 ) -> None:
     """Clamps; the bounds are numbers of the dtype. Lists within them are not written."""
 
-def know(
+def register_torch(
     tensor: type,
     parameter: type,
     codes: dict[Any, int],
@@ -227,8 +227,8 @@ def advance_quantiles(
 def mean_and_deviation(numbers: int, n: int, /) -> tuple[float, float]:
     """Mean and sample deviation of n numbers of float64 at an address; n is 2 or more."""
 
-def share(function: int, /) -> None:
+def use_threads(function: int, /) -> None:
     """Takes the address of GOMP_parallel, which runs a function in several threads."""
 
-def set_portable(flag: bool, /) -> None:
+def use_plain_loops(flag: bool, /) -> None:
     """Whether to use the loops that every processor has; norms of float64 may differ by a bit."""

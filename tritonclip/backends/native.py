@@ -38,7 +38,7 @@ from tritonclip.backends.operators import (
 # Codes of the dtypes that it has loops for.
 CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Of the functions and their arguments, as in `native/module.c`: a binary may be older.
-INTERFACE = 14
+INTERFACE = 15
 
 _MODULE = "tritonclip.backends._native"
 
@@ -84,7 +84,7 @@ def _share_threads() -> bool:
         with suppress(OSError, AttributeError, TypeError):
             # GCC's interface, which LLVM's library has too. Already loaded: nothing is read.
             function = ctypes.CDLL(library).GOMP_parallel
-            loops.share(ctypes.cast(function, ctypes.c_void_p).value)
+            loops.use_threads(ctypes.cast(function, ctypes.c_void_p).value)
             return True
     return False
 
@@ -93,7 +93,7 @@ def _share_threads() -> bool:
 has_threads = loops is not None and _share_threads()
 if has_threads and hasattr(os, "register_at_fork"):
     # A forked process has none of these threads: it would wait for them.
-    os.register_at_fork(after_in_child=partial(loops.share, 0))
+    os.register_at_fork(after_in_child=partial(loops.use_threads, 0))
 
 
 def describe() -> str:

@@ -19,10 +19,10 @@ from tritonclip.distributed import agreement
 from tritonclip.distributed.norms import ReducedNorms, exchange
 from tritonclip.distributed.process_groups import Processes, gather_objects
 from tritonclip.distributed.reduction import (
+    CachedIntegers,
     Exchange,
     Reduction,
     ShardGroup,
-    Slots,
     run_exchanges,
 )
 from tritonclip.distributed.shards import LocalShard, Sharding, are_sharded, local_shards
@@ -231,8 +231,10 @@ class ShardedGradients(Gradients):
         groups = []
         for group in plan.groups:
             at = positions if group.indices is None else [positions[i] for i in group.indices]
-            groups.append(ShardGroup(shard_at[at[0]], Slots(at)))
-        return Reduction(sharding, groups, Slots(positions), Slots(sharding.is_partial))
+            groups.append(ShardGroup(shard_at[at[0]], CachedIntegers(at)))
+        return Reduction(
+            sharding, groups, CachedIntegers(positions), CachedIntegers(sharding.is_partial)
+        )
 
     def reject_(self, error: Exception) -> None:
         """Drops all gradients, so that this process can take part and the others learn why.

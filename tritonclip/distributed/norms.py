@@ -23,11 +23,11 @@ from tritonclip.distributed.agreement import Replicas, agree
 from tritonclip.distributed.partial_sums import PartialSum, measure_sums, norms_of
 from tritonclip.distributed.process_groups import ERRORS
 from tritonclip.distributed.reduction import (
+    CachedIntegers,
     Exchange,
     MeasuredShards,
     Rejected,
     ShardGroup,
-    Slots,
 )
 from tritonclip.distributed.shards import shard_of
 from tritonclip.engine.arguments import needs_clip
@@ -67,7 +67,7 @@ class ReducedNorms(Norms):
     def _parts(self) -> None:
         """None: a state has the same bits in processes without gradients."""
 
-    def total(self) -> Tensor:
+    def norm_here(self) -> Tensor:
         """The norm, 0-d, or that of each gradient here, 1-d."""
         return self.here(self.norm()) if self.per_gradient else self.norm()
 
@@ -76,7 +76,7 @@ class ReducedNorms(Norms):
 
         A shard without elements has nothing that a backend could scale by the norm.
         """
-        return self.total()
+        return self.norm_here()
 
     @property
     def n_norms(self) -> int:
@@ -87,7 +87,7 @@ class ReducedNorms(Norms):
         """Of one value for each parameter, those of the gradients here."""
         plan = self.gradients.plan
         assert plan is not None
-        values_here: Tensor = values[plan.reduction.slots.on(values.device)]
+        values_here: Tensor = values[plan.reduction.positions.on(values.device)]
         return values_here
 
     def whole(self) -> Sequence[Tensor]:
@@ -130,7 +130,7 @@ def exchange(
         if shards.shard.sums_over:
             sums += [
                 PartialSum(at, tensor, group.pairs, shards.shard)
-                for at, tensor in zip(shards.slots.positions, tensors, strict=True)
+                for at, tensor in zip(shards.positions.numbers, tensors, strict=True)
             ]
         else:
             measured = norms_of(tensors, batch, norm_type, pairs=group.pairs, each=per_gradient)
@@ -151,7 +151,7 @@ def exchange(
     for group, shards, batch in zip(plan.groups, reduction.shard_groups, batches, strict=True):
         whole = reduced
         if per_gradient:
-            whole = batch.partials_each(reduced[shards.slots.on(plan.device)], norm_type)
+            whole = batch.partials_each(reduced[shards.positions.on(plan.device)], norm_type)
         partials.append(whole.to(group.device))
     return ReducedNorms(batches, partials, norm_type, per_gradient, grad_scale, gradients, reduced)
 
@@ -193,8 +193,8 @@ def _whole_units(
     )
     whole = []
     for batch, norms, shards in groups:
-        slots = shards.slots.on(device)
-        norms_each, limits = (half[slots].to(norms.device) for half in reduced.split(n))
+        positions = shards.positions.on(device)
+        norms_each, limits = (half[positions].to(norms.device) for half in reduced.split(n))
         whole.append(batch.with_whole(norms, norms_each, limits))
     return whole, reduced[:n]
 
@@ -206,7 +206,7 @@ def _absent_weights(
     sharding, measured = gradients.sharding, []
     for at, parameter in zip(sharding.absent, gradients.absent, strict=True):
         if parameter.dim() < 2 and parameter.requires_grad:
-            shards = ShardGroup(shard_of(parameter, at, sharding), Slots([n + at]))
+            shards = ShardGroup(shard_of(parameter, at, sharding), CachedIntegers([n + at]))
             measured.append((_norm_of(weight_of(parameter).detach(), device), shards))
     return measured
 
@@ -220,8 +220,8 @@ def _norm_of(weight: Tensor, device: torch.device) -> Tensor:
 
 def _of_weights(shards: ShardGroup, n: int) -> ShardGroup:
     """The shards of weights, whose norms stand below those of n gradients."""
-    slots = Slots([n + position for position in shards.slots.positions])
-    return ShardGroup(shards.shard, slots)
+    positions = CachedIntegers([n + position for position in shards.positions.numbers])
+    return ShardGroup(shards.shard, positions)
 
 
 def _reduced_norm(

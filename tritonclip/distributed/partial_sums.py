@@ -20,7 +20,7 @@ from tritonclip.backends.choose import layout_of
 from tritonclip.backends.interface import Batch
 from tritonclip.backends.operators import as_tensor
 from tritonclip.distributed.process_groups import all_reduce
-from tritonclip.distributed.reduction import MeasuredShards, ShardGroup, Slots
+from tritonclip.distributed.reduction import CachedIntegers, MeasuredShards, ShardGroup
 from tritonclip.distributed.shards import LocalShard, Sharding, shard_of
 from tritonclip.engine.norms import moduli_of
 
@@ -149,6 +149,6 @@ def measure_sums(
     for members in alike.values():
         tensors = [term.tensor for term in members]
         norms = norms_of(tensors, None, norm_type, pairs=members[0].pairs, each=each)
-        group = ShardGroup(members[0].shard, Slots([term.position for term in members]))
+        group = ShardGroup(members[0].shard, CachedIntegers([term.position for term in members]))
         measured.append((norms, group))
     return measured

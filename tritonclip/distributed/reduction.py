@@ -38,21 +38,21 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Slots:
-    """Positions of gradients among the parameters; on a device from the first use on."""
+class CachedIntegers:
+    """Integers, as of positions among the parameters; on a device from the first use on."""
 
-    __slots__ = ("_on", "positions")
+    __slots__ = ("_on", "numbers")
 
-    def __init__(self, positions: Sequence[int]) -> None:
-        self.positions = positions
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = numbers
         self._on: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def on(self, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-        """The positions, 1-d."""
+        """The integers, 1-d."""
         if (device, dtype) not in self._on:
             # Never an inference tensor, which belongs to one mode.
             uploaded = outside_inference(torch.tensor)
-            self._on[device, dtype] = uploaded(self.positions, dtype=dtype, device=device)
+            self._on[device, dtype] = uploaded(self.numbers, dtype=dtype, device=device)
         return self._on[device, dtype]
 
 
@@ -62,11 +62,11 @@ class ShardGroup:
 
     Attributes:
         shard: the weight and sums of each of them.
-        slots: theirs among the parameters.
+        positions: theirs among the parameters.
     """
 
     shard: LocalShard
-    slots: Slots
+    positions: CachedIntegers
 
 
 # Norms of some gradients, partial ones or one for each, and the group of these gradients.
@@ -88,7 +88,7 @@ class Rows:
     each: bool
 
     def weighted(self, powers: Sequence[Tensor], measured: Sequence[MeasuredShards]) -> Tensor:
-        """Weighted powers, added up, or at the slots of their parameters: float64[n, 1].
+        """Weighted powers, added up, or at the positions of their parameters: float64[n, 1].
 
         Args:
             powers: rows for each entry of `measured`.
@@ -104,7 +104,7 @@ class Rows:
             return counted[0][0] if len(counted) == 1 else sum(power for power, _ in counted)  # type: ignore[return-value]
         rows = torch.zeros((self.n, 1), dtype=torch.float64, device=self.device)
         for power, group in counted:
-            rows.index_copy_(0, group.slots.on(self.device), power)
+            rows.index_copy_(0, group.positions.on(self.device), power)
         return rows
 
     def extremes(self, measured: Sequence[MeasuredShards], sign: float) -> Tensor:
@@ -121,7 +121,7 @@ class Rows:
                 1,
             )
             if self.each:
-                rows.index_copy_(0, group.slots.on(self.device), found)
+                rows.index_copy_(0, group.positions.on(self.device), found)
             elif len(found):
                 rows = torch.maximum(rows, found.amax(0, keepdim=True))
         return rows
@@ -223,7 +223,7 @@ def _served(waiting: dict[int, Request]) -> dict[int, Tensor | None]:
 
 
 def _reduced(requests: Sequence[Request]) -> Sequence[Tensor]:
-    """The numbers of like requests after their collective, in the shapes and slots that they had.
+    """The numbers of like requests after their collective, shaped and placed as before.
 
     A single request's may be overwritten.
     """
@@ -246,14 +246,14 @@ class Reduction:
     Attributes:
         sharding: of the list.
         shard_groups: of the plan's groups.
-        slots: of all gradients of the plan.
+        positions: of all gradients of the plan.
         flags: which of the sharding's copied dimensions a gradient here is Partial along.
     """
 
     sharding: Sharding
     shard_groups: Sequence[ShardGroup]
-    slots: Slots
-    flags: Slots
+    positions: CachedIntegers
+    flags: CachedIntegers
 
     def norm(
         self,
@@ -336,7 +336,7 @@ class _Norm:
         scale = torch.where((largest > 0) & (largest < math.inf), largest, 1.0)
         rows = []
         for norm, group in measured:
-            divisor = scale[group.slots.on(self.rows.device)] if self.rows.each else scale
+            divisor = scale[group.positions.on(self.rows.device)] if self.rows.each else scale
             powers = (norm / divisor).pow(self.norm_type).reshape(-1, 1)
             rows.append(powers if self.rows.each else powers.sum(0, keepdim=True))
         total = self.rows.weighted(rows, measured)

@@ -229,7 +229,7 @@ def _scale_groups_(
         for batch, partials in zip(norms.batches, norms.partials, strict=True):
             results.append(batch.scale_(partials, clip))
         if not results:
-            norm = norms.total()
+            norm = norms.norm_here()
             results = [(norm, coefficient_of(norm, limit, rule.eps))]
         norm = results[0][0]
     else:

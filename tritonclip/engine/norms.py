@@ -105,7 +105,7 @@ class Norms:
             return None
         return adaptive.Parts(partials, plan.dtype, self.norm_type, self.grad_scale)
 
-    def total(self) -> Tensor:
+    def norm_here(self) -> Tensor:
         """As `norm`, 0-d, or 1-d with that of each gradient here."""
         return self.norm()
 

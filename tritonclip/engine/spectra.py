@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tritonclip.backends import choose, spectral
+from tritonclip.backends import choose, singular_values
 from tritonclip.backends.interface import Batch, Clip
 from tritonclip.backends.operators import TorchBatch, unscaled
 from tritonclip.rules import Rule
@@ -51,9 +51,9 @@ class SpectralBatch:
         norms = batch.norms_each(batch.norm(2.0, per_gradient=True), 2.0)
         # By slices, not by an index tensor: that would be an upload.
         least, most = list(norms.unbind()), list(norms.unbind())
-        matrices = [i for i, grad in enumerate(grads) if spectral.is_matrix(grad)]
-        for members in spectral.stacks(grads, matrices):
-            bounds = spectral.extremes(spectral.stack_of([grads[i] for i in members]))
+        matrices = [i for i, grad in enumerate(grads) if singular_values.is_matrix(grad)]
+        for members in singular_values.stacks(grads, matrices):
+            bounds = singular_values.extremes(singular_values.stack_of([grads[i] for i in members]))
             for values, bound in zip((least, most), bounds, strict=True):
                 for i, value in zip(members, bound.unbind(), strict=True):
                     values[i] = value
@@ -78,7 +78,7 @@ class SpectralBatch:
         limits, bounds = [], []
         for grad, exempt, size, least, most in zip(self._grads, self._exempt, *found, strict=True):
             by_norm = not (
-                spectral.is_matrix(grad) and math.isfinite(size) and 0 < limit < math.inf
+                singular_values.is_matrix(grad) and math.isfinite(size) and 0 < limit < math.inf
             )
             limits.append(math.inf if exempt or not by_norm else self._norm_after(size, limit))
             most = math.nan if exempt or by_norm else min(most, size)
@@ -103,7 +103,9 @@ class SpectralBatch:
     ) -> set[int]:
         """Divides matrices over the limit by the loss scale and clips them; returns which."""
         written = set()
-        made = spectral.clipped(self._grads, bounds, limit, soft=self._soft, grad_scale=scale)
+        made = singular_values.clipped(
+            self._grads, bounds, limit, soft=self._soft, grad_scale=scale
+        )
         for i, new in made:
             self._grads[i].copy_(new)
             written.add(i)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonclip.backends import operators, spectral
+from tritonclip.backends import operators, singular_values
 from tritonclip.backends.choose import torch_layout
 from tritonclip.backends.operators import as_scalar, as_tensor, wide_dtype
 from tritonclip.engine import norms as engine
@@ -109,7 +109,7 @@ class Reference:
             norms = None if measured is None else _measure(right, rule, measured, dtype)
             if norms is not None and result is not None and not norms.is_checked:
                 below = _SPECTRAL_TOLERANCE if rule.spectral else 0.0
-                self._compare_norms(norms.total(), result, below=below)
+                self._compare_norms(norms.norm_here(), result, below=below)
             is_erased = zero_nonfinite and norms is not None and not bool(norms.is_finite())
             exact = [scale == 1 or is_erased] * len(self._before)
             if norms is not None and not rule.clamps:
@@ -302,7 +302,7 @@ def _measure(twin: Gradients, rule: Rule, measured: Norms, dtype: torch.dtype) -
     norms = measured
     if not measured.is_checked:
         norms = engine.measure(twin, rule.norm_type, rule.per_gradient, scale)
-    values = norms.total().reshape(-1).to(plan.dtype)
+    values = norms.norm_here().reshape(-1).to(plan.dtype)
     values = torch.where(values.to(dtype).isinf(), math.inf, values)
     if rule.norm_type:
         values = values * as_scalar(scale, values)
@@ -353,7 +353,7 @@ class ExactSpectralBatch(SpectralBatch):
         norms = super().measure()
         for i, grad in enumerate(self._grads):
             size = norms[0, i]
-            if spectral.is_matrix(grad) and 0 < float(size) < math.inf:
+            if singular_values.is_matrix(grad) and 0 < float(size) < math.inf:
                 norms[1:, i] = size * torch.linalg.matrix_norm(grad.flatten(1) / size, 2)
         return norms
 

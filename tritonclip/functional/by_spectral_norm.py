@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tritonclip.backends import spectral
+from tritonclip.backends import singular_values
 from tritonclip.backends.operators import wide_dtype
 from tritonclip.engine.compiled import break_graph
 from tritonclip.functional.by_norm import clip_by_norm
@@ -116,13 +116,13 @@ def _clip_each(values: list[Tensor], limit: float, *, soft: bool) -> list[Tensor
         ) from error
     # That of a finite matrix may be beyond the range of its dtype.
     numbers = [
-        _wide_norm(x) if norm == math.inf and spectral.is_matrix(x) else norm
+        _wide_norm(x) if norm == math.inf and singular_values.is_matrix(x) else norm
         for x, norm in zip(values, numbers, strict=True)
     ]
     # One norm tells all of a vector, of what is not finite, and of what any limit leaves or zeroes.
     bounds = [
-        (0.0, norm if is_limit and math.isfinite(norm) and spectral.is_matrix(x) else math.nan)
-        for x, norm in zip(values, numbers, strict=True)
+        (0.0, n if is_limit and math.isfinite(n) and singular_values.is_matrix(x) else math.nan)
+        for x, n in zip(values, numbers, strict=True)
     ]
     by_norm = [i for i, (_, most) in enumerate(bounds) if math.isnan(most)]
     vectors = [values[i] for i in by_norm]
@@ -132,7 +132,7 @@ def _clip_each(values: list[Tensor], limit: float, *, soft: bool) -> list[Tensor
     else:
         vectors = clip_by_norm(vectors, limit)
     made = dict(zip(by_norm, vectors, strict=True))
-    made.update(spectral.clipped(values, bounds, limit, soft=soft))
+    made.update(singular_values.clipped(values, bounds, limit, soft=soft))
     return [made[i] if i in made else x.clone() for i, x in enumerate(values)]
 
 

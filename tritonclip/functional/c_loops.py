@@ -31,7 +31,7 @@ def introduce(exchange: object = getattr(Tensor, "__dlpack_c_exchange_api__", No
         exchange: DLPack's functions for C, by which a tensor takes 0.1 us to read; None to read its
             attributes, which takes 0.3 us.
     """
-    loops.know(
+    loops.register_torch(
         Tensor,
         Parameter,
         CODES | {dtype: CODES[real] + loops.PAIRS for dtype, real in _PAIRS.items()},

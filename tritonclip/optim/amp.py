@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 
 from tritonclip.modes import without_grad
 from tritonclip.monitor.verdict import Flag
-from tritonclip.optim.clip_groups import Partition
+from tritonclip.optim.clip_groups import Grouping
 from tritonclip.optim.log import StepLog
 from tritonclip.optim.proxy import OptimizerProxy
 from tritonclip.optim.step import Step
@@ -92,7 +92,7 @@ class ScalerSide(OptimizerProxy):
 
     _amp: ScalerState
     _log: StepLog
-    _partition: Partition
+    _grouping: Grouping
     # A step that failed after it wrote a gradient.
     _unfinished: Step | None
 
@@ -144,7 +144,7 @@ class ScalerSide(OptimizerProxy):
         amp.clear()
         if self._unfinished is not None:
             # Before it writes to the gradients.
-            amp.resumes = self._unfinished.resumes(self._partition.present())
+            amp.resumes = self._unfinished.resumes(self._grouping.present())
         amp.is_begun = takes_scaling(self.optimizer)
         return takes_scaling(self.optimizer) if amp.on_device is None else amp.on_device
 
@@ -200,7 +200,7 @@ class ScalerSide(OptimizerProxy):
     def _before_unscaling(self) -> None:
         """Refuses that gradients which a failed step left are divided."""
         if self._unfinished is not None:
-            self._unfinished.refuse_unscaling(self._partition.present())
+            self._unfinished.refuse_unscaling(self._grouping.present())
 
     def _decides_on_device(self) -> bool:
         """Whether the device makes the wrapped optimizer leave a step out."""

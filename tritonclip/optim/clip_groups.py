@@ -1,6 +1,6 @@
 """Clip groups: the gradients of an optimizer that share a rule, under one norm.
 
-A `Partition` divides the gradients of a step into them: the parameter groups without a rule are
+A `Grouping` divides the gradients of a step into them: the parameter groups without a rule are
 one, each of the others is one. `measure_requests` then finds all norms of the step, before the
 first gradient is written: over processes by one exchange, which costs one SUM, and a MAX if a rule
 or a policy needs one, however many clip groups there are.
@@ -145,7 +145,7 @@ class ClipGroup:
         return Clipped(largest, coefficient, limit)
 
 
-class Partition:
+class Grouping:
     """Divides the gradients of an optimizer into clip groups.
 
     Args:

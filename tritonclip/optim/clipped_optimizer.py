@@ -32,7 +32,7 @@ from tritonclip.optim.checkpoint import (
     with_present_rules,
     without_rules,
 )
-from tritonclip.optim.clip_groups import Partition
+from tritonclip.optim.clip_groups import Grouping
 from tritonclip.optim.closures import (
     CLOSURE_UNDER_SCALER,
     NO_LOSS_FOR_LBFGS,
@@ -206,7 +206,7 @@ class ClippedOptimizer(ScalerSide):
         check_optimizer(optimizer)
         super().__init__(optimizer)
         processes = check_processes(process_group, copies)
-        self._partition = Partition(optimizer, rule_of_all(clip), processes)
+        self._grouping = Grouping(optimizer, rule_of_all(clip), processes)
         outliers, watch = OutlierTest(skip_above), SkipWatch(max_consecutive_skips)
         self._policy = policy_of(nonfinite)
         watch.refuse_without_skips(self._policy, skip_above)
@@ -238,20 +238,20 @@ class ClippedOptimizer(ScalerSide):
     @property
     def clip(self) -> Rule:
         """The rule for all groups that carry none. A rule or a number replaces it."""
-        return self._partition.rule
+        return self._grouping.rule
 
     @clip.setter
     def clip(self, clip: float | Rule) -> None:
-        self._partition.rule = rule_of_all(clip)
+        self._grouping.rule = rule_of_all(clip)
 
     @property
     def flat(self) -> FlatGradients | None:
         """The gradients as one buffer for each device and dtype, None without. May be replaced."""
-        return self._partition.flat
+        return self._grouping.flat
 
     @flat.setter
     def flat(self, flat: FlatGradients | None) -> None:
-        self._partition.use_flat(flat)
+        self._grouping.use_flat(flat)
 
     @property
     def nonfinite(self) -> str:
@@ -439,7 +439,7 @@ class ClippedOptimizer(ScalerSide):
         resumes = False
         if unfinished is not None:
             resumes = amp.resumes and amp.found_inf is not None
-            resumes = resumes or unfinished.resumes(self._partition.present())
+            resumes = resumes or unfinished.resumes(self._grouping.present())
         if unfinished is not None and resumes:
             unfinished.refuse_other_scale(grad_scale, scaler=amp.found_inf is not None)
             unfinished.remember_in(self._log.states)
@@ -489,7 +489,7 @@ class ClippedOptimizer(ScalerSide):
             self._policy.is_late
             and not choose.host_decides(first_device(self.optimizer.param_groups))
             and self._decides_on_device()
-            and not (self._partition.processes is not None and has_momentum(self.optimizer))
+            and not (self._grouping.processes is not None and has_momentum(self.optimizer))
         )
 
     def synchronize(self) -> None:
@@ -540,18 +540,18 @@ class ClippedOptimizer(ScalerSide):
         Raises:
             TypeError, ValueError, RuntimeError: the refusal, and as for `clip_`.
         """
-        partition, recorder, policy = self._partition, self._log.recorder, self._policy
+        grouping, recorder, policy = self._grouping, self._log.recorder, self._policy
         groups = self.optimizer.param_groups
         device = first_device(groups)
         if device != self._log.stats.last_norm.device:
             self.stats.move_(device)
-        refusal = refusal or partition.refresh()
+        refusal = refusal or grouping.refresh()
         # Under a GradScaler, a step that is not finite is an overflow.
         raises_if_nonfinite = None if check_finite else self._raises_if_nonfinite
         check_finite = check_finite or policy.checks
         by_gradient = policy.is_late and self._raises_later()
-        takes_each = recorder is not None and recorder.each and partition.processes is None
-        clip_groups = partition.divide(
+        takes_each = recorder is not None and recorder.each and grouping.processes is None
+        clip_groups = grouping.divide(
             covers_all=check_finite or grad_scale is not None, each=by_gradient or takes_each
         )
         record = None
@@ -560,10 +560,10 @@ class ClippedOptimizer(ScalerSide):
                 recorder,
                 clip_groups,
                 groups,
-                partition.flat,
+                grouping.flat,
                 self._log.names,
                 grad_scale,
-                awaited=partition.processes is not None,
+                is_collective=grouping.processes is not None,
             )
             refusal = refusal or record.refusal
         step = Step(
@@ -576,7 +576,7 @@ class ClippedOptimizer(ScalerSide):
             check_finite=check_finite,
             by_gradient=by_gradient,
         )
-        step.measure(refusal, partition.processes, raises_if_nonfinite=raises_if_nonfinite)
+        step.measure(refusal, grouping.processes, raises_if_nonfinite=raises_if_nonfinite)
         return step
 
     def _raises_if_nonfinite(self) -> bool:
@@ -593,7 +593,7 @@ class ClippedOptimizer(ScalerSide):
     def _look_for_gradients(self, n_steps: int) -> None:
         """Warns of the first steps, if none of them found a gradient."""
         n_parameters = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        found = bool(self._partition.present())
+        found = bool(self._grouping.present())
         self._n_without_gradient = None if found or n_steps == PATIENCE else n_steps
         if n_steps == PATIENCE and n_parameters and not found:
             warn_of_no_gradient(n_parameters)
@@ -619,7 +619,7 @@ class ClippedOptimizer(ScalerSide):
             )
         super().add_param_group(param_group)
         mark_(self.param_groups)
-        self._partition.read_rules()
+        self._grouping.read_rules()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets gradients, as the wrapped optimizer does; those of `flat` become 0, never None."""
@@ -627,13 +627,13 @@ class ClippedOptimizer(ScalerSide):
         if self.flat is None:
             super().zero_grad(set_to_none)
         else:
-            self._partition.zero_flat_(set_to_none=set_to_none)
+            self._grouping.zero_flat_(set_to_none=set_to_none)
 
     def _save(self) -> dict[str, Any]:
         # Also here, for optimizers that do not run their hooks.
         saved = without_rules(self.optimizer, self.optimizer.state_dict())
         # Rules that no step could take are no reason not to save.
-        rules = self._partition.rules(anew=False)
+        rules = self._grouping.rules(anew=False)
         part = self._log.state_dict(self.optimizer.param_groups, rules)
         return with_own(saved, part)
 
@@ -641,7 +641,7 @@ class ClippedOptimizer(ScalerSide):
         rest, part = split_own(state_dict)
         for number, group in enumerate(rest["param_groups"]):
             refuse_differentiable(number, group)
-        loaded = self._log.loaded(part, self._partition.rules(), self.optimizer.param_groups)
+        loaded = self._log.loaded(part, self._grouping.rules(), self.optimizer.param_groups)
         self.optimizer.load_state_dict(with_present_rules(self.optimizer, rest))
         self._log.restore(*loaded, self.optimizer.param_groups)
 
@@ -663,7 +663,7 @@ class ClippedOptimizer(ScalerSide):
             "stats": self.stats,
             "flat": self.flat,
             "unclipped": unclipped(self.optimizer.param_groups),
-            "processes": self._partition.processes,
+            "processes": self._grouping.processes,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -112,7 +112,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[str, Any]:
         # Without any gradient, torch's records no check, for `update` to complain about.
-        if not isinstance(optimizer, ClippedOptimizer) or optimizer._partition.is_without_grads():
+        if not isinstance(optimizer, ClippedOptimizer) or optimizer._grouping.is_without_grads():
             return super()._check_inf_per_device(optimizer)
         scale = self._get_scale_async()
         assert scale is not None

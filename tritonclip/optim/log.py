@@ -16,7 +16,7 @@ from tritonclip.optim.param_groups import Groups, first_device
 from tritonclip.optim.states import RuleStates
 from tritonclip.optim.step import Step
 from tritonclip.optim.step_record import ParameterNames
-from tritonclip.optim.watches import ErrorWatch, LeftOut, SkipWatch
+from tritonclip.optim.watches import ErrorWatch, SkipWatch, WatchedStep
 from tritonclip.rules import Rule
 from tritonclip.rules.arguments import saved_count
 
@@ -57,7 +57,7 @@ class StepLog:
         if self.recorder is not None and step.record is not None:
             step.record.add_to(self.recorder, step.outcomes, verdict.left_out)
         if verdict.skip is not False:
-            self.watch.look(self.stats.consecutive_skips, waited=verdict.skip is True)
+            self.watch.look(self.stats.consecutive_skips, synced=verdict.skip is True)
         if found is not None:
             self._raise(found, step.param_groups)
 
@@ -67,7 +67,7 @@ class StepLog:
         if found is not None:
             self._raise(found, groups)
 
-    def _raise(self, found: LeftOut, groups: Groups) -> NoReturn:
+    def _raise(self, found: WatchedStep, groups: Groups) -> NoReturn:
         """Raises the error of a step, and goes on from the state before it."""
         error = found.error(self.states.steps - found.step - 1, groups)
         self.states.steps = found.step

@@ -42,9 +42,9 @@ class RuleStates:
         """Goes on with groups whose positions are those of a checkpoint or a copy."""
         # Else it would keep parameters alive that no group has any more.
         if self._states:
-            self.meet(groups)
+            self.locate(groups)
 
-    def meet(self, groups: Groups, *, each: bool = True) -> None:
+    def locate(self, groups: Groups, *, each: bool = True) -> None:
         """Finds groups and parameters where they stand now.
 
         A new parameter in the place of one that no group holds any more takes over its history.
@@ -151,7 +151,7 @@ class RuleStates:
         """
         rows: Sequence[int] = ()
         if self._states:
-            self.meet(groups)
+            self.locate(groups)
             found, n = self.rows([p for group in groups for p in group["params"]])
             rows = range(n) if found is None else found
         owners = [owner for owner, rule in (rules or {}).items() if not rule.fixed]

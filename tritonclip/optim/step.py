@@ -225,7 +225,7 @@ class Step:
         """The rule of a clip group, whose limit changes, bound to its state."""
         self.follows = True
         each = group.rule.per_gradient and isinstance(group.rule, Adaptive)
-        self._states.meet(self.param_groups, each=each)
+        self._states.locate(self.param_groups, each=each)
         rows = self._rows_of(group)
         group.bound_rule = self._states.bind(group.index, group.rule, rows)
         group.rule = group.bound_rule
@@ -388,7 +388,7 @@ class Step:
         """Has the step remembered by other states, of a checkpoint; its limits stay."""
         if states is not self._states:
             self._states = states
-            states.meet(self.param_groups)
+            states.locate(self.param_groups)
             for group in self.clip_groups:
                 if group.bound_rule is not None:
                     rows = self._rows_of(group)

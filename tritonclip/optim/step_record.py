@@ -106,7 +106,7 @@ def _numbers_of(each: Norms) -> Sequence[float | Tensor]:
     """The norm of each gradient."""
     _verify(each)
     numbers = each.numbers()
-    return numbers if isinstance(numbers, list) else [each.total()]
+    return numbers if isinstance(numbers, list) else [each.norm_here()]
 
 
 def _shares_of_zeros(each: Norms) -> Sequence[float | Tensor]:
@@ -133,7 +133,7 @@ class StepRecord:
         flat: the gradients of all groups, if they are in buffers.
         names: of the parameters, as the last step had them.
         grad_scale: the loss scale that gradients still carry; None for none.
-        awaited: other processes have to get the error for gradients that are refused.
+        is_collective: other processes have to get the error for gradients that are refused.
 
     Attributes:
         refusal: the error of gradients without norms by name, if other processes have to get it.
@@ -150,7 +150,7 @@ class StepRecord:
         names: ParameterNames,
         grad_scale: Tensor | float | None,
         *,
-        awaited: bool,
+        is_collective: bool,
     ) -> None:
         self.refusal: Exception | None = None
         self.clip_groups: list[ClipGroup] = []
@@ -171,7 +171,8 @@ class StepRecord:
         clipped = [group for group in clip_groups if not group.unclipped]
         # Buffers name their parameters, but not in the clip groups of several rules.
         is_named = flat is None or [group.flat for group in clipped] == [flat]
-        if is_named and not awaited and True not in [group.is_spread for group in clip_groups]:
+        is_spread = is_collective or True in [group.is_spread for group in clip_groups]
+        if is_named and not is_spread:
             found = names.of(clipped)
             if found is not None:
                 self._clipped, self._names = clipped, found
@@ -182,17 +183,17 @@ class StepRecord:
                     return
         parameters: Any = flat
         if flat is None:
-            held = {id(p) for group in self._clipped for p in _parameters_in(group)}
+            measured = {id(p) for group in self._clipped for p in _parameters_in(group)}
             parameters = [
                 (label_of_member(groups, index, position), parameter)
                 for index, group in enumerate(groups)
                 for position, parameter in enumerate(group["params"])
-                if id(parameter) not in held
+                if id(parameter) not in measured
             ]
         try:
             self._named = NamedNorms(parameters)
         except (TypeError, ValueError, RuntimeError) as error:
-            if not awaited:
+            if not is_collective:
                 raise
             self.refusal = error
             return
@@ -262,7 +263,7 @@ class StepRecord:
             if group is None:
                 statistics = named.measure_statistics(self._grad_scale)
             return [{**column} for column in named.statistics_by_name(statistics)]
-        each = measured[0].total() if measured else named.measure(2.0, self._grad_scale)
+        each = measured[0].norm_here() if measured else named.measure(2.0, self._grad_scale)
         if choose.host_decides(each.device):
             return [{**named.numbers_by_name(each.tolist(), 2.0)}]
         return [{**named.by_name(each, 2.0)}]

@@ -71,15 +71,15 @@ class SkipWatch:
         """Drops numbers of steps before a checkpoint was loaded."""
         self._arriving.clear()
 
-    def look(self, in_a_row: Tensor, *, waited: bool) -> None:
+    def look(self, in_a_row: Tensor, *, synced: bool) -> None:
         """Raises or warns where too many steps were skipped in a row.
 
         Args:
             in_a_row: the number of them, on any device.
-            waited: this step has waited for the device already; else an accelerator's number of
+            synced: this step has waited for the device already; else an accelerator's number of
                 `DELAY_STEPS` steps before is looked at.
         """
-        n = int(in_a_row) if waited else self._read(in_a_row)
+        n = int(in_a_row) if synced else self._read(in_a_row)
         if self.most is not None and n >= self.most:
             self.forget()
             raise RuntimeError(
@@ -107,7 +107,7 @@ class SkipWatch:
         return self._arriving.popleft()() if len(self._arriving) > DELAY_STEPS else 0
 
 
-class LeftOut:
+class WatchedStep:
     """A step that the device leaves out if it, or one before it, is not finite.
 
     Args:
@@ -163,7 +163,7 @@ class ErrorWatch:
     def __init__(self) -> None:
         # Whether the last step was left out.
         self._left_out: Flag = False
-        self.arriving: deque[LeftOut] = deque()
+        self.arriving: deque[WatchedStep] = deque()
 
     def judge(self, nonfinite: Tensor, left_out: Flag) -> Flag:
         """Whether to leave out a step until its error, or an earlier one, is raised.
@@ -183,22 +183,22 @@ class ErrorWatch:
             )
         return either(unless(nonfinite, left_out), self._left_out)
 
-    def add(self, step: int, flag: Tensor, clip_groups: Sequence[ClipGroup]) -> LeftOut | None:
+    def add(self, step: int, flag: Tensor, clip_groups: Sequence[ClipGroup]) -> WatchedStep | None:
         """Takes a step that was judged; returns the first one left out, if it is known now."""
         self._left_out = flag
-        self.arriving.append(LeftOut(step, flag, clip_groups))
+        self.arriving.append(WatchedStep(step, flag, clip_groups))
         if len(self.arriving) > DELAY_STEPS:
             return self._first(1)
         return None
 
-    def wait(self) -> LeftOut | None:
+    def wait(self) -> WatchedStep | None:
         """Waits for all steps; returns the first one that was left out."""
         found = self._first(len(self.arriving))
         if found is None:
             self.forget()
         return found
 
-    def _first(self, n: int) -> LeftOut | None:
+    def _first(self, n: int) -> WatchedStep | None:
         """The first step that was left out, of the n oldest; those before it are done with."""
         for _ in range(n):
             if self.arriving[0].read():

@@ -496,7 +496,7 @@ class BoundRule(Rule):
     def __repr__(self) -> str:
         return repr(self.rule)
 
-    def meet(self, parameters: Sequence[Tensor]) -> None:
+    def check_list(self, parameters: Sequence[Tensor]) -> None:
         """Checks the list of the call before it is measured.
 
         Args:
