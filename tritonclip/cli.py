@@ -322,8 +322,8 @@ def _fail(error: Exception, dtype: str | None, device: torch.device | None) -> i
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
     # The allocator of a CPU raises a RuntimeError.
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or "DefaultCPUAllocator" in str(error)
+    is_memory_error = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_memory_error or "DefaultCPUAllocator" in str(error)
 
 
 def _check_device(device: torch.device) -> None:

@@ -17,7 +17,7 @@ WHOLE = (Tensor, Parameter, FakeTensor, FunctionalTensor)
 # public part of PyTorch: where it is missing, no mode is known.
 n_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 n_function_modes = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
-_get_mode = getattr(torch._C, "_get_dispatch_mode", lambda kind: None)
+_get_mode = getattr(torch._C, "_get_dispatch_mode", lambda key: None)
 _kinds: Any = getattr(torch._C, "_TorchDispatchModeKey", None)
 # Of make_fx, of FakeTensorMode, and of the functional graphs that torch.export and others make.
 _TRACERS = [getattr(_kinds, name, None) for name in ("PROXY", "FAKE", "FUNCTIONAL")]

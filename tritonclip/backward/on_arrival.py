@@ -166,10 +166,10 @@ def _has_hooks(parameter: Tensor) -> bool:
 
 def _warn_of_ddp(parameters: object) -> None:
     module = sys.modules.get("torch.nn.parallel.distributed")
-    kind = getattr(module, "DistributedDataParallel", None)
-    if not isinstance(parameters, Module) or kind is None:
+    cls = getattr(module, "DistributedDataParallel", None)
+    if not isinstance(parameters, Module) or cls is None:
         return
-    if any(isinstance(m, kind) for m in parameters.modules()):
+    if any(isinstance(m, cls) for m in parameters.modules()):
         warn_user(
             "DistributedDataParallel averages gradients after they have arrived, so each process "
             "clips the gradient of its own part of the batch. To clip the average, use clip_ or a "

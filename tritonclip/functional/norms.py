@@ -120,7 +120,10 @@ class _Norm(torch.autograd.Function):
         if slopes is None:
             n = 1 if norm.dim() else len(tensors)
             numbers_of = ([*v.reshape(-1).unbind()] * n for v in (norm, grad))
-            slopes = [formulas.slope_of(*own) for own in zip(tensors, *numbers_of, strict=True)]
+            slopes = [
+                formulas.slope_of(*arguments)
+                for arguments in zip(tensors, *numbers_of, strict=True)
+            ]
         wanted = ctx.needs_input_grad[1:]
         return (None, *[s if w else None for s, w in zip(slopes, wanted, strict=True)])
 

@@ -37,9 +37,9 @@ def scaled(tensors: Sequence[Tensor], coefficients: Sequence[Coefficient]) -> li
     if is_readable(tensors) and not needs_grad(tensors):
         if len(numbers) == len(coefficients):
             return _multiples(tensors, numbers)
-        (one, *others) = coefficients
-        if not others and isinstance(one, Tensor) and one.dim() == 0 and not needs_grad([one]):
-            return _products_of_all(tensors, one)
+        (c, *others) = coefficients
+        if not others and isinstance(c, Tensor) and c.dim() == 0 and not needs_grad([c]):
+            return _products_of_all(tensors, c)
     factors = list(coefficients) * (len(tensors) if len(coefficients) == 1 else 1)
     return [_scaled_one(x, c) for x, c in zip(tensors, factors, strict=True)]
 

@@ -160,8 +160,8 @@ class ClipStats(NamesAttributes):
             by_group[f"group{i}_coefficient"] = self.group_coefficients[i]
         last = self.last_norm
         if counts.device.type == "cpu":
-            own = (float(last), *(as_number(n, last) for n in (self._coefficient, self._limit)))
-            row = [*counts.tolist(), *own, *map(float, by_group.values())]
+            latest = (float(last), *(as_number(n, last) for n in (self._coefficient, self._limit)))
+            row = [*counts.tolist(), *latest, *map(float, by_group.values())]
         else:
             floats = [last, self.last_coefficient, self.last_limit, *by_group.values()]
             # One transfer for all.

@@ -115,8 +115,8 @@ class StepCounts:
         counts = {"well_clipped_steps": counts.get("clipped_steps", 0), **counts}
         numbers = {name: saved_count(name, counts.get(name, 0)) for name in (*COUNTS, _IN_A_ROW)}
         self.consecutive_skips.fill_(numbers.pop(_IN_A_ROW))
-        for own, number in zip(self.read(), numbers.values(), strict=True):
-            own.fill_(number)
+        for count, number in zip(self.read(), numbers.values(), strict=True):
+            count.fill_(number)
         self._may_have_skipped = True
 
     def _count_kept(self) -> None:
@@ -139,21 +139,21 @@ class StepCounts:
 
     def _sums(self, steps: Sequence[Sequence[float] | Tensor]) -> Tensor:
         """The counts of these steps, int64[6]."""
-        known, coefficients = [len(steps), 0, 0, 0, 0, 0], []
+        counts, coefficients = [len(steps), 0, 0, 0, 0, 0], []
         for step in steps:
             if isinstance(step, Tensor):
-                known[1] += 1
+                counts[1] += 1
                 coefficients.append(step)
             elif step:
                 # NaN is not below.
-                known[1] += 1
-                known[2] += any(number < 1 for number in step)
-                known[3] += any(number < BARELY for number in step)
+                counts[1] += 1
+                counts[2] += any(number < 1 for number in step)
+                counts[3] += any(number < BARELY for number in step)
         if not coefficients and self.device.type == "cpu":
-            return torch.frombuffer(array("q", known), dtype=torch.int64)
+            return torch.frombuffer(array("q", counts), dtype=torch.int64)
         # An upload would wait for the device.
         sums = torch.stack(
-            [torch.full((), n, dtype=torch.int64, device=self.device) for n in known]
+            [torch.full((), n, dtype=torch.int64, device=self.device) for n in counts]
         )
         if coefficients:
             sums[2:4] += (torch.stack(coefficients)[:, None] < self._bounds).sum(0)

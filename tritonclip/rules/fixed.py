@@ -305,7 +305,7 @@ class ClipByValue(Rule):
 
 
 # The rules of the last numbers. Only for floats: it takes True for 1.
-known_rule: Callable[..., Any] = lru_cache(maxsize=64)(lambda kind, *numbers: kind(*numbers))
+known_rule: Callable[..., Any] = lru_cache(maxsize=64)(lambda cls, *numbers: cls(*numbers))
 
 
 def rule_of(cls: type[T], *numbers: float) -> T:
