@@ -90,7 +90,7 @@ class ScalerState:
 class ScalerSide(OptimizerProxy):
     """The part of a wrapper that a GradScaler calls."""
 
-    _amp: ScalerState
+    _scaler: ScalerState
     _log: StepLog
     _grouping: Grouping
     # A step that failed after it wrote a gradient.
@@ -103,34 +103,34 @@ class ScalerSide(OptimizerProxy):
         For a loss scale of your own, call `step(grad_scale=scale)`.
         """
         # A scaler multiplies its own by it.
-        self._amp.refuse_set_by_hand()
-        if self._amp.grad_scale is None:
+        self._scaler.refuse_set_by_hand()
+        if self._scaler.grad_scale is None:
             raise AttributeError("grad_scale: no loss scale is set")
-        return self._amp.grad_scale
+        return self._scaler.grad_scale
 
     @grad_scale.setter
     def grad_scale(self, scale: Any) -> None:
-        if self._amp.is_begun:
+        if self._scaler.is_begun:
             # Not by hand, even if an interrupt comes before the overflow.
-            self._amp.found_inf = False
-        self._amp.grad_scale = scale
+            self._scaler.found_inf = False
+        self._scaler.grad_scale = scale
 
     @grad_scale.deleter
     def grad_scale(self) -> None:
-        self._amp.clear()
+        self._scaler.clear()
 
     @property
     def found_inf(self) -> Any:
         """Whether gradients overflow, as a GradScaler says during its step; None without one."""
-        return self._amp.found_inf
+        return self._scaler.found_inf
 
     @found_inf.setter
     def found_inf(self, found_inf: Any) -> None:
-        self._amp.found_inf = found_inf
+        self._scaler.found_inf = found_inf
 
     @found_inf.deleter
     def found_inf(self) -> None:
-        self._amp.clear()
+        self._scaler.clear()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -138,15 +138,15 @@ class ScalerSide(OptimizerProxy):
 
         It asks at the beginning of a step: whatever an interrupted one left is void.
         """
-        amp = self._amp
-        amp.measured = None
-        amp.refuse_set_by_hand()
-        amp.clear()
+        scaler = self._scaler
+        scaler.measured = None
+        scaler.refuse_set_by_hand()
+        scaler.clear()
         if self._unfinished is not None:
             # Before it writes to the gradients.
-            amp.resumes = self._unfinished.resumes(self._grouping.present())
-        amp.is_begun = takes_scaling(self.optimizer)
-        return takes_scaling(self.optimizer) if amp.on_device is None else amp.on_device
+            scaler.resumes = self._unfinished.resumes(self._grouping.present())
+        scaler.is_begun = takes_scaling(self.optimizer)
+        return takes_scaling(self.optimizer) if scaler.on_device is None else scaler.on_device
 
     def _step_under_scaler(
         self, scale: Tensor | None, found_inf: Tensor, *args: Any, **kwargs: Any
@@ -159,24 +159,24 @@ class ScalerSide(OptimizerProxy):
             args: of `step`.
             kwargs: of `step`.
         """
-        amp = self._amp
-        amp.found_inf, amp.grad_scale = found_inf, scale
+        scaler = self._scaler
+        scaler.found_inf, scaler.grad_scale = found_inf, scale
         try:
             # `step` refuses a closure, and a second loss scale.
             if all(argument is None for argument in (*args, *kwargs.values())):
-                amp.begun = self._begin_scaled(scale)
-                if amp.begun.verdict.left_out is True:
-                    self._log.add(amp.begun)
+                scaler.begun = self._begin_scaled(scale)
+                if scaler.begun.verdict.left_out is True:
+                    self._log.add(scaler.begun)
                     self._log.states.outliers.loss = None
                     return None
-                amp.found_inf = False
+                scaler.found_inf = False
             return self.step(*args, **kwargs)
         except BaseException as error:
             self._end_failed(error)
             raise
         finally:
-            amp.begun = None
-            amp.clear()
+            scaler.begun = None
+            scaler.clear()
 
     @torch.compiler.disable
     @without_grad
@@ -191,8 +191,8 @@ class ScalerSide(OptimizerProxy):
         Args:
             scale: of a GradScaler.
         """
-        self._amp.measured = self._measure(scale, check_finite=True)
-        nonfinite = self._amp.measured.nonfinite()
+        self._scaler.measured = self._measure(scale, check_finite=True)
+        nonfinite = self._scaler.measured.nonfinite()
         if isinstance(nonfinite, Tensor):
             return nonfinite.to(torch.float32)
         return torch.full((), nonfinite, dtype=torch.float32, device=scale.device)
@@ -204,9 +204,9 @@ class ScalerSide(OptimizerProxy):
 
     def _decides_on_device(self) -> bool:
         """Whether the device makes the wrapped optimizer leave a step out."""
-        if self._amp.on_device is None or self._optimizer_step_pre_hooks:
+        if self._scaler.on_device is None or self._optimizer_step_pre_hooks:
             return takes_found_inf(self.optimizer)
-        return self._amp.on_device
+        return self._scaler.on_device
 
     def _begin(self, grad_scale: Tensor | float | None) -> Step:
         """A step that is measured and judged."""

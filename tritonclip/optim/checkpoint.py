@@ -48,7 +48,7 @@ def keep_rules_out_(optimizer: Optimizer) -> None:
         optimizer.register_load_state_dict_pre_hook(with_present_rules)
 
 
-def with_own(state_dict: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+def with_part(state_dict: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint with the wrapper's own part, as it is, and in the groups as bytes."""
     part["has_state"] = torch.tensor(bool(state_dict["state"]), device="cpu")
     # torch compares the values of a group's parameters: those of bytes, where a NaN equals itself.
@@ -58,7 +58,7 @@ def with_own(state_dict: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]
     return {**state_dict, "param_groups": groups, STATS_KEY: part}
 
 
-def split_own(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+def split_part(state_dict: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """A checkpoint without the wrapper's own part, and this; empty where there is none.
 
     Raises:

@@ -27,8 +27,8 @@ from tritonclip.optim.amp import (
 from tritonclip.optim.checkpoint import (
     keep_rules_out_,
     mark_,
-    split_own,
-    with_own,
+    split_part,
+    with_part,
     with_present_rules,
     without_rules,
 )
@@ -216,7 +216,7 @@ class ClippedOptimizer(ScalerSide):
         for number, group in enumerate(groups):
             check_group(number, group, options_of(optimizer))
         self.flat = flat
-        self._amp = ScalerState()
+        self._scaler = ScalerState()
         # From the first gradient that a step writes, until it has updated the parameters.
         self._unfinished: Step | None = None
         # Steps without a gradient so far; None once one was found, and where that was warned of.
@@ -363,9 +363,9 @@ class ClippedOptimizer(ScalerSide):
         self, closure: Closure | None = None, *, grad_scale: float | Tensor | None = None
     ) -> tuple[Any, bool]:
         """The result of the step, and whether it was taken; one that the device leaves out was."""
-        if grad_scale is not None or self._amp.grad_scale is not None:
+        if grad_scale is not None or self._scaler.grad_scale is not None:
             try:
-                grad_scale = self._amp.scale_with(grad_scale)
+                grad_scale = self._scaler.scale_with(grad_scale)
             except (TypeError, ValueError, RuntimeError) as error:
                 if closure is None:
                     # For other processes, which measure under a scale.
@@ -382,8 +382,8 @@ class ClippedOptimizer(ScalerSide):
         if left_out is True:
             self._log.add(step)
             return None, False
-        was_empty = not self.optimizer.state
-        # An interrupted step may have left its own.
+        had_no_state = not self.optimizer.state
+        # By it the device would leave this step out; an interrupted `step_unless` leaves it behind.
         vars(self.optimizer).pop("found_inf", None)
         if isinstance(left_out, Tensor):
             result = step_unless(self.optimizer, left_out)
@@ -392,8 +392,8 @@ class ClippedOptimizer(ScalerSide):
         self._unfinished = None
         if self._n_without_gradient is not None:
             self._look_for_gradients(self._n_without_gradient + 1)
-        # So torch.distributed.checkpoint makes the state of an optimizer that has none.
-        if not (was_empty and step.is_idle()):
+        # By an idle step, torch.distributed.checkpoint makes the state of an optimizer without any.
+        if not (had_no_state and step.is_idle()):
             self._log.add(step)
         return result, True
 
@@ -418,10 +418,10 @@ class ClippedOptimizer(ScalerSide):
     @without_grad
     def _clip(self, grad_scale: Tensor | float | None) -> Step:
         """A step that is measured, judged, and clipped unless the host leaves it out."""
-        step, self._amp.begun = self._amp.begun, None
+        step, self._scaler.begun = self._scaler.begun, None
         if self._optimizer_step_pre_hooks:
             # They run after a GradScaler has measured, and may have changed anything.
-            step = self._amp.measured = None
+            step = self._scaler.measured = None
         if step is None:
             step = self._begin(grad_scale)
         verdict = step.verdict
@@ -434,23 +434,23 @@ class ClippedOptimizer(ScalerSide):
 
     def _begin(self, grad_scale: Tensor | float | None) -> Step:
         """A step that is measured and judged; nothing is written yet."""
-        amp, unfinished = self._amp, self._unfinished
-        step, amp.measured = amp.measured, None
-        resumes = False
-        if unfinished is not None:
-            resumes = amp.resumes and amp.found_inf is not None
-            resumes = resumes or unfinished.resumes(self._grouping.present())
-        if unfinished is not None and resumes:
-            unfinished.refuse_other_scale(grad_scale, scaler=amp.found_inf is not None)
+        scaler, unfinished = self._scaler, self._unfinished
+        step, scaler.measured = scaler.measured, None
+        has_scaler = scaler.found_inf is not None
+        if unfinished is not None and (
+            (scaler.resumes and has_scaler) or unfinished.resumes(self._grouping.present())
+        ):
+            unfinished.refuse_other_scale(grad_scale, scaler=has_scaler)
             unfinished.remember_in(self._log.states)
             step, skip = unfinished, unfinished.verdict.skip
         else:
+            # What a GradScaler had measured carries its scale.
             if step is None or grad_scale is None:
                 step = self._measure(grad_scale)
             may_skip = self._policy.skips or self._log.states.outliers.skip_above is not None
             skip = step.is_unwanted() if may_skip else False
             self._unfinished = None
-        overflow = False if amp.found_inf is None else amp.overflow
+        overflow = scaler.overflow
         step.verdict = TAKEN
         if overflow is not False or skip is not False or self._policy.is_late:
             step.verdict = self._judge(step, overflow, skip)
@@ -581,13 +581,13 @@ class ClippedOptimizer(ScalerSide):
 
     def _raises_if_nonfinite(self) -> bool:
         """Whether a step that is not finite raises, and is no overflow."""
-        return self._policy.raises and not self._raises_later() and not self._amp.overflow
+        return self._policy.raises and not self._raises_later() and not self._scaler.overflow
 
     def _end_failed(self, error: BaseException) -> None:
         """Ends a step that raises: keeps it for the next one, if it may have written anything."""
         if self._unfinished is not None and not self._unfinished.fail(error):
             self._unfinished = None
-        self._amp.clear()
+        self._scaler.clear()
 
     @torch.compiler.disable
     def _look_for_gradients(self, n_steps: int) -> None:
@@ -635,10 +635,10 @@ class ClippedOptimizer(ScalerSide):
         # Rules that no step could take are no reason not to save.
         rules = self._grouping.rules(anew=False)
         part = self._log.state_dict(self.optimizer.param_groups, rules)
-        return with_own(saved, part)
+        return with_part(saved, part)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        rest, part = split_own(state_dict)
+        rest, part = split_part(state_dict)
         for number, group in enumerate(rest["param_groups"]):
             refuse_differentiable(number, group)
         loaded = self._log.loaded(part, self._grouping.rules(), self.optimizer.param_groups)

@@ -64,7 +64,7 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: a second call before `update`.
         """
         _refuse_inner(optimizer)
-        if isinstance(optimizer, ClippedOptimizer) and optimizer._amp.on_device is not None:
+        if isinstance(optimizer, ClippedOptimizer) and optimizer._scaler.on_device is not None:
             # Called by `step`.
             self._check_inf_per_device(optimizer)
             return
@@ -90,11 +90,11 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled or not isinstance(optimizer, ClippedOptimizer):
             return super().step(optimizer, *args, **kwargs)
         try:
-            optimizer._amp.on_device = takes_found_inf(optimizer.optimizer)
+            optimizer._scaler.on_device = takes_found_inf(optimizer.optimizer)
             return super().step(optimizer, *args, **kwargs)
         finally:
-            optimizer._amp.on_device = None
-            optimizer._amp.measured = None
+            optimizer._scaler.on_device = None
+            optimizer._scaler.measured = None
 
     def _maybe_opt_step(
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
