@@ -1,11 +1,13 @@
-"""Features beside other loops: all results are right."""
+"""Features beside other loops, and whole training steps: all results are right."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from bench import test_training as training
 from bench.test_features import FEATURES, difference
+from bench.workloads import WORKLOADS
 from tritonclip.samples import Timed
 
 
@@ -23,3 +25,37 @@ def test_difference_is_relative_to_the_largest_element():
     truth = [torch.tensor([1.0, -2.0], dtype=torch.float64)]
     assert difference([torch.tensor([1.0, -2.1])], truth) == pytest.approx(0.05)
     assert difference(None, []) == 0.0
+
+
+def test_a_step_has_its_time_and_that_of_its_clip():
+    torch.manual_seed(0)
+    make, draw, n_classes, n_targets = training.MODELS["LeNet-5"]
+    targets = torch.randint(n_classes, (n_targets,))
+    step = training.Step(make(), draw(), targets, torch.nn.utils.clip_grad_norm_)
+    step()
+    assert 0 < step.clips[0] < step.wholes[0]
+
+
+def test_a_step_clips_between_backward_and_update():
+    model = torch.nn.Linear(3, 2)
+    seen: list[tuple[bool, torch.Tensor]] = []
+    before = model.weight.detach().clone()
+
+    def clip(parameters, limit):
+        seen.extend((one.grad is not None, one.detach().clone()) for one in parameters)
+
+    training.Step(model, torch.ones(4, 3), torch.zeros(4, dtype=torch.int64), clip)()
+    assert [has_grad for has_grad, _ in seen] == [True, True]
+    assert torch.equal(seen[0][1], before)
+    assert not torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("model", "workload"), [("LeNet-5", "lenet5"), ("MLP 784-256-128-10", None)]
+)
+def test_models_have_the_shapes_of_their_names(model, workload):
+    shapes = [tuple(one.shape) for one in training.MODELS[model][0]().parameters()]
+    if workload:
+        assert shapes == list(WORKLOADS[workload].shapes)
+    else:
+        assert [shape for shape in shapes if len(shape) == 2] == [(256, 784), (128, 256), (10, 128)]

@@ -1,15 +1,19 @@
-"""Cases of speed: a wrong result is not timed, and figures follow from the samples."""
+"""Cases of speed: every provider clips right, a wrong result is not timed, and figures follow."""
 
 from __future__ import annotations
 
-import pytest
+import subprocess
 
+import pytest
+import torch
+
+from bench import timing
 from bench.accuracy import Gradients, WrongResultError
 from bench.comparison import Effort
-from bench.providers import NAMED, SUMMED, Entry, Provider, in_place
+from bench.providers import IN_PLACE, NAMED, OUT_OF_PLACE, SUMMED, Entry, Provider, in_place
 from bench.speed import bytes_moved, checked, compare, providers_of
 from bench.test_gpu import VERBS, verb
-from bench.workloads import Workload
+from bench.workloads import DTYPES, Workload
 from helpers.absent_gpu import kernel_module, replaced_launch
 from helpers.bench_cases import CPU, SMALL, elements, figures
 
@@ -114,3 +118,63 @@ def test_verb_launches_one_kernel(call, monkeypatch):
         launched.clear()
         launch()
     assert launched == [f"{call.replace(', ', '_')}_kernel"]
+
+
+def served(providers):
+    """Each provider, rule and dtype that fit."""
+    return [
+        pytest.param(one, rule, dtype, id=f"{one.name}-{rule}-{dtype}")
+        for one in providers
+        for rule in one.passes
+        for dtype in DTYPES
+        if one.why_absent(SMALL, dtype, "cpu") is None
+    ]
+
+
+@pytest.mark.parametrize(("provider", "rule", "dtype"), served(IN_PLACE))
+def test_provider_clips_right(provider, rule, dtype):
+    gradients = Gradients(SMALL, dtype, CPU)
+    for clipped in (False, True):
+        entry, _ = checked(provider, gradients, rule, clipped)
+        # A second call on the same gradients, refilled, gives the same.
+        entry.refill()
+        output = entry.call()
+        limit = gradients.limit(rule, clipped) if provider.clips else torch.inf
+        gradients.check(entry.result(output)[0], rule, limit, provider.tolerance)
+
+
+@pytest.mark.parametrize(("provider", "rule", "dtype"), served(OUT_OF_PLACE))
+def test_functional_provider_clips_right_and_leaves_its_gradients(provider, rule, dtype):
+    gradients = Gradients(SMALL, dtype, CPU)
+    for clipped in (False, True):
+        checked(provider, gradients, rule, clipped)
+        assert all(map(torch.equal, gradients.grads, gradients.fresh))
+
+
+def test_long_lists_are_not_compiled():
+    long = Workload("long", "long", ((1,),) * 1001), "float32", "cpu"
+    compiled = NAMED["optax"]._replace(modules=())
+    assert "minutes" in str(compiled.why_absent(*long))
+    assert NAMED["torch"].why_absent(*long) is None
+
+
+@pytest.mark.parametrize("name", ["tritonclip", "tritonclip wrapper", "torch"])
+def test_a_step_clips_then_descends(name):
+    gradients = Gradients(SMALL, "float32", CPU)
+    checked(NAMED[name], gradients, "step", True)
+    for parameter, fresh in zip(gradients.parameters, gradients.fresh, strict=True):
+        torch.testing.assert_close(parameter.detach(), -1e-3 * fresh / 2, rtol=1e-4, atol=0)
+
+
+def test_busy_cores_are_given_back(monkeypatch):
+    started = []
+
+    class Recorded(subprocess.Popen[bytes]):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
+    with timing.busy_cores(2):
+        assert [process.poll() for process in started] == [None, None]
+    assert None not in [process.poll() for process in started]

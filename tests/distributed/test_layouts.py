@@ -1,19 +1,33 @@
-"""The norm of gradients on meshes, whatever their placements: one collective, exact, the same."""
+"""The norm of gradients on meshes: any placement, backend and magnitude, by one collective."""
 
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import tritonclip
+from helpers import reference
+from helpers.cases import assert_norm, parameters
 from helpers.processes import in_processes
-from helpers.spread import check_clip, collectives_at, mesh_of, parameter, with_partial
+from helpers.spread import (
+    assert_same_everywhere,
+    check_clip,
+    collectives_at,
+    collectives_of,
+    grads_of,
+    mesh_of,
+    parameter,
+    values,
+    whole,
+    with_partial,
+)
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, Rule
 from tritonclip.rules import Measured
 
@@ -125,3 +139,198 @@ def test_clip_dtypes(dtype: torch.dtype) -> None:
     check_clip(parameters)
     check_clip(parameters[::2])
     check_clip(parameters, ClipByNorm(0.5))
+
+
+def _pieces() -> list[Any]:
+    """Longer and shorter than a chunk, empty on one process, copied, partial, of two dtypes."""
+    mesh = mesh_of(-1)
+    return [
+        parameter((34_000,), mesh, [Shard(0)], seed=1),
+        parameter((1, 3), mesh, [Shard(0)], seed=2),
+        parameter((5, 3), mesh, [Shard(1)], seed=3),
+        parameter((7,), mesh, [Replicate()], seed=4),
+        parameter((9, 3), mesh, [Shard(0)], seed=5, dtype=torch.bfloat16),
+        parameter((3, 3), None, seed=6),
+    ]
+
+
+@pytest.mark.parametrize("p", [2.0, 1.0, 3.0, 100.0, math.inf, -math.inf, 0.0])
+@in_processes(2)
+def test_clip_on_backends(backend: Any, p: float) -> None:
+    pieces = _pieces()
+    collectives = collectives_at(p)
+    check_clip(pieces, ClipByGlobalNorm(0.5, p), collectives=collectives)
+    check_clip(pieces, ClipByNorm(0.5, p), collectives=collectives)
+    check_clip(pieces, ClipByValue(0.1), collectives=0)
+
+
+@in_processes(2)
+def test_clip_partial_on_backends(backend: Any) -> None:
+    pieces = [with_partial(parameter((8, 3), mesh_of(-1), [Replicate()]), [Partial()]), *_pieces()]
+    check_clip(pieces, 0.5, collectives=2)
+    check_clip(pieces, ClipByNorm(0.5), collectives=2)
+
+
+@pytest.mark.parametrize("p", [2.0, 1.0, math.inf])
+@in_processes(2)
+def test_clip_complex_on_backends(backend: Any, p: float) -> None:
+    mesh = mesh_of(-1)
+    pieces = [
+        parameter((9, 3), mesh, [Shard(0)], seed=1, dtype=torch.complex64),
+        parameter((1, 3), mesh, [Shard(0)], seed=2, dtype=torch.complex64),
+        with_partial(parameter((8, 3), mesh, [Replicate()], dtype=torch.complex64), [Partial()]),
+    ]
+    check_clip(pieces, ClipByGlobalNorm(0.5, p), collectives=2)
+    check_clip(pieces, ClipByNorm(0.5, p), collectives=2)
+
+
+@in_processes(2, on_gpu=True)
+def test_clip_group_on_backends(backend: Any) -> None:
+    (grad,) = grads_of([parameter((20_000,), None, seed=dist.get_rank())])
+    pieces = parameters([grad.to(backend.device)])
+    expected = reference.total_norm([values((20_000,), rank) for rank in range(2)])
+    check_clip(pieces, expected=expected, process_group=dist.group.WORLD)
+    empty = [] if dist.get_rank() else pieces
+    check_clip(
+        empty,
+        expected=reference.total_norm([values((20_000,), 0)]),
+        process_group=dist.group.WORLD,
+    )
+
+
+@pytest.mark.parametrize("size", [1e30, 1e19, 1e-30, 1e-44])
+@pytest.mark.parametrize("p", [2.0, 1.0, 6.0, 8.0, 65.0])
+@in_processes(2)
+def test_clip_float32_of_any_size(size: float, p: float) -> None:
+    mesh = mesh_of(-1)
+    parameters = [
+        parameter((4, 3), mesh, [Shard(0)], seed=1, size=size),
+        parameter((4, 3), mesh, [Shard(0)], seed=2),
+    ]
+    collectives = collectives_at(p)
+    check_clip(parameters[:1], ClipByGlobalNorm(size, p, eps=0.0), collectives=collectives)
+    check_clip(parameters, ClipByGlobalNorm(size, p, eps=0.0), collectives=collectives)
+
+
+@pytest.mark.parametrize("p", [2.0, 8.0, 65.0])
+@in_processes(2)
+def test_clip_equal_elements(p: float) -> None:
+    """None outweighs the others, as the largest of random ones does under a high order."""
+    one = parameter((8, 3), mesh_of(-1), [Shard(0)])
+    one.grad.to_local().fill_(2.0)
+    norm = check_clip([one], ClipByGlobalNorm(0.5, p), collectives=collectives_at(p))
+    assert norm is not None
+    assert_norm(norm, 2.0 * 24 ** (1 / p))
+
+
+@pytest.mark.parametrize("p", [2.0, 8.0, 65.0, math.inf, -math.inf, 0.0])
+@in_processes(2)
+def test_clip_zeros(p: float) -> None:
+    parameters = [parameter((4, 3), mesh_of(-1), [Shard(0)], seed=i, size=0.0) for i in range(2)]
+    for rule in (ClipByGlobalNorm(0.5, p), ClipByNorm(0.5, p)):
+        check_clip(parameters, rule, collectives=collectives_at(p))
+
+
+@pytest.mark.parametrize(
+    ("p", "size"),
+    [(p, 10.0**e) for p in (0.5, 1.0, 20.0) for e in (300, 0, -307)]
+    + [(2.0, 1e152), (2.0, 1.0), (2.0, 1e-140), (3.0, 1e101), (6.0, 1e-45)],
+)
+@in_processes(2)
+def test_clip_float64_of_any_size(p: float, size: float) -> None:
+    mesh = mesh_of(-1)
+    parameters = [
+        parameter((4, 3), mesh, [Shard(0)], seed=1, dtype=torch.float64, size=size),
+        parameter((4, 3), mesh, [Shard(0)], seed=2, dtype=torch.float64, size=size * 1e-3),
+    ]
+    check_clip(parameters, ClipByGlobalNorm(size, p, eps=0.0), collectives=collectives_at(p))
+
+
+@pytest.mark.parametrize(("size", "norm"), [(1e155, math.inf), (1e-170, 0.0)])
+@in_processes(2)
+def test_float64_norm_whose_square_does_not_fit_is_inf_or_0(size: float, norm: float) -> None:
+    one = parameter((4, 3), mesh_of(-1), [Shard(0)], dtype=torch.float64, size=size)
+    with tritonclip.verify():
+        assert tritonclip.clip_([one], math.inf) == norm
+
+
+@in_processes(2, 4)
+def test_clip_float16_norm_over_65504() -> None:
+    mesh = mesh_of(-1)
+    many = [parameter((64, 8), mesh, [Shard(0)], dtype=torch.float16, size=1e4) for _ in range(4)]
+    norm = check_clip(many, 1e6)
+    assert norm is not None
+    assert norm > 65504
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@in_processes(4)
+def test_clip_gives_one_norm_in_every_layout(dtype: torch.dtype) -> None:
+    one, two = mesh_of(-1), mesh_of(2, 2)
+    layouts: list[Any] = [
+        (None, []),
+        (one, [Shard(0)]),
+        (one, [Replicate()]),
+        (two, [Shard(0), Shard(1)]),
+        (two, [Replicate(), Shard(0)]),
+    ]
+    norms = []
+    for mesh, placements in layouts:
+        many = [parameter((32, 8), mesh, placements, seed=i, dtype=dtype) for i in range(5)]
+        norms.append(tritonclip.clip_(many, 1.0))
+    for norm in norms:
+        assert_norm(norm, float(norms[0]))
+
+
+@in_processes(2)
+def test_clip_float64_beside_float32_over_a_group() -> None:
+    """Stages of several dtypes agree on one form of the numbers that they send."""
+    from torch import distributed as dist
+
+    dtype = torch.float64 if dist.get_rank() else torch.float32
+    one = torch.nn.Parameter(torch.zeros(2, dtype=dtype))
+    one.grad = torch.full((2,), 3e100 if dist.get_rank() else 3.0, dtype=dtype)
+    norm = tritonclip.clip_([one], math.inf, process_group=dist.group.WORLD)
+    expected = 3e100 * math.sqrt(2)
+    if dist.get_rank():
+        assert_norm(norm, expected)
+    else:
+        # Of the dtype of this process's gradients.
+        assert norm == math.inf
+
+
+@in_processes(2)
+def test_clip_tensors_clips_dtensors_by_their_norm() -> None:
+    mesh, shapes = mesh_of(-1), ((5, 3), (1, 2))
+    tensors = [
+        parameter(shape, mesh, [Shard(0)], seed=seed).grad for seed, shape in enumerate(shapes)
+    ]
+    tensors.append(parameter((4,), mesh, [Replicate()], seed=2).grad)
+    wholes = [values(shape, seed) for seed, shape in enumerate((*shapes, (4,)))]
+    expected = reference.total_norm(wholes)
+
+    norm, count = collectives_of(lambda: tritonclip.clip_tensors_(tensors, 0.5))
+
+    assert count == 1
+    assert_same_everywhere(norm)
+    torch.testing.assert_close(float(norm), expected, rtol=1e-6, atol=0)
+    for tensor, before in zip(tensors, wholes, strict=True):
+        expected_values = before * (0.5 / expected)
+        torch.testing.assert_close(whole(tensor).double(), expected_values.double())
+
+
+@in_processes(2)
+def test_clip_tensors_takes_a_process_group() -> None:
+    rank = dist.get_rank()
+    tensor = values((6,), rank).clone()
+    norm = tritonclip.clip_tensors_([tensor], 0.5, process_group=dist.group.WORLD)
+    expected = reference.total_norm([values((6,), 0), values((6,), 1)])
+    torch.testing.assert_close(float(norm), expected, rtol=1e-6, atol=0)
+
+
+@in_processes(2)
+def test_clip_tensors_refuses_parameters_that_are_dtensors() -> None:
+    weight = parameter((4, 2), mesh_of(-1), [Shard(0)])
+    with pytest.raises(TypeError, match=r"tensors\[0\] is a parameter"):
+        tritonclip.clip_tensors_([weight], 0.5)
+    assert isinstance(weight, DTensor)

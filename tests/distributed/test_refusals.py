@@ -1,21 +1,45 @@
-"""Bad input of lists over several processes: an error that says what to do, before any write."""
+"""Arguments that are refused, in all processes or in one of them: every process raises."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 import tritonclip
 from helpers import reference
 from helpers.cases import assert_norm
 from helpers.processes import in_processes
-from helpers.spread import mesh_of, parameter, values, with_partial
-from tritonclip import ClipByNorm, ClipByValue
+from helpers.refusing import check_raises, is_first, named_parameters, overlap
+from helpers.spread import (
+    assert_same_everywhere,
+    collectives_of,
+    local,
+    mesh_of,
+    parameter,
+    values,
+    with_partial,
+)
+from tritonclip import (
+    AdaptiveRule,
+    ClipByGlobalNorm,
+    ClipByNorm,
+    ClipByOwnHistory,
+    ClipByQuantile,
+    ClipByValue,
+    ClippedOptimizer,
+    ClipState,
+    FlatGradients,
+    Rule,
+)
+from tritonclip.rules import Measured
 
 
 def _one() -> Any:
@@ -111,3 +135,328 @@ def test_parameters_on_meshes_of_others_need_a_group() -> None:
 def test_flat_gradients_of_distributed_tensors_are_refused() -> None:
     with pytest.raises(TypeError, match="DTensor"):
         tritonclip.FlatGradients([_one()])
+
+
+def _flat() -> tuple[nn.Module, FlatGradients]:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(3, 2)
+    flat = FlatGradients(model)
+    model(torch.ones(4, 3)).square().sum().backward()
+    return model, flat
+
+
+FLAT: dict[str, Callable[[FlatGradients], object]] = {
+    "clip": lambda flat: tritonclip.clip_(flat, 0.5, process_group=dist.group.WORLD),
+    "order-20": lambda flat: tritonclip.get_total_norm(flat, 20.0, process_group=dist.group.WORLD),
+    "torch": lambda flat: tritonclip.clip_grad_norm_(flat, 0.5, process_group=dist.group.WORLD),
+    "total": lambda flat: tritonclip.get_total_norm(flat, math.inf, process_group=dist.group.WORLD),
+}
+
+
+@pytest.mark.parametrize("call", FLAT)
+@in_processes(2)
+def test_flat_gradients_raise_everywhere(call: str) -> None:
+    model, flat = _flat()
+    kept = model.weight.grad
+    if is_first():
+        model.weight.grad = torch.ones(2, 3)
+    check_raises(lambda: FLAT[call](flat), RuntimeError, "attach_", list(flat.buffers))
+    model.weight.grad = kept
+    assert_same_everywhere(cast(torch.Tensor, FLAT["clip"](flat)))
+
+
+@pytest.mark.parametrize("how", ["view", "left-out", "replaced"])
+@in_processes(2)
+def test_step_of_flat_gradients_raises_everywhere(how: str) -> None:
+    model: Any = nn.Linear(3, 2)
+    model.extra = nn.Parameter(torch.zeros(2), requires_grad=False)
+    flat = FlatGradients(model)
+    optimizer = ClippedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        0.5,
+        flat=flat,
+        process_group=dist.group.WORLD,
+    )
+    messages = {"view": "attach_", "left-out": "left out of FlatGradients", "replaced": "replaced"}
+    if is_first():
+        if how == "view":
+            model.weight.grad = torch.ones(2, 3)
+        elif how == "left-out":
+            model.extra.grad = torch.ones(2)
+        else:
+            optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(2, 3))
+    error = ValueError if how == "replaced" else RuntimeError
+    check_raises(optimizer.step, error, messages[how], list(flat.buffers))
+
+
+@in_processes(2)
+def test_flat_gradients_with_copies_are_refused_at_construction() -> None:
+    model, flat = _flat()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="copies counts"):
+        ClippedOptimizer(inner, 1.0, flat=flat, process_group=dist.group.WORLD, copies=lambda p: 2)
+    ClippedOptimizer(inner, 1.0, flat=flat, process_group=dist.group.WORLD)
+
+
+@in_processes(2)
+def test_norms_by_name_raises_everywhere() -> None:
+    named = named_parameters()
+
+    def group_of(name: str) -> Any:
+        return 3 if is_first() else name
+
+    grads = [one.grad for one in named.values()]
+    check_raises(
+        lambda: tritonclip.norms_by_name(named.items(), group_of=group_of),
+        TypeError,
+        "must return text",
+        grads,
+    )
+    if is_first():
+        overlap(named["plain"])
+    check_raises(
+        lambda: tritonclip.norms_by_name(named.items()), ValueError, "share memory", grads[:2]
+    )
+    named["plain"].grad = None
+    _, n = collectives_of(lambda: tritonclip.norms_by_name(named.items()))
+    assert n == 1
+
+
+ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
+    "grad-scale": (lambda: {"grad_scale": torch.tensor(0.0)}, ValueError, "grad_scale"),
+    "grad-scale-kind": (lambda: {"grad_scale": "1"}, TypeError, "grad_scale"),
+    "state": (lambda: {"state": 3}, TypeError, "ClipState"),
+}
+
+
+@pytest.mark.parametrize("what", ARGUMENTS)
+@in_processes(2)
+def test_clip_with_a_bad_argument_in_one_process_raises_everywhere(what: str) -> None:
+    named = named_parameters()
+    make, error, message = ARGUMENTS[what]
+    rule: Any = 0.5
+    options: dict[str, Any] = {}
+    if what == "state":
+        rule, options = ClipByQuantile(0.5, 4), {"state": ClipState()}
+    if is_first():
+        options = make()
+    grads = [one.grad for one in named.values()]
+    check_raises(lambda: tritonclip.clip_(named.items(), rule, **options), error, message, grads)
+
+
+class Own(Rule):
+    def limit(self, measured: Measured) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize(("name", "value"), [("eps", -1.0), ("norm_type", "2")])
+@in_processes(2)
+def test_clip_with_a_bad_rule_in_one_process_raises_everywhere(name: str, value: Any) -> None:
+    named = named_parameters()
+    rule = Own()
+    if is_first():
+        setattr(rule, name, value)
+    grads = [one.grad for one in named.values()]
+    error = TypeError if value == "2" else ValueError
+    check_raises(lambda: tritonclip.clip_(named.items(), rule), error, f"Own: {name}", grads)
+
+
+def _fail(step: int) -> float:
+    if is_first():
+        raise KeyError("no limit")
+    return 0.5
+
+
+class Failing(Rule):
+    def limit(self, measured: Measured) -> float:
+        return _fail(0)
+
+
+class Negative(Rule):
+    def limit(self, measured: Measured) -> float:
+        return -1.0 if is_first() else 0.5
+
+
+class FailingAdaptive(AdaptiveRule):
+    def start(self) -> tuple[float]:
+        return (0.0,)
+
+    def advance(self, state: Any, norm: Any) -> Any:
+        return norm * _fail(0), state
+
+
+LIMITS: dict[str, tuple[Rule, type[Exception], type[Exception], str]] = {
+    "schedule": (ClipByGlobalNorm(_fail), KeyError, RuntimeError, "no limit"),
+    "own": (Failing(), KeyError, RuntimeError, "no limit"),
+    "negative": (Negative(), ValueError, ValueError, "must be 0 or more"),
+    "adaptive": (FailingAdaptive(), KeyError, RuntimeError, "no limit"),
+}
+
+
+@pytest.mark.parametrize("call", ["clip", "step"])
+@pytest.mark.parametrize("what", LIMITS)
+@in_processes(2)
+def test_limit_that_fails_in_one_process_raises_everywhere(what: str, call: str) -> None:
+    named = named_parameters()
+    rule, error, others, message = LIMITS[what]
+    optimizer = ClippedOptimizer(torch.optim.SGD([*named.items()], lr=0.1), rule)
+    weights = [local(one.detach()).clone() for one in named.values()]
+
+    def run() -> object:
+        if call == "step":
+            return optimizer.step()
+        state = ClipState() if what in ("schedule", "adaptive") else None
+        return tritonclip.clip_(named.items(), rule, state=state)
+
+    grads = [one.grad for one in named.values()]
+    for _ in range(2):
+        check_raises(run, error if is_first() else others, message, grads)
+    for one, was in zip(named.values(), weights, strict=True):
+        assert torch.equal(local(one.detach()), was)
+    optimizer.clip = 0.5
+    optimizer.step()
+    assert_same_everywhere(optimizer.stats.last_norm)
+
+
+@pytest.mark.parametrize("what", ["bad", "missing"])
+@in_processes(2)
+def test_clip_tensors_with_a_state_raises_everywhere(what: str) -> None:
+    mesh, rule = mesh_of(-1), ClipByOwnHistory()
+    tensors: list[Any] = [parameter((6, 2), mesh, [Shard(0)], seed=i).grad for i in range(2)]
+    grads, message = tensors[:1], "share memory"
+    if is_first() and what == "bad":
+        tensors[1] = DTensor.from_local(torch.ones(1, 1).expand(3, 2), mesh, [Shard(0)])
+    elif what == "missing":
+        message = "got 1 tensors at 2 positions"
+        if is_first():
+            tensors[1] = tensors[0]
+    check_raises(
+        lambda: tritonclip.clip_tensors_(tensors, rule, state=ClipState()),
+        ValueError,
+        message,
+        grads,
+    )
+
+
+class OwnLimit(Rule):
+    def __init__(self, number: Any) -> None:
+        self._number = number
+
+    def limit(self, measured: Measured) -> Any:
+        return self._number
+
+
+NUMBERS: dict[str, Callable[[dict[str, Any], Any], object]] = {
+    "grad-scale": lambda named, n: tritonclip.clip_(named.items(), 0.5, grad_scale=n),
+    "max-norm": lambda named, n: tritonclip.clip_(named.items(), n),
+    "max-norm-of-torch": lambda named, n: tritonclip.clip_grad_norm_(list(named.values()), n),
+    "bound": lambda named, n: tritonclip.clip_(named.items(), tritonclip.ClipByValue(n)),
+    "bound-of-torch": lambda named, n: tritonclip.clip_grad_value_(list(named.values()), n),
+    "own": lambda named, n: tritonclip.clip_(named.items(), OwnLimit(n)),
+    "skip-above": lambda named, n: ClippedOptimizer(
+        torch.optim.SGD([*named.items()]), 0.5, skip_above=n
+    ),
+    "scale-of-step": lambda named, n: ClippedOptimizer(torch.optim.SGD([*named.items()]), 0.5).step(
+        grad_scale=n
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+@in_processes(2)
+def test_number_of_which_a_process_has_a_part_is_refused(what: str) -> None:
+    """A term of a sum, or one row of which the other process has none."""
+    named, mesh = named_parameters(), mesh_of(-1)
+    placements: list[Placement] = [Partial(), Shard(0)]
+    for placement in placements:
+        own = torch.full((1,), 0.5)
+        if placement.is_shard() and not is_first():
+            own = own[:0]
+        number = DTensor.from_local(
+            own, mesh, [placement], run_check=False, shape=torch.Size([1]), stride=(1,)
+        )
+        message = r"must be one number on all processes.*full_tensor\(\)"
+        with pytest.raises(ValueError, match=message):
+            NUMBERS[what](named, number)
+    NUMBERS[what](named, DTensor.from_local(torch.full((1,), 0.5), mesh, [Replicate()]))
+
+
+RULES = [ClipByQuantile(0.5, 4), ClipByOwnHistory()]
+
+
+@pytest.mark.parametrize("other", ["first", "number", "rule"])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@in_processes(2)
+def test_clip_with_the_state_of_another_list_in_one_process_raises_everywhere(
+    rule: Any, other: str
+) -> None:
+    named, known = named_parameters(), named_parameters()
+    states = [ClipState(), ClipState()]
+    if other == "number":
+        known = {name: named[name] for name in ("sharded", "copied")}
+    for one, state in zip((named, known), states, strict=True):
+        clip_ = RULES[1 - RULES.index(rule)] if other == "rule" and one is known else rule
+        tritonclip.clip_(one.items(), clip_, state=state)
+    state = states[1] if is_first() else states[0]
+    message = {"first": "got another one", "number": "2 parameters", "rule": "norms for"}[other]
+    grads = [one.grad for one in named.values()]
+    check_raises(
+        lambda: tritonclip.clip_(named.items(), rule, state=state), ValueError, message, grads
+    )
+    tritonclip.clip_(named.items(), rule, state=states[0])
+
+
+@pytest.mark.parametrize("other", ["list", "rule"])
+@in_processes(2)
+def test_wrapper_is_refused_the_memory_of_another_list_when_it_is_loaded(other: str) -> None:
+    """It keeps its states itself, so that no step meets one; a load sends nothing."""
+
+    def wrapper(names: list[str], rule: Any) -> ClippedOptimizer:
+        named = named_parameters()
+        made = ClippedOptimizer(torch.optim.SGD([named[name] for name in names], lr=0.1), rule)
+        made.step()
+        return made
+
+    rule, two = ClipByOwnHistory(), ["sharded", "copied"]
+    optimizer = wrapper(two, rule)
+    foreign = wrapper([*two, "plain"], rule) if other == "list" else wrapper(two, ClipByQuantile())
+    saved = foreign.state_dict()
+
+    def load() -> None:
+        with pytest.raises(
+            ValueError, match="norms of 3 parameters" if other == "list" else "memory"
+        ):
+            optimizer.load_state_dict(saved)
+
+    if is_first():
+        _, n = collectives_of(load)
+        assert n == 0
+    optimizer.step()
+    assert int(optimizer.stats.steps) == 2
+    assert_same_everywhere(optimizer.stats.last_norm)
+
+
+@pytest.mark.parametrize("copies", [-1, 1.5, True])
+@in_processes(2)
+def test_clip_with_a_bad_number_of_copies_in_one_process_raises_everywhere(copies: Any) -> None:
+    one = parameter((5,), None, seed=1)
+    number = copies if is_first() else 2
+    error = ValueError if copies == -1 else TypeError
+
+    def clip() -> Any:
+        return tritonclip.clip_([one], 0.5, process_group=dist.group.WORLD, copies=lambda p: number)
+
+    check_raises(clip, error, "copies must", [one.grad])
+
+
+@in_processes(2)
+def test_total_norm_of_a_sparse_tensor_of_one_process_raises_everywhere() -> None:
+    one = torch.ones(5)
+    if is_first():
+        one = one.to_sparse()
+    check_raises(
+        lambda: tritonclip.get_total_norm([one], -math.inf, process_group=dist.group.WORLD),
+        ValueError,
+        "sparse",
+        [],
+    )

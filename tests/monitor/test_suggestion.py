@@ -1,4 +1,4 @@
-"""A limit from norms: it clips the tail, and a run that needs no limit gets none."""
+"""A limit from norms: it clips the tail; warm-up, drift and the limit in use are considered."""
 
 from __future__ import annotations
 
@@ -209,3 +209,162 @@ def test_limits_of_another_norm_are_not_taken_for_limits_of_this_one(tmp_path):
     suggestion = tritonclip.suggest_max_norm(path)
     assert "limits of the run are not of this norm" in suggestion.reason
     assert "in use" not in [candidate.origin for candidate in suggestion.candidates]
+
+
+@pytest.mark.parametrize("high", [5.0, 1 / 5], ids=["above", "below"])
+def test_warmup_is_found_and_left_out(high):
+    norms = norms_of(n=2000, spikes=0.02)
+    norms[:200] *= high ** np.linspace(1, 0, 200)
+    suggestion = tritonclip.suggest_max_norm(norms)
+    # The last quarter of the way is within the spread of the norms.
+    assert 100 <= suggestion.warmup <= 220
+    assert suggestion.steps == 2000 - suggestion.warmup
+
+
+def test_no_warmup_where_the_run_begins_as_it_goes_on():
+    assert tritonclip.suggest_max_norm([1.0] * 500).warmup == 0
+
+
+def test_warmup_is_at_most_a_fifth():
+    assert 150 <= tritonclip.suggest_max_norm(norms_of(drift=1e-4)).warmup <= 200
+
+
+def test_warmup_that_is_given_counts():
+    norms = norms_of(spikes=0.03)
+    norms[:500] = 1000.0 + norms[:500]
+    suggestion = tritonclip.suggest_max_norm(norms, warmup=500)
+    assert (suggestion.warmup, suggestion.steps) == (500, 500)
+    assert max(spike.norm for spike in suggestion.spikes) < 1000
+
+
+@pytest.mark.parametrize("warmup", [-1, 1.5, True, "10"])
+def test_warmup_that_is_no_number_of_steps_is_refused(warmup):
+    with pytest.raises(ValueError, match="warmup must be a number of steps, 0 or more"):
+        tritonclip.suggest_max_norm(norms_of(), warmup=warmup)
+
+
+@pytest.mark.parametrize("drift", [0.05, 20.0], ids=["falling", "rising"])
+@pytest.mark.parametrize("spikes", [0.0, 0.03], ids=["calm", "spikes"])
+def test_drift_is_found(drift, spikes):
+    suggestion = tritonclip.suggest_max_norm(norms_of(spikes=spikes, drift=drift), warmup=0)
+    assert "The norm drifts" in suggestion.reason
+    a, b, c = suggestion.medians
+    assert (a > b > c) if drift < 1 else (a < b < c)
+    if spikes:
+        assert suggestion.verdict == "drift"
+        assert "Take a limit that follows the norm, such as ClipByQuantile." in suggestion.reason
+        assert f"If the limit has to be fixed, take {suggestion.max_norm:g}" in suggestion.reason
+    else:
+        assert suggestion.verdict == "nothing to clip"
+        # No fixed guard beside the drift that it could not follow.
+        assert "take a limit that follows it, such as ClipByZScore" in suggestion.reason
+        assert "ten times the largest norm" not in suggestion.reason
+
+
+@pytest.mark.parametrize("drift", [0.8, 1.0, 1.25])
+def test_a_run_that_hardly_changes_does_not_drift(drift):
+    suggestion = tritonclip.suggest_max_norm(norms_of(spikes=0.03, drift=drift), warmup=0)
+    assert suggestion.verdict == "clip"
+    assert "drift" not in suggestion.reason
+
+
+def test_a_run_that_comes_back_drifts():
+    """First and last third are alike, the middle is not."""
+    norms = norms_of(spikes=0.03)
+    norms[333:666] *= 8
+    assert tritonclip.suggest_max_norm(norms, warmup=0).verdict == "drift"
+
+
+def test_a_wide_spread_is_no_drift():
+    """The medians of thirds differ by a factor that single norms exceed all the time."""
+    norms = norms_of(spread=1.0, drift=2.0)
+    assert tritonclip.suggest_max_norm(norms, warmup=0).verdict == "clip"
+
+
+@pytest.mark.parametrize("limit", [0.9, 1.5])
+def test_norms_that_something_else_clipped_are_noticed(limit):
+    norms = norms_of(spikes=0.03)
+    norms = norms * np.minimum(1, limit / (norms + 1e-6))
+    suggestion = tritonclip.suggest_max_norm(norms.astype(np.float32), warmup=0)
+    assert suggestion.verdict == "clipped before"
+    assert suggestion.max_norm is None
+    assert suggestion.candidates == ()
+    assert "something clips before" in suggestion.reason
+
+
+@pytest.mark.parametrize("norm", [0.37, 1.0, 2000.0])
+def test_norms_that_are_all_equal_are_not_said_to_be_clipped(norm):
+    suggestion = tritonclip.suggest_max_norm([norm] * 300)
+    assert (suggestion.verdict, suggestion.max_norm) == ("constant", None)
+    assert suggestion.candidates == ()
+    assert suggestion.reason.startswith(
+        f"All 300 norms equal {norm:g}, so that no limit can be suggested."
+    )
+
+
+@pytest.mark.parametrize("height", [1.0, 0.5], ids=["all", "most"])
+def test_norms_at_the_limit_in_use_are_said_to_be_measured_after_clipping(tmp_path, height):
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path) as recorder:
+        for step in range(100):
+            recorder.add_(1.0 - 1e-6 if step % 4 else height, limit=1.0)
+    reason = tritonclip.suggest_max_norm(path).reason
+    assert "equals the limit in use, 1: record the norm that clip_ returns" in reason
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (3.5, "The limit in use, 3.5, clips 3.0%, and may stay."),
+        (0.9, "and acts as a part of the learning rate: tune both if you change it."),
+        (100.0, "The limit in use, 100, clips 0.0%, less than the tail."),
+    ],
+    ids=["right", "low", "high"],
+)
+def test_the_limit_in_use_is_a_candidate_and_judged(tmp_path, limit, said):
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path) as recorder:
+        for norm in norms_of(spikes=0.03):
+            recorder.add_(float(norm), limit=limit)
+    suggestion = tritonclip.suggest_max_norm(path)
+    assert (limit, "in use") in [(c.max_norm, c.origin) for c in suggestion.candidates]
+    assert said in suggestion.reason
+
+
+def test_a_limit_in_use_is_not_to_stay_where_the_norm_drifts(tmp_path):
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path) as recorder:
+        for norm in norms_of(spikes=0.03, drift=0.05):
+            recorder.add_(float(norm), limit=1.0)
+    suggestion = tritonclip.suggest_max_norm(path)
+    assert suggestion.verdict == "drift"
+    assert "but does not follow the norm." in suggestion.reason
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (float("inf"), "No limit was in use: try also "),
+        (None, "If no limit was in use, try also "),
+    ],
+    ids=["inf", "unknown"],
+)
+def test_lower_limits_are_named_where_none_is_known(tmp_path, limit, said):
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path) as recorder:
+        for norm in norms_of(spikes=0.03):
+            recorder.add_(float(norm), limit=limit)
+    suggestion = tritonclip.suggest_max_norm(path)
+    max_norm = suggestion.max_norm
+    assert max_norm is not None
+    assert suggestion.reason.endswith(f" {said}{max_norm / 2:.2g} and {max_norm / 5:.2g}.")
+
+
+def test_limits_that_changed_are_no_candidates(tmp_path):
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path) as recorder:
+        for step, norm in enumerate(norms_of(spikes=0.03)):
+            recorder.add_(float(norm), limit=3.5 + step % 2)
+    suggestion = tritonclip.suggest_max_norm(path)
+    assert "in use" not in [candidate.origin for candidate in suggestion.candidates]
+    assert "in use" not in suggestion.reason

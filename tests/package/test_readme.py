@@ -329,3 +329,14 @@ def test_readme_stays_short() -> None:
     )
     assert max(len(cell.strip()) for cell in cells) < 60
     assert max(map(len, text.splitlines())) < 300
+
+
+def test_pre_commit_runs_the_pinned_ruff() -> None:
+    pinned = re.search(r"^ruff==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    hook = re.search(
+        r"^    rev: v(\S+)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.MULTILINE
+    )
+
+    assert pinned is not None
+    assert hook is not None
+    assert hook[1] == pinned[1]

@@ -1,4 +1,4 @@
-"""Norms by name, of gradients that lie over several processes."""
+"""Norms by name and histories of gradients that lie over several processes."""
 
 from __future__ import annotations
 
@@ -89,3 +89,28 @@ def test_statistics_are_of_whole_gradients() -> None:
         kinds = (history.named_norms, history.named_largest, history.named_zeros)
         recorded = [float(kind[name]) for kind in kinds]
         assert recorded == pytest.approx(own, rel=1e-6)
+
+
+@in_processes(2)
+def test_record_writes_in_the_process_of_rank_0() -> None:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    path = Path(str(folder[0]), "run.csv")
+    with tritonclip.record(path) as recorder:
+        dist.barrier()
+        recorder.add_(torch.tensor(float(dist.get_rank())))
+        assert recorder.writes == (dist.get_rank() == 0)
+        assert recorder.steps == 1
+    dist.barrier()
+    assert read(path).norms.tolist() == [0.0]
+
+
+@in_processes(2)
+def test_record_writes_in_the_process_that_is_told_to() -> None:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    path = Path(str(folder[0]), "run.csv")
+    with tritonclip.record(path, write=dist.get_rank() == 1) as recorder:
+        recorder.add_(torch.tensor(float(dist.get_rank())))
+    dist.barrier()
+    assert read(path).norms.tolist() == [1.0]

@@ -1,13 +1,15 @@
-"""Work that hangs ends its test with a message that says where, and leaves no process behind."""
+"""Work that hangs ends its test; a thinned product of parameters holds every combination."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 
+from helpers.covering import covering
 from helpers.workers import NEEDS_FORK, run_in_fork, run_in_processes
 
 
@@ -37,3 +39,21 @@ def test_processes_that_hang_are_ended(tmp_path):
     with pytest.raises(pytest.fail.Exception, match=r"exit code 1; after 0\.5 s [^$]* in hang"):
         run_in_processes(hang, tmp_path, seconds=0.5)
     assert_ended(tmp_path, 2)
+
+
+AXES = ("abc", (0, 1), "xyz", (True, False))
+
+
+@pytest.mark.parametrize(("strength", "most"), [(0, 1), (1, 3), (2, 12), (3, 24)])
+def test_chosen_cases_hold_every_combination(strength, most):
+    cases = list(product(*AXES))
+    chosen = [cases[i] for i in covering(cases, strength)]
+    for axes in combinations(range(len(AXES)), strength):
+        found, every = ({tuple(case[i] for i in axes) for case in some} for some in (chosen, cases))
+        assert found == every
+    assert len(chosen) <= most
+
+
+def test_cases_of_fewer_axes_are_all_chosen():
+    assert covering([[one] for one in "abc"], 2) == [0, 1, 2]
+    assert covering(list(product("ab", "xy")), 2) == [0, 1, 2, 3]

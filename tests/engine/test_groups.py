@@ -1,4 +1,4 @@
-"""A list of one group, under a limit that the rule knows, is clipped directly: the same result."""
+"""Groups of gradients: only one is clipped directly, and all of several have every norm."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from helpers import reference
 from helpers.cases import CHUNK, assert_bits, copies, each_rule, grad_of, of_sizes, parameters
 from tritonclip.engine import execute
 from tritonclip.engine.gradients import Gradients
+from tritonclip.engine.norms import _join
 
 RULES = [*each_rule(0.5, 0.1), pytest.param(tritonclip.ClipByNorm(0.5, norm_type=3.0), id="p=3")]
 
@@ -81,3 +82,17 @@ def test_rules_that_clamp_one_list_in_turn_each_have_their_bounds(device):
             parameter.grad.copy_(grad)
         tritonclip.clip_(held, rule)
         assert_bits(map(grad_of, held), [reference.clamped(grad, low, high) for grad in fresh])
+
+
+# No tensor lies on the second, but it is another device to whoever asks.
+FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 0)
+
+
+def test_every_group_gets_the_norms_of_all_in_one_order():
+    partials = [torch.tensor([1.0, 2.0]), [4.0], torch.tensor([3.0])]
+    joined = _join(partials, [FIRST, FIRST, SECOND])
+    assert [norms.tolist() for norms in joined] == [[1.0, 2.0, 4.0, 3.0]] * 3
+
+
+def test_norms_of_the_host_stay_numbers():
+    assert _join([[1.0], [2.0, 3.0]], [FIRST, FIRST]) == [[1.0, 2.0, 3.0]] * 2
