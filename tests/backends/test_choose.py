@@ -237,7 +237,7 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.parametrize(
+BROKEN = pytest.mark.parametrize(
     ("source", "reason"),
     [
         pytest.param(
@@ -269,8 +269,32 @@ except RuntimeError as error:
         ),
     ],
 )
-def test_triton_that_cannot_be_imported_is_said_once(tmp_path, source, reason):
+
+
+@BROKEN
+def test_triton_that_cannot_be_imported_is_said_once(tmp_path, monkeypatch, source, reason):
     """auto falls back to torch, triton is refused, and both say why."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "triton.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    # Asked anew in each call.
+    monkeypatch.setattr(choose, "triton_fault", choose.triton_fault.__wrapped__)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert [choose.backend_name(CUDA, torch.float32) for _ in range(2)] == ["torch"] * 2
+    (warning,) = (str(one.message) for one in said)
+    assert warning.startswith(f"tritonclip uses its slower torch backend on cuda: triton {reason}")
+    with tritonclip.use_backend("triton"), pytest.raises(RuntimeError) as caught:
+        choose.backend_name(CUDA, torch.float32)
+    refusal = f"the triton backend was asked for, but triton {reason}"
+    assert str(caught.value).startswith(refusal)
+
+
+@pytest.mark.covering(0)
+@BROKEN
+def test_triton_that_cannot_be_imported_is_found_in_a_new_process(tmp_path, source, reason):
+    """Which imports torch and tritonclip beside it."""
     (tmp_path / "triton.py").write_text(source)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = python("-c", ASKS, PYTHONPATH=path)

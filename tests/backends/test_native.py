@@ -81,6 +81,7 @@ def test_clamp_to_a_bound_of_zero_keeps_its_sign(dtype):
     assert_bits([x], [expected])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("max_norm", [0.0, 1e-40, 0.1, 1.0, 1e30, math.inf])
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
@@ -104,6 +105,7 @@ def test_factors_of_one_write_nothing():
     assert_bits(grads, expected)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("order", [2.0, *ORDERS])
 @pytest.mark.parametrize(("limit", "scale"), [(1.0, 1.0), (1e9, 1.0), (1e9, 0.3), (0.5, 3.0)])
@@ -370,6 +372,8 @@ def call_wrongly():
                 print(end=" changed memory")
 
 
+# In a process of its own, which has one form.
+@pytest.mark.covering(0)
 def test_wrong_arguments_raise_and_change_nothing():
     """In another process, which a fault may end: its last line then says of what."""
     folder = Path(__file__).parent

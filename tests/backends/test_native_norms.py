@@ -102,6 +102,7 @@ def test_norm_of_other_orders_of_extreme_elements(dtype, order):
         assert norm_of([x], order=order) == pytest.approx(reference.norm(x, order), rel=1e-13)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("value", [2.0**-126, 2.0**-149, 2.0**-80, 2.0**64, 2.0**100, 3e38])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("length", [3, 5000])

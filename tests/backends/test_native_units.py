@@ -104,6 +104,7 @@ def test_products_leave_tensors_without_an_address():
 SPREAD = [0.0, 1e-300, 1e-42, 1e-8, 0.3, 1.0, 1 + 2**-30, 7.0, 1e30, 1e300, math.inf, math.nan]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 @pytest.mark.parametrize("eps", [0.0, 1e-3])
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 1.0, math.inf])

@@ -45,6 +45,7 @@ def true_norm(grads):
     return math.hypot(*(math.hypot(*grad.double().tolist()) for grad in grads))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", LISTS.values(), ids=LISTS.keys())
 @pytest.mark.parametrize("factor", ["ordinary", "large", "small", "zero"])
@@ -252,6 +253,7 @@ OUTLIERS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("value", [5.0, torch.nan, -torch.inf], ids=str)
 @pytest.mark.parametrize("outliers", OUTLIERS.values(), ids=OUTLIERS)
 def test_clip_by_value_finds_outliers_among_many_small_gradients(outliers, value):
@@ -302,6 +304,7 @@ TENSORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("writable", [False, True], ids=["read", "written"])
 @pytest.mark.parametrize("size", [1, 3, 4, 40, 60, 119, 120, 121])
 @pytest.mark.parametrize("name", TENSORS)

@@ -65,6 +65,7 @@ def test_clip_backward_returns_x_unchanged(rule):
     assert y.data_ptr() == x.data_ptr()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", FLOATS)

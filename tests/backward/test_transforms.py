@@ -145,6 +145,7 @@ def test_formula_raises_on_nonfinite(rule):
         torch.autograd.grad(y, x, root, create_graph=True)
 
 
+@pytest.mark.covering(1)
 @NEEDS_DYNAMO
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
@@ -179,6 +180,7 @@ def test_compiled_graph_refuses_to_wait():
         compiled(normal(5).requires_grad_(), ClipByNorm(1.0), "error")
 
 
+@pytest.mark.covering(1)
 @NEEDS_DYNAMO
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("traced", [False, True], ids=["eager-backward", "compiled-autograd"])

@@ -131,6 +131,7 @@ def served(providers):
     ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("provider", "rule", "dtype"), served(IN_PLACE))
 def test_provider_clips_right(provider, rule, dtype):
     gradients = Gradients(SMALL, dtype, CPU)
@@ -143,6 +144,7 @@ def test_provider_clips_right(provider, rule, dtype):
         gradients.check(entry.result(output)[0], rule, limit, provider.tolerance)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("provider", "rule", "dtype"), served(OUT_OF_PLACE))
 def test_functional_provider_clips_right_and_leaves_its_gradients(provider, rule, dtype):
     gradients = Gradients(SMALL, dtype, CPU)

@@ -73,6 +73,7 @@ def test_peak_counts_what_an_operator_takes():
     assert peak(lambda: [x.clone().sum() for _ in range(4)]) < 2**22 + 2**16
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("grad_scale", [None, 2.0])
@@ -81,6 +82,7 @@ def test_clip_takes_little_memory(dtype, rule, grad_scale):
     assert peak(lambda: tritonclip.clip_(given, RULES[rule], grad_scale=grad_scale)) <= LIMIT
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("kind", list(GRADIENTS)[1:])
 @pytest.mark.parametrize("rule", ["global", "by-value"])
@@ -104,6 +106,7 @@ def test_clip_with_a_policy_takes_little_memory(rule, policy):
     assert peak(lambda: tritonclip.clip_(given, RULES[rule], nonfinite=policy)) <= LIMIT
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("rule", RULES)
 def test_clip_of_many_small_gradients_takes_little_memory(rule, backend):
@@ -119,6 +122,7 @@ def test_clip_takes_no_more_for_a_gradient_four_times_as_large(rule):
     assert peak(lambda: tritonclip.clip_(given, RULES[rule])) <= LIMIT
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("sizes", [[2**25 + 5, 2**25 + 7], [2**18] * 300], ids=["two", "many"])
 def test_clip_of_large_bfloat16_lists_takes_little_memory(rule, sizes):

@@ -41,6 +41,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", REFUSED)
 def test_clip_refuses_before_anything_is_written(device, case, rule):
@@ -82,6 +83,7 @@ ON_BATCHES = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", ON_BATCHES)
 @pytest.mark.parametrize("nested_in", [lambda f: f, torch.func.grad], ids=["vmap", "grad in vmap"])
 def test_calls_inside_vmap_point_to_functional(device, name, nested_in):
@@ -323,6 +325,7 @@ NO_PARAMETERS = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("given", NO_PARAMETERS)
 def test_clip_refuses_what_is_no_parameter(backend, given, rule):

@@ -34,6 +34,7 @@ def dense_of(one):
     return grad_of(one).to_dense().cpu().clone()
 
 
+@pytest.mark.covering(2)
 @BOTH
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("p", [0.0, 1.0, 2.0, 3.0, torch.inf], ids="p={}".format)
@@ -44,6 +45,7 @@ def test_sparse_norm_is_that_of_the_dense_gradient(device, coalesced, dtype, p):
     assert_norm(norm, expected)
 
 
+@pytest.mark.covering(2)
 @BOTH
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rule", [ClipByGlobalNorm(0.5), ClipByNorm(0.5)], ids=repr)

@@ -36,6 +36,7 @@ BOUNDS = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("low", "high"), BOUNDS, ids="{:.3g}".format)
 def test_clip_by_value_clamps_to_the_rounded_bounds(device, dtype, low, high):

@@ -83,6 +83,7 @@ def _list(mesh: Any, missing: Any, dtype: torch.dtype = torch.float32) -> Any:
     return parameters, [*wholes, others[2].grad.clone()]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("missing", MISSING)
 @pytest.mark.parametrize("p", ORDERS)
 @in_processes(2, 4)

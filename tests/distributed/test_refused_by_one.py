@@ -88,6 +88,7 @@ def _check(named: dict[str, Any], call: Callable[[], object], error: Any, messag
     assert_same_everywhere(norm)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("rule", RULES)
 @in_processes(2, 4)

@@ -84,6 +84,7 @@ def assert_equals_eager(step, device):
             torch.testing.assert_close(one.data, other.data, rtol=2e-2, atol=1e-6)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rule", RULES)
 def test_compiled_clip_equals_eager(device, rule):
     assert_equals_eager(lambda params: tritonclip.clip_(params, rule), device)

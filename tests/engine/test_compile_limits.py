@@ -82,7 +82,7 @@ def check(call: Callable[..., Any], device: torch.device, arguments: list[Any]) 
     assert 0 < counter.frame_count <= GRAPHS
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @each_call
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_compiled_call_with_a_number_that_changes_has_few_graphs(device, call, kind):

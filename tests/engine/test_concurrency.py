@@ -182,6 +182,7 @@ def test_threads_clip_equal_lists_at_once(backend, rule, dtype, sizes, threads, 
     run_in_threads(work, threads)
 
 
+@pytest.mark.covering(1)
 @NEEDS_FORK
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("sizes", SIZES)

@@ -28,6 +28,7 @@ def only_directly(monkeypatch):
         yield patch
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("scale", [None, 8.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:tritonclip's kernels read:UserWa
 LARGE = (129, 128)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("rule", ["global", "by-norm", "by-value"])
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_clip_after_one_change_is_right(device, mutation, rule):
@@ -37,6 +38,7 @@ def test_clip_after_one_change_is_right(device, mutation, rule):
             take_step(world, (change, 1, (5, 4), torch.float32, keep, rule, "list"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tied", [tie, alias])
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_clip_after_one_change_of_a_tied_list_is_right(device, mutation, tied):
@@ -120,6 +122,7 @@ THREADS = 6
 SIZES = (3, 0, CHUNK + 1, 20)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.usefixtures("frequent_switches")
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter of Triton is not thread-safe")
 @pytest.mark.parametrize("rule", ["global", "by-norm", "by-value"])

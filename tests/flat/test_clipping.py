@@ -20,6 +20,7 @@ from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, FlatGradients
 from tritonclip.flat import flat_gradients
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("max_norm", [1e-2, 1e9], ids=["clipped", "within"])

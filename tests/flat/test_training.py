@@ -9,8 +9,6 @@ import copy
 import io
 import math
 from collections.abc import Iterator
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ from torch.optim import SGD, AdamW
 import tritonclip
 from helpers import training
 from helpers.cases import assert_bits, copies, grad_of
-from helpers.workers import run_in_processes
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByValue, ClippedOptimizer, FlatGradients
 
 RULES = pytest.mark.parametrize(
@@ -396,45 +393,3 @@ def test_group_added_behind_the_wrapper_is_noticed():
     model(torch.ones(4, 6)).sum().backward()
     with pytest.raises(ValueError, match=r"lacks param_groups\[1\]\['params'\]\[0\]"):
         optimizer.step()
-
-
-def _distributed(rank: int, folder: Path) -> None:
-    """One of two processes: DDP over FlatGradients, each with a batch of its own."""
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/init",
-        rank=rank,
-        world_size=2,
-        # Without it a process that lost the other one waits for half an hour.
-        timeout=timedelta(seconds=30),
-    )
-    model = model_of().double()
-    parallel = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = optimizer_of(model, 0.5, flat=True)
-    for batch in batches(4):
-        parallel(batch.double() + rank).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert optimizer.flat is not None
-    optimizer.flat.check()
-    if rank == 0:
-        torch.save([p.detach() for p in model.parameters()], folder / "ours.pt")
-    # First: the Reducer that ends after its group may wait for ever for a thread of gloo.
-    del parallel
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-def test_ddp_reduces_into_the_views(tmp_path: Path) -> None:
-    # In float64: processes and threads may multiply matrices in different orders.
-    run_in_processes(_distributed, tmp_path)
-    model = model_of().double()
-    optimizer = optimizer_of(model, 0.5, flat=False)
-    for batch in batches(4):
-        for rank in range(2):
-            (model(batch.double() + rank).square().sum() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.testing.assert_close(
-        torch.load(tmp_path / "ours.pt"), [p.detach() for p in model.parameters()], **CLOSE
-    )

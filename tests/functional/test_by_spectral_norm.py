@@ -54,6 +54,7 @@ def error(clipped: Tensor, x: Tensor, limit: float, *, soft: bool) -> float:
     return reference.singular_value(clipped.cpu().double() - truth)
 
 
+@pytest.mark.covering(2)
 @FORMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("name", spectra(8))
@@ -92,6 +93,7 @@ def test_clip_by_spectral_norm_with_less_exact_products_is_within_one_percent(mo
         assert error(clipped, x, 1.0, soft=soft) <= 1e-2 + 1e-3 * largest
 
 
+@pytest.mark.covering(2)
 @FORMS
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(

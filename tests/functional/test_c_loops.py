@@ -117,6 +117,7 @@ def test_results_have_the_bits_of_the_other_ways(name, limit, dtype, some, by_ot
     assert_bits(tensors, before)
 
 
+@pytest.mark.covering(2)
 @functions
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -0.0, 1e30, 1e-30, 1e200, 1e-200], ids=str)
@@ -219,6 +220,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.usefixtures("reading")
 @pytest.mark.filterwarnings("ignore:.*quantize")
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -370,6 +372,7 @@ def test_lists_may_change_meanwhile(function, monkeypatch):
     assert_bits(function(tensors, 0.5), expected)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.plain_empty
 @pytest.mark.usefixtures("reading")
 @pytest.mark.parametrize("name", ["value", "norm", "global"])
@@ -478,6 +481,7 @@ def test_derivatives_are_those_of_the_other_ways_at_extremes(name, value, by_oth
         )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("bounds", [(-1.0, 0.3), (None, 0.3), (0.5, 0.5), (-math.inf, -1e30)])
 @pytest.mark.parametrize("value", [None, -1.0, 0.3, 0.5, math.nan, math.inf, -math.inf], ids=str)

@@ -54,6 +54,7 @@ def scaled(tensors, norms, limits):
     ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("limit", [0.5, 1e6, 0.0, math.inf])
 @pytest.mark.parametrize("dtype", [*FLOATS, pytest.param(None, id="mixed")])
 def test_clip_by_global_norm_is_the_stated_formula(device, dtype, limit):
@@ -99,6 +100,7 @@ def test_clip_by_rms_and_average_norm_are_norms_over_counts(device, dtype):
             )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("dim", [0, -1, (0, 2), [1, 2]], ids=str)
 def test_clip_by_norm_over_dimensions_measures_each_slice(device, dtype, dim):

@@ -28,7 +28,7 @@ CHUNK = 16_384
 # the chunk.
 SIZES = (0, 1, 7, 2047, 2048, 2049, 4095, 4096, 4097, 8191, 8192, 8193, 16383, 16384, 16385)
 LARGE = 2 * CHUNK + 5 if INTERPRETED else 1_000_003
-MANY = 200 if INTERPRETED else 10_000
+MANY = 200 if INTERPRETED else 4_000
 
 
 def named(dtypes: Iterable[torch.dtype]) -> list[object]:
@@ -158,6 +158,8 @@ def assert_bits(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
         left, right = ours.detach().cpu(), truth.detach().cpu()
         if left.is_complex():
             left, right = torch.view_as_real(left.resolve_conj()), torch.view_as_real(right)
+        if torch.equal(bits(left), bits(right)):
+            continue
         wrong = (bits(left) != bits(right)) & ~(left.isnan() & right.isnan())
         if wrong.any():
             at = tuple(wrong.nonzero()[0].tolist())

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 from typing import Any
 
 import pytest
 import torch
 
 from helpers.cases import normal, parameter
-from helpers.workers import python
 from tritonclip import ClipByValue, ClippedOptimizer
 from tritonclip.integrations.trainers import metrics_of, wrapper_in
 
@@ -92,6 +93,22 @@ def test_wrapper_in_looks_through_the_wrappers_of_trainers():
     assert wrapper_in(None) is None
 
 
+def hide(package, monkeypatch):
+    """Makes an import of a package fail, whatever of it was imported."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+
+
+def error_of_import(integration, monkeypatch):
+    """The error of an integration that is imported anew."""
+    name = f"tritonclip.integrations.{integration}"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        importlib.import_module(name)
+    return caught.value
+
+
 @pytest.mark.parametrize(
     ("module", "packages"),
     [
@@ -100,35 +117,24 @@ def test_wrapper_in_looks_through_the_wrappers_of_trainers():
     ],
     ids=["lightning", "transformers"],
 )
-def test_integration_names_the_extra_of_a_package_that_is_missing(module, packages):
-    done = python(
-        "-c",
-        "import importlib, sys\n"
-        f"sys.modules.update(dict.fromkeys({packages!r}))\n"
-        "try:\n"
-        f"    importlib.import_module('tritonclip.integrations.{module}')\n"
-        "except ModuleNotFoundError as error:\n"
-        "    print(error, error.name, type(error.__cause__).__name__, sep='|')\n",
-    )
-    message, name, cause = done.stdout.strip().split("|")
-    assert f"needs {module}, which could not be imported" in message
-    assert 'expected the extra: pip install "tritonclip[integrations]"' in message
-    assert (name.partition(".")[0], cause) == (module, "ModuleNotFoundError")
+def test_integration_names_the_extra_of_a_package_that_is_missing(module, packages, monkeypatch):
+    for package in packages:
+        hide(package, monkeypatch)
+    error = error_of_import(module, monkeypatch)
+    assert f"needs {module}, which could not be imported" in str(error)
+    assert 'expected the extra: pip install "tritonclip[integrations]"' in str(error)
+    assert (error.name or "").partition(".")[0] == module
+    assert type(error.__cause__) is ModuleNotFoundError
 
 
-def test_integration_says_what_a_package_lacks_itself(tmp_path):
+def test_integration_says_what_a_package_lacks_itself(tmp_path, monkeypatch):
     """Rather than that pytorch_lightning is missing, too."""
     (tmp_path / "lightning").mkdir()
     (tmp_path / "lightning" / "__init__.py").write_text("import nothing_of_this_name\n")
-    done = python(
-        "-c",
-        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "sys.modules['pytorch_lightning'] = None\n"
-        "try:\n"
-        "    import tritonclip.integrations.lightning\n"
-        "except ModuleNotFoundError as error:\n"
-        "    print(error, error.name, sep='|')\n",
-    )
-    message, name = done.stdout.strip().split("|")
-    assert name == "nothing_of_this_name"
-    assert 'pip install "tritonclip[integrations]"' in message
+    hide("lightning", monkeypatch)
+    monkeypatch.delitem(sys.modules, "lightning")
+    monkeypatch.syspath_prepend(tmp_path)
+    hide("pytorch_lightning", monkeypatch)
+    error = error_of_import("lightning", monkeypatch)
+    assert error.name == "nothing_of_this_name"
+    assert 'pip install "tritonclip[integrations]"' in str(error)

@@ -169,6 +169,7 @@ def loaded(values: Tensor, rule: Any, device: torch.device) -> ClipState:
     return state
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["spread", "equal", "two", "geometric", "extreme", "tiny"])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_quantile_of_any_window(backend, window, kind):

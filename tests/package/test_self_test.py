@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 import tritonclip
 from helpers.broken_verbs import break_norm
 from helpers.workers import python
+from tritonclip.backends import choose
 from tritonclip.backends.operators import TorchBatch
 from tritonclip.cli import main
 
@@ -45,17 +48,17 @@ def test_self_test_says_that_there_is_no_gpu_and_its_backend(monkeypatch, capsys
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what is said without a GPU")
 @pytest.mark.parametrize("installed", [True, False], ids=["triton", "no triton"])
 @pytest.mark.parametrize("cuda", ["13.0", None], ids=["cuda", "cpu"])
-def test_self_test_says_why_a_gpu_would_be_slow(cuda, installed):
+def test_self_test_says_why_a_gpu_would_be_slow(cuda, installed, monkeypatch, capsys):
     """A torch without CUDA finds no GPU, and needs no triton."""
+    monkeypatch.setattr(choose, "triton_fault", choose.triton_fault.__wrapped__)
     if installed:
         pytest.importorskip("triton")
-    blocked = "" if installed else "; sys.modules['triton'] = None"
-    done = python(
-        "-c",
-        f"import sys, torch{blocked}; torch.version.cuda = {cuda!r}\n"
-        "from tritonclip.cli import main; sys.exit(main(['doctor']))",
-    )
-    lines = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    else:
+        monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    main(["doctor"])
+    printed = capsys.readouterr()
+    lines = dict(line.split(maxsplit=1) for line in printed.out.splitlines())
     assert (lines["triton"] == "not installed") is not installed
     if cuda is None:
         assert lines["gpu"].endswith("is built without CUDA and ROCm")
@@ -64,7 +67,7 @@ def test_self_test_says_why_a_gpu_would_be_slow(cuda, installed):
     else:
         assert "the torch backend would serve one: tritonclip uses its slower" in lines["gpu"]
         assert "triton is not installed: run pip install" in lines["gpu"]
-    assert not done.stderr
+    assert not printed.err
 
 
 def test_self_test_fails_with_a_reason_where_a_backend_is_wrong(monkeypatch, capsys):
@@ -74,11 +77,12 @@ def test_self_test_fails_with_a_reason_where_a_backend_is_wrong(monkeypatch, cap
     assert "self-test failed: VerificationError: " in capsys.readouterr().out
 
 
-def test_self_test_fails_with_a_reason_where_the_backend_cannot_serve():
-    done = python("-m", "tritonclip", TRITONCLIP_BACKEND="triton")
-    assert done.returncode == 1
-    assert "self-test failed: RuntimeError: the triton backend was asked for, but" in done.stdout
-    assert not done.stderr
+def test_self_test_fails_with_a_reason_where_the_backend_cannot_serve(monkeypatch, capsys):
+    monkeypatch.setenv("TRITONCLIP_BACKEND", "triton")
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr()
+    assert "self-test failed: RuntimeError: the triton backend was asked for, but" in printed.out
+    assert not printed.err
 
 
 @pytest.mark.parametrize(
@@ -88,8 +92,9 @@ def test_self_test_fails_with_a_reason_where_the_backend_cannot_serve():
         ("TRITONCLIP_VERIFY", "yse", "expected '1' or '0', got 'yse'"),
     ],
 )
-def test_self_test_fails_with_a_reason_where_a_variable_is_wrong(variable, value, message):
-    done = python("-m", "tritonclip", **{variable: value})
-    assert done.returncode == 1
-    assert done.stdout == f"{variable}: {message}\n"
-    assert not done.stderr
+def test_self_test_fails_with_a_reason_where_a_variable_is_wrong(
+    variable, value, message, monkeypatch, capsys
+):
+    monkeypatch.setenv(variable, value)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr() == (f"{variable}: {message}\n", "")

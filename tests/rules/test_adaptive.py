@@ -8,6 +8,7 @@ from array import array
 from collections import Counter
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -187,13 +188,13 @@ def test_numbers_on_the_host_advance_as_tensors(rule, units):
     state = array("d", rule.start()) * n
     tolerance: dict[str, Any] = {"rtol": units * 2.0**-52, "atol": 0.0, "equal_nan": True}
     series = [histories.norms(seed=seed) for seed in range(n)]
+    found: tuple[list[Any], list[Any]] = ([], [])
     for norms in zip(*series, strict=True):
-        (limits, ours), (expected, theirs) = (
-            way(rule, state, list(norms)) for way in (of_numbers, of_tensors)
-        )
-        torch.testing.assert_close(limits, expected, **tolerance)
-        torch.testing.assert_close(ours.tolist(), theirs.tolist(), **tolerance)
-        state = ours
+        results = [way(rule, state, list(norms)) for way in (of_numbers, of_tensors)]
+        for steps, (limits, after) in zip(found, results, strict=True):
+            steps.append(torch.tensor([*np.ravel(limits), *after], dtype=torch.float64))
+        state = results[0][1]
+    torch.testing.assert_close(*map(torch.stack, found), **tolerance)
 
 
 @pytest.mark.parametrize("n", [1, 150, 151, 1000])

@@ -59,6 +59,7 @@ def test_rule_by_norm_takes_every_norm_type(kind, norm_type):
     assert kind(1.0, norm_type=norm_type).norm_type == norm_type
 
 
+@pytest.mark.covering(2)
 @BY_NORM
 @pytest.mark.parametrize("argument", ["max_norm", "norm_type", "eps"])
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.filterwarnings("ignore:tritonclip's kernels read")
 @pytest.mark.parametrize("grad_layout", LAYOUTS)
 @pytest.mark.parametrize("weight_layout", LAYOUTS)
