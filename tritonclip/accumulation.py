@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tritonclip.clipping import Nonfinite, Parameters
 from tritonclip.distributed.gradients import collect
@@ -54,9 +57,10 @@ def accumulate_(
 
         grad = grad + g * min(1, max_norm / (norm(g) + eps))
 
-    In the block `.grad` is None, so that backward keeps the gradient apart. After it `.grad` has
-    the sum of clipped gradients, as an optimizer expects it: a call of :func:`clip_` and one of
-    `torch._foreach_add_`, for which the host does not wait. Memory grows by one gradient list.
+    In the block `.grad` is None, so that backward keeps the gradient apart; a step of an optimizer
+    raises there. After it `.grad` has the sum of clipped gradients, as an optimizer expects it. The
+    block ends with a call of :func:`clip_` and one of `torch._foreach_add_`, without a wait for the
+    device. Memory grows by one gradient list.
 
     Example:
         >>> import torch, tritonclip
@@ -100,8 +104,8 @@ def accumulate_(
         TypeError: a rule that does not clip by one norm; gradients that :func:`clip_` refuses too.
         ValueError: no parameter to clip; at the end of a block, a `.grad` from before that cannot
             be written, or that two parameters share.
-        RuntimeError: a block that left no gradient, a block within another one, or a
-            DistributedDataParallel that would reduce gradients in it.
+        RuntimeError: a block that left no gradient, a block within another one, a step of an
+            optimizer, or a DistributedDataParallel that would reduce gradients in it.
 
     Notes:
         If an exception leaves the block, or the block raises, `.grad` is as before, also of
@@ -192,6 +196,8 @@ class MicroBatch:
             )
         if isinstance(self._argument, Module) and dist.is_available() and dist.is_initialized():
             _refuse_average(self._argument)
+        if not torch.compiler.is_compiling():
+            _watch_steps()
         self._sums = [p.grad for p in self._parameters]
         try:
             _open_blocks[id(self)] = self._ids
@@ -258,8 +264,8 @@ class MicroBatch:
         if gradients.plan is None or lacks:
             raise RuntimeError(
                 f"the block of accumulate_ left no gradient in any of {len(clipped)} parameters; "
-                "expected loss.backward() inside of it, and gradients that are reduced: without "
-                "set_requires_gradient_sync(False) of FSDP2"
+                "expected loss.backward() inside of it, zero_grad() after it, and gradients that "
+                "are reduced: without set_requires_gradient_sync(False) of FSDP2"
             )
         if both:
             _add_([total for total, _ in both], [grad for _, grad in both])
@@ -314,6 +320,24 @@ class MicroBatch:
 
     def _label(self, index: int) -> str:
         return names_at([index], self._argument, self._label_of)[0]
+
+
+@cache
+def _watch_steps() -> None:
+    """Makes every optimizer ask whether a block is open; costs a step less than 1 us."""
+    register_optimizer_step_pre_hook(_refuse_step)
+
+
+def _refuse_step(optimizer: Optimizer, *_: object) -> None:
+    """Refuses a step with gradients of an open block, which are not clipped yet."""
+    if not _open_blocks:
+        return
+    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not all(map(ids.isdisjoint, list(_open_blocks.values()))):
+        raise RuntimeError(
+            "a step within a block of accumulate_ would update parameters by the gradient of one "
+            "micro-batch, before it is clipped; expected optimizer.step() after the block"
+        )
 
 
 def _refuse_average(model: Module) -> None:

@@ -11,7 +11,15 @@ from torch import Tensor
 
 import tritonclip
 from helpers import reference
-from helpers.cases import FLOATS, INTERPRETED, assert_bits, assert_norm, copies, normal
+from helpers.cases import (
+    FLOATS,
+    INTERPRETED,
+    assert_bits,
+    assert_norm,
+    copies,
+    grad_of,
+    normal,
+)
 from helpers.graphs import NEEDS_DYNAMO
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClippedOptimizer, accumulate_
 from tritonclip.accumulation import MicroBatch
@@ -508,3 +516,33 @@ def test_accumulate_refuses_a_list_without_parameters_to_clip(marked):
         param.need_clip = False
     with pytest.raises(ValueError, match="accumulate_ got no parameter to clip"):
         accumulate_(params, 0.5)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "wrapped"])
+def test_a_step_within_a_block_is_refused_and_changes_nothing(wrapped):
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    stepped = tritonclip.ClippedOptimizer(optimizer, 1.0) if wrapped else optimizer
+    weight.grad = torch.tensor([0.25, 0.5])
+
+    def step_within():
+        with tritonclip.accumulate_([weight], 0.5):
+            (3 * weight).sum().backward()
+            stepped.step()
+
+    with pytest.raises(RuntimeError, match=r"expected optimizer.step\(\) after the block"):
+        step_within()
+    assert torch.equal(weight, torch.tensor([1.0, 2.0]))
+    assert torch.equal(grad_of(weight), torch.tensor([0.25, 0.5]))
+    stepped.step()
+    assert not torch.equal(weight, torch.tensor([1.0, 2.0]))
+
+
+def test_other_optimizers_step_within_a_block():
+    weight, other = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    other.grad = torch.ones(1)
+    with tritonclip.accumulate_([weight], 1.0):
+        (2 * weight).sum().backward()
+        torch.optim.SGD([other], lr=0.5).step()
+    assert other.item() == 0.5
+    assert grad_of(weight).item() == pytest.approx(1.0, rel=1e-6)

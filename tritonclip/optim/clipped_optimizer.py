@@ -122,8 +122,9 @@ class ClippedOptimizer(ScalerSide):
               gradients, and the finite ones next to them. See :meth:`synchronize`.
 
             The last three check all gradients, including those that are not clipped. A step that a
-            GradScaler skips because of an overflow raises no error, and counts in
-            `stats.overflowed_steps` alone.
+            GradScaler skips because of an overflow raises no error. It counts in
+            `stats.overflowed_steps` alone, if the wrapper hears of it: torch's scaler tells only
+            fused optimizers.
         skip_above: skips a step, as "skip" does, if the norm of its gradients is larger: a number,
             or :class:`Outlier` for a limit that follows the norms of earlier steps, and their
             losses, if the attribute `loss` is set before each step. The norm is the 2-norm before
