@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from tritonclip.clipping import Nonfinite, Parameters
 from tritonclip.distributed.gradients import collect
@@ -141,6 +141,8 @@ class MicroBatch:
     norm: Tensor | None = None
     # Until the first block begins, or is refused.
     _is_unused = False
+    # By which optimizers refuse a step in a block.
+    _hook: RemovableHandle | None = None
 
     def __init__(
         self,
@@ -174,7 +176,7 @@ class MicroBatch:
 
     def __del__(self) -> None:
         # Where Ctrl-C interrupted the entry.
-        _open_blocks.pop(id(self), None)
+        self._close()
         if self._is_unused:
             warn_user(
                 "accumulate_ was called without a block, and clips nothing; expected `with "
@@ -197,7 +199,7 @@ class MicroBatch:
         if isinstance(self._argument, Module) and dist.is_available() and dist.is_initialized():
             _refuse_average(self._argument)
         if not torch.compiler.is_compiling():
-            _watch_steps()
+            self._hook = register_optimizer_step_pre_hook(_refuse_step)
         self._sums = [p.grad for p in self._parameters]
         try:
             _open_blocks[id(self)] = self._ids
@@ -236,7 +238,12 @@ class MicroBatch:
         for parameter, total in zip(self._parameters, sums, strict=True):
             parameter.grad = total
         self._sums = None
+        self._close()
+
+    def _close(self) -> None:
         _open_blocks.pop(id(self), None)
+        if self._hook is not None:
+            self._hook.remove()
 
     def _added_to(self, sums: list[Tensor | None]) -> list[Tensor | None]:
         """The sums after the gradients were clipped and added; in place where there was one."""
@@ -322,16 +329,8 @@ class MicroBatch:
         return names_at([index], self._argument, self._label_of)[0]
 
 
-@cache
-def _watch_steps() -> None:
-    """Makes every optimizer ask whether a block is open; costs a step less than 1 us."""
-    register_optimizer_step_pre_hook(_refuse_step)
-
-
 def _refuse_step(optimizer: Optimizer, *_: object) -> None:
     """Refuses a step with gradients of an open block, which are not clipped yet."""
-    if not _open_blocks:
-        return
     ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if not all(map(ids.isdisjoint, list(_open_blocks.values()))):
         raise RuntimeError(
