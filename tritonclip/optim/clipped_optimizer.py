@@ -451,7 +451,7 @@ class ClippedOptimizer(ScalerSide):
             may_skip = self._policy.skips or self._log.states.outliers.skip_above is not None
             skip = step.is_unwanted() if may_skip else False
             self._unfinished = None
-        overflow = scaler.overflow
+        overflow = scaler.overflow if has_scaler else False
         step.verdict = TAKEN
         if overflow is not False or skip is not False or self._policy.is_late:
             step.verdict = self._judge(step, overflow, skip)
