@@ -6,6 +6,7 @@ interrupted.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,6 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from helpers.cases import assert_bits, copies, grad_of
 from helpers.training import state_of
 from tritonclip import (
+    ClipByGlobalNorm,
     ClipByNorm,
     ClipByOwnHistory,
     ClipByQuantile,
@@ -402,6 +404,44 @@ def test_only_a_step_that_changes_nothing_is_not_counted(rate, size, rule):
     weight.grad = torch.full((2,), size)
     optimizer.step()
     assert int(optimizer.stats.steps) == (rate > 0 or size > 0)
+
+
+def test_a_step_whose_norms_alone_are_zero_is_counted():
+    """The smallest magnitude of a gradient is 0, or that of a group which nothing clips is not."""
+    weight, other = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    smallest = ClippedOptimizer(SGD([weight], lr=0.0), ClipByGlobalNorm(1.0, norm_type=-math.inf))
+    weight.grad = torch.tensor([0.0, 5.0])
+    smallest.step()
+    assert int(smallest.stats.steps) == 1
+
+    groups: list[dict[str, Any]] = [{"params": [weight]}, {"params": [other], "clip": None}]
+    optimizer = ClippedOptimizer(SGD(groups, lr=0.0), 1.0)
+    weight.grad, other.grad = torch.zeros(2), torch.ones(2)
+    optimizer.step()
+    assert int(optimizer.stats.steps) == 1
+
+
+class _EmptyStates(Optimizer):
+    """Asks for the state of each parameter, and keeps nothing in it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                assert not self.state[parameter]
+
+
+def test_states_without_entries_come_back():
+    weight, twin = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer, other = (ClippedOptimizer(_EmptyStates([p]), 1.0) for p in (weight, twin))
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert saved["state"] == {0: {}}
+    other.load_state_dict(saved)
+    assert int(other.stats.steps) == 1
 
 
 MEMORIES = [ClipByQuantile(0.5, 5), ClipByOwnHistory(warmup=2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from weakref import ref
 
 import pytest
 import torch
@@ -211,3 +212,27 @@ def test_step_of_lbfgs_refuses_to_go_without_a_loss(args):
         wrapper.step(*args)
     assert weight.tolist() == [0.0, 0.0]
     assert grad_of(weight).tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("policy", ["propagate", *JUDGING])
+def test_gradients_of_earlier_evaluations_are_freed(policy):
+    """But for those of the first, whose step is logged."""
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(20))
+    matrix, target = torch.randn(10, 20), torch.randn(10)
+    inner = torch.optim.LBFGS([weight], max_iter=10, line_search_fn="strong_wolfe")
+    optimizer = ClippedOptimizer(inner, 10.0, nonfinite=policy)
+    grads: list[ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def closure():
+        optimizer.zero_grad(set_to_none=True)
+        alive.append(sum(grad() is not None for grad in grads))
+        loss = (matrix @ weight - target).square().mean() + weight.pow(4).mean()
+        loss.backward()
+        grads.append(ref(grad_of(weight)))
+        return loss
+
+    optimizer.step(closure)
+    assert len(alive) > 5
+    assert max(alive) <= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import gcd
 from operator import add, gt
 from typing import NamedTuple
@@ -131,15 +132,13 @@ def find_overlap(regions: Sequence[Region]) -> tuple[int, int] | None:
         regions: each without overlap in itself.
     """
     reaching: list[int] = []
-    for index in sorted(
-        range(len(regions)), key=lambda i: (str(regions[i].device), regions[i].start)
-    ):
+    ends = [region.end for region in regions]
+    order = sorted(range(len(regions)), key=lambda i: (str(regions[i].device), regions[i].start))
+    for index in order:
         second = regions[index]
-        reaching = [
-            i
-            for i in reaching
-            if regions[i].end > second.start and regions[i].device == second.device
-        ]
+        if reaching and regions[reaching[0]].device != second.device:
+            reaching = []
+        reaching = [i for i in reaching if ends[i] > second.start]
         for other in reaching:
             first = regions[other]
             if _is_sum(second.start - first.start, _steps(first.runs, second.runs)):
@@ -163,17 +162,21 @@ def _runs(tensor: Tensor) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-def _steps(first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]) -> list[_Steps]:
+# Slices of one matrix, of which each is compared with all others, have the same runs.
+@lru_cache(maxsize=64)
+def _steps(
+    first: tuple[tuple[int, int], ...], second: tuple[tuple[int, int], ...]
+) -> tuple[_Steps, ...]:
     """The steps from the start of one region to a byte of it, and from a byte of another back."""
     strides = sorted({stride for stride, _ in (*first, *second)}, reverse=True)
-    return [
+    return tuple(
         (
             stride,
             sum(1 - n for s, n in second if s == stride),
             sum(n - 1 for s, n in first if s == stride),
         )
         for stride in strides
-    ]
+    )
 
 
 def _is_sum(distance: int, steps: Sequence[_Steps]) -> bool:

@@ -50,7 +50,7 @@ def keep_rules_out_(optimizer: Optimizer) -> None:
 
 def with_part(state_dict: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint with the wrapper's own part, as it is, and in the groups as bytes."""
-    part["has_state"] = torch.tensor(bool(state_dict["state"]), device="cpu")
+    part["has_state"] = torch.tensor(any(state_dict["state"].values()), device="cpu")
     # torch compares the values of a group's parameters: those of bytes, where a NaN equals itself.
     buffer = io.BytesIO()
     torch.save(part, buffer)

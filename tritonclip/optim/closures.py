@@ -117,7 +117,9 @@ def step_evaluating(
                 "This was a later evaluation of the closure within a step. Parameters and state "
                 + ("are those before the step" if restore else "are as changed by the step so far")
             )
-        steps.append(step)
+        if not steps:
+            # Later ones would keep the gradients of each evaluation.
+            steps.append(step)
         outcomes.append(_clip_(step))
         return loss
 

@@ -304,18 +304,17 @@ class Step:
 
     @torch.compiler.disable
     def is_idle(self) -> bool:
-        """Whether the step had learning rates and norms of 0; waits for the device for the norms.
-
-        Without norms, whether it had gradients of 0.
-        """
+        """Whether the step had learning rates and gradients of 0; waits for the device."""
         for group in self.param_groups:
             rate = group.get("lr")
             on_host = rate.device.type == "cpu" if isinstance(rate, Tensor) else rate is not None
             if not on_host or rate != 0:
                 return False
-        norms = [outcome.norm for outcome in self.outcomes.values() if outcome is not None]
-        read = norms or [grad for group in self.clip_groups for grad in group.gradients.tensors]
-        return not any(is_captured(t.device) or t.is_meta or bool(t.any()) for t in read)
+        # Norms first: one for many gradients, and the same in every process.
+        if _has_nonzero(o.norm for o in self.outcomes.values() if o is not None):
+            return False
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return not _has_nonzero(p.grad for p in parameters if p.grad is not None)
 
     def written_to(self) -> list[Tensor]:
         """The tensors whose versions tell of a write: gradients, or the buffers that hold them."""
@@ -407,3 +406,13 @@ def _error_of(groups: Sequence[ClipGroup]) -> Exception | None:
 def version_of(tensor: Tensor) -> int:
     """How often it was written to; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _has_nonzero(tensors: Iterable[Tensor]) -> bool:
+    """Whether any element is not 0, or cannot be read; waits once."""
+    flags: list[Tensor] = []
+    for x in tensors:
+        if is_captured(x.device) or x.is_meta or x.layout != torch.strided:
+            return True
+        flags.append(x.any())
+    return bool(flags) and bool(torch.stack([f.to(flags[0].device) for f in flags]).any())
