@@ -332,6 +332,8 @@ def test_readme_stays_short() -> None:
 
 
 def test_pre_commit_runs_the_pinned_ruff() -> None:
+    if not (ROOT / ".pre-commit-config.yaml").exists():
+        pytest.skip("an archive has no settings of git")
     pinned = re.search(r"^ruff==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     hook = re.search(
         r"^    rev: v(\S+)$", (ROOT / ".pre-commit-config.yaml").read_text(), re.MULTILINE
