@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonclip import settings
-from tritonclip.backends.operators import MOST_IN_FLOAT64
 from tritonclip.distributed.partial_sums import PartialSum, sums_of, zeros_for
 from tritonclip.distributed.process_groups import (
     ERRORS,
@@ -302,14 +301,13 @@ class Replicas:
         ]
         tolerance = _TOLERANCE[bool(every) and all(entry.wide for entry in every)]
         for ours, right in zip(reduced.tolist(), expected, strict=True):
-            if not _has_digits(right, self._norm_type):
-                continue
             same = ours == right or (math.isnan(ours) and math.isnan(right))
             if not same and not abs(ours - right) <= tolerance * abs(right):
                 raise VerificationError(
                     f"tritonclip reduced a norm of order {self._norm_type} to {ours!r}, its plain "
-                    f"reference to {right!r}. This is a bug in tritonclip or in its compiler: use "
-                    "tritonclip.use_backend('torch') and report it"
+                    f"reference to {right!r}. Float64 gradients this large or small are beyond the "
+                    "limits of range in docs/clipping.md; scale the loss. Other numbers are a bug "
+                    "in tritonclip or in its compiler: report it"
                 )
 
 
@@ -373,13 +371,6 @@ def _entry(
         tensor.dtype in (torch.float64, torch.complex128),
         tensor.numel() == 0,
     )
-
-
-def _has_digits(norm: float, p: float) -> bool:
-    """Whether the power of a norm, as it is sent, has all digits of float64."""
-    if not 0 < norm < math.inf or not 0 < p <= MOST_IN_FLOAT64:
-        return True
-    return -960 < p * math.log2(norm) < 1020
 
 
 def _alike(a: float, b: float) -> bool:
