@@ -145,6 +145,31 @@ def test_where_both_refuse_the_error_is_torchs():
     assert not patch.served_by_torch
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_arguments_may_be_named_as_torchs_are(name):
+    """Also the first, which may be an iterator."""
+    given: dict[str, dict[str, object]] = {
+        "clip_grad_norm_": {"max_norm": 1.0},
+        "clip_grad_value_": {"clip_value": 1.0},
+        "clip_grads_with_norm_": {"max_norm": 1.0, "total_norm": torch.tensor(5.0)},
+        "get_total_norm": {},
+    }
+    first, second = (parameters([torch.tensor([3.0, 4.0])]) for _ in range(2))
+
+    def clip(params):
+        if name == "get_total_norm":
+            return torch.nn.utils.get_total_norm(tensors=[grad_of(p) for p in params])
+        return getattr(torch.nn.utils, name)(parameters=iter(params), **given[name])
+
+    expected = clip(first)
+    with tritonclip.patch_torch() as patch:
+        found = clip(second)
+    assert not patch.served_by_torch
+    if expected is not None:
+        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(grad_of(second[0]), grad_of(first[0]))
+
+
 def test_an_iterator_is_read_once_for_both_functions():
     params = parameters([torch.tensor([3.0]), torch.tensor([4.0])])
     with (

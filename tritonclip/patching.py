@@ -116,16 +116,17 @@ def _replacement(name: str) -> Callable[..., Any]:
     original, ours = getattr(torch.nn.utils, name), getattr(torch_compat, name)
 
     @functools.wraps(original)
-    def clip(first: Any, *args: Any, **kwargs: Any) -> Any:
+    def clip(*args: Any, **kwargs: Any) -> Any:
         # Read once, for both functions.
-        first = list(first) if isinstance(first, Iterator) else first
+        args = tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)
+        kwargs = {k: list(v) if isinstance(v, Iterator) else v for k, v in kwargs.items()}
         try:
-            result = ours(first, *args, **kwargs)
+            result = ours(*args, **kwargs)
         except VerificationError:
             raise
         except (TypeError, ValueError, RuntimeError) as error:
             # Whatever raises has changed nothing; where torch refuses too, its error is raised.
-            result, reason = original(first, *args, **kwargs), f"{name}: {error}"
+            result, reason = original(*args, **kwargs), f"{name}: {error}"
             for patch in list(_patches):
                 patch.served_by_torch[reason] += 1
             if sum(patch.served_by_torch[reason] for patch in list(_patches)) == len(_patches):
@@ -135,8 +136,9 @@ def _replacement(name: str) -> Callable[..., Any]:
         if name == "clip_grad_norm_":
             for patch in list(_patches):
                 if patch.recorder is not None:
-                    limit = args[0] if args else kwargs["max_norm"]
-                    patch.recorder.add_(result, limit=float(limit))
+                    limit = args[1] if len(args) > 1 else kwargs["max_norm"]
+                    is_tensor = isinstance(limit, torch.Tensor)
+                    patch.recorder.add_(result, limit=limit if is_tensor else float(limit))
         return result
 
     return clip
