@@ -6,8 +6,6 @@ number is set that belongs to a rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
@@ -66,20 +64,6 @@ def wrapper_of(optimizer: Optimizer) -> Any:
     wrapper = None if guard is None else guard.wrapper()
     # A copy of an optimizer may have its hooks.
     return wrapper if getattr(wrapper, "optimizer", None) is optimizer else None
-
-
-@contextmanager
-def opened(optimizer: Optimizer) -> Iterator[None]:
-    """Steps of the optimizer in the block are meant."""
-    guard = _guard_of(optimizer)
-    if guard is None:
-        yield
-        return
-    before, guard.open = guard.open, True
-    try:
-        yield
-    finally:
-        guard.open = before
 
 
 def warn_of_no_gradient(n_parameters: int) -> None:
