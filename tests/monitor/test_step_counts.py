@@ -59,6 +59,10 @@ def tensors(*numbers, dtype=torch.float32):
     return [torch.tensor(number, dtype=dtype) for number in numbers]
 
 
+def flag(value):
+    return torch.tensor(value)
+
+
 @pytest.mark.parametrize(
     ("coefficients", "clipped"),
     [
@@ -169,8 +173,10 @@ def test_counts_cannot_be_read_while_a_graph_is_captured(monkeypatch):
 
 @pytest.mark.usefixtures("frequent_switches")
 @pytest.mark.parametrize("coefficients", [[0.5], tensors(0.5)], ids=["number", "tensor"])
-def test_threads_may_read_while_steps_are_counted(coefficients):
+@pytest.mark.parametrize("skip", [True, flag(True)], ids=["skip", "flag"])
+def test_threads_may_read_while_steps_are_counted(coefficients, skip):
     counts, n = StepCounts(CPU), 2000
+    skipped = Verdict(skip, False, skip)
     done = False
 
     def read():
@@ -180,13 +186,17 @@ def test_threads_may_read_while_steps_are_counted(coefficients):
     threads = [Thread(target=read) for _ in range(2)]
     for thread in threads:
         thread.start()
-    for _ in range(n):
-        counts.add(coefficients)
+    for i in range(n):
+        if i % 8:
+            counts.add(coefficients)
+        else:
+            counts.add([], skipped)
     done = True
     for thread in threads:
         thread.join()
     names = ("steps", "measured_steps", "clipped_steps", "well_clipped_steps")
-    assert by_name(counts) == dict.fromkeys(COUNTS, 0) | dict.fromkeys(names, n)
+    expected = dict.fromkeys(names, n - n // 8) | {"skipped_steps": n // 8}
+    assert by_name(counts) == dict.fromkeys(COUNTS, 0) | expected
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -212,10 +222,6 @@ def test_counts_loaded_to_another_device_are_there():
     file.seek(0)
     loaded = torch.load(file, map_location="meta", weights_only=False)
     assert loaded.device.type == loaded.consecutive_skips.device.type == "meta"
-
-
-def flag(value):
-    return torch.tensor(value)
 
 
 @pytest.mark.parametrize(

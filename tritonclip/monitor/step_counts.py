@@ -3,6 +3,7 @@
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
+from threading import RLock
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ _IN_A_ROW = "consecutive_skips"
 # Steps that are kept until one launch counts them all. A coefficient on a GPU keeps a block of 512
 # bytes meanwhile; to count it alone would take two launches.
 KEPT = 64
+# An operator lets other threads run, and two that add to the same counts at once lose steps. One
+# for all counts, which are copied and saved; a signal may come while its thread holds it.
+_ADDING = RLock()
 
 
 class StepCounts:
@@ -78,7 +82,8 @@ class StepCounts:
             self._add_uncertain(coefficients, left_out, verdict)
             return
         if left_out:
-            self._counts[5 if verdict.overflow else 4].add_(1)
+            with _ADDING:
+                self._counts[5 if verdict.overflow else 4].add_(1)
             if not verdict.overflow:
                 self.consecutive_skips.add_(1)
                 self._may_have_skipped = True
@@ -121,21 +126,16 @@ class StepCounts:
 
     def _count_kept(self) -> None:
         """Counts the kept steps; an error or an interrupt leaves them kept."""
-        steps: list[Sequence[float] | Tensor] = []
-        try:
-            while self._kept:
-                steps.append(self._kept.popleft())
-        except IndexError:
-            # Another thread took the last.
-            pass
-        if not steps:
-            return
-        try:
-            more = self._sums(steps)
-        except BaseException:
-            self._kept.extendleft(reversed(steps))
-            raise
-        self._counts.add_(more)
+        with _ADDING:
+            steps = [self._kept.popleft() for _ in range(len(self._kept))]
+            if not steps:
+                return
+            try:
+                more = self._sums(steps)
+            except BaseException:
+                self._kept.extendleft(reversed(steps))
+                raise
+            self._counts.add_(more)
 
     def _sums(self, steps: Sequence[Sequence[float] | Tensor]) -> Tensor:
         """The counts of these steps, int64[6]."""
@@ -173,7 +173,8 @@ class StepCounts:
         measured, clipped = no, no.expand(2)
         if coefficients:
             measured, clipped = taken, self._are_below(coefficients) & taken
-        self._counts.add_(torch.cat([taken, measured, clipped, skip, overflow]))
+        with _ADDING:
+            self._counts.add_(torch.cat([taken, measured, clipped, skip, overflow]))
         self.consecutive_skips.add_(skip[0]).mul_(~taken[0])
         self._may_have_skipped = True
 
