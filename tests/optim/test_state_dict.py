@@ -267,6 +267,7 @@ def test_damaged_clip_state_is_refused_or_goes_on(rule, data):
         ("last_norm", "5"),
         ("recorder", {"steps": 2**70}),
         ("recorder", [1]),
+        ("stepz", torch.tensor(1)),
     ],
     ids=str,
 )

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.messages import NamesAttributes, warn_user
+from tritonclip.messages import NamesAttributes, join_names, warn_user
 from tritonclip.monitor.step_counts import COUNTS, StepCounts
 from tritonclip.monitor.verdict import TAKEN, Verdict
 
@@ -260,10 +260,16 @@ class ClipStats(NamesAttributes):
         """Loads the result of `state_dict`; entries that are missing begin anew.
 
         Raises:
-            ValueError: an entry of another kind; nothing is loaded.
+            ValueError: an entry of another kind, or of another name; nothing is loaded.
         """
         if not isinstance(state, dict):
             raise ValueError(f"expected the result of ClipStats.state_dict(), got {state!r:.80}")
+        if unknown := [*state.keys() - {*COUNTS, *_LAST}]:
+            raise ValueError(
+                f"a saved state has no entry {join_names(sorted(map(repr, unknown)))}; expected "
+                "the result of state_dict() of this version of tritonclip, or of an earlier one. "
+                "Nothing was loaded"
+            )
         last = [_saved_number(name, state.get(name, self._nan())) for name in _LAST[:3]]
         self._counts.load(state)
         self.group_norms.clear()

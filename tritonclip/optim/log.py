@@ -119,6 +119,7 @@ class StepLog:
         recorded = part.pop("recorder", None)
         if recorded is not None:
             saved_place(recorded)
+        part.pop("has_state", None)
         stats = ClipStats(first_device(groups))
         stats.load_state_dict(part)
         return stats, states, recorded

@@ -126,7 +126,10 @@ def _remedy(refused: object) -> str:
 
 
 def of_rule(name: str) -> property:
-    """A number of a rule, which an optimizer refuses: set there, it would change nothing."""
+    """A number of a rule, which an optimizer has not: set there, it would change nothing."""
+
+    def read(optimizer: Any) -> None:
+        raise AttributeError(f"{name} belongs to a rule; expected optimizer.clip, {optimizer.clip}")
 
     def refuse(_: object, value: object) -> None:
         raise AttributeError(
@@ -134,4 +137,4 @@ def of_rule(name: str) -> property:
             f"as optimizer.clip = ClipByGlobalNorm(2.0), got {name} = {value!r:.40}"
         )
 
-    return property(fset=refuse)
+    return property(read, refuse)
