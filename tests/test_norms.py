@@ -160,7 +160,7 @@ def test_no_gradient_at_all_gives_zeros():
 
 
 def test_tensors_that_are_no_parameters_are_noticed():
-    with pytest.warns(UserWarning, match="no gradient clipping will occur"):
+    with pytest.warns(UserWarning, match="no norm is measured"):
         assert tritonclip.norms_by_name([torch.ones(2)]) == {}
 
 

@@ -216,7 +216,7 @@ class NamedNorms:
         return measured
 
     def _warn(self) -> None:
-        if self.gradients.plan is None and (text := self.gradients.warning()):
+        if self.gradients.plan is None and (text := self.gradients.warning("no norm is measured")):
             warn_user(text)
 
     def by_name(self, norms: Tensor, p: float) -> dict[str, Tensor]:
