@@ -242,6 +242,30 @@ def test_add_with_flags_counts_by_them(left_out, overflow, skip, names, in_a_row
     assert int(counts.consecutive_skips) == in_a_row
 
 
+def test_add_with_flags_runs_two_operators():
+    """Each is a launch on a GPU: the sums wait for the 64th step."""
+    counts = StepCounts(CPU)
+    coefficients, verdict = tensors(0.5), Verdict(flag(True), False, flag(True))
+    with _Functions() as functions:
+        counts.add(coefficients, verdict)
+    names = {function.__name__ for function in functions.called}
+    assert names - {"__get__", "to", "reshape"} == {"add_", "mul_"}
+
+
+def test_many_steps_of_every_kind_are_counted():
+    """More than are kept, so that some are counted on the way."""
+    counts, n = StepCounts(CPU), 90
+    for i in range(n):
+        left_out, overflow = i % 3 == 0, i % 6 == 0
+        counts.add(tensors(0.5), Verdict(flag(left_out), flag(overflow), flag(left_out)))
+        counts.add([1.0])
+        counts.add([], Verdict(flag(False), flag(False), False))
+    taken = n - n // 3
+    # In the order of COUNTS.
+    expected = [taken + 2 * n, taken + n, taken, taken, n // 6, n // 6]
+    assert counts.read().tolist() == expected
+
+
 def test_consecutive_skips_end_with_a_step():
     counts = StepCounts(CPU)
     counts.add([], Verdict(left_out=True, skip=True))

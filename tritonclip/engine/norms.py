@@ -124,7 +124,9 @@ class Norms:
 
     def is_finite(self) -> Tensor:
         """Whether every norm is finite, also of gradients that only other processes have; 0-d."""
-        return torch.isfinite(self.norm()).all()
+        finite = torch.isfinite(self.norm())
+        # A launch less, on a GPU.
+        return finite.all() if finite.dim() else finite
 
     def in_order(self, results: list[Tensor]) -> Tensor:
         """Norms by group as one tensor in the order of the gradient list."""

@@ -241,7 +241,7 @@ class ClipStats(NamesAttributes):
 
     def _last(self, owner: int | None) -> tuple[Tensor, Tensor]:
         if owner is None:
-            return self.last_norm, self.last_coefficient
+            return self.last_norm, as_tensor(self._coefficient, self.last_norm)
         nan = self._nan()
         return self.group_norms.get(owner, nan), self.group_coefficients.get(owner, nan)
 

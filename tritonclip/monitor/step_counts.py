@@ -1,15 +1,18 @@
 """Counts of an optimizer's steps, on its device; a plain step costs no operator there."""
 
+from __future__ import annotations
+
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from threading import RLock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonclip.modes import is_captured, is_pre_dispatch, n_dispatch_modes, outside_inference
-from tritonclip.monitor.verdict import TAKEN, Verdict
+from tritonclip.monitor.verdict import TAKEN, Flag, Verdict, unless
 from tritonclip.rules.arguments import saved_count
 
 # In this order in one tensor, which moves in one copy.
@@ -29,6 +32,15 @@ KEPT = 64
 _ADDING = RLock()
 
 
+class _Uncertain(NamedTuple):
+    """A step of which only the device knows whether it was taken; flags and numbers are 0-d."""
+
+    left_out: Tensor
+    overflow: Flag
+    skip: Flag
+    coefficient: Tensor | None
+
+
 class StepCounts:
     """Steps that were taken, measured, clipped, skipped, and left out because of an overflow.
 
@@ -46,8 +58,9 @@ class StepCounts:
         self.consecutive_skips = zeros((), dtype=torch.int64, device=device)
         # Spares a step without skips an operation.
         self._may_have_skipped = False
-        # Of each step taken, the coefficients: numbers, or a 0-d tensor on the device.
-        self._kept: deque[Sequence[float] | Tensor] = deque()
+        # Of each step taken, the coefficients: numbers, or a 0-d tensor on the device; or a step of
+        # which the device knows whether it was.
+        self._kept: deque[Sequence[float] | Tensor | _Uncertain] = deque()
         # A step with a coefficient below the first was clipped, below the second well clipped.
         self._bounds = torch.linspace(1.0, BARELY, 2, device=device)
 
@@ -77,9 +90,18 @@ class StepCounts:
             coefficients: of the rules that measured a norm: numbers, or 0-d on any device.
             verdict: whether it was left out, and why; flags may be on any device.
         """
-        left_out = verdict.left_out
+        left_out, device = verdict.left_out, self._counts.device
+        # On a CPU without a call. Replays of a graph repeat the device's work, not the host's.
+        captured = self._counts.is_cuda and is_captured(device)
+        recorded = captured or n_dispatch_modes() or is_pre_dispatch()
         if isinstance(left_out, Tensor):
-            self._add_uncertain(coefficients, left_out, verdict)
+            self._may_have_skipped = True
+            uncertain = self._uncertain(coefficients, left_out, verdict)
+            self.consecutive_skips.add_(uncertain.skip).mul_(uncertain.left_out)
+            if recorded:
+                self._counts.add_(self._sums_of_uncertain([uncertain]))
+            else:
+                self._keep(uncertain)
             return
         if left_out:
             with _ADDING:
@@ -91,23 +113,17 @@ class StepCounts:
         if self._may_have_skipped:
             self.consecutive_skips.zero_()
             self._may_have_skipped = False
-        device = self._counts.device
-        # On a CPU without a call.
-        captured = self._counts.is_cuda and is_captured(device)
-        if captured or n_dispatch_modes() or is_pre_dispatch():
-            # Replays repeat the device's work, not the host's.
+        if recorded:
             self._counts[: 1 + bool(coefficients)].add_(1)
             if coefficients:
                 self._counts[2:4].add_(self._are_below(coefficients))
             return
         if {float}.issuperset(map(type, coefficients)):
-            self._kept.append(coefficients)  # type: ignore[arg-type]  # all float
+            self._keep(coefficients)  # type: ignore[arg-type]  # all float
         elif len(coefficients) == 1 and isinstance(coefficients[0], Tensor):
-            self._kept.append(coefficients[0].to(device))
+            self._keep(coefficients[0].to(device))
         else:
-            self._kept.append(self._least(coefficients))
-        if len(self._kept) >= KEPT:
-            self._count_kept()
+            self._keep(self._least(coefficients))
 
     def move_(self, device: torch.device) -> None:
         """Moves all counts."""
@@ -124,6 +140,11 @@ class StepCounts:
             count.fill_(number)
         self._may_have_skipped = True
 
+    def _keep(self, step: Sequence[float] | Tensor | _Uncertain) -> None:
+        self._kept.append(step)
+        if len(self._kept) >= KEPT:
+            self._count_kept()
+
     def _count_kept(self) -> None:
         """Counts the kept steps; an error or an interrupt leaves them kept."""
         with _ADDING:
@@ -137,10 +158,14 @@ class StepCounts:
                 raise
             self._counts.add_(more)
 
-    def _sums(self, steps: Sequence[Sequence[float] | Tensor]) -> Tensor:
+    def _sums(self, steps: Sequence[Sequence[float] | Tensor | _Uncertain]) -> Tensor:
         """The counts of these steps, int64[6]."""
-        counts, coefficients = [len(steps), 0, 0, 0, 0, 0], []
+        counts, coefficients, uncertain = [0] * len(COUNTS), list[Tensor](), list[_Uncertain]()
         for step in steps:
+            if isinstance(step, _Uncertain):
+                uncertain.append(step)
+                continue
+            counts[0] += 1
             if isinstance(step, Tensor):
                 counts[1] += 1
                 coefficients.append(step)
@@ -149,7 +174,7 @@ class StepCounts:
                 counts[1] += 1
                 counts[2] += any(number < 1 for number in step)
                 counts[3] += any(number < BARELY for number in step)
-        if not coefficients and self.device.type == "cpu":
+        if not (coefficients or uncertain) and self.device.type == "cpu":
             return torch.frombuffer(array("q", counts), dtype=torch.int64)
         # An upload would wait for the device.
         sums = torch.stack(
@@ -157,26 +182,34 @@ class StepCounts:
         )
         if coefficients:
             sums[2:4] += (torch.stack(coefficients)[:, None] < self._bounds).sum(0)
-        return sums
+        return sums + self._sums_of_uncertain(uncertain) if uncertain else sums
 
-    def _add_uncertain(
+    def _uncertain(
         self, coefficients: Sequence[float | Tensor], left_out: Tensor, verdict: Verdict
-    ) -> None:
-        """As `add`, for a step of which only the device knows whether it was taken."""
-        no = torch.zeros(1, dtype=torch.bool, device=self.device)
-        overflow = skip = no
-        if isinstance(verdict.overflow, Tensor):
-            overflow = verdict.overflow.to(self.device).reshape(1)
-        if isinstance(verdict.skip, Tensor):
-            skip = verdict.skip.to(self.device) & ~overflow
-        taken = ~left_out.to(self.device).reshape(1)
-        measured, clipped = no, no.expand(2)
-        if coefficients:
-            measured, clipped = taken, self._are_below(coefficients) & taken
-        with _ADDING:
-            self._counts.add_(torch.cat([taken, measured, clipped, skip, overflow]))
-        self.consecutive_skips.add_(skip[0]).mul_(~taken[0])
-        self._may_have_skipped = True
+    ) -> _Uncertain:
+        """A step of which only the device knows whether it was taken."""
+        overflow, skip = verdict.overflow, verdict.skip
+        if isinstance(overflow, Tensor):
+            overflow = overflow.to(self.device).reshape(())
+        if isinstance(skip, Tensor):
+            skip = unless(skip.to(self.device).reshape(()), overflow)
+        least = self._least(coefficients).reshape(()) if coefficients else None
+        return _Uncertain(left_out.to(self.device).reshape(()), overflow, skip, least)
+
+    def _sums_of_uncertain(self, steps: Sequence[_Uncertain]) -> Tensor:
+        """The counts of these steps, int64[6]."""
+        no = torch.zeros((), dtype=torch.bool, device=self.device)
+        one = torch.ones((), device=self.device)
+        taken = ~torch.stack([step.left_out for step in steps])
+        measured = torch.stack([no if step.coefficient is None else ~no for step in steps])
+        least = [one if step.coefficient is None else step.coefficient for step in steps]
+        flags = [
+            torch.stack([flag if isinstance(flag, Tensor) else no for flag in column])
+            for column in ([step.skip for step in steps], [step.overflow for step in steps])
+        ]
+        below = (torch.stack(least)[:, None] < self._bounds).unbind(1)
+        counted = [taken, *(flag & taken for flag in (measured, *below)), *flags]
+        return torch.stack(counted).sum(1)
 
     def _are_below(self, coefficients: Sequence[float | Tensor]) -> Tensor:
         """Whether any coefficient is below each of the bounds; NaN is not. bool[2]."""

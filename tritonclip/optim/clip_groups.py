@@ -115,9 +115,10 @@ class ClipGroup:
         gradients = self.gradients
         if gradients.plan is None:
             return
-        self.finite = torch.ones(0, dtype=torch.bool, device=gradients.device)
         if gradients.tensors:
             self.finite = torch.isfinite(measure(gradients, math.inf, per_gradient=True).norm())
+        else:
+            self.finite = torch.ones(0, dtype=torch.bool, device=gradients.device)
 
     def norm(self) -> float | Tensor:
         """The norm of all before clipping; 0-d where the host does not decide."""
