@@ -11,7 +11,7 @@ nox.options.reuse_existing_virtualenvs = True
 INTERPRET = {"TRITON_INTERPRET": "1"}
 
 
-@nox.session(python=["3.10", "3.11", "3.12", "3.13"])
+@nox.session(python=["3.10", "3.11", "3.12", "3.13", "3.14"])
 def tests(session: nox.Session) -> None:
     """Run every test on each supported Python, with the pinned versions."""
     install(session)

@@ -36,10 +36,11 @@ def absolute(link: re.Match[str]) -> str:
 
 
 README = Path("README.md").read_text(encoding="utf-8")
+README = re.sub(r"(!?)\[([^]]*)\]\((?!https?:)([\w./-]+)(#[\w-]+)?\)", absolute, README)
 
 setup(
     long_description=re.sub(
-        r"(!?)\[([^]]*)\]\((?!https?:)([\w./-]+)(#[\w-]+)?\)", absolute, README
+        r'(src|srcset)="(?!https?:)', rf'\1="{URLS["Repository"]}/raw/main/', README
     ),
     long_description_content_type="text/markdown",
     cmdclass={"build_ext": BuildAnew},

@@ -2,9 +2,11 @@
 
 `python -m bench.report` writes them; `--check` writes nothing, and fails where one is stale. Tables
 stand between `<!-- bench:NAME -->` and `<!-- /bench -->` in docs/performance/, from the rows of
-bench/results/NAME.json (`<!-- bench:NAME providers -->`: the times of all providers), and between
-`<!-- speed:NAME -->` and `<!-- /speed -->` in README.md. Figures lie beside the rows, as
-NAME-RULE.svg. Rows are written back without what no table shows: samples, and other providers.
+bench/results/NAME.json (`<!-- bench:NAME providers -->`: the times of all providers). Headlines
+stand between `<!-- speed:NAME -->` and `<!-- /speed -->` in README.md and docs/index.md. Figures
+lie beside the rows, as NAME-RULE.svg, in the colours of the reader's scheme; NAME-RULE-dark.svg,
+where a page names it, is always for a dark one. Rows are written back without what no table shows:
+samples, and other providers.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ from bench.workloads import BY, CLIPS, TWO, WORKLOADS, named
 
 # The markers that pages have.
 PAGES = {"docs/performance/*.md": "bench:NAME", "README.md": "speed:NAME"}
+PAGES |= {"docs/index.md": "speed:NAME"}
 SECTION = re.compile(
     r"(<!-- (speed|bench):([\w-]+)( providers)? -->\n).*?(<!-- /\2 -->)", re.DOTALL
 )
 CASE = ("workload", "dtype", "rule", "step")
-# Workloads of the README's table.
-SHOWN = ("small_1", "small_10", "small_100", "lenet5", "resnet20", "resnet50", "tiny_10000")
+# Tables with more rows are folded.
+LONG = 10
 # From the pages of docs/performance/.
 TO_RESULTS = "../../bench/results"
 # Provenance that a page shows above the fold, and a figure; that only the plugin's JSON has.
@@ -55,6 +57,11 @@ FORMATS = {"norm_error": ".0e", "truth": ".7g", "norm": ".7g", "step_share": ".2
 FORMATS |= dict.fromkeys(("ratio", "share", "us_per_tensor"), ".2f")
 # Colours are those of the figure's style, with one short name for its font.
 STYLE = ("tritonclip.monitor.figures", {"font.family": "DejaVu Sans"})
+# Text, lines and grid of a figure where the page around it is dark.
+DARK = (
+    "text{fill:#e6e6e6} [style*='stroke: #000000']{stroke:#e6e6e6 !important}"
+    " [style*='stroke: #e6e6e6']{stroke:#444444 !important}"
+)
 COLOURS = {"float32": "C0", "bfloat16": "C4", "float16": "C5", "mixed": "C3", "float64": "C2"}
 MARKERS = dict(zip(COLOURS, "os^Dv", strict=True))
 # A benchmark of the JSON: parameters, extra information and microseconds, by name.
@@ -140,13 +147,11 @@ def ratio_rows(rows: Sequence[Row]) -> list[Row]:
     return sorted(ours, key=lambda row: order[row["workload"]])
 
 
-def ratio_cell(row: Row, tie: str = "") -> str:
-    """A ratio with quartiles, bold where it is a loss; `tie` instead where they include 1."""
+def ratio_cell(row: Row) -> str:
+    """A ratio with quartiles, and a word where it is a loss."""
     ratio, low, high = (row[f"ratio{end}"] for end in ("", "_lo", "_hi"))
-    if tie and low <= 1 <= high:
-        return tie
-    text = f"{ratio:.2f}x" + ("" if tie else f" ({low:.2f} to {high:.2f})")
-    return f"**{text}**" if ratio < 1 else text
+    slower = " slower" if round(ratio, 2) < 1 else ""
+    return f"{ratio:.2f}x{slower} ({low:.2f} to {high:.2f})"
 
 
 def time_cell(row: Row, beside: str = "ratio", form: str = "{:.2f}x") -> str:
@@ -181,16 +186,22 @@ def markdown(headings: Sequence[str], texts: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(text)} |" for text in lines)
 
 
+def folded(title: str, *parts: str) -> str:
+    """Parts of a page that a reader opens."""
+    return "\n\n".join([f"<details>\n<summary>{title}</summary>", *parts, "</details>"])
+
+
 def table(rows: Sequence[Row]) -> str:
-    """All parts and figures that any row has; repeats no part of a case from above."""
-    parts, figures = ([n for n in of if any(n in row for row in rows)] for of in (PARTS, FIGURES))
-    texts, before = [], [""] * len(parts)
+    """A row a case, a table for the cases with the same parts; folded where they are long."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        own = [cell(row, name) for name in parts]
-        new = next((i for i, (a, b) in enumerate(zip(before, own, strict=True)) if a != b), 0)
-        texts.append([*[""] * new, *own[new:], *(cell(row, name) for name in figures)])
-        before = own
-    return markdown(list(map(heading, (*parts, *figures))), texts)
+        groups.setdefault(tuple(name for name in PARTS if name in row), []).append(row)
+    texts = []
+    for parts, own in groups.items():
+        names = [*parts, *(name for name in FIGURES if any(name in row for row in own))]
+        cells = [[cell(row, name) for name in names] for row in own]
+        texts.append(markdown(list(map(heading, names)), cells))
+    return folded(f"All {len(rows)} cases", *texts) if len(rows) > LONG else "\n\n".join(texts)
 
 
 def pivot(
@@ -223,56 +234,85 @@ def summary(rows: Sequence[Row]) -> str:
     )
 
 
-def in_readme(rows: Sequence[Row]) -> str:
-    """The README's shares of a training step, or ratios in float32; by value, the worse step's."""
+def spread(rows: Sequence[Row], rule: str) -> str:
+    """The median and the range of the ratios by one rule, in words."""
+    ratios = sorted(row["ratio"] for row in ratio_rows(rows) if row["rule"] == rule)
+    middle, low, high = (
+        f"{ratio:.{1 if ratio >= 1 else 2}f}"
+        for ratio in (statistics.median(ratios), ratios[0], ratios[-1])
+    )
+    lost = sum(ratio < 1 for ratio in ratios)
+    cases = f"{len(ratios)} cases{f', {lost} of them slower than torch' if lost else ''}"
+    return f"By {BY[rule]} **{middle}x** ({low}x to {high}x over {cases})"
+
+
+def headline(origin: dict[str, Any], rows: Sequence[Row]) -> str:
+    """The shares of a training step, or the medians and ranges by global norm and by value."""
     if "model" in rows[0]:
         table = pivot(rows, ["model"], "provider", lambda row: f"{row['step_share']:.1%}")
         return f"Clipping's share of a whole training step, float32 on a CPU:\n\n{table}\n"
-    chosen = [r for r in ratio_rows(rows) if r["dtype"] == "float32" and r["rule"] in TWO]
-    # Of two rows in one cell the last is shown.
-    chosen.sort(key=lambda row: -float(row["ratio"]) if row["rule"] == "value" else -math.inf)
-    chosen = [r | ({"step": "by value"} if r["rule"] == "value" else {}) for r in chosen]
-    ordered = [row for name in SHOWN for row in chosen if row["workload"] == name]
-    table = pivot(ordered, ["workload"], "step", partial(ratio_cell, tie="tie"))
-    used = {"tie": "tie: no clear difference", "**": "bold: slower"}
-    signs = "; ".join(text for sign, text in used.items() if sign in table)
-    title = "Speed-up of one call over torch's fastest variant, float32 on a CPU"
-    return f"{title}{f' ({signs})' if signs else ''}:\n\n{table}\n\n{summary(rows)}\n"
+    on_cpu = origin["device"] == "cpu"
+    device = f"{origin['cpu']}, {origin['threads']} threads" if on_cpu else origin["device"]
+    return f"**{device}.** {' '.join(f'{spread(rows, rule)}.' for rule in TWO)}\n"
 
 
 def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequence[Row]) -> str:
     """The text between the markers of a page."""
-    short = line(origin, SHORT)
-    first = [f"<details>\n<summary>Measured on: {short}</summary>", f"{line(origin)}\n\n</details>"]
+    notes = []
     if busy := rows[0].get("busy"):
-        first.append(f"Meanwhile {busy} other processes kept cores busy.")
+        notes = [f"Meanwhile {busy} other processes kept cores busy."]
     if after := rows[0].get("after"):
-        first.append(f"Before every call: a {after}.")
+        notes = [f"Before every call: a {after}."]
     if "rule" not in rows[0]:
         parts = [table(rows)]
+        if "model" in rows[0]:
+            parts.insert(0, headline(origin, rows))
     elif of_providers:
-        parts = [summary(rows), pivot(rows, CASE, "provider", time_cell)]
+        times = pivot(rows, CASE, "provider", time_cell)
+        parts = [summary(rows), folded("The times of all", times)]
     else:
         parts = list(ratios(name, rows))
-    return "\n\n".join([*first, *parts, f"Rows: [{name}.json]({TO_RESULTS}/{name}.json).\n"])
+    measured = folded(f"Measured on: {line(origin, SHORT)}", line(origin))
+    rows_at = f"Rows: [{name}.json]({TO_RESULTS}/{name}.json).\n"
+    return "\n\n".join([*notes, *parts, measured, rows_at])
 
 
 def ratios(name: str, rows: Sequence[Row]) -> Iterator[str]:
-    """A summary, the ratios to torch, figures, and the share of torch.sum."""
-    lists = [WORKLOADS[one] for one in unique(rows, "workload")]
-    yield summary(rows) + "".join(f" {one.title}: {one.note}." for one in lists if one.note)
+    """A summary and the first figure; folded, the others and a table with a row for each case."""
     ours = ratio_rows(rows)
-    yield pivot(ours, ["workload", "rule"], "{dtype} {step}", ratio_cell)
-    for rule in drawn(ours):
-        yield f"![Ratio to torch by {BY[rule]}]({TO_RESULTS}/{name}-{rule}.svg)"
-    if on_gpu := [row for row in rows if "device_us" in row]:
-        yield "Time on the GPU alone, of the host, and launches:"
-        times = "{device_us:.1f} us, host {host_us:.0f} us, {launches}".format_map
-        yield pivot(on_gpu, CASE, "provider", times)
-    if large := [row for row in ours if "sum_share" in row]:
-        yield "Our time, and the share of it that torch.sum over as many bytes takes:"
-        share = partial(time_cell, beside="sum_share", form="{:.0%}")
-        yield pivot(large, CASE[:3], "step", share)
+    yield "\n".join([summary(rows), *(f"- {spread(rows, rule)}." for rule in drawn(ours))])
+    first, *others = [
+        f"![Ratio to torch by {BY[rule]}]({TO_RESULTS}/{name}-{rule}.svg)" for rule in drawn(ours)
+    ] or [""]
+    if first:
+        yield first
+    lists = [WORKLOADS[one] for one in unique(rows, "workload")]
+    notes = " ".join(f"{one.title}: {one.note}." for one in lists if one.note)
+    of_torch = {case_of(row): row for row in rows if row["provider"] == "torch"}
+    texts = []
+    for row in ours:
+        times = f"{row['us']:,.1f}; {row['baseline_us']:,.1f}"
+        gradients, dtype, rule, step = case_of(row)
+        texts.append([gradients, dtype, f"{rule}, {step}", ratio_cell(row), times])
+        if any("sum_share" in one for one in ours):
+            texts[-1].append(f"{row['sum_share']:.0%}" if "sum_share" in row else "")
+        if "device_us" in row:
+            pair = row, of_torch[case_of(row)]
+            texts[-1] += [
+                "; ".join(f"{one[of]:{form}}" for one in pair)
+                for of, form in (("device_us", ",.1f"), ("host_us", ",.0f"), ("launches", ""))
+            ]
+    titles = ["gradients", "dtype", "by", "ratio to torch (quartiles)", "us; torch's"]
+    titles += ["rate of torch.sum"] * any("sum_share" in one for one in ours)
+    if "device_us" in ours[0]:
+        titles += ["GPU us; torch's", "host us; torch's", "launches; torch's"]
+    title = f"All {len(ours)} cases"
+    yield folded(title, *others, *[notes] * bool(notes), markdown(titles, texts))
+
+
+def case_of(row: Row) -> tuple[str, ...]:
+    """The names of its parts."""
+    return tuple(named(part, row[part]) for part in CASE)
 
 
 def drawn(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -325,15 +365,18 @@ def draw(rows: Sequence[Row], path: Path, origin: str) -> None:
                     (marks[dtype],) = axes.plot(medians, ys, markersize=5, **form)
         panels[0].set_yticks(range(len(names)), [named("workload", name) for name in names])
         by = BY[rows[0]["rule"]]
-        title = f"Clipping by {by}: time of the best torch variant / tritonclip's"
-        figure.supxlabel(f"marks: medians; lines: quartiles\n{origin}", fontsize=7)
+        title = f"Clipping by {by}: how many times as fast as the best torch variant"
+        figure.supxlabel(f"marks: medians; lines: quartiles\n{origin}", fontsize=8)
         handles = {one: marks[one] for one in COLOURS if one in marks} | {
             "slower than torch": slower
         }
         place: Any = {"loc": "outside upper center", "title": title, "title_fontsize": 10}
         figure.legend(handles.values(), handles, ncols=6, **place)
         metadata = {"Date": None, "Description": digest(rows), "Title": by}
-        figure.savefig(path, format="svg", metadata=metadata)
+        figure.savefig(path, format="svg", metadata=metadata, transparent=True)
+    scheme = "all" if path.stem.endswith("-dark") else "(prefers-color-scheme: dark)"
+    text = path.read_text().replace("</style>", f"\n@media {scheme}{{{DARK}}}</style>", 1)
+    path.write_text(text)
 
 
 def write(root: Path, check: bool = False) -> list[Path]:
@@ -349,9 +392,13 @@ def write(root: Path, check: bool = False) -> list[Path]:
         is_whole = of_providers or any("device_us" in r or "rule" not in r for r in rows)
         texts[path] = trimmed(record, bool(is_whole))
         for rule, own in ({} if of_providers else drawn(ratio_rows(rows))).items():
-            figures[path.with_name(f"{name}-{rule}.svg")] = own, line(source, SHORT)
+            for figure in (f"{name}-{rule}.svg", f"{name}-{rule}-dark.svg"):
+                if figure in match.string or (kind == "bench" and "dark" not in figure):
+                    figures[path.with_name(figure)] = own, line(source, SHORT)
         shown = (
-            in_readme(rows) if kind == "speed" else section(name, bool(of_providers), source, rows)
+            headline(source, rows)
+            if kind == "speed"
+            else section(name, bool(of_providers), source, rows)
         )
         return f"{start}{shown}{end}"
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.metadata import metadata
 from typing import Any
 
 import tritonclip
+
+URLS = dict(one.split(", ") for one in metadata("tritonclip").get_all("Project-URL"))
 
 project = "tritonclip"
 author = project_copyright = "The tritonclip authors"
@@ -17,8 +20,10 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
+    "sphinxext.opengraph",
 ]
 templates_path = ["_templates"]
 suppress_warnings = ["config.cache"]
@@ -38,7 +43,16 @@ if os.environ.get("READTHEDOCS"):
         "python": ("https://docs.python.org/3", None),
         "torch": ("https://docs.pytorch.org/docs/stable", None),
     }
-nitpick_ignore_regex = [(r"py:.*", r"(torch|collections|os|pathlib|lightning|transformers)\b.*")]
+nitpick_ignore_regex = [
+    (r"py:.*", r"(torch|collections|os|pathlib|lightning|transformers)\b.*"),
+    # In signatures: types of torch by their short names, and types that have no page.
+    (
+        r"py:class",
+        r"Tensor|Module|Optimizer|ProcessGroup|DeviceMesh|(tritonclip\.[\w.]+\.)?(T|Block|Bound|"
+        r"ClippingHandle|Comparison|Copies|Excluded|GradientStatistics|History|Measured|MicroBatch|"
+        r"Nonfinite|Parameters|Reduction|StepNonfinite|Suggestion|TorchPatch)",
+    ),
+]
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 # Headings have the anchors that GitHub gives them.
@@ -63,18 +77,34 @@ autosummary_context = {
 }
 napoleon_use_ivar = True
 napoleon_use_rtype = False
-autodoc_typehints = "none"
+# The trainers that tritonclip serves need not be installed.
+autodoc_mock_imports = ["lightning", "transformers"]
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+# A long signature has a line for each argument.
+maximum_signature_line_length = 60
 autodoc_member_order = "bysource"
 
 html_theme = "furo"
 # Colours of code that are readable by WCAG 2 on either background; they come with furo.
 pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "a11y-high-contrast-dark"
-html_title = "tritonclip"
-html_favicon = "favicon.svg"
+html_title = f"tritonclip {release}"
+html_favicon = "_static/logo.svg"
+html_logo = "_static/logo.svg"
+html_theme_options = {
+    "source_repository": URLS["Repository"],
+    "source_branch": "main",
+    "source_directory": "docs/",
+    "footer_icons": [{"name": "Source code", "url": URLS["Repository"], "html": "Source code"}],
+}
+ogp_site_url = f"{URLS['Documentation']}/"
+ogp_image = "_images/train_rnn.png"
+ogp_description_length = 160
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_js_files = [("menu.js", {"defer": "defer"})]
+html_js_files = [("site.js", {"defer": "defer"})]
 html_show_sourcelink = False
 # The API reference lists every name.
 html_use_index = False

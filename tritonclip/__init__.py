@@ -1,4 +1,13 @@
-"""Gradient clipping for PyTorch at the speed of memory."""
+"""Faster and more accurate gradient clipping for PyTorch, on GPUs and CPUs.
+
+Call one of these after `loss.backward()` and before `optimizer.step()`, or once before training:
+
+    norm = tritonclip.clip_(model, 1.0)
+    optimizer = tritonclip.ClippedOptimizer(optimizer, 1.0)  # clips in each step
+    tritonclip.patch_torch()  # calls of torch.nn.utils.clip_grad_norm_ are tritonclip's
+
+`python -m tritonclip doctor` tests each device. The names below, by task: docs/api.rst.
+"""
 
 from __future__ import annotations
 

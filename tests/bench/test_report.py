@@ -48,7 +48,7 @@ def made(workload, rule, step, ratio, provider="tritonclip", dtype="float32", **
     name = f"test_clip[{'-'.join(params.values())}]"
     other = {"fullname": f"bench/test_clip.py::{name}", "options": {}, "group": "group"}
     stats |= {"data": [25e-3, 26e-3], "mean": 25.5e-3}
-    extra |= ends | {"baseline": "torch"}
+    extra |= ends | {"baseline": "torch", "baseline_us": stats["median"] * 1e6 * ratio}
     return {"name": name, "params": params, "extra_info": extra, "stats": stats, **other}
 
 
@@ -66,8 +66,10 @@ class Place:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.readme, self.page = root / "README.md", root / "docs" / "performance" / "cpu.md"
+        (root / "docs").mkdir()
+        (root / "docs" / "index.md").write_text(README)
         self.results = root / "bench" / "results"
-        self.page.parent.mkdir(parents=True)
+        self.page.parent.mkdir()
         self.results.mkdir(parents=True)
         self.readme.write_text(README)
         self.page.write_text(PAGE)
@@ -95,33 +97,54 @@ def test_page_gets_the_table_of_the_rows(place):
     assert text.startswith("# Performance\n\nbefore\n<!-- bench:cpu -->\n")
     assert text.endswith("<!-- /bench -->\nafter\n")
     assert place.table(place.page) == [
-        "| gradients | by | float32 clipped | float32 unclipped |",
-        "| --- | --- | --- | --- |",
-        "| ResNet-50 | global norm | **0.63x (0.61 to 0.65)** |  |",
-        "| GPT-2 124M | global norm |  | 2.45x (2.43 to 2.47) |",
-        "| 10,000 tiny | value | **0.99x (0.97 to 1.01)** | 1.50x (1.48 to 1.52) |",
-        "| gradients | dtype | by | unclipped |",
-        "| --- | --- | --- | --- |",
-        "| GPT-2 124M | float32 | global norm | 25.8 ms, 80% |",
+        "| gradients | dtype | by | ratio to torch (quartiles) | us; torch's | rate of torch.sum |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| ResNet-50 | float32 | global norm, clipped | 0.63x slower (0.61 to 0.65) "
+        "| 25,800.0; 16,357.2 |  |",
+        "| GPT-2 124M | float32 | global norm, unclipped | 2.45x (2.43 to 2.47) "
+        "| 25,800.0; 63,235.8 | 80% |",
+        "| 10,000 tiny | float32 | value, unclipped | 1.50x (1.48 to 1.52) "
+        "| 25,800.0; 38,700.0 |  |",
+        "| 10,000 tiny | float32 | value, clipped | 0.99x slower (0.97 to 1.01) "
+        "| 25,800.0; 25,542.0 |  |",
     ]
+    assert (
+        "- By global norm **1.5x** (0.63x to 2.5x over 2 cases, 1 of them slower than torch)."
+        in text
+    )
+    order = [
+        "cpu-norm.svg",
+        "<summary>All 4 cases",
+        "cpu-value.svg",
+        "| ResNet-50",
+        "<summary>Meas",
+    ]
+    assert sorted(order, key=text.index) == order
     short = "cpu EPYC, device cpu, threads 2, torch 2.13.0, commit 0123456-dirty, date 2026-01-02"
     assert f"<summary>Measured on: {short}</summary>" in text
     assert "command `pytest bench`, date 2026-01-02" in text
 
 
-def test_readme_gets_a_short_table_and_the_worst_case(place):
+def test_readme_gets_medians_and_ranges(place):
     place.measured([*ROWS, made("resnet50", "norm", "clipped", 3.0, dtype="float16")])
     report.write(place.root)
-    assert place.table(place.readme) == [
-        "| gradients | clipped | by value |",
-        "| --- | --- | --- |",
-        "| ResNet-50 | **0.63x** |  |",
-        "| 10,000 tiny |  | tie |",
-    ]
-    worst = "the worst 0.63x (ResNet-50, float32, by global norm, clipped)"
-    assert f"Over all 5 cases the median is 1.50x, {worst}; 40% are below 1.0x." in (
-        place.readme.read_text()
-    )
+    assert (
+        "**EPYC, 2 threads.** By global norm **2.5x** (0.63x to 3.0x over 3 cases, 1 of them "
+        "slower than torch). By value **1.2x** (0.99x to 1.5x over 2 cases, 1 of them slower than "
+        "torch).\n"
+    ) in place.readme.read_text()
+
+
+def test_figure_for_a_dark_page_is_drawn_where_a_page_names_it(place):
+    place.readme.write_text(README + "bench/results/cpu-norm-dark.svg\n")
+    report.write(place.root)
+    dark = place.results / "cpu-norm-dark.svg"
+    adaptive = (place.results / "cpu-norm.svg").read_text()
+    assert "@media (prefers-color-scheme: dark){text{fill:" in adaptive
+    assert dark.read_text() == adaptive.replace("(prefers-color-scheme: dark)", "all")
+    assert not (place.results / "cpu-value-dark.svg").exists()
+    dark.unlink()
+    assert place.stale() == ["cpu-norm-dark.svg"]
 
 
 def test_page_gets_a_table_of_providers_where_it_asks_for_one(place):
@@ -153,7 +176,7 @@ def test_page_gets_rows_of_the_other_benchmarks_with_quartiles_and_goals(place):
         "| path | call | us | of torch |",
         "| --- | --- | --- | --- |",
         "| cpu | clip_ | 2.0 (1.0 to 3.0) | 0.20 / 0.30 |",
-        "|  | step | 2.0 (1.0 to 3.0) | 0.31 / 0.30 over |",
+        "| cpu | step | 2.0 (1.0 to 3.0) | 0.31 / 0.30 over |",
     ]
 
 
@@ -205,7 +228,7 @@ def test_report_refuses_pages_without_whole_markers(place, text):
 
 
 def test_check_finds_everything_that_is_older_than_its_rows(place):
-    names = {"README.md", "cpu.md", "cpu.json", "cpu-norm.svg", "cpu-value.svg"}
+    names = {"README.md", "index.md", "cpu.md", "cpu.json", "cpu-norm.svg", "cpu-value.svg"}
     assert set(place.stale()) == names
     assert place.readme.read_text() == README
     report.write(place.root)

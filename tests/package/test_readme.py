@@ -319,6 +319,15 @@ def test_performance_summary_has_the_results_of_its_pages() -> None:
     assert compared >= 14
 
 
+def test_pages_say_to_install_from_the_address_of_the_project() -> None:
+    address = re.search(r'^Repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+
+    assert address is not None
+    for page in (README, ROOT / "docs" / "install.md"):
+        found = set(re.findall(r"pip install [^\n]*git\+(https://[\w./-]+)", page.read_text()))
+        assert found == {address[1]}, page
+
+
 def test_readme_stays_short() -> None:
     text = README.read_text()
 
@@ -329,6 +338,19 @@ def test_readme_stays_short() -> None:
     )
     assert max(len(cell.strip()) for cell in cells) < 60
     assert max(map(len, text.splitlines())) < 300
+
+
+def test_workflow_builds_the_site_as_read_the_docs_does() -> None:
+    if not (ROOT / ".readthedocs.yaml").exists():
+        pytest.skip("an archive has no settings of services")
+    settings = (ROOT / ".readthedocs.yaml").read_text()
+    workflow = (ROOT / ".github" / "workflows" / "docs.yml").read_text()
+    installs = re.findall(r"^ +- (pip install .*)$", settings, re.MULTILINE)
+
+    assert installs
+    assert "fail_on_warning: true" in settings
+    for command in (*installs, "python -m sphinx -T -W --keep-going -b html docs "):
+        assert f"- run: {command}" in workflow
 
 
 def test_pre_commit_runs_the_pinned_ruff() -> None:

@@ -129,7 +129,7 @@ def test_wheel_describes_itself_with_links_that_lead_somewhere(wheel):
     urls, text = metadata.project_urls, metadata.description
     assert urls
     assert text
-    links = re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", text)
+    links = re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"", text)
     targets = ["".join(link).partition("#")[0] for link in links]
     assert [target for target in targets if not target.startswith("https://")] == []
     pages = [t for t in targets if t.startswith(urls["Documentation"])]

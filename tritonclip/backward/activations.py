@@ -39,7 +39,9 @@ def clip_backward(
     *,
     nonfinite: str = "propagate",
 ) -> Tensor:
-    """Returns `x` unchanged; clips its gradient in backward, before it flows on.
+    """Returns `x` unchanged; clips the gradient of this activation on its way through backward.
+
+    For parameters, whose gradients flow no further, :func:`~tritonclip.clip_on_backward_`.
 
     For recurrent networks, call it on the state at every time step: gradients then cannot grow from
     step to step.

@@ -48,7 +48,9 @@ def clip_on_backward_(
     *,
     nonfinite: str = "propagate",
 ) -> ClippingHandle:
-    """Clips the gradient of each parameter in place as soon as backward has accumulated it.
+    """Clips the gradient of each parameter in place, by a hook, once backward has accumulated it.
+
+    For activations, whose gradients flow on, :func:`~tritonclip.clip_backward`.
 
     For optimizers that step inside backward, and free each gradient before the next one is there.
     Call it before their hooks are registered, so that these get clipped gradients.
