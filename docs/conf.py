@@ -97,7 +97,6 @@ html_theme_options = {
     "source_repository": URLS["Repository"],
     "source_branch": "main",
     "source_directory": "docs/",
-    "footer_icons": [{"name": "Source code", "url": URLS["Repository"], "html": "Source code"}],
 }
 ogp_site_url = f"{URLS['Documentation']}/"
 ogp_image = "_images/train_rnn.png"
