@@ -10,6 +10,7 @@ import argparse
 import importlib
 import math
 import operator
+import os
 import platform
 import sys
 import traceback
@@ -23,10 +24,12 @@ import torch
 from torch.nn import Module
 
 import tritonclip
-from tritonclip import settings
+from tritonclip import script, settings
 from tritonclip.backends import choose, native
+from tritonclip.call_log import CallLog, rank
 from tritonclip.comparison import fault_of_call
 from tritonclip.messages import printable
+from tritonclip.patching import TorchPatch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,6 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return doctor()
     if chosen.command == "compare":
         return compare(chosen.target, chosen.dtype, chosen.device, chosen.seconds)
+    if chosen.command == "run":
+        return run(
+            chosen.script,
+            chosen.arguments,
+            is_module=chosen.is_module,
+            compares=chosen.compare,
+            file=chosen.record,
+        )
     try:
         if chosen.command == "plot":
             plot(chosen.file, chosen.out, chosen.warmup, chosen.run)
@@ -90,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, about in (
         ("doctor", "print versions, devices and backends, and run a short self-test"),
+        ("run", "run a script as it is, with torch's functions that clip replaced by tritonclip's"),
         ("compare", "time clipping by torch and by tritonclip on the gradients of your model"),
         ("suggest", "suggest max_norm from FILE, a recorder's .csv or .jsonl; largest gradients"),
         ("plot", "draw the norms in FILE, with candidates for max_norm and largest gradients"),
@@ -99,8 +111,8 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name == "doctor":
             continue
-        if name == "compare":
-            _add_compare(command)
+        if name in ("run", "compare"):
+            (_add_run if name == "run" else _add_compare)(command)
             continue
         command.add_argument("file", type=Path, metavar="FILE")
         command.add_argument(
@@ -122,6 +134,30 @@ def _parser() -> argparse.ArgumentParser:
                 help="a .png or .svg file; by default FILE as .png, if there is none",
             )
     return parser
+
+
+def _add_run(command: argparse.ArgumentParser) -> None:
+    """The arguments of `run`, before those of the script."""
+    command.usage = f"{command.prog} [-h] [--compare] [--record FILE] [-m] SCRIPT [ARGUMENT ...]"
+    command.add_argument(
+        "--compare",
+        action="store_true",
+        help="let torch's functions and tritonclip's take turns, and print at the end which is "
+        "faster on the gradients of this run, by how much, and whether it matters",
+    )
+    command.add_argument(
+        "--record",
+        metavar="FILE",
+        help="write the norm of every call to FILE, .csv or .jsonl, for suggest and plot; a run "
+        "more where FILE has some",
+    )
+    command.add_argument(
+        "-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for python -m"
+    )
+    command.add_argument("script", metavar="SCRIPT", help="a file, or with -m a module")
+    command.add_argument(
+        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="of the script"
+    )
 
 
 def _add_compare(command: argparse.ArgumentParser) -> None:
@@ -267,6 +303,52 @@ def _clip_sample(device: torch.device, dtype: torch.dtype, rule: tritonclip.rule
         parameter.grad = random(size, generator=generator).to(device, dtype)
         parameters.append(parameter)
     tritonclip.clip_(parameters, rule)
+
+
+def run(
+    target: str, arguments: Sequence[str], *, is_module: bool, compares: bool, file: str | None
+) -> int:
+    """Runs a script under `patch_torch`, as Python would; errors of the script are raised.
+
+    Args:
+        target: a file, or the name of a module.
+        arguments: of the script.
+        is_module: which of the two `target` is.
+        compares: whether torch's functions and tritonclip's take turns.
+        file: for a recorder; None for none.
+
+    Returns:
+        1 where there is no such script, or `file` cannot be written.
+    """
+    process, is_first = os.getpid(), rank() == 0
+    try:
+        recorder = None
+        if file is not None:
+            recorder = tritonclip.Recorder(file, write=is_first, append=True)
+        program = (script.module if is_module else script.script)(target)
+    except (OSError, ValueError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
+    log, failed = CallLog(compares=compares), True
+    patch = TorchPatch(recorder, log)
+    try:
+        with patch:
+            program.run(arguments)
+        failed = False
+    except SystemExit as end:
+        failed = end.code not in (None, 0)
+        raise
+    finally:
+        # A fork that the script made may end here, too.
+        if os.getpid() == process:
+            if recorder is not None:
+                recorder.close()
+            if is_first:
+                report = log.report(patch.served_by_torch, failed=failed)
+                print(f"tritonclip run: {report}", file=sys.stderr)
+            if is_first and recorder is not None and recorder.steps:
+                print(f"norms are in {file}: python -m tritonclip suggest {file}", file=sys.stderr)
+    return 0
 
 
 def compare(target: str, dtype: str | None, device: torch.device | None, seconds: float) -> int:

@@ -183,8 +183,8 @@ def _cells(call: CallTimes) -> tuple[str, ...]:
         errors = f"{call.torch_error:.0e}, {call.tritonclip_error:.0e}"
     return (
         _name(call.rule, call.clipped),
-        f"{_time(call.torch_us)} ({call.variant})",
-        _time(call.tritonclip_us),
+        f"{time_text(call.torch_us)} ({call.variant})",
+        time_text(call.tritonclip_us),
         f"{call.ratio:.2f}x ({call.ratio_lo:.2f} to {call.ratio_hi:.2f})",
         errors,
     )
@@ -199,11 +199,12 @@ def _share(step: StepTimes | None) -> str:
     shares = ["{:.1%} ({:.1%} to {:.1%})".format(*three) for three in (torchs, ours)]
     return (
         f"{name}: torch {shares[0]}, tritonclip {shares[1]},\n"
-        f"beside {_time(step.step_us)} of forward, backward and AdamW"
+        f"beside {time_text(step.step_us)} of forward, backward and AdamW"
     )
 
 
-def _time(us: float) -> str:
+def time_text(us: float) -> str:
+    """A time in microseconds, with its unit."""
     return (
         f"{us:,.1f} us" if us < 100 else f"{us:,.0f} us" if us < 10_000 else f"{us / 1e3:,.1f} ms"
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,9 +23,26 @@ if TYPE_CHECKING:
 _NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
 # Whose private names stay torch's own, by which its functions call each other.
 _OF_TORCH = ("torch.nn.utils", "torch.nn.utils.clip_grad")
-# Guards the two below.
+
+
+class Call(NamedTuple):
+    """A call of a patched function: both that can serve it, and its arguments by name."""
+
+    name: str
+    ours: Callable[..., Any]
+    original: Callable[..., Any]
+    arguments: dict[str, Any]
+
+
+# Chooses one of the two functions of a call, and what is done with its result, if anything.
+Observer = Callable[[Call], tuple[Callable[..., Any], Callable[[Any], None] | None]]
+
+# Guards the four below.
 _lock = threading.RLock()
 _patches: list[TorchPatch] = []
+# Of the patches.
+_recorders: tuple[Recorder, ...] = ()
+_observers: tuple[Observer, ...] = ()
 # What torch's functions are replaced by, by name; made once.
 _replacements: dict[str, Callable[..., Any]] = {}
 
@@ -47,16 +65,18 @@ def patch_torch(*, recorder: Recorder | None = None) -> TorchPatch:
 
     Args:
         recorder: made by :func:`record`: takes the norm and the limit of each patched call of
-            `clip_grad_norm_`, for :func:`suggest_max_norm`.
+            `clip_grad_norm_` and `clip_grads_with_norm_`, for :func:`suggest_max_norm`.
 
     Returns:
         The patch. Its `remove()`, or the end of a `with` block, gives torch's functions back once
         no other patch is left; printed, it says what was replaced.
 
     Notes:
-        Not reached: code that copied the functions, such as DeepSpeed and Megatron, the method
-        `clip_grad_norm_` of FSDP1, and names that were bound elsewhere than in a module, for
-        example as a default argument. Threads may clip meanwhile.
+        Not reached: code with functions of its own or copies of torch's, such as DeepSpeed,
+        Megatron and apex; the method `clip_grad_norm_` of FSDP1; names that were bound elsewhere
+        than in a module, for example as a default argument; other processes, except forks that are
+        made later. Threads may clip meanwhile. `python -m tritonclip run train.py` patches a script
+        without a change.
 
     References:
         Liger-Kernel, `apply_liger_kernel_to_llama`; scikit-learn-intelex, `patch_sklearn`.
@@ -67,14 +87,15 @@ def patch_torch(*, recorder: Recorder | None = None) -> TorchPatch:
 class TorchPatch:
     """What :func:`patch_torch` replaced; also a context manager."""
 
-    def __init__(self, recorder: Recorder | None) -> None:
-        self.recorder = recorder
+    def __init__(self, recorder: Recorder | None, observer: Observer | None = None) -> None:
+        self.recorder, self.observer = recorder, observer
         # Calls that torch served, by reason.
         self.served_by_torch: Counter[str] = Counter()
         with _lock:
             if not _replacements:
                 _replacements.update({name: _replacement(name) for name in _NAMES})
             _patches.append(self)
+            _list_parts()
             originals = {id(f.__wrapped__): f for f in _replacements.values()}  # type: ignore[attr-defined]
             self._replaced = _exchange(originals)
 
@@ -84,6 +105,7 @@ class TorchPatch:
             if self not in _patches:
                 return
             _patches.remove(self)
+            _list_parts()
             if not _patches:
                 _exchange({id(f): f.__wrapped__ for f in _replacements.values()})  # type: ignore[attr-defined]
 
@@ -112,36 +134,63 @@ def original_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return original
 
 
+def _list_parts() -> None:
+    """Lists recorders and observers of the patches, for the calls."""
+    global _recorders, _observers
+    _recorders = tuple(p.recorder for p in _patches if p.recorder is not None)
+    _observers = tuple(p.observer for p in _patches if p.observer is not None)
+
+
 def _replacement(name: str) -> Callable[..., Any]:
     original, ours = getattr(torch.nn.utils, name), getattr(torch_compat, name)
+    names = tuple(inspect.signature(original).parameters)
+    # Where the norm before clipping is known to the caller, or becomes known.
+    records = name in ("clip_grad_norm_", "clip_grads_with_norm_")
 
     @functools.wraps(original)
     def clip(*args: Any, **kwargs: Any) -> Any:
-        # Read once, for both functions.
-        args = tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)
-        kwargs = {k: list(v) if isinstance(v, Iterator) else v for k, v in kwargs.items()}
+        # Read once, for both functions: an iterator, such as model.parameters().
+        if args:
+            if type(args[0]) is not list and isinstance(args[0], Iterator):
+                args = ([*args[0]], *args[1:])
+        elif isinstance(kwargs.get(names[0]), Iterator):
+            kwargs = {**kwargs, names[0]: [*kwargs[names[0]]]}
+        # Both are usually empty.
+        function, done = ours, None
+        if _observers and not torch.compiler.is_compiling():
+            call = Call(name, ours, original, dict(zip(names, args, strict=False)) | kwargs)
+            function, done = _observers[-1](call)
         try:
-            result = ours(*args, **kwargs)
+            result = function(*args, **kwargs)
         except VerificationError:
             raise
         except (TypeError, ValueError, RuntimeError) as error:
+            if function is original:
+                raise
             # Whatever raises has changed nothing; where torch refuses too, its error is raised.
-            result, reason = original(*args, **kwargs), f"{name}: {error}"
-            for patch in list(_patches):
-                patch.served_by_torch[reason] += 1
-            if sum(patch.served_by_torch[reason] for patch in list(_patches)) == len(_patches):
-                warn_user(
-                    f"torch's own function serves this call, as tritonclip refuses it. {reason}"
-                )
-        if name == "clip_grad_norm_":
-            for patch in list(_patches):
-                if patch.recorder is not None:
-                    limit = args[1] if len(args) > 1 else kwargs["max_norm"]
-                    is_tensor = isinstance(limit, torch.Tensor)
-                    patch.recorder.add_(result, limit=limit if is_tensor else float(limit))
+            result = original(*args, **kwargs)
+            _count_refusal(f"{name}: {error}")
+        else:
+            if done is not None:
+                done(result)
+        if records and _recorders:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            limit = given["max_norm"]
+            norm = given.get("total_norm", result)
+            for recorder in _recorders:
+                is_tensor = isinstance(limit, torch.Tensor)
+                recorder.add_(norm, limit=limit if is_tensor else float(limit))
         return result
 
     return clip
+
+
+def _count_refusal(reason: str) -> None:
+    """Counts a call that torch served, and warns of the first."""
+    for patch in list(_patches):
+        patch.served_by_torch[reason] += 1
+    if all(patch.served_by_torch[reason] == 1 for patch in list(_patches)):
+        warn_user(f"torch's own function serves this call, as tritonclip refuses it. {reason}")
 
 
 def _exchange(replacements: dict[int, Callable[..., Any]]) -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ from tritonclip.messages import printable
 pytest.importorskip("matplotlib", reason="needs tritonclip[monitor]")
 pytest.importorskip("rich", reason="needs tritonclip[monitor]")
 
-COMMANDS = ("doctor", "compare", "suggest", "plot")
+COMMANDS = ("doctor", "run", "compare", "suggest", "plot")
 
 
 @pytest.fixture
@@ -232,11 +232,12 @@ def test_a_file_that_is_no_history_ends_with_a_message(tmp_path, capsys, command
     [
         ["nonsense"],
         ["compare"],
+        ["run", "--record", "a.csv"],
         ["suggest"],
         ["suggest", "a.csv", "--warmup", "-1"],
         ["plot", "a.csv", "b.png"],
     ],
-    ids=["command", "no target", "no file", "warmup", "two files"],
+    ids=["command", "no target", "no script", "no file", "warmup", "two files"],
 )
 def test_wrong_usage_ends_with_status_2(capsys, arguments):
     assert main(arguments) == 2

@@ -1,0 +1,223 @@
+"""`python -m tritonclip run SCRIPT`: as Python runs it, clipped by tritonclip, with a report."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tritonclip
+from helpers.workers import python
+from tritonclip import cli
+from tritonclip.monitor.history import read
+
+# What a script can see of how it was run; a worker imports the script by its name or path.
+SIGHT = """
+import atexit, multiprocessing, pickle, sys
+
+class Thing:
+    def __init__(self, size):
+        self.size = size
+
+def double(thing):
+    return 2 * thing.size
+
+@atexit.register
+def end():
+    if __name__ == "__main__":
+        print("at the end", pickle.loads(pickle.dumps(Thing(3))).size, flush=True)
+
+if __name__ == "__main__":
+    print(__file__, __package__, __cached__, type(__loader__).__name__, __spec__ and __spec__.name)
+    print(__doc__, sys.argv, sys.path[0], Thing.__module__)
+    assert sys.modules["__main__"].Thing is Thing
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(double, [Thing(1), Thing(5)]), flush=True)
+    sys.exit("that is all")
+"""
+
+# A loop that must not be edited.
+TRAIN = """
+import sys
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+def main():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(int(sys.argv[1])):
+        optimizer.zero_grad()
+        model(torch.randn(16, 8)).square().mean().backward()
+        clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    print(*[f"{x:.5f}" for x in model.weight.flatten().tolist()])
+    if sys.argv[2:]:
+        raise KeyError(sys.argv[2])
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, with scripts."""
+    (tmp_path / "sight.py").write_text(SIGHT)
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("import sys\nprint(__package__, sys.argv)")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder, monkeypatch, capsys):
+    """Runs a script in this process, plain or by the command; its status and what it printed."""
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments, plain=False):
+        if plain:
+            sys.argv[:] = [*map(str, arguments)]
+            exec(Path(arguments[0]).read_text(), {"__name__": "__main__"})
+            return 0, capsys.readouterr()
+        status = cli.main(["run", *map(str, arguments)])
+        return status, capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("target", [["./sight.py"], ["-m", "sight"]], ids=["script", "module"])
+def test_a_script_sees_what_python_shows_it(folder, target):
+    """Also `pickle`, a process that is spawned, functions at exit, and the status."""
+    plain = python(*target, "--compare", "a b")
+    done = python("-m", "tritonclip", "run", *target, "--compare", "a b")
+    assert "at the end 3" in plain.stdout
+    assert done.stdout == plain.stdout
+    assert done.returncode == plain.returncode == 1
+    assert done.stderr.endswith(plain.stderr)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["def f():\n    raise KeyError('no such size')\nf()", "x = (", "raise KeyboardInterrupt"],
+    ids=["error", "syntax", "interrupt"],
+)
+def test_an_error_is_shown_as_python_shows_it(folder, text):
+    (folder / "fails.py").write_text(text)
+    plain = python("fails.py")
+    done = python("-m", "tritonclip", "run", "fails.py")
+    report = "tritonclip run: no call of torch's functions that clip was seen\n"
+    assert done.stderr == report + plain.stderr
+    assert done.returncode == plain.returncode
+    if "Interrupt" in text and sys.platform != "win32":
+        assert done.returncode == -signal.SIGINT
+
+
+def test_a_package_is_run_by_its_main(run):
+    status, printed = run("-m", "package", "--flag")
+    assert status == 0
+    file = Path("package", "__main__.py").resolve()
+    assert printed.out == f"package {[str(file), '--flag']}\n"
+
+
+def test_a_script_is_clipped_by_tritonclip_and_trains_as_before(run):
+    before = torch.nn.utils.clip_grad_norm_
+    status, printed = run("train.py", "12")
+    assert status == 0
+    assert printed.out == run("train.py", 12, plain=True)[1].out
+    said = "tritonclip run: calls of torch's functions: 12 of clip_grad_norm_; all by tritonclip\n"
+    assert printed.err == said
+    assert torch.nn.utils.clip_grad_norm_ is before
+
+
+def test_compare_leaves_the_training_as_it_is_and_says_whether_tritonclip_helps(run):
+    status, printed = run("--compare", "train.py", "40")
+    assert status == 0
+    assert printed.out == run("train.py", 40, plain=True)[1].out
+    assert "\nclip_grad_norm_ of 2 gradients with 36 elements, 40 calls\n" in printed.err
+    row = r"^  {}  +[\d.,]+ [um]s \([\d.,]+ [um]s to [\d.,]+ [um]s\), [\d.]+% of the time$"
+    for name in ("torch", "tritonclip"):
+        assert re.search(row.format(name), printed.err, re.MULTILINE)
+    assert re.search(r"^  [\d.]+x; norms differ by [\de.+-]+ at most", printed.err, re.MULTILINE)
+    assert "tritonclip" in printed.err.splitlines()[-1]
+
+
+def test_a_script_that_fails_gets_the_report_so_far(run, capsys):
+    with pytest.raises(KeyError, match="broken"):
+        run("train.py", "5", "broken")
+    assert "calls of torch's functions: 5 of clip_grad_norm_" in capsys.readouterr().err
+
+
+def test_a_script_that_does_not_clip_is_told_what_else_may(run, folder):
+    (folder / "other.py").write_text("print('no clipping')")
+    status, printed = run("other.py")
+    assert (status, printed.out) == (0, "no clipping\n")
+    for word in ("clipped nothing", "DeepSpeed", "FSDP1", "torchrun", "torch.compile"):
+        assert word in printed.err
+
+
+def test_calls_that_torch_serves_are_counted_with_the_reason(run, folder):
+    (folder / "negative.py").write_text(
+        "import torch\nweight = torch.nn.Parameter(torch.ones(2))\nweight.grad = torch.ones(2)\n"
+        "for _ in range(2):\n    torch.nn.utils.clip_grad_norm_([weight], -1.0)"
+    )
+    with pytest.warns(tritonclip.ClippingWarning, match="torch's own function serves"):
+        _, printed = run("negative.py")
+    assert "torch served 2 of these 2 calls, which tritonclip refuses:\n  2: clip_" in printed.err
+
+
+def test_record_writes_what_suggest_reads_and_appends_another_run(run, folder):
+    for n in (24, 25):
+        _, printed = run("--record", "norms.csv", "train.py", n)
+        assert "norms are in norms.csv: python -m tritonclip suggest norms.csv" in printed.err
+    history = read(folder / "norms.csv")
+    assert [len(history.run(i).norms) for i in (1, 2)] == [24, 25]
+    assert set(history.limits.tolist()) == {0.1}
+    assert cli.main(["suggest", "norms.csv"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing.py"], "expected a script, got nothing.py; there is no such file in"),
+        (["-m", "nothing"], "expected a module that can be run, got nothing"),
+        (["-m", "package.nothing"], "expected a module that can be run, got package.nothing"),
+        (["-m", "train.py"], "got the path train.py; leave out -m"),
+        (["--record", "norms.txt", "train.py"], "norms.txt"),
+    ],
+    ids=["script", "module", "submodule", "path", "record"],
+)
+def test_a_wrong_target_ends_with_a_message(run, arguments, said):
+    status, printed = run(*arguments)
+    assert (status, printed.out) == (1, "")
+    assert printed.err.startswith("Error: ")
+    assert said in printed.err
+
+
+def test_processes_of_torchrun_have_a_patch_each_and_the_first_one_reports(folder):
+    """Two processes with gloo, which take turns alike: some ten seconds on a busy machine."""
+    train = TRAIN.replace("def main():", "def main():\n    dist.init_process_group('gloo')")
+    train = train.replace("import sys", "import sys\nimport torch.distributed as dist")
+    train = train.replace("torch.nn.Linear(8, 4)", "DDP(torch.nn.Linear(8, 4))")
+    train = train.replace("model.weight", "model.module.weight")
+    ddp = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+    (folder / "ddp.py").write_text(ddp + train + "    dist.destroy_process_group()\n")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = python(
+        *launch, "-m", "tritonclip", "run", "--compare", "ddp.py", "40", OMP_NUM_THREADS="1"
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    # Replicas that were clipped alike.
+    assert first == second
+    assert done.stderr.count("40 of clip_grad_norm_") == 1

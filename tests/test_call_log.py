@@ -1,0 +1,119 @@
+"""The log of calls under `patch_torch`: turns, norms both ways, and what the report says."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+
+import tritonclip
+from helpers.cases import grad_of, parameters
+from tritonclip.call_log import CallLog, _List, _verdict
+from tritonclip.patching import TorchPatch
+
+CPU = torch.device("cpu")
+
+
+def clip_in(log: CallLog, n: int, sizes: tuple[int, ...] = (3,)) -> None:
+    """Clips lists of these sizes in turn, and checks each result."""
+    with TorchPatch(None, log) as patch:
+        for step in range(n):
+            params = parameters([torch.full((sizes[step % len(sizes)],), 2.0)])
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+            assert grad_of(params[0]).norm().item() == pytest.approx(1.0, rel=1e-5)
+    assert not patch.served_by_torch
+
+
+@pytest.mark.parametrize("sizes", [(3,), (3, 4), (3, 4, 5)], ids=len)
+def test_functions_take_turns_on_each_list(sizes):
+    """Also where several lists alternate, as those of a GAN."""
+    log = CallLog(compares=True)
+    clip_in(log, 48 * len(sizes), sizes)
+    for calls in log._lists.values():
+        torchs, ours = calls.n_served
+        assert torchs + ours == calls.n_calls == 48
+        assert abs(torchs - ours) <= 6
+        # The rest was checked, or was the first.
+        assert len(calls.walls[0]) >= torchs - 7
+        assert calls.difference is not None
+        assert calls.difference < 1e-6
+
+
+def test_a_norm_that_overflows_in_torch_is_said():
+    log = CallLog(compares=True)
+    with TorchPatch(None, log):
+        for _ in range(40):
+            params = parameters([torch.full((4,), 6e4, dtype=torch.float16)])
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+    report = log.report(Counter(), failed=False)
+    assert "norms differ by inf at most" in report
+    assert "A norm was finite by one function and inf or NaN by the other." in report
+
+
+def test_other_functions_are_compared_too():
+    log = CallLog(compares=True)
+    with TorchPatch(None, log):
+        for _ in range(40):
+            params = parameters([torch.full((4,), 2.0)])
+            norm = torch.nn.utils.get_total_norm([grad_of(p) for p in params])
+            torch.nn.utils.clip_grads_with_norm_(params, 3.0, norm)
+            assert grad_of(params[0]).sum().item() == pytest.approx(6.0, rel=1e-5)
+            torch.nn.utils.clip_grad_value_(params[0], 1.0)
+            assert grad_of(params[0]).tolist() == [1.0] * 4
+    assert set(log.counts.values()) == {40}
+    report = log.report(Counter(), failed=False)
+    for name in ("get_total_norm", "clip_grads_with_norm_", "clip_grad_value_"):
+        assert f"{name} of 1 gradients with 4 elements, 40 calls" in report
+
+
+def test_a_log_of_few_calls_says_so():
+    log = CallLog(compares=True)
+    clip_in(log, 5)
+    assert "too few calls to compare" in log.report(Counter(), failed=False)
+
+
+def test_without_comparing_calls_are_counted_only():
+    log = CallLog(compares=False)
+    with TorchPatch(None, log):
+        torch.nn.utils.clip_grad_norm_(parameters([torch.ones(3)]), 1.0)
+    assert not log._lists
+    assert log.counts == {"clip_grad_norm_": 1}
+
+
+def test_torch_serves_a_process_whose_replicas_were_started_by_the_script(monkeypatch):
+    """These are not run under the patch, and replicas have to be clipped alike."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    log = CallLog(compares=True)
+    half = torch.full((4,), 6e4, dtype=torch.float16)
+    with TorchPatch(None, log):
+        with pytest.warns(tritonclip.ClippingWarning, match="the script started 3 processes"):
+            norm = torch.nn.utils.clip_grad_norm_(parameters([half]), 1.0)
+        # By torch, whose norm overflows.
+        assert math.isinf(norm.item())
+        torch.nn.utils.clip_grad_norm_(parameters([half]), 1.0)
+    assert "torchrun --nproc-per-node 4 -m tritonclip run" in log.report(Counter(), failed=False)
+
+
+@pytest.mark.parametrize(
+    ("torchs", "ours", "gap", "said"),
+    [
+        (100.0, 50.0, 900.0, "tritonclip helps: a call takes 50.0 us in place of 100 us, which"
+         " saves 5.0% of the time of this run."),
+        (100.0, 50.0, 1e6, "it does not matter here: a call takes 50.0 us in place of 100 us,"
+         " which saves 0.00% of the time of this run."),
+        (50.0, 100.0, 900.0, "tritonclip does not help the speed of this run"),
+        (100.0, 100.0, 900.0, "It is not clear whether tritonclip helps"),
+    ],
+    ids=["helps", "does not matter", "slower", "equal"],
+)  # fmt: skip
+def test_the_verdict_is_one_sentence(torchs, ours, gap, said):
+    calls = _List("clip_grad_norm_", 1, 4, CPU)
+    for walls, middle in zip(calls.walls, (torchs, ours), strict=True):
+        walls.extend(middle * (1 + 0.002 * (i % 5 - 2)) for i in range(50))
+    calls.gaps.extend([gap] * 100)
+    assert said in _verdict(calls)

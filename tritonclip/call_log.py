@@ -1,0 +1,323 @@
+"""The calls of torch's functions in a run under `patch_torch`, for `python -m tritonclip run`.
+
+To compare, torch's function and ours take turns on the run's own gradients. Each call clips once,
+and the run goes on with its result. Times are of single calls between the run's other work, so that
+gradients lie in the cache, or not, as they do in the run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonclip import torch_compat
+from tritonclip.comparison import time_text
+from tritonclip.messages import warn_user
+from tritonclip.patching import Call, original_of
+from tritonclip.samples import synchronize
+
+# The functions that return the norm of what they get.
+_MEASURING = ("clip_grad_norm_", "get_total_norm")
+# Two calls in so many measure the norm both ways, and are not timed. Prime: a loop that clips
+# several lists in turn has each of them among these calls.
+_CHECKED_IN = 17
+# Multiples of it, modulo 1, are spread evenly, and so is every second, third, ... of them: each
+# function gets as many turns, also where several lists alternate.
+_GOLDEN = (math.sqrt(5) - 1) / 2
+# Calls that are timed by each, from which on a list is judged; the most that are kept.
+_LEAST, _MOST = 3, 100_000
+# Variables that launchers set for each process, with its rank.
+_RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def rank() -> int:
+    """Of this process, as its launcher says; 0 without a launcher."""
+    return next((int(os.environ[name]) for name in _RANKS if name in os.environ), 0)
+
+
+@dataclass
+class _List:
+    """Calls of one function on gradients of one number and size; times in microseconds."""
+
+    name: str
+    n_gradients: int
+    n_elements: int
+    device: torch.device
+    n_calls: int = 0
+    # By torch, by tritonclip.
+    n_served: list[int] = field(default_factory=lambda: [0, 0])
+    walls: tuple[deque[float], deque[float]] = field(
+        default_factory=lambda: (deque(maxlen=_MOST), deque(maxlen=_MOST))
+    )
+    # The time outside of clipping since the last call on the list.
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST))
+    outside: float | None = None
+    # Largest, of the norms, relative; inf where only one of them is finite.
+    difference: float | None = None
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether there are enough times."""
+        return min(map(len, self.walls)) >= _LEAST
+
+    def add(self, is_ours: bool, wall: float | None) -> None:
+        """Counts a call; the first by each is not timed: it plans, compiles and loads code."""
+        if self.n_served[is_ours] and wall is not None:
+            self.walls[is_ours].append(wall)
+        self.n_served[is_ours] += 1
+
+    def add_difference(self, a: float, b: float) -> None:
+        """Keeps the largest difference of two norms."""
+        if a == b or (math.isnan(a) and math.isnan(b)):
+            found = 0.0
+        elif math.isfinite(a) and math.isfinite(b):
+            found = abs(a - b) / max(a, b)
+        else:
+            found = math.inf
+        self.difference = max(found, self.difference or 0.0)
+
+
+class CallLog:
+    """Counts the calls of patched functions; to compare, lets torch's and ours take turns."""
+
+    def __init__(self, *, compares: bool) -> None:
+        self.compares = compares
+        self.counts: Counter[str] = Counter()
+        self._pid = os.getpid()
+        self._launched = any(name in os.environ for name in _RANKS)
+        # Why torch serves all calls, if it does.
+        self._objection: str | None = None
+        self._lists: dict[tuple[object, ...], _List] = {}
+        # Calls of this process alone, and those that several processes make together, whose turns
+        # have to be the same on all of them.
+        self._n_calls = [0, 0]
+        # Microseconds outside of clipping until now, and when the last call was left.
+        self._outside, self._left = 0.0, 0
+
+    def __call__(self, call: Call) -> tuple[Callable[..., Any], Callable[[Any], None] | None]:
+        """The function for a call, and how its result is logged."""
+        arrived = perf_counter_ns()
+        if not self.counts:
+            self._objection = self._find_objection()
+        self.counts[call.name] += 1
+        if self._objection is not None:
+            return call.original, None
+        tensors = _tensors_of(call) if self.compares else None
+        if not tensors or _is_capturing(tensors[0]):
+            return call.ours, None
+        device = tensors[0].device
+        if device.type == "cuda":
+            # The backward pass is not the call's.
+            synchronize(device)
+            arrived = perf_counter_ns()
+        if self._left:
+            self._outside += (arrived - self._left) / 1e3
+        return self._in_turn(call, tensors)
+
+    def _in_turn(
+        self, call: Call, tensors: Sequence[Tensor]
+    ) -> tuple[Callable[..., Any], Callable[[Any], None]]:
+        device = tensors[0].device
+        size = (call.name, len(tensors), sum(tensor.numel() for tensor in tensors), device)
+        calls = self._lists.setdefault(size, _List(*size))
+        calls.n_calls += 1
+        if calls.outside is not None:
+            calls.gaps.append(self._outside - calls.outside)
+        calls.outside = self._outside
+        are_shared = any(hasattr(tensor, "device_mesh") for tensor in tensors)
+        n = self._n_calls[are_shared]
+        self._n_calls[are_shared] += 1
+        is_ours = n * _GOLDEN % 1 < 0.5
+        other = None
+        is_checked = n % _CHECKED_IN < 2
+        if is_checked and call.name in _MEASURING:
+            other = _norm_by(not is_ours, tensors, call.arguments.get("norm_type", 2.0))
+            synchronize(device)
+
+        def done(result: Any) -> None:
+            synchronize(device)
+            wall = (perf_counter_ns() - start) / 1e3
+            calls.add(is_ours, None if is_checked else wall)
+            if other is not None:
+                calls.add_difference(_number(result), other)
+            self._left = perf_counter_ns()
+
+        self._left = start = perf_counter_ns()
+        return call.ours if is_ours else call.original, done
+
+    def _find_objection(self) -> str | None:
+        """Why torch has to serve all calls: replicas have to be clipped alike."""
+        distributed = torch.distributed
+        if self._launched or os.getpid() != self._pid:
+            return None
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return None
+        if (n := distributed.get_world_size()) == 1:
+            return None
+        text = (
+            f"the script started {n - 1} processes beside this one, which clip by torch's "
+            "functions, so that these serve this process, too; expected all processes to be "
+            f"started by torchrun --nproc-per-node {n} -m tritonclip run, or with RANK set"
+        )
+        warn_user(text)
+        return text
+
+    def report(self, served_by_torch: Counter[str], *, failed: bool) -> str:
+        """Counts, and what was compared, in lines.
+
+        Args:
+            served_by_torch: calls that tritonclip refused, by reason.
+            failed: whether the script was interrupted, or ended with an error.
+        """
+        if not self.counts:
+            return _NONE if failed else f"{_NONE}, so that tritonclip clipped nothing.\n{_REMEDIES}"
+        counted = ", ".join(f"{n:,} of {name}" for name, n in self.counts.items())
+        n_calls = self.counts.total()
+        lines = [f"calls of torch's functions: {counted}"]
+        if self._objection is not None:
+            return "\n".join([*lines, self._objection])
+        if n := served_by_torch.total():
+            lines += [f"torch served {n:,} of these {n_calls:,} calls, which tritonclip refuses:"]
+            lines += [f"  {n:,}: {reason}" for reason, n in served_by_torch.most_common()]
+        elif not self.compares:
+            lines[0] += "; all by tritonclip"
+        if self.compares:
+            lines += self._comparison()
+        return "\n".join(lines)
+
+    def _comparison(self) -> list[str]:
+        judged = sorted((c for c in self._lists.values() if c.is_judged), key=_total, reverse=True)
+        if not judged:
+            return [
+                f"too few calls to compare; expected {_LEAST} or more that are timed by each "
+                "function, some 12 on the same gradients"
+            ]
+        lines = [line for calls in judged[:_MOST_LISTS] for line in _lines(calls)]
+        if (more := len(judged) - _MOST_LISTS) > 0:
+            lines.append(f"and {more} lists of gradients that take less time")
+        on_gpu = any(calls.device.type == "cuda" for calls in judged)
+        lines.append(_LEGEND + _WAITS * on_gpu)
+        if math.inf in (calls.difference for calls in judged):
+            lines.append(_ONE_FINITE)
+        return [*lines, _verdict(judged[0])]
+
+
+_MOST_LISTS = 6
+_LEGEND = """\
+Calls take turns, and each clips once: median and quartiles of a call, and its share of
+the time from one call to the next. Two calls in 17 are not timed: they measure the norm
+both ways."""
+_WAITS = """
+Each call waited for the GPU before and after, which a run without --compare does not."""
+_ONE_FINITE = """\
+A norm was finite by one function and inf or NaN by the other. torch's overflows where
+squares do in the dtype of the gradients; tritonclip's does not."""
+_NONE = "no call of torch's functions that clip was seen"
+_REMEDIES = """\
+Not seen: calls under torch.compile; processes that the script itself starts, which
+torchrun -m tritonclip run starts in its place. Not reached: DeepSpeed, whose engine clips
+by "gradient_clipping" of its configuration; Megatron and apex; the method clip_grad_norm_
+of FSDP1, for which call tritonclip.clip_ with process_group=. Or clipping is turned off:
+look for max_grad_norm, gradient_clip_val or clip_grad in the script's settings."""
+
+
+def _tensors_of(call: Call) -> list[Tensor] | None:
+    """The gradients of a call, or the tensors to measure; None where they are something else."""
+    given = call.arguments.get("parameters", call.arguments.get("tensors"))
+    if isinstance(given, Tensor):
+        given = [given]
+    if not isinstance(given, list | tuple) or not all(isinstance(x, Tensor) for x in given):
+        return None
+    if call.name == "get_total_norm":
+        return [*given]
+    return [x.grad for x in given if x.grad is not None]
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is recorded, when nothing may wait."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _norm_by(ours: bool, tensors: Sequence[Tensor], norm_type: float) -> float | None:
+    """The norm by one of the two functions; None where it refuses."""
+    measure: Callable[..., Any] = torch_compat.get_total_norm
+    if not ours:
+        measure = original_of(torch.nn.utils.get_total_norm)
+    try:
+        return _number(measure(tensors, norm_type))
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _number(norm: Any) -> float:
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+
+def _total(calls: _List) -> float:
+    return calls.n_calls * statistics.median(calls.walls[0])
+
+
+def _shares(calls: _List) -> list[float]:
+    """Of a call in the time from one to the next: by torch, by tritonclip."""
+    gap = statistics.median(calls.gaps)
+    medians = [statistics.median(walls) for walls in calls.walls]
+    return [median / (median + gap) for median in medians]
+
+
+def _interval(walls: Sequence[float]) -> tuple[float, float]:
+    """Of the median, at 95%: order statistics, by the normal limit of the binomial distribution."""
+    ordered, n = sorted(walls), len(walls)
+    low = max(int(n / 2 - math.sqrt(n)), 0)
+    return ordered[low], ordered[n - 1 - low]
+
+
+def _lines(calls: _List) -> list[str]:
+    """The calls on one list of gradients."""
+    times = []
+    for walls, share in zip(calls.walls, _shares(calls), strict=True):
+        low, middle, high = map(time_text, statistics.quantiles(walls, n=4))
+        times.append(f"{middle} ({low} to {high}), {share:.1%} of the time")
+    torchs, ours = map(statistics.median, calls.walls)
+    ratio = f"  {torchs / ours:.2f}x"
+    if calls.difference is not None:
+        ratio += f"; norms differ by {calls.difference:.0e} at most, relative to them"
+    return [
+        f"{calls.name} of {calls.n_gradients:,} gradients with {calls.n_elements:,} elements, "
+        f"{calls.n_calls:,} calls",
+        f"  torch       {times[0]}",
+        f"  tritonclip  {times[1]}",
+        ratio,
+    ]
+
+
+def _verdict(calls: _List) -> str:
+    """One sentence: whether tritonclip helps the speed of this run."""
+    torchs, ours = map(statistics.median, calls.walls)
+    faster, slower = map(_interval, calls.walls if torchs < ours else calls.walls[::-1])
+    if faster[1] >= slower[0]:
+        return (
+            "It is not clear whether tritonclip helps: both take about the same time. Run for more "
+            "steps, or on a machine that does nothing else."
+        )
+    if ours > torchs:
+        return (
+            f"tritonclip does not help the speed of this run: a call takes {time_text(ours)} in "
+            f"place of {time_text(torchs)}."
+        )
+    saved = (torchs - ours) / (torchs + statistics.median(calls.gaps))
+    text = f"a call takes {time_text(ours)} in place of {time_text(torchs)}"
+    if saved < 1e-3:
+        return (
+            f"tritonclip is faster, but it does not matter here: {text}, which saves {saved:.2%} "
+            "of the time of this run."
+        )
+    return f"tritonclip helps: {text}, which saves {saved:.1%} of the time of this run."

@@ -1,0 +1,132 @@
+"""A script or a module run as Python runs it, by `python -m tritonclip run`."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Any, NamedTuple
+
+
+class Program(NamedTuple):
+    """What `python SCRIPT` or `python -m MODULE` runs.
+
+    Attributes:
+        code: gives the code of the module `__main__`.
+        attributes: of that module.
+        name: `sys.argv[0]`.
+    """
+
+    code: Callable[[], CodeType]
+    attributes: dict[str, Any]
+    name: str
+
+    def run(self, arguments: Sequence[str]) -> None:
+        """Runs it in a new module `__main__`, which stays: the process is the program's from now.
+
+        Its errors are raised, and `sys.excepthook` shows them without the frames of tritonclip.
+        """
+        sys.argv[:] = [self.name, *arguments]
+        main = ModuleType("__main__")
+        vars(main).update(self.attributes, __builtins__=builtins)
+        # Where pickle and multiprocessing look up classes and functions.
+        sys.modules["__main__"] = main
+        frames: TracebackType | None = None
+        try:
+            code = self.code()
+            try:
+                exec(code, vars(main))
+            except BaseException as error:
+                frames = error.__traceback__ and error.__traceback__.tb_next
+                raise
+        except BaseException as error:
+            _hide_frames(error, frames)
+            raise
+
+
+def script(path: str) -> Program:
+    """A file, whose folder becomes `sys.path[0]`.
+
+    Raises:
+        ValueError: no such file.
+    """
+    if not Path(path).is_file():
+        raise ValueError(
+            f"expected a script, got {path}; there is no such file in {Path.cwd()}. A module is "
+            "run by -m NAME"
+        )
+    _set_first_path(str(Path(path).resolve().parent))
+    # As Python does since 3.9: valid also where the script changes its folder.
+    file = os.path.join(Path.cwd(), path)  # noqa: PTH118  (Path would leave out ./)
+
+    def code() -> CodeType:
+        with io.open_code(file) as source:
+            return compile(source.read(), file, "exec", dont_inherit=True)
+
+    loader = SourceFileLoader("__main__", file)
+    return Program(code, {"__file__": file, "__cached__": None, "__loader__": loader}, path)
+
+
+def module(name: str) -> Program:
+    """A module, or the `__main__` of a package; the current folder becomes `sys.path[0]`.
+
+    Raises:
+        ValueError: no such module.
+    """
+    if name.endswith(".py") or "/" in name:
+        raise ValueError(
+            f"expected the name of a module after -m, got the path {name}; leave out -m"
+        )
+    _set_first_path(str(Path.cwd()))
+    spec = _spec_of(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        name = f"{name}.__main__"
+        spec = _spec_of(name)
+    loader: Any = spec and spec.loader
+    if spec is None or not hasattr(loader, "get_code"):
+        raise ValueError(f"expected a module that can be run, got {name}; no Python code is there")
+    attributes = {
+        "__spec__": spec,
+        "__file__": spec.origin,
+        "__cached__": spec.cached,
+        "__loader__": loader,
+        "__package__": spec.parent,
+    }
+    return Program(lambda: loader.get_code(spec.name), attributes, str(spec.origin))
+
+
+def _spec_of(name: str) -> ModuleSpec | None:
+    """Finds a module; imports the packages that it lies in."""
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        # Else a package is there, and imports a module that is not.
+        if f"{name}.".startswith(f"{error.name}."):
+            return None
+        raise
+
+
+def _set_first_path(folder: str) -> None:
+    """Sets the entry that is Python's own, unless Python was told to have none (-P)."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = folder
+
+
+def _hide_frames(error: BaseException, own: TracebackType | None) -> None:
+    """Lets the hook for errors that nothing catches show an error from the program's frames on."""
+    shown = sys.excepthook
+
+    def show(
+        kind: type[BaseException], value: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if value is error:
+            value, traceback = error.with_traceback(own), own
+        shown(kind, value, traceback)
+
+    sys.excepthook = show
