@@ -98,6 +98,25 @@ def answers(session: nox.Session) -> None:
     session.run("python", "tools/answers.py", *session.posargs)
 
 
+@nox.session
+def trainers(session: nox.Session) -> None:
+    """Train by packages that are no extra, under `patch_torch` and without."""
+    install(session)
+    session.install("-c", "constraints.txt", "--no-build-isolation", "-e", ".[integrations]")
+    # Without their dependencies, which ask for versions that exclude each other.
+    needed = (
+        "blobfile cloudpickle datasets dill docstring-parser farama-notifications gymnasium "
+        "kagglehub multiprocess omegaconf pandas pyarrow sentencepiece shtab spmd-types tiktoken "
+        "torchao==0.13.0 torchdata torchvision tyro xxhash"
+    )
+    packages = (
+        "stable-baselines3==2.9.2 timm==1.0.31 torchtitan==0.3.0 torchtune==0.6.1 trl==1.16.0"
+    )
+    session.install("--no-deps", *packages.split(), *needed.split())
+    tests = "tests/integrations/test_patched_packages.py"
+    session.run("python", "-m", "pytest", tests, *session.posargs)
+
+
 def enter_copy(session: nox.Session) -> Path:
     """Go to a copy of the last commit, which a session may change."""
     commit = str(session.run("git", "rev-parse", "--short", "HEAD", external=True, silent=True))

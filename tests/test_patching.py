@@ -192,6 +192,30 @@ def test_a_recorder_takes_each_norm_and_its_limit(tmp_path):
     assert history.limits.tolist() == [1.0, 1.0]
 
 
+def test_each_norm_and_limit_of_two_calls_is_recorded_once(tmp_path):
+    """As torchtitan clips: one function measures, the other one scales."""
+    path = tmp_path / "norms.csv"
+    with tritonclip.record(path) as recorder, tritonclip.patch_torch(recorder=recorder):
+        params = parameters([torch.tensor([3.0, 4.0])])
+        norm = torch.nn.utils.get_total_norm([grad_of(p) for p in params])
+        torch.nn.utils.clip_grads_with_norm_(params, 1.0, total_norm=norm)
+    history = read(path)
+    assert (history.norms.tolist(), history.limits.tolist()) == ([5.0], [1.0])
+
+
+def test_a_wrapper_beside_a_patched_call_warns_of_a_second_clip():
+    """The likeliest mistake: a trainer that clips, and a wrapped optimizer in it."""
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = tritonclip.ClippedOptimizer(torch.optim.SGD([weight], lr=0.1), 1.0)
+    with tritonclip.patch_torch():
+        for step in range(12):
+            weight.grad = torch.full((4,), 2.0 + step)
+            torch.nn.utils.clip_grad_norm_([weight], 1.0)
+            optimizer.step()
+    with pytest.warns(tritonclip.ClippingWarning, match="something else clips to the same limit"):
+        optimizer.stats.summary()
+
+
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_compiled_call_takes_the_patched_function(fullgraph):
     torch._dynamo.reset()

@@ -149,12 +149,13 @@ def _replacement(name: str) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def clip(*args: Any, **kwargs: Any) -> Any:
-        # Read once, for both functions: an iterator, such as model.parameters().
+        # Read once, for both functions: an iterator, such as model.parameters(). An empty one stays
+        # as it is, since both warn of it.
         if args:
             if type(args[0]) is not list and isinstance(args[0], Iterator):
-                args = ([*args[0]], *args[1:])
+                args = ([*args[0]] or args[0], *args[1:])
         elif isinstance(kwargs.get(names[0]), Iterator):
-            kwargs = {**kwargs, names[0]: [*kwargs[names[0]]]}
+            kwargs = {**kwargs, names[0]: [*kwargs[names[0]]] or kwargs[names[0]]}
         # Both are usually empty.
         function, done = ours, None
         if _observers and not torch.compiler.is_compiling():
