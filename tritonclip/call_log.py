@@ -212,6 +212,8 @@ class CallLog:
 
 
 _MOST_LISTS = 6
+# A share of a run that is worth a word.
+_MATTERS = 0.01
 _LEGEND = """\
 Calls take turns, and each clips once: median and quartiles of a call, and its share of
 the time from one call to the next. Two calls in 17 are not timed: they measure the norm
@@ -289,7 +291,7 @@ def _lines(calls: _List) -> list[str]:
     torchs, ours = map(statistics.median, calls.walls)
     ratio = f"  {torchs / ours:.2f}x"
     if calls.difference is not None:
-        ratio += f"; norms differ by {calls.difference:.0e} at most, relative to them"
+        ratio += f"; largest relative difference of the norms: {calls.difference:.0e}"
     return [
         f"{calls.name} of {calls.n_gradients:,} gradients with {calls.n_elements:,} elements, "
         f"{calls.n_calls:,} calls",
@@ -315,9 +317,9 @@ def _verdict(calls: _List) -> str:
         )
     saved = (torchs - ours) / (torchs + statistics.median(calls.gaps))
     text = f"a call takes {time_text(ours)} in place of {time_text(torchs)}"
-    if saved < 1e-3:
+    if saved < _MATTERS:
         return (
-            f"tritonclip is faster, but it does not matter here: {text}, which saves {saved:.2%} "
-            "of the time of this run."
+            f"tritonclip is faster, but it hardly matters here: {text}, which saves {saved:.2%} of "
+            "the time of this run."
         )
     return f"tritonclip helps: {text}, which saves {saved:.1%} of the time of this run."

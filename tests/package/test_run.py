@@ -55,7 +55,8 @@ def main():
         model(torch.randn(16, 8)).square().mean().backward()
         clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
-    print(*[f"{x:.5f}" for x in model.weight.flatten().tolist()])
+    # In one piece, which the output of another process does not come between.
+    sys.stdout.write(f"{[round(x, 5) for x in model.weight.flatten().tolist()]}\\n")
     if sys.argv[2:]:
         raise KeyError(sys.argv[2])
 
@@ -148,7 +149,8 @@ def test_compare_leaves_the_training_as_it_is_and_says_whether_tritonclip_helps(
     row = r"^  {}  +[\d.,]+ [um]s \([\d.,]+ [um]s to [\d.,]+ [um]s\), [\d.]+% of the time$"
     for name in ("torch", "tritonclip"):
         assert re.search(row.format(name), printed.err, re.MULTILINE)
-    assert re.search(r"^  [\d.]+x; norms differ by [\de.+-]+ at most", printed.err, re.MULTILINE)
+    ratio = r"^  [\d.]+x; largest relative difference of the norms: [\de.+-]+$"
+    assert re.search(ratio, printed.err, re.MULTILINE)
     assert "tritonclip" in printed.err.splitlines()[-1]
 
 
