@@ -11,14 +11,13 @@ import torch
 import tritonclip
 from helpers.cases import grad_of, parameters
 from tritonclip.call_log import CallLog, _List, _verdict
-from tritonclip.patching import TorchPatch
 
 CPU = torch.device("cpu")
 
 
 def clip_in(log: CallLog, n: int, sizes: tuple[int, ...] = (3,)) -> None:
     """Clips lists of these sizes in turn, and checks each result."""
-    with TorchPatch(None, log) as patch:
+    with log.patch(None) as patch:
         for step in range(n):
             params = parameters([torch.full((sizes[step % len(sizes)],), 2.0)])
             torch.nn.utils.clip_grad_norm_(params, 1.0)
@@ -43,7 +42,7 @@ def test_functions_take_turns_on_each_list(sizes):
 
 def test_a_norm_that_overflows_in_torch_is_said():
     log = CallLog(compares=True)
-    with TorchPatch(None, log):
+    with log.patch(None):
         for _ in range(40):
             params = parameters([torch.full((4,), 6e4, dtype=torch.float16)])
             torch.nn.utils.clip_grad_norm_(params, 1.0)
@@ -54,7 +53,7 @@ def test_a_norm_that_overflows_in_torch_is_said():
 
 def test_other_functions_are_compared_too():
     log = CallLog(compares=True)
-    with TorchPatch(None, log):
+    with log.patch(None):
         for _ in range(40):
             params = parameters([torch.full((4,), 2.0)])
             norm = torch.nn.utils.get_total_norm([grad_of(p) for p in params])
@@ -76,7 +75,7 @@ def test_a_log_of_few_calls_says_so():
 
 def test_without_comparing_calls_are_counted_only():
     log = CallLog(compares=False)
-    with TorchPatch(None, log):
+    with log.patch(None):
         torch.nn.utils.clip_grad_norm_(parameters([torch.ones(3)]), 1.0)
     assert not log._lists
     assert log.counts == {"clip_grad_norm_": 1}
@@ -90,8 +89,8 @@ def test_torch_serves_a_process_whose_replicas_were_started_by_the_script(monkey
         monkeypatch.delenv(name, raising=False)
     log = CallLog(compares=True)
     half = torch.full((4,), 6e4, dtype=torch.float16)
-    with TorchPatch(None, log):
-        with pytest.warns(tritonclip.ClippingWarning, match="the script started 3 processes"):
+    with log.patch(None):
+        with pytest.warns(tritonclip.ClippingWarning, match="the script started its other 3 of 4"):
             norm = torch.nn.utils.clip_grad_norm_(parameters([half]), 1.0)
         # By torch, whose norm overflows.
         assert math.isinf(norm.item())

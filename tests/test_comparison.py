@@ -297,7 +297,7 @@ def test_an_answer_prints_its_numbers_and_what_the_share_needs():
     ]
     assert "idle" not in "".join(lines)
     noisy = str(comparison.Comparison((replace(calls[0], ratio_hi=9.0),), None, "present", *rest))
-    assert "it needs a loss: compare(model, lambda model: ...)" in noisy
+    assert "because no loss was given; write\ncompare(model, lambda model: ...)" in noisy
     assert "\nCompare again when it is idle" in noisy
     for name in ("torch_share_hi", "tritonclip_share_hi"):
         shares = replace(step, **{name: 0.5})

@@ -192,6 +192,12 @@ def test_a_recorder_takes_each_norm_and_its_limit(tmp_path):
     assert history.limits.tolist() == [1.0, 1.0]
 
 
+def test_a_recorder_of_another_kind_is_refused():
+    with pytest.raises(TypeError, match="recorder must be a Recorder or None, got str; make one"):
+        tritonclip.patch_torch(recorder="norms.csv")  # type: ignore[arg-type]
+    assert_torchs_own()
+
+
 def test_each_norm_and_limit_of_two_calls_is_recorded_once(tmp_path):
     """As torchtitan clips: one function measures, the other one scales."""
     path = tmp_path / "norms.csv"

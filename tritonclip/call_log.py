@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,8 +22,11 @@ from torch import Tensor
 from tritonclip import torch_compat
 from tritonclip.comparison import time_text
 from tritonclip.messages import warn_user
-from tritonclip.patching import Call, original_of
+from tritonclip.patching import Call, TorchPatch, original_of
 from tritonclip.samples import synchronize
+
+if TYPE_CHECKING:
+    from tritonclip.monitor.recorder import Recorder
 
 # The functions that return the norm of what they get.
 _MEASURING = ("clip_grad_norm_", "get_total_norm")
@@ -164,12 +167,16 @@ class CallLog:
         if (n := distributed.get_world_size()) == 1:
             return None
         text = (
-            f"the script started {n - 1} processes beside this one, which clip by torch's "
-            "functions, so that these serve this process, too; expected all processes to be "
+            f"the script started its other {n - 1} of {n} processes itself, which clip by torch's "
+            "functions; so does this one, so that replicas stay equal. Expected all of them to be "
             f"started by torchrun --nproc-per-node {n} -m tritonclip run, or with RANK set"
         )
         warn_user(text)
         return text
+
+    def patch(self, recorder: Recorder | None) -> TorchPatch:
+        """Replaces torch's functions, and has their calls logged."""
+        return TorchPatch(recorder, self)
 
     def report(self, served_by_torch: Counter[str], *, failed: bool) -> str:
         """Counts, and what was compared, in lines.

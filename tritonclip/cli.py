@@ -29,7 +29,6 @@ from tritonclip.backends import choose, native
 from tritonclip.call_log import CallLog, rank
 from tritonclip.comparison import fault_of_call
 from tritonclip.messages import printable
-from tritonclip.patching import TorchPatch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -111,10 +110,18 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name == "doctor":
             continue
-        if name in ("run", "compare"):
-            (_add_run if name == "run" else _add_compare)(command)
+        if name == "run":
+            _add_run(command)
             continue
-        command.add_argument("file", type=Path, metavar="FILE")
+        if name == "compare":
+            _add_compare(command)
+            continue
+        command.add_argument(
+            "file",
+            type=Path,
+            metavar="FILE",
+            help="written by tritonclip.record or by python -m tritonclip run --record",
+        )
         command.add_argument(
             "--warmup",
             type=_at_least(0),
@@ -131,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument(
                 "--out",
                 type=Path,
+                metavar="FIGURE",
                 help="a .png or .svg file; by default FILE as .png, if there is none",
             )
     return parser
@@ -165,9 +173,10 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "target",
         metavar="MODULE:NAME",
-        help="a function without arguments, imported from the current folder, that returns a "
-        "module, or (module, loss_of), where loss_of(module) is the loss of a training step; or "
-        "one of these itself",
+        help="such as mymodule:make_model: a function without arguments in a module that can be "
+        "imported from here. It returns a torch.nn.Module, or a pair (module, loss_of), where "
+        "loss_of(module) is the loss of a training step, for the share that clipping has in a "
+        "step. A module or such a pair itself will do",
     )
     command.add_argument("--dtype", choices=_NAMED_DTYPES, help="cast the module to it")
     command.add_argument("--device", type=_device, help="move the module to it: cpu, cuda, cuda:1")
@@ -330,7 +339,7 @@ def run(
         print(f"Error: {error}", file=sys.stderr)
         return 1
     log, failed = CallLog(compares=compares), True
-    patch = TorchPatch(recorder, log)
+    patch = log.patch(recorder)
     try:
         with patch:
             program.run(arguments)

@@ -193,7 +193,10 @@ def _cells(call: CallTimes) -> tuple[str, ...]:
 def _share(step: StepTimes | None) -> str:
     name = "share of a training step"
     if step is None:
-        return f"{name}: not measured; it needs a loss: compare(model, lambda model: ...)"
+        return (
+            f"{name}: not measured, because no loss was given; write\n"
+            "compare(model, lambda model: ...), or let MODULE:NAME return (model, loss_of)"
+        )
     torchs = step.torch_share, step.torch_share_lo, step.torch_share_hi
     ours = step.tritonclip_share, step.tritonclip_share_lo, step.tritonclip_share_hi
     shares = ["{:.1%} ({:.1%} to {:.1%})".format(*three) for three in (torchs, ours)]

@@ -198,7 +198,7 @@ def _remedy(call: _Call, names: Sequence[str], word: str, value: object) -> str:
             return f"write {text}"
         if name in names:
             return f"write {_with_argument(call.usual, names.index(name), text)}"
-    return f"expected {', '.join(names)}, as in {call.usual}"
+    return f"expected {', '.join(names) or 'no argument'}, as in {call.usual}"
 
 
 def _with_argument(usual: str, position: int, argument: str) -> str:

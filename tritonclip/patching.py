@@ -71,6 +71,9 @@ def patch_torch(*, recorder: Recorder | None = None) -> TorchPatch:
         The patch. Its `remove()`, or the end of a `with` block, gives torch's functions back once
         no other patch is left; printed, it says what was replaced.
 
+    Raises:
+        TypeError: a recorder of another kind.
+
     Notes:
         Not reached: code with functions of its own or copies of torch's, such as DeepSpeed,
         Megatron and apex; the method `clip_grad_norm_` of FSDP1; names that were bound elsewhere
@@ -91,6 +94,11 @@ class TorchPatch:
         self.recorder, self.observer = recorder, observer
         # Calls that torch served, by reason.
         self.served_by_torch: Counter[str] = Counter()
+        if recorder is not None and not hasattr(recorder, "add_"):
+            raise TypeError(
+                f"recorder must be a Recorder or None, got {type(recorder).__name__}; make one by "
+                "tritonclip.record('run.csv')"
+            )
         with _lock:
             if not _replacements:
                 _replacements.update({name: _replacement(name) for name in _NAMES})

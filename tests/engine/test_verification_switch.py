@@ -76,3 +76,16 @@ def test_verify_holds_in_its_own_thread_only(monkeypatch):
     with ThreadPoolExecutor(max_workers=1) as pool, tritonclip.verify():
         assert settings.current().verifying
         assert not pool.submit(settings.current).result().verifying
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: tritonclip.verify(False), r"write with tritonclip.verify\(\): "),  # type: ignore[call-arg]
+        (lambda: tritonclip.verify(on=True), r"expected no argument, as in verify\(\)"),  # type: ignore[call-arg]
+    ],
+    ids=["position", "name"],
+)
+def test_verify_takes_no_argument_and_says_how_it_is_called(call, said):
+    with pytest.raises(TypeError, match=said):
+        call()

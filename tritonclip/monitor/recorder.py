@@ -81,7 +81,7 @@ def record(
     Raises:
         FileNotFoundError: no such folder.
         FileExistsError: a file with steps, with append=False.
-        TypeError: a `write` or an `append` of another kind.
+        TypeError: a path, a `write` or an `append` of another kind.
         ValueError: another ending, `every` below 1, a file that no recorder wrote, or `statistics`
             without `each`.
 
@@ -151,6 +151,10 @@ class Recorder:
         write: bool | None = None,
         append: bool | None = None,
     ) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(
+                f"path must be that of a .csv or .jsonl file, such as 'run.csv', got {path!r:.80}"
+            )
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a number of steps, 1 or more, got {every!r}")
         for name, choice in (("write", write), ("append", append)):
