@@ -3,13 +3,21 @@
 Triton's JIT derives at every call how a kernel is specialised to its arguments. Ours are
 specialised to types alone: no argument's alignment or value counts. So a kernel is compiled once
 for its types and constants, and the launcher that Triton made for it is called from then on.
+
+A known launch on CUDA derives nothing: a table keeps it as a `Start`, one call of the driver
+through `native/kernel.h`, which takes a stream and addresses as integers. It hands over what
+Triton's launcher would. Where a kernel needs anything else, such as memory for scratch, where parts
+of Triton are not those known here, or where there is no extension, Triton's launcher is called.
 """
 
+import ctypes
 import inspect
+import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,7 +32,8 @@ TL_DTYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+_RUNTIME = triton.knobs.runtime
+INTERPRETED = bool(_RUNTIME.interpret)
 # How every kernel is compiled. Contraction to fused multiply-add is asked for by name, because its
 # default depends on the version of Triton.
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": True}
@@ -77,6 +86,36 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+# Runs a kernel again: takes the current stream of the current device, then the arguments of
+# `launch`, but addresses may stand for tensors, and floats for their bits. Returns False where it
+# did not start.
+Start = Callable[..., bool]
+# The extension `tritonclip.backends._native`, once the backend has one.
+native: Any = None
+
+
+class Runner(NamedTuple):
+    """A kernel compiled for types and constants on a device.
+
+    Attributes:
+        run: launches it, given the size of the grid and the arguments.
+        compiled: by Triton, where it is launched by Triton's launcher.
+    """
+
+    run: Callable[[int, Sequence[Any]], Any]
+    compiled: Any = None
+
+    def start(self, programs: int, n_arguments: int) -> Start:
+        """Launches the kernel again as so many programs; never starts where only `run` may."""
+        kinds = _kinds_of(self.compiled, n_arguments) if native is not None else None
+        driver = _cu_launch_kernel() if kinds is not None else 0
+        if not driver:
+            return _refuse
+        function, metadata = self.compiled.function, self.compiled.metadata
+        sizes = programs, 32 * metadata.num_warps, metadata.shared
+        return partial(native.launch, native.kernel(driver, function, *sizes, kinds, self.compiled))
+
+
 def launch(
     kernel: Any,
     device: torch.device,
@@ -84,7 +123,7 @@ def launch(
     occupancy: Occupancy,
     arguments: Sequence[Any],
     **constants: Any,
-) -> None:
+) -> Runner | None:
     """Runs a kernel once, on the current stream of the device.
 
     Args:
@@ -94,32 +133,36 @@ def launch(
         occupancy: that the kernel is compiled for.
         arguments: tensors, integers and None, in the order of the kernel's signature.
         **constants: its constexpr parameters, all of them.
+
+    Returns:
+        What ran; None for the interpreter.
     """
     if INTERPRETED:
         from tritonclip.kernels.interpreter import as_device
 
         with as_device():
             kernel[(programs,)](*arguments, **constants, **OPTIONS)
-        return
+        return None
     # A third less time than for all arguments.
     types = [None if (x := arguments[i]) is None else x.dtype for i in kernel.typed]
     key = (kernel.fn, device, *types, *constants.values())
-    run = _runners.get(key)
-    if run is None:
+    runner = _runners.get(key)
+    if runner is None:
         # What is compiled is loaded for the current device.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            run = _runner(kernel, device, programs, occupancy, arguments, constants)
-        _runners[key] = run
+            runner = _runner(kernel, device, programs, occupancy, arguments, constants)
+        _runners[key] = runner
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        run(programs, arguments)
+        runner.run(programs, arguments)
     else:
         # Triton launches on the current device.
         with torch.cuda.device(device):
-            run(programs, arguments)
+            runner.run(programs, arguments)
+    return runner
 
 
 # By kernel, device, dtypes and constants; some dozens at most in a process.
-_runners: dict[tuple[Any, ...], Callable[[int, Sequence[Any]], Any]] = {}
+_runners: dict[tuple[Any, ...], Runner] = {}
 
 
 def _runner(
@@ -129,22 +172,24 @@ def _runner(
     occupancy: Occupancy,
     arguments: Sequence[Any],
     constants: dict[str, Any],
-) -> Callable[[int, Sequence[Any]], Any]:
-    """Launches the kernel compiled for such arguments; through the JIT where it has to be."""
+) -> Runner:
+    """The kernel compiled for such arguments; launched through the JIT where it has to be."""
     options = options_of(occupancy)
     compiled = kernel.warmup(*arguments, grid=(programs,), **constants, **options)
     # A future, where compilation is asynchronous.
     compiled = compiled.result() if hasattr(compiled, "result") else compiled
     if not hasattr(type(compiled), "__getitem__"):
-        return lambda programs, arguments: kernel[(programs,)](*arguments, **constants, **options)
+        return Runner(
+            lambda programs, arguments: kernel[(programs,)](*arguments, **constants, **options)
+        )
     rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
     if not all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
-        return lambda programs, arguments: compiled[programs, 1, 1](*arguments, *rest)
+        return Runner(lambda programs, arguments: compiled[programs, 1, 1](*arguments, *rest))
     start, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     current_stream, index = driver.active.get_current_stream, device.index
 
     def run(programs: int, arguments: Sequence[Any]) -> None:
-        if _is_hooked():
+        if is_hooked():
             compiled[programs, 1, 1](*arguments, *rest)
             return
         # No metadata for hooks, and no hooks.
@@ -153,13 +198,66 @@ def _runner(
             *arguments, *rest,
         )  # fmt: skip
 
-    return run
+    return Runner(run, compiled)
 
 
-def _is_hooked() -> bool:
+def _refuse(stream: int, *arguments: Any) -> bool:
+    """Starts nothing: the `Start` of a kernel that only `launch` may run."""
+    return False
+
+
+# What a driver's launch without attributes cannot do.
+_PLAIN = {"num_ctas": 1, "launch_pdl": False, "launch_cooperative_grid": False}
+# Memory behind the last parameters, as far as an installed Triton has it.
+_SCRATCH = "global_scratch_size", "profile_scratch_size"
+# By the type in a signature, the kind for `native.kernel` and the bits of the parameter.
+_KINDS = {"i32": (b"i", "32"), "i64": (b"l", "64"), "constexpr": (b"-", "")}
+
+
+def _kinds_of(compiled: Any, n_arguments: int) -> bytes | None:
+    """The kinds of a kernel's arguments for `native.kernel`; None where only Triton may launch it.
+
+    They are read from Triton's signature and compared with those that the PTX declares, so that a
+    Triton with other conventions is noticed.
+    """
+    try:
+        metadata, source = compiled.metadata, compiled.src
+        sizes = metadata.num_warps, metadata.num_ctas, metadata.shared
+        plain = all(getattr(metadata, name) == value for name, value in _PLAIN.items())
+        plain = plain and compiled.packed_metadata[:3] == sizes
+        scratch = [getattr(metadata, name) for name in _SCRATCH if hasattr(metadata, name)]
+        types = [source.signature[name] for name in source.fn.arg_names]
+        known = [(b"p", "64") if of[0] == "*" else _KINDS[of] for of in types]
+        declared: Any = re.search(r"\.entry \w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
+        parameters = re.findall(r"\.param \.[a-z](\d+)", declared[1])
+    except (AttributeError, KeyError, TypeError):
+        return None
+    # A constant is no parameter, None neither. Pointers to scratch memory come last.
+    expected = [bits for _, bits in known if bits] + ["64"] * len(scratch)
+    if (
+        not plain
+        or any(scratch)
+        or type(compiled.function) is not int
+        or any(bits for _, bits in known[n_arguments:])
+        or parameters != expected
+    ):
+        return None
+    return b"".join(kind for kind, _ in known[:n_arguments])
+
+
+@cache
+def _cu_launch_kernel() -> int:
+    """The address of the driver's function; 0 where this process has not loaded the driver."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+        return ctypes.cast(library.cuLaunchKernel, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):
+        return 0
+
+
+def is_hooked() -> bool:
     """Whether somebody, such as a profiler, wants to be told of every launch."""
-    runtime = triton.knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    enter, leave = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
     # Newer Tritons have chains of calls for hooks, older ones a function or None.
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 

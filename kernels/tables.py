@@ -8,14 +8,15 @@ one moved; no table is ever changed after its upload, so kernels that still run 
 
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from tritonclip.kernels import launch
 from tritonclip.kernels.access import CHUNK, OCCUPANCY_2X128, OCCUPANCY_3X80, Occupancy
-from tritonclip.kernels.launch import current_stream, wave
+from tritonclip.kernels.launch import Start, wave
 
 # Streams whose tables are kept: a table made on one stream is not yet there for another.
 STREAMS = 8
@@ -37,7 +38,10 @@ class ChunkTable:
         n_chunks: chunks; an empty gradient has one, of length 0.
         arguments: addresses, sizes and first chunks, each int64[n_tensors], and the tensor of each
             chunk, int32[n_chunks].
+        addresses: of the arguments.
         programs: that walk the chunks, one wave at most, by occupancy.
+        starts: known launches on gradients of these sizes, by what tells them apart.
+        stream: that a known launch may start on; None where only `launch.launch` may launch.
     """
 
     device: torch.device
@@ -45,7 +49,38 @@ class ChunkTable:
     n_tensors: int
     n_chunks: int
     arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    addresses: tuple[int, ...]
     programs: dict[Occupancy, int]
+    starts: dict[Hashable, Start] = field(default_factory=dict)
+    stream: int | None = None
+
+    def starts_again(self, key: Hashable, *arguments: Any) -> bool:
+        """Launches what was launched under this key before, if it is known.
+
+        Args:
+            key: stands for the kernel, the size of the grid, constants, and the dtypes and absence
+                of arguments.
+            *arguments: behind those of the table: tensors, addresses, other integers, None.
+        """
+        start = self.starts.get(key)
+        if start is None or self.stream is None:
+            return False
+        return start(self.stream, *self.addresses, *arguments)
+
+    def launch(
+        self,
+        key: Hashable,
+        kernel: Any,
+        programs: int,
+        occupancy: Occupancy,
+        arguments: tuple[Any, ...],
+        **constants: Any,
+    ) -> None:
+        """Launches a kernel, as `launch.launch` does, and knows it from then on by the key."""
+        every = (*self.arguments, *arguments)
+        runner = launch.launch(kernel, self.device, programs, occupancy, every, **constants)
+        if runner is not None and key not in self.starts:
+            self.starts[key] = runner.start(programs, len(every))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +99,9 @@ class UnitTable:
             a limit; forms, int64[n_tensors, 4]: rows, their length, and the places of the first
             partial norm and of the first unit; pieces, int64[n_pieces, 4]: tensor, first row,
             number of rows, and chunk within the row.
+        addresses: of the arguments.
         programs: that walk the pieces, one wave at most, by occupancy.
+        stream: as in `ChunkTable`.
     """
 
     device: torch.device
@@ -75,7 +112,23 @@ class UnitTable:
     n_norms: int
     n_units: int
     arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    addresses: tuple[int, ...]
     programs: dict[Occupancy, int]
+    stream: int | None = None
+
+
+class _Uploaded(NamedTuple):
+    """A table on a stream.
+
+    Attributes:
+        addresses: of the gradients.
+        table: theirs.
+        upload: event at its end, which may not have been reached; None once it was.
+    """
+
+    addresses: list[int]
+    table: Any
+    upload: Any
 
 
 _Table = TypeVar("_Table", bound=Any)
@@ -86,8 +139,8 @@ class Tables(Generic[_Table]):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # By stream, the addresses of a call and its table, replaced together: threads may meet.
-        self._uploaded: dict[int, tuple[list[int], _Table]] = {}
+        # By stream; replaced whole: threads may meet.
+        self._uploaded: dict[int, _Uploaded] = {}
 
     def table(self, addresses: list[int]) -> _Table:
         """The table for these addresses, on the current stream.
@@ -98,28 +151,48 @@ class Tables(Generic[_Table]):
         Raises:
             RuntimeError: a CUDA graph is captured, and eager calls left no pinned memory.
         """
-        stream, capturing = _current_stream(self._device)
+        stream, capturing, direct = _current_stream(self._device)
         if pinned_memory.taken and not capturing:
             pinned_memory.refill()
-        cached = self._uploaded.get(stream)
-        if cached is None:
-            table = self._lay_out(addresses, capturing)
-        elif cached[0] is addresses or cached[0] == addresses:
-            table = cached[1]
+        table: _Table
+        known = self._uploaded.get(stream)
+        if known is not None and (known.addresses is addresses or known.addresses == addresses):
+            table = known.table
+            if known.upload is not None and not capturing and known.upload.query():
+                self._uploaded[stream] = known._replace(upload=None)
         else:
-            pointers = upload(on_cpu(addresses), self._device, capturing)
-            table = replace(cached[1], arguments=(pointers, *cached[1].arguments[1:]))
+            found = self._landed(addresses) if capturing else None
+            if found is None:
+                found = self._upload(addresses, known and known.table, capturing)
+            table = replace(found, stream=stream)
+            if not capturing:
+                self._uploaded[stream] = _Uploaded(addresses, table, _recorded(self._device))
+                while len(self._uploaded) > STREAMS:
+                    self._uploaded.pop(next(iter(self._uploaded)), None)
         if capturing:
             # A graph reads its tables at every replay, and those that it uploads hold nothing
             # before: no other call may find them. A graph's lifetime is unknown, so its tables
             # live as long as the process.
-            pinned_memory.captured.append((cached, table))
-            return table
-        if cached is None or cached[1] is not table:
-            self._uploaded[stream] = addresses, table
-            while len(self._uploaded) > STREAMS:
-                self._uploaded.pop(next(iter(self._uploaded)), None)
-        return table
+            pinned_memory.keep(table.arguments)
+        return table if direct else replace(table, stream=None)
+
+    def _landed(self, addresses: list[int]) -> Any:
+        """A table for these addresses that is there for every stream; or None."""
+        for known in list(self._uploaded.values()):
+            if known.upload is None and known.addresses == addresses:
+                return known.table
+        return None
+
+    def _upload(self, addresses: list[int], known: Any, capturing: bool) -> Any:
+        """Makes all tables, or only that of pointers where those of other gradients are known."""
+        if known is None:
+            return self._lay_out(addresses, capturing)
+        pointers = upload(on_cpu(addresses), self._device, capturing)
+        return replace(
+            known,
+            arguments=(pointers, *known.arguments[1:]),
+            addresses=(pointers.data_ptr(), *known.addresses[1:]),
+        )
 
     def _lay_out(self, addresses: list[int], capturing: bool) -> _Table:
         """Makes all tables."""
@@ -138,9 +211,11 @@ class ChunkTables(Tables[ChunkTable]):
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> None:
         super().__init__(device)
         self._dtype, self._sizes = dtype, sizes
+        self._starts: dict[Hashable, Start] = {}
 
     def _lay_out(self, addresses: list[int], capturing: bool) -> ChunkTable:
-        return lay_out(self._device, self._dtype, self._sizes, addresses, capturing)
+        table = lay_out(self._device, self._dtype, self._sizes, addresses, capturing)
+        return replace(table, starts=self._starts)
 
 
 class UnitTables(Tables[UnitTable]):
@@ -191,7 +266,8 @@ class UnitTables(Tables[UnitTable]):
             n_pieces=n_pieces,
             n_norms=sum(map(_count_norms, self._counts, self._lengths)),
             n_units=sum(self._counts),
-            arguments=(tables[: 2 * n], tables[2 * n : 6 * n], tables[6 * n :]),
+            arguments=(parts := (tables[: 2 * n], tables[2 * n : 6 * n], tables[6 * n :])),
+            addresses=tuple(map(torch.Tensor.data_ptr, parts)),
             programs={OCCUPANCY_2X128: min(n_pieces, wave(self._device, OCCUPANCY_2X128))},
         )
 
@@ -207,8 +283,8 @@ class PinnedMemory:
         self._spare: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         # Sizes of the blocks that captures took.
         self.taken: list[int] = []
-        # Memory that graphs read, alive as long as the process.
-        self.captured: list[object] = []
+        # Memory that graphs read, by its identity, alive as long as the process.
+        self.captured: dict[int, torch.Tensor] = {}
 
     def block(self, n_bytes: int, capturing: bool) -> torch.Tensor:
         """A block for one upload, uint8, at least as large."""
@@ -227,8 +303,12 @@ class PinnedMemory:
                 "eagerly, before capturing"
             ) from None
         self.taken.append(room)
-        self.captured.append(block)
+        self.keep([block])
         return block
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keeps memory that a graph reads; a table that several read is kept once."""
+        self.captured.update((id(one), one) for one in tensors)
 
     def refill(self) -> None:
         """Replaces the blocks that captures took."""
@@ -247,7 +327,7 @@ def lay_out(
     addresses: Sequence[int],
     capturing: bool = False,
 ) -> ChunkTable:
-    """Makes all tables of a gradient list, in two uploads."""
+    """Makes all tables of a gradient list, in one upload."""
     size = on_cpu(sizes)
     n_own = ((size + CHUNK - 1) // CHUNK).clamp_min(1)
     first = torch.cumsum(n_own, 0) - n_own
@@ -255,19 +335,18 @@ def lay_out(
     tensor_of_chunk = torch.repeat_interleave(tensors, n_own)
     n, n_chunks = len(sizes), len(tensor_of_chunk)
 
-    packed = torch.cat([on_cpu(addresses), size, first])
+    numbers = torch.cat([on_cpu(addresses), size, first])
+    packed = torch.cat([numbers.view(torch.uint8), tensor_of_chunk.view(torch.uint8)])
     tables = upload(packed, device, capturing)
+    numbers, owners = tables[: 24 * n].view(torch.int64), tables[24 * n :].view(torch.int32)
+    arguments = numbers[:n], numbers[n : 2 * n], numbers[2 * n :], owners
     return ChunkTable(
         device=device,
         dtype=dtype,
         n_tensors=n,
         n_chunks=n_chunks,
-        arguments=(
-            tables[:n],
-            tables[n : 2 * n],
-            tables[2 * n :],
-            upload(tensor_of_chunk, device, capturing),
-        ),
+        arguments=arguments,
+        addresses=tuple(map(torch.Tensor.data_ptr, arguments)),
         programs={
             occupancy: min(n_chunks, wave(device, occupancy))
             for occupancy in (OCCUPANCY_2X128, OCCUPANCY_3X80)
@@ -297,16 +376,28 @@ def _pinned(n_bytes: int) -> torch.Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-def _current_stream(device: torch.device) -> tuple[int, bool]:
-    """The current stream, and whether a CUDA graph is captured on it."""
+def _current_stream(device: torch.device) -> tuple[int, bool, bool]:
+    """The current stream, whether a CUDA graph is captured on it, and whether to launch directly.
+
+    Known launches start on the current device, and no hook is told of them.
+    """
     if device.type != "cuda":
-        return 0, False
-    stream = current_stream(device)
+        return 0, False, not launch.is_hooked()
+    stream = launch.current_stream(device)
     if device.index == torch.cuda.current_device():
-        return stream, torch.cuda.is_current_stream_capturing()
+        return stream, torch.cuda.is_current_stream_capturing(), not launch.is_hooked()
     # Which asks only the current stream of the current device.
     with torch.cuda.device(device):
-        return stream, torch.cuda.is_current_stream_capturing()
+        return stream, torch.cuda.is_current_stream_capturing(), False
+
+
+def _recorded(device: torch.device) -> torch.cuda.Event | None:
+    """The end of what was queued on the current stream; None for a CPU, which queues nothing."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def _count_norms(count: int, length: int) -> int:

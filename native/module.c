@@ -1,5 +1,5 @@
 /* The extension `tritonclip.backends._native`: loops over the memory of CPU gradients, each of a
- * whole list in one call.
+ * whole list in one call; and the launch of kernels that Triton has compiled.
  *
  * A gradient is an address and a number of contiguous elements; `_native.pyi` describes the
  * functions. Of Python only the stable ABI is used, and nothing of PyTorch but its threads: one
@@ -11,7 +11,7 @@
 #include "tensors.h"
 
 /* Of the functions and their arguments, for `native.py`. */
-#define INTERFACE 15
+#define INTERFACE 16
 /* Elements from which a call lets other threads of Python run. */
 #define UNLOCKED 16384
 /* Elements, or rows, of a list at most: int64 holds as many bytes, and sums of rounded ones. */
@@ -380,6 +380,8 @@ static PyObject *multiply_units(PyObject *module, PyObject *const *arguments, Py
 
 #include "functional.h"
 
+#include "kernel.h"
+
 typedef struct {
     uint64_t start, end;
 } Bytes;
@@ -476,6 +478,8 @@ static PyMethodDef methods[] = {
     {"advance_averages", FAST(advance_averages), NULL},
     {"advance_quantiles", FAST(advance_quantiles), NULL},
     {"mean_and_deviation", FAST(mean_and_deviation), NULL},
+    {"kernel", FAST(kernel), NULL},
+    {"launch", FAST(launch), NULL},
     {"use_plain_loops", use_plain_loops, METH_O, NULL},
     {"register_torch", FAST(register_torch), NULL},
     {"use_threads", use_threads, METH_O, NULL},

@@ -301,7 +301,9 @@ def tables(device, one_multiprocessor):
 def stream(monkeypatch):
     """The current stream of the device, for a test to change."""
     current = [0]
-    monkeypatch.setattr(kernels("tables"), "_current_stream", lambda device: (current[0], False))
+    monkeypatch.setattr(
+        kernels("tables"), "_current_stream", lambda device: (current[0], False, True)
+    )
     return current
 
 
@@ -352,7 +354,7 @@ def test_tables_of_the_oldest_streams_are_forgotten(tables, stream):
 def test_capture_finds_the_tables_of_one_eager_call(tables, monkeypatch):
     """Else a CUDA graph captured after one call would upload its tables at every replay."""
     table = tables.table(ADDRESSES)
-    monkeypatch.setattr(kernels("tables"), "_current_stream", lambda device: (0, True))
+    monkeypatch.setattr(kernels("tables"), "_current_stream", lambda device: (0, True, True))
     assert tables.table(ADDRESSES) is table
 
 
@@ -362,9 +364,9 @@ def test_capture_is_asked_of_the_device_of_the_gradients(own, current, monkeypat
     """A graph is captured on the second of two devices, whichever is the current one."""
     entered = captured_second_gpu(current, monkeypatch)
     module = kernels("tables")
-    monkeypatch.setattr(module, "current_stream", lambda device: 10 + device.index)
+    monkeypatch.setattr(kernels("launch"), "current_stream", lambda device: 10 + device.index)
     stream = module._current_stream(torch.device("cuda", own))
-    assert stream == (10 + own, own == 1)
+    assert stream == (10 + own, own == 1, own == current)
     assert entered == [current]
 
 
@@ -375,9 +377,9 @@ def test_tables_made_in_a_capture_are_found_by_no_eager_call(tables, monkeypatch
     monkeypatch.setattr(module, "pinned_memory", pinned)
     tables.table(ADDRESSES)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_current_stream", lambda device: (0, True))
+        patch.setattr(module, "_current_stream", lambda device: (0, True, True))
         captured = tables.table([64, 256])
-    assert any(captured is one for kept in pinned.captured for one in kept)
+    assert all(pinned.captured[id(one)] is one for one in captured.arguments)
     assert tables.table([64, 256]) is not captured
 
 
@@ -420,7 +422,7 @@ def test_eager_call_replaces_the_pinned_memory_of_captures(monkeypatch, one_mult
     pinned.block(100, capturing=True)
     tables = module.ChunkTables(torch.device("cpu"), torch.float32, SIZES)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_current_stream", lambda device: (0, True))
+        patch.setattr(module, "_current_stream", lambda device: (0, True, True))
         tables.table(ADDRESSES)
     with pytest.raises(RuntimeError, match="pinned memory while a CUDA graph is captured"):
         pinned.block(100, capturing=True)

@@ -227,6 +227,36 @@ def advance_quantiles(
 def mean_and_deviation(numbers: int, n: int, /) -> tuple[float, float]:
     """Mean and sample deviation of n numbers of float64 at an address; n is 2 or more."""
 
+def kernel(
+    driver: int,
+    function: int,
+    programs: int,
+    threads: int,
+    shared: int,
+    kinds: bytes,
+    owner: object,
+    /,
+) -> object:
+    """A compiled kernel, for `launch`.
+
+    Args:
+        driver: address of cuLaunchKernel.
+        function: of the kernel, as the driver has it.
+        programs: size of the grid.
+        threads: of a program.
+        shared: bytes of shared memory of a program.
+        kinds: of each argument: b"p" for a pointer, b"i" for an int32, b"l" for an int64, b"-" for
+            None, which is no parameter.
+        owner: kept alive, so that the function stays loaded.
+    """
+
+def launch(kernel: object, stream: int, /, *arguments: int | float | Tensor | None) -> bool:
+    """Launches a kernel of the current device; False if it did not start.
+
+    It does not where an argument is of another kind, or the driver reports an error. Tensors stand
+    for their addresses, and floats for the bits of a float64, as an int64.
+    """
+
 def use_threads(function: int, /) -> None:
     """Takes the address of GOMP_parallel, which runs a function in several threads."""
 

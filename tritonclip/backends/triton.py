@@ -4,13 +4,14 @@ Imported where the backend is first chosen, because it imports triton.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from struct import Struct
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from tritonclip.backends import native
 from tritonclip.backends.interface import Clip
 from tritonclip.kernels import adaptive, clamp, launch, norm, scale
 from tritonclip.kernels.access import CHUNK, OCCUPANCY_2X128, OCCUPANCY_3X80, TAIL, block_of
@@ -18,6 +19,8 @@ from tritonclip.kernels.tables import ChunkTable, ChunkTables
 
 _FLOATS, _INTEGERS = Struct("<3d"), Struct("<3q")
 _NO_POINTERS = None, None, None
+# Kernels import nothing of tritonclip.
+launch.native = native.loops
 
 
 class TritonLayout:
@@ -60,22 +63,23 @@ class TritonBatch:
 
     def norm(self, norm_type: float, *, per_gradient: bool) -> Tensor:
         """Measures the gradients: one partial norm a chunk, or one a program."""
-        table = self._table
+        table, key = self._table, ("norm", norm_type, per_gradient)
         programs = table.programs[OCCUPANCY_3X80]
         n_norms = table.n_chunks if per_gradient else programs
         norms = torch.empty(n_norms, dtype=torch.float64, device=table.device)
-        launch.launch(
-            norm.norm_kernel,
-            table.device,
-            programs,
-            OCCUPANCY_3X80,
-            (*table.arguments, norms, table.n_chunks),
-            DTYPE=launch.TL_DTYPES[table.dtype],
-            P=norm_type,
-            EACH=per_gradient,
-            CHUNK=CHUNK,
-            BLOCK=norm.block_of(table.dtype.itemsize, norm_type),
-        )
+        if not table.starts_again(key, norms, table.n_chunks):
+            table.launch(
+                key,
+                norm.norm_kernel,
+                programs,
+                OCCUPANCY_3X80,
+                (norms, table.n_chunks),
+                DTYPE=launch.TL_DTYPES[table.dtype],
+                P=norm_type,
+                EACH=per_gradient,
+                CHUNK=CHUNK,
+                BLOCK=norm.block_of(table.dtype.itemsize, norm_type),
+            )
         return norms
 
     def total(self, norms: Tensor, norm_type: float, grad_scale: float | Tensor) -> Tensor:
@@ -108,6 +112,20 @@ class TritonBatch:
         self, norm_type: float, eps: float, limit: float, grad_scale: float | Tensor
     ) -> Tensor:
         """Measures all gradients and multiplies them by one coefficient."""
+        table, dtype, key = self._table, self._dtype, ("clip", norm_type, self._dtype)
+        if key in table.starts and type(limit) is type(eps) is type(grad_scale) is float:
+            programs, n_chunks = table.programs[OCCUPANCY_3X80], table.n_chunks
+            # The coefficient, which nobody reads, has its place behind the partial norms.
+            norms = torch.empty(programs + 1, dtype=torch.float64, device=table.device)
+            total = torch.empty_strided((), (), dtype=dtype, device=table.device)
+            at = norms.data_ptr()
+            outputs = at, total.data_ptr(), at + 8 * programs
+            numbers = n_chunks, programs, limit, eps, grad_scale
+            if table.starts_again(("norm", norm_type, False), at, n_chunks) and (
+                table.starts_again(key, *outputs, None, None, *numbers)
+            ):
+                increment_version(self._tensors)
+                return total
         norms = self.norm(norm_type, per_gradient=False)
         return self.scale_(norms, Clip(norm_type, eps, limit, grad_scale))[0]
 
@@ -126,29 +144,25 @@ class TritonBatch:
         (limit, _, divisor), bits = pack_scalars(
             clip.limit, clip.eps, clip.grad_scale, table.device
         )
-        launch.launch(
-            scale.scale_kernel,
-            table.device,
-            table.programs[OCCUPANCY_3X80] if write else 1,
-            OCCUPANCY_3X80,
-            (
-                *table.arguments,
-                norms,
-                total,
-                coefficient,
-                limit,
-                divisor,
-                table.n_chunks if write else 0,
-                norms.numel(),
-                *bits,
-            ),
-            DTYPE=launch.TL_DTYPES[table.dtype],
-            P=clip.norm_type,
-            ERASE=bool(clip.erase),
-            CHUNK=CHUNK,
-            BLOCK=block_of(table.dtype.itemsize),
-            TAIL=TAIL,
-        )
+        erase, n_chunks = bool(clip.erase), table.n_chunks if write else 0
+        key: Hashable = clip.norm_type, erase, write, dtype, *_dtypes(norms, limit, divisor)
+        if key == (clip.norm_type, False, True, dtype, torch.float64, None, None):
+            key = "clip", clip.norm_type, dtype
+        arguments = norms, total, coefficient, limit, divisor, n_chunks, norms.numel(), *bits
+        if not table.starts_again(key, *arguments):
+            table.launch(
+                key,
+                scale.scale_kernel,
+                table.programs[OCCUPANCY_3X80] if write else 1,
+                OCCUPANCY_3X80,
+                arguments,
+                DTYPE=launch.TL_DTYPES[table.dtype],
+                P=clip.norm_type,
+                ERASE=erase,
+                CHUNK=CHUNK,
+                BLOCK=block_of(table.dtype.itemsize),
+                TAIL=TAIL,
+            )
         return total, coefficient
 
     def _scale_each_(self, norms: Tensor, clip: Clip, *, write: bool) -> tuple[Tensor, Tensor]:
@@ -159,49 +173,57 @@ class TritonBatch:
         (limit, _, divisor), bits = pack_scalars(
             clip.limit, clip.eps, clip.grad_scale, table.device
         )
-        launch.launch(
-            scale.scale_each_kernel,
-            table.device,
-            table.programs[OCCUPANCY_2X128],
-            OCCUPANCY_2X128,
-            (
-                *table.arguments,
-                norms,
-                totals,
-                coefficients,
-                limit,
-                divisor,
-                clip.erase.view(torch.uint8) if isinstance(clip.erase, Tensor) else None,
-                table.n_chunks,
-                int(limit is not None and limit.dim() == 1),
-                *bits,
-            ),
-            DTYPE=launch.TL_DTYPES[table.dtype],
-            P=clip.norm_type,
-            WRITE=write,
-            CHUNK=CHUNK,
-            BLOCK=block_of(table.dtype.itemsize),
-            TAIL=TAIL,
+        erase = clip.erase.view(torch.uint8) if isinstance(clip.erase, Tensor) else None
+        stride = int(limit is not None and limit.dim() == 1)
+        key = ("each", clip.norm_type, write, dtype, *_dtypes(norms, limit, divisor, erase))
+        arguments = (
+            *(norms, totals, coefficients, limit, divisor, erase),
+            *(table.n_chunks, stride, *bits),
         )
+        if not table.starts_again(key, *arguments):
+            table.launch(
+                key,
+                scale.scale_each_kernel,
+                table.programs[OCCUPANCY_2X128],
+                OCCUPANCY_2X128,
+                arguments,
+                DTYPE=launch.TL_DTYPES[table.dtype],
+                P=clip.norm_type,
+                WRITE=write,
+                CHUNK=CHUNK,
+                BLOCK=block_of(table.dtype.itemsize),
+                TAIL=TAIL,
+            )
         return totals, coefficients
 
     def clamp_(self, low: float, high: float, grad_scale: float | Tensor) -> None:
         """Clamps the gradients."""
-        table = self._table
+        table, known = self._table, type(low) is type(high) is type(grad_scale) is float
+        if known and table.starts_again("clamp", None, table.n_chunks, low, high, grad_scale):
+            increment_version(self._tensors)
+            return
         (_, _, divisor), bits = pack_scalars(low, high, grad_scale, table.device)
-        occupancy = clamp.occupancy_of(table.dtype.itemsize)
-        launch.launch(
-            clamp.clamp_kernel,
-            table.device,
-            table.programs[occupancy],
-            occupancy,
-            (*table.arguments, divisor, table.n_chunks, *bits),
-            DTYPE=launch.TL_DTYPES[table.dtype],
-            CHUNK=CHUNK,
-            BLOCK=clamp.block_of(table.dtype.itemsize),
-            TAIL=TAIL,
-        )
+        key = "clamp" if divisor is None else ("clamp", divisor.dtype)
+        arguments = divisor, table.n_chunks, *bits
+        if not table.starts_again(key, *arguments):
+            occupancy = clamp.occupancy_of(table.dtype.itemsize)
+            table.launch(
+                key,
+                clamp.clamp_kernel,
+                table.programs[occupancy],
+                occupancy,
+                arguments,
+                DTYPE=launch.TL_DTYPES[table.dtype],
+                CHUNK=CHUNK,
+                BLOCK=clamp.block_of(table.dtype.itemsize),
+                TAIL=TAIL,
+            )
         increment_version(self._tensors)
+
+
+def _dtypes(*tensors: Tensor | None) -> list[torch.dtype | None]:
+    """Of each tensor; None where there is none."""
+    return [None if tensor is None else tensor.dtype for tensor in tensors]
 
 
 def advance(

@@ -1,0 +1,407 @@
+"""Known launches: one call of the driver, handed what Triton's launcher would hand over.
+
+No driver is here: a function of this process takes its place, or a library that does nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import shutil
+import struct
+import sys
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.workers import python
+from tritonclip.backends.native import loops
+
+triton = pytest.importorskip("triton", reason="tritonclip.kernels needs triton")
+
+from helpers.absent_gpu import absent_gpu  # noqa: E402
+from tritonclip.backends.interface import Clip  # noqa: E402
+from tritonclip.backends.triton import TritonBatch  # noqa: E402
+from tritonclip.kernels import launch  # noqa: E402
+from tritonclip.kernels.tables import lay_out  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(loops is None, reason="the extension is not built"),
+    pytest.mark.skipif(launch.INTERPRETED, reason="the interpreter compiles nothing"),
+]
+NEEDS_COMPILER = pytest.mark.skipif(
+    sys.platform != "linux" or not shutil.which("cc") or torch.cuda.is_available(),
+    reason="needs Linux, a C compiler, and no driver that a GPU uses",
+)
+DRIVER = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,
+    *[ctypes.c_uint] * 7,
+    ctypes.c_void_p,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.c_void_p,
+)
+
+
+class Driver:
+    """Keeps what it is asked to launch, and answers with an error or 0."""
+
+    def __init__(self, widths: str) -> None:
+        self.widths, self.error = widths, 0
+        self.launched: list[tuple[Any, ...]] = []
+        # Without a reference the function would be freed.
+        self.function = DRIVER(self.launch)
+        self.address = ctypes.cast(self.function, ctypes.c_void_p).value
+
+    def launch(self, function, *rest: Any) -> int:
+        *sizes, shared, stream, parameters, options = rest
+        bits = b"".join(
+            ctypes.string_at(parameters[i], struct.calcsize(f"<{w}"))
+            for i, w in enumerate(self.widths)
+        )
+        values = struct.unpack(f"<{self.widths}", bits)
+        self.launched.append((function, tuple(sizes), shared, stream, values, options))
+        return self.error
+
+
+def kernel_of(driver: Driver, kinds: bytes, owner: object = None) -> object:
+    return loops.kernel(driver.address, 16, 396, 256, 64, kinds, owner)
+
+
+def test_a_launch_hands_over_sizes_stream_and_parameters():
+    """None is no parameter; two null pointers for scratch memory come last."""
+    driver = Driver("QQiqqQQ")
+    tensor = torch.ones(3)
+    arguments = 1 << 63, None, tensor, -5, -(1 << 40), -0.25
+    assert loops.launch(kernel_of(driver, b"p-pill"), 7, *arguments)
+    bits = struct.unpack("<q", struct.pack("<d", -0.25))[0]
+    parameters = 1 << 63, tensor.data_ptr(), -5, -(1 << 40), bits, 0, 0
+    assert driver.launched == [(16, (396, 1, 1, 256, 1, 1), 64, 7, parameters, None)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(None, None, 1), (1, 1, 1), (1, None, None), (1, None, 2**31), (1, None, -(2**31) - 1)],
+    ids=str,
+)
+def test_arguments_of_another_kind_launch_nothing(arguments):
+    driver = Driver("Qi")
+    assert loops.launch(kernel_of(driver, b"p-i"), 0, *arguments) is False
+    assert driver.launched == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((1, None), TypeError),
+        ((1, None, 1, 1), TypeError),
+        ((1, None, 0.5), TypeError),
+        ((1, None, 2**63), OverflowError),
+        ((-1, None, 1), OverflowError),
+        (("a", None, 1), AttributeError),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_raise_and_launch_nothing(arguments, error):
+    driver = Driver("Qi")
+    with pytest.raises(error):
+        loops.launch(kernel_of(driver, b"p-i"), 0, *arguments)
+    with pytest.raises(ValueError, match="Capsule"):
+        loops.launch(driver, 0)
+    assert driver.launched == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (0, 1, 1, 1, 0, b"p"),
+        (1, 0, 1, 1, 0, b"p"),
+        (1, 1, 1, 1, 0, b"f"),
+        (1, 1, 1, 1, 0, b"p" * 31),
+    ],
+    ids=str,
+)
+def test_kernels_that_cannot_be_are_refused(arguments):
+    with pytest.raises(ValueError, match="expected"):
+        loops.kernel(*arguments, None)
+
+
+def test_an_error_of_the_driver_is_reported():
+    driver = Driver("")
+    driver.error = 201
+    assert loops.launch(kernel_of(driver, b""), 0) is False
+    assert len(driver.launched) == 1
+
+
+def test_a_kernel_keeps_what_loaded_it():
+    """Some versions of Triton unload a kernel whose last reference goes."""
+    owner = Started()
+    gone = weakref.ref(owner)
+    kernel = kernel_of(Driver(""), b"", owner)
+    del owner
+    gc.collect()
+    assert gone() is not None
+    del kernel
+    assert gone() is None
+
+
+@pytest.mark.codegen
+@NEEDS_COMPILER
+@pytest.mark.covering(0)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_every_kernel_is_handed_what_triton_hands_over(tmp_path, dtype):
+    """Parameters, grid, block, shared bytes and stream, by Triton's own launcher and by ours."""
+    done = python("-m", "helpers.absent_driver", str(tmp_path), dtype, PYTHONPATH="tests")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["differing"] == []
+    assert found["clipped"]
+    assert set(found["kernels"]) == {
+        *("norm_kernel", "scale_kernel", "scale_each_kernel", "clamp_kernel"),
+        *("advance_kernel", "advance_each_kernel", "unit_norms_kernel", "scale_units_kernel"),
+    }
+
+
+def compiled_kernel(**changes: Any) -> Any:
+    """What `Runner.start` reads of a compiled kernel; arguments: a pointer, None and an int32."""
+    metadata = {
+        "num_warps": 8,
+        "num_ctas": 1,
+        "shared": 64,
+        "launch_pdl": False,
+        "launch_cooperative_grid": False,
+        "global_scratch_size": 0,
+        "profile_scratch_size": 0,
+        **{name: value for name, value in changes.items() if name in METADATA},
+    }
+    absent = [name for name, value in metadata.items() if value is ABSENT]
+    for name in absent:
+        del metadata[name]
+    signature = {"a_ptr": "*fp32", "b_ptr": "constexpr", "n": "i32", "DTYPE": "constexpr"}
+    signature |= changes.get("signature", {})
+    parameters = ".param .u64 .ptr .global .align 1 k_0, .param .u32 k_1, .param .u64 k_2"
+    ptx = f".visible .entry kernel(\n{parameters}, .param .u64 k_3\n)\n.reqntid 256\n{{ }}"
+    return SimpleNamespace(
+        metadata=SimpleNamespace(**metadata),
+        packed_metadata=changes.get("packed_metadata", (8, metadata.get("num_ctas"), 64)),
+        function=changes.get("function", 16),
+        src=SimpleNamespace(signature=signature, fn=SimpleNamespace(arg_names=list(signature))),
+        asm={"ptx": changes.get("ptx", ptx)},
+    )
+
+
+ABSENT = object()
+METADATA = (
+    *("num_ctas", "launch_pdl", "launch_cooperative_grid"),
+    *("global_scratch_size", "profile_scratch_size"),
+)
+
+
+def start_of(compiled: Any, monkeypatch, driver: Driver) -> Any:
+    monkeypatch.setattr(launch, "native", loops)
+    monkeypatch.setattr(launch, "_cu_launch_kernel", lambda: driver.address)
+    return launch.Runner(lambda *_: None, compiled).start(396, 3)
+
+
+def test_a_plain_kernel_is_launched_by_the_driver(monkeypatch):
+    driver = Driver("QiQQ")
+    start = start_of(compiled_kernel(), monkeypatch, driver)
+    assert start(7, 5, None, 3)
+    assert driver.launched == [(16, (396, 1, 1, 256, 1, 1), 64, 7, (5, 3, 0, 0), None)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_ctas": 2},
+        {"launch_pdl": True},
+        {"launch_cooperative_grid": True},
+        {"global_scratch_size": 128},
+        {"profile_scratch_size": 128},
+        {"launch_pdl": ABSENT},
+        {"num_ctas": ABSENT},
+        # Of a Triton that has no such memory, and yet has a parameter for it.
+        {"profile_scratch_size": ABSENT},
+        {"packed_metadata": (4, 1, 64)},
+        {"packed_metadata": None},
+        {"function": "capsule"},
+        {"signature": {"n": "i64"}},
+        {"signature": {"n": "fp64"}},
+        {"signature": {"n": "tensordesc<fp32[1]>"}},
+        {"signature": {"b_ptr": "*fp32"}},
+        {"signature": {"DTYPE": "i32"}},
+        {"ptx": ".visible .entry kernel(.param .u64 k_0, .param .u32 k_1, .param .u64 k_2)"},
+        {"ptx": "something else"},
+    ],
+    ids=str,
+)
+def test_other_kernels_are_left_to_triton(changes, monkeypatch):
+    driver = Driver("")
+    start = start_of(compiled_kernel(**changes), monkeypatch, driver)
+    assert start(7, 5, None, 3) is False
+    assert driver.launched == []
+
+
+@pytest.mark.parametrize("missing", ["extension", "driver", "kernel"])
+def test_without_its_parts_a_known_launch_is_left_to_triton(missing, monkeypatch):
+    compiled = None if missing == "kernel" else compiled_kernel()
+    monkeypatch.setattr(launch, "native", None if missing == "extension" else loops)
+    if missing != "driver" or torch.cuda.is_available():
+        monkeypatch.setattr(launch, "_cu_launch_kernel", lambda: 0)
+    assert launch.Runner(lambda *_: None, compiled).start(396, 3)(7, 5, None, 3) is False
+
+
+class Started:
+    """Stands in for known launches: keeps their arguments, and whether they start."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+        self.starting = True
+
+    def __call__(self, *arguments: Any) -> bool:
+        self.seen.append(arguments)
+        return self.starting
+
+
+@pytest.fixture
+def by_triton(monkeypatch):
+    """Names of the kernels that go through `launch.launch`, which all can start again."""
+    seen, started = [], Started()
+
+    def launched(kernel, device, programs, occupancy, arguments, **constants):
+        seen.append(kernel.fn.__name__)
+        return SimpleNamespace(start=lambda programs, n_arguments: started)
+
+    monkeypatch.setattr(launch, "launch", launched)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    return seen, started
+
+
+def batch_of(stream: int | None) -> TritonBatch:
+    table = lay_out(torch.device("cpu"), torch.float32, [20000, 3], [16, 32])
+    return TritonBatch([], replace(table, stream=stream), torch.float32)
+
+
+CALLS = {
+    "clamp": (1, lambda batch: batch.clamp_(-1.0, 1.0, 1.0)),
+    "clamp, scaled": (1, lambda batch: batch.clamp_(-1.0, 1.0, torch.tensor(2.0))),
+    "clip": (2, lambda batch: batch.clip_(2.0, 1e-6, 1.0, 1.0)),
+    "clip, scaled": (2, lambda batch: batch.clip_(2.0, 1e-6, 1.0, torch.tensor(2.0))),
+    "each": (
+        2,
+        lambda batch: batch.scale_each_(batch.norm(2.0, per_gradient=True), Clip(2.0, 0, 1.0, 1.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_launch_is_known_from_the_second_call_on(by_triton, call):
+    seen, started = by_triton
+    batch, (n, run) = batch_of(9), CALLS[call]
+    for _ in range(3):
+        run(batch)
+    assert len(seen) == n
+    assert [arguments[0] for arguments in started.seen] == [9] * 2 * n
+    tables = batch._table.addresses
+    assert all(arguments[1:5] == tables for arguments in started.seen)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_known_launch_that_does_not_start_goes_triton_s_way(by_triton, call):
+    seen, started = by_triton
+    batch, (n, run) = batch_of(9), CALLS[call]
+    run(batch)
+    started.starting = False
+    run(batch)
+    assert len(seen) == 2 * n
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_without_a_stream_every_launch_goes_triton_s_way(by_triton, call):
+    """On another device than the current one, and where hooks are told of launches."""
+    seen, started = by_triton
+    batch, (n, run) = batch_of(None), CALLS[call]
+    for _ in range(2):
+        run(batch)
+    assert len(seen) == 2 * n
+    assert started.seen == []
+
+
+def test_other_forms_of_a_launch_are_not_known(by_triton):
+    """Each stands for another binary, or another grid."""
+    seen, started = by_triton
+    batch, number = batch_of(9), torch.tensor(2.0)
+    norms = torch.empty(3, dtype=torch.float64)
+    forms = [
+        lambda: batch.norm(2.0, per_gradient=False),
+        lambda: batch.norm(2.0, per_gradient=True),
+        lambda: batch.norm(1.0, per_gradient=False),
+        lambda: batch.clamp_(-1.0, 1.0, 2.0),
+        lambda: batch.clamp_(-1.0, 1.0, number),
+        lambda: batch.clamp_(-1.0, 1.0, number.double()),
+        lambda: batch.total(norms, 2.0, 1.0),
+        *(
+            lambda clip=clip, of=of: of(norms, clip)
+            for of in (batch.scale_, batch.scale_each_)
+            for clip in (
+                Clip(2.0, 0.0, 1.0, 1.0),
+                Clip(1.0, 0.0, 1.0, 1.0),
+                Clip(2.0, 0.0, number, 1.0),
+                Clip(2.0, 0.0, 1.0, number),
+                Clip(2.0, 0.0, number.double(), 1.0),
+                Clip(2.0, 0.0, 1.0, number.double()),
+                Clip(2.0, 0.0, 1.0, 1.0, torch.tensor(True) if of == batch.scale_each_ else True),
+            )
+        ),
+        lambda: batch.total_each(norms, 2.0, 1.0),
+        lambda: batch.norms_each(norms, 2.0),
+        lambda: batch.scale_(norms.float(), Clip(2.0, 0.0, 1.0, 1.0)),
+    ]
+    for form in forms:
+        form()
+    assert len(seen) == len(forms)
+    assert started.seen == []
+    for form in forms:
+        form()
+    assert len(seen) == len(started.seen) == len(forms)
+
+
+@pytest.mark.parametrize("numbers", [(-1, 1.0, 1.0), (-1.0, 1, 1.0), (-1.0, 1.0, 1)], ids=str)
+def test_integers_are_not_taken_for_the_bits_of_floats(by_triton, numbers):
+    batch = batch_of(9)
+    batch.clamp_(-1.0, 1.0, 1.0)
+    batch.clamp_(*numbers)
+    bits = struct.unpack("<3q", struct.pack("<3d", *numbers))
+    assert all(arguments[-3:] == bits for arguments in by_triton[1].seen)
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_leave_no_stream_to_known_launches(monkeypatch, name):
+    tables = lay_out.__globals__
+    assert tables["_current_stream"](torch.device("cpu")) == (0, False, True)
+    monkeypatch.setattr(triton.knobs.runtime, name, lambda metadata: None)
+    assert tables["_current_stream"](torch.device("cpu")) == (0, False, False)
+
+
+@pytest.mark.codegen
+def test_launches_on_an_absent_driver_are_triton_s(monkeypatch):
+    """Nothing is known where the process has no driver: the second launch is as the first."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    launch._cu_launch_kernel.cache_clear()
+    calls = []
+
+    def counted(*arguments: Any, **constants: Any) -> Any:
+        calls.append(arguments)
+        return real(*arguments, **constants)
+
+    with absent_gpu(90):
+        batch, real = batch_of(9), launch.launch
+        monkeypatch.setattr(launch, "launch", counted)
+        for _ in range(2):
+            batch.clamp_(-1.0, 1.0, 1.0)
+    assert len(calls) == (1 if torch.cuda.is_available() else 2)
