@@ -77,8 +77,11 @@ def device_us(timed: Timed, device: torch.device, host_us: float) -> list[float]
     return times
 
 
-def captured(timed: Timed) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of a call, warmed up on a separate stream as torch's documentation asks."""
+def captured(timed: Timed, *, same_stream: bool = True) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of a call, captured on the stream of its warm-up, or on torch's own for graphs.
+
+    The warm-up runs on a separate stream, as torch's documentation asks.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -86,7 +89,7 @@ def captured(timed: Timed) -> torch.cuda.CUDAGraph:
             timed.prepared()()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream if same_stream else None):
         timed.call()
     return graph
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -41,9 +41,12 @@ def kernel_module(name: str) -> ModuleType:
     return importlib.import_module(f"tritonclip.kernels.{name}")
 
 
-def replaced_launch(launch: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Replaces the function that launches kernels."""
-    return patch.object(kernel_module("launch"), "launch", launch)
+@contextmanager
+def replaced_launch(launch: Callable[..., Any]) -> Iterator[None]:
+    """Replaces the function that launches kernels, which then launches known ones too."""
+    unknown = patch.object(kernel_module("tables").ChunkTable, "starts_again", lambda *_: False)
+    with patch.object(kernel_module("launch"), "launch", launch), unknown:
+        yield
 
 
 @contextmanager

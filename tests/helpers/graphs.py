@@ -29,7 +29,7 @@ def compiled(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A CUDA graph of a call, warmed up on another stream as torch asks, and its result."""
+    """A CUDA graph of a call, warmed up on the stream of its capture, and its result."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -37,7 +37,7 @@ def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         result = call()
     return graph, result
 

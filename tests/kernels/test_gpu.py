@@ -23,6 +23,7 @@ from helpers.cases import (
 )
 from helpers.graphs import captured
 from helpers.units import make
+from helpers.workers import run_in_threads
 from tritonclip import ClipByGlobalNorm, ClipByNorm, ClipByUnitNorm, ClipByValue
 
 pytestmark = [
@@ -217,10 +218,15 @@ def test_pointers_of_a_queued_call_are_not_overwritten(cuda_backend):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("rule", RULES)
 def test_gradients_on_a_device_that_is_not_current(cuda_backend, rule):
-    here, there = (of_sizes(SIZES, torch.float32, f"cuda:{at}") for at in range(2))
+    values = [of_sizes(SIZES, torch.float32, f"cuda:{at}") for at in range(2)]
+    here, there = ([grad.clone() for grad in grads] for grads in values)
     with torch.cuda.device(0):
-        expected = tritonclip.clip_(parameters(here), rule)
-        measured = tritonclip.clip_(parameters(there), rule)
+        # From the second call on, launches are known.
+        for _ in range(3):
+            for old, value in zip((*here, *there), (*values[0], *values[1]), strict=True):
+                old.copy_(value)
+            expected = tritonclip.clip_(parameters(here), rule)
+            measured = tritonclip.clip_(parameters(there), rule)
         assert torch.cuda.current_device() == 0
     assert_bits(there, copies(here))
     if measured is not None:
@@ -269,6 +275,73 @@ def test_compiled_launches_give_the_bits_of_the_jit(rule):
     with replaced_launch(jit):
         tritonclip.clip_(parameters(second), rule)
     assert_bits(first, second)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("scale", [None, 1024.0], ids=["unscaled", "scaled"])
+def test_known_launches_give_the_bits_of_the_first(rule, scale):
+    """From the second call on, launches pass Triton by; also in a thread that is new to CUDA."""
+    before = mixed("cuda")
+    grads = [grad.clone() for grad in before]
+    params = parameters(grads)
+    results: list[list[torch.Tensor]] = []
+
+    def clip() -> None:
+        for grad, value in zip(grads, before, strict=True):
+            grad.copy_(value)
+        norm = tritonclip.clip_(params, rule, grad_scale=scale)
+        results.append([*copies(grads), *([] if norm is None else [norm])])
+
+    for _ in range(3):
+        clip()
+    run_in_threads(lambda thread: clip(), 1)
+    torch.cuda.synchronize()
+    for result in results[1:]:
+        assert_bits(result, results[0])
+
+
+def test_known_launches_run_on_the_current_stream(cuda_backend):
+    """Known on one stream, they wait for the work of another, too."""
+    grads = of_sizes(SIZES, torch.float32, "cuda")
+    params, values = parameters(grads), [grad.clone() for grad in grads]
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                torch.cuda._sleep(1_000_000)
+                for grad, value in zip(grads, values, strict=True):
+                    grad.copy_(value)
+                norm = tritonclip.clip_(params, 0.5)
+        torch.cuda.synchronize()
+        assert_norm(norm, reference.total_norm(values))
+        by = reference.coefficient(norm, 0.5)
+        assert_bits(grads, [reference.scaled(value, by) for value in values])
+
+
+def test_hooks_of_triton_are_told_of_known_launches(cuda_backend, monkeypatch):
+    triton = pytest.importorskip("triton")
+    params = parameters(of_sizes(SIZES, torch.float32, "cuda"))
+    told: list[object] = []
+    for _ in range(2):
+        tritonclip.clip_(params, 0.5)
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", told.append)
+    tritonclip.clip_(params, 0.5)
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize("same_stream", [True, False], ids=["warm-up's", "torch's"])
+def test_graph_after_a_warm_up_uploads_nothing(cuda_backend, same_stream):
+    pinned = kernel_module("tables").pinned_memory
+    params = parameters(of_sizes(SIZES, torch.float32, "cuda"))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            tritonclip.clip_(params, 0.5)
+            side.synchronize()
+    assert not pinned.taken
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=side if same_stream else None):
+        tritonclip.clip_(params, 0.5)
+    assert not pinned.taken
 
 
 def test_no_kernel_spills():

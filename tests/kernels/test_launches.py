@@ -6,7 +6,9 @@ sizes and addresses alone, so those of gradients too large for this machine are 
 
 from __future__ import annotations
 
+import gc
 import importlib
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -356,6 +358,147 @@ def test_capture_finds_the_tables_of_one_eager_call(tables, monkeypatch):
     table = tables.table(ADDRESSES)
     monkeypatch.setattr(kernels("tables"), "_current_stream", lambda device: (0, True, True))
     assert tables.table(ADDRESSES) is table
+
+
+class Upload:
+    """Stands in for the event at the end of an upload."""
+
+    def __init__(self) -> None:
+        self.reached, self.asked = False, 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.reached
+
+
+@pytest.fixture
+def uploads(monkeypatch):
+    """The end of each eager upload, in order; none is reached yet."""
+    made: list[Upload] = []
+
+    def recorded(device):
+        made.append(Upload())
+        return made[-1]
+
+    monkeypatch.setattr(kernels("tables"), "_recorded", recorded)
+    return made
+
+
+@pytest.fixture
+def current(monkeypatch):
+    """The current stream, and whether it is captured, for a test to change."""
+    state = {"stream": 1, "capturing": False}
+    now = lambda device: (state["stream"], state["capturing"], True)  # noqa: E731
+    monkeypatch.setattr(kernels("tables"), "_current_stream", now)
+    pinned = kernels("tables").PinnedMemory()
+    monkeypatch.setattr(kernels("tables"), "pinned_memory", pinned)
+    return state
+
+
+def is_uploaded(table, other) -> bool:
+    return bool(table.addresses != other.addresses)
+
+
+def test_tables_that_have_landed_serve_captures_on_every_stream(tables, uploads, current):
+    """torch.cuda.graph captures on another stream than the warm-up."""
+    table = tables.table(ADDRESSES)
+    uploads[0].reached = True
+    tables.table(list(ADDRESSES))
+    for stream in (2, 3):
+        current |= {"stream": stream, "capturing": True}
+        captured = tables.table(list(ADDRESSES))
+        assert not is_uploaded(captured, table)
+        assert captured.stream == stream
+    assert is_uploaded(tables.table([64, 256]), table)
+    assert len(uploads) == 1
+
+
+def test_tables_that_are_not_known_to_have_landed_serve_their_stream_alone(
+    tables, uploads, current
+):
+    table = tables.table(ADDRESSES)
+    # Seen before the end of the upload.
+    tables.table(ADDRESSES)
+    uploads[0].reached = True
+    current |= {"stream": 2, "capturing": True}
+    assert is_uploaded(tables.table(ADDRESSES), table)
+    current["stream"] = 1
+    assert not is_uploaded(tables.table(ADDRESSES), table)
+
+
+def test_a_capture_asks_for_no_event(tables, uploads, current):
+    """A query is not permitted while a stream is captured."""
+    tables.table(ADDRESSES)
+    uploads[0].reached = True
+    for stream in (1, 2):
+        current |= {"stream": stream, "capturing": True}
+        tables.table(ADDRESSES)
+    assert uploads[0].asked == 0
+    current |= {"stream": 1, "capturing": False}
+    for _ in range(3):
+        tables.table(ADDRESSES)
+    assert uploads[0].asked == 1
+
+
+def test_tables_that_have_landed_serve_no_eager_call_on_another_stream(tables, uploads, current):
+    """What its stream frees may be written again while others still read."""
+    table = tables.table(ADDRESSES)
+    uploads[0].reached = True
+    tables.table(ADDRESSES)
+    current["stream"] = 2
+    assert is_uploaded(tables.table(ADDRESSES), table)
+
+
+def test_moved_gradients_have_to_land_anew(tables, uploads, current):
+    tables.table(ADDRESSES)
+    uploads[0].reached = True
+    tables.table(ADDRESSES)
+    moved = tables.table([64, 256])
+    current |= {"stream": 2, "capturing": True}
+    assert is_uploaded(tables.table([64, 256]), moved)
+
+
+def test_captures_of_one_table_keep_it_once(tables, uploads, current):
+    pinned = kernels("tables").pinned_memory
+    table = tables.table(ADDRESSES)
+    uploads[0].reached = True
+    tables.table(ADDRESSES)
+    current["capturing"] = True
+    for current["stream"] in range(1, 9):
+        tables.table(list(ADDRESSES))
+    assert sorted(pinned.captured) == sorted(map(id, table.arguments))
+
+
+def test_tables_outlive_the_graphs_that_read_them(tables, uploads, current):
+    """Other calls may drop every plan and every table that an eager call finds."""
+    kept = [tables.table(ADDRESSES)]
+    uploads[0].reached = True
+    tables.table(ADDRESSES)
+    for addresses in (ADDRESSES, [64, 256]):
+        current |= {"stream": 2, "capturing": True}
+        kept.append(tables.table(addresses))
+    arguments = [weakref.ref(one) for table in kept for one in table.arguments]
+    kept.clear()
+    tables._uploaded.clear()
+    gc.collect()
+    assert all(one() is not None for one in arguments)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_tables_take_one_upload(tables, monkeypatch, known):
+    """A graph that uploads them copies once at each replay."""
+    module, sizes = kernels("tables"), []
+    real = module.upload
+
+    def upload(table, device, capturing):
+        sizes.append(table.nbytes)
+        return real(table, device, capturing)
+
+    if known:
+        tables.table([64, 256])
+    monkeypatch.setattr(module, "upload", upload)
+    table = tables.table(ADDRESSES)
+    assert sizes == [16 if known else 3 * 16 + 4 * table.n_chunks]
 
 
 @pytest.mark.parametrize("current", [0, 1])
