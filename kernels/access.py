@@ -130,25 +130,38 @@ def key_magnitude(key):
     return tl.where(key < 0, float("nan"), x)
 
 
-# Rows of up to so many elements are measured as tiles: as many as keep a sum in float32 lanes
+# Rows of up to so many elements are measured many at a time: as many as keep a sum in float32 lanes
 # right to 1e-6 with room to spare, and 64 of them fill a chunk.
 SHORT = 256
-# Elements of each row of a tile.
+# Elements of each row of their tiles.
 COLUMNS = 16
+# Rows of up to so many elements, longer than those, are read 8 at a time, one by each warp, where
+# 128-bit accesses are legal at each. One after the other, rows of 768 float32 keep 6 KiB in flight
+# on a multiprocessor, and each ends with a sum over all warps.
+MEDIUM = 4096
+# Tiles of such rows that are read at once. A tile has one load of 16 bytes for each thread.
+STEPS = 4
 
 
-def row_block_of(itemsize: int) -> int:
-    """Elements of a long row loaded at a time: one load of 16 bytes for each thread of a program.
-
-    Most rows have some hundred to some thousand elements: a larger block would be empty for most,
-    and half types spill with it on sm_80.
-    """
-    threads = WARPS * (64 if torch.version.hip else 32)
-    return 16 * threads // itemsize
+def row_columns_of(itemsize: int) -> int:
+    """Elements of each row of such a tile; in a wider one several warps would share a row."""
+    return (64 if torch.version.hip else 32) * 16 // itemsize
 
 
 @triton.jit
-def short_tile(x_ptr, rows, column, n_rows, length, COLUMNS: tl.constexpr):
+def are_wide(address, length, DTYPE: tl.constexpr):
+    """Whether 128-bit accesses are legal at every row of so many elements from an address on."""
+    return is_aligned(address) & (length * (DTYPE.primitive_bitwidth // 8) % 16 == 0)
+
+
+@triton.jit
+def wide_length(length, DTYPE: tl.constexpr):
+    """The length of wide rows, hinted: addresses and masks that it takes part in keep 128 bits."""
+    return tl.multiple_of(length.to(tl.int32), 128 // DTYPE.primitive_bitwidth)
+
+
+@triton.jit
+def row_tile(x_ptr, rows, column, n_rows, length, COLUMNS: tl.constexpr):
     """Pointers and mask of the elements [own, column : column + COLUMNS] of rows end to end."""
     columns = column + tl.arange(0, COLUMNS)
     inside = (rows < n_rows)[:, None] & (columns < length)[None, :]

@@ -250,7 +250,7 @@ def norm_of(scale, total, P: tl.constexpr):
 
 
 @triton.jit
-def combine(norms_ptr, start, stop, P: tl.constexpr):
+def combine(norms_ptr, start, stop, P: tl.constexpr, BLOCK: tl.constexpr = SLOW_BLOCK):
     """The norm of norms_ptr[start:stop], float64, in fixed order.
 
     A sum of powers that may have overflowed or underflowed is repeated, scaled by the largest norm.
@@ -266,7 +266,7 @@ def combine(norms_ptr, start, stop, P: tl.constexpr):
         else:
             norm = _masked_total(norms_ptr + start, n, tl.float64, P, SLOW_BLOCK)
     elif P == 1.0 or P == 2.0:
-        total = _masked_total(norms_ptr + start, n, tl.float64, P, SLOW_BLOCK)
+        total = _masked_total(norms_ptr + start, n, tl.float64, P, BLOCK)
         norm = _root(total, P)
         if _is_doubtful(total, tl.float64):
             scale, total = _scaled_sum(norms_ptr + start, n, P)

@@ -15,7 +15,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from tritonclip.kernels import launch
-from tritonclip.kernels.access import CHUNK, OCCUPANCY_2X128, OCCUPANCY_3X80, Occupancy
+from tritonclip.kernels.access import (
+    CHUNK,
+    MEDIUM,
+    OCCUPANCY_2X128,
+    OCCUPANCY_3X80,
+    SHORT,
+    WARPS,
+    Occupancy,
+)
 from tritonclip.kernels.launch import Start, wave
 
 # Streams whose tables are kept: a table made on one stream is not yet there for another.
@@ -247,6 +255,9 @@ class UnitTables(Tables[UnitTable]):
         counts, lengths = on_cpu(self._counts), on_cpu(self._lengths)
         chunks = ((lengths + CHUNK - 1) // CHUNK).clamp_min(1)
         most = (CHUNK // lengths.clamp_min(1)).clamp(1, MOST_ROWS)
+        # Whole tiles, whose rows lie in one piece.
+        tiled = (lengths > SHORT) & (lengths <= MEDIUM)
+        most = torch.where(tiled, (most // WARPS * WARPS).clamp_min(WARPS), most)
         runs = (counts + most - 1) // most
         n_own, n_norms = runs * chunks, counts * chunks
         forms = torch.stack([counts, lengths, _starts(n_norms), _starts(counts)], 1)

@@ -2,11 +2,11 @@
 
 Two launches measure them where weights have another dtype than their gradients.
 
-Long rows are measured as chunks are (see `norm`), one after the other; short ones many at a time,
-as the rows of a tile. A row whose sum of squares is not finite, or too small to be trusted, is
-measured again in float64, divided by its largest magnitude. Every partial norm has its own place,
-so equal inputs give equal bits. Each row is scaled by its own coefficient; only those with a
-coefficient below 1 are written.
+Long rows are measured as chunks are (see `norm`), one after the other; shorter ones as the rows of
+a tile: 64 at a time, or, from 257 elements on, eight, one by each warp. A row whose sum of squares
+is not finite, or too small to be trusted, is measured again in float64, divided by its largest
+magnitude. Every partial norm has its own place, so equal inputs give equal bits. Each row is scaled
+by its own coefficient; only those with a coefficient below 1 are written.
 """
 
 import triton
@@ -14,7 +14,9 @@ import triton.language as tl
 
 from tritonclip.kernels import launch
 from tritonclip.kernels.access import (
+    aligned_pointer,
     any_pointer,
+    are_wide,
     chunks_of,
     count_of,
     find_piece,
@@ -23,10 +25,12 @@ from tritonclip.kernels.access import (
     key_magnitude,
     length_of,
     magnitude_key,
-    short_tile,
+    row_tile,
+    wide_length,
 )
 from tritonclip.kernels.norm import (
     LARGEST_FLOAT64,
+    SLOW_BLOCK,
     TRUSTED_FLOAT32,
     TRUSTED_FLOAT64,
     chunk_norm,
@@ -41,22 +45,26 @@ ROWS_MEASURED = 64
 # Rows of a tile that is multiplied: it has 2 elements for each of 256 threads, and at least one for
 # each of the 512 threads on gfx942 (see `TAIL`). Larger ones spill.
 ROWS_SCALED = 32
+# Norms of units that are added up at once to the norm of a gradient. ptxas unrolls the loop by
+# four, so that 4096 of them are in flight: those of an embedding of 50,000 rows in 13 rounds.
+NORMS_AT_ONCE = tl.constexpr(1024)
 
 
 @triton.jit
-def _exact_short_norms(x_ptr, rows, n_rows, length, LANE: tl.constexpr, COLUMNS: tl.constexpr):
+def _exact_norms(x_ptr, rows, n_rows, length, LANE: tl.constexpr):
     """The norm of each row of a tile in float64, divided by its largest magnitude first."""
+    COLUMNS: tl.constexpr = SLOW_BLOCK // rows.shape[0]
     zeros = tl.zeros([rows.shape[0], COLUMNS], LANE)
     keys = magnitude_key(zeros)
     for column in range(0, length, COLUMNS):
-        tile_ptr, inside = short_tile(x_ptr, rows, column, n_rows, length, COLUMNS)
+        tile_ptr, inside = row_tile(x_ptr, rows, column, n_rows, length, COLUMNS)
         x = tl.load(tile_ptr, mask=inside, other=0.0).to(LANE)
         keys = tl.maximum(keys, magnitude_key(x))
     largest = key_magnitude(tl.max(keys, axis=1))
 
     squares = zeros.to(tl.float64)
     for column in range(0, length, COLUMNS):
-        tile_ptr, inside = short_tile(x_ptr, rows, column, n_rows, length, COLUMNS)
+        tile_ptr, inside = row_tile(x_ptr, rows, column, n_rows, length, COLUMNS)
         x = tl.load(tile_ptr, mask=inside, other=0.0).to(tl.float64)
         ratio = tl.where(x == 0, 0.0, x / largest[:, None])
         squares += ratio * ratio
@@ -66,7 +74,7 @@ def _exact_short_norms(x_ptr, rows, n_rows, length, LANE: tl.constexpr, COLUMNS:
 
 
 @triton.jit
-def _measure_short(
+def _measure_rows(
     x_ptr,
     n_rows,
     length,
@@ -74,23 +82,28 @@ def _measure_short(
     LANE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    """Stores the norms of rows that lie end to end from x_ptr on."""
+    """Stores the norms of rows that lie end to end from x_ptr on, read STEPS tiles at a time."""
     trusted: tl.constexpr = TRUSTED_FLOAT64 if LANE == tl.float64 else TRUSTED_FLOAT32
     most: tl.constexpr = LARGEST_FLOAT64 if LANE == tl.float64 else INF
     for first in range(0, n_rows, ROWS):
         rows = first + tl.arange(0, ROWS)
         squares = tl.zeros([ROWS, COLUMNS], LANE)
-        for column in range(0, length, COLUMNS):
-            tile_ptr, inside = short_tile(x_ptr, rows, column, n_rows, length, COLUMNS)
-            x = tl.load(tile_ptr, mask=inside, other=0.0).to(LANE)
-            squares += x * x
-        total = tl.sum(squares, axis=1).to(tl.float64)
+        for column in range(0, length, STEPS * COLUMNS):
+            some = tl.zeros([ROWS, COLUMNS], LANE)
+            for step in tl.static_range(STEPS):
+                at = column + step * COLUMNS
+                tile_ptr, inside = row_tile(x_ptr, rows, at, n_rows, length, COLUMNS)
+                x = tl.load(tile_ptr, mask=inside, other=0.0).to(LANE)
+                some += x * x
+            squares += some
+        total = tl.sum(squares.to(tl.float64), axis=1)
 
         norm = tl.sqrt(total)
         doubtful = ((total < trusted) | (total >= most) | (total != total)) & (rows < n_rows)
         if tl.max(doubtful.to(tl.int32), axis=0) != 0:
-            exact = _exact_short_norms(x_ptr, rows, n_rows, length, LANE, COLUMNS)
+            exact = _exact_norms(x_ptr, rows, n_rows, length, LANE)
             norm = tl.where(doubtful, exact, norm)
         tl.store(out_ptr + rows, norm, mask=rows < n_rows)
 
@@ -109,6 +122,10 @@ def unit_norms_kernel(
     SHORT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MEDIUM: tl.constexpr,
+    WARPS: tl.constexpr,
+    ROW_COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -134,7 +151,11 @@ def unit_norms_kernel(
             _store_unlimited(out_ptr, n_rows, ROWS)
         elif length <= SHORT:
             x_ptr = any_pointer(row_address, 0, DTYPE)
-            _measure_short(x_ptr, n_rows, length.to(tl.int32), out_ptr, LANE, ROWS, COLUMNS)
+            _measure_rows(x_ptr, n_rows, length.to(tl.int32), out_ptr, LANE, ROWS, COLUMNS, 1)
+        elif (length <= MEDIUM) & are_wide(row_address, length, DTYPE):
+            x_ptr = aligned_pointer(row_address, 0, DTYPE)
+            n = wide_length(length, DTYPE)
+            _measure_rows(x_ptr, n_rows, n, out_ptr, LANE, WARPS, ROW_COLUMNS, STEPS)
         else:
             start = chunk * CHUNK
             n = tl.minimum(length - start, CHUNK).to(tl.int32)
@@ -169,7 +190,7 @@ def _norms_of_row(norms_ptr, n_norms, chunks):
 
 
 @triton.jit
-def _scale_short(
+def _scale_rows(
     x_ptr,
     norms_ptr,
     weights_ptr,
@@ -200,7 +221,7 @@ def _scale_short(
             changed = (tl.where(erase, 0.0, multiplier) != 1) & (rows < n_rows)
             if tl.max(changed.to(tl.int32), axis=0) != 0:
                 for column in range(0, length, COLUMNS):
-                    tile_ptr, inside = short_tile(x_ptr, rows, column, n_rows, length, COLUMNS)
+                    tile_ptr, inside = row_tile(x_ptr, rows, column, n_rows, length, COLUMNS)
                     inside &= changed[:, None]
                     x = tl.load(tile_ptr, mask=inside, other=0.0)
                     y = x.to(LANE) * multiplier[:, None]
@@ -231,6 +252,9 @@ def scale_units_kernel(
     SHORT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    MEDIUM: tl.constexpr,
+    WARPS: tl.constexpr,
+    ROW_COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     TAIL: tl.constexpr,
@@ -260,11 +284,12 @@ def scale_units_kernel(
     for index in range(pid, n_tensors, tl.num_programs(0)):
         n_partials = count_of(forms_ptr, index) * chunks_of(length_of(forms_ptr, index), CHUNK)
         first = first_norm_of(forms_ptr, index)
-        whole = combine(norms_ptr + first, 0, n_partials, 2.0) / grad_scale
+        whole = combine(norms_ptr + first, 0, n_partials, 2.0, NORMS_AT_ONCE) / grad_scale
         tl.store(norm_ptr + index, whole.to(RESULT))
 
-    for back in range(pid, n_pieces, tl.num_programs(0)):
-        tensor, row, n_rows, chunk, length = find_piece(forms_ptr, pieces_ptr, n_pieces - 1 - back)
+    piece = n_pieces - 1 - pid
+    while piece >= 0:
+        tensor, row, n_rows, chunk, length = find_piece(forms_ptr, pieces_ptr, piece)
         row_address = tl.load(addresses_ptr + tensor) + row * length * ITEMSIZE
         ratio = load_number(ratio_ptr, ratio_bits, tensor * ratio_stride)
         chunks = chunks_of(length, CHUNK)
@@ -272,10 +297,16 @@ def scale_units_kernel(
         unit_ptr = coefficient_ptr + first_unit_of(forms_ptr, tensor) + row
 
         if length <= SHORT:
-            _scale_short(
+            _scale_rows(
                 any_pointer(row_address, 0, DTYPE), own_ptr, own_ptr + n_norms, unit_ptr,
                 n_rows, length.to(tl.int32), ratio, eps, grad_scale, erase,
                 RESULT, LANE, WRITE, ROWS, COLUMNS,
+            )  # fmt: skip
+        elif (length <= MEDIUM) & are_wide(row_address, length, DTYPE):
+            _scale_rows(
+                aligned_pointer(row_address, 0, DTYPE), own_ptr, own_ptr + n_norms, unit_ptr,
+                n_rows, wide_length(length, DTYPE), ratio, eps, grad_scale, erase,
+                RESULT, LANE, WRITE, WARPS, ROW_COLUMNS,
             )  # fmt: skip
         else:
             start = chunk * CHUNK
@@ -292,3 +323,4 @@ def scale_units_kernel(
                             row_address, start, n, multiplier, erase, DTYPE, CHUNK, BLOCK, TAIL
                         )
                 row_address += length * ITEMSIZE
+        piece -= tl.num_programs(0)

@@ -100,7 +100,7 @@ def _units(table: Any) -> Any:
     units = importlib.import_module("tritonclip.backends.triton_units")
     row = torch.empty(64, _module("access").CHUNK, dtype=table.dtype)
     layout = units.TritonUnitLayout([row], [row], torch.promote_types(table.dtype, torch.float32))
-    return layout.bind([row], [row])
+    return layout.bind([row], [row], 2 * [row.data_ptr()])
 
 
 def _unit_norms(table: Any, p: float, variant: str) -> None:
@@ -116,11 +116,16 @@ def _scale_units(table: Any, p: float, variant: str) -> None:
 @dataclass(frozen=True)
 class Verb:
     """How a kernel is launched, and the tile loops that it has for whole chunks (and as many more
-    for the aligned part of shorter ones)."""
+    for the aligned part of shorter ones); by unit also tiles of rows, which a block fills."""
 
     launch: Callable[[Any, float, str], None]
     reading_loops: int
     writing_loops: int
+    by_row: bool = False
+
+    def masked(self, loops: int, binary: Binary) -> int:
+        """Wide accesses that have a mask."""
+        return loops * (binary.per_tile + self.by_row * binary.per_rows)
 
 
 # One program reads a window, or a row of numbers for each gradient: no bandwidth counts.
@@ -130,8 +135,8 @@ VERBS = {
     "scale": Verb(_scale, 1, 1),
     "scale_each": Verb(_scale_each, 1, 1),
     "clamp": Verb(_clamp, 2, 1),
-    "unit_norms": Verb(_unit_norms, 1, 0),
-    "scale_units": Verb(_scale_units, 1, 1),
+    "unit_norms": Verb(_unit_norms, 1, 0, by_row=True),
+    "scale_units": Verb(_scale_units, 1, 1, by_row=True),
 }
 
 
@@ -185,8 +190,9 @@ class Binary:
     # Programs that the grid starts on each multiprocessor, and threads of a program.
     programs: int
     threads: int
-    # Accesses of 16 bytes that a thread needs for one tile.
+    # Accesses of 16 bytes that a thread needs for one tile, and for a step over rows.
     per_tile: int
+    per_rows: int
 
     def counts(self) -> dict[str, int]:
         """AMD: the counts in the kernel's metadata."""
@@ -281,7 +287,8 @@ def binary(request, no_linker, tmp_path_factory):
         cubin = tmp_path_factory.mktemp("binary") / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         sass, resources = _dump(cubin, "--dump-sass"), _dump(cubin, "--dump-resource-usage")
-    threads = launch.options["num_warps"] * target.warp_size
+    threads, constants = launch.options["num_warps"] * target.warp_size, launch.constants
+    in_rows = constants.get("WARPS", 0) * constants.get("ROW_COLUMNS", 0)
     return Binary(
         case=case,
         assembly=compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"],
@@ -289,7 +296,8 @@ def binary(request, no_linker, tmp_path_factory):
         resources=resources,
         programs=launch.programs,
         threads=threads,
-        per_tile=launch.constants["BLOCK"] * case.dtype.itemsize // (16 * threads),
+        per_tile=constants["BLOCK"] * case.dtype.itemsize // (16 * threads),
+        per_rows=constants.get("STEPS", 1) * in_rows * case.dtype.itemsize // (16 * threads),
     )
 
 
@@ -325,10 +333,13 @@ def test_main_loops_are_wide_in_ptx(binary):
     """Whole chunks without a predicate, and the aligned part of shorter ones with one."""
     verb = VERBS[binary.case.verb]
     for access, loops in (("ld", verb.reading_loops), ("st", verb.writing_loops)):
-        for predicate in (r"^\s*", r"^\s*@!?%p\d+ "):
-            found = re.findall(predicate + access + WIDE_PTX, binary.assembly, re.MULTILINE)
-            if loops:
-                assert_at_least(len(found), loops * binary.per_tile)
+        whole, masked = (
+            len(re.findall(predicate + access + WIDE_PTX, binary.assembly, re.MULTILINE))
+            for predicate in (r"^\s*", r"^\s*@!?%p\d+ ")
+        )
+        if loops:
+            assert_at_least(whole, loops * binary.per_tile)
+            assert_at_least(masked, verb.masked(loops, binary))
 
 
 @over(CUDA, fast=True)
@@ -337,7 +348,7 @@ def test_main_loops_are_wide_in_sass(binary):
     for access, loops in (("LDG", verb.reading_loops), ("STG", verb.writing_loops)):
         found = re.findall(rf"\b{access}\.E\S*\.(?:128|256)\b", binary.sass)
         if loops:
-            assert_at_least(len(found), 2 * loops * binary.per_tile)
+            assert_at_least(len(found), loops * binary.per_tile + verb.masked(loops, binary))
 
 
 @over(AMD, fast=True)
@@ -347,7 +358,7 @@ def test_main_loops_are_wide_in_amdgcn(binary):
     for access, loops in (("load", verb.reading_loops), ("store", verb.writing_loops)):
         found = re.findall(rf"\b(?:buffer|global)_{access}_dwordx4\b", binary.assembly)
         if loops:
-            assert_at_least(len(found), 2 * loops * binary.per_tile)
+            assert_at_least(len(found), loops * binary.per_tile + verb.masked(loops, binary))
 
 
 @over([*CUDA, *(case for case in ALONE if case.target != "gfx942")])

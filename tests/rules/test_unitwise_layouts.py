@@ -117,8 +117,11 @@ def test_clip_by_unit_refuses_sparse_gradients():
         tritonclip.clip_(layer, ClipByUnitNorm())
 
 
-def test_clip_by_unit_refuses_weights_of_another_shape(device):
+@pytest.mark.parametrize("warm", [False, True])
+def test_clip_by_unit_refuses_weights_of_another_shape(device, warm):
     (one,) = make([(4, 6)], device=device)
+    if warm:
+        tritonclip.clip_([one], ClipByUnitNorm())
     before = bits(grad_of(one))
     one.data = torch.ones(6, 4, device=device)
     with pytest.raises(ValueError, match=r"\[0\] has shape \(6, 4\) and its gradient \(4, 6\)"):
@@ -126,8 +129,11 @@ def test_clip_by_unit_refuses_weights_of_another_shape(device):
     assert torch.equal(bits(grad_of(one)), before)
 
 
-def test_clip_by_unit_refuses_weights_without_memory():
+@pytest.mark.parametrize("warm", [False, True])
+def test_clip_by_unit_refuses_weights_without_memory(warm):
     (one,) = make([(4, 6)])
+    if warm:
+        tritonclip.clip_([one], ClipByUnitNorm())
     one.data.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="no memory: its storage was freed"):
         tritonclip.clip_([one], ClipByUnitNorm())

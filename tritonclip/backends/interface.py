@@ -184,13 +184,13 @@ class UnitBatch(Protocol):
 class UnitLayout(Protocol):
     """All that a backend derives from the form of a group and of its weights; holds neither."""
 
-    def serves(self, weights: list[Tensor]) -> bool:
-        """Whether weights are of the form that it was made for."""
-
-    def bind(self, grads: list[Tensor], weights: list[Tensor | None]) -> UnitBatch:
+    def bind(
+        self, grads: list[Tensor], weights: list[Tensor | None], addresses: list[int]
+    ) -> UnitBatch:
         """The gradients of a call, as users see them, and their weights.
 
         Args:
-            grads: of the form that it was made for.
+            grads: of the form that it was made for; so are the weights.
             weights: of the gradients' shapes; None for one without a limit.
+            addresses: of gradients, then of weights; 0 for None. A new list.
         """

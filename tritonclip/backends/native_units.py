@@ -45,12 +45,14 @@ class NativeUnitLayout(TorchUnitLayout):
 
     def __init__(self, grads: list[Tensor], weights: list[Tensor], dtype: torch.dtype) -> None:
         super().__init__(grads, dtype, on_host=True)
-        self.weight_dtype = weights[0].dtype
-        self.is_alike = self.weight_dtype == grads[0].dtype
+        self.is_alike = weights[0].dtype == grads[0].dtype
         self.is_shared = may_share(2 * [grad.numel() for grad in grads])
         self.grads, self.weights = self._form_of(grads), self._form_of(weights)
         self.both = _Form(self.grads.lengths * 2, self.grads.code, self.grads.rows * 2)
-        self.is_dense = all(map(has_dense_units, grads))
+        # Of gradients, then of weights.
+        self.with_gaps = [
+            i for i, tensor in enumerate([*grads, *weights]) if not has_dense_units(tensor)
+        ]
         # Where the partial norms of each gradient begin, in bytes.
         self.starts = [8 * (end - n) for end, n in zip(self.ends, self.counts, strict=True)]
 
@@ -61,14 +63,14 @@ class NativeUnitLayout(TorchUnitLayout):
         code = CODES[tensors[0].dtype.to_real()]
         return _Form(lengths.tobytes(), code, array("q", self.counts).tobytes())
 
-    def serves(self, weights: list[Tensor]) -> bool:
-        """Whether weights have the dtype that it was made for."""
-        dtype = self.weight_dtype
-        return all(weight.dtype == dtype for weight in weights)
-
-    def bind(self, grads: list[Tensor], weights: list[Tensor | None]) -> "NativeUnits":
+    def bind(
+        self, grads: list[Tensor], weights: list[Tensor | None], addresses: list[int]
+    ) -> "NativeUnits":
         """The gradients of a call, and their weights."""
-        return NativeUnits(grads, weights, self)
+        # The loops leave out what has no address.
+        for i in self.with_gaps:
+            addresses[i] = 0
+        return NativeUnits(grads, weights, addresses, self)
 
 
 class NativeUnits(TorchUnits):
@@ -80,21 +82,25 @@ class NativeUnits(TorchUnits):
     layout: NativeUnitLayout
 
     def __init__(
-        self, grads: list[Tensor], weights: list[Tensor | None], layout: NativeUnitLayout
+        self,
+        grads: list[Tensor],
+        weights: list[Tensor | None],
+        addresses: list[int],
+        layout: NativeUnitLayout,
     ) -> None:
         super().__init__(grads, weights, layout)
-        self._at = list(map(Tensor.data_ptr if layout.is_dense else _address_of, grads))
+        self._addresses, self._at = addresses, addresses[: len(grads)]
         self._threads = torch.get_num_threads() if layout.is_shared else 1
 
     def measure(self) -> Tensor:
         """Measures gradients and weights, by unit."""
-        layout, at = self.layout, list(map(_address_of, self.weights))
+        layout, at = self.layout, self._addresses
         norms = torch.empty(2, layout.n_units, dtype=torch.float64, device="cpu")
         if layout.is_alike:
-            self._measure([*self.grads, *self.weights], self._at + at, layout.both, norms)
+            self._measure([*self.grads, *self.weights], at, layout.both, norms)
         else:
             self._measure(self.grads, self._at, layout.grads, norms[:1])
-            self._measure(self.weights, at, layout.weights, norms[1:])
+            self._measure(self.weights, at[len(self._at) :], layout.weights, norms[1:])
         return norms
 
     def _measure(
@@ -148,15 +154,8 @@ class NativeUnits(TorchUnits):
         if changed:
             increment_version([self.grads[i] for i in changed if self._at[i]])
             loops.multiply_units_(self._at, lengths, code, self._threads, rows, factors)
-            if not self.layout.is_dense:
-                with_gaps = [i for i in changed if not self._at[i]]
+            with_gaps = [i for i in changed if not self._at[i]]
+            if with_gaps:
                 numbers = torch.frombuffer(bytearray(factors), dtype=torch.float64)
                 self._multiply_(with_gaps, numbers if code == _DOUBLE else numbers.float(), None)
         return norm, least
-
-
-def _address_of(tensor: Tensor | None) -> int:
-    """The address of a tensor, or 0 where its units have gaps."""
-    if tensor is None:
-        return 0
-    return tensor.data_ptr() if tensor.is_contiguous() or has_dense_units(tensor) else 0

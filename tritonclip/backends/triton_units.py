@@ -14,7 +14,18 @@ from tritonclip.backends.interface import Clip, count_units
 from tritonclip.backends.triton import pack_scalars
 from tritonclip.backends.units import norms_of_rows
 from tritonclip.kernels import launch, units
-from tritonclip.kernels.access import CHUNK, COLUMNS, OCCUPANCY_2X128, SHORT, TAIL, row_block_of
+from tritonclip.kernels.access import (
+    CHUNK,
+    COLUMNS,
+    MEDIUM,
+    OCCUPANCY_2X128,
+    SHORT,
+    STEPS,
+    TAIL,
+    WARPS,
+    block_of,
+    row_columns_of,
+)
 from tritonclip.kernels.tables import UnitTable, UnitTables, count_chunks
 
 
@@ -35,28 +46,19 @@ class TritonUnitLayout:
         # Partial norms of each gradient.
         self.sizes = [n * count_chunks(length) for n, length in zip(counts, lengths, strict=True)]
         self.whole = [grad.dim() < 2 for grad in grads]
-        self._weight_dtype = weights[0].dtype
-        self._strides = list(map(Tensor.stride, weights))
         self._tables = UnitTables(
             grads[0].device,
             grads[0].dtype.to_real(),
-            self._weight_dtype.to_real(),
+            weights[0].dtype.to_real(),
             counts,
             lengths,
         )
 
-    def serves(self, weights: list[Tensor]) -> bool:
-        """Weights of the same dtype and strides."""
-        return all(weight.dtype == self._weight_dtype for weight in weights) and (
-            list(map(Tensor.stride, weights)) == self._strides
-        )
-
-    def bind(self, grads: list[Tensor], weights: list[Tensor | None]) -> "TritonUnits":
+    def bind(
+        self, grads: list[Tensor], weights: list[Tensor | None], addresses: list[int]
+    ) -> "TritonUnits":
         """The gradients of a call, with a table of all addresses on the device."""
-        addresses = list(map(Tensor.data_ptr, grads))
-        addresses += [0 if weight is None else weight.data_ptr() for weight in weights]
-        table = self._tables.table(addresses)
-        return TritonUnits(grads, weights, table, self)
+        return TritonUnits(grads, weights, self._tables.table(addresses), self)
 
 
 class TritonUnits:
@@ -110,8 +112,12 @@ class TritonUnits:
                 SHORT=SHORT,
                 ROWS=units.ROWS_MEASURED,
                 COLUMNS=COLUMNS,
+                MEDIUM=MEDIUM,
+                WARPS=WARPS,
+                ROW_COLUMNS=row_columns_of(dtype.itemsize),
+                STEPS=STEPS,
                 CHUNK=CHUNK,
-                BLOCK=row_block_of(dtype.itemsize),
+                BLOCK=block_of(dtype.itemsize),
             )
         return norms
 
@@ -190,8 +196,11 @@ class TritonUnits:
             SHORT=SHORT,
             ROWS=units.ROWS_SCALED,
             COLUMNS=COLUMNS,
+            MEDIUM=MEDIUM,
+            WARPS=WARPS,
+            ROW_COLUMNS=block_of(table.dtype.itemsize) // WARPS,
             CHUNK=CHUNK,
-            BLOCK=row_block_of(table.dtype.itemsize),
+            BLOCK=WARPS * row_columns_of(table.dtype.itemsize),
             TAIL=TAIL,
         )
         return totals, coefficients

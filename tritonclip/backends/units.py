@@ -40,11 +40,9 @@ class TorchUnitLayout:
         self.n_units = self.ends[-1]
         self.whole = [grad.dim() < 2 for grad in grads]
 
-    def serves(self, weights: list[Tensor]) -> bool:
-        """Any weights."""
-        return True
-
-    def bind(self, grads: list[Tensor], weights: list[Tensor | None]) -> "TorchUnits":
+    def bind(
+        self, grads: list[Tensor], weights: list[Tensor | None], addresses: list[int]
+    ) -> "TorchUnits":
         """The gradients of a call, and their weights."""
         return TorchUnits(grads, weights, self)
 

@@ -230,7 +230,7 @@ class ShardedGradients(Gradients):
         shard_at = dict(zip(sharding.positions, sharding.shards, strict=True))
         groups = []
         for group in plan.groups:
-            at = positions if group.indices is None else [positions[i] for i in group.indices]
+            at = group.of(positions)
             groups.append(ShardGroup(shard_at[at[0]], CachedIntegers(at)))
         return Reduction(
             sharding, groups, CachedIntegers(positions), CachedIntegers(sharding.is_partial)

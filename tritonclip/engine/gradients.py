@@ -249,11 +249,19 @@ class Gradients:
         tensors = [self.readable[i] for i in indices]
         return tensors, None if self.addresses is None else [self.addresses[i] for i in indices]
 
+    def dense(self) -> Sequence[Tensor]:
+        """The gradients as users see them; of some, dense copies."""
+        if not self.copies:
+            return self.tensors
+        return [self.copies.get(i, grad) for i, grad in enumerate(self.tensors)]
+
     def owners(self) -> list[Tensor]:
         """The parameter of each gradient, in order."""
         parameters = self.parameters
         if parameters is None:
             assert self.sources is not None
+            if len(self.sources) == len(self.tensors):
+                return list(self.sources)
             parameters = [p for p in self.sources if gradient_of(p) is not None]
         once = self.distinct
         return list(parameters) if once is None else [parameters[i] for i in once]

@@ -7,7 +7,7 @@ nothing and knows its arguments only.
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from tritonclip.engine.memory import (
 from tritonclip.engine.reading import View, copy_of, needs_copy, view_of
 from tritonclip.modes import without_grad
 
+T = TypeVar("T")
+
 
 @dataclass(slots=True)
 class Group:
@@ -39,7 +41,6 @@ class Group:
         dtype: of the gradients; real, also where they are complex.
         pairs: they are complex.
         layout: of the backend that serves them.
-        units: for a rule by unit, made where one is first met.
     """
 
     indices: Sequence[int] | None
@@ -47,7 +48,10 @@ class Group:
     dtype: torch.dtype
     pairs: bool
     layout: Layout
-    units: UnitLayout | None = None
+
+    def of(self, items: Sequence[T]) -> list[T]:
+        """Those of the group, of items that belong to the gradients of the list."""
+        return [*items] if self.indices is None else [items[i] for i in self.indices]
 
 
 @dataclass(slots=True)
@@ -78,6 +82,8 @@ class Plan:
         guards: compare the form of a list; None for a plan that serves one call.
         reduction: of norms over processes, see `tritonclip.distributed`; None for one process.
         sizes: elements of each gradient, on the device of results; None before a rule asks.
+        units: guards of weights, and with such weights the layout of each group for a rule by unit;
+            None before the first.
     """
 
     groups: tuple[Group, ...]
@@ -100,6 +106,7 @@ class Plan:
     guards: Any = None
     reduction: Any = None
     sizes: Tensor | None = None
+    units: tuple[Any, Sequence[UnitLayout]] | None = None
 
     def readable(self, grads: list[Tensor]) -> list[Tensor]:
         """The tensors of a list of this form that verbs read and write."""

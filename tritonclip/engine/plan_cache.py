@@ -10,6 +10,7 @@ lock: every change is one operation on a dict or a list.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -119,7 +120,7 @@ class PlanCache:
     ) -> None:
         """Keeps a plan for lists of this form; `grads` are distinct and none is nested."""
         plan.addresses, plan.n_addresses = addresses, len(addresses) - addresses.count(0)
-        plan.guards = _guards_of(grads)
+        plan.guards = guards_of(grads)
         inference = grads[0].is_inference()
         self._plans[_key(grads, inference, setting, sharding)] = plan
         self._last = plan, (len(grads), setting, inference, sharding)
@@ -165,7 +166,8 @@ def _accepts(plan: Plan, grads: list[Tensor], addresses: list[int]) -> bool:
     return True
 
 
-def _guards_of(grads: list[Tensor]) -> Any:
+def guards_of(grads: Sequence[Tensor]) -> Any:
+    """Guards that compare the form of a list, of which none is nested."""
     if TensorGuards is None:
         return PlainGuards(*grads)
     # With no dynamic sizes named, every size and stride is compared.

@@ -148,10 +148,8 @@ def batches_of(
     exempt = [False] * len(gradients.tensors)
     if rule.excludes:
         exempt = rule.exempt(gradients.owners())
-    batches = []
+    grads, batches = gradients.dense(), []
     for group in plan.groups:
-        indices = range(len(exempt)) if group.indices is None else group.indices
         batch = group.layout.bind(*gradients.of_group(group.indices))
-        grads = [gradients.copies.get(i, gradients.tensors[i]) for i in indices]
-        batches.append(made(batch, grads, [exempt[i] for i in indices], plan.dtype, soft=rule.soft))
+        batches.append(made(batch, group.of(grads), group.of(exempt), plan.dtype, soft=rule.soft))
     return batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress, count
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -11,15 +12,16 @@ from tritonclip.backends.choose import unit_layout_of
 from tritonclip.backends.interface import UnitBatch, UnitLayout
 from tritonclip.engine.arguments import PLAIN
 from tritonclip.engine.memory import OFFSETS, is_freed
-from tritonclip.engine.plan import Group, Plan
+from tritonclip.engine.plan import Plan
+from tritonclip.engine.plan_cache import guards_of
 from tritonclip.modes import without_grad
 from tritonclip.rules import Rule
 
 if TYPE_CHECKING:
     from tritonclip.engine.gradients import Gradients
 
-# Most that a gradient adds to its plan: four numbers, and the strides of its weights.
-UNIT_BYTES = 256
+# Most that a gradient adds to its plan: four numbers, and the guard of its weights.
+UNIT_BYTES = 512
 
 
 class Units:
@@ -41,38 +43,64 @@ class Units:
     def __init__(self, gradients: Gradients, rule: Rule) -> None:
         plan = gradients.plan
         assert plan is not None
-        self._gradients, self._plan = gradients, plan
         parameters = gradients.owners() if gradients.tensors else []
         _refuse_sparse(gradients, plan)
-        self._weights = list(map(weight_of, parameters))
-        _refuse_weights(gradients, self._weights)
+        weights = parameters
+        if not PLAIN.issuperset(map(type, parameters)):
+            weights = list(map(weight_of, parameters))
+        layouts, addresses = _known_layouts(plan, weights), list(map(Tensor.data_ptr, weights))
+        if layouts is None or min(addresses, default=OFFSETS) < OFFSETS:
+            _refuse_weights(gradients, weights)
+        limiting: list[Tensor | None] = [*weights]
         # A rejected list may be so because its rule cannot be asked.
-        exempt = rule.exempt(parameters) if parameters else []
-        self.batches = [self._bind(number, exempt) for number in range(len(plan.groups))]
-
-    def _bind(self, number: int, exempt: Sequence[bool]) -> UnitBatch:
-        """The gradients and weights of a group, in the hands of its backend."""
-        group = self._plan.groups[number]
-        indices = range(len(self._weights)) if group.indices is None else group.indices
-        copies, tensors = self._gradients.copies, self._gradients.tensors
-        grads = [copies.get(i, tensors[i]) for i in indices]
-        layout = _layout_of(self._plan, group, grads, [self._weights[i] for i in indices])
-        limiting = [None if exempt[i] else self._weights[i] for i in indices]
-        return layout.bind(grads, limiting)
+        if parameters and rule.excludes:
+            for i in compress(count(), rule.exempt(parameters)):
+                limiting[i], addresses[i] = None, 0
+        self.batches = _bind(gradients, weights, layouts, limiting, addresses)
 
     def measure(self) -> list[Tensor]:
         """The partial norms of each group."""
         return [batch.measure() for batch in self.batches]
 
 
-def _layout_of(plan: Plan, group: Group, grads: list[Tensor], weights: list[Tensor]) -> UnitLayout:
-    """The layout of a group by unit, made where none serves its weights."""
-    layout = group.units
-    if layout is None or not layout.serves(weights):
-        if layout is None:
-            plan.n_bytes += UNIT_BYTES * len(grads)
-        group.units = layout = unit_layout_of(grads, weights, plan.dtype)
-    return layout
+def _known_layouts(plan: Plan, weights: Sequence[Tensor]) -> Sequence[UnitLayout] | None:
+    """The layouts of the groups, where they were made for weights of this form."""
+    # PyTorch gives no nested parameter a gradient of another kind, so that the guards meet none.
+    return plan.units[1] if plan.units is not None and plan.units[0].check(*weights) else None
+
+
+def _bind(
+    gradients: Gradients,
+    weights: Sequence[Tensor],
+    layouts: Sequence[UnitLayout] | None,
+    limiting: Sequence[Tensor | None],
+    addresses: Sequence[int],
+) -> list[UnitBatch]:
+    """The gradients and weights of each group, in the hands of its backend.
+
+    Args:
+        gradients: the list.
+        weights: of all gradients.
+        layouts: of the groups; None for new ones, which a plan for several calls keeps.
+        limiting: weights, or None.
+        addresses: theirs, or 0.
+    """
+    plan, grads, at = gradients.plan, gradients.dense(), gradients.addresses
+    assert plan is not None
+    if at is None or gradients.versions is not None:
+        at = list(map(Tensor.data_ptr, grads))
+    if layouts is None:
+        layouts = [
+            unit_layout_of(group.of(grads), group.of(weights), plan.dtype) for group in plan.groups
+        ]
+        if plan.guards is not None:
+            if plan.units is None:
+                plan.n_bytes += UNIT_BYTES * len(weights)
+            plan.units = guards_of(weights), layouts
+    return [
+        layout.bind(group.of(grads), group.of(limiting), group.of(at) + group.of(addresses))
+        for group, layout in zip(plan.groups, layouts, strict=True)
+    ]
 
 
 @without_grad
@@ -82,15 +110,15 @@ def norms_by_unit(gradients: Gradients) -> list[Tensor]:
     Args:
         gradients: not empty, of two dimensions or more; no parameters are asked for.
     """
-    plan = gradients.plan
+    plan, grads = gradients.plan, gradients.tensors
     assert plan is not None
+    # Weights that are None limit nothing and are not read.
+    nothing = [None] * len(grads), [0] * len(grads)
+    batches = _bind(gradients, grads, _known_layouts(plan, grads), *nothing)
     norms: dict[int, Tensor] = {}
-    for group in plan.groups:
-        indices = range(len(gradients.tensors)) if group.indices is None else group.indices
-        grads = [gradients.copies.get(i, gradients.tensors[i]) for i in indices]
-        # Weights that are None limit nothing and are not read.
-        batch = _layout_of(plan, group, grads, grads).bind(grads, [None] * len(grads))
-        norms.update(zip(indices, batch.norms_of_units(batch.measure()), strict=True))
+    for group, batch in zip(plan.groups, batches, strict=True):
+        of_units = batch.norms_of_units(batch.measure())
+        norms.update(zip(group.of(range(len(grads))), of_units, strict=True))
     return [norms[i] for i in range(len(norms))]
 
 

@@ -195,6 +195,8 @@ class Reference:
             views=(),
             sparse=(),
             sizes=None,
+            units=None,
+            guards=None,
             verifying=False,
         )
         return twin  # type: ignore[no-any-return]
