@@ -56,6 +56,7 @@ from tritonclip.torch_compat import (
 
 if TYPE_CHECKING:
     from tritonclip.comparison import compare
+    from tritonclip.finder import find_max_norm
     from tritonclip.monitor.recorder import Recorder, record
     from tritonclip.monitor.stats import ClipStats
     from tritonclip.monitor.suggestion import suggest_max_norm
@@ -98,6 +99,7 @@ __all__ = [
     "clip_on_backward_",
     "clip_tensors_",
     "compare",
+    "find_max_norm",
     "functional",
     "get_total_norm",
     "norms_by_name",
@@ -117,6 +119,7 @@ _LAZY = {
     "GradScaler": "optim.grad_scaler",
     "Recorder": "monitor.recorder",
     "compare": "comparison",
+    "find_max_norm": "finder",
     "norms_by_name": "named_norms",
     "patch_torch": "patching",
     "record": "monitor.recorder",

@@ -340,7 +340,7 @@ def test_skips_in_a_row_of_a_gpu_are_read_when_they_have_arrived(cuda_backend):
 
 def test_skips_in_a_row_of_a_gpu_are_read_so_many_steps_later(monkeypatch):
     """At a step that is the same in every process, however fast its numbers arrive."""
-    monkeypatch.setattr(watches, "_sent", lambda number: lambda: number.value)
+    monkeypatch.setattr(watches, "sent", lambda number: lambda: number.value)
     monkeypatch.setattr(watches, "is_captured", lambda device: False)
     watch = SkipWatch(3)
 

@@ -30,7 +30,7 @@ _SUSPICIOUS = 100
 DELAY_STEPS = 8
 
 
-def _sent(number: Tensor) -> Callable[[], int]:
+def sent(number: Tensor) -> Callable[[], int]:
     """Begins to copy a number from its device; the result waits for it."""
     if number.device.type != "cuda":
         # A count is added to later.
@@ -103,7 +103,7 @@ class SkipWatch:
             return int(in_a_row)
         if in_a_row.device.type == "meta" or is_captured(in_a_row.device):
             return 0
-        self._arriving.append(_sent(in_a_row))
+        self._arriving.append(sent(in_a_row))
         return self._arriving.popleft()() if len(self._arriving) > DELAY_STEPS else 0
 
 
@@ -117,7 +117,7 @@ class WatchedStep:
     """
 
     def __init__(self, step: int, flag: Tensor, clip_groups: Sequence[ClipGroup]) -> None:
-        self.step, self.read = step, _sent(flag)
+        self.step, self.read = step, sent(flag)
         self._lists = [
             (group.gradients.without_tensors(), group.finite)
             for group in clip_groups

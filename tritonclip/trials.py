@@ -1,0 +1,454 @@
+"""Trials for `find_max_norm`: short trainings of the user's from one start, under other limits.
+
+A trial begins with the same weights, random state and batches as every other of its seed. Once all
+are done, everything is as it was before the first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import math
+import random
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from tritonclip.clipping import clip_
+from tritonclip.distributed.process_groups import mean_of_all
+from tritonclip.engine.arguments import as_list
+from tritonclip.optim.clipped_optimizer import ClippedOptimizer
+from tritonclip.optim.watches import DELAY_STEPS, sent
+from tritonclip.rules import ClipState, Rule
+
+_MAKE = (
+    "expected a function that gives (model, optimizer), or a step function step(batch, clip) that "
+    "returns the loss; beside held_out, (step, evaluate) with evaluate(batch)"
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Measurements of a trial, on the CPU.
+
+    Attributes:
+        losses: of its steps, before each update; they end with the first that is NaN or inf.
+        norms: before clipping, of the rules that have one for all gradients.
+        held_out: the loss on held-out batches at the end; None without any.
+    """
+
+    losses: Tensor
+    norms: Tensor
+    held_out: float | None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last loss is NaN or inf."""
+        return not math.isfinite(float(self.losses[-1]))
+
+
+class _Seen(BaseException):
+    """Ends a step once its parameters are known; no `except Exception` stops it."""
+
+
+class Training:
+    """The user's training, begun anew for each trial.
+
+    Args:
+        make: as these four for `find_max_norm`.
+        batches: an iterable, or a function that gives one.
+        loss: of a model and a batch; None for the model's.
+        held_out: batches; None for none.
+    """
+
+    def __init__(self, make: Any, batches: Any, loss: Any, held_out: Any) -> None:
+        if not callable(make) or isinstance(make, Module):
+            raise TypeError(f"make: {_MAKE}; got {type(make).__name__}")
+        if loss is not None and not callable(loss):
+            raise TypeError(f"loss must be a function loss(model, batch), got {loss!r:.40}")
+        if not isinstance(batches, Iterable) and not callable(batches):
+            raise TypeError(
+                "batches must be an iterable of batches, such as a DataLoader, or a function that "
+                f"gives one, got {type(batches).__name__}"
+            )
+        self._make, self._batches, self._loss = make, batches, loss
+        self._evaluate: Callable[[Any, Any], Any] = self._loss_of
+        # Of an iterator, which gives each batch once.
+        self._kept: list[Any] = []
+        self._held_out = None if held_out is None else [*held_out]
+        if self._held_out == []:
+            raise ValueError("held_out has no batches; expected one or more, or None")
+        self._start: _Start | None = None
+        self._known: list[weakref.ref[Tensor]] = []
+        self._has_run = False
+        self.optimizer: Optimizer | None = None
+
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Puts random states, and objects that `make` gives again, back as they were."""
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        numpy: Any = sys.modules.get("numpy")
+        before = random.getstate(), numpy and numpy.random.get_state()
+        sources = (self._batches, getattr(self._batches, "sampler", None))
+        generators = {getattr(source, "generator", None) for source in sources}
+        states = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
+        try:
+            with torch.random.fork_rng([*devices]), torch.enable_grad():
+                yield
+        finally:
+            random.setstate(before[0])
+            if numpy:
+                numpy.random.set_state(before[1])
+            for generator, state in states:
+                generator.set_state(state)
+            if self._start is not None:
+                self._start.end()
+
+    def begin(self, seed: int, most: int) -> None:
+        """Makes a training, to know its objects: weights that are made again are kept and restored.
+
+        Args:
+            seed: of its random numbers.
+            most: steps in which a step function clips at least once.
+        """
+        step, model, self.optimizer = self._made(seed)
+        if model is not None:
+            self._known = [weakref.ref(p) for p in _tensors_of(model, self.optimizer)]
+            return
+        clipping = _Clipping(math.inf, only_looks=True)
+        try:
+            for batch in self._stream(seed, 0, most):
+                step(batch, clipping)
+        except _Seen:
+            self._known = [weakref.ref(p) for p in clipping.parameters]
+            return
+        raise ValueError(
+            f"clip was not called in {most} steps; expected a step function that calls "
+            "clip(parameters) after backward, where clip_grad_norm_ would stand"
+        )
+
+    def run(
+        self, seed: int, turn: float, clip: float | Rule, steps: int, tick: Callable[[], None]
+    ) -> Trial:
+        """Trains; the host waits for an accelerator at the end only.
+
+        Args:
+            seed: of its random numbers.
+            turn: the share of a list of batches at which it begins, so that seeds differ.
+            clip: a limit, inf for none; or a rule.
+            steps: how many, if losses stay finite.
+            tick: called after each step.
+        """
+        step, model, optimizer = self._made(seed)
+        if model is not None and self._is_known(_tensors_of(model, optimizer)):
+            if self._start is None:
+                self._start = _Start(model, optimizer)
+            self._start.restore(optimizer)
+        clipping = _Clipping(clip, self._is_known if model is None else lambda parameters: False)
+        losses: list[Tensor] = []
+        arriving: deque[Callable[[], int]] = deque()
+        for batch in self._stream(seed, turn, steps):
+            loss = _as_loss(step(batch, clipping)).detach()
+            # The same on all processes: they end a trial at one step.
+            losses.append(torch.as_tensor(mean_of_all(loss, loss.device)))
+            tick()
+            arriving.append(sent(losses[-1].isfinite()))
+            is_late = loss.device.type == "cpu" or len(arriving) > DELAY_STEPS
+            if is_late and not arriving.popleft()():
+                break
+        trial = self._measured(losses, clipping, model)
+        if not self._has_run:
+            self._check_first(trial, clipping)
+            self._has_run = True
+        return trial
+
+    def _measured(self, losses: list[Tensor], clipping: _Clipping, model: Any) -> Trial:
+        found = torch.stack(losses).cpu().double()
+        if bad := (~found.isfinite()).nonzero().flatten().tolist():
+            found = found[: bad[0] + 1]
+        held_out = None
+        if self._held_out is not None and not bad:
+            with torch.no_grad():
+                if model is not None:
+                    model.eval()
+                each = [_as_loss(self._evaluate(model, batch)) for batch in self._held_out]
+                mean = torch.stack([loss.double() for loss in each]).mean()
+                held_out = float(mean_of_all(mean, None))
+        norms = torch.stack(clipping.norms) if clipping.norms else torch.zeros(0)
+        # Where processes train apart, their norms differ.
+        return Trial(found, norms.cpu().double(), held_out)
+
+    def _check_first(self, trial: Trial, clipping: _Clipping) -> None:
+        """Refuses a training in which no limit could matter."""
+        if not math.isfinite(float(trial.losses[0])):
+            raise ValueError(
+                f"the first loss is {float(trial.losses[0])}, before any update, so that no limit "
+                "can help; expected a model and batches with a finite loss: look for NaN or inf in "
+                "the batch, or for a loss scale or a dtype that overflows"
+            )
+        if not clipping.parameters:
+            raise ValueError(
+                f"clip was not called in {len(trial.losses)} steps; expected steps enough for the "
+                "first clip, and a step function that calls clip(parameters) after backward"
+            )
+        if all(map(torch.equal, clipping.before, map(_size_of, clipping.parameters))):
+            raise ValueError(
+                f"{len(trial.losses)} steps changed no parameter, so that no limit matters; "
+                "expected a step that ends with optimizer.step(), over the parameters that clip "
+                "got, and a learning rate above 0 from the first steps on"
+            )
+
+    def _made(self, seed: int) -> tuple[Callable[[Any, Any], Any], Any, Any]:
+        """A step function; with its model and optimizer, where they are known."""
+        _seed_all(seed)
+        found = self._make()
+        first, second = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        self._evaluate = self._loss_of
+        if isinstance(second, ClippedOptimizer):
+            raise TypeError(
+                "make gave a ClippedOptimizer, which clips by itself; expected the optimizer that "
+                "it wraps, since each trial clips by another limit"
+            )
+        if isinstance(second, Optimizer) and isinstance(first, Module):
+            if any(map(is_lazy, _tensors_of(first, second))):
+                raise ValueError(
+                    "a model with lazy parameters has no weights that could be put back; expected "
+                    "make to run a forward pass before it gives (model, optimizer)"
+                )
+            return self._step_of(first, second), first, second
+        if (
+            not callable(first)
+            or isinstance(first, Module)
+            or not (second is None or callable(second))
+        ):
+            got = ", ".join(
+                type(item).__name__ for item in (found if isinstance(found, tuple) else [found])
+            )
+            raise TypeError(f"make: {_MAKE}; got {got}")
+        if self._held_out is not None:
+            if second is None:
+                raise TypeError(
+                    "held_out needs a loss, and make gave a step function alone; expected "
+                    "(step, evaluate), where evaluate(batch) returns the loss on a batch"
+                )
+            self._evaluate = lambda model, batch: second(batch)
+        return first, None, None
+
+    def _step_of(self, model: Module, optimizer: Optimizer) -> Callable[[Any, Any], Any]:
+        """The usual step of a model and an optimizer."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+        def step(batch: Any, clip: Any) -> Tensor:
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = self._loss_of(model, batch)
+                loss.backward()
+                clip(parameters)
+                return loss
+
+            of_closure = inspect.signature(optimizer.step).parameters.get("closure")
+            if of_closure is not None and of_closure.default is inspect.Parameter.empty:
+                # Of LBFGS, the first.
+                return optimizer.step(closure)  # type: ignore[return-value, arg-type]
+            loss = closure()
+            optimizer.step()
+            return loss
+
+        return step
+
+    def _loss_of(self, model: Module, batch: Any) -> Tensor:
+        if self._loss is not None:
+            return _as_loss(self._loss(model, batch))
+        if isinstance(batch, Mapping):
+            found = model(**batch)
+        else:
+            found = model(*batch) if isinstance(batch, list | tuple) else model(batch)
+        found = found["loss"] if isinstance(found, Mapping) else getattr(found, "loss", found)
+        return _as_loss(found)
+
+    def _is_known(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether one of these was made before."""
+        known = {id(p) for ref in self._known if (p := ref()) is not None}
+        return any(id(p) in known for p in parameters)
+
+    def _stream(self, seed: int, turn: float, steps: int) -> Iterator[Any]:
+        """The batches of a trial, from the start again where they end."""
+        _seed_all(seed)
+        source = self._batches
+        for candidate in (source, getattr(source, "sampler", None)):
+            if isinstance(generator := getattr(candidate, "generator", None), torch.Generator):
+                generator.manual_seed(seed)
+        if isinstance(source, Iterator):
+            yield from self._once(source, steps)
+            return
+        n = n_before = 0
+        if isinstance(source, Sequence) and source:
+            # Of a list the order is kept, as of a curriculum.
+            start = int(turn * len(source))
+            source = [*source[start:], *source[:start]]
+        while n < steps:
+            for batch in source if isinstance(source, Iterable) else source():
+                yield batch
+                n += 1
+                if n == steps:
+                    return
+            if n == n_before:
+                raise ValueError(
+                    f"batches ran out after {n} of {steps} steps, and gave none when they were "
+                    "iterated again; expected a list, a DataLoader, or a function that gives new "
+                    "ones at each call"
+                )
+            n_before = n
+
+    def _once(self, source: Iterator[Any], steps: int) -> Iterator[Any]:
+        """Batches of an iterator, which are kept for later trials."""
+        for i in range(steps):
+            if i == len(self._kept):
+                try:
+                    self._kept.append(next(source))
+                except StopIteration:
+                    raise ValueError(
+                        f"batches ran out after {i} of {steps} steps: an iterator gives each "
+                        "batch once; expected a list or a DataLoader, which is iterated again, a "
+                        f"function that gives new batches, or steps={max(i, 1)}"
+                    ) from None
+            yield self._kept[i]
+
+
+class _Clipping:
+    """`clip` as a step gets it, for one trial.
+
+    Args:
+        clip: the limit, or a rule.
+        is_known: whether parameters were trained before.
+        only_looks: ends the step, and clips nothing.
+    """
+
+    def __init__(
+        self,
+        clip: float | Rule,
+        is_known: Callable[[Iterable[Tensor]], bool] = lambda parameters: False,
+        *,
+        only_looks: bool = False,
+    ) -> None:
+        self._clip, self._is_known, self._only_looks = clip, is_known, only_looks
+        self._has_state = isinstance(clip, Rule) and not clip.fixed
+        self._states: dict[int, ClipState] = {}
+        self.parameters: list[Tensor] = []
+        # Of the parameters, before the first step.
+        self.before: list[Tensor] = []
+        self.norms: list[Tensor] = []
+
+    def __call__(self, parameters: Any) -> Tensor | None:
+        """Clips by the limit of the trial; returns the norm before clipping."""
+        items = as_list(parameters)
+        tensors = [item[1] if isinstance(item, tuple) else item for item in items]
+        if not self.parameters:
+            if self._is_known(tensors):
+                raise ValueError(
+                    "make gave a step function that trains the same parameters again; expected "
+                    "new ones at each call, as of a model that make builds, or of "
+                    "copy.deepcopy(model). No step was taken"
+                )
+            self.parameters, self.before = tensors, [*map(_size_of, tensors)]
+        if self._only_looks:
+            raise _Seen
+        state = None
+        if self._has_state and tensors:
+            state = self._states.setdefault(id(tensors[0]), ClipState())
+        norm = clip_(items, self._clip, state=state)
+        if norm is not None and norm.dim() == 0:
+            self.norms.append(norm)
+        return norm
+
+
+class _Start:
+    """The state of a model and an optimizer that `make` gives again and again."""
+
+    def __init__(self, model: Module, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        tensors = [*_tensors_of(model, optimizer), *model.buffers()]
+        self._values = [(x, x.detach().clone()) for x in tensors]
+        self._grads = [(x, x.grad, None if x.grad is None else x.grad.clone()) for x in tensors]
+        self._modes = [(module, module.training) for module in model.modules()]
+        # The tensors themselves come back: trials get copies.
+        self._state = dict(optimizer.state)
+        self._groups = [dict(group) for group in optimizer.param_groups]
+
+    def restore(self, optimizer: Optimizer) -> None:
+        """Begins a trial, maybe with a new optimizer."""
+        self._restore_model()
+        for x, _, _ in self._grads:
+            x.grad = None
+        if optimizer is self._optimizer:
+            self._restore_optimizer(copy.deepcopy)
+
+    def end(self) -> None:
+        """Ends the last trial."""
+        self._restore_model()
+        for x, grad, values in self._grads:
+            if grad is not None and values is not None:
+                grad.copy_(values)
+            x.grad = grad
+        self._restore_optimizer(lambda value: value)
+
+    @torch.no_grad()
+    def _restore_model(self) -> None:
+        for x, values in self._values:
+            x.copy_(values)
+        for module, mode in self._modes:
+            module.training = mode
+
+    def _restore_optimizer(self, taken: Callable[[Any], Any]) -> None:
+        self._optimizer.state.clear()
+        for parameter, state in self._state.items():
+            self._optimizer.state[parameter] = taken(state)
+        for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.clear()
+            group.update({k: v if k == "params" else taken(v) for k, v in before.items()})
+
+
+def _tensors_of(model: Module, optimizer: Optimizer | None) -> list[Tensor]:
+    """The parameters of a model and of its optimizer, each once."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    trained = [p for group in groups for p in group["params"]]
+    return [*{id(p): p for p in [*model.parameters(), *trained]}.values()]
+
+
+def _as_loss(found: Any) -> Tensor:
+    if isinstance(found, float | int):
+        found = torch.tensor(float(found))
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
+        raise TypeError(
+            f"the loss must be a number or a scalar tensor, got {type(found).__name__}{shape}; "
+            "expected a step function that returns it, a model whose output is the loss or has "
+            "it as .loss, or loss=lambda model, batch: ..."
+        )
+    return found.reshape(())
+
+
+def _size_of(parameter: Tensor) -> Tensor:
+    """A number that changes with the values of a parameter."""
+    values = parameter.detach()
+    values = getattr(values, "_local_tensor", values)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    size: Tensor = torch.linalg.vector_norm(values, dtype=dtype)
+    return size
+
+
+def _seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
