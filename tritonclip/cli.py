@@ -1,12 +1,14 @@
 """The command line: `python -m tritonclip`, installed as `tritonclip`.
 
-`doctor`, the default, and `compare` need nothing but the package. The tables of `suggest` and the
-figure of `plot` need the extra `monitor`, which they import when they run.
+`doctor`, the default, `compare` and `find` need nothing but the package. The tables of `suggest`,
+the progress bar of `find` and figures need the extra `monitor`, which is imported where it is used.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import csv
 import importlib
 import math
 import operator
@@ -15,7 +17,7 @@ import platform
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,7 @@ from tritonclip import script, settings
 from tritonclip.backends import choose, native
 from tritonclip.call_log import CallLog, rank
 from tritonclip.comparison import fault_of_call
-from tritonclip.messages import printable
+from tritonclip.messages import is_own, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=chosen.record,
         )
     try:
+        if chosen.command == "find":
+            return find(chosen)
         if chosen.command == "plot":
             plot(chosen.file, chosen.out, chosen.warmup, chosen.run)
         else:
@@ -78,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(
             f"python -m tritonclip {chosen.command} needs {package}, which is not installed; "
             'expected the extra: pip install "tritonclip[monitor]". python -m tritonclip suggest '
-            "works without it",
+            "works without it, and so does find without --figure",
             file=sys.stderr,
         )
         return 1
@@ -102,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         ("doctor", "print versions, devices and backends, and run a short self-test"),
         ("run", "run a script as it is, with torch's functions that clip replaced by tritonclip's"),
         ("compare", "time clipping by torch and by tritonclip on the gradients of your model"),
+        ("find", "train for short times under many limits, and say which is best"),
         ("suggest", "suggest max_norm from FILE, a recorder's .csv or .jsonl; largest gradients"),
         ("plot", "draw the norms in FILE, with candidates for max_norm and largest gradients"),
     ):
@@ -115,6 +120,9 @@ def _parser() -> argparse.ArgumentParser:
             continue
         if name == "compare":
             _add_compare(command)
+            continue
+        if name == "find":
+            _add_find(command)
             continue
         command.add_argument(
             "file",
@@ -183,6 +191,30 @@ def _add_compare(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--seconds", type=_positive, default=4.0, help="about how long to take samples (4)"
     )
+
+
+def _add_find(command: argparse.ArgumentParser) -> None:
+    """The arguments of `find`, those of `find_max_norm`."""
+    command.add_argument(
+        "target",
+        metavar="MODULE:NAME",
+        help="a function without arguments, imported from the current folder, that gives (model, "
+        "optimizer), or a step function step(batch, clip) that returns the loss",
+    )
+    for name, about in (
+        ("batches", "an iterable of batches, or a function that gives one (MODULE:batches)"),
+        ("loss", "a function loss(model, batch); by default the model's output or its .loss"),
+        ("held-out", "batches whose loss judges the limits; by default the training loss does"),
+        ("rules", "a list of rules, which compete with limits"),
+    ):
+        command.add_argument(f"--{name}", metavar="MODULE:NAME", help=about)
+    command.add_argument(
+        "--limits", type=_positive, nargs="+", metavar="LIMIT", help="those to try"
+    )
+    command.add_argument("--steps", type=_at_least(4), default=200, help="of a whole trial (200)")
+    command.add_argument("--seeds", type=_at_least(1), default=3, help="how many (3)")
+    command.add_argument("--figure", type=Path, metavar="FILE", help="a .png or .svg file to draw")
+    command.add_argument("--csv", type=Path, metavar="FILE", help="for the loss of every trial")
 
 
 def _device(text: str) -> torch.device:
@@ -443,13 +475,7 @@ def _named(name: str, code: Callable[..., Any]) -> Callable[..., Any]:
 
 def _model_of(target: str) -> tuple[Module, Callable[..., Any] | None]:
     """The module of a target and its loss, if it has one."""
-    name, colon, attribute = target.partition(":")
-    if not (name and colon and attribute):
-        raise ValueError(
-            f"expected MODULE:NAME, as in mymodule:make_model, got {target!r}; NAME is a function "
-            "without arguments that returns the model"
-        )
-    found = _attribute_of(_module_of(name), attribute)
+    found = _object_of(target)
     if isinstance(found, type) or (callable(found) and not isinstance(found, Module)):
         if fault := fault_of_call(found):
             raise TypeError(
@@ -467,6 +493,13 @@ def _model_of(target: str) -> tuple[Module, Callable[..., Any] | None]:
             f"loss_of(module) that returns the loss, got {got}"
         )
     return model, rest[0] if rest else None
+
+
+def _object_of(target: str, example: str = "mymodule:make_model") -> Any:
+    name, colon, attribute = target.partition(":")
+    if not (name and colon and attribute):
+        raise ValueError(f"expected MODULE:NAME, as in {example}, got {target!r}")
+    return _attribute_of(_module_of(name), attribute)
 
 
 def _module_of(name: str) -> Any:
@@ -502,6 +535,66 @@ def _attribute_of(module: Any, name: str) -> Any:
             f"expected a name in {module.__name__}, got {name!r}, which is not in "
             f"{getattr(module, '__file__', None) or 'its folder'}{meant}"
         ) from None
+
+
+def find(chosen: argparse.Namespace) -> int:
+    """Prints the answer of `find_max_norm`; returns 1 where there is none."""
+    if chosen.figure:
+        from tritonclip import finder_plot
+        from tritonclip.monitor.plot import check_path
+
+        check_path(chosen.figure)
+    try:
+        module = chosen.target.partition(":")[0]
+        batches = chosen.batches or f"{module}:batches"
+        arguments = [_object_of(target, "mymodule:make") for target in (chosen.target, batches)]
+        others = {
+            name: _object_of(target)
+            for name in ("loss", "held_out", "rules")
+            if (target := getattr(chosen, name))
+        }
+        others |= {name: getattr(chosen, name) for name in ("limits", "steps", "seeds")}
+        with _progress() as progress:
+            found = tritonclip.find_max_norm(*arguments, **others, progress=progress)
+    except _CodeError as error:
+        return _fail(error, None, None)
+    except Exception as error:
+        if not is_own(error):
+            traceback.print_exception(error)
+        elif not isinstance(error, TypeError | ValueError | RuntimeError):
+            raise
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
+    print(found)
+    if chosen.figure:
+        finder_plot.save(chosen.figure, found)
+        print(chosen.figure)
+    if chosen.csv:
+        rows = [
+            (one.name, seed, one.steps, loss)
+            for one in found.candidates
+            for seed, loss in zip(one.seeds, one.losses, strict=True)
+        ]
+        with chosen.csv.open("w", newline="") as file:
+            csv.writer(file).writerows([("limit", "seed", "steps", "loss"), *rows])
+        print(chosen.csv)
+    return 0
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """Shows steps as a bar; None where rich is missing."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    except ModuleNotFoundError:
+        yield None
+        return
+    text = TextColumn("{task.completed:,} of at most {task.total:,} steps; Ctrl-C: an answer now")
+    columns = (BarColumn(), text, TimeRemainingColumn(elapsed_when_finished=True))
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, most: bar.update(task, completed=done, total=most)
 
 
 def suggest(file: Path, warmup: int | None, run: int | None) -> None:

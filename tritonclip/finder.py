@@ -24,25 +24,26 @@ from tritonclip.rules import Rule
 from tritonclip.rules.arguments import as_count, as_number
 from tritonclip.trials import Training, Trial
 
+Clip = float | Rule
 # Of a candidate, by position of the seed.
 Trials = dict[int, Trial]
 
-# Limits of the first round: this many, each the next by this ratio, from this multiple of the
-# median of the first norms downwards.
-_N_LIMITS, _RATIO, _TOP = 7, 10**0.5, 3.0
+# The constants were chosen on ten small trainings of three seeds, by the regret of the limit that
+# was found: docs/decisions.md.
+# Limits of the first round: so many, from this multiple of the median of the first norms down, each
+# lower by this ratio. So many are added while the lowest is the best.
+_N_LIMITS, _TOP, _RATIO, _N_MORE = 7, 3.0, 10**0.5, 4
 # First norms that set the grid.
 _FIRST_NORMS = 20
-# Lower limits that may be added while the lowest is the best.
-_MOST_EXTRA = 4
 # Steps of the shortest trial.
 _FEWEST = 10
-# The last part of a trial, whose median loss judges it.
+# The last part of a trial, which judges it.
 _JUDGED = 0.25
-# Standard errors within which losses are not distinguishable (the rule of one standard error of
-# Breiman et al. 1984), and a share of the loss below which no limit gains anything.
-_ERRORS, _NO_GAIN = 1.0, 0.002
-# A share of the gain over no limit that the recommended limit may give up.
-_GIVEN_UP = 0.1
+# Losses within so many standard errors of the lowest are not distinguishable from it.
+_ERRORS = 1.0
+# A gain over no limit that is less than this share of the loss is none; and the share of a gain
+# that a milder limit may give up.
+_NO_GAIN, _GIVEN_UP = 0.002, 0.1
 # A limit that clips this share of the steps acts as a smaller step.
 _NEARLY_ALL = 0.9
 
@@ -53,15 +54,17 @@ class Candidate(NamesAttributes):
 
     Attributes:
         clip: the limit, inf for none; or the rule.
-        losses: for each seed of its last round, at the end of a trial; inf where it diverged.
-        steps: of each of these trials.
-        clipped_share: the share of their steps that a limit clipped; NaN for a rule.
-        scale: the median factor by which a limit multiplied gradients; NaN for a rule.
+        steps: of each trial of its last round.
+        seeds: of these trials.
+        losses: of these seeds, at the end of a trial; inf where it diverged.
+        clipped_share: the share of their norms above the limit; NaN for a rule.
+        scale: the median factor by which the limit multiplied gradients; NaN for a rule.
     """
 
-    clip: float | Rule
-    losses: tuple[float, ...]
+    clip: Clip
     steps: int
+    seeds: tuple[int, ...]
+    losses: tuple[float, ...]
     clipped_share: float
     scale: float
 
@@ -73,76 +76,62 @@ class Candidate(NamesAttributes):
         return "no limit" if self.clip == math.inf else f"{self.clip:g}"
 
     @property
-    def loss(self) -> float:
-        """The mean over seeds."""
-        return statistics.fmean(self.losses)
-
-    @property
     def quartiles(self) -> tuple[float, float, float]:
         """Of the losses over seeds."""
-        return _quartiles(self.losses)
+        ordered = sorted(self.losses)
+        if math.inf in ordered:
+            # Nothing lies between a number and inf.
+            low, middle, high = (ordered[round(q * (len(ordered) - 1))] for q in (0.25, 0.5, 0.75))
+        else:
+            # Two of one loss are as one.
+            two = ordered if len(ordered) > 1 else 2 * ordered
+            low, middle, high = statistics.quantiles(two, n=4, method="inclusive")
+        return low, middle, high
 
 
 @dataclass(frozen=True)
 class Found(NamesAttributes):
-    """The answer of :func:`find_max_norm`; `print` shows a verdict, and a table.
+    """The answer of :func:`find_max_norm`; `print` shows the verdict and a table.
 
     Attributes:
         max_norm: the recommended limit; None where no limit helps, or where a rule is better.
-        rule: the rule that is recommended in place of a limit; None without one.
-        best: the candidate with the lowest loss.
-        equals: those of the last round that are not distinguishable from the best, itself included.
-        candidates: all, by limit; rules come last.
-        seeds: of the last round.
-        steps: of a whole trial.
-        spent: training steps that were taken.
+        clip: to pass to :func:`clip_` and :class:`ClippedOptimizer`: `max_norm`, the rule that is
+            better than every limit, or inf where no limit helps.
         reason: the verdict in sentences.
+        best: the candidate with the lowest loss.
+        equals: the candidates that are not distinguishable from the best, itself included.
+        candidates: all, from small to large limits; then no limit, and rules.
+        spent: training steps that were taken.
         is_held_out: whether losses are those of held-out batches.
-        is_interrupted: whether the search was ended before its last trial.
+        is_interrupted: whether the search ended before its last trial.
     """
 
     max_norm: float | None
-    rule: Rule | None
+    clip: Clip
+    reason: str
     best: Candidate
     equals: tuple[Candidate, ...]
     candidates: tuple[Candidate, ...]
-    seeds: tuple[int, ...]
-    steps: int
     spent: int
-    reason: str
     is_held_out: bool
     is_interrupted: bool
 
-    @property
-    def clip(self) -> float | Rule:
-        """What to clip by, as :func:`clip_` and :class:`ClippedOptimizer` take it; inf for none."""
-        if self.rule is not None:
-            return self.rule
-        return math.inf if self.max_norm is None else self.max_norm
-
     def __str__(self) -> str:
-        rows = [_HEADS, *map(self._cells, self.candidates)]
+        heads = ("limit", "loss", "quartiles", "clipped", "seeds x steps", "")
+        rows = [heads, *map(self._cells, self.candidates)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([self.reason, "", *table])
 
-    def _cells(self, candidate: Candidate) -> tuple[str, ...]:
-        low, middle, high = candidate.quartiles
-        mark = "recommended" if candidate.clip == self.clip else ""
-        if not mark and candidate in self.equals:
-            mark = "not distinguishable from the best"
-        share = candidate.clipped_share
-        return (
-            candidate.name,
-            f"{middle:.4g}",
-            f"{low:.4g} to {high:.4g}",
-            "" if math.isnan(share) else f"{share:.0%}",
-            f"{len(candidate.losses)} x {candidate.steps}",
-            mark,
-        )
-
-
-_HEADS = ("limit", "loss", "quartiles", "clipped", "seeds x steps", "")
+    def _cells(self, one: Candidate) -> tuple[str, ...]:
+        low, middle, high = one.quartiles
+        mark = "as good as the best" if one in self.equals else ""
+        mark = "best" if one is self.best else mark
+        if one.clip == self.clip:
+            mark = f"recommended{', ' * bool(mark)}{mark}"
+        share = "" if math.isnan(one.clipped_share) else f"{one.clipped_share:.0%}"
+        trials = f"{len(one.seeds)} x {one.steps}"
+        return one.name, f"{middle:.4g}", f"{low:.4g} to {high:.4g}", share, trials, mark
 
 
 class Round(NamedTuple):
@@ -150,22 +139,17 @@ class Round(NamedTuple):
 
     Attributes:
         steps: of each.
-        seeds: positions.
-        most: candidates, with no limit.
+        positions: of their seeds.
+        n: candidates, with no limit.
     """
 
     steps: int
-    seeds: range
-    most: int
-
-    @property
-    def cost(self) -> int:
-        """Steps of all its trials."""
-        return self.steps * len(self.seeds) * self.most
+    positions: range
+    n: int
 
 
 def rounds(steps: int, n_seeds: int, n_first: int) -> list[Round]:
-    """The rounds of a search, of which each keeps the better candidates of the one before.
+    """The rounds of a search, each of the better candidates of the one before.
 
     Args:
         steps: of a whole trial.
@@ -173,10 +157,10 @@ def rounds(steps: int, n_seeds: int, n_first: int) -> list[Round]:
         n_first: candidates of the first round, with no limit.
     """
     least = min(steps, _FEWEST)
-    second = range(min(1, n_seeds - 1), min(2, n_seeds))
+    other = range(min(1, n_seeds - 1), min(2, n_seeds))
     return [
         Round(max(steps // 8, least), range(1), n_first),
-        Round(max(steps // 4, least), second, min(5, n_first)),
+        Round(max(steps // 4, least), other, min(5, n_first)),
         Round(steps, range(n_seeds), min(3, n_first)),
     ]
 
@@ -194,99 +178,77 @@ class _Search:
 
     def __init__(
         self,
-        run: Callable[[int, float | Rule, int], Trial],
+        run: Callable[[int, Clip, int], Trial],
         limits: Sequence[float],
         rules: Sequence[Rule],
         steps: int,
         n_seeds: int,
     ) -> None:
         self._run, self._limits, self._rules = run, limits, rules
-        n_first = (len(limits) or _N_LIMITS) + len(rules) + 1
-        self.rounds = rounds(steps, n_seeds, n_first)
+        self.rounds = rounds(steps, n_seeds, (len(limits) or _N_LIMITS) + len(rules) + 1)
+        self._n_more = 0 if limits else _N_MORE
         # The most steps that the search takes.
-        extra = 0 if limits else _MOST_EXTRA * self.rounds[0].cost // n_first
-        self.budget = sum(one.cost for one in self.rounds) + extra
-        # By round, then by candidate and position of the seed.
-        self.trials: list[dict[float | Rule, Trials]] = []
+        self.budget = sum(one.steps * len(one.positions) * one.n for one in self.rounds)
+        self.budget += self._n_more * self.rounds[0].steps
+        # Of each round.
+        self.trials: list[dict[Clip, Trials]] = []
         self.is_interrupted = False
 
     def run(self) -> None:
-        """Runs all rounds; an interrupt ends them once something is known."""
+        """Runs all rounds; an interrupt ends them once candidates can be compared."""
         try:
             for i, one in enumerate(self.rounds):
+                chosen = self._best(one.n - 1) if i else []
                 self.trials.append({})
-                self._run_all(one, self._chosen(one) if i else [math.inf])
+                self._add(one, [math.inf, *chosen])
                 if not i:
-                    self._run_all(one, [*(self._limits or self._grid()), *self._rules])
-                    self._extend(one)
+                    self._add(one, [*(self._limits or self._grid()), *self._rules])
+                    self._add_lower(one)
         except KeyboardInterrupt:
-            if self.last is None:
+            if not self.last[1]:
                 raise
             self.is_interrupted = True
 
     @property
-    def last(self) -> dict[float | Rule, Trials] | None:
-        """The trials of the last round in which candidates can be compared, over common seeds."""
-        for found in reversed(self.trials):
-            common = (
-                set.intersection(*(set(trials) for trials in found.values())) if found else set()
-            )
-            if common and len(found) > 1:
-                return {clip: {i: trials[i] for i in common} for clip, trials in found.items()}
-        return None
+    def last(self) -> tuple[Round, dict[Clip, Trials]]:
+        """The last round whose candidates can be compared, over the seeds that all have."""
+        for one, found in reversed([*zip(self.rounds, self.trials, strict=False)]):
+            common = set.intersection(*map(set, found.values())) if len(found) > 1 else set()
+            if common:
+                return one, {c: {i: trials[i] for i in common} for c, trials in found.items()}
+        return self.rounds[0], {}
 
-    def _run_all(self, one: Round, clips: Iterable[float | Rule]) -> None:
-        clips = [*clips]
-        found = self.trials[-1]
-        found.update((clip, {}) for clip in clips)
-        for position in one.seeds:
+    def _add(self, one: Round, clips: list[Clip]) -> None:
+        self.trials[-1].update((clip, {}) for clip in clips)
+        for position in one.positions:
             for clip in clips:
-                found[clip][position] = self._run(position, clip, one.steps)
+                self.trials[-1][clip][position] = self._run(position, clip, one.steps)
 
     def _grid(self) -> list[float]:
         """Limits around the first norms, from large to small."""
         norms = self.trials[0][math.inf][0].norms[:_FIRST_NORMS]
         norms = norms[norms.isfinite() & (norms > 0)]
-        median = mean_of_all(norms.median() if len(norms) else torch.tensor(math.nan), None)
+        median = float(mean_of_all(norms.median() if len(norms) else math.nan, None))
         if math.isnan(median):
             raise ValueError(
                 "no norm of the first steps is finite and above 0, so that no limits follow from "
                 "them; expected limits=(0.1, 1.0, 10.0), or a step whose clip gets parameters with "
                 "gradients"
             )
-        return [_round(_TOP * float(median) / _RATIO**i) for i in range(_N_LIMITS)]
+        return [_round(_TOP * median / _RATIO**i) for i in range(_N_LIMITS)]
 
-    def _extend(self, one: Round) -> None:
+    def _add_lower(self, one: Round) -> None:
         """Adds lower limits while the lowest is the best."""
-        for _ in range(0 if self._limits else _MOST_EXTRA):
-            limits = [clip for clip in self.trials[0] if not isinstance(clip, Rule)]
-            lowest = min(limits)
-            if min(limits, key=self._loss) != lowest:
+        for _ in range(self._n_more):
+            lowest = min(clip for clip in self.trials[0] if not isinstance(clip, Rule))
+            if self._best(1) != [lowest]:
                 return
-            self._run_all(one, [_round(lowest / _RATIO)])
+            self._add(one, [_round(lowest / _RATIO)])
 
-    def _chosen(self, one: Round) -> list[float | Rule]:
-        """The best candidates of the round before, and no limit."""
-        before = self.trials[-2]
-        others = sorted((clip for clip in before if clip != math.inf), key=self._loss)
-        return [math.inf, *others[: one.most - 1]]
-
-    def _loss(self, clip: float | Rule) -> float:
-        trials = next(found[clip] for found in reversed(self.trials) if found.get(clip))
-        return statistics.fmean(map(judged, trials.values()))
-
-
-def ending(trial: Trial) -> Tensor:
-    """The losses that judge a trial: of its last steps, or on held-out batches."""
-    if trial.diverged or trial.held_out is not None:
-        loss = math.inf if trial.held_out is None else trial.held_out
-        return torch.tensor([loss if math.isfinite(loss) else math.inf], dtype=torch.float64)
-    return trial.losses[-max(math.ceil(_JUDGED * len(trial.losses)), 1) :]
-
-
-def judged(trial: Trial) -> float:
-    """The loss at the end of a trial; inf where it diverged."""
-    return float(ending(trial).median())
+    def _best(self, n: int) -> list[Clip]:
+        """The best of the last round, beside no limit."""
+        losses = {clip: _mean(trials) for clip, trials in self.trials[-1].items()}
+        return sorted((clip for clip in losses if clip != math.inf), key=losses.__getitem__)[:n]
 
 
 def _round(limit: float) -> float:
@@ -294,66 +256,65 @@ def _round(limit: float) -> float:
     return float(f"{limit:.2g}")
 
 
-def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    ordered = torch.tensor(sorted(values), dtype=torch.float64)
-    # Of infinite values nothing is interpolated.
-    low, middle, high = (
-        float(
-            torch.quantile(
-                ordered, q, interpolation="nearest" if ordered.isinf().any() else "linear"
-            )
-        )
-        for q in (0.25, 0.5, 0.75)
-    )
-    return low, middle, high
+def _ending(trial: Trial) -> Tensor:
+    """The losses that judge a trial: of its last steps, or on held-out batches."""
+    if trial.diverged or trial.held_out is not None:
+        loss = math.inf if trial.held_out is None else trial.held_out
+        return torch.tensor([loss if math.isfinite(loss) else math.inf], dtype=torch.float64)
+    return trial.losses[-max(math.ceil(_JUDGED * len(trial.losses)), 1) :]
 
 
-def excess(worse: Trials, better: Trials) -> tuple[float, float]:
-    """How much higher losses are, as a share from -1 to 1: the mean over seeds, and its error.
+def _judged(trial: Trial) -> float:
+    """The loss at the end of a trial; inf where it diverged."""
+    return float(_ending(trial).median())
 
-    Differences are relative, step by step: trials of a seed have the same batches, and among losses
-    that explode an absolute one of a single seed would drown all others.
+
+def _mean(trials: Trials) -> float:
+    return statistics.fmean(map(_judged, trials.values()))
+
+
+def _excesses(trials: Trials, others: Trials) -> list[float]:
+    """How much higher losses are than others of the same seed, as shares from -1 to 1.
+
+    Step by step, because trials of a seed have the same batches; and as shares, because among
+    losses that explode those of one seed would drown those of all others.
     """
-    found = [_relative(ending(worse[i]), ending(better[i])) for i in worse]
-    error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 0.0
-    return statistics.fmean(found), error
+    return [_share(_ending(trials[i]), _ending(others[i])) for i in trials]
 
 
-def _relative(a: Tensor, b: Tensor) -> float:
-    ratio = (a - b) / (a.abs() + b.abs())
-    # inf - inf, or 0 / 0: equal. inf / inf: all the difference there is.
-    ratio = torch.where(a == b, 0.0, torch.where(a.isinf() | b.isinf(), (a - b).sign(), ratio))
-    return float(ratio.median())
+def _share(a: Tensor, b: Tensor) -> float:
+    share = (a - b) / (a.abs() + b.abs())
+    share = torch.where(a.isinf() | b.isinf(), (a - b).sign(), share)
+    return float(torch.where(a == b, 0.0, share).median())
 
 
-def recommended(last: dict[float | Rule, Trials]) -> tuple[Any, Any, list[Any]]:
+def choose(last: dict[Clip, Trials]) -> tuple[Clip, Clip, list[Clip]]:
     """The clip to recommend, the best, and those that are not distinguishable from the best.
 
+    By the rule of one standard error (Breiman et al. 1984): of those within it, the simplest. No
+    limit is simpler than any, and a large limit than a small one, which is simpler than a rule.
+
     Args:
-        last: the trials of the last round, over the same seeds; no limit is a candidate.
+        last: the trials of a round, over the same seeds; no limit is a candidate.
     """
-    mean = {c: statistics.fmean(map(judged, trials.values())) for c, trials in last.items()}
+    mean = {clip: _mean(trials) for clip, trials in last.items()}
     # Where means are equal, the mildest: a limit above every norm changes nothing.
     best = min(last, key=lambda clip: (mean[clip], -_mildness(clip)))
-    differences = {clip: excess(trials, last[best]) for clip, trials in last.items()}
-    equals = [
-        clip
-        for clip, (more, error) in differences.items()
-        if more <= _ERRORS * error or clip == best
-    ]
-    if (
-        math.inf in equals
-        or _relative(*(torch.tensor([mean[c]]) for c in (math.inf, best))) < _NO_GAIN
-    ):
+    equals = [best]
+    for clip, trials in last.items():
+        more = _excesses(trials, last[best])
+        error = statistics.stdev(more) / math.sqrt(len(more)) if len(more) > 1 else 0.0
+        if clip != best and statistics.fmean(more) <= _ERRORS * error:
+            equals.append(clip)
+    none, lowest = (torch.tensor([mean[clip]]) for clip in (math.inf, best))
+    if math.inf in equals or _share(none, lowest) < _NO_GAIN:
         return math.inf, best, [*dict.fromkeys([*equals, math.inf])]
-    gain = mean[math.inf] - mean[best]
-    near = [clip for clip in equals if mean[clip] - mean[best] <= _GIVEN_UP * gain]
-    limits = [clip for clip in near if not isinstance(clip, Rule)]
-    return (max(limits) if limits else best), best, equals
+    most = mean[best] + _GIVEN_UP * (mean[math.inf] - mean[best])
+    return max((c for c in equals if mean[c] <= most), key=_mildness), best, equals
 
 
-def _mildness(clip: float | Rule) -> float:
-    return -1.0 if isinstance(clip, Rule) else clip
+def _mildness(clip: Clip) -> float:
+    return 0.0 if isinstance(clip, Rule) else clip
 
 
 @outside_inference
@@ -434,11 +395,10 @@ def find_max_norm(
     refuse_tracer()
     chosen = _checked_seeds(seeds)
     steps = as_count("steps", steps, 4)
-    tried, rules = _checked_clips(limits, rules)
     training = Training(make, batches, loss, held_out)
     spent = 0
 
-    def run(position: int, clip: float | Rule, n: int) -> Trial:
+    def run(position: int, clip: Clip, n: int) -> Trial:
         return training.run(chosen[position], position / len(chosen), clip, n, tick)
 
     def tick() -> None:
@@ -447,21 +407,45 @@ def find_max_norm(
         if progress is not None:
             progress(spent, search.budget)
 
-    search = _Search(run, tried, rules, steps, len(chosen))
-    _say_budget(search.budget, steps, progress)
+    search = _Search(run, *_checked_clips(limits, rules), steps, len(chosen))
+    if progress is not None:
+        progress(0, search.budget)
+    else:
+        sys.stderr.write(
+            f"find_max_norm: at most {search.budget:,} training steps, "
+            f"{search.budget / steps:.1f} times {steps:,}; Ctrl-C ends it with what is known then\n"
+        )
     with training.untouched():
         training.begin(chosen[0], search.rounds[0].steps)
         search.run()
-    return _answer(search, training, chosen, steps, spent, held_out is not None)
-
-
-def _say_budget(budget: int, steps: int, progress: Callable[[int, int], None] | None) -> None:
-    if progress is not None:
-        progress(0, budget)
-        return
-    sys.stderr.write(
-        f"find_max_norm: at most {budget:,} training steps, {budget / steps:.1f} times a training "
-        f"of {steps:,}; Ctrl-C ends it with what is known by then\n"
+    of_round, last = search.last
+    clip, best, equals = choose(last)
+    found = {
+        c: _candidate(c, one.steps, chosen, trials)
+        for one, tried in [*zip(search.rounds, search.trials, strict=False), (of_round, last)]
+        for c, trials in tried.items()
+        if trials
+    }
+    reason = _reason(found[clip], found[best], found[math.inf], last, training.optimizer)
+    if search.is_interrupted:
+        reason += (
+            f" The search was interrupted: this is known from trials of {of_round.steps} of "
+            f"{steps} steps, over {len(last[best])} of {len(chosen)} seeds."
+        )
+    return Found(
+        max_norm=None if isinstance(clip, Rule) or clip == math.inf else clip,
+        clip=clip,
+        reason=reason,
+        best=found[best],
+        equals=tuple(found[c] for c in equals),
+        candidates=tuple(
+            sorted(
+                found.values(), key=lambda one: (isinstance(one.clip, Rule), _mildness(one.clip))
+            )
+        ),
+        spent=spent,
+        is_held_out=held_out is not None,
+        is_interrupted=search.is_interrupted,
     )
 
 
@@ -470,117 +454,88 @@ def _checked_seeds(seeds: Any) -> list[int]:
         found = [as_count(f"seeds[{i}]", seed, 0) for i, seed in enumerate(seeds)]
         if found and len({*found}) == len(found):
             return found
-        raise ValueError(f"seeds must be different numbers, or how many there are, got {seeds!r}")
+        raise ValueError(f"seeds must be different numbers, or how many, got {seeds!r:.80}")
     return [*range(as_count("seeds", seeds, 1))]
 
 
 def _checked_clips(limits: Any, rules: Any) -> tuple[list[float], list[Rule]]:
     """Limits from large to small, and rules."""
     if isinstance(rules, Rule) or not all(isinstance(rule, Rule) for rule in rules):
-        raise TypeError(
-            f"rules must be a list of rules, as [ClipByQuantile(0.9)], got {rules!r:.80}"
-        )
+        raise TypeError(f"rules must be rules, as in [ClipByQuantile(0.9)], got {rules!r:.80}")
     rules = [*dict.fromkeys(rules)]
     if limits is None:
         return [], rules
-    if isinstance(limits, float | int | str) or not isinstance(limits, Iterable):
-        raise TypeError(
-            f"limits must be several numbers, such as (0.1, 0.3, 1.0), got {limits!r:.40}"
-        )
+    if not isinstance(limits, Iterable) or isinstance(limits, str):
+        raise TypeError(f"limits must be numbers, as in (0.1, 0.3, 1.0), got {limits!r:.40}")
     found = {as_number(f"limits[{i}]", limit) for i, limit in enumerate(limits)}
-    if any(not limit > 0 for limit in found):
+    if not all(limit > 0 for limit in found):
         raise ValueError(f"limits must be above 0, got {sorted(found)}")
     # No limit is always tried.
     found.discard(math.inf)
     if len(found) + len(rules) < 2:
         raise ValueError(
-            f"expected two or more limits or rules to choose from, got {[*found, *rules]}; no "
-            "limit is always tried beside them. Pass more, such as limits=(0.1, 0.3, 1.0, 3.0), or "
-            "limits=None for those that follow from the norms of your training"
+            f"expected two or more limits or rules to choose from, got {[*found, *rules]}, and no "
+            "limit is always tried beside them; pass limits=(0.1, 0.3, 1.0, 3.0), or None for "
+            "those that follow from the norms of your training"
         )
     return sorted(found, reverse=True), rules
 
 
-def _answer(
-    search: _Search, training: Training, seeds: list[int], steps: int, spent: int, is_held_out: bool
-) -> Found:
-    last = search.last
-    assert last is not None
-    shown = {clip: trials for found in search.trials for clip, trials in found.items() if trials}
-    shown.update(last)
-    candidates = {clip: _candidate(clip, trials) for clip, trials in shown.items()}
-    clip, best, equals = recommended(last)
-    used = [seeds[i] for i in last[best]]
-    ordered = sorted(candidates.values(), key=lambda one: -_mildness(one.clip))
-    reason = _reason(candidates, clip, best, training.optimizer, len(used))
-    if search.is_interrupted:
-        reason += (
-            f" The search was interrupted: this is known from trials of {candidates[best].steps} "
-            f"of {steps} steps over {len(used)} of {len(seeds)} seeds."
-        )
-    return Found(
-        max_norm=None if isinstance(clip, Rule) or clip == math.inf else clip,
-        rule=clip if isinstance(clip, Rule) else None,
-        best=candidates[best],
-        equals=tuple(one for one in ordered if one.clip in equals),
-        candidates=tuple(ordered),
-        seeds=tuple(used),
-        steps=steps,
-        spent=spent,
-        reason=reason,
-        is_held_out=is_held_out,
-        is_interrupted=search.is_interrupted,
-    )
-
-
-def _candidate(clip: float | Rule, trials: Trials) -> Candidate:
+def _candidate(clip: Clip, steps: int, seeds: list[int], trials: Trials) -> Candidate:
     norms = torch.cat([trial.norms for trial in trials.values()])
     norms = norms[norms.isfinite()]
     share = scale = math.nan
     if not isinstance(clip, Rule) and len(norms):
         share = float((norms > clip).double().mean())
         scale = float((clip / norms).clamp(max=1.0).median())
-    longest = max(len(trial.losses) for trial in trials.values())
-    return Candidate(clip, tuple(map(judged, trials.values())), longest, share, scale)
+    losses = tuple(map(_judged, trials.values()))
+    return Candidate(clip, steps, tuple(seeds[i] for i in trials), losses, share, scale)
 
 
 def _reason(
-    candidates: dict[Any, Candidate],
-    clip: Any,
-    best: Any,
-    optimizer: Any,
-    n: int,
+    chosen: Candidate, best: Candidate, none: Candidate, last: dict[Clip, Trials], optimizer: Any
 ) -> str:
     """The verdict in sentences."""
-    over = f"over {n} seed{'s' * (n > 1)}"
-    without, chosen, lowest = candidates[math.inf], candidates[clip], candidates[best]
-    if clip == math.inf:
-        text = f"No limit helps: without one the loss is {without.loss:.4g} {over}, "
-        text += "the lowest." if best == clip else "not distinguishable from the lowest, "
-        text += "" if best == clip else f"{lowest.loss:.4g} with {lowest.name}."
-    else:
-        text = (
-            f"Clip by {chosen.name}: the loss is {chosen.loss:.4g} {over}, and {without.loss:.4g} "
-            "without a limit."
+    n, of = (
+        len(chosen.seeds),
+        {one.clip: f"{_mean(last[one.clip]):.4g}" for one in (chosen, best, none)},
+    )
+    seeds = f"{n} seed{'s' * (n > 1)}"
+    if chosen is none:
+        text = f"No limit helps: without one the loss is {of[none.clip]} over {seeds}, "
+        text += (
+            "the lowest." if best is none else f"and {of[best.clip]} with {best.name}: no clear "
         )
-        if clip != best:
+        text += "" if best is none else "difference."
+    else:
+        n_better = sum(a < b for a, b in zip(chosen.losses, none.losses, strict=True))
+        text = (
+            f"Clip by {chosen.name}: the loss is {of[chosen.clip]}, and {of[none.clip]} without a "
+            f"limit; lower in {n_better} of {seeds}."
+        )
+        if chosen is not best:
             text += (
-                f" {lowest.name} had {lowest.loss:.4g}, which is no clear difference; of limits "
-                "that are as good, the largest changes the least."
+                f" {best.name} had {of[best.clip]}, no clear difference; of limits that are as "
+                "good, the largest changes the least."
             )
         if chosen.clipped_share >= _NEARLY_ALL:
             text += _on_smaller_steps(chosen, optimizer)
     if n < 2:
         text += " One seed cannot say how sure this is: pass seeds=3 or more."
+    elif len({*none.losses}) == 1 and math.isfinite(none.losses[0]):
+        text += (
+            " All seeds gave the same losses, so that they say nothing on how sure this is: draw "
+            "weights or batches from torch's random numbers."
+        )
     return text
 
 
 def _on_smaller_steps(chosen: Candidate, optimizer: Any) -> str:
     rate = ""
     if optimizer is not None and isinstance(lr := optimizer.param_groups[0].get("lr"), float):
-        rate = f", here {lr * chosen.scale:.2g}"
+        rate = f", here {lr * chosen.scale:.2g},"
     return (
         f" It is below {chosen.clipped_share:.0%} of the norms, and acts as a smaller step of even "
         f"length: with SGD, {chosen.scale:.2g} times the learning rate{rate} takes steps of the "
-        "same median length."
+        "same median length. Adam and its kin undo such a factor, and keep the even lengths."
     )

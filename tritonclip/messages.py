@@ -45,6 +45,14 @@ def warn_user(message: str, category: type[Warning] = ClippingWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
+def is_own(error: BaseException) -> bool:
+    """Whether an error was raised by code of the library itself, not by code that it called."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(_BETWEEN[0])
+
+
 def printable(name: str) -> str:
     """A name as one line of text: characters that cannot be shown become Python's escapes."""
     if name.isprintable():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,19 @@ def save(
         FileNotFoundError: no such folder.
         ValueError: another ending; no finite norm over 0.
     """
+    write(path, lambda: draw(history, suggestion))
+
+
+def write(path: str | os.PathLike[str], drawn: Callable[[], Figure]) -> None:
+    """Writes a figure, drawn if the path is good, into a file."""
+    check_path(path)
+    metadata = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
+    with style.context(STYLE):
+        drawn().savefig(path, metadata=metadata)
+
+
+def check_path(path: str | os.PathLike[str]) -> None:
+    """Raises the errors of `save` for a path."""
     path = Path(path)
     if path.suffix.lower() not in ENDINGS:
         raise ValueError(
@@ -67,9 +80,6 @@ def save(
         raise FileNotFoundError(
             f"{path}: expected an existing folder, got {path.absolute().parent}; make it first"
         )
-    metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-    with style.context(STYLE):
-        draw(history, suggestion).savefig(path, metadata=metadata)
 
 
 @style.context(STYLE)
