@@ -30,8 +30,9 @@ Trials = dict[int, Trial]
 
 # The constants were chosen on ten small trainings of three seeds, by the regret of the limit that
 # was found: docs/decisions.md.
-# Limits of the first round: so many, from this multiple of the median of the first norms down, each
-# lower by this ratio. So many are added while the lowest is the best.
+# Limits of the first round: so many, from this multiple of the usual norm down, each lower by this
+# ratio. At most so many are added where the first norm is not the usual one, and so many while the
+# lowest limit is the best.
 _N_LIMITS, _TOP, _RATIO, _N_MORE = 7, 3.0, 10**0.5, 4
 # First norms that set the grid.
 _FIRST_NORMS = 20
@@ -189,7 +190,7 @@ class _Search:
         self._n_more = 0 if limits else _N_MORE
         # The most steps that the search takes.
         self.budget = sum(one.steps * len(one.positions) * one.n for one in self.rounds)
-        self.budget += self._n_more * self.rounds[0].steps
+        self.budget += 2 * self._n_more * self.rounds[0].steps
         # Of each round.
         self.trials: list[dict[Clip, Trials]] = []
         self.is_interrupted = False
@@ -225,17 +226,22 @@ class _Search:
                 self.trials[-1][clip][position] = self._run(position, clip, one.steps)
 
     def _grid(self) -> list[float]:
-        """Limits around the first norms, from large to small."""
+        """Limits around the first norms, from small to large."""
         norms = self.trials[0][math.inf][0].norms[:_FIRST_NORMS]
         norms = norms[norms.isfinite() & (norms > 0)]
-        median = float(mean_of_all(norms.median() if len(norms) else math.nan, None))
+        if not len(norms):
+            norms = torch.tensor([math.nan])
+        # Where nothing is clipped, norms may explode after the first.
+        first, median = (float(mean_of_all(norm, None)) for norm in (norms[0], norms.median()))
         if math.isnan(median):
             raise ValueError(
                 "no norm of the first steps is finite and above 0, so that no limits follow from "
                 "them; expected limits=(0.1, 1.0, 10.0), or a step whose clip gets parameters with "
                 "gradients"
             )
-        return [_round(_TOP * median / _RATIO**i) for i in range(_N_LIMITS)]
+        n_more = round(abs(math.log(median / first, _RATIO)))
+        lowest = _TOP * min(first, median) / _RATIO ** (_N_LIMITS - 1)
+        return [_round(lowest * _RATIO**i) for i in range(_N_LIMITS + min(n_more, _N_MORE))]
 
     def _add_lower(self, one: Round) -> None:
         """Adds lower limits while the lowest is the best."""
@@ -304,12 +310,16 @@ def choose(last: dict[Clip, Trials]) -> tuple[Clip, Clip, list[Clip]]:
     for clip, trials in last.items():
         more = _excesses(trials, last[best])
         error = statistics.stdev(more) / math.sqrt(len(more)) if len(more) > 1 else 0.0
-        if clip != best and statistics.fmean(more) <= _ERRORS * error:
+        # A limit under which one seed diverges is not as good as one under which none does.
+        is_close = statistics.fmean(more) <= _ERRORS * error and mean[clip] - mean[best] < math.inf
+        if clip != best and is_close:
             equals.append(clip)
     none, lowest = (torch.tensor([mean[clip]]) for clip in (math.inf, best))
     if math.inf in equals or _share(none, lowest) < _NO_GAIN:
         return math.inf, best, [*dict.fromkeys([*equals, math.inf])]
-    most = mean[best] + _GIVEN_UP * (mean[math.inf] - mean[best])
+    # Without a limit the loss may explode; then the gain is that over no training.
+    start = statistics.fmean(float(trial.losses[0]) for trial in last[best].values())
+    most = mean[best] + _GIVEN_UP * max(min(mean[math.inf], start) - mean[best], 0.0)
     return max((c for c in equals if mean[c] <= most), key=_mildness), best, equals
 
 
