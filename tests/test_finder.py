@@ -59,7 +59,7 @@ def trained(clip: Any, steps: int = 40) -> float:
         loss(model, batch).backward()
         tritonclip.clip_(model, clip)
         optimizer.step()
-    return loss(model, torch.eye(4)).item()
+    return float(loss(model, torch.eye(4)).detach())
 
 
 # What is found.

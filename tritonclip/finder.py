@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonclip.distributed.process_groups import mean_of_all
 from tritonclip.messages import NamesAttributes
 from tritonclip.modes import outside_inference, refuse_tracer
 from tritonclip.rules import Rule
@@ -190,7 +189,7 @@ class _Search:
         self._n_more = 0 if limits else _N_MORE
         # The most steps that the search takes.
         self.budget = sum(one.steps * len(one.positions) * one.n for one in self.rounds)
-        self.budget += 2 * self._n_more * self.rounds[0].steps
+        self.budget += 2 * self._n_more * self.rounds[0].steps + steps * n_seeds
         # Of each round.
         self.trials: list[dict[Clip, Trials]] = []
         self.is_interrupted = False
@@ -205,6 +204,7 @@ class _Search:
                 if not i:
                     self._add(one, [*(self._limits or self._grid()), *self._rules])
                     self._add_lower(one)
+            self._add_mildest(one)
         except KeyboardInterrupt:
             if not self.last[1]:
                 raise
@@ -230,15 +230,13 @@ class _Search:
         norms = self.trials[0][math.inf][0].norms[:_FIRST_NORMS]
         norms = norms[norms.isfinite() & (norms > 0)]
         if not len(norms):
-            norms = torch.tensor([math.nan])
-        # Where nothing is clipped, norms may explode after the first.
-        first, median = (float(mean_of_all(norm, None)) for norm in (norms[0], norms.median()))
-        if math.isnan(median):
             raise ValueError(
                 "no norm of the first steps is finite and above 0, so that no limits follow from "
                 "them; expected limits=(0.1, 1.0, 10.0), or a step whose clip gets parameters with "
                 "gradients"
             )
+        # Where nothing is clipped, norms may explode after the first.
+        first, median = float(norms[0]), float(norms.median())
         n_more = round(abs(math.log(median / first, _RATIO)))
         lowest = _TOP * min(first, median) / _RATIO ** (_N_LIMITS - 1)
         return [_round(lowest * _RATIO**i) for i in range(_N_LIMITS + min(n_more, _N_MORE))]
@@ -250,6 +248,17 @@ class _Search:
             if self._best(1) != [lowest]:
                 return
             self._add(one, [_round(lowest / _RATIO)])
+
+    def _add_mildest(self, one: Round) -> None:
+        """Adds the largest limit where no limit is best, which short trials may misjudge."""
+        mean = {clip: _mean(trials) for clip, trials in self.trials[-1].items()}
+        clipping = [
+            clip
+            for clip, trials in self.trials[0].items()
+            if not isinstance(clip, Rule) and bool((trials[0].norms > clip).any())
+        ]
+        if clipping and mean[math.inf] <= min(mean.values()) and max(clipping) not in mean:
+            self._add(one, [max(clipping)])
 
     def _best(self, n: int) -> list[Clip]:
         """The best of the last round, beside no limit."""

@@ -185,7 +185,8 @@ class Training:
                 mean = torch.stack([loss.double() for loss in each]).mean()
                 held_out = float(mean_of_all(mean, None))
         norms = torch.stack(clipping.norms) if clipping.norms else torch.zeros(0)
-        # Where processes train apart, their norms differ.
+        # Where processes train apart, their norms differ, and decisions must not.
+        norms = torch.as_tensor(mean_of_all(norms, norms.device))
         return Trial(found, norms.cpu().double(), held_out)
 
     def _check_first(self, trial: Trial, clipping: _Clipping) -> None:
