@@ -559,11 +559,11 @@ def find(chosen: argparse.Namespace) -> int:
     except _CodeError as error:
         return _fail(error, None, None)
     except Exception as error:
+        text = str(error)
         if not is_own(error):
             traceback.print_exception(error)
-        elif not isinstance(error, TypeError | ValueError | RuntimeError):
-            raise
-        print(f"Error: {error}", file=sys.stderr)
+            text = f"{type(error).__name__}: {error}"
+        print(f"Error: {text}", file=sys.stderr)
         return 1
     print(found)
     if chosen.figure:
@@ -593,7 +593,7 @@ def _progress() -> Iterator[Callable[[int, int], None] | None]:
     text = TextColumn("{task.completed:,} of at most {task.total:,} steps; Ctrl-C: an answer now")
     columns = (BarColumn(), text, TimeRemainingColumn(elapsed_when_finished=True))
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=None)
+        task = bar.add_task("", total=0)
         yield lambda done, most: bar.update(task, completed=done, total=most)
 
 

@@ -159,8 +159,8 @@ def rounds(steps: int, n_seeds: int, n_first: int) -> list[Round]:
     least = min(steps, _FEWEST)
     other = range(min(1, n_seeds - 1), min(2, n_seeds))
     return [
-        Round(max(steps // 8, least), range(1), n_first),
-        Round(max(steps // 4, least), other, min(5, n_first)),
+        Round(max(steps // 6, least), range(1), n_first),
+        Round(max(steps // 3, least), other, min(5, n_first)),
         Round(steps, range(n_seeds), min(3, n_first)),
     ]
 
@@ -352,10 +352,10 @@ def find_max_norm(
     """Tries limits on your own training, and says with which it goes best.
 
     Each trial is a short training that begins with the same weights, random state and batches, and
-    differs in its limit. All limits train for an eighth of `steps` with one seed, the better ones
-    for a quarter with another, and the best two for all of them with every seed (successive
+    differs in its limit. All limits train for a sixth of `steps` with one seed, the better ones
+    for a third with another, and the best two for all of them with every seed (successive
     halving). No limit is always among them. A trial whose loss is NaN or inf ends there. With three
-    seeds all take the steps of some eleven whole trials, fewer where trials diverge.
+    seeds all take the steps of some twelve whole trials, fewer where trials diverge.
 
     Example:
         >>> import torch, tritonclip

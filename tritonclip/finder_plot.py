@@ -16,6 +16,10 @@ from tritonclip.monitor import plot
 
 # Losses whose largest is so many times the smallest are drawn on a log axis.
 _WIDE = 10.0
+# Kinds of candidates: colour, marker and name.
+_RECOMMENDED = "C1", "D", "recommended"
+_LAST = "C0", "o", "of the last round"
+_SHORTER = "0.6", ".", "of shorter trials"
 
 
 def save(path: str | os.PathLike[str], found: Found) -> None:
@@ -33,32 +37,29 @@ def draw(found: Found) -> Figure:
     """The figure of `save`."""
     figure = Figure(figsize=(8, 3.8))
     axes = figure.subplots()
-    shown = found.candidates
+    shown, best = found.candidates, found.best
     finite = [loss for one in shown for loss in one.losses if math.isfinite(loss)]
     for position, one in enumerate(shown):
-        is_last = (one.seeds, one.steps) == (found.best.seeds, found.best.steps)
         low, middle, high = one.quartiles
-        colour = "C1" if one.clip == found.clip else "C0" if is_last else "0.7"
         if math.isinf(middle):
-            axes.annotate(
-                "diverged", (position, 0.95), None, ("data", "axes fraction"), ha="center"
-            )
+            place = ("data", "axes fraction")
+            axes.annotate("diverged", (position, 0.95), None, place, ha="center")
             continue
-        high = high if math.isfinite(high) else max(finite)
-        errors = [[middle - low], [high - middle]]
-        axes.errorbar(position, middle, errors, fmt="o", capsize=4, color=colour)
+        kind = _SHORTER if (one.seeds, one.steps) != (best.seeds, best.steps) else _LAST
+        colour, marker, _ = _RECOMMENDED if one.clip == found.clip else kind
+        errors = [[middle - low], [min(high, max(finite)) - middle]]
+        axes.errorbar(position, middle, errors, fmt=marker, capsize=4, color=colour)
     axes.set_xticks(range(len(shown)), [one.name for one in shown])
-    if len(shown) > 8 or any(len(one.name) > 10 for one in shown):
+    if len(shown) > 12 or any(len(one.name) > 10 for one in shown):
         axes.tick_params(axis="x", labelrotation=30)
     if finite and min(finite) > 0 and max(finite) > _WIDE * min(finite):
         axes.set_yscale("log")
-    kind = "held-out loss" if found.is_held_out else "loss of the last quarter"
-    axes.set(xlabel="limit", ylabel=f"{kind}: median and quartiles over seeds")
-    for label, colour in (
-        ("recommended", "C1"),
-        (f"of the last round, {found.best.steps} steps", "C0"),
-        ("of shorter trials", "0.7"),
-    ):
-        axes.plot([], [], "o", color=colour, label=label)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+    axes.set(xlabel="limit", ylabel="held-out loss" if found.is_held_out else "loss at the end")
+    for colour, marker, label in (_RECOMMENDED, _LAST, _SHORTER):
+        axes.plot([], [], marker, color=colour, label=label)
+    seeds = f"{len(best.seeds)} seed{'s' * (len(best.seeds) > 1)}"
+    axes.set_title(f"median and quartiles over {seeds}, {best.steps} steps")
     figure.legend(loc="outside upper center", ncols=3)
     return figure

@@ -17,7 +17,7 @@ from tritonclip.messages import printable
 pytest.importorskip("matplotlib", reason="needs tritonclip[monitor]")
 pytest.importorskip("rich", reason="needs tritonclip[monitor]")
 
-COMMANDS = ("doctor", "run", "compare", "suggest", "plot")
+COMMANDS = ("doctor", "run", "compare", "find", "suggest", "plot")
 
 
 @pytest.fixture
