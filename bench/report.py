@@ -18,6 +18,7 @@ import math
 import re
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -338,7 +339,7 @@ def draw(rows: Sequence[Row], path: Path, origin: str) -> None:
     beside = {name: [one for one in COLOURS if one in dtypes[name]] for name in names}
     ends = [row[f"ratio{end}"] for row in rows for end in ("_lo", "_hi")]
     with style.context(STYLE):
-        figure, marks = Figure(figsize=(8, 1.8 + 0.4 * len(names))), dict[str, Any]()
+        figure, marks = Figure(figsize=(6, 2 + 0.36 * len(names))), dict[str, Any]()
         panels = figure.subplots(1, len(steps), sharex=True, sharey=True, squeeze=False)[0]
         for axes, step in zip(panels, steps, strict=True):
             axes.set(title=step, xscale="log", ylim=(len(names) - 0.5, -0.5))
@@ -366,12 +367,13 @@ def draw(rows: Sequence[Row], path: Path, origin: str) -> None:
         panels[0].set_yticks(range(len(names)), [named("workload", name) for name in names])
         by = BY[rows[0]["rule"]]
         title = f"Clipping by {by}: how many times as fast as the best torch variant"
-        figure.supxlabel(f"marks: medians; lines: quartiles\n{origin}", fontsize=8)
+        below = textwrap.fill(origin, 80)
+        figure.supxlabel(f"marks: medians; lines: quartiles\n{below}", fontsize=8)
         handles = {one: marks[one] for one in COLOURS if one in marks} | {
             "slower than torch": slower
         }
         place: Any = {"loc": "outside upper center", "title": title, "title_fontsize": 10}
-        figure.legend(handles.values(), handles, ncols=6, **place)
+        figure.legend(handles.values(), handles, ncols=3, **place)
         metadata = {"Date": None, "Description": digest(rows), "Title": by}
         figure.savefig(path, format="svg", metadata=metadata, transparent=True)
     scheme = "all" if path.stem.endswith("-dark") else "(prefers-color-scheme: dark)"
