@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import tritonclip
 from helpers.cases import bits, copies, grad_of, named, normal
 from helpers.units import assert_clipped, expected, make, truths, wide
 from tritonclip import ClipByUnitNorm
+from tritonclip.backends import choose
 
 LAYOUTS = {
     "contiguous": lambda x: x.contiguous(),
@@ -108,6 +110,17 @@ def test_clip_by_unit_follows_weights_whose_layout_changed(device):
         truth = truths([one], rule)
         tritonclip.clip_([one], rule)
         assert_clipped(grad_of(one), truth[0])
+
+
+def test_clip_by_unit_makes_layouts_once_for_weights_of_one_form(device):
+    """Weights that moved have the form of the others; those of another form have new layouts."""
+    (one,) = make([(6, 5, 4, 3)], device=device)
+    made = Mock(wraps=choose.unit_layout_of)
+    with patch("tritonclip.engine.units.unit_layout_of", made):
+        for count, change in ((1, torch.clone), (1, torch.clone), (2, LAYOUTS["channels_last"])):
+            one.data = change(one.data)
+            tritonclip.clip_([one], ClipByUnitNorm())
+            assert made.call_count == count
 
 
 def test_clip_by_unit_refuses_sparse_gradients():

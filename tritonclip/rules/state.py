@@ -248,9 +248,9 @@ class ClipState:
 
     def begin_with(self, parameters: Sequence[Tensor]) -> None:
         """Keeps the parameters by which the state knows its list."""
-        ids = tuple(map(id, parameters))
-        if ids != self._ids[: len(ids)]:
-            self._list, self._ids = list(parameters), ids
+        # Those known have passed `check_list`.
+        if len(parameters) > len(self._ids):
+            self._list, self._ids = list(parameters), tuple(map(id, parameters))
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy belongs to copies of the parameters.
