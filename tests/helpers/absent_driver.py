@@ -148,7 +148,7 @@ def launch_others(dtype: torch.dtype) -> None:
     triton.advance_each((1.0,) * 4, state, state, torch.arange(4), norms)
     row = torch.empty(64, 512, dtype=dtype)
     units = triton_units.TritonUnitLayout([row], [row], torch.promote_types(dtype, torch.float32))
-    batch = units.bind([row], [row])
+    batch = units.bind([row], [row], 2 * [row.data_ptr()])
     batch.scale_each_(batch.measure(), Clip(2.0, 1e-3, 0.1, 1.0))
 
 

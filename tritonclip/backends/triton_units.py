@@ -28,6 +28,9 @@ from tritonclip.kernels.access import (
 )
 from tritonclip.kernels.tables import UnitTable, UnitTables, count_chunks
 
+# Which rows are read in which way.
+_LENGTHS = {"SHORT": SHORT, "COLUMNS": COLUMNS, "MEDIUM": MEDIUM, "WARPS": WARPS, "CHUNK": CHUNK}
+
 
 class TritonUnitLayout:
     """Tables of the units of gradients and weights whose units are dense in memory.
@@ -99,25 +102,15 @@ class TritonUnits:
                 table.programs[OCCUPANCY_2X128],
                 OCCUPANCY_2X128,
                 (
-                    of_side,
-                    forms,
-                    pieces,
-                    out,
-                    table.n_tensors,
-                    table.n_pieces,
-                    n_sides,
-                    table.n_norms,
+                    *(of_side, forms, pieces, out),
+                    *(table.n_tensors, table.n_pieces, n_sides, table.n_norms),
                 ),
                 DTYPE=launch.TL_DTYPES[dtype],
-                SHORT=SHORT,
                 ROWS=units.ROWS_MEASURED,
-                COLUMNS=COLUMNS,
-                MEDIUM=MEDIUM,
-                WARPS=WARPS,
                 ROW_COLUMNS=row_columns_of(dtype.itemsize),
                 STEPS=STEPS,
-                CHUNK=CHUNK,
                 BLOCK=block_of(dtype.itemsize),
+                **_LENGTHS,
             )
         return norms
 
@@ -193,14 +186,10 @@ class TritonUnits:
             ),
             DTYPE=launch.TL_DTYPES[table.dtype],
             WRITE=write,
-            SHORT=SHORT,
             ROWS=units.ROWS_SCALED,
-            COLUMNS=COLUMNS,
-            MEDIUM=MEDIUM,
-            WARPS=WARPS,
             ROW_COLUMNS=block_of(table.dtype.itemsize) // WARPS,
-            CHUNK=CHUNK,
             BLOCK=WARPS * row_columns_of(table.dtype.itemsize),
             TAIL=TAIL,
+            **_LENGTHS,
         )
         return totals, coefficients
