@@ -15,11 +15,13 @@ from tritonclip.call_log import CallLog, _List, _verdict
 CPU = torch.device("cpu")
 
 
-def clip_in(log: CallLog, n: int, sizes: tuple[int, ...] = (3,)) -> None:
+def clip_in(
+    log: CallLog, n: int, sizes: tuple[int, ...] = (3,), device: torch.device = CPU
+) -> None:
     """Clips lists of these sizes in turn, and checks each result."""
     with log.patch(None) as patch:
         for step in range(n):
-            params = parameters([torch.full((sizes[step % len(sizes)],), 2.0)])
+            params = parameters([torch.full((sizes[step % len(sizes)],), 2.0, device=device)])
             torch.nn.utils.clip_grad_norm_(params, 1.0)
             assert grad_of(params[0]).norm().item() == pytest.approx(1.0, rel=1e-5)
     assert not patch.served_by_torch
@@ -38,6 +40,16 @@ def test_functions_take_turns_on_each_list(sizes):
         assert len(calls.walls[0]) >= torchs - 7
         assert calls.difference is not None
         assert calls.difference < 1e-6
+
+
+def test_calls_are_compared_on_every_device(device):
+    log = CallLog(compares=True)
+    clip_in(log, 12, device=device)
+    (calls,) = log._lists.values()
+    assert calls.is_judged
+    assert calls.device == device
+    waits = "Each call waited for the GPU" in log.report(Counter(), failed=False)
+    assert waits == (device.type == "cuda")
 
 
 def test_a_norm_that_overflows_in_torch_is_said():
@@ -79,6 +91,21 @@ def test_without_comparing_calls_are_counted_only():
         torch.nn.utils.clip_grad_norm_(parameters([torch.ones(3)]), 1.0)
     assert not log._lists
     assert log.counts == {"clip_grad_norm_": 1}
+
+
+def test_compiled_calls_are_not_logged():
+    torch._dynamo.reset()
+    log = CallLog(compares=True)
+    (param,) = parameters([torch.tensor([3.0, 4.0])])
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def clip(param):
+        return torch.nn.utils.clip_grad_norm_([param], 1.0)
+
+    with log.patch(None):
+        assert clip(param).item() == 5.0
+    torch.testing.assert_close(grad_of(param), torch.tensor([0.6, 0.8]), rtol=1e-5, atol=0)
+    assert not log.counts
 
 
 def test_torch_serves_a_process_whose_replicas_were_started_by_the_script(monkeypatch):
