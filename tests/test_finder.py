@@ -421,28 +421,51 @@ def test_a_model_that_is_given_again_trains_as_a_new_one():
     assert str(find(lambda: build(True))) == str(find(lambda: build(False)))
 
 
-def test_random_states_are_as_before():
+def test_random_states_are_as_before(monkeypatch):
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     torch.manual_seed(3)
     before = torch.get_rng_state(), random.getstate(), str(numpy.random.get_state())
     find()
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
     assert str(numpy.random.get_state()) == before[2]
+    # CUDA, which was not begun yet, begins with this one.
+    assert seeds[-1] == 3
 
 
 # Interrupts.
 
 
-def test_an_interrupt_gives_the_answer_so_far():
+@pytest.mark.parametrize(
+    ("step", "steps", "n_seeds"), [(95, 10, 1), (190, 13, 1), (350, 40, 1), (500, 40, 2)]
+)
+def test_an_interrupt_gives_the_answer_so_far(step, steps, n_seeds):
     def stop(done, most):
-        if done == 190:
+        if done == step:
             raise KeyboardInterrupt
 
     found = find(progress=stop)
     assert found.is_interrupted
-    assert found.spent == 190
+    assert found.spent == step
     assert found.max_norm is not None
-    assert "The search was interrupted" in found.reason
+    assert (found.best.steps, len(found.best.seeds)) == (steps, n_seeds)
+    assert f"trials of {steps} of 40 steps, over {n_seeds} of 3 seeds" in found.reason
+
+
+def test_an_interrupt_of_an_added_trial_keeps_the_round():
+    def run(position, clip, steps):
+        if clip == 1.0 and steps == 40:
+            raise KeyboardInterrupt
+        value = 1.0 if clip == math.inf or clip == 1.0 else 2.0 + clip
+        value += (clip == 1.0) * 9
+        return Trial(torch.tensor([9.0, value]).double(), torch.ones(1).double() * 2, None)
+
+    search = finder._Search(run, [1.0, 0.5, 0.3, 0.1, 0.05], [], 40, 2)
+    search.run()
+    assert search.is_interrupted
+    assert {*search.last[1]} == {math.inf, 0.05, 0.1}
+    assert search.last[0].steps == 40
 
 
 def test_an_interrupt_before_anything_is_known_goes_on():

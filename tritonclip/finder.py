@@ -212,18 +212,19 @@ class _Search:
 
     @property
     def last(self) -> tuple[Round, dict[Clip, Trials]]:
-        """The last round whose candidates can be compared, over the seeds that all have."""
+        """The last round with candidates to compare: those with all of its seeds so far."""
         for one, found in reversed([*zip(self.rounds, self.trials, strict=False)]):
-            common = set.intersection(*map(set, found.values())) if len(found) > 1 else set()
-            if common:
-                return one, {c: {i: trials[i] for i in common} for c, trials in found.items()}
+            seeds = found.get(math.inf, {}).keys()
+            whole = {clip: trials for clip, trials in found.items() if trials.keys() == seeds}
+            if len(whole) > 1:
+                return one, whole
         return self.rounds[0], {}
 
     def _add(self, one: Round, clips: list[Clip]) -> None:
-        self.trials[-1].update((clip, {}) for clip in clips)
         for position in one.positions:
-            for clip in clips:
-                self.trials[-1][clip][position] = self._run(position, clip, one.steps)
+            found = [self._run(position, clip, one.steps) for clip in clips]
+            for clip, trial in zip(clips, found, strict=True):
+                self.trials[-1].setdefault(clip, {})[position] = trial
 
     def _grid(self) -> list[float]:
         """Limits around the first norms, from small to large."""
@@ -443,7 +444,6 @@ def find_max_norm(
         c: _candidate(c, one.steps, chosen, trials)
         for one, tried in [*zip(search.rounds, search.trials, strict=False), (of_round, last)]
         for c, trials in tried.items()
-        if trials
     }
     reason = _reason(found[clip], found[best], found[math.inf], last, training.optimizer)
     if search.is_interrupted:

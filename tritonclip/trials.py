@@ -97,6 +97,7 @@ class Training:
     def untouched(self) -> Iterator[None]:
         """Puts random states, and objects that `make` gives again, back as they were."""
         devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        seed = torch.initial_seed()
         numpy: Any = sys.modules.get("numpy")
         before = random.getstate(), numpy and numpy.random.get_state()
         sources = (self._batches, getattr(self._batches, "sampler", None))
@@ -106,6 +107,9 @@ class Training:
             with torch.random.fork_rng([*devices]), torch.enable_grad():
                 yield
         finally:
+            if not devices:
+                # CUDA would have begun with the seed of the CPU.
+                torch.cuda.manual_seed_all(seed)
             random.setstate(before[0])
             if numpy:
                 numpy.random.set_state(before[1])
@@ -248,19 +252,20 @@ class Training:
     def _step_of(self, model: Module, optimizer: Optimizer) -> Callable[[Any, Any], Any]:
         """The usual step of a model and an optimizer."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        closures = inspect.signature(optimizer.step).parameters.get("closure")
+        # As LBFGS does, which evaluates it several times and returns the first loss.
+        needs_closure = closures is not None and closures.default is inspect.Parameter.empty
 
-        def step(batch: Any, clip: Any) -> Tensor:
-            def closure() -> Tensor:
+        def step(batch: Any, clip: Any) -> Any:
+            def closure() -> Any:
                 optimizer.zero_grad()
                 loss = self._loss_of(model, batch)
                 loss.backward()
                 clip(parameters)
                 return loss
 
-            of_closure = inspect.signature(optimizer.step).parameters.get("closure")
-            if of_closure is not None and of_closure.default is inspect.Parameter.empty:
-                # Of LBFGS, the first.
-                return optimizer.step(closure)  # type: ignore[return-value, arg-type]
+            if needs_closure:
+                return optimizer.step(closure)
             loss = closure()
             optimizer.step()
             return loss
