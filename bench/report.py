@@ -1,7 +1,7 @@
 """Tables and figures in README and docs, from committed JSON of pytest-benchmark.
 
 `python -m bench.report` writes them; `--check` writes nothing, and fails where one is stale. Tables
-stand between `<!-- bench:NAME -->` and `<!-- /bench -->` in docs/performance/, from the rows of
+stand between `<!-- bench:NAME -->` and `<!-- /bench -->` in docs/, from the rows of
 bench/results/NAME.json (`<!-- bench:NAME providers -->`: the times of all providers). Headlines
 stand between `<!-- speed:NAME -->` and `<!-- /speed -->` in README.md and docs/index.md. Figures
 lie beside the rows, as NAME-RULE.svg, in the colours of the reader's scheme; NAME-RULE-dark.svg,
@@ -27,7 +27,7 @@ from bench.workloads import BY, CLIPS, TWO, WORKLOADS, named
 
 # The markers that pages have.
 PAGES = {"docs/performance/*.md": "bench:NAME", "README.md": "speed:NAME"}
-PAGES |= {"docs/index.md": "speed:NAME"}
+PAGES |= {"docs/index.md": "speed:NAME", "docs/choosing_max_norm.md": "bench:NAME"}
 SECTION = re.compile(
     r"(<!-- (speed|bench):([\w-]+)( providers)? -->\n).*?(<!-- /\2 -->)", re.DOTALL
 )
@@ -56,6 +56,9 @@ HEADINGS |= {"share": "of torch", "step_share": "of the step", "extra_mb": "extr
 HEADINGS |= {"us_per_tensor": "us a tensor"}
 FORMATS = {"norm_error": ".0e", "truth": ".7g", "norm": ".7g", "step_share": ".2%"}
 FORMATS |= dict.fromkeys(("ratio", "share", "us_per_tensor"), ".2f")
+# Advice is close to the best where it leaves no more than this of the gap from no clipping to it.
+# It is worse than no clipping, and there is a gap, by this share of what training gains.
+CLOSE, CLEAR = (0.25, 0.5), 0.02
 # Colours are those of the figure's style, with one short name for its font.
 STYLE = ("tritonclip.monitor.figures", {"font.family": "DejaVu Sans"})
 # Text, lines and grid of a figure where the page around it is dark.
@@ -259,12 +262,16 @@ def headline(origin: dict[str, Any], rows: Sequence[Row]) -> str:
 
 def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequence[Row]) -> str:
     """The text between the markers of a page."""
-    notes = []
+    notes, to_rows = [], TO_RESULTS
     if busy := rows[0].get("busy"):
         notes = [f"Meanwhile {busy} other processes kept cores busy."]
     if after := rows[0].get("after"):
         notes = [f"Before every call: a {after}."]
-    if "rule" not in rows[0]:
+    if "advice" in rows[0]:
+        # A page of docs/ itself.
+        to_rows = to_rows.removeprefix("../")
+        parts = [in_losses(rows), in_counts(rows)]
+    elif "rule" not in rows[0]:
         parts = [table(rows)]
         if "model" in rows[0]:
             parts.insert(0, headline(origin, rows))
@@ -274,8 +281,54 @@ def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequenc
     else:
         parts = list(ratios(name, rows))
     measured = folded(f"Measured on: {line(origin, SHORT)}", line(origin))
-    rows_at = f"Rows: [{name}.json]({TO_RESULTS}/{name}.json).\n"
+    rows_at = f"Rows: [{name}.json]({to_rows}/{name}.json).\n"
     return "\n\n".join([*notes, *parts, measured, rows_at])
+
+
+def in_losses(rows: Sequence[Row]) -> str:
+    """Medians over seeds of the losses of each task, untrained, and with each kind of advice."""
+    texts: dict[str, list[str]] = {}
+    for row in rows:
+        cells = texts.setdefault(row["task"], [row["task"], middle(row["untrained"])])
+        limits = [math.inf if limit is None else limit for limit in row["limits"]]
+        text = middle(row["losses"])
+        if row["advice"] in LIMITED:
+            limit = statistics.median(limits)
+            text += " (none)" if math.isinf(limit) else f" ({limit:.2g})"
+        cells.append(text)
+    return markdown(["task", "untrained", *unique(rows, "advice")], list(texts.values()))
+
+
+# Advice whose limit a table shows.
+LIMITED = ("best of the grid", "suggest", "find")
+
+
+def middle(values: Sequence[float]) -> str:
+    """The median in three digits."""
+    return f"{statistics.median(values):.3g}"
+
+
+def in_counts(rows: Sequence[Row]) -> str:
+    """How often each kind of advice is close to the best, or worse than no clipping."""
+    own = {(row["task"], row["advice"]): row for row in rows}
+    cases = [(task, i) for task in unique(rows, "task") for i in range(len(rows[0]["losses"]))]
+
+    def loss(task: str, i: int, advice: str) -> float:
+        return float(own[task, advice]["losses"][i])
+
+    texts = []
+    for advice in unique(rows, "advice"):
+        worse, left = 0, []
+        for task, i in cases:
+            none, best = loss(task, i, "no clipping"), loss(task, i, "best of the grid")
+            clear = CLEAR * (own[task, advice]["untrained"][i] - best)
+            worse += loss(task, i, advice) > none + clear
+            if none - best > clear:
+                left.append((loss(task, i, advice) - best) / (none - best))
+        counts = [f"{sum(one <= most for one in left)} of {len(left)}" for most in CLOSE]
+        texts.append([advice, *counts, f"{worse} of {len(cases)}"])
+    shares = [f"within {share:g} of the gap" for share in CLOSE]
+    return markdown(["advice", *shares, "worse than no clipping"], texts)
 
 
 def ratios(name: str, rows: Sequence[Row]) -> Iterator[str]:

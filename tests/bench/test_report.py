@@ -60,6 +60,22 @@ TIE = made("tiny_10000", "value", "clipped", 0.99)
 ROWS = [OURS, TORCH, LOSS, VALUE, TIE]
 
 
+def advised(advice, losses, limits, names_find=False) -> Any:
+    """Of a task with two seeds: 10 untrained, 6 without clipping, 2 at the best limit."""
+    extra = {"untrained": [10.0, 10.0], "losses": losses, "limits": limits}
+    params = {"task": "a task", "advice": advice}
+    name, stats = f"test_advice[a task-{advice}]", made("x", "norm", "clipped", 1.0)["stats"]
+    extra |= {"names_find": [names_find] * 2}
+    return {"name": name, "params": params, "extra_info": extra, "stats": stats}
+
+
+ADVICE = [
+    advised("no clipping", [6.0, 6.0], [None, None]),
+    advised("best of the grid", [2.0, 5.9], [0.3, 1.0]),
+    advised("suggest", [3.5, 6.2], [None, 0.123], names_find=True),
+]
+
+
 class Place:
     """README, a page of docs/performance/ and results in a folder of their own."""
 
@@ -68,6 +84,9 @@ class Place:
         self.readme, self.page = root / "README.md", root / "docs" / "performance" / "cpu.md"
         (root / "docs").mkdir()
         (root / "docs" / "index.md").write_text(README)
+        self.advice = root / "docs" / "choosing_max_norm.md"
+        self.advice.write_text(PAGE.replace("cpu", "advice"))
+        self.measured(ADVICE, "advice")
         self.results = root / "bench" / "results"
         self.page.parent.mkdir()
         self.results.mkdir(parents=True)
@@ -227,9 +246,25 @@ def test_report_refuses_pages_without_whole_markers(place, text):
     assert place.page.read_text() == text
 
 
+def test_page_gets_losses_by_advice_and_how_often_they_are_close_to_the_best(place):
+    report.write(place.root)
+    assert place.table(place.advice) == [
+        "| task | untrained | no clipping | best of the grid | suggest |",
+        "| --- | --- | --- | --- | --- |",
+        "| a task | 10 | 6 | 3.95 (0.65) | 4.85 (none) |",
+        "| advice | within 0.25 of the gap | within 0.5 of the gap | worse than no clipping |",
+        "| --- | --- | --- | --- |",
+        "| no clipping | 0 of 2 | 0 of 2 | 0 of 2 |",
+        "| best of the grid | 2 of 2 | 2 of 2 | 0 of 2 |",
+        "| suggest | 0 of 2 | 1 of 2 | 1 of 2 |",
+    ]
+    assert "Rows: [advice.json](../bench/results/advice.json)." in place.advice.read_text()
+
+
 def test_check_finds_everything_that_is_older_than_its_rows(place):
     names = {"README.md", "index.md", "cpu.md", "cpu.json", "cpu-norm.svg", "cpu-value.svg"}
-    assert set(place.stale()) == names
+    advice = {"choosing_max_norm.md", "advice.json"}
+    assert set(place.stale()) == names | advice
     assert place.readme.read_text() == README
     report.write(place.root)
     assert place.stale() == []

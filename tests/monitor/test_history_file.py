@@ -17,7 +17,7 @@ import tritonclip
 from tritonclip.monitor import recorder as recorder_module
 from tritonclip.monitor.history import read
 
-COLUMNS = ["run", "step", "norm", "coefficient", "limit", "skipped"]
+COLUMNS = ["run", "step", "norm", "coefficient", "limit", "skipped", "loss"]
 ENDINGS = ["csv", "jsonl"]
 
 
@@ -30,7 +30,7 @@ def test_csv_is_plain(path):
     with tritonclip.record(path) as recorder:
         recorder.add_(torch.tensor(0.5), limit=1.0, skipped=False, norms={"a, b": 0.25})
     assert path.read_text() == (
-        'run,step,norm,coefficient,limit,skipped,"norm/a, b"\n1,1,0.5,,1.0,0,0.25\n'
+        'run,step,norm,coefficient,limit,skipped,loss,"norm/a, b"\n1,1,0.5,,1.0,0,,0.25\n'
     )
 
 
@@ -203,7 +203,7 @@ def test_record_resumes_an_earlier_run_and_leaves_the_others(tmp_path, ending):
     [
         ("run.csv", "time,loss\n1,2\n"),
         ("run.csv", "run,step,norm\n1,1,2\n"),
-        ("run.csv", "run,step,norm,coefficient,limit,skipped\n1,x,1,,,\n"),
+        ("run.csv", "run,step,norm,coefficient,limit,skipped,loss\n1,x,1,,,,\n"),
         ("run.csv", "no line break"),
         ("run.csv", "\n"),
         ("run.csv", "\xff\n\xff\n"),
@@ -221,7 +221,9 @@ def test_record_resumes_an_earlier_run_and_leaves_the_others(tmp_path, ending):
 def test_record_refuses_a_file_that_no_recorder_wrote(tmp_path, name, text):
     path = tmp_path / name
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"exists, and no recorder wrote it: .*another path"):
+    with pytest.raises(
+        ValueError, match=r"exists, and no row can be appended to it: .*another path"
+    ):
         tritonclip.record(path)
     assert path.read_bytes() == text.encode("latin-1")
 

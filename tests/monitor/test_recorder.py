@@ -301,7 +301,7 @@ def test_statistics_are_unknown_where_a_loop_adds_norms(path):
         recorder.add_(5.0, norms={"a": 4.0, "b": 3.0})
     columns = "norm/a,norm/b,largest/a,largest/b,zeros/a,zeros/b"
     assert path.read_text().splitlines() == [
-        f"run,step,norm,coefficient,limit,skipped,{columns}",
+        f"run,step,norm,coefficient,limit,skipped,loss,{columns}",
         "1,1,5.0,,,,4.0,3.0,,,,",
     ]
 
@@ -311,7 +311,7 @@ def test_a_file_keeps_its_columns_of_statistics(path, before):
     with tritonclip.record(path, each=True, statistics=before) as recorder:
         recorder.add_(5.0, norms={"a": 4.0})
     other = tritonclip.record(path, each=True, statistics=not before, append=True)
-    with pytest.raises(ValueError, match=r"columns norm/a.*the same statistics="):
+    with pytest.raises(ValueError, match=r"rows with norm/a.*the statistics="):
         other.add_(5.0, norms={"a": 4.0})
     with tritonclip.record(path, each=True, statistics=before, append=True) as recorder:
         recorder.add_(5.0, norms={"a": 4.0})

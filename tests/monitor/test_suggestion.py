@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import hypothesis
 import numpy as np
 import pytest
+import torch
 from hypothesis import strategies as st
 
 import tritonclip
 from helpers.norm_series import norms_of
 from helpers.workers import python
-from tritonclip.monitor.history import read
+from tritonclip.monitor.history import History, read
 
 # As the docstring says.
 LEAST_SHARE, MOST_SHARE, LEAST_STEPS = 0.01, 0.10, 20
@@ -32,7 +34,7 @@ def test_suggestion_clips_the_spikes_and_little_else(spikes):
     # Over the median and under the spikes, which start at 10 e^-0.6.
     assert 1.2 < suggestion.max_norm < 5.4
     assert share_over(norms, suggestion.max_norm) == pytest.approx(spikes, abs=0.01)
-    assert f"{suggestion.max_norm:g} clips" in suggestion.reason
+    assert suggestion.reason.startswith(f"Clip at {suggestion.max_norm:g}, which clips ")
 
 
 @pytest.mark.parametrize("spikes", [0.002, 0.3], ids=["few", "many"])
@@ -47,11 +49,13 @@ def test_suggestion_keeps_to_one_to_ten_percent(spikes):
     assert part in suggestion.reason
 
 
-def test_nothing_to_clip_where_no_norm_stands_out():
+def test_norms_without_outliers_name_no_limit_and_refer_to_trying():
     suggestion = tritonclip.suggest_max_norm(norms_of(), warmup=0)
-    assert suggestion.verdict == "nothing to clip"
+    assert suggestion.verdict == "no outliers"
     assert suggestion.max_norm is None
-    assert "No step needs clipping" in suggestion.reason
+    assert suggestion.reason.startswith("No step stands out, so that the norms name no limit")
+    assert "A limit may help all the same." in suggestion.reason
+    assert "find_max_norm tries limits" in suggestion.reason
     assert len(suggestion.candidates) > 3
 
 
@@ -90,11 +94,17 @@ def test_suggestion_scales_with_the_norms(factor):
 def test_suggestion_is_sound(n, spread, spikes, height, drift, seed):
     norms = norms_of(n, spread=spread, spikes=spikes, height=height, drift=drift, seed=seed)
     suggestion = tritonclip.suggest_max_norm(norms, warmup=0)
-    assert suggestion.steps == n
     assert suggestion.reason
     assert (suggestion.max_norm is None) == (
-        suggestion.verdict in ("nothing to clip", "clipped before", "constant")
+        suggestion.verdict in ("no outliers", "clipped before", "constant")
     )
+    if suggestion.verdict == "went wrong":
+        # Of first steps: the limit and its shares are those of these.
+        assert suggestion.steps < n
+        assert suggestion.max_norm is not None
+        assert 0 < suggestion.max_norm < norms[: suggestion.steps].min() * height
+        return
+    assert suggestion.steps == n
     if suggestion.max_norm is not None:
         share = share_over(norms, suggestion.max_norm)
         # A step more or less, where steps are few.
@@ -243,7 +253,7 @@ def test_warmup_that_is_no_number_of_steps_is_refused(warmup):
         tritonclip.suggest_max_norm(norms_of(), warmup=warmup)
 
 
-@pytest.mark.parametrize("drift", [0.05, 20.0], ids=["falling", "rising"])
+@pytest.mark.parametrize("drift", [0.05, 4.0], ids=["falling", "rising"])
 @pytest.mark.parametrize("spikes", [0.0, 0.03], ids=["calm", "spikes"])
 def test_drift_is_found(drift, spikes):
     suggestion = tritonclip.suggest_max_norm(norms_of(spikes=spikes, drift=drift), warmup=0)
@@ -255,7 +265,7 @@ def test_drift_is_found(drift, spikes):
         assert "Take a limit that follows the norm, such as ClipByQuantile." in suggestion.reason
         assert f"If the limit has to be fixed, take {suggestion.max_norm:g}" in suggestion.reason
     else:
-        assert suggestion.verdict == "nothing to clip"
+        assert suggestion.verdict == "no outliers"
         # No fixed guard beside the drift that it could not follow.
         assert "take a limit that follows it, such as ClipByZScore" in suggestion.reason
         assert "ten times the largest norm" not in suggestion.reason
@@ -341,23 +351,93 @@ def test_a_limit_in_use_is_not_to_stay_where_the_norm_drifts(tmp_path):
     assert "but does not follow the norm." in suggestion.reason
 
 
+def recorded(norms: Any, losses: Any = None, limit: float = math.inf) -> History:
+    """The history of a run, by default without a limit."""
+    columns = {"norm": norms, "limit": np.full(len(norms), limit)}
+    if losses is not None:
+        columns["loss"] = losses
+    return History({name: torch.as_tensor(column) for name, column in columns.items()})
+
+
+FALLING = np.linspace(3.0, 1.0, 1000)
+
+
+def test_a_run_that_goes_well_without_a_limit_loses_its_tail_only():
+    norms = norms_of(spikes=0.03)
+    suggestion = tritonclip.suggest_max_norm(recorded(norms, FALLING), warmup=0)
+    assert suggestion.verdict == "clip"
+    assert suggestion.max_norm is not None
+    assert share_over(norms, suggestion.max_norm) == pytest.approx(0.03, abs=0.01)
+
+
+@pytest.mark.parametrize("limit", [math.inf, math.nan], ids=["none", "unknown"])
+def test_the_usual_norm_is_named_where_nobody_knows_how_a_run_went(limit):
+    norms = norms_of(spikes=0.03)
+    suggestion = tritonclip.suggest_max_norm(recorded(norms, limit=limit), warmup=0)
+    usual = float(f"{np.median(norms[:333]):.2g}")
+    tail = tritonclip.suggest_max_norm(norms, warmup=0).max_norm
+    if math.isinf(limit):
+        assert suggestion.max_norm == usual
+        assert "recorder.add_(norm, loss=loss) records them" in suggestion.reason
+        assert f"If it did: clip at {tail:g}" in suggestion.reason
+    else:
+        assert suggestion.max_norm == tail
+        assert f"If no limit was in use, try also {usual:g}, the usual norm." in suggestion.reason
+
+
+def diverging(n: int = 400, start: int = 200) -> Any:
+    """Norms around 1 that explode from a step on, and are NaN in the last quarter."""
+    norms = norms_of(n)
+    norms[start:] *= 1.1 ** np.arange(n - start)
+    norms[-n // 4 :] = math.nan
+    return norms
+
+
+WRONG = {
+    "NaN": (diverging(), None, "norms are NaN or inf from step 301 on", 150),
+    "growth": (norms_of(drift=200.0), None, "norms grow, from ", 100),
+    "loss": (norms_of(), np.ones(1000), "the loss does not fall clearly, from 1 in the first", 100),
+    "rising": (norms_of(spikes=0.03), -FALLING, "the loss does not fall clearly, from -2.9", 100),
+}
+
+
+@pytest.mark.parametrize(("norms", "losses", "why", "n"), WRONG.values(), ids=WRONG)
+def test_a_run_that_went_wrong_is_judged_by_its_first_steps(norms, losses, why, n):
+    suggestion = tritonclip.suggest_max_norm(recorded(norms, losses))
+    assert (suggestion.verdict, suggestion.steps) == ("went wrong", n)
+    limit = float(f"{np.quantile(norms[:n], 0.25) / 4:.2g}")
+    assert suggestion.max_norm == limit
+    assert suggestion.reason.startswith(f"Next, try {limit:g}. This run went wrong: {why}")
+    assert suggestion.reason.endswith("find_max_norm tries limits on your own training.")
+
+
 @pytest.mark.parametrize(
-    ("limit", "said"),
+    ("norms", "losses", "limit"),
     [
-        (float("inf"), "No limit was in use: try also "),
-        (None, "If no limit was in use, try also "),
+        (norms_of(drift=200.0), FALLING, math.inf),
+        (norms_of(drift=200.0), None, 1.0),
+        (norms_of(), np.ones(1000), 1.0),
+        (norms_of(30), np.ones(30), math.inf),
+        (np.append(norms_of(200), [math.inf, 1.0]), None, math.inf),
     ],
-    ids=["inf", "unknown"],
+    ids=["loss falls", "limit", "limit and loss", "few losses", "single inf"],
 )
-def test_lower_limits_are_named_where_none_is_known(tmp_path, limit, said):
-    path = tmp_path / "run.csv"
-    with tritonclip.record(path) as recorder:
-        for norm in norms_of(spikes=0.03):
-            recorder.add_(float(norm), limit=limit)
-    suggestion = tritonclip.suggest_max_norm(path)
-    max_norm = suggestion.max_norm
-    assert max_norm is not None
-    assert suggestion.reason.endswith(f" {said}{max_norm / 2:.2g} and {max_norm / 5:.2g}.")
+def test_a_run_is_not_said_to_have_gone_wrong_without_a_sign(norms, losses, limit):
+    assert tritonclip.suggest_max_norm(recorded(norms, losses, limit)).verdict != "went wrong"
+
+
+def test_a_run_that_diverges_at_once_refers_to_trying():
+    norms = [1.0, 50.0, 1e9] + [math.nan] * 97
+    with pytest.raises(ValueError, match="find_max_norm tries limits from the first step on"):
+        tritonclip.suggest_max_norm(norms)
+
+
+def test_a_limit_spares_the_first_steps_of_norms_that_fall():
+    norms = norms_of(drift=1e-6, spikes=0.03)
+    suggestion = tritonclip.suggest_max_norm(recorded(norms, FALLING))
+    assert suggestion.verdict == "drift"
+    assert suggestion.max_norm is not None
+    assert np.mean(norms[:333] > suggestion.max_norm) < 0.12
 
 
 def test_limits_that_changed_are_no_candidates(tmp_path):

@@ -131,7 +131,7 @@ def record_runs(tmp_path):
 def test_a_repeated_run_has_the_same_suggestion(record_runs):
     once = tritonclip.suggest_max_norm(with_warmup())
     twice = tritonclip.suggest_max_norm(record_runs(with_warmup(), with_warmup()))
-    said = " This is run 2 of 2, from step 301 on. Runs that agree: 1."
+    said = " This is run 2 of 2, from step 301 on. The same holds for run 1."
     spikes = tuple(replace(spike, step=spike.step + 300) for spike in once.spikes)
     assert once.max_norm == 4.9
     assert twice == replace(once, reason=once.reason + said, spikes=spikes, run=2)
@@ -150,8 +150,8 @@ def test_a_run_can_be_chosen(record_runs, number):
 def test_runs_that_do_not_agree_are_named_with_their_limits(record_runs):
     path = record_runs(with_warmup(), norms_of(200, spread=0.05), with_warmup(scale=5.0))
     reason = tritonclip.suggest_max_norm(path).reason
-    assert "This is run 3 of 3, from step 501 on. Runs that do not agree: " in reason
-    assert "1 (max_norm 4.9), 2 (nothing to clip); choose one by run= or --run." in reason
+    assert "This is run 3 of 3, from step 501 on. It does not for runs " in reason
+    assert "1 (max_norm 4.9), 2 (no outliers); choose one by run= or --run." in reason
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,8 @@ def test_the_last_run_with_enough_steps_is_chosen(record_runs, sizes, chosen):
     suggestion = tritonclip.suggest_max_norm(path)
     assert suggestion.run == chosen
     short = [str(n) for n, size in enumerate(sizes, 1) if size < 20]
-    assert (f"Runs with too few steps: {', '.join(short)}." in suggestion.reason) is bool(short)
+    said = f" Run {', '.join(short)} has too few steps to be judged."
+    assert (said in suggestion.reason) is bool(short)
 
 
 def test_runs_that_are_all_too_short_are_refused(record_runs):
@@ -175,7 +176,7 @@ def test_runs_that_are_all_too_short_are_refused(record_runs):
 
 def test_of_many_runs_the_first_are_named(record_runs):
     reason = tritonclip.suggest_max_norm(record_runs(*[norms_of(30)] * 12)).reason
-    assert "Runs that agree: 1, 2, 3, 4, 5, 6, 7, 8 and 3 more." in reason
+    assert "The same holds for runs 1, 2, 3, 4, 5, 6, 7, 8 and 3 more." in reason
 
 
 def test_a_warmup_that_is_given_counts_in_each_run(record_runs):

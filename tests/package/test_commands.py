@@ -49,14 +49,14 @@ def test_suggest_prints_candidates_spikes_and_the_recommendation(path, capsys):
         assert f"norm {spike.norm:.4g}" in printed
 
 
-def test_suggest_says_where_nothing_needs_clipping(tmp_path, capsys):
+def test_suggest_says_where_no_step_stands_out(tmp_path, capsys):
     path = tmp_path / "run.jsonl"
     with tritonclip.record(path) as recorder:
         for step in range(100):
             recorder.add_(1.0 + step % 7 / 10 + step / 1e4)
     assert main(["suggest", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert "No step needs clipping" in printed
+    assert "No step stands out" in printed
     assert printed.endswith("max_norm: none\n")
 
 

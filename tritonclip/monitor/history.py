@@ -52,10 +52,11 @@ class History:
         columns: by their names in a file, each a 1-d tensor. Only `norm` has to be given.
         replaced: the number of rows left out because a later one of their run has the same step.
         steps: numbers of the steps, which rise within a run; 1-d int64.
-        norms: global norms *before* clipping; 1-d float64, as are the next three.
+        norms: global norms *before* clipping; 1-d float64, as are the next four.
         coefficients: factors of the gradients; NaN where unknown.
         limits: limits of the norm; NaN where unknown.
         skipped: 1 for steps that were skipped; NaN where unknown.
+        losses: of the steps' batches; NaN where unknown.
         named_norms: norms of groups or parameters, by name.
         named_largest: their largest magnitudes, as far as they were recorded.
         named_zeros: their shares of zeros; likewise.
@@ -70,7 +71,7 @@ class History:
         columns |= {"run": torch.ones_like(numbers), "step": numbers, **self.columns}
         self.columns = columns
         self.steps: Tensor = columns["step"].long()
-        self.norms, self.coefficients, self.limits, self.skipped = [
+        self.norms, self.coefficients, self.limits, self.skipped, self.losses = [
             columns[name] for name in COLUMNS[2:]
         ]
         self.named_norms, self.named_largest, self.named_zeros = (
@@ -109,6 +110,20 @@ class History:
                 f"run must be the number of a run, 1 to {len(runs)} in this history, got {number!r}"
             )
         return runs[number - 1]
+
+    def until(self, end: int) -> History:
+        """The first steps, this many."""
+        return History({name: one[:end] for name, one in self.columns.items()}, self.replaced)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a limit is known to have been in use."""
+        return bool(self.limits.isfinite().any() or (self.coefficients < 1).any())
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether a loss is known."""
+        return bool(self.losses.isfinite().any())
 
     @property
     def is_clipped(self) -> Tensor:
@@ -242,10 +257,10 @@ def read(path: str | os.PathLike[str]) -> History:
 
     Args:
         path: a .csv or .jsonl file with a column `norm`. The columns `run`, `step`, `coefficient`,
-            `limit` and `skipped` are optional, and so are named norms in columns `norm/<name>`,
-            with `largest/<name>` and `zeros/<name>`. Other columns are not read. Rows without a
-            norm are left out, and so is a last line without a line break, which a crash may have
-            cut.
+            `limit`, `skipped` and `loss` are optional, and so are named norms in columns
+            `norm/<name>`, with `largest/<name>` and `zeros/<name>`. Other columns are not read.
+            Rows without a norm are left out, and so is a last line without a line break, which a
+            crash may have cut.
 
     Returns:
         The steps in order. If step numbers of a run repeat because it resumed from a checkpoint,

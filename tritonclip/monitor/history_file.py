@@ -19,7 +19,7 @@ from pathlib import Path
 from tritonclip.messages import join_names, printable
 
 # A recorder writes these, in this order, and then one for each named norm.
-COLUMNS = ("run", "step", "norm", "coefficient", "limit", "skipped")
+COLUMNS = ("run", "step", "norm", "coefficient", "limit", "skipped", "loss")
 # Begin the columns of named norms, of their largest magnitudes and of their shares of zeros, so
 # that no name collides with those above.
 PREFIXES = ("norm/", "largest/", "zeros/")
@@ -165,7 +165,7 @@ class HistoryFile:
                 self._find()
             except (TypeError, ValueError, OverflowError) as error:
                 raise ValueError(
-                    f"{path} exists, and no recorder wrote it: {error}; {_ANOTHER}"
+                    f"{path} exists, and no row can be appended to it: {error}; {_ANOTHER}"
                 ) from None
 
     def _find(self) -> None:
@@ -188,7 +188,11 @@ class HistoryFile:
             raise ValueError("expected rows, got none")
         columns = tuple(rows[-1])
         if columns[: len(COLUMNS)] != COLUMNS:
-            raise ValueError(f"expected columns {', '.join(COLUMNS)}, got {join_names(columns)}")
+            absent = join_names([name for name in COLUMNS if name not in columns])
+            raise ValueError(
+                f"expected a recorder's columns, first {', '.join(COLUMNS)}; "
+                + (f"there is no {absent}" if absent else f"got {join_names(columns)}")
+            )
         # Else there is only the line of column names.
         if rows[-1]["step"] != "step":
             self.last_step = int(float(rows[-1]["step"]))  # type: ignore[arg-type]  # caught
@@ -208,11 +212,14 @@ class HistoryFile:
         prefixes = PREFIXES if statistics else PREFIXES[:1]
         columns = (*COLUMNS, *(prefix + printable(name) for prefix in prefixes for name in names))
         if self._columns is not None and columns != self._columns:
-            before_and_now = (found[len(COLUMNS) :] for found in (self._columns, columns))
-            had, got = (join_names(names) or "no names" for names in before_and_now)
+            had, got = (
+                join_names(found[len(COLUMNS) :], 4) or "no norms by name"
+                for found in (self._columns, columns)
+            )
             raise ValueError(
-                f"{self.path} has norms in the columns {had}; expected the same, got {got}: pass "
-                f"the same norms and the same statistics=, or {_ANOTHER}"
+                f"{self.path} has rows with {had}; expected the same, got {got}: record with the "
+                "each=, the statistics= and the norms= of the rows that are there, "
+                f"or {_ANOTHER}"
             )
         self._columns = columns
 

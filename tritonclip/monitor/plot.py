@@ -1,6 +1,6 @@
 """The figure of a history: norms over steps, and their histogram beside candidates for a limit.
 
-Below stand the largest norms by name, if the history has any. Needs matplotlib:
+Below stand losses and the largest norms by name, if the history has any. Needs matplotlib:
 `pip install "tritonclip[monitor]"`. Fonts, axes and colours are those of figures.mplstyle; each
 kind of mark has a shape as well.
 """
@@ -27,6 +27,8 @@ from tritonclip.monitor.suggestion import Candidate, Suggestion
 
 ENDINGS = (".png", ".svg")
 NORM, MEDIAN = "#9ab4c8", "#1f3b57"
+# Inches for losses.
+_LOSS = 1.3
 CLIPPED, SKIPPED, NONFINITE, SPIKE = "C4", "C0", "black", "C3"
 # Points above which a line is drawn as pixels: a vector graphic would be slow.
 _MANY = 5_000
@@ -95,13 +97,19 @@ def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
     named = history if suggestion is None else history.runs[suggestion.run - 1]
     largest = named.largest(_LARGEST)
     below = _INCHES * len(largest) + 0.8 if largest else 0.0
-    figure = Figure(figsize=(9, 3.6 + below))
+    above = 3.6 + (_LOSS if history.losses.isfinite().any() else 0.0)
+    figure = Figure(figsize=(9, above + below))
     upper: Figure | SubFigure = figure
     if largest:
-        parts: Any = figure.subfigures(2, 1, height_ratios=(3.6, below))
+        parts: Any = figure.subfigures(2, 1, height_ratios=(above, below))
         upper, lower = parts
         draw_largest(lower.subplots(), named, largest)
-    over_steps, histogram = upper.subplots(1, 2, sharey=True, width_ratios=(3.2, 1))
+    has_losses = above > 3.6
+    grid = upper.add_gridspec(
+        1 + has_losses, 2, width_ratios=(3.2, 1), height_ratios=(3.6, _LOSS)[: 1 + has_losses]
+    )
+    over_steps = upper.add_subplot(grid[0, 0])
+    histogram = upper.add_subplot(grid[0, 1], sharey=over_steps)
     over_steps.set_yscale("log")
     _draw_norms(over_steps, history)
     _draw_marks(over_steps, history)
@@ -127,8 +135,12 @@ def draw(history: History, suggestion: Suggestion | None = None) -> Figure:
             suggestion.max_norm, color=RECOMMENDED, lw=1, label="recommended limit", zorder=1.5
         )
     _label(over_steps, histogram)
-    if numbered is not history:
-        over_steps.set_xlabel("step, counted on from run to run")
+    lowest = over_steps
+    if has_losses:
+        lowest = upper.add_subplot(grid[1, 0], sharex=over_steps)
+        _draw_losses(lowest, history)
+        over_steps.tick_params(labelbottom=False)
+    lowest.set_xlabel("step" if numbered is history else "step, counted on from run to run")
     legend = upper.legend(loc="outside lower center", ncols=8)
     for sample in legend.get_lines():
         sample.set_markersize(5)
@@ -174,6 +186,21 @@ def _draw_norms(axes: Axes, history: History) -> None:
             label="limit",
             zorder=2.2,
         )
+
+
+def _draw_losses(axes: Axes, history: History) -> None:
+    """Losses of the steps, with a gap where one is unknown or not finite, or a run begins."""
+    for run in history.runs:
+        losses = torch.where(run.losses.isfinite(), run.losses, torch.nan)
+        many = len(history) > _MANY
+        axes.plot(run.steps, losses, color=MEDIAN, lw=0.8, rasterized=many)
+    axes.set_ylabel("loss")
+    finite = history.losses[history.losses.isfinite()]
+    # The losses of a run that diverged would leave nothing of the axis for the others.
+    top = float(finite.quantile(0.98)) if len(finite) <= 2**24 else float(finite.max())
+    low = float(finite.min())
+    if top > low:
+        axes.set_ylim(low - 0.05 * (top - low), top + 0.15 * (top - low))
 
 
 def _draw_begins(axes: Axes, history: History) -> None:
@@ -246,7 +273,6 @@ def _draw_marks(axes: Axes, history: History) -> None:
 
 
 def _label(over_steps: Axes, histogram: Axes) -> None:
-    over_steps.set_xlabel("step")
     over_steps.set_ylabel("gradient norm before clipping")
     over_steps.margins(x=0.01)
     over_steps.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))

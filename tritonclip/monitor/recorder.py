@@ -56,9 +56,9 @@ def record(
         ...         recorder.add_(tritonclip.clip_(weight, 1.0), limit=1.0)
         ...         weight.data -= weight.grad
         >>> print(path.read_text(), end="")
-        run,step,norm,coefficient,limit,skipped
-        1,1,10.0,,1.0,
-        1,2,8.0,,1.0,
+        run,step,norm,coefficient,limit,skipped,loss
+        1,1,10.0,,1.0,,
+        1,2,8.0,,1.0,,
 
     Args:
         path: the file, .csv or .jsonl, which is made at the first flush. An open recorder of this
@@ -92,8 +92,8 @@ def record(
         A recorder cannot be copied or pickled, and a fork cannot use it. With a CUDA graph, call
         `add_` after each replay. Under torch.compile, `add_` breaks the graph.
 
-        The columns are run, step, norm, coefficient, limit, skipped, and norm/<name> for each of
-        `norms`; with `statistics` also largest/<name> and zeros/<name>. Unknown values are empty
+        The columns are run, step, norm, coefficient, limit, skipped, loss, and norm/<name> for each
+        of `norms`; with `statistics` also largest/<name> and zeros/<name>. Unknown values are empty
         (null in JSON Lines). Characters of a name that cannot be printed, such as a line break, are
         written as Python's escapes. A run that resumes from a checkpoint loads `state_dict()`.
         Without it, rows are appended as another run, with step numbers that continue.
@@ -126,9 +126,9 @@ class Recorder:
         ...     optimizer.step()
         >>> recorder.close()
         >>> print(recorder.path.read_text(), end="")
-        run,step,norm,coefficient,limit,skipped
-        1,1,10.0,0.09999999403953552,1.0,0
-        1,2,8.0,0.1249999850988388,1.0,0
+        run,step,norm,coefficient,limit,skipped,loss
+        1,1,10.0,0.09999999403953552,1.0,0,
+        1,2,8.0,0.1249999850988388,1.0,0,
 
     Attributes:
         path: of the file.
@@ -234,9 +234,9 @@ class Recorder:
         """Adds a step that was prepared.
 
         Args:
-            row: checked values: norm, coefficient, limit, whether it was skipped, the norms of the
-                names and, with `statistics`, their largest magnitudes and their shares of zeros; a
-                1-d tensor has several.
+            row: checked values: norm, coefficient, limit, whether it was skipped, loss, the norms
+                of the names and, with `statistics`, their largest magnitudes and their shares of
+                zeros; a 1-d tensor has several.
 
         Raises:
             RuntimeError, OSError: as for `add_`.
@@ -257,6 +257,7 @@ class Recorder:
         coefficient: float | Tensor | None = None,
         limit: float | Tensor | None = None,
         skipped: bool | Tensor | None = None,
+        loss: float | Tensor | None = None,
         norms: Mapping[str, float | Tensor | None] | None = None,
     ) -> None:
         """Adds a step. Values stay on their device until a flush; nothing waits for it.
@@ -269,6 +270,7 @@ class Recorder:
             coefficient: the factor by which the gradients were multiplied.
             limit: the largest norm that the step allowed.
             skipped: whether the step was skipped.
+            loss: of the step's batch, which `suggest` reads and `plot` draws.
             norms: more norms by the name of a group or parameter, as :func:`norms_by_name` returns
                 them; the same names at every step.
 
@@ -293,6 +295,7 @@ class Recorder:
             _checked_value("coefficient", coefficient),
             _checked_value("limit", limit),
             _checked_value("skipped", skipped, of_truth=True),
+            _checked_value("loss", loss),
             *(
                 _checked_value(f"norms[{name!r}]", value, least=0.0)
                 for name, value in named.items()

@@ -3,6 +3,10 @@
 Warm-up, drift and tail are found by medians and quartiles of the logarithms of norms. Norms are
 positive and spread relative to their size, so that their logarithms are nearly symmetric. Spikes
 move neither medians nor quartiles.
+
+A run without a limit may have gone wrong, and then its later norms say nothing about a limit. It is
+judged by its steps before that. The numbers were chosen by how training goes at the limit, in the
+tasks of bench/advice.py.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from tritonclip.messages import NamesAttributes, join_names
 from tritonclip.monitor.history import History, read
 from tritonclip.monitor.recorder import Recorder
 
-Verdict = Literal["clip", "nothing to clip", "drift", "clipped before", "constant"]
+Verdict = Literal["clip", "no outliers", "drift", "went wrong", "clipped before", "constant"]
 
 # A tail of 5% is one step of 20, and a tail of 1% is one step of 100.
 _LEAST_STEPS, _ENOUGH = 20, 100
@@ -44,6 +48,20 @@ _LEAST_STEPS_OF_WARMUP = 50
 _LEAST_DRIFT = 1.5
 # Sections of a run, whose medians follow its drift. A section of fewer steps could be all spike.
 _SECTIONS, _LEAST_SECTION = 12, 20
+# The share of a run by which it is judged if it went wrong, and the least steps: fewer where norms
+# are soon NaN.
+_EARLY, _LEAST_EARLY, _LEAST_BEFORE = 0.1, 10, 5
+# Norms grow if they rise by this much from the first tenth to the last third, and from the second
+# fifth on still by so much, which leaves out what a warm-up does.
+_GROWTH, _LATE_GROWTH = 5.0, 2.0
+# A loss falls if so many pairs of an early and a late one say so: half of them do by chance. Fewer
+# losses cannot say it.
+_FALLS, _LEAST_LOSSES = 0.9, 40
+# Where a run went wrong, the limit is this share of the lower quartile of the norms before. In 28
+# runs of bench/advice.py that went wrong, such a limit left at most a quarter of the gap from no
+# clipping to the best limit in 26; a third of the quartile in 25, a quarter of the median in 24.
+_SHARE_OF_USUAL = 0.25
+_FIND = "find_max_norm tries limits on your own training."
 # The 95% quantile of a normal distribution is this many interquartile ranges above its median.
 _TAIL = 1.645 / 1.349
 
@@ -85,9 +103,10 @@ class Suggestion(NamesAttributes):
     Attributes:
         max_norm: the recommended limit; None if none is needed, or none can be found.
         reason: the reason in sentences.
-        verdict: "clip"; "nothing to clip"; "drift": a limit that follows the norm fits better than
-            the recommended one; "clipped before": norms are cut off at one value; "constant": all
-            norms are equal.
+        verdict: "clip"; "no outliers": no step stands out, and the norms name no limit; "drift": a
+            limit that follows the norm fits better than the recommended one; "went wrong": norms
+            became NaN or grew, or the loss did not fall, and the limit is one to try next;
+            "clipped before": norms are cut off at one value; "constant": all norms are equal.
         candidates: in ascending order; empty for the last two verdicts.
         spikes: the largest norms in descending order.
         medians: of the three thirds of the run after the warm-up.
@@ -121,12 +140,17 @@ def suggest_max_norm(
     warmup: int | None = None,
     run: int | None = None,
 ) -> Suggestion:
-    """Suggests a limit from norms *before* clipping.
+    """Suggests a limit from norms *before* clipping; :func:`find_max_norm` tries limits instead.
 
     The limit clips the tail: the steps beyond Tukey's fence, but at least 1% and at most 10% of the
     steps after the warm-up. The fence lies 1.5 interquartile ranges above the upper quartile of the
     log norm, relative to the median of its section of the run; the interquartile range is twice
     that of the lower half, which spikes do not widen.
+
+    A run without a limit is judged otherwise. If its norms become NaN or grow, or its loss does not
+    fall, the limit is a quarter of the lower quartile of the norms of its first tenth, or of the
+    first half of the steps before the NaN. Without losses, the limit is the median of the first
+    third.
 
     Example:
         >>> import torch, tritonclip
@@ -150,8 +174,9 @@ def suggest_max_norm(
 
     Returns:
         The suggestion, with the limit as `max_norm` and the reason in sentences as `reason`.
-        `max_norm` is None if no norm is over three times the median of its section of the run, if
-        something else clipped the gradients before they were measured, or if all norms are equal.
+        `max_norm` is None if no norm is over three times the median of its section of the run,
+        which does not mean that no limit would help; if something else clipped the gradients before
+        they were measured; or if all norms are equal.
 
     Raises:
         FileNotFoundError: no such file.
@@ -224,14 +249,21 @@ def _usable(run: History, warmup: int | None) -> tuple[Tensor, int]:
 
 def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Suggestion:
     """The suggestion for one of several runs, without regard to the others."""
-    run = runs[number]
+    run = whole = runs[number]
+    trouble = _trouble(run, warmup or 0)
+    if trouble is not None:
+        # A warm-up is found by later steps, which went wrong.
+        run, warmup = run.until(trouble.end), warmup or 0
     usable, warmup = _usable(run, warmup)
     n_finite, n_positive = int(run.norms.isfinite().sum()), int((run.norms > 0).sum())
     norms, steps = run.norms[usable], run.steps[usable]
-    if len(norms) < _LEAST_STEPS:
+    if len(norms) < (_LEAST_STEPS if trouble is None else _LEAST_BEFORE):
         remedy = "record some hundred steps"
         if len(run) >= _LEAST_STEPS > n_finite:
-            remedy = "the others are NaN or inf: nonfinite='error' names their gradients"
+            remedy = (
+                "the others are NaN or inf: nonfinite='error' names their gradients, and "
+                "find_max_norm tries limits from the first step on"
+            )
         elif 0 < len(run) <= warmup:
             remedy = "the warm-up leaves none of the run: make it shorter"
         elif len(run) >= _LEAST_STEPS > n_positive:
@@ -244,30 +276,40 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
             f"{remarks and '.' + remarks}"
         )
     trend = _trend_of(norms)
-    largest = norms.topk(_N_SPIKES)
+    largest = norms.topk(min(_N_SPIKES, len(norms)))
     spikes = tuple(map(Spike, steps[largest.indices].tolist(), largest.values.tolist()))
     limit = _limit_at(norms, min(max(trend.outside, _LEAST_SHARE), _MOST_SHARE))
+    if not run.is_limited and trend.medians[0] > _GROWTH * trend.medians[-1]:
+        # Else it would cut off the first steps of a run that goes well.
+        limit = max(limit, _rounded(_first_third(run).quantile(1 - _MOST_SHARE)))
     verdict, reason = _judge(norms, trend, limit)
+    if trouble is not None and verdict not in ("clipped before", "constant"):
+        verdict = "went wrong"
+        limit, reason = _limit_of_trouble(norms, trouble)
+    elif verdict in ("clip", "drift") and run.limits.isinf().any() and not run.has_losses:
+        limit, reason = _limit_without_losses(run, reason)
     limits = run.limits[run.limits.isfinite()].unique().tolist()
     in_use = limits[0] if len(limits) == 1 else None
     unclipped = (run.coefficients == 1) & (run.skipped != 1)
     is_of_other_norm = bool((run.norms > (1 + 1e-5) * run.limits)[unclipped].any())
     if is_of_other_norm:
         in_use = None
-    recommended = limit if verdict in ("clip", "drift") else None
+    recommended = limit if verdict in ("clip", "drift", "went wrong") else None
     has_candidates = verdict not in ("clipped before", "constant")
-    n_nonfinite = len(run) - n_finite
+    n_nonfinite = int((~whole.norms.isfinite()).sum())
     reason += _on_limit_in_use(norms, verdict, in_use)
-    if recommended is not None and not len(limits):
-        reason += _on_no_limit(run, recommended)
+    if verdict in ("clip", "drift") and run.limits.isnan().all() and not run.is_limited:
+        reason += f" If no limit was in use, try also {_usual(run):g}, the usual norm."
+    if has_candidates:
+        reason += f" {_FIND}"
     if is_of_other_norm:
         reason += (
             " The limits of the run are not of this norm: steps over them were not clipped, as "
             "under ClipByNorm. A max_norm is for ClipByGlobalNorm."
         )
-    if len(norms) < _ENOUGH:
+    if len(norms) < _ENOUGH and trouble is None:
         reason += f" These are only {len(norms)} steps: record some hundred."
-    if n_nonfinite:
+    if n_nonfinite and trouble is None:
         reason += (
             f" {n_nonfinite} norms are NaN or inf, which no limit mends: nonfinite='error' names "
             "their gradients."
@@ -284,8 +326,101 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
         nonfinite=n_nonfinite,
         zeros=int((run.norms == 0).sum()),
         run=number,
-        spike_score=run.spike_score,
+        spike_score=whole.spike_score,
     )
+
+
+class _Trouble(NamedTuple):
+    """How a run without a limit went wrong.
+
+    Attributes:
+        end: the number of its first steps, by which it is judged.
+        why: what went wrong, in words.
+        part: these steps, in words.
+    """
+
+    end: int
+    why: str
+    part: str
+
+
+def _trouble(run: History, warmup: int) -> _Trouble | None:
+    """How a run without a limit went wrong; None if it did not, or nothing is left to judge."""
+    n, finite = len(run), run.norms.isfinite()
+    if run.is_limited or not finite.any():
+        return None
+    end = int(finite.nonzero()[-1]) + 1
+    if end < n:
+        if end < _LEAST_BEFORE:
+            return None
+        why = f"norms are NaN or inf from step {run.steps[end]} on"
+        half = max(_LEAST_BEFORE, end // 2)
+        return _Trouble(half, why, f"first {half} steps")
+    early = warmup + max(_LEAST_EARLY, round(_EARLY * (n - warmup)))
+    losses = run.losses[warmup:]
+    losses = losses[losses.isfinite()]
+    if len(losses) >= _LEAST_LOSSES:
+        if (why := _on_loss(losses)) is None:
+            return None
+        return _Trouble(early, why, "first tenth")
+    norms = run.norms[warmup:]
+    norms = norms[norms.isfinite() & (norms > 0)]
+    if len(norms) < _ENOUGH:
+        return None
+    parts = norms[: len(norms) // 10], norms.tensor_split(5)[1], norms.tensor_split(3)[2]
+    first, second, last = (float(part.quantile(0.5)) for part in parts)
+    if last < max(_GROWTH * first, _LATE_GROWTH * second):
+        return None
+    why = f"norms grow, from {_short(first)} in the first tenth to {_short(last)} in the last third"
+    return _Trouble(early, why, "first tenth")
+
+
+def _on_loss(losses: Tensor) -> str | None:
+    """That a loss does not fall, in words; None if it falls."""
+    early, late = losses[: max(5, len(losses) // 10)], losses[-(len(losses) // 4) :]
+    changes = late - early[:, None]
+    if float((changes < 0).double().mean() + (changes == 0).double().mean() / 2) >= _FALLS:
+        return None
+    before, after = (f"{float(part.quantile(0.5)):.3g}" for part in (early, late))
+    return f"the loss does not fall clearly, from {before} in the first tenth to {after} at the end"
+
+
+def _limit_of_trouble(norms: Tensor, trouble: _Trouble) -> tuple[float, str]:
+    """The limit for a run that went wrong, from its norms before, and why."""
+    usual = float(norms.quantile(0.25))
+    limit = _rounded(_SHARE_OF_USUAL * usual)
+    return limit, (
+        f"Next, try {limit:g}. This run went wrong: {trouble.why}. Its later norms say nothing "
+        f"about a limit; this is a quarter of the lower quartile of the {trouble.part}, "
+        f"{_short(usual)}. It clips most steps, and with SGD it also acts as a smaller learning "
+        "rate."
+    )
+
+
+def _limit_without_losses(run: History, reason: str) -> tuple[float, str]:
+    """The limit for a run of which nobody knows whether it went well, and why."""
+    limit = _usual(run)
+    return limit, (
+        f"Try {limit:g}, the usual norm of the first third. No limit was in use, and no losses "
+        "that say whether the run went well: recorder.add_(norm, loss=loss) records them. If it "
+        f"did: {reason[0].lower()}{reason[1:]}"
+    )
+
+
+def _first_third(run: History) -> Tensor:
+    """The norms of the first third, warm-up included: the limit has to suit them, too."""
+    norms = run.norms[run.norms.isfinite() & (run.norms > 0)]
+    return norms[: max(1, len(norms) // 3)]
+
+
+def _usual(run: History) -> float:
+    """The median norm of the first third, in two digits."""
+    return _rounded(_first_third(run).quantile(0.5))
+
+
+def _rounded(limit: float | Tensor) -> float:
+    """A limit in two digits."""
+    return float(f"{float(limit):.2g}")
 
 
 def _other(suggestion: Suggestion, other: Suggestion, norms: Tensor) -> str:
@@ -376,7 +511,7 @@ def _limit_at(norms: Tensor, share: float) -> float:
             clipped = _share(norms, limit)
             if _LEAST_SHARE <= clipped <= _MOST_SHARE and abs(clipped - share) <= tolerance:
                 return limit
-    return exact
+    return float(f"{exact:.3g}")
 
 
 def _candidates(
@@ -431,9 +566,9 @@ def _judge(norms: Tensor, trend: _Trend, limit: float) -> tuple[Verdict, str]:
             else f"A limit of {_short(10 * largest, 1)}, ten times the largest norm, would only "
             "guard against accidents."
         )
-        return "nothing to clip", (
-            f"No step needs clipping: {reach}, and less than {_ORDINARY:g} times is ordinary. "
-            f"{guard}"
+        return "no outliers", (
+            f"No step stands out, so that the norms name no limit: {reach}, and less than "
+            f"{_ORDINARY:g} times is ordinary. A limit may help all the same. {guard}"
         )
     if trend.drifts:
         times = _listed(_short(limit / median) for median in trend.medians)
@@ -444,8 +579,8 @@ def _judge(norms: Tensor, trend: _Trend, limit: float) -> tuple[Verdict, str]:
             "of the steps in these thirds."
         )
     why = (
-        f"A limit of {limit:g} clips {_share(norms, limit):.1%} of {n} steps: {reach}, and "
-        f"{trend.outside:.1%} of the steps stand out from the others."
+        f"Clip at {limit:g}, which clips {_percent(_share(norms, limit))} of {n} steps: {reach}, "
+        f"and {_percent(trend.outside)} of the steps stand out from the others."
     )
     if trend.outside > _MOST_SHARE:
         why += f" A limit that clips over {_MOST_SHARE:.0%} acts as a part of the learning rate."
@@ -475,14 +610,6 @@ def _on_limit_in_use(norms: Tensor, verdict: Verdict, in_use: float | None) -> s
     return f"{use}, and may stay." if verdict == "clip" else f"{use}, but does not follow the norm."
 
 
-def _on_no_limit(run: History, recommended: float) -> str:
-    """A sentence for a run that is not known to have a limit; unclipped norms may be too large."""
-    lower = f"{_short(recommended / 2)} and {_short(recommended / 5)}"
-    if bool(run.limits.isinf().any()):
-        return f" No limit was in use: try also {lower}."
-    return f" If no limit was in use, try also {lower}."
-
-
 def _on_replaced(run: History) -> str:
     """Sentences on rows that later ones replaced; "" without any."""
     if not run.replaced:
@@ -508,12 +635,17 @@ def _on_runs(number: int, runs: Mapping[int, History], others: Mapping[int, str 
     differ = [f"{n} ({other})" for n, other in others.items() if other]
     short = [str(n) for n, other in others.items() if other is None]
     if agree:
-        remarks += f" Runs that agree: {join_names(agree)}."
+        remarks += f" The same holds for {_numbered(agree)}."
     if differ:
-        remarks += f" Runs that do not agree: {join_names(differ)}; choose one by run= or --run."
+        remarks += f" It does not for {_numbered(differ)}; choose one by run= or --run."
     if short:
-        remarks += f" Runs with too few steps: {join_names(short)}."
+        has = "has" if len(short) == 1 else "have"
+        remarks += f" {_numbered(short).capitalize()} {has} too few steps to be judged."
     return remarks
+
+
+def _numbered(runs: Sequence[str]) -> str:
+    return f"run{'s' * (len(runs) > 1)} {join_names(runs)}"
 
 
 def _least_equal(limit: float) -> float:
@@ -524,6 +656,11 @@ def _least_equal(limit: float) -> float:
 def _short(number: float, digits: int = 2) -> str:
     """A number in few digits, without an exponent if it needs none."""
     return f"{float(f'{number:.{digits}g}'):g}"
+
+
+def _percent(share: float) -> str:
+    """A share in two digits."""
+    return f"{_short(100 * share)}%"
 
 
 def _listed(words: Iterable[str]) -> str:

@@ -55,7 +55,8 @@ class StepLog:
             step.outlier.commit(either(verdict.overflow, verdict.error))
         self.stats.record_(step.outcomes, verdict, follows=step.follows)
         if self.recorder is not None and step.record is not None:
-            step.record.add_to(self.recorder, step.outcomes, verdict.left_out)
+            loss = self.states.outliers.loss
+            step.record.add_to(self.recorder, step.outcomes, verdict.left_out, loss)
         if verdict.skip is not False:
             self.watch.look(self.stats.consecutive_skips, synced=verdict.skip is True)
         if found is not None:

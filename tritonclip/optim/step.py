@@ -189,11 +189,12 @@ class Step:
     def _describe(self) -> dict[str, str]:
         """Text of what processes of one step have to agree on, beside rules and gradients."""
         outliers, above = self._states.outliers, self._states.outliers.skip_above
+        is_judged = isinstance(above, Outlier) and outliers.loss is not None
         texts = {
             "the policy for NaN and inf": self.policy.name,
             "the loss scale": repr(float(self._grad_scale)),
             "skip_above": describe_rule(above) if isinstance(above, Outlier) else str(above),
-            "optimizer.loss": "none" if outliers.loss is None else "a loss",
+            "optimizer.loss": "a loss" if is_judged else "none",
         }
         for owner, state in self._states.state_dict(self.param_groups).items():
             texts[f"the state of {owner}"] = describe_state(state)

@@ -268,13 +268,16 @@ class StepRecord:
             return [{**named.numbers_by_name(each.tolist(), 2.0)}]
         return [{**named.by_name(each, 2.0)}]
 
-    def add_to(self, recorder: Recorder, outcomes: Outcomes, left_out: Flag) -> None:
+    def add_to(
+        self, recorder: Recorder, outcomes: Outcomes, left_out: Flag, loss: float | Tensor | None
+    ) -> None:
         """Records the step.
 
         Args:
             recorder: that takes it.
             outcomes: of clipping.
             left_out: whether the step was left out.
+            loss: of the step; None where unknown.
         """
         result = None if left_out is True else outcomes.get(None)
         coefficient, limit = (None, None) if result is None else (result.coefficient, result.limit)
@@ -282,7 +285,7 @@ class StepRecord:
         if recorder is not self._recorder:
             recorder.prepare(self._order)
         try:
-            recorder.append_([norm, coefficient, limit, left_out, *norms])
+            recorder.append_([norm, coefficient, limit, left_out, loss, *norms])
         except OSError as error:
             # The step is taken: training goes on.
             warn_user(
