@@ -149,7 +149,7 @@ def elman() -> Training:
 
 
 def counted(generator: torch.Generator, n: int = 8) -> Batch:
-    """Texts of blocks a..ab..bc..cd, whose letters are as many of each; one-hot, and what follows."""
+    """Texts of blocks such as aabbccd, with as many of a, b and c; one-hot, and what follows."""
     rows = []
     for _ in range(n):
         row: list[int] = []

@@ -228,6 +228,21 @@ def test_record_refuses_a_file_that_no_recorder_wrote(tmp_path, name, text):
     assert path.read_bytes() == text.encode("latin-1")
 
 
+def test_record_names_the_columns_that_a_file_lacks(tmp_path):
+    path = tmp_path / "run.csv"
+    path.write_text("run,step,norm,coefficient,skipped,loss\n1,1,2,,,\n")
+    with pytest.raises(ValueError, match=r"appended to it: .*there is no limit; pass another"):
+        tritonclip.record(path)
+
+
+def test_rows_of_other_norms_are_refused_with_what_to_pass(tmp_path):
+    path = tmp_path / "run.csv"
+    with tritonclip.record(path, each=True) as recorder:
+        recorder.add_(5.0, norms={"a": 4.0, "b": 3.0})
+    with pytest.raises(ValueError, match=r"norm/a, norm/b.*got no norms by name: record with the"):
+        tritonclip.record(path, append=True).add_(5.0)
+
+
 def test_record_refuses_a_file_with_other_columns(path):
     with tritonclip.record(path) as recorder:
         recorder.add_(1.0, norms={"body": 1.0})

@@ -85,6 +85,21 @@ def test_the_limit_is_drawn(figure):
     assert set(limits) == {2.0}
 
 
+def test_losses_stand_under_the_norms_where_there_are_any(figure):
+    history = run()
+    losses = torch.linspace(3.0, 1.0, 400, dtype=torch.float64)
+    losses[5], losses[399] = math.nan, 1e9
+    with_losses = plot.draw(changed(history, loss=losses))
+    assert len(with_losses.axes) == len(figure.axes) + 1
+    below = with_losses.axes[2]
+    assert below.get_ylabel() == "loss"
+    (drawn,) = below.lines
+    assert drawn.get_xdata().tolist() == history.steps.tolist()
+    assert below.get_xlim() == with_losses.axes[0].get_xlim()
+    # One that exploded leaves the others their room.
+    assert 3.0 < below.get_ylim()[1] < 4.0
+
+
 def test_a_limit_that_follows_the_norm_is_drawn_as_it_was():
     history = run()
     limits = torch.linspace(4.0, 1.0, 400, dtype=torch.float64)

@@ -40,8 +40,8 @@ def test_record_writes_a_row_a_step(tmp_path, ending):
     path = tmp_path / f"run.{ending}"
     with tritonclip.record(path) as recorder:
         recorder.add_(torch.tensor(2.0), coefficient=torch.tensor(0.5), limit=1.0)
-        recorder.add_(0.25, limit=torch.tensor(1.0), skipped=torch.tensor(True))
-        recorder.add_(torch.tensor(0.1, dtype=torch.float64), skipped=False)
+        recorder.add_(0.25, limit=torch.tensor(1.0), skipped=torch.tensor(True), loss=-3)
+        recorder.add_(torch.tensor(0.1, dtype=torch.float64), skipped=False, loss=torch.tensor(0.5))
 
     history = read(path)
 
@@ -50,6 +50,7 @@ def test_record_writes_a_row_a_step(tmp_path, ending):
     assert history.limits.nan_to_num(-1).tolist() == [1.0, 1.0, -1.0]
     assert history.coefficients.nan_to_num(-1).tolist() == [0.5, -1.0, -1.0]
     assert history.skipped.nan_to_num(-1).tolist() == [-1.0, 1.0, 0.0]
+    assert history.losses.nan_to_num(-1).tolist() == [-1.0, -3.0, 0.5]
     assert history.is_clipped.tolist() == [True, False, False]
     assert history.is_skipped.tolist() == [False, True, False]
 
@@ -302,7 +303,7 @@ def test_statistics_are_unknown_where_a_loop_adds_norms(path):
     columns = "norm/a,norm/b,largest/a,largest/b,zeros/a,zeros/b"
     assert path.read_text().splitlines() == [
         f"run,step,norm,coefficient,limit,skipped,loss,{columns}",
-        "1,1,5.0,,,,4.0,3.0,,,,",
+        "1,1,5.0,,,,,4.0,3.0,,,,",
     ]
 
 

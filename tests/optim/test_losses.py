@@ -16,6 +16,7 @@ from helpers.cases import INTERPRETED, NoHostRead, assert_bits, copies, grad_of
 from helpers.training import PLAIN_AND_FUSED, SCALERS, give_grads, sgd, state_of, wrapped
 from tritonclip import ClippedOptimizer, Outlier
 from tritonclip.backends import choose
+from tritonclip.monitor.history import read
 from tritonclip.optim.watches import SkipWatch
 
 ABOVE = Outlier(4.0, 8)
@@ -215,6 +216,23 @@ def test_a_loss_ends_with_its_step_or_with_the_test_of_losses():
     optimizer.skip_above = 100.0
     optimizer.skip_above = ABOVE
     assert optimizer.loss is None
+
+
+@pytest.mark.parametrize("skip_above", [None, 100.0, ABOVE], ids=["none", "bound", "outliers"])
+@pytest.mark.parametrize("make", PLAIN_AND_FUSED)
+def test_a_recorder_takes_the_loss_of_its_step(tmp_path, make, skip_above):
+    params, optimizer = wrapped(make, skip_above=skip_above)
+    with tritonclip.record(tmp_path / "run.csv") as optimizer.recorder:
+        for loss in (torch.tensor(2.0), 1.5, None):
+            step_with(params, optimizer, loss)
+    found = read(tmp_path / "run.csv").losses
+    assert found.nan_to_num(-1.0).tolist() == [2.0, 1.5, -1.0]
+
+
+def test_a_loss_that_nobody_takes_is_refused():
+    _, optimizer = wrapped(sgd)
+    with pytest.raises(ValueError, match=r"there is no recorder; expected .*recorder=record"):
+        optimizer.loss = 1.0
 
 
 def test_a_loss_is_that_of_the_moment_when_it_was_set():

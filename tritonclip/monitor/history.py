@@ -259,8 +259,8 @@ def read(path: str | os.PathLike[str]) -> History:
         path: a .csv or .jsonl file with a column `norm`. The columns `run`, `step`, `coefficient`,
             `limit`, `skipped` and `loss` are optional, and so are named norms in columns
             `norm/<name>`, with `largest/<name>` and `zeros/<name>`. Other columns are not read.
-            Rows without a norm are left out, and so is a last line without a line break, which a
-            crash may have cut.
+            A loss that is no number is unknown. Rows without a norm are left out, and so is a last
+            line without a line break, which a crash may have cut.
 
     Returns:
         The steps in order. If step numbers of a run repeat because it resumed from a checkpoint,
@@ -366,6 +366,9 @@ def _number(number: int, name: str, cell: Cell) -> float:
     try:
         return float(cell)
     except (TypeError, ValueError):
+        if name == "loss":
+            # A usual name, by which another program may mean something else.
+            return torch.nan
         got = f"{cell!r:.40}" if isinstance(cell, str) else type(cell).__name__
         raise ValueError(
             f"line {number}: expected {printable(name):.40} to be a number, got {got}"
