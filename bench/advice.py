@@ -4,15 +4,21 @@ Each is a `make` function, as `tritonclip.find_max_norm` takes it: it gives a st
 `step(batch, clip)`, which calls `clip(parameters)` where `clip_grad_norm_` would stand. Weights
 come from torch's random state, and batches from a generator: the same seed is the same training,
 bit for bit on one machine. Every way to clip goes through this one door.
+
+`suggest` reads the recorded run without clipping of the same seed. `find` gets batches and seeds
+that no other training has, and its answer holds for all seeds.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -553,3 +559,125 @@ def train(task: Task, seed: int, clip: float | Rule) -> Run:
     step = task.make()
     losses = [float(step(batch, clip_)) for batch in task.batches(seed)]
     return Run(step.held_out_loss(), losses, [float(norm) for norm in norms])
+
+
+GRID = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+RULES: dict[str, Rule] = {
+    "ClipByQuantile()": tritonclip.ClipByQuantile(),
+    "ClipByZScore()": tritonclip.ClipByZScore(),
+    "ClipByUnitNorm()": tritonclip.ClipByUnitNorm(),
+}
+SUGGESTED = {"suggest": True, "suggest without losses": False}
+ADVICE = ("no clipping", "best of the grid", "1.0", *SUGGESTED, "find", *RULES)
+# Of the trainings that `find` tries, on none of which anything is judged.
+SEEDS_OF_FIND = (10, 11, 12)
+STEPS_OF_FIND = 200
+
+
+class Outcome(NamedTuple):
+    """What came of advice.
+
+    Attributes:
+        loss: at the end of training.
+        limit: that was advised; None for none, and for a rule.
+        seconds: that training took.
+        names_find: whether `find_max_norm` was named.
+    """
+
+    loss: float
+    limit: float | None
+    seconds: float
+    names_find: bool = False
+
+
+def suggested(run: Run, folder: Path, *, with_losses: bool) -> tuple[float | None, bool]:
+    """The limit for a recorded run without clipping, and whether `find_max_norm` is named."""
+    path = folder / "run.csv"
+    path.unlink(missing_ok=True)
+    with tritonclip.record(path) as recorder:
+        for i, norm in enumerate(run.norms):
+            loss = run.losses[i * len(run.losses) // len(run.norms)]
+            recorder.add_(norm, limit=math.inf, loss=loss if with_losses else None)
+    try:
+        found = tritonclip.suggest_max_norm(path)
+    except ValueError as error:
+        # Too few norms before the first NaN.
+        return None, "find_max_norm" in str(error)
+    return found.max_norm, "find_max_norm" in found.reason
+
+
+def found(task: Task) -> float | None:
+    """The limit that `find_max_norm` finds in trainings that are not judged."""
+    steps = min(STEPS_OF_FIND, task.steps)
+    search = tritonclip.find_max_norm(
+        task.make,
+        task.batches(SEEDS_OF_FIND[0]),
+        steps=steps,
+        seeds=SEEDS_OF_FIND,
+        progress=lambda done, most: None,
+    )
+    return search.max_norm
+
+
+class Outcomes:
+    """The outcomes of all advice for a task, by seed, each trained when it is first asked for."""
+
+    def __init__(self, task: Task, folder: Path) -> None:
+        self._task, self._folder = task, folder
+        self._trained: dict[tuple[int, float | Rule], tuple[Run, float]] = {}
+        self._found: list[float | None] = []
+
+    def of(self, advice: str, seed: int) -> Outcome:
+        """The outcome of advice for a seed."""
+        limit: float | None = None
+        names_find = False
+        if advice in RULES:
+            return self._outcome(seed, RULES[advice])
+        if advice == "best of the grid":
+            return min(map(partial(self._outcome, seed), (math.inf, *GRID)), key=_key)
+        if advice == "1.0":
+            limit = 1.0
+        elif advice in SUGGESTED:
+            run, _ = self._train(seed, math.inf)
+            limit, names_find = suggested(run, self._folder, with_losses=SUGGESTED[advice])
+        elif advice == "find":
+            self._found = self._found or [found(self._task)]
+            (limit,) = self._found
+        outcome = self._outcome(seed, math.inf if limit is None else limit)
+        return outcome._replace(names_find=names_find)
+
+    def untrained(self, seed: int) -> float:
+        """The loss before the first step."""
+        torch.manual_seed(seed)
+        return self._task.make().held_out_loss()
+
+    def _outcome(self, seed: int, clip: float | Rule) -> Outcome:
+        run, seconds = self._train(seed, clip)
+        limit = None if isinstance(clip, Rule) or math.isinf(clip) else clip
+        return Outcome(run.loss, limit, seconds)
+
+    def _train(self, seed: int, clip: float | Rule) -> tuple[Run, float]:
+        if (seed, clip) not in self._trained:
+            begun = time.perf_counter()
+            run = train(self._task, seed, clip)
+            self._trained[seed, clip] = run, time.perf_counter() - begun
+        return self._trained[seed, clip]
+
+
+def _key(outcome: Outcome) -> float:
+    return outcome.loss if math.isfinite(outcome.loss) else math.inf
+
+
+def outcomes_of(name: str, seeds: Sequence[int]) -> dict[str, list[tuple[Outcome, float]]]:
+    """By advice, the outcomes of a task for each seed, and the losses before the first step.
+
+    Runs on one thread: more only slow down matrices as small as these, and change sums.
+    """
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as folder:
+        outcomes = Outcomes(TASKS[name], Path(folder))
+        untrained = [outcomes.untrained(seed) for seed in seeds]
+        return {
+            advice: [(outcomes.of(advice, s), u) for s, u in zip(seeds, untrained, strict=True)]
+            for advice in ADVICE
+        }
