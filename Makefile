@@ -106,6 +106,7 @@ bench-all: $(INSTALLED)
 	$(BENCH) bench/test_distributed.py --plan full $(ROWS)/distributed.json
 	$(BENCH) bench/test_features.py --plan full $(ROWS)/features.json
 	$(BENCH) bench/test_training.py --plan full $(ROWS)/training.json
+	$(BENCH) bench/test_advice.py --plan full $(ROWS)/advice.json
 	$(RUN) -m bench.report
 
 # Ten minutes at most, on a machine with a GPU. At the end of its time it is interrupted, as by

@@ -135,7 +135,7 @@ class Recurrent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Scores of a sequence, or of each of its elements."""
         states = self.layer(x)[0]
-        return self.scores(states if self.each else states[:, -1])
+        return self.scores(states if self.each else states[:, -1])  # type: ignore[no-any-return]
 
 
 def first_symbol(generator: torch.Generator, n: int = 16) -> Batch:
@@ -194,7 +194,7 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Scores of each next symbol."""
         hidden = self.symbols(x) + self.positions
-        return self.scores(self.layers(hidden, self.mask, is_causal=True))
+        return self.scores(self.layers(hidden, self.mask, is_causal=True))  # type: ignore[no-any-return]
 
 
 def followed(generator: torch.Generator, n: int = 16) -> Batch:

@@ -96,11 +96,15 @@ def load_sequences(device: torch.device) -> list[torch.Tensor]:
 
 
 def train(
-    rule: Rule | None, data: list[torch.Tensor], settings: Settings, advance: Callable[[], None]
+    rule: Rule | None,
+    data: list[torch.Tensor],
+    settings: Settings,
+    advance: Callable[[], None],
+    seed: int = 0,
 ) -> History:
     """Train one network and test it."""
     train_images, test_images, train_labels, test_labels = data
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = PixelReader(settings.recurrent_gain).to(train_images.device)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(
         model.parameters(), lr=settings.learning_rate, momentum=0.9

@@ -91,7 +91,7 @@ def test_losses_stand_under_the_norms_where_there_are_any(figure):
     losses[5], losses[399] = math.nan, 1e9
     with_losses = plot.draw(changed(history, loss=losses))
     assert len(with_losses.axes) == len(figure.axes) + 1
-    below = with_losses.axes[2]
+    below: Any = with_losses.axes[2]
     assert below.get_ylabel() == "loss"
     (drawn,) = below.lines
     assert drawn.get_xdata().tolist() == history.steps.tolist()

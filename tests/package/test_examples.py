@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import rich
 import torch
 
-from examples import train_rnn, train_transformer
+from examples import find_limit, train_rnn, train_transformer
 from examples.__main__ import main
 from examples.train_transformer import QUICK, WARMUP, WAYS, History, Settings
 from tritonclip import cli
@@ -91,6 +92,22 @@ def test_report_survives_no_finite_step(tmp_path: Path) -> None:
 
     assert table.row_count == 4
     assert (tmp_path / "curves.png").exists()
+
+
+def test_the_limit_that_is_found_wins(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A part of the example's work: one seed for the search, two to compare.
+    monkeypatch.setattr(find_limit, "SEARCH_SEEDS", (10,))
+    monkeypatch.setattr(find_limit, "SEARCH_STEPS", 40)
+    monkeypatch.setattr(find_limit, "SEEDS", (0, 1))
+
+    said = find_limit.main()
+
+    (without_high, with_low) = (int(share) for share in re.findall(r"(\d+)%", said)[1:3])
+    assert with_low > without_high + 20
+    assert said.startswith("The limit that was found for a shorter training of it is ")
+    assert "recommended" in capsys.readouterr().out
 
 
 WAY_NAMES = [way.name for way in WAYS]
@@ -268,13 +285,14 @@ def test_demo_ends_with_the_result_the_figures_and_the_next_command(
     accuracies = [0.123, 0.914, 0.886, 0.931]
     monkeypatch.setattr(train_rnn, "train_all", lambda _: [*map(digits, accuracies)])
     monkeypatch.setattr(train_transformer, "train_all", lambda _: runs)
+    monkeypatch.setattr(find_limit, "main", lambda: "found")
     monkeypatch.chdir(tmp_path)
 
     # The second time over the files of the first.
     for _ in range(2):
         main()
 
-    *_, first, second, _, figures, following = capsys.readouterr().out.splitlines()
+    *_, first, second, third, _, figures, following = capsys.readouterr().out.splitlines()
     assert first == (
         "The RNN reads 12% of the test digits without clipping, 91% with ClipByGlobalNorm(1.0), "
         "89% with ClipByNorm(0.5), 93% with ClipByValue(0.01)."
@@ -283,6 +301,7 @@ def test_demo_ends_with_the_result_the_figures_and_the_next_command(
         "The transformer diverges in 1 of 2 runs without clipping, in 2 of 2 runs with outliers "
         "skipped, and in 1 of 8 runs with a limit."
     )
+    assert third == "found"
     for figure in figures.removeprefix("Figures: ").split(", "):
         assert Path(figure).stat().st_size
     arguments = following.partition(" -m tritonclip ")[2].split()

@@ -151,8 +151,8 @@ def _tutorial(names: dict[str, Any]) -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    assert names["without"] < 0.6
-    assert names["results"][1.0] > 0.75
+    (without, found) = names["results"].values()
+    assert max(without) < 0.6 < min(found)
 
 
 SETTINGS: dict[str, Callable[[dict[str, Any]], contextlib.AbstractContextManager[None]]] = {

@@ -360,9 +360,8 @@ def _trouble(run: History, warmup: int) -> _Trouble | None:
     losses = run.losses[warmup:]
     losses = losses[losses.isfinite()]
     if len(losses) >= _LEAST_LOSSES:
-        if (why := _on_loss(losses)) is None:
-            return None
-        return _Trouble(early, why, "first tenth")
+        stays = _on_loss(losses)
+        return None if stays is None else _Trouble(early, stays, "first tenth")
     norms = run.norms[warmup:]
     norms = norms[norms.isfinite() & (norms > 0)]
     if len(norms) < _ENOUGH:
