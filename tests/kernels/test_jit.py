@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from helpers.absent_gpu import absent_gpu
+from helpers.workers import run_in_threads
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
@@ -120,6 +121,14 @@ def test_launches_of_a_known_form_compile_nothing(compiled):
         batch.clamp_(-1.0, 2.0**60, 1.0)
     assert len(compiled) == 4
     assert [len(one.calls) for one in compiled] == [4] * 4
+
+
+def test_a_call_in_a_thread_leaves_nothing_to_compile(compiled):
+    """The first call of a process may be made while the model is built."""
+    run_in_threads(lambda thread: batch_of(torch.float32, (1,)).clip_(2.0, EPS, 1.0, 1.0), 1)
+    assert len(compiled) == 2
+    batch_of(torch.float32).clip_(2.0, EPS, 0.5, 1.0)
+    assert [len(one.calls) for one in compiled] == [2, 2]
 
 
 def jit_arguments(kernel: Any, arguments: Any, keywords: dict[str, Any]) -> tuple[Any, Any]:
