@@ -310,6 +310,18 @@ def test_by_norm_shows_the_largest_norm_and_the_least_coefficient(backend):
     )
 
 
+def test_steps_by_value_make_no_norm():
+    """A fill would be a second launch on a GPU."""
+    params, optimizer = wrapped(sgd, ClipByValue(0.1))
+    seen = []
+    for _ in range(2):
+        give_grads(params)
+        optimizer.step()
+        seen.append(optimizer.stats.last_norm)
+    assert seen[1] is seen[0]
+    assert seen[0].isnan()
+
+
 def test_by_value_shows_nan_and_counts_steps(backend):
     params, optimizer = wrapped(sgd, ClipByValue(1e-3), backend.device)
     give_grads(params)

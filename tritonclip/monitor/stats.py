@@ -210,7 +210,7 @@ class ClipStats(NamesAttributes):
         self.group_norms, self.group_coefficients = {}, {}
         # If every group has its own rule, the wrapper's norm is unknown.
         for owner, outcome in {None: None, **outcomes}.items():
-            norm, coefficient, limit = outcome or (self._nan(), torch.nan, torch.nan)
+            norm, coefficient, limit = outcome or (self._unknown(), torch.nan, torch.nan)
             norm = norm.to(device)
             if isinstance(left_out, Tensor) and owner in last:
                 old_norm, old_coefficient = last[owner]
@@ -244,6 +244,11 @@ class ClipStats(NamesAttributes):
             return self.last_norm, as_tensor(self._coefficient, self.last_norm)
         nan = self._nan()
         return self.group_norms.get(owner, nan), self.group_coefficients.get(owner, nan)
+
+    def _unknown(self) -> Tensor:
+        """NaN for the norm of a step; the same tensor while no step has one, without a launch."""
+        is_known = self._coefficient is not torch.nan or self._limit is not torch.nan
+        return self._nan() if is_known else self.last_norm
 
     def _nan(self) -> Tensor:
         return torch.full((), torch.nan, dtype=torch.float32, device=self._counts.device)

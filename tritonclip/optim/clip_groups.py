@@ -116,7 +116,7 @@ class ClipGroup:
         if gradients.plan is None:
             return
         if gradients.tensors:
-            self.finite = torch.isfinite(measure(gradients, math.inf, per_gradient=True).norm())
+            self.finite = measure(gradients, math.inf, per_gradient=True).norm() < math.inf
         else:
             self.finite = torch.ones(0, dtype=torch.bool, device=gradients.device)
 
