@@ -305,7 +305,7 @@ def counts(generator: torch.Generator, n: int = 32) -> Batch:
 def poisson_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Poisson's negative log likelihood, whose gradient grows with the exponential."""
     inputs, targets = batch
-    scores = model(inputs).squeeze(-1)
+    scores: Tensor = model(inputs).squeeze(-1)
     return (scores.exp() - targets * scores).mean()
 
 
