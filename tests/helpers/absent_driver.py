@@ -155,11 +155,12 @@ def launch_others(dtype: torch.dtype) -> None:
 def main(folder: str, *dtypes: str) -> None:
     """Prints the kernels that were compared, launches in all, and what differed."""
     driver = build(Path(folder))
-    with launching(), replaced_launch(compared := Compared(driver)):
-        for dtype in dtypes:
-            for number in (1.0, torch.tensor(2.0)):
-                launch_all(getattr(torch, dtype), number)
-            launch_others(getattr(torch, dtype))
+    with launching():
+        with replaced_launch(compared := Compared(driver)):
+            for dtype in dtypes:
+                for number in (1.0, torch.tensor(2.0)):
+                    launch_all(getattr(torch, dtype), number)
+                launch_others(getattr(torch, dtype))
         clipped = clip_again(driver)
     n_launches = ctypes.c_int.in_dll(driver, "n_launches").value
     found = {"kernels": compared.kernels, "n": n_launches, "differing": compared.differing}

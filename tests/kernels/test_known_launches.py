@@ -195,7 +195,7 @@ def compiled_kernel(**changes: Any) -> Any:
     )
 
 
-ABSENT = object()
+ABSENT = "absent"
 METADATA = (
     *("num_ctas", "launch_pdl", "launch_cooperative_grid"),
     *("global_scratch_size", "profile_scratch_size"),
