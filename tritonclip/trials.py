@@ -85,6 +85,10 @@ class Training:
         self._evaluate: Callable[[Any, Any], Any] = self._loss_of
         # Of an iterator, which gives each batch once.
         self._kept: list[Any] = []
+        # Of a DataLoader.
+        owners = (batches, getattr(batches, "sampler", None))
+        found = [getattr(owner, "generator", None) for owner in owners]
+        self._generators = [item for item in found if isinstance(item, torch.Generator)]
         self._held_out = None if held_out is None else [*held_out]
         if self._held_out == []:
             raise ValueError("held_out has no batches; expected one or more, or None")
@@ -100,9 +104,7 @@ class Training:
         seed = torch.initial_seed()
         numpy: Any = sys.modules.get("numpy")
         before = random.getstate(), numpy and numpy.random.get_state()
-        sources = (self._batches, getattr(self._batches, "sampler", None))
-        generators = {getattr(source, "generator", None) for source in sources}
-        states = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
+        states = [(generator, generator.get_state()) for generator in self._generators]
         try:
             with torch.random.fork_rng([*devices]), torch.enable_grad():
                 yield
@@ -201,12 +203,9 @@ class Training:
                 "can help; expected a model and batches with a finite loss: look for NaN or inf in "
                 "the batch, or for a loss scale or a dtype that overflows"
             )
-        if not clipping.parameters:
-            raise ValueError(
-                f"clip was not called in {len(trial.losses)} steps; expected steps enough for the "
-                "first clip, and a step function that calls clip(parameters) after backward"
-            )
-        if all(map(torch.equal, clipping.before, map(_size_of, clipping.parameters))):
+        after = [*map(_size_of, clipping.parameters)]
+        # None were seen where the loss diverged before the first clip.
+        if after and all(map(torch.equal, clipping.before, after)):
             raise ValueError(
                 f"{len(trial.losses)} steps changed no parameter, so that no limit matters; "
                 "expected a step that ends with optimizer.step(), over the parameters that clip "
@@ -217,7 +216,8 @@ class Training:
         """A step function; with its model and optimizer, where they are known."""
         _seed_all(seed)
         found = self._make()
-        first, second = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        items: tuple[Any, ...] = found if isinstance(found, tuple) else (found,)
+        first, second = (*items, None, None)[:2] if len(items) < 3 else (None, None)
         self._evaluate = self._loss_of
         if isinstance(second, ClippedOptimizer):
             raise TypeError(
@@ -231,14 +231,8 @@ class Training:
                     "make to run a forward pass before it gives (model, optimizer)"
                 )
             return self._step_of(first, second), first, second
-        if (
-            not callable(first)
-            or isinstance(first, Module)
-            or not (second is None or callable(second))
-        ):
-            got = ", ".join(
-                type(item).__name__ for item in (found if isinstance(found, tuple) else [found])
-            )
+        if isinstance(first, Module) or not all(map(callable, (first, second or first))):
+            got = ", ".join(type(item).__name__ for item in items)
             raise TypeError(f"make: {_MAKE}; got {got}")
         if self._held_out is not None:
             if second is None:
@@ -291,9 +285,8 @@ class Training:
         """The batches of a trial, from the start again where they end."""
         _seed_all(seed)
         source = self._batches
-        for candidate in (source, getattr(source, "sampler", None)):
-            if isinstance(generator := getattr(candidate, "generator", None), torch.Generator):
-                generator.manual_seed(seed)
+        for generator in self._generators:
+            generator.manual_seed(seed)
         if isinstance(source, Iterator):
             yield from self._once(source, steps)
             return
