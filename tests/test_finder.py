@@ -195,6 +195,22 @@ def test_seeds_that_change_nothing_are_named():
 # How candidates are chosen.
 
 
+def test_limits_beside_the_best_are_tried_where_short_trials_misled():
+    calls = Counter[tuple[float, int]]()
+
+    def run(position, clip, steps):
+        calls[clip, steps] += 1
+        value = abs(math.log(clip / 0.3)) if steps == 40 else clip
+        losses = torch.tensor([9.0, min(value, 9.0)], dtype=torch.float64)
+        return Trial(losses, torch.tensor([2.0]).double(), None)
+
+    search = finder._Search(run, [1.0, 0.5, 0.3, 0.1, 0.05], [], 40, 2)
+    search.run()
+    assert choose(search.last[1])[0] == 0.3
+    # The next one is worse with the first seed.
+    assert (calls[0.3, 40], calls[0.5, 40], calls[1.0, 40]) == (2, 1, 0)
+
+
 def trials(*losses: float) -> dict[int, Trial]:
     nothing = torch.zeros(0, dtype=torch.float64)
     return {

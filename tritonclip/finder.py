@@ -35,6 +35,8 @@ Trials = dict[int, Trial]
 _N_LIMITS, _TOP, _RATIO, _N_MORE = 7, 3.0, 10**0.5, 4
 # First norms that set the grid.
 _FIRST_NORMS = 20
+# Limits beside the best that may be added at full length.
+_N_CLIMBS = 2
 # Steps of the shortest trial.
 _FEWEST = 10
 # The last part of a trial, which judges it.
@@ -189,7 +191,7 @@ class _Search:
         self._n_more = 0 if limits else _N_MORE
         # The most steps that the search takes.
         self.budget = sum(one.steps * len(one.positions) * one.n for one in self.rounds)
-        self.budget += 2 * self._n_more * self.rounds[0].steps + steps * n_seeds
+        self.budget += 2 * self._n_more * self.rounds[0].steps + steps * (n_seeds + 1) * _N_CLIMBS
         # Of each round.
         self.trials: list[dict[Clip, Trials]] = []
         self.is_interrupted = False
@@ -204,7 +206,7 @@ class _Search:
                 if not i:
                     self._add(one, [*(self._limits or self._grid()), *self._rules])
                     self._add_lower(one)
-            self._add_mildest(one)
+            self._climb(one)
         except KeyboardInterrupt:
             if not self.last[1]:
                 raise
@@ -250,16 +252,29 @@ class _Search:
                 return
             self._add(one, [_round(lowest / _RATIO)])
 
-    def _add_mildest(self, one: Round) -> None:
-        """Adds the largest limit where no limit is best, which short trials may misjudge."""
-        mean = {clip: _mean(trials) for clip, trials in self.trials[-1].items()}
+    def _climb(self, one: Round) -> None:
+        """Goes on to limits beside the best, which short trials may have misjudged."""
         clipping = [
             clip
             for clip, trials in self.trials[0].items()
             if not isinstance(clip, Rule) and bool((trials[0].norms > clip).any())
         ]
-        if clipping and mean[math.inf] <= min(mean.values()) and max(clipping) not in mean:
-            self._add(one, [max(clipping)])
+        limits, seen = sorted([*clipping, math.inf]), {*self.trials[-1]}
+        for _ in range(_N_CLIMBS):
+            best = min(self.trials[-1], key=lambda clip: _mean(self.trials[-1][clip]))
+            i = limits.index(best) if best in limits else -2
+            beside = [
+                c for c in (limits[i + 1 : i + 2] + limits[max(i - 1, 0) : i]) if c not in seen
+            ]
+            for clip in beside if i >= 0 else []:
+                seen.add(clip)
+                first = self._run(0, clip, one.steps)
+                if _judged(first) < _judged(self.trials[-1][best][0]):
+                    others = {j: self._run(j, clip, one.steps) for j in one.positions[1:]}
+                    self.trials[-1][clip] = {0: first, **others}
+                    break
+            else:
+                return
 
     def _best(self, n: int) -> list[Clip]:
         """The best of the last round, beside no limit."""
@@ -353,10 +368,11 @@ def find_max_norm(
     """Tries limits on your own training, and says with which it goes best.
 
     Each trial is a short training that begins with the same weights, random state and batches, and
-    differs in its limit. All limits train for a sixth of `steps` with one seed, the better ones
-    for a third with another, and the best two for all of them with every seed (successive
-    halving). No limit is always among them. A trial whose loss is NaN or inf ends there. With three
-    seeds all take the steps of some twelve whole trials, fewer where trials diverge.
+    differs in its limit. All limits train for a sixth of `steps` with one seed, the better ones for
+    a third with another, and the best two for all of them with every seed (successive halving);
+    then limits beside the best, as long as they are better. No limit is always among them. A trial
+    whose loss is NaN or inf ends there. With three seeds all take the steps of some thirteen whole
+    trials, fewer where trials diverge.
 
     Example:
         >>> import torch, tritonclip
