@@ -585,6 +585,7 @@ def wrapped():
         ({"batches": []}, ValueError, "ran out after 0 of"),
         ({"batches": iter(draw()[:7])}, ValueError, "steps=7"),
         ({"batches": 3}, TypeError, "such as a DataLoader"),
+        ({"batches": lambda: 3}, TypeError, "batches() must give an iterable, got int"),
         ({"held_out": []}, ValueError, "no batches"),
         ({"limits": [1.0]}, ValueError, "two or more limits"),
         ({"limits": [1.0, math.inf]}, ValueError, "two or more limits"),

@@ -296,7 +296,10 @@ class Training:
             start = int(turn * len(source))
             source = [*source[start:], *source[:start]]
         while n < steps:
-            for batch in source if isinstance(source, Iterable) else source():
+            given = source if isinstance(source, Iterable) else source()
+            if not isinstance(given, Iterable):
+                raise TypeError(f"batches() must give an iterable, got {type(given).__name__}")
+            for batch in given:
                 yield batch
                 n += 1
                 if n == steps:
