@@ -360,7 +360,7 @@ def test_gradients_in_buffers_are_read_by_parameter(tmp_path, device, verbs, mon
     readings = count_readings(monkeypatch, verbs)
     row = step_of(tmp_path, params, 0.5, flat=flat)
     assert len(readings) == 2
-    assert list(row)[6:] == ["norm/a", "norm/b", "norm/c"]
+    assert list(row)[7:] == ["norm/a", "norm/b", "norm/c"]
     assert_norm(each_of(row), reference.norms(grads))
     coefficient = 0.5 / (reference.total_norm(grads) + 1e-6)
     for param, grad in zip(params, grads, strict=True):

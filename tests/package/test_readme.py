@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import tritonclip
+from tritonclip import patching
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 README = ROOT / "README.md"
@@ -177,6 +178,15 @@ def test_readme_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'clipped_share'" in capsys.readouterr().out
 
 
+@pytest.fixture
+def torchs_functions() -> Iterator[None]:
+    """Gives them back, where a page replaces them for the rest of the program."""
+    yield
+    for patch in list(patching._patches):
+        patch.remove()
+
+
+@pytest.mark.usefixtures("torchs_functions")
 # The Trainer asks for pinned memory by default.
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true")
 # Lightning's advice where TensorBoard is missing.

@@ -94,36 +94,39 @@ class StepCounts:
         # On a CPU without a call. Replays of a graph repeat the device's work, not the host's.
         captured = self._counts.is_cuda and is_captured(device)
         recorded = captured or n_dispatch_modes() or is_pre_dispatch()
+        step: Sequence[float] | Tensor | _Uncertain
         if isinstance(left_out, Tensor):
             self._may_have_skipped = True
-            uncertain = self._uncertain(coefficients, left_out, verdict)
-            self.consecutive_skips.add_(uncertain.skip).mul_(uncertain.left_out)
+            step = self._uncertain(coefficients, left_out, verdict)
+            self.consecutive_skips.add_(step.skip).mul_(step.left_out)
             if recorded:
-                self._counts.add_(self._sums_of_uncertain([uncertain]))
-            else:
-                self._keep(uncertain)
-            return
-        if left_out:
+                self._counts.add_(self._sums_of_uncertain([step]))
+                return
+        elif left_out:
             with _ADDING:
                 self._counts[5 if verdict.overflow else 4].add_(1)
             if not verdict.overflow:
                 self.consecutive_skips.add_(1)
                 self._may_have_skipped = True
             return
-        if self._may_have_skipped:
-            self.consecutive_skips.zero_()
-            self._may_have_skipped = False
-        if recorded:
-            self._counts[: 1 + bool(coefficients)].add_(1)
-            if coefficients:
-                self._counts[2:4].add_(self._are_below(coefficients))
-            return
-        if {float}.issuperset(map(type, coefficients)):
-            self._keep(coefficients)  # type: ignore[arg-type]  # all float
-        elif len(coefficients) == 1 and isinstance(coefficients[0], Tensor):
-            self._keep(coefficients[0].to(device))
         else:
-            self._keep(self._least(coefficients))
+            if self._may_have_skipped:
+                self.consecutive_skips.zero_()
+                self._may_have_skipped = False
+            if recorded:
+                self._counts[: 1 + bool(coefficients)].add_(1)
+                if coefficients:
+                    self._counts[2:4].add_(self._are_below(coefficients))
+                return
+            if {float}.issuperset(map(type, coefficients)):
+                step = coefficients  # type: ignore[assignment]  # all float
+            elif len(coefficients) == 1 and isinstance(coefficients[0], Tensor):
+                step = coefficients[0].to(device)
+            else:
+                step = self._least(coefficients)
+        self._kept.append(step)
+        if len(self._kept) >= KEPT:
+            self._count_kept()
 
     def move_(self, device: torch.device) -> None:
         """Moves all counts."""
@@ -139,11 +142,6 @@ class StepCounts:
         for count, number in zip(self.read(), numbers.values(), strict=True):
             count.fill_(number)
         self._may_have_skipped = True
-
-    def _keep(self, step: Sequence[float] | Tensor | _Uncertain) -> None:
-        self._kept.append(step)
-        if len(self._kept) >= KEPT:
-            self._count_kept()
 
     def _count_kept(self) -> None:
         """Counts the kept steps; an error or an interrupt leaves them kept."""
