@@ -110,7 +110,7 @@ class Runner(NamedTuple):
         kinds = _kinds_of(self.compiled, n_arguments) if native is not None else None
         driver = _cu_launch_kernel() if kinds is not None else 0
         if not driver:
-            return _refuse
+            return refuse
         function, metadata = self.compiled.function, self.compiled.metadata
         sizes = programs, 32 * metadata.num_warps, metadata.shared
         return partial(native.launch, native.kernel(driver, function, *sizes, kinds, self.compiled))
@@ -201,7 +201,7 @@ def _runner(
     return Runner(run, compiled)
 
 
-def _refuse(stream: int, *arguments: Any) -> bool:
+def refuse(stream: int, *arguments: Any) -> bool:
     """Starts nothing: the `Start` of a kernel that only `launch` may run."""
     return False
 

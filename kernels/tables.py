@@ -73,6 +73,9 @@ class ChunkTable:
         start = self.starts.get(key)
         if start is None or self.stream is None:
             return False
+        # A norm may be asked for later, by a rule of the user's under a stream of its own.
+        if self.device.type == "cuda" and self.stream != launch.current_stream(self.device):
+            return False
         return start(self.stream, *self.addresses, *arguments)
 
     def launch(
@@ -166,7 +169,9 @@ class Tables(Generic[_Table]):
         known = self._uploaded.get(stream)
         if known is not None and (known.addresses is addresses or known.addresses == addresses):
             table = known.table
-            if known.upload is not None and not capturing and known.upload.query():
+            # Some ROCm may not query events while any thread captures a graph.
+            may_query = not capturing and torch.version.hip is None
+            if known.upload is not None and may_query and known.upload.query():
                 self._uploaded[stream] = known._replace(upload=None)
         else:
             found = self._landed(addresses) if capturing else None

@@ -28,7 +28,7 @@ from helpers.absent_gpu import absent_gpu  # noqa: E402
 from tritonclip.backends.interface import Clip  # noqa: E402
 from tritonclip.backends.triton import TritonBatch  # noqa: E402
 from tritonclip.kernels import launch  # noqa: E402
-from tritonclip.kernels.tables import lay_out  # noqa: E402
+from tritonclip.kernels.tables import ChunkTable, lay_out  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(loops is None, reason="the extension is not built"),
@@ -405,3 +405,22 @@ def test_launches_on_an_absent_driver_are_triton_s(monkeypatch):
         for _ in range(2):
             batch.clamp_(-1.0, 1.0, 1.0)
     assert len(calls) == (1 if torch.cuda.is_available() else 2)
+
+
+def test_a_known_launch_starts_on_no_stream_but_its_own(monkeypatch):
+    """A rule may ask for a norm later, under a stream of its own, to which the results belong."""
+    started = []
+    table = ChunkTable(
+        torch.device("cuda", 0), torch.float32, 1, 1, ANY_TABLES, (8,), {}, {"key": launched}, 5
+    )
+    for stream in (5, 6):
+        monkeypatch.setattr(launch, "current_stream", lambda device, stream=stream: stream)
+        started.append(table.starts_again("key", 3))
+    assert started == [(5, 8, 3), False]
+
+
+ANY_TABLES: Any = ()
+
+
+def launched(*arguments: Any) -> Any:
+    return arguments

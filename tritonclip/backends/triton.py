@@ -113,7 +113,8 @@ class TritonBatch:
     ) -> Tensor:
         """Measures all gradients and multiplies them by one coefficient."""
         table, dtype, key = self._table, self._dtype, ("clip", norm_type, self._dtype)
-        if key in table.starts and type(limit) is type(eps) is type(grad_scale) is float:
+        known = table.starts.get(key, launch.refuse) is not launch.refuse
+        if known and type(limit) is type(eps) is type(grad_scale) is float:
             programs, n_chunks = table.programs[OCCUPANCY_3X80], table.n_chunks
             # The coefficient, which nobody reads, has its place behind the partial norms.
             norms = torch.empty(programs + 1, dtype=torch.float64, device=table.device)

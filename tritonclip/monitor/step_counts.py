@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from array import array
-from collections import deque
 from collections.abc import Mapping, Sequence
 from threading import RLock
 from typing import NamedTuple
@@ -32,6 +32,16 @@ KEPT = 64
 _ADDING = RLock()
 
 
+def _renew_lock() -> None:
+    global _ADDING
+    _ADDING = RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    # The thread that held it is not in the forked process.
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
 class _Uncertain(NamedTuple):
     """A step of which only the device knows whether it was taken; flags and numbers are 0-d."""
 
@@ -45,7 +55,7 @@ class StepCounts:
     """Steps that were taken, measured, clipped, skipped, and left out because of an overflow.
 
     Steps are kept with their coefficients on the device, and counted KEPT at a time or when the
-    counts are read. Any thread may read: each step is one entry of a queue.
+    counts are read. Any thread may read: each step is one entry of a list.
 
     Attributes:
         consecutive_skips: steps skipped in a row until now; 0-d int64.
@@ -60,7 +70,7 @@ class StepCounts:
         self._may_have_skipped = False
         # Of each step taken, the coefficients: numbers, or a 0-d tensor on the device; or a step of
         # which the device knows whether it was.
-        self._kept: deque[Sequence[float] | Tensor | _Uncertain] = deque()
+        self._kept: list[Sequence[float] | Tensor | _Uncertain] = []
         # A step with a coefficient below the first was clipped, below the second well clipped.
         self._bounds = torch.linspace(1.0, BARELY, 2, device=device)
 
@@ -146,15 +156,10 @@ class StepCounts:
     def _count_kept(self) -> None:
         """Counts the kept steps; an error or an interrupt leaves them kept."""
         with _ADDING:
-            steps = [self._kept.popleft() for _ in range(len(self._kept))]
-            if not steps:
-                return
-            try:
-                more = self._sums(steps)
-            except BaseException:
-                self._kept.extendleft(reversed(steps))
-                raise
-            self._counts.add_(more)
+            steps = self._kept[:]
+            if steps:
+                self._counts.add_(self._sums(steps))
+                del self._kept[: len(steps)]
 
     def _sums(self, steps: Sequence[Sequence[float] | Tensor | _Uncertain]) -> Tensor:
         """The counts of these steps, int64[6]."""
