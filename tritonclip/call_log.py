@@ -186,7 +186,7 @@ class CallLog:
             failed: whether the script was interrupted, or ended with an error.
         """
         if not self.counts:
-            return _NONE if failed else f"{_NONE}, so that tritonclip clipped nothing.\n{_REMEDIES}"
+            return _NONE if failed else f"{_NONE}, so that no call was replaced.\n{_REMEDIES}"
         counted = ", ".join(f"{n:,} of {name}" for name, n in self.counts.items())
         n_calls = self.counts.total()
         lines = [f"calls of torch's functions: {counted}"]
@@ -223,8 +223,8 @@ _MOST_LISTS = 6
 _MATTERS = 0.01
 _LEGEND = """\
 Calls take turns, and each clips once: median and quartiles of a call, and its share of
-the time from one call to the next. Two calls in 17 are not timed: they measure the norm
-both ways."""
+the time from the first call to the last. Two calls in 17 are not timed: they measure
+the norm both ways."""
 _WAITS = """
 Each call waited for the GPU before and after, which a run without --compare does not."""
 _ONE_FINITE = """\
@@ -277,7 +277,8 @@ def _total(calls: _List) -> float:
 
 def _shares(calls: _List) -> list[float]:
     """Of a call in the time from one to the next: by torch, by tritonclip."""
-    gap = statistics.median(calls.gaps)
+    # The mean, to which the long gap of an evaluation belongs.
+    gap = statistics.fmean(calls.gaps)
     medians = [statistics.median(walls) for walls in calls.walls]
     return [median / (median + gap) for median in medians]
 
@@ -322,7 +323,7 @@ def _verdict(calls: _List) -> str:
             f"tritonclip does not help the speed of this run: a call takes {time_text(ours)} in "
             f"place of {time_text(torchs)}."
         )
-    saved = (torchs - ours) / (torchs + statistics.median(calls.gaps))
+    saved = (torchs - ours) / (torchs + statistics.fmean(calls.gaps))
     text = f"a call takes {time_text(ours)} in place of {time_text(torchs)}"
     if saved < _MATTERS:
         return (
