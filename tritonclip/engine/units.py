@@ -110,7 +110,7 @@ def norms_by_unit(gradients: Gradients) -> list[Tensor]:
     Args:
         gradients: not empty, of two dimensions or more; no parameters are asked for.
     """
-    plan, grads = gradients.plan, gradients.tensors
+    plan, grads = gradients.plan, gradients.dense()
     assert plan is not None
     # Weights that are None limit nothing and are not read.
     nothing = [None] * len(grads), [0] * len(grads)
