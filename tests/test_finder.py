@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 from collections import Counter
@@ -172,6 +173,45 @@ def test_held_out_batches_judge():
     assert {loss for c in found.candidates for loss in c.losses if loss != math.inf} == {1.5}
     assert seen
     assert not any(seen)
+
+
+def test_held_out_batches_come_from_a_function_with_random_numbers_of_its_own():
+    drawn = []
+
+    def batches():
+        for _ in range(3):
+            drawn.append(torch.randn(8, 4))
+            yield drawn[-1]
+
+    before = torch.get_rng_state()
+    found = find(held_out=batches, batches=batches, steps=4, seeds=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert found.is_held_out
+    assert not any(torch.equal(held, other) for held in drawn[:3] for other in drawn[3:])
+
+
+@pytest.mark.parametrize("clips", [True, False], ids=["clip", "none"])
+def test_the_verdict_has_the_losses_of_the_table(clips):
+    def run(position, clip, steps):
+        value = [1.0, 2.0, 30.0][position] * (0.5 if clip == 1.0 and clips else 1.0)
+        return Trial(torch.tensor([90.0, value]).double(), torch.ones(1).double() * 9, None)
+
+    search = finder._Search(run, [1.0, 2.0], [], 40, 3)
+    search.run()
+    one, last = search.last
+    clip, best, _ = choose(last)
+    found = {c: finder._candidate(c, one.steps, [0, 1, 2], last[c]) for c in last}
+    reason = finder._reason(found[clip], found[best], found[math.inf], last, None)
+    assert f"median loss is {found[clip].quartiles[1]:.4g}" in reason
+    assert (clip == 1.0) == clips == ("and 2 without a limit" in reason)
+
+
+def test_a_limit_that_only_the_mean_prefers_is_explained():
+    last: Any = {math.inf: trials(1.0, 2.0, 90.0), 1.0: trials(1.1, 2.1, 3.1)}
+    chosen, none = (finder._candidate(c, 40, [0, 1, 2], last[c]) for c in (1.0, math.inf))
+    assert "mean decides: it is 2.1, and 31 without" in finder._reason(
+        chosen, chosen, none, last, None
+    )
 
 
 @pytest.mark.parametrize("seeds", [1, [5], 2, [3, 1, 4]], ids=str)
@@ -567,9 +607,38 @@ def wrapped():
     return model, tritonclip.ClippedOptimizer(optimizer, 1.0)
 
 
+def frozen():
+    model = nn.Linear(4, 1).requires_grad_(False)
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def limited(*others, **named):
+    model, _ = make()
+    return lambda batch, clip: clip(model.parameters(), *others, **named)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
+        ({"make": lambda: limited(0.5)}, TypeError, "parameters alone"),
+        ({"make": lambda: limited(max_norm=0.5)}, TypeError, "got also max_norm=0.5"),
+        (
+            {"make": lambda: lambda batch: batch},
+            TypeError,
+            "step(batch, clip), got one with (batch)",
+        ),
+        ({"make": frozen}, ValueError, "unfreeze"),
+        ({"loss": lambda model, x: loss(model, x).item()}, ValueError, "without .item()"),
+        ({"loss": nn.MSELoss()}, TypeError, "loss(model, batch), got MSELoss of torch"),
+        ({"loss": nn.functional.mse_loss}, TypeError, "got mse_loss of torch"),
+        ({"loss": None, "batches": [(torch.ones(8, 4),) * 2]}, TypeError, "--loss mymodule:loss"),
+        ({"loss": None, "batches": [{"y": torch.ones(8, 4)}]}, TypeError, "loss=lambda model"),
+        ({"held_out": itertools.repeat(torch.ones(8, 4))}, ValueError, "islice(batches(), 20)"),
+        ({"held_out": itertools.count}, ValueError, "got more than 1,000"),
+        ({"held_out": 3}, TypeError, "held_out must be an iterable of batches"),
+        ({"held_out": lambda: 3}, TypeError, "got function, which gave int"),
+        ({"limits": (x for x in [1.0, math.inf])}, ValueError, "got limits=[1.0, inf]; the run"),
+        ({"limits": [1.0, 1.0]}, ValueError, "--limits 0.1 0.3"),
         ({"make": still}, ValueError, "changed no parameter"),
         ({"make": lambda: make(0.0)}, ValueError, "learning rate above 0"),
         ({"make": forgetful}, ValueError, "clip was not called"),

@@ -204,7 +204,11 @@ def _add_find(command: argparse.ArgumentParser) -> None:
     for name, about in (
         ("batches", "an iterable of batches, or a function that gives one (MODULE:batches)"),
         ("loss", "a function loss(model, batch); by default the model's output or its .loss"),
-        ("held-out", "batches whose loss judges the limits; by default the training loss does"),
+        (
+            "held-out",
+            "batches, or a function that gives some, whose loss judges the limits; by default "
+            "the training loss does",
+        ),
         ("rules", "a list of rules, which compete with limits"),
     ):
         command.add_argument(f"--{name}", metavar="MODULE:NAME", help=about)
@@ -541,8 +545,13 @@ def find(chosen: argparse.Namespace) -> int:
     """Prints the answer of `find_max_norm`; returns 1 where there is none."""
     if chosen.figure:
         from tritonclip import finder_plot
-        from tritonclip.monitor.plot import check_path
+        from tritonclip.monitor.plot import ENDINGS, check_path
 
+        if chosen.figure.suffix.lower() not in ENDINGS:
+            raise ValueError(
+                "--figure: expected a name that ends in .png or .svg, got "
+                f"{chosen.figure}; write --figure found.png"
+            )
         check_path(chosen.figure)
     try:
         module = chosen.target.partition(":")[0]

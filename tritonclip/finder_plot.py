@@ -10,12 +10,14 @@ import os
 
 from matplotlib import style
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from tritonclip.finder import Found
 from tritonclip.monitor import plot
 
-# Losses whose largest is so many times the smallest are drawn on a log axis.
-_WIDE = 10.0
+# Losses whose largest is so many times the smallest are drawn on a log axis; below the second, with
+# labels at 2 and 5 too.
+_WIDE, _VERY_WIDE = 10.0, 300.0
 # Kinds of candidates: colour, marker and name.
 _RECOMMENDED = "C1", "D", "recommended"
 _LAST = "C0", "o", "of the last round"
@@ -55,7 +57,9 @@ def draw(found: Found) -> Figure:
     if finite and min(finite) > 0 and max(finite) > _WIDE * min(finite):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+        is_very_wide = max(finite) > _VERY_WIDE * min(finite)
+        axes.yaxis.set_minor_formatter("" if is_very_wide else "{x:g}")
     axes.set(xlabel="limit", ylabel="held-out loss" if found.is_held_out else "loss at the end")
     for colour, marker, label in (_RECOMMENDED, _LAST, _SHORTER):
         axes.plot([], [], marker, color=colour, label=label)

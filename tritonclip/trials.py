@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import math
+import operator
 import random
 import sys
 import weakref
@@ -35,6 +37,10 @@ _MAKE = (
     "expected a function that gives (model, optimizer), or a step function step(batch, clip) that "
     "returns the loss; beside held_out, (step, evaluate) with evaluate(batch)"
 )
+# Held-out batches of unknown number are kept up to so many; more may be endless.
+_MOST_HELD_OUT = 1000
+# Unlike seeds of trials: a function may draw the batches of training too.
+_HELD_OUT_SEED = 0x5EED0
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,13 @@ class Training:
             raise TypeError(f"make: {_MAKE}; got {type(make).__name__}")
         if loss is not None and not callable(loss):
             raise TypeError(f"loss must be a function loss(model, batch), got {loss!r:.40}")
+        if str(getattr(loss, "__module__", None)).startswith("torch.nn."):
+            name = getattr(loss, "__name__", type(loss).__name__)
+            raise TypeError(
+                f"expected a function loss(model, batch), got {name} of torch, which takes an "
+                "output and a target; write loss=lambda model, batch: "
+                "criterion(model(batch[0]), batch[1])"
+            )
         if not isinstance(batches, Iterable) and not callable(batches):
             raise TypeError(
                 "batches must be an iterable of batches, such as a DataLoader, or a function that "
@@ -89,13 +102,15 @@ class Training:
         owners = (batches, getattr(batches, "sampler", None))
         found = [getattr(owner, "generator", None) for owner in owners]
         self._generators = [item for item in found if isinstance(item, torch.Generator)]
-        self._held_out = None if held_out is None else [*held_out]
-        if self._held_out == []:
-            raise ValueError("held_out has no batches; expected one or more, or None")
         self._start: _Start | None = None
         self._known: list[weakref.ref[Tensor]] = []
         self._has_run = False
         self.optimizer: Optimizer | None = None
+        self._held_out: list[Any] | None = None
+        if held_out is not None:
+            with self.untouched():
+                _seed_all(_HELD_OUT_SEED)
+                self._held_out = _held_out_batches(held_out)
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
@@ -234,6 +249,7 @@ class Training:
         if isinstance(first, Module) or not all(map(callable, (first, second or first))):
             got = ", ".join(type(item).__name__ for item in items)
             raise TypeError(f"make: {_MAKE}; got {got}")
+        _check_step(first)
         if self._held_out is not None:
             if second is None:
                 raise TypeError(
@@ -254,6 +270,8 @@ class Training:
             def closure() -> Any:
                 optimizer.zero_grad()
                 loss = self._loss_of(model, batch)
+                if not loss.requires_grad:
+                    _refuse_constant(parameters)
                 loss.backward()
                 clip(parameters)
                 return loss
@@ -269,10 +287,18 @@ class Training:
     def _loss_of(self, model: Module, batch: Any) -> Tensor:
         if self._loss is not None:
             return _as_loss(self._loss(model, batch))
-        if isinstance(batch, Mapping):
-            found = model(**batch)
-        else:
-            found = model(*batch) if isinstance(batch, list | tuple) else model(batch)
+        try:
+            if isinstance(batch, Mapping):
+                found = model(**batch)
+            else:
+                found = model(*batch) if isinstance(batch, list | tuple) else model(batch)
+        except TypeError as error:
+            if "forward()" not in str(error):
+                raise
+            raise TypeError(
+                f"without a loss, the model is called with the whole batch, which failed: {error}; "
+                "pass loss=lambda model, batch: ..., in a terminal --loss mymodule:loss"
+            ) from error
         found = found["loss"] if isinstance(found, Mapping) else getattr(found, "loss", found)
         return _as_loss(found)
 
@@ -351,8 +377,14 @@ class _Clipping:
         self.before: list[Tensor] = []
         self.norms: list[Tensor] = []
 
-    def __call__(self, parameters: Any) -> Tensor | None:
+    def __call__(self, parameters: Any, *others: Any, **named: Any) -> Tensor | None:
         """Clips by the limit of the trial; returns the norm before clipping."""
+        if others or named:
+            got = ", ".join([*map(repr, others), *(f"{k}={v!r}" for k, v in named.items())])
+            raise TypeError(
+                f"clip takes parameters alone, since the trial has the limit; got also {got:.80}; "
+                "write clip(model.parameters())"
+            )
         items = as_list(parameters)
         tensors = [item[1] if isinstance(item, tuple) else item for item in items]
         if not self.parameters:
@@ -425,6 +457,54 @@ def _tensors_of(model: Module, optimizer: Optimizer | None) -> list[Tensor]:
     groups = [] if optimizer is None else optimizer.param_groups
     trained = [p for group in groups for p in group["params"]]
     return [*{id(p): p for p in [*model.parameters(), *trained]}.values()]
+
+
+def _held_out_batches(held_out: Any) -> list[Any]:
+    """The batches of an iterable, or of a function that gives one."""
+    given = held_out if isinstance(held_out, Iterable) or not callable(held_out) else held_out()
+    if not isinstance(given, Iterable):
+        raise TypeError(
+            "held_out must be an iterable of batches, such as a list, or a function that gives "
+            f"one; got {type(held_out).__name__}"
+            + (f", which gave {type(given).__name__}" if given is not held_out else "")
+        )
+    most = max(operator.length_hint(given), _MOST_HELD_OUT)
+    found = [*itertools.islice(given, most + 1)]
+    if len(found) > most:
+        raise ValueError(
+            f"expected held_out batches that end, got more than {most:,}; pass a list, such as "
+            "held_out = list(itertools.islice(batches(), 20))"
+        )
+    if not found:
+        raise ValueError("held_out has no batches; expected one or more, or None")
+    return found
+
+
+def _check_step(step: Any) -> None:
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):
+        # A builtin has none.
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise TypeError(
+            f"expected a step function step(batch, clip), got one with {signature}; call "
+            "clip(parameters) in it, where clip_grad_norm_ would stand"
+        ) from None
+
+
+def _refuse_constant(parameters: Sequence[Tensor]) -> None:
+    if not any(p.requires_grad for p in parameters):
+        raise ValueError(
+            "expected parameters that require grad, got an optimizer with none; unfreeze those "
+            "that are to be trained"
+        )
+    raise ValueError(
+        "expected a loss that requires grad, got one that does not; return the scalar tensor that "
+        "follows from the model's output, without .item(), .detach() or torch.no_grad()"
+    )
 
 
 def _as_loss(found: Any) -> Tensor:
