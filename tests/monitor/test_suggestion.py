@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from typing import Any
 
@@ -19,6 +20,8 @@ from tritonclip.monitor.history import History, read
 
 # As the docstring says.
 LEAST_SHARE, MOST_SHARE, LEAST_STEPS = 0.01, 0.10, 20
+# Of outliers with a gap below them.
+MOST_APART = 1 / 3
 
 
 def share_over(norms: Any, limit: float) -> float:
@@ -37,7 +40,7 @@ def test_suggestion_clips_the_spikes_and_little_else(spikes):
     assert suggestion.reason.startswith(f"Clip at {suggestion.max_norm:g}, which clips ")
 
 
-@pytest.mark.parametrize("spikes", [0.002, 0.3], ids=["few", "many"])
+@pytest.mark.parametrize("spikes", [0.002, 0.45], ids=["few", "many"])
 def test_suggestion_keeps_to_one_to_ten_percent(spikes):
     norms = norms_of(5000, spikes=spikes)
     suggestion = tritonclip.suggest_max_norm(norms, warmup=0)
@@ -47,6 +50,39 @@ def test_suggestion_keeps_to_one_to_ten_percent(spikes):
     assert LEAST_SHARE <= share <= MOST_SHARE
     part = "depend on single steps" if spikes < 0.01 else "part of the learning rate"
     assert part in suggestion.reason
+
+
+@pytest.mark.parametrize("spikes", [0.08, 0.1, 0.11, 0.13, 0.2, 0.3])
+def test_a_limit_lies_below_a_cluster_of_outliers_whatever_their_share(spikes):
+    norms = norms_of(300, spread=0.3, spikes=spikes, height=50.0)
+    suggestion = tritonclip.suggest_max_norm(norms, warmup=0)
+    assert suggestion.verdict == "clip"
+    assert suggestion.max_norm is not None
+    # Norms are below e^0.9, or over 50 e^-0.9; few are interpolated towards the spikes.
+    assert 1.8 < suggestion.max_norm < 5.5
+    many = share_over(norms, 10.0) > MOST_SHARE
+    assert ("look at their data" in suggestion.reason) is many
+    assert not (many and "clips over 10%" in suggestion.reason)
+
+
+def test_a_limit_below_a_cluster_suits_norms_that_fell():
+    """A limit in the tail of the first third would lie in the cluster."""
+    norms = norms_of(drift=0.05, spikes=0.15, height=1000.0)
+    suggestion = tritonclip.suggest_max_norm(recorded(norms, FALLING), warmup=0)
+    assert suggestion.verdict == "drift"
+    assert suggestion.max_norm is not None
+    assert share_over(norms, suggestion.max_norm) == pytest.approx(0.15, abs=0.03)
+    assert "look at their data" in suggestion.reason
+
+
+def test_a_stretch_of_larger_norms_is_no_cluster_of_outliers():
+    norms = norms_of(spikes=0.12, height=100.0)
+    norms[700:900] *= 10
+    suggestion = tritonclip.suggest_max_norm(recorded(norms, limit=1.0), warmup=0)
+    assert suggestion.max_norm is not None
+    # Between the stretch, below 10 e^0.6, and the spikes, over 100 e^-0.6.
+    assert 12.0 < suggestion.max_norm < 54.0
+    assert share_over(norms, suggestion.max_norm) == pytest.approx(0.12, abs=0.03)
 
 
 def test_norms_without_outliers_name_no_limit_and_refer_to_trying():
@@ -107,12 +143,34 @@ def test_suggestion_is_sound(n, spread, spikes, height, drift, seed):
     assert suggestion.steps == n
     if suggestion.max_norm is not None:
         share = share_over(norms, suggestion.max_norm)
+        most = MOST_APART if "look at their data" in suggestion.reason else MOST_SHARE
         # A step more or less, where steps are few.
-        assert LEAST_SHARE - 1 / n < share <= MOST_SHARE + 1 / n
+        assert LEAST_SHARE - 1 / n < share <= most + 1 / n
     limits = [candidate.max_norm for candidate in suggestion.candidates]
     assert limits == sorted(set(limits))
     for candidate in suggestion.candidates:
         assert candidate.share == share_over(norms, candidate.max_norm)
+
+
+def test_candidates_are_named_by_the_share_that_they_clip():
+    suggestion = tritonclip.suggest_max_norm(norms_of(30), warmup=0)
+    tails = [c for c in suggestion.candidates if c.origin.startswith("about ")]
+    assert tails
+    assert all(c.origin == f"about {c.share:.0%}" for c in tails)
+
+
+def test_candidates_that_are_nearly_the_same_are_one():
+    norms = np.where(np.arange(300) % 3, 0.272, 0.1)
+    norms[:12] = np.linspace(0.273, 0.275, 12)
+    limits = [c.max_norm for c in tritonclip.suggest_max_norm(norms, warmup=0).candidates]
+    assert all(b > 1.02 * a for a, b in itertools.pairwise(limits))
+
+
+def test_candidates_differ_in_their_names():
+    """The limits at 1% and 2% clip nearly as many of few steps."""
+    norms = norms_of(200, spikes=0.05, height=20.0)
+    origins = [c.origin for c in tritonclip.suggest_max_norm(norms, warmup=0).candidates]
+    assert len(origins) == len(set(origins))
 
 
 def test_candidates_have_coefficients_for_the_largest_spikes():
@@ -385,6 +443,24 @@ def test_the_usual_norm_is_named_where_nobody_knows_how_a_run_went(limit):
         assert f"If no limit was in use, try also {usual:g}, the usual norm." in suggestion.reason
 
 
+@pytest.mark.parametrize("spikes", [0.05, 0.15])
+@pytest.mark.parametrize(
+    ("limit", "losses", "said"),
+    [(0.3, FALLING, True), (1.0, FALLING, False), (0.3, np.ones(1000), False), (0.3, None, False)],
+    ids=["far below", "near", "loss stays", "no losses"],
+)
+def test_a_low_limit_that_trained_well_is_said_to(limit, losses, said, spikes):
+    norms = norms_of(spikes=spikes, height=100.0)
+    if losses is not None:
+        # A loss of a spike is a spike.
+        losses = losses * np.where(norms > 10, 600.0, 1.0)
+    suggestion = tritonclip.suggest_max_norm(recorded(norms, losses, limit), warmup=0)
+    assert suggestion.max_norm is not None
+    assert (suggestion.max_norm > 3 * limit) is (limit == 0.3)
+    expected = f"trained well at {limit:g}, far below {suggestion.max_norm:g}: its loss fell."
+    assert (expected in suggestion.reason) is said
+
+
 def diverging(n: int = 400, start: int = 200) -> Any:
     """Norms around 1 that explode from a step on, and are NaN in the last quarter."""
     norms = norms_of(n)
@@ -408,6 +484,9 @@ def test_a_run_that_went_wrong_is_judged_by_its_first_steps(norms, losses, why, 
     limit = float(f"{np.quantile(norms[:n], 0.25) / 4:.2g}")
     assert suggestion.max_norm == limit
     assert suggestion.reason.startswith(f"Next, try {limit:g}. This run went wrong: {why}")
+    part = "first 150 steps" if n == 150 else "steps of the first tenth"
+    assert f"only the {part} count: " in suggestion.reason
+    assert f"of their {n} norms" in suggestion.reason
     assert suggestion.reason.endswith("find_max_norm tries limits on your own training.")
 
 

@@ -174,6 +174,13 @@ def test_runs_that_are_all_too_short_are_refused(record_runs):
         tritonclip.suggest_max_norm(path)
 
 
+def test_runs_agree_on_a_limit_below_a_cluster_of_outliers(record_runs):
+    runs = [norms_of(300, spikes=spikes, height=50.0, seed=3) for spikes in (0.16, 0.15)]
+    reason = tritonclip.suggest_max_norm(record_runs(*runs), warmup=0).reason
+    assert "look at their data" in reason
+    assert "The same holds for run 1." in reason
+
+
 def test_of_many_runs_the_first_are_named(record_runs):
     reason = tritonclip.suggest_max_norm(record_runs(*[norms_of(30)] * 12)).reason
     assert "The same holds for runs 1, 2, 3, 4, 5, 6, 7, 8 and 3 more." in reason

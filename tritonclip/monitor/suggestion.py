@@ -31,9 +31,14 @@ _LEAST_STEPS, _ENOUGH = 20, 100
 # The share of the steps that a limit may clip. With more, it acts as a part of the learning rate;
 # with fewer, a limit from some hundred steps depends on one or two of them.
 _LEAST_SHARE, _MOST_SHARE = 0.01, 0.10
+# More outliers are clipped all the same, up to this share, if no norm lies in a gap of this factor
+# below them: they are no tail of the others, and any limit among them lets most of them pass.
+_MOST_APART, _LEAST_GAP = 1 / 3, 2.0
 # torch adds it to the norm that it divides by.
 _EPS = 1e-6
 _N_SPIKES = 3
+# Shares of the steps that candidates clip; of two candidates as near as this, one is enough.
+_SHARES, _NEAR = (_LEAST_SHARE, 0.02, 0.05, _MOST_SHARE), 0.03
 # A step three times as long is one at the next learning rate of a usual grid (1e-4, 3e-4, 1e-3).
 _ORDINARY = 3.0
 # Norms are real numbers: three that are equal, and the largest, are no chance.
@@ -143,9 +148,11 @@ def suggest_max_norm(
     """Suggests a limit from norms *before* clipping; :func:`find_max_norm` tries limits instead.
 
     The limit clips the tail: the steps beyond Tukey's fence, but at least 1% and at most 10% of the
-    steps after the warm-up. The fence lies 1.5 interquartile ranges above the upper quartile of the
-    log norm, relative to the median of its section of the run; the interquartile range is twice
-    that of the lower half, which spikes do not widen.
+    steps after the warm-up. If more are beyond it, up to a third, and a gap of a factor of 2 or
+    more lies below them, the limit is the largest norm below the gap. The fence lies 1.5
+    interquartile ranges above the upper quartile of the log norm, relative to the median of its
+    section of the run; the interquartile range is twice that of the lower half, which spikes do not
+    widen.
 
     A run without a limit is judged otherwise. If its norms become NaN or grow, or its loss does not
     fall, the limit is a quarter of the lower quartile of the norms of its first tenth, or of the
@@ -278,11 +285,17 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
     trend = _trend_of(norms)
     largest = norms.topk(min(_N_SPIKES, len(norms)))
     spikes = tuple(map(Spike, steps[largest.indices].tolist(), largest.values.tolist()))
-    limit = _limit_at(norms, min(max(trend.outside, _LEAST_SHARE), _MOST_SHARE))
-    if not run.is_limited and trend.medians[0] > _GROWTH * trend.medians[-1]:
+    below = _limit_below_cluster(norms, trend)
+    limit = below or _limit_at(norms, min(max(trend.outside, _LEAST_SHARE), _MOST_SHARE))
+    if not below and not run.is_limited and trend.medians[0] > _GROWTH * trend.medians[-1]:
         # Else it would cut off the first steps of a run that goes well.
         limit = max(limit, _rounded(_first_third(run).quantile(1 - _MOST_SHARE)))
     verdict, reason = _judge(norms, trend, limit)
+    if below and verdict in ("clip", "drift"):
+        reason += (
+            f" These {_percent(_share(norms, limit))} are many, and far above the others: look at "
+            "their data."
+        )
     if trouble is not None and verdict not in ("clipped before", "constant"):
         verdict = "went wrong"
         limit, reason = _limit_of_trouble(norms, trouble)
@@ -298,6 +311,15 @@ def _suggest(number: int, runs: Mapping[int, History], warmup: int | None) -> Su
     has_candidates = verdict not in ("clipped before", "constant")
     n_nonfinite = int((~whole.norms.isfinite()).sum())
     reason += _on_limit_in_use(norms, verdict, in_use)
+    if in_use is not None and recommended is not None and recommended > _ORDINARY * in_use:
+        # Losses of outliers are as far from the others as their norms.
+        losses = run.losses[usable][norms <= recommended]
+        losses = losses[losses.isfinite()]
+        if len(losses) >= _LEAST_LOSSES and _on_loss(losses) is None:
+            reason += (
+                f" The run trained well at {in_use:g}, far below {recommended:g}: its loss fell. "
+                f"Keep {in_use:g}, or try both."
+            )
     if verdict in ("clip", "drift") and run.limits.isnan().all() and not run.is_limited:
         reason += f" If no limit was in use, try also {_usual(run):g}, the usual norm."
     if has_candidates:
@@ -361,7 +383,7 @@ def _trouble(run: History, warmup: int) -> _Trouble | None:
     losses = losses[losses.isfinite()]
     if len(losses) >= _LEAST_LOSSES:
         stays = _on_loss(losses)
-        return None if stays is None else _Trouble(early, stays, "first tenth")
+        return None if stays is None else _Trouble(early, stays, "steps of the first tenth")
     norms = run.norms[warmup:]
     norms = norms[norms.isfinite() & (norms > 0)]
     if len(norms) < _ENOUGH:
@@ -371,7 +393,7 @@ def _trouble(run: History, warmup: int) -> _Trouble | None:
     if last < max(_GROWTH * first, _LATE_GROWTH * second):
         return None
     why = f"norms grow, from {_short(first)} in the first tenth to {_short(last)} in the last third"
-    return _Trouble(early, why, "first tenth")
+    return _Trouble(early, why, "steps of the first tenth")
 
 
 def _on_loss(losses: Tensor) -> str | None:
@@ -390,9 +412,9 @@ def _limit_of_trouble(norms: Tensor, trouble: _Trouble) -> tuple[float, str]:
     limit = _rounded(_SHARE_OF_USUAL * usual)
     return limit, (
         f"Next, try {limit:g}. This run went wrong: {trouble.why}. Its later norms say nothing "
-        f"about a limit; this is a quarter of the lower quartile of the {trouble.part}, "
-        f"{_short(usual)}. It clips most steps, and with SGD it also acts as a smaller learning "
-        "rate."
+        f"about a limit, and only the {trouble.part} count: this is a quarter of the lower "
+        f"quartile of their {len(norms)} norms, {_short(usual)}. It clips most steps, and with "
+        "SGD it also acts as a smaller learning rate."
     )
 
 
@@ -425,10 +447,12 @@ def _rounded(limit: float | Tensor) -> float:
 def _other(suggestion: Suggestion, other: Suggestion, norms: Tensor) -> str:
     """The suggestion for another run in words; "" if this one fits it, by clipping its tail too."""
     limit, its_limit = suggestion.max_norm, other.max_norm
-    if suggestion.verdict == other.verdict and (
-        limit is None or limit == its_limit or _LEAST_SHARE <= _share(norms, limit) <= _MOST_SHARE
-    ):
-        return ""
+    if suggestion.verdict == other.verdict:
+        if limit is None or its_limit is None or limit == its_limit:
+            return ""
+        most = max(_MOST_SHARE, _share(norms, its_limit))
+        if _LEAST_SHARE <= _share(norms, limit) <= most:
+            return ""
     return other.verdict if its_limit is None else f"max_norm {its_limit:g}"
 
 
@@ -513,6 +537,23 @@ def _limit_at(norms: Tensor, share: float) -> float:
     return float(f"{exact:.3g}")
 
 
+def _limit_below_cluster(norms: Tensor, trend: _Trend) -> float | None:
+    """The largest norm below many outliers that are a cluster; None if they are few, or none."""
+    if trend.outside <= _MOST_SHARE:
+        return None
+    n, ordered = len(norms), norms.sort().values
+    # More norms above a gap than are outliers are those of a stretch of the run.
+    most = min(_MOST_APART, trend.outside + _LEAST_SHARE)
+    first, last = math.ceil(n * (1 - most)), math.ceil(n * (1 - _MOST_SHARE))
+    gaps = (ordered[first:last] >= _LEAST_GAP * ordered[first - 1 : last - 1]).nonzero()
+    if not len(gaps):
+        return None
+    limit = float(ordered[first - 1 + int(gaps[0])])
+    unit = 10.0 ** (math.floor(math.log10(limit)) - 1)
+    # Rounded up, which a gap leaves room for.
+    return next(x for x in map(_rounded, (limit, limit + unit)) if x >= limit)
+
+
 def _candidates(
     norms: Tensor, spikes: Sequence[Spike], recommended: float | None, in_use: float | None
 ) -> tuple[Candidate, ...]:
@@ -522,11 +563,13 @@ def _candidates(
         limits[recommended] = "recommended"
     if in_use is not None:
         limits.setdefault(in_use, "in use")
-    for share in (_LEAST_SHARE, 0.02, 0.05, _MOST_SHARE):
-        # Of at least one step.
-        if share * len(norms) >= 1:
-            limits.setdefault(_limit_at(norms, share), f"about {share:.0%}")
-    limits.setdefault(1.0, "usual for transformers")
+    # Of at least one step.
+    tails = [_limit_at(norms, x) for x in _SHARES if x * len(norms) >= 1]
+    others = [(limit, f"about {_share(norms, limit):.0%}") for limit in tails]
+    for limit, origin in (*others, (1.0, "usual for transformers")):
+        is_near = any(abs(limit - other) <= _NEAR * other for other in limits)
+        if not is_near and origin not in limits.values():
+            limits[limit] = origin
     return tuple(
         Candidate(
             limit,
@@ -581,7 +624,7 @@ def _judge(norms: Tensor, trend: _Trend, limit: float) -> tuple[Verdict, str]:
         f"Clip at {limit:g}, which clips {_percent(_share(norms, limit))} of {n} steps: {reach}, "
         f"and {_percent(trend.outside)} of the steps stand out from the others."
     )
-    if trend.outside > _MOST_SHARE:
+    if trend.outside > _MOST_SHARE >= _share(norms, limit):
         why += f" A limit that clips over {_MOST_SHARE:.0%} acts as a part of the learning rate."
     if trend.outside < _LEAST_SHARE:
         why += f" A limit that clips under {_LEAST_SHARE:.0%} would depend on single steps."
