@@ -270,7 +270,10 @@ def section(name: str, of_providers: bool, origin: dict[str, Any], rows: Sequenc
     if "advice" in rows[0]:
         # A page of docs/ itself.
         to_rows = to_rows.removeprefix("../")
-        parts = [in_losses(rows), in_counts(rows)]
+        others = [row for row in rows if row["advice"] not in SHOWN[1:]]
+        shown = [row for row in rows if row["advice"] in SHOWN]
+        parts = [in_losses(shown), folded("Other advice, and rules", in_losses(others))]
+        parts.append(in_counts(rows))
     elif "rule" not in rows[0]:
         parts = [table(rows)]
         if "model" in rows[0]:
@@ -299,6 +302,8 @@ def in_losses(rows: Sequence[Row]) -> str:
     return markdown(["task", "untrained", *unique(rows, "advice")], list(texts.values()))
 
 
+# Advice of the first table; the first of it is in each.
+SHOWN = ("no clipping", "best of the grid", "1.0", "suggest", "find")
 # Advice whose limit a table shows.
 LIMITED = ("best of the grid", "suggest", "find")
 
