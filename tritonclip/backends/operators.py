@@ -175,7 +175,7 @@ class TorchBatch:
         if isinstance(grad_scale, Tensor) or grad_scale != 1:
             unscale_and_clamp_(tensors, low, high, grad_scale)
             return
-        if self._on_host:
+        if self._on_host and max(map(Tensor.numel, tensors)) > SMALL:
             for tensor in tensors:
                 if tensor.numel() > SMALL:
                     tensor.clamp_(low, high)
